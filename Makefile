@@ -1,0 +1,91 @@
+# Everything builds what it needs in .venv from a clean checkout: `make test`, `make demo`.
+
+SHELL := bash
+PYTHON ?= python3
+CXX ?= g++
+VENV := .venv
+# `make test-matrix` installs others, each beside its own environment
+TORCH ?= 2.13.0
+# the last release of each minor version that pyproject.toml allows
+MATRIX ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+CONSTRAINTS = sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt
+BIN := $(VENV)/bin
+# CI machines differ in cores; two workers with one thread each is what the time limits are measured with.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+# Several processes share the cores: one thread each. Inductor compiles in the process itself, into build/,
+# so that a run neither reads what an older version compiled nor leaves anything outside the tree.
+TEST_ENV = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor
+PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+CODE = $(wildcard amp_fx passes viz tests examples benchmarks)
+
+.PHONY: help venv lint format typecheck test test-fast test-slow test-matrix test-suite demo clean compiler
+
+help:
+	@echo "make test       lint, type check and all tests but the slow ones"
+	@echo "make test-slow  DDP and FSDP2 on two processes, whole trainings, a large page in the browser"
+	@echo "make test-fast  the tests that need fake tensors only"
+	@echo "make test-matrix  the tests on each supported torch, in environments of their own (large downloads)"
+	@echo "make demo       train a small GPT in mixed precision"
+	@echo "make lint | format | typecheck | venv | clean"
+
+venv: $(VENV)/.installed
+
+# torch alone first: as a dependency range among others the resolver may choose another build of it.
+# Editable, because the package directory maps two top-level folders into amp_fx: from the repository root a
+# plain install would be shadowed by ./amp_fx, which has no passes inside.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c <($(CONSTRAINTS)) torch==$(TORCH) setuptools
+	$(BIN)/python -m pip install -q -c <($(CONSTRAINTS)) --no-build-isolation -e ".[dev]"
+	@touch $@
+
+compiler:
+	@command -v $(CXX) >/dev/null || { \
+		echo "error: no C++ compiler '$(CXX)'. Inductor compiles its CPU kernels with one:" >&2; \
+		echo "       install g++ (Debian, Ubuntu: apt install g++) or set CXX." >&2; exit 1; }
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The layout of the wheel, which is what pyright can follow; see [tool.pyright] in pyproject.toml.
+typecheck: venv
+	@rm -rf build/typecheck
+	@$(BIN)/python -c "from setuptools import setup; setup()" -q build_py --build-lib build/typecheck
+	@set -o pipefail; $(BIN)/pyright -p pyproject.toml | sed -e 's,build/typecheck/amp_fx/\(passes\|viz\)/,\1/,' -e 's,build/typecheck/,,'
+
+# Kept below 15 minutes; what takes long by itself (two processes, whole trainings) is in test-slow.
+test: compiler lint typecheck
+	@rm -rf build/inductor
+	$(PYTEST) -m "not slow"
+
+test-slow: venv compiler
+	$(PYTEST) -m slow
+
+test-fast: venv
+	$(PYTEST) tests/fake
+
+# Not in CI: each environment downloads a torch of its own, which from PyPI brings its CUDA packages along.
+# One version: make test-matrix MATRIX=2.12.1
+test-matrix: compiler
+	@set -e; for torch in $(MATRIX); do \
+		echo "== torch $$torch"; \
+		$(MAKE) --no-print-directory VENV=.venv-$$torch TORCH=$$torch test-suite; done
+
+test-suite: venv
+	@rm -rf build/inductor
+	$(PYTEST)
+
+demo: venv compiler
+	$(BIN)/python examples/train_gpt.py
+
+clean:
+	rm -rf $(VENV) .venv-* build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis torch_compile_debug
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
