@@ -1,0 +1,501 @@
+"""Every private PyTorch API that amp_fx touches, in one place.
+
+Tried on torch 2.13.0. A torch upgrade is this file's work: nothing else in the package imports from
+``torch._*``. Where a name is private only by its underscore but documented or used by other projects
+(``compile_fx``, ``CustomGraphPass``), the comment says so.
+"""
+
+# what is imported here is private on purpose
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.fx as fx
+from torch._C._autograd import _saved_tensors_hooks_is_enabled  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._dynamo import compiled_autograd as _compiled_autograd
+from torch._functorch import config as _functorch_config
+from torch._guards import CompileContext, TracingContext
+from torch._logging import trace_structured as _trace_structured
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "JointRoles",
+    "Lowered",
+    "OpOverload",
+    "autocast_disabled",
+    "autocast_shield",
+    "compile_id",
+    "compile_package",
+    "compile_with_inductor",
+    "disable_proxy_modes_tracing",
+    "enable_autocast",
+    "get_proxy_mode",
+    "graph_break",
+    "has_autocast_rule",
+    "has_low_lstm",
+    "ignore_fresh_symbols",
+    "in_compiled_autograd",
+    "inductor_mode_options",
+    "inductor_option_names",
+    "is_functorch_wrapped",
+    "is_hooks_switch",
+    "joint_graph_pass",
+    "joint_roles",
+    "log_artifact",
+    "lower_with_inductor",
+    "make_fx",
+    "nesting_change",
+    "replace_inner_compile",
+    "saved_tensors_shield",
+    "size_hint",
+    "source_hash",
+    "stock_inductor",
+    "track_tensor_tree",
+    "unwrapped_errors",
+    "update_scale",
+]
+
+_log = logging.getLogger(__name__)
+
+#: functorch levels are opened and closed by these calls in a Dynamo graph (torch/_functorch/predispatch.py)
+_NESTING = {"_increment_nesting": 1, "_decrement_nesting": -1, "_enter_dual_level": 1, "_exit_dual_level": -1}
+
+#: a device type no graph of ours runs on: see autocast_shield
+_UNUSED_DEVICE = "xla"
+
+
+def autocast_disabled() -> contextlib.AbstractContextManager[None]:
+    """Switches autocast off for every device type."""
+    return torch._C._DisableAutocast()
+
+
+@contextlib.contextmanager
+def autocast_shield() -> Iterator[None]:
+    """Compiles with autocast off, so that the result also *runs* with autocast off, forward and backward.
+
+    AOTAutograd wraps its compiled callables in ``_DisableAutocast`` only if some autocast was on when it
+    compiled (``_is_any_autocast_enabled`` in ``graph_compile.py``). A graph whose casts are explicit must
+    never meet autocast again at run time (pytorch#194329: fallback kernels then return garbage), so autocast
+    is switched on for a device type that no tensor here lives on: nothing is cast while tracing, and the
+    run-time guard is in place.
+    """
+    with autocast_disabled():
+        torch.set_autocast_enabled(_UNUSED_DEVICE, True)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled(_UNUSED_DEVICE, False)
+
+
+@contextlib.contextmanager
+def saved_tensors_shield() -> Iterator[None]:
+    """Keeps what a trace saves for backward from the program's saved-tensor hooks.
+
+    A graph may be compiled while they are active, within ``torch.utils.checkpoint`` for one, which counts what its
+    hooks see: tensors saved by a trace would be missing when the region is computed again.
+    """
+    if not _saved_tensors_hooks_is_enabled():
+        # the program forbids hooks, so there are none to keep away
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value):
+        yield
+
+
+@contextlib.contextmanager
+def enable_autocast(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    """Sets autocast's thread-local state for one device type, without the device having to exist.
+
+    ``torch.autocast("cuda")`` switches itself off on a machine without CUDA, which would make the CUDA lists
+    untestable there; the state underneath has no such check.
+    """
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, enabled)
+    torch.set_autocast_dtype(device_type, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config_patches: dict[str, Any]
+) -> Callable[..., Any]:
+    """Compiles with Inductor; the backward is traced without autocast.
+
+    Stock torch.compile traces the backward under the forward's ambient autocast, which silently overflows in
+    fp16 (pytorch#153044); ``backward_pass_autocast="off"`` is part of AOTAutograd's cache key.
+    """
+    # imported late: Inductor's import costs over a second, and a plain `import amp_fx` should not
+    from torch._inductor.compile_fx import compile_fx
+
+    with _functorch_config.patch(backward_pass_autocast="off"):
+        return compile_fx(gm, list(example_inputs), config_patches=config_patches)  # type: ignore[return-value]
+
+
+def compile_package(ep: torch.export.ExportedProgram, path: str) -> None:
+    """Compiles an exported program with AOTInductor into a package at ``path``, which ends in ``.pt2``."""
+    import torch._inductor
+
+    with autocast_disabled():
+        torch._inductor.aoti_compile_and_package(ep, package_path=path)
+
+
+def stock_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What ``torch.compile`` does by itself, to compare with."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs))  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def replace_inner_compile(inner_compile: Callable[..., Callable[..., Any]]) -> Iterator[None]:
+    """Whatever compiles with Inductor inside the block hands its graphs to ``inner_compile`` instead.
+
+    It gets what ``compile_fx_inner`` gets: a forward, backward or inference graph after partitioning, its
+    inputs, and keywords. It returns a callable that takes its arguments in one list; :attr:`Lowered.call` is
+    one. The caches of compiled graphs, which would leave ``inner_compile`` out, are off.
+    """
+    from torch._inductor import compile_fx as module
+    from torch._inductor import config as inductor_config
+
+    original = module.compile_fx
+
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        # with config_patches, compile_fx calls itself through the module and passes its inner_compile on
+        kwargs.setdefault("inner_compile", inner_compile)
+        return original(*args, **kwargs)
+
+    with (
+        mock.patch.object(module, "compile_fx", compile_fx),
+        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        _functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph as Inductor would compile it, without any generated code.
+
+    Attributes:
+        before: the graph as Inductor got it, with fake values; nodes have the names AOTAutograd gave them.
+        after: the same after Inductor's post-grad passes.
+        bytes_moved: Inductor's estimate of the bytes that its kernels read and write.
+        extern_kernels: calls of library kernels.
+        generated: the kernels that Inductor would generate, after fusion: the ATen calls that each computes
+        and
+            the bytes that it reads and writes.
+        call: runs ``before`` op by op; takes its arguments in one list.
+    """
+
+    before: fx.GraphModule
+    after: fx.GraphModule
+    bytes_moved: int
+    extern_kernels: int
+    generated: list[tuple[frozenset[fx.Node], int]]
+    call: Callable[..., Any]
+
+
+def lower_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    is_inference: bool = False,
+    is_backward: bool = False,
+    get_decomp_fn: Callable[..., Any] | None = None,
+    **_: Any,
+) -> Lowered:
+    """Inductor's work on one graph up to and including fusion: the first half of ``compile_fx_inner``.
+
+    The other keywords that ``compile_fx`` passes are about running the code, and are ignored.
+    """
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import compile_fx, scheduler
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.ir import MultiOutput
+    from torch._inductor.virtualized import V
+
+    decompositions: dict[str, Any] = {} if get_decomp_fn is None else {"get_decomp_fn": get_decomp_fn}
+    shape_env = compile_fx.shape_env_from_inputs(list(example_inputs))
+    compile_fx.view_to_reshape(gm)
+    with torch.no_grad():
+        fake_mode = compile_fx.fake_tensor_prop(gm, example_inputs)
+    compile_fx._recursive_record_original_output_strides(gm)
+    # the passes change gm in place, and put lowerings in it that only Inductor can run. Constants are shared:
+    # under the fake mode that compile_fx sets, a real tensor cannot be copied
+    constants = [v for m in gm.modules() for v in (*vars(m).values(), *m.buffers(False))]
+    before = copy.deepcopy(gm, {id(v): v for v in constants if isinstance(v, torch.Tensor)})
+    with V.set_fake_mode(fake_mode), DebugContext():
+        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+        graph = GraphLowering(
+            gm,
+            example_inputs=example_inputs,
+            shape_env=shape_env,
+            is_inference=is_inference,
+            is_backward=is_backward,
+            **decompositions,
+        )
+        graph.freeze_runtime_asserts()
+        with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
+            graph.run(*example_inputs)
+            _report_output_strides(graph)
+            # fusion asks for it; generating the code would set it up, too
+            graph.init_wrapper_code()
+            graph._update_scheduler()
+            moved = int(graph.count_bytes()[0])
+            generated = [
+                (
+                    frozenset[fx.Node]().union(
+                        *(part.node.origins for part in kernel.get_nodes() if part.node)
+                    ),
+                    size,
+                )
+                for kernel in graph.scheduler.nodes
+                if not isinstance(
+                    kernel, (scheduler.NopKernelSchedulerNode, scheduler.ExternKernelSchedulerNode)
+                )
+                for size in [int(kernel.get_read_write_buffers_sizes())]
+            ]
+    kernels = [
+        node for node in graph.scheduler.nodes if not isinstance(node, scheduler.NopKernelSchedulerNode)
+    ]
+    extern = [node for node in kernels if isinstance(node, scheduler.ExternKernelSchedulerNode)]
+    return Lowered(
+        before=before,
+        after=gm,
+        bytes_moved=moved,
+        # a MultiOutput picks one result of a kernel that returns several
+        extern_kernels=sum(not isinstance(node.node, MultiOutput) for node in extern),
+        generated=generated,
+        call=make_boxed_func(before.forward),
+    )
+
+
+def _report_output_strides(graph: Any) -> None:
+    """Tells AOTAutograd the layouts that Inductor chose, which the backward graph is then compiled for."""
+    context = TracingContext.try_get()
+    if context is None or context.output_strides is None:
+        return
+    for output in graph.graph_outputs or ():
+        has_layout = hasattr(output, "has_tensor_output") and output.has_tensor_output()
+        context.output_strides.append(
+            tuple(graph.sizevars.optimization_hint(s) for s in output.get_stride()) if has_layout else None
+        )
+
+
+def joint_graph_pass(uuid: str, rewrite: Callable[[fx.GraphModule], None]) -> dict[str, Any]:
+    """The Inductor option that runs ``rewrite`` on the joint graph, before it is partitioned.
+
+    Args:
+        uuid: everything the rewriting depends on; part of Inductor's and AOTAutograd's cache keys.
+        rewrite: changes the joint graph in place.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class JointGraphPass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            if graph.owning_module is None:
+                raise AssertionError("Inductor runs joint passes on a GraphModule's graph")
+            rewrite(graph.owning_module)
+
+        def uuid(self) -> str:
+            return uuid
+
+    return {"joint_custom_pre_pass": JointGraphPass()}
+
+
+@dataclass(frozen=True)
+class JointRoles:
+    """What the inputs and outputs of a joint graph are.
+
+    Attributes:
+        inputs: position among the inputs of the graph that was compiled -> placeholder.
+        tangents: the gradients that enter the backward.
+        gradients: position of an input that requires a gradient -> positions of the gradient among the outputs,
+            several for a tensor subclass. An output is None where the graph computes no gradient.
+    """
+
+    inputs: dict[int, fx.Node]
+    tangents: list[fx.Node]
+    gradients: dict[int, list[int]]
+
+
+def joint_roles(gm: fx.GraphModule) -> JointRoles | None:
+    """Reads AOTAutograd's descriptors; None for a graph that has no backward, or no descriptors."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, TangentAOTInput
+
+    def whole(descriptor: Any) -> Any:
+        # the parts of a tensor subclass
+        while hasattr(descriptor, "base") and hasattr(descriptor, "attr"):
+            descriptor = descriptor.base
+        return descriptor
+
+    inputs: dict[int, fx.Node] = {}
+    tangents: list[fx.Node] = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        descriptor = whole(node.meta.get("desc"))
+        if isinstance(descriptor, PlainAOTInput):
+            inputs[descriptor.idx] = node
+        elif isinstance(descriptor, TangentAOTInput):
+            tangents.append(node)
+    gradients: dict[int, list[int]] = {}
+    for position, output in enumerate(gm.graph.output_node().meta.get("desc") or ()):
+        descriptor = whole(output)
+        if isinstance(descriptor, GradAOTOutput) and isinstance(descriptor.grad_of, PlainAOTInput):
+            gradients.setdefault(descriptor.grad_of.idx, []).append(position)
+    return JointRoles(inputs, tangents, gradients) if gradients else None
+
+
+def source_hash(*modules: ModuleType) -> str:
+    """A hash of the modules' source files: two versions of a pass never share a cache entry."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(tuple(str(module.__file__) for module in modules)).hex()
+
+
+def inductor_option_names() -> frozenset[str]:
+    """Names of every option of the installed Inductor."""
+    import torch._inductor
+
+    return frozenset(torch._inductor.list_options())
+
+
+def inductor_mode_options(mode: str) -> dict[str, Any]:
+    """The Inductor options that a ``torch.compile`` mode stands for.
+
+    Raises:
+        RuntimeError: unknown mode.
+    """
+    import torch._inductor
+
+    return torch._inductor.list_mode_options(mode)
+
+
+def in_compiled_autograd() -> bool:
+    """True while compiled autograd hands a backward graph to the backend."""
+    return _compiled_autograd.in_compiled_autograd_region
+
+
+def compile_id() -> str:
+    """Dynamo's name of the graph that is being compiled, forward or backward, as ``"0/0"``."""
+    current = CompileContext.current_compile_id()
+    return "graph" if current is None else str(current)
+
+
+def graph_break(gm: fx.GraphModule) -> str:
+    """Why Dynamo ended a graph before the program did, with the source line, or an empty string."""
+    cause = getattr(gm, "compile_subgraph_reason", None)
+    if cause is None or not cause.graph_break:
+        return ""
+    reason = str(cause.reason).strip().splitlines()[0]
+    if not cause.user_stack:
+        return reason
+    frame = cause.user_stack[-1]
+    return f"{reason} [{frame.filename}:{frame.lineno}]"
+
+
+@contextlib.contextmanager
+def unwrapped_errors(kind: type[Exception]) -> Iterator[None]:
+    """Errors of one kind leave the block as a backend raised them: Dynamo wraps what backends raise."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, kind):
+            raise error.inner_exception from error
+        raise
+
+
+def is_functorch_wrapped(value: object) -> bool:
+    """True for tensors inside vmap, grad or jvp."""
+    return isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value)
+
+
+def is_hooks_switch(target: object) -> bool:
+    """True for the calls by which ``torch.func.grad`` forbids saved-tensor hooks inside it, and allows them again."""
+    return getattr(target, "__name__", "") in ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
+
+
+def has_autocast_rule(op: OpOverload, device_type: str) -> bool:
+    """Whether somebody registered what autocast does with an op: ``torch.library.register_autocast``."""
+    key = f"Autocast{device_type.upper()}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op._schema.name, key)
+
+
+def ignore_fresh_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
+    """A program that is traced again makes its unbacked sizes again, which nobody will ask for."""
+    if mode.shape_env is None:
+        return contextlib.nullcontext()
+    return mode.shape_env.ignore_fresh_unbacked_symbols()
+
+
+def has_low_lstm(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has an LSTM in a 16-bit dtype for this CPU; where it has none it raises when it runs."""
+    if dtype is torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def nesting_change(target: object) -> int:
+    """+1 for a call that opens a functorch level, -1 for one that closes it, else 0."""
+    name = getattr(target, "__name__", "")
+    return next((step for part, step in _NESTING.items() if name.endswith(part)), 0)
+
+
+def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
+    """The concrete size a symbolic size was traced with, or ``fallback`` for an unbacked one."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return fallback if hint is None else int(hint)
+
+
+def log_artifact(name: str, text: Callable[[], str]) -> None:
+    """Adds a text to the TORCH_TRACE log of this compile, where tlparse shows it."""
+    _trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def update_scale(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """One update of a loss scale, in place and on its device: what torch.amp.GradScaler does.
+
+    Args:
+        scale: fp32, 0-d.
+        growth_tracker: int32, 0-d; updates since the last change.
+        found_inf: fp32, 0-d; not zero: something was inf or nan.
+        growth_factor: the scale's factor after ``growth_interval`` updates without a finding.
+        backoff_factor: the scale's factor after a finding.
+        growth_interval: see ``growth_factor``.
+    """
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)

@@ -1,0 +1,81 @@
+"""The errors amp_fx raises, as one small tree.
+
+Every message names the bad value, the valid ones, and what to do::
+
+    AmpFxError
+    |-- OptionsError (also ValueError)   the user passed an unknown key, a bad value or a contradiction
+    |-- PlanError (also ValueError)      a plan file is wrong, or fits another model
+    |-- ScalerError (also ValueError)    no scaler of that name, or parameters that cannot be scaled
+    |-- WeightsError                     frozen weights have changed, and strict forbids to freeze them again
+    |-- CaptureError                     the Dynamo graph cannot be turned into pre-dispatch ATen
+    `-- PassError                        a pass failed; names it and the passes that ran before it
+        `-- VerifyError                  the rewritten graph breaks a dtype contract; names node and line
+
+``CaptureError`` and ``PassError`` reach the user only with ``options={"strict": True}``. Otherwise the graph
+is compiled with torch.autocast's semantics and one :class:`FallbackWarning` says why.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AmpFxError",
+    "CaptureError",
+    "FallbackWarning",
+    "OptionsError",
+    "PassError",
+    "PlanError",
+    "ScalerError",
+    "ScalingWarning",
+    "VerifyError",
+    "WeightsError",
+    "did_you_mean",
+]
+
+
+class AmpFxError(Exception):
+    """Base of everything amp_fx raises on purpose."""
+
+
+class OptionsError(AmpFxError, ValueError):
+    """The options of ``torch.compile(..., backend="amp_fx")`` are wrong. The user should change them."""
+
+
+class PlanError(AmpFxError, ValueError):
+    """A plan is not one, or the graph is not the one it was made for."""
+
+
+class ScalerError(AmpFxError, ValueError):
+    """A graph finds no :class:`amp_fx.GradScaler` of its name, or a scaler cannot do what it is asked to do."""
+
+
+class WeightsError(AmpFxError):
+    """Weights that a compiled graph holds as constants have changed."""
+
+
+class CaptureError(AmpFxError):
+    """A Dynamo graph could not be captured as pre-dispatch ATen."""
+
+
+class PassError(AmpFxError):
+    """A pass failed on a graph. A bug report for amp_fx unless the cause says otherwise."""
+
+
+class VerifyError(PassError):
+    """The rewritten graph does not run, or a dtype differs from the plan or from what Dynamo traced."""
+
+
+class FallbackWarning(UserWarning):
+    """A graph is compiled with torch.autocast's semantics because amp_fx could not rewrite it."""
+
+
+class ScalingWarning(UserWarning):
+    """float16 is trained without loss scaling."""
+
+
+def did_you_mean(value: str, valid: Iterable[str]) -> str:
+    """Returns ``" Did you mean 'policy'?"`` for the nearest valid name, or an empty string."""
+    near = difflib.get_close_matches(value, list(valid), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,83 @@
+"""The vocabulary of the op lists: precision classes and the rows that assign them.
+
+A row (:class:`OpGroup`) is data: which ATen overloads, which class, and why. The lists themselves are in
+``cuda.py``, ``cpu.py`` and ``common.py`` beside this file; ``table.py`` joins them into one lookup per
+device.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["OpClass", "OpGroup", "Origin"]
+
+
+class OpClass(str, enum.Enum):
+    """What mixed precision does with an op. Values are the names used in plans, reports and user rules.
+
+    ============  ==================================================================================
+    ``low``       every eligible tensor argument is cast to the low dtype (matmul, convolution, attention)
+    ``fp32``      every eligible tensor argument is cast to fp32 (the ops whose range or sums need it)
+    ``promote``   runs in the widest dtype among its eligible arguments, as native type promotion does
+    ``follow``    as ``promote``, and the op commutes with rounding: it only moves, selects or compares
+                  values, so rounding before it or after it gives the same numbers
+    ``keep``      not ours: arguments and results have exactly the dtypes the program was traced with
+    ============  ==================================================================================
+
+    A tensor is *eligible* when it is floating point, not fp64, and on the device being autocast: the rule of
+    ``is_eligible`` in ``ATen/autocast_mode.h``.
+    """
+
+    LOW = "low"
+    FP32 = "fp32"
+    PROMOTE = "promote"
+    FOLLOW = "follow"
+    KEEP = "keep"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Origin(str, enum.Enum):
+    """Where a row's class comes from, which decides how the test suite checks it."""
+
+    #: registered under AutocastCPU / AutocastCUDA in the installed torch
+    AUTOCAST = "autocast"
+    #: a composite op that autocast does not list, whose inner ops it does (``cross_entropy_loss`` on CUDA)
+    COMPOSITE = "composite"
+    #: not listed by autocast: runs in the dtype of its inputs
+    UNLISTED = "unlisted"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class OpGroup:
+    """One group of ATen overloads that share a class and the reason for it.
+
+    Attributes:
+        op_class: the class of every op in the group.
+        reason: why, in a few words; shown to users beside each decision.
+        ops: names as the dispatcher prints them without the ``aten::``: ``"linear"`` is
+            ``aten.linear.default``, ``"softmax.int"`` is ``aten.softmax.int``.
+        origin: where the class comes from.
+        own_dtype_slots: names of tensor arguments that are never cast: the kernel takes them in a dtype of
+            their own (``running_mean`` of batch_norm, affine weights of a norm computed on a low input).
+        mixes: the kernel accepts mixed floating dtypes and widens inside, so no cast node is needed.
+        unless_given: argument names that switch the row off when the program passes them (not None):
+            ``softmax(x, -1, dtype=...)`` has chosen its own dtype.
+        since: first torch version (inclusive, ``"2.12"``) the row holds for, or None.
+        until: first torch version (exclusive) it no longer holds for, or None.
+    """
+
+    op_class: OpClass
+    reason: str
+    ops: tuple[str, ...]
+    origin: Origin
+    own_dtype_slots: tuple[str, ...] = ()
+    mixes: bool = False
+    unless_given: tuple[str, ...] = ()
+    since: str | None = None
+    until: str | None = None

@@ -1,0 +1,175 @@
+r"""User policies: a base list and rules on top, as plain data.
+
+A policy is ``"autocast"`` or, with rules, an object (or its JSON text)::
+
+    {"base": "autocast",
+     "rules": [{"op": "softmax", "precision": "fp32"},
+               {"module": r"decoder\.layers\.0\..*", "precision": "fp32"},
+               {"op": "layer_norm", "module": "encoder", "precision": "low"}]}
+
+The last rule that matches a node wins. ``str(policy)`` prints the form it parses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from amp_fx.errors import OptionsError, did_you_mean
+from amp_fx.policy.classes import OpClass
+
+__all__ = ["BASES", "PRECISIONS", "Policy", "Rule"]
+
+#: name -> one line for the README and the error message
+BASES = {
+    "autocast": "the numerics of torch.autocast on that device, with cheaper casts",
+    "fast": "as autocast, but sums of mixed precision may be stored low, and nothing is saved twice",
+}
+
+#: what a rule can force, and the class a forced node gets
+PRECISIONS = {"fp32": OpClass.FP32, "low": OpClass.LOW}
+
+_RULE_KEYS = ("op", "module", "precision")
+_POLICY_KEYS = ("base", "rules")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Forces the nodes it matches to one precision.
+
+    Attributes:
+        precision: ``"fp32"`` or ``"low"``.
+        op: ATen name, with or without overload: ``"softmax"`` matches ``softmax.int`` too; None matches any
+        op.
+        module: regular expression searched for in the module path (``"encoder.layer.0.attention"``); None
+            matches any node.
+    """
+
+    precision: str
+    op: str | None = None
+    module: str | None = None
+
+    def matches(self, op_name: str, module_path: str) -> bool:
+        """True when the rule is about this node."""
+        if self.op is not None and self.op not in (op_name, op_name.partition(".")[0]):
+            return False
+        return self.module is None or re.search(self.module, module_path) is not None
+
+    def to_dict(self) -> dict[str, str]:
+        """The rule in the form :meth:`parse` reads."""
+        return {key: value for key in _RULE_KEYS if (value := getattr(self, key)) is not None}
+
+    def __str__(self) -> str:
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def parse(cls, data: object) -> Rule:
+        """Builds a rule from a mapping.
+
+        Raises:
+            OptionsError: unknown key, unknown precision, a pattern that does not compile, or neither ``op``
+            nor
+                ``module`` given.
+        """
+        if isinstance(data, Rule):
+            return data
+        if not isinstance(data, Mapping):
+            raise OptionsError(
+                f"A policy rule must be an object with keys {', '.join(_RULE_KEYS)}; got {data!r}."
+            )
+        _check_keys(data, _RULE_KEYS, "policy rule")
+        precision = data.get("precision")
+        if not isinstance(precision, str) or precision not in PRECISIONS:
+            raise OptionsError(
+                f"Unknown precision {precision!r} in policy rule {dict(data)!r}; "
+                f"valid: {', '.join(PRECISIONS)}." + did_you_mean(str(precision), PRECISIONS)
+            )
+        op, module = data.get("op"), data.get("module")
+        for key, value in (("op", op), ("module", module)):
+            if value is not None and not isinstance(value, str):
+                raise OptionsError(f"{key!r} in policy rule {dict(data)!r} must be a string; got {value!r}.")
+        if op is None and module is None:
+            raise OptionsError(
+                f"Policy rule {dict(data)!r} names neither 'op' nor 'module', so it would match every node; "
+                "give at least one (module='.*' if every node is meant)."
+            )
+        if op is not None:
+            op = op.removeprefix("aten.").removeprefix("aten::").removesuffix(".default")
+        if module is not None:
+            try:
+                re.compile(module)
+            except re.error as error:
+                raise OptionsError(
+                    f"'module' in policy rule {dict(data)!r} is not a regular expression: {error}."
+                ) from error
+        return cls(precision, op, module)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A base list and the user's rules, immutable and comparable.
+
+    Attributes:
+        base: a key of :data:`BASES`.
+        rules: the last one that matches a node wins.
+    """
+
+    base: str = "autocast"
+    rules: tuple[Rule, ...] = ()
+
+    def rule_for(self, op_name: str, module_path: str) -> Rule | None:
+        """The rule that decides this node, or None where the base list does."""
+        matching = (rule for rule in reversed(self.rules) if rule.matches(op_name, module_path))
+        return next(matching, None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as JSON-like data, in the form :meth:`parse` reads."""
+        return {"base": self.base, "rules": [rule.to_dict() for rule in self.rules]}
+
+    def __str__(self) -> str:
+        return json.dumps(self.to_dict()) if self.rules else self.base
+
+    @classmethod
+    def parse(cls, data: object) -> Policy:
+        """Builds a policy from its name, its object form, or the object's JSON text.
+
+        Raises:
+            OptionsError: unknown base or key, or a bad rule.
+        """
+        if isinstance(data, Policy):
+            return data
+        if isinstance(data, str) and data.lstrip().startswith("{"):
+            try:
+                data = json.loads(data)
+            except json.JSONDecodeError as error:
+                raise OptionsError(f"policy {data!r} is not valid JSON: {error}.") from error
+        if isinstance(data, str):
+            data = {"base": data}
+        if not isinstance(data, Mapping):
+            raise OptionsError(
+                f"policy must be one of {', '.join(map(repr, BASES))} or an object with keys "
+                f"{', '.join(_POLICY_KEYS)}; got {data!r}."
+            )
+        _check_keys(data, _POLICY_KEYS, "policy")
+        base = data.get("base", "autocast")
+        if not isinstance(base, str) or base not in BASES:
+            raise OptionsError(
+                f"Unknown policy {base!r}; valid: {', '.join(map(repr, BASES))}."
+                + did_you_mean(str(base), BASES)
+            )
+        rules = data.get("rules", ())
+        if not isinstance(rules, (list, tuple)):
+            raise OptionsError(f"'rules' of a policy must be a list of rules; got {rules!r}.")
+        return cls(base, tuple(Rule.parse(rule) for rule in rules))
+
+
+def _check_keys(data: Mapping[Any, Any], valid: tuple[str, ...], what: str) -> None:
+    for key in data:
+        if key not in valid:
+            raise OptionsError(
+                f"Unknown key {key!r} in {what} {dict(data)!r}; valid: {', '.join(valid)}."
+                + did_you_mean(str(key), valid)
+            )

@@ -1,0 +1,311 @@
+"""The op lists, held against the autocast of the installed torch; see ``tests/ops.py`` for how it is asked."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from amp_fx.policy import table
+from amp_fx.policy.classes import OpClass, OpGroup, Origin
+from amp_fx.policy.common import COMMON_GROUPS, FFT, LINALG
+from amp_fx.policy.cuda import CUDA_GROUPS
+from ops import (
+    ASKED,
+    DIFFERS,
+    EVERY_ROW,
+    LISTS,
+    LOW,
+    NOT_ASKED,
+    arguments,
+    cast,
+    first_dtype,
+    floats_in,
+    is_float,
+    overload,
+    repeat,
+    row,
+    run,
+    t,
+    under_autocast,
+)
+
+#: Registered in builds with cudnn only; pre-dispatch graphs hold the layer (lstm.input), not this inner call.
+BUILD_DEPENDENT = {"cuda": {"_cudnn_rnn"}, "cpu": set[str]()}
+
+
+def by_row(rows: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Parametrises a test by device and op."""
+    return pytest.mark.parametrize(("device", "name"), [pytest.param(*r, id="-".join(r)) for r in rows])
+
+
+def registered(device: str) -> set[str]:
+    """ATen's names registered under the autocast key of a device. A private call: public torch has no such list.
+
+    Other namespaces are those of extensions, and of custom ops that other tests made in this process.
+    """
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# (a) the names
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", LISTS)
+def test_the_autocast_rows_are_the_ops_registered_in_the_installed_torch(device: str) -> None:
+    ours = {name for name in table.all_names(device) if row(device, name).origin is Origin.AUTOCAST}
+    theirs = registered(device) - BUILD_DEPENDENT[device]
+    assert ours - theirs == set(), "on our list, no longer registered"
+    assert theirs - ours == set(), "registered, not on our list"
+
+
+@functools.cache
+def header_macros() -> dict[str, set[str]]:
+    """Parses the op lists of ``ATen/autocast_mode.h``: macro name -> op names."""
+    path = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    text = path.read_text().replace("\\\n", " ")
+    macros = {}
+    for name, body in re.findall(r"#define AT_FORALL_(\w+)\(_\)(.*)", text):
+        ops = re.findall(r"\b_\(\s*(\w+)(?:\s*,\s*(\w+))?\s*\)", body)
+        quoted = re.findall(r'"([\w.]+)"', body)
+        macros[name] = {f"{op}.{which}" if which else op for op, which in ops} | {*quoted}
+    return macros
+
+
+@pytest.mark.parametrize(
+    ("macro", "op_class"),
+    [
+        ("LOWER_PRECISION_FP", OpClass.LOW),
+        ("FP32", OpClass.FP32),
+        ("FP32_SET_OPT_DTYPE", OpClass.FP32),
+        ("DIFFERENT_REDISPATCH_SIGNATURE", OpClass.FP32),
+        ("PROMOTE", OpClass.PROMOTE),
+    ],
+)
+def test_the_cuda_classes_are_those_of_the_macros_in_the_torch_header(macro: str, op_class: OpClass) -> None:
+    names = header_macros()[macro]
+    assert names
+    assert {name: row("cuda", name).op_class for name in names} == dict.fromkeys(names, op_class)
+    if macro == "FP32_SET_OPT_DTYPE":
+        assert all(row("cuda", name).unless_given == ("dtype",) for name in names)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# (b) the classes
+# ------------------------------------------------------------------------------------------------------------
+
+
+def answer_of_autocast(device: str, name: str, first: torch.dtype, rest: torch.dtype) -> torch.dtype | None:
+    """Runs an op under autocast on arguments of these dtypes; slots with a dtype of their own stay fp32."""
+    call = cast(name, arguments(name), repeat(first, rest), row(device, name).own_dtype_slots)
+    return first_dtype(under_autocast(device, name, call))
+
+
+@by_row(pair for pair in ASKED if pair not in DIFFERS)
+def test_autocast_itself_gives_the_dtypes_that_the_class_of_the_op_says(device: str, name: str) -> None:
+    group, low, full = row(device, name), LOW[device], torch.float32
+    ask = functools.partial(answer_of_autocast, device, name)
+    if name == "binary_cross_entropy" and device == "cuda":
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            ask(low, low)
+        return
+    answer = ask(full, full)
+    if group.op_class is OpClass.KEEP:
+        assert answer is torch.float64
+    elif answer is None:
+        # a mask or positions: autocast cannot be told apart by dtype, but the op has to run
+        if group.origin is not Origin.UNLISTED or group.op_class is not OpClass.FP32:
+            ask(low, low)
+    elif group.op_class is OpClass.LOW:
+        assert answer is low
+        assert ask(low, low) is low
+    elif group.op_class is OpClass.FP32:
+        assert answer in (torch.float32, torch.complex64)
+        if group.origin is not Origin.UNLISTED:
+            assert ask(low, low) is answer
+    else:
+        assert answer is full
+        assert ask(low, low) is low
+        if group.mixes or (group.op_class is OpClass.PROMOTE and group.origin is Origin.AUTOCAST):
+            assert ask(full, low) is full
+            if floats_in(name) > 1:
+                assert ask(low, full) is full
+
+
+@by_row(DIFFERS)
+def test_where_the_lists_differ_from_autocast_theirs_is_the_wider_dtype(device: str, name: str) -> None:
+    assert answer_of_autocast(device, name, torch.float32, torch.float32) is LOW[device]
+    assert row(device, name).op_class in (OpClass.PROMOTE, OpClass.FP32)
+
+
+@pytest.mark.parametrize("device", LISTS)
+def test_at_least_nine_in_ten_autocast_rows_are_asked(device: str) -> None:
+    names = {n for n in table.all_names(device) if row(device, n).origin is Origin.AUTOCAST} - {*FFT, *LINALG}
+    asked = names - NOT_ASKED[device].keys()
+    assert NOT_ASKED[device].keys() <= {*table.all_names(device)}
+    assert len(asked) >= 0.9 * len(names)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# (c) follow means: commutes with rounding
+# ------------------------------------------------------------------------------------------------------------
+
+FOLLOWERS = sorted({name for device, name in EVERY_ROW if row(device, name).op_class is OpClass.FOLLOW})
+
+
+def assert_same(left: Any, right: Any, dtype: torch.dtype) -> None:
+    lefts, rights = tree_leaves(left), tree_leaves(right)
+    assert len(lefts) == len(rights)
+    for one, other in zip(lefts, rights, strict=True):
+        if is_float(one):
+            assert torch.equal(one.to(dtype), other.to(dtype))
+        elif isinstance(one, torch.Tensor):
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", FOLLOWERS)
+def test_a_follow_op_gives_the_same_numbers_rounded_before_or_after(name: str, low: torch.dtype) -> None:
+    call = arguments(name, t)
+    rounded = cast(name, call, repeat(low, low))
+    before = run(name, rounded)
+    assert first_dtype(before) is low
+    assert_same(before, run(name, call), low)
+    widened = cast(name, rounded, repeat(torch.float32, torch.float32))
+    assert_same(before, run(name, widened), torch.float32)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# (d) mixes means: widens inside
+# ------------------------------------------------------------------------------------------------------------
+
+
+def pointwise_by_default() -> list[str]:
+    """Functional ATen overloads that get the default row."""
+    found = []
+    for qualified in torch._C._dispatch_get_all_op_names():
+        name = qualified.removeprefix("aten::")
+        # bitwise ops (and their operators), gcd and lcm take integers only
+        if name == qualified or name.startswith(("__", "bitwise_", "gcd", "lcm")):
+            continue
+        packet, _, which = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), which or "default", None)
+        if op is None or name in table.all_names("cpu"):
+            continue
+        if table.lookup(op, "cpu") is not None:
+            found.append(name)
+    return found
+
+
+MIXERS = sorted(
+    name
+    for name in {*pointwise_by_default(), *(name for device, name in EVERY_ROW if row(device, name).mixes)}
+    if floats_in(name) > 1
+)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_an_op_that_mixes_dtypes_equals_widening_first(name: str) -> None:
+    low, full = torch.bfloat16, torch.float32
+    call = arguments(name)
+    for first, rest in ((full, low), (low, full)):
+        mixed = cast(name, call, repeat(first, rest))
+        result = run(name, mixed)
+        expected = run(name, cast(name, mixed, repeat(full, full)))
+        assert first_dtype(result) is first_dtype(expected)
+        assert_same(result, expected, full)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# (e) the table
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [COMMON_GROUPS, *LISTS.values()], ids=["common", *LISTS])
+def test_no_list_holds_an_op_twice_in_the_same_torch_version(groups: tuple[OpGroup, ...]) -> None:
+    names = [name for group in groups if table._holds(group) for name in group.ops]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_a_list_with_an_op_in_two_rows_is_refused() -> None:
+    one = OpGroup(OpClass.LOW, "first", ("mm",), Origin.UNLISTED)
+    two = OpGroup(OpClass.FP32, "second", ("mm",), Origin.UNLISTED)
+    with pytest.raises(ValueError, match="'mm' stands twice: 'first' and 'second'"):
+        table._rows((one, two))
+
+
+@by_row(EVERY_ROW)
+def test_every_name_is_an_out_of_place_overload_of_the_installed_torch(device: str, name: str) -> None:
+    op = overload(name)
+    assert table.op_name(op) == name
+    assert not op._schema.is_mutable or name in ("batch_norm", "instance_norm", "native_batch_norm")
+    group = row(device, name)
+    slots = {argument.name for argument in op._schema.arguments}
+    assert slots & {*group.own_dtype_slots} or not group.own_dtype_slots
+
+
+def test_rows_hold_from_their_first_torch_version_to_before_their_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def classes(version: str) -> OpClass:
+        monkeypatch.setattr(torch, "__version__", version)
+        return table._rows(CUDA_GROUPS)["rms_norm"].op_class
+
+    assert classes("2.11.1+cu130") is OpClass.PROMOTE
+    assert classes("2.12.0a0+git1234") is OpClass.FP32
+    assert classes("2.15.0") is OpClass.FP32
+
+
+def test_a_device_list_wins_over_the_common_one() -> None:
+    assert row("cuda", "max_pool3d").op_class is OpClass.FOLLOW
+    assert row("cpu", "max_pool3d").op_class is OpClass.FP32
+
+
+@pytest.mark.parametrize("device", ["xpu", "mtia", "maia", "hpu"])
+def test_devices_with_the_macros_of_cuda_have_its_lists(device: str) -> None:
+    assert device in table.supported_devices()
+    assert table.all_names(device) == table.all_names("cuda")
+
+
+def test_a_device_without_lists_has_no_rows() -> None:
+    assert "mps" not in table.supported_devices()
+    assert table.all_names("mps") == ()
+    assert table.lookup(torch.ops.aten.mm.default, "mps") is None
+
+
+def test_pointwise_ops_that_no_list_names_run_in_the_dtype_of_their_inputs() -> None:
+    group = row("cuda", "erf")
+    assert (group.op_class, group.mixes) == (OpClass.PROMOTE, True)
+    assert group.reason == "pointwise, not listed: runs in the dtype of its inputs"
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        torch.ops.aten.erf_.default,
+        torch.ops.aten.erf.out,
+        torch.ops.aten.unique_dim.default,
+        torch.ops.aten.to.dtype,
+        torch.ops.prims.add.default,
+    ],
+    ids=str,
+)
+def test_writes_unknown_ops_and_other_namespaces_have_no_row(op: torch._ops.OpOverload) -> None:
+    assert table.lookup(op, "cuda") is None
+
+
+def test_op_names_outside_aten_keep_their_namespace() -> None:
+    assert table.op_name(torch.ops.aten.linear.default) == "linear"
+    assert table.op_name(torch.ops.aten.softmax.int) == "softmax.int"
+    assert table.op_name(torch.ops.prims.add.default) == "prims::add"

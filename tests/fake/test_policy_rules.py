@@ -1,0 +1,218 @@
+"""User rules: by op and by module path, both ways, the last wins; a policy prints what it parses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from amp_fx import OptionsError, Policy, Rule
+from graphs import check, rewrite
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softmax(self.query(x) @ self.key(x).mT, -1)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers[0](x), self.layers[1](x)
+
+
+def rules(*given_rules: dict[str, str]) -> dict[str, Any]:
+    return {"policy": {"base": "autocast", "rules": list(given_rules)}}
+
+
+def linears(*given_rules: dict[str, str]) -> dict[str, str]:
+    """Dtype of every linear of the encoder by module path."""
+    rewritten = rewrite(Encoder(), torch.randn(2, 8), options=rules(*given_rules))
+    return {
+        row.module_path: str(row.dtype).removeprefix("torch.")
+        for row in rewritten.plan.nodes
+        if row.op == "linear"
+    }
+
+
+# ---- what rules do to graphs ----
+
+
+def test_a_rule_forces_an_op_to_fp32() -> None:
+    check(
+        Attention(),
+        torch.randn(2, 8),
+        options=rules({"op": "softmax", "precision": "fp32"}),
+        casts={("float32", "bfloat16"): 5, ("bfloat16", "float32"): 1},
+        dtypes={"softmax": "float32", "linear": "bfloat16", "matmul": "bfloat16"},
+    )
+
+
+def test_a_rule_forces_an_op_low() -> None:
+    def program(x: Tensor) -> Tensor:
+        return F.mse_loss(x, torch.zeros_like(x))
+
+    plain = check(program, torch.randn(4, 8), casts={}, dtypes={"mse_loss": "float32"})
+    forced = check(
+        program,
+        torch.randn(4, 8),
+        options=rules({"op": "mse_loss", "precision": "low"}),
+        casts={("float32", "bfloat16"): 2, ("bfloat16", "float32"): 1},
+        dtypes={"mse_loss": "bfloat16"},
+        tolerance=1e-2,
+    )
+    assert "fp32" not in forced.one("mse_loss").reason
+    assert plain.one("mse_loss").reason != forced.one("mse_loss").reason
+
+
+def test_a_rule_by_module_path_is_a_regular_expression() -> None:
+    assert linears({"module": r"^layers\.0\b", "precision": "fp32"}) == {
+        "layers.0.query": "float32",
+        "layers.0.key": "float32",
+        "layers.1.query": "bfloat16",
+        "layers.1.key": "bfloat16",
+    }
+
+
+def test_a_rule_by_op_and_module_needs_both_to_match() -> None:
+    dtypes = linears(
+        {"op": "linear", "module": "key$", "precision": "fp32"},
+        {"op": "mm", "module": ".", "precision": "fp32"},
+    )
+    assert [path for path, dtype in dtypes.items() if dtype == "float32"] == ["layers.0.key", "layers.1.key"]
+
+
+def test_the_last_matching_rule_wins() -> None:
+    everything, one = {"module": ".*", "precision": "fp32"}, {"module": r"layers\.1\.key", "precision": "low"}
+    assert set(linears(everything, one).values()) == {"float32", "bfloat16"}
+    assert set(linears(one, everything).values()) == {"float32"}
+
+
+def test_a_rule_shows_in_the_plan_as_the_reason() -> None:
+    rewritten = rewrite(Attention(), torch.randn(2, 8), options=rules({"op": "matmul", "precision": "fp32"}))
+    assert rewritten.one("matmul").reason == 'user rule {"op": "matmul", "precision": "fp32"}'
+    assert Policy.parse(rewritten.plan.policy) == Policy(rules=(Rule("fp32", op="matmul"),))
+
+
+def test_a_rule_does_not_reach_the_programs_own_casts_and_integers() -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.to(torch.float16), x.argmax()
+
+    check(
+        program,
+        torch.randn(8),
+        options=rules({"module": ".*", "precision": "low"}),
+        casts={("float32", "float16"): 1, ("float32", "bfloat16"): 1},
+        reference=torch.float32,
+    )
+
+
+def test_a_rule_keeps_the_exceptions_of_the_ops_arguments() -> None:
+    def program(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var)
+
+    check(
+        program,
+        torch.randn(4, 8, 2),
+        torch.zeros(8),
+        torch.ones(8),
+        options=rules({"op": "batch_norm", "precision": "low"}),
+        casts={("float32", "bfloat16"): 1, ("bfloat16", "float32"): 1},
+        dtypes={"batch_norm": "bfloat16"},
+        tolerance=1e-2,
+    )
+
+
+# ---- rules by themselves ----
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "matches"),
+    [
+        ("softmax", "softmax.int", True),
+        ("softmax.int", "softmax.int", True),
+        ("softmax.int", "softmax", False),
+        ("aten.softmax.int", "softmax.int", True),
+        ("aten::linear", "linear", True),
+        ("aten.linear.default", "linear", True),
+        ("linear", "linear_backward", False),
+        ("soft", "softmax.int", False),
+        ("mylib::attention", "mylib::attention", True),
+    ],
+)
+def test_op_names_match_with_and_without_overload(op: str, name: str, matches: bool) -> None:
+    assert Rule.parse({"op": op, "precision": "fp32"}).matches(name, "") is matches
+
+
+def test_module_patterns_are_searched_for_anywhere() -> None:
+    rule = Rule.parse({"module": r"layer\.1\.", "precision": "fp32"})
+    assert rule.matches("mm", "bert.layer.1.attention")
+    assert not rule.matches("mm", "bert.layer.11.attention")
+    assert not rule.matches("mm", "")
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            {"op": "mm", "precision": "fp3"},
+            r"Unknown precision 'fp3' .*valid: fp32, low\. Did you mean 'fp32'\?",
+        ),
+        ({"op": "mm"}, r"Unknown precision None"),
+        (
+            {"op": "mm", "precison": "low"},
+            r"Unknown key 'precison' in policy rule .* Did you mean 'precision'\?",
+        ),
+        ({"precision": "low"}, r"names neither 'op' nor 'module'"),
+        ({"module": "layer[", "precision": "low"}, r"is not a regular expression"),
+        ({"op": 3, "precision": "low"}, r"'op' in policy rule .* must be a string; got 3"),
+        ({"module": ["a"], "precision": "low"}, r"'module' in policy rule .* must be a string"),
+        ("softmax", r"A policy rule must be an object with keys op, module, precision; got 'softmax'"),
+    ],
+)
+def test_bad_rules_are_named(rule: object, message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        Policy.parse({"rules": [rule]})
+
+
+def test_a_policy_prints_the_form_it_parses() -> None:
+    policy = Policy.parse(
+        rules({"op": "softmax", "precision": "fp32"}, {"module": "a.b", "precision": "low"})["policy"]
+    )
+    assert Policy.parse(str(policy)) == policy
+    assert Policy.parse(policy.to_dict()) == policy
+    assert str(Policy()) == "autocast"
+
+
+_RULES = st.builds(
+    Rule,
+    precision=st.sampled_from(["fp32", "low"]),
+    op=st.from_regex(r"\A[a-z_]{1,8}(\.[A-Z][a-z]+)?\Z"),
+    module=st.none() | st.sampled_from([".*", r"layers\.\d+", 'quote"d', "ünïcode$", ""]),
+)
+
+
+@given(st.lists(_RULES, max_size=4))
+def test_any_policy_goes_through_text_and_json_unchanged(given_rules: list[Rule]) -> None:
+    policy = Policy(rules=tuple(given_rules))
+    assert Policy.parse(str(policy)) == policy
+    assert Policy.parse(json.loads(json.dumps(policy.to_dict()))) == policy
+
+
+@given(st.lists(_RULES, max_size=5), st.text("abcd._", max_size=8), st.text("layers.0123", max_size=10))
+def test_the_deciding_rule_is_the_last_that_matches(given_rules: list[Rule], op: str, path: str) -> None:
+    matching = [rule for rule in given_rules if rule.matches(op, path)]
+    assert Policy(rules=tuple(given_rules)).rule_for(op, path) == (matching[-1] if matching else None)

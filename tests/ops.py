@@ -1,0 +1,700 @@
+"""Every op of the lists with arguments for it, and autocast's own answer, on CPU and on fake CUDA tensors.
+
+CUDA's autocast kernels answer on a machine without a GPU: fake tensors on ``device="cuda"`` go through the
+real AutocastCUDA dispatch key. CPU autocast is asked with real tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from amp_fx._torch import has_low_lstm
+from amp_fx.policy import table
+from amp_fx.policy.classes import OpGroup
+from amp_fx.policy.cpu import CPU_GROUPS
+from amp_fx.policy.cuda import CUDA_GROUPS
+
+__all__ = [
+    "ASKED",
+    "DIFFERS",
+    "EVERY_ROW",
+    "LISTS",
+    "LOW",
+    "NOT_ASKED",
+    "Call",
+    "arguments",
+    "cast",
+    "first_dtype",
+    "floats_in",
+    "is_float",
+    "overload",
+    "repeat",
+    "row",
+    "run",
+    "t",
+    "under_autocast",
+]
+
+
+LISTS = {"cpu": CPU_GROUPS, "cuda": CUDA_GROUPS}
+LOW = {"cpu": torch.bfloat16, "cuda": torch.float16}
+
+# ------------------------------------------------------------------------------------------------------------
+# Arguments for every op: fp32 CPU tensors, cast and moved by the tests.
+# ------------------------------------------------------------------------------------------------------------
+
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def t(*shape: int) -> torch.Tensor:
+    """Random values of both signs, which bf16 has to round."""
+    return torch.randn(shape or (4, 6))
+
+
+def p(*shape: int) -> torch.Tensor:
+    """Random values in (0.1, 0.9): inside the domain of log, asin, pow and of the losses."""
+    return torch.rand(shape or (4, 6)) * 0.8 + 0.1
+
+
+def i(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, high, shape)
+
+
+def b(*shape: int) -> torch.Tensor:
+    return torch.rand(shape) > 0.5
+
+
+def spd(n: int = 4) -> torch.Tensor:
+    """A well conditioned symmetric positive matrix, for factorisations."""
+    return torch.eye(n) * n + torch.full((n, n), 0.5)
+
+
+def _cell(gates: int) -> tuple[torch.Tensor, ...]:
+    return (t(gates * 6, 6), t(gates * 6, 6), t(gates * 6), t(gates * 6))
+
+
+def _rnn(gates: int) -> tuple[Any, ...]:
+    return (list(_cell(gates)), True, 1, 0.0, False, False, False)
+
+
+_CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+_BN = (p(3), t(3), torch.zeros(3), torch.ones(3))
+
+#: name -> a function returning the positional arguments (a trailing dict holds keyword arguments).
+BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    # GEMMs
+    "linear": lambda: (t(4, 6), t(5, 6), t(5)),
+    "matmul": lambda: (t(4, 6), t(6, 5)),
+    "linalg_matmul": lambda: (t(4, 6), t(6, 5)),
+    "mm": lambda: (t(4, 6), t(6, 5)),
+    "mv": lambda: (t(4, 6), t(6)),
+    "bmm": lambda: (t(2, 4, 6), t(2, 6, 5)),
+    "addmm": lambda: (t(4, 5), t(4, 6), t(6, 5)),
+    "_addmm_activation": lambda: (t(5), t(4, 6), t(6, 5)),
+    "addmv": lambda: (t(4), t(4, 6), t(6)),
+    "addr": lambda: (t(4, 6), t(4), t(6)),
+    "addbmm": lambda: (t(4, 5), t(2, 4, 6), t(2, 6, 5)),
+    "baddbmm": lambda: (t(2, 4, 5), t(2, 4, 6), t(2, 6, 5)),
+    "einsum": lambda: ("ij,jk->ik", [t(4, 6), t(6, 5)]),
+    "chain_matmul": lambda: ([t(4, 6), t(6, 5), t(5, 3)],),
+    "linalg_multi_dot": lambda: ([t(4, 6), t(6, 5), t(5, 3)],),
+    "linalg_vecdot": lambda: (t(4, 6), t(4, 6)),
+    "inner": lambda: (t(4, 6), t(5, 6)),
+    "tensordot": lambda: (t(4, 6), t(6, 5), [1], [0]),
+    "bilinear": lambda: (t(4, 6), t(4, 5), t(3, 6, 5), t(3)),
+    "dot": lambda: (t(6), t(6)),
+    "vdot": lambda: (t(6), t(6)),
+    "outer": lambda: (t(4), t(6)),
+    "ger": lambda: (t(4), t(6)),
+    "kron": lambda: (t(2, 3), t(3, 2)),
+    "matrix_power": lambda: (t(4, 4), 3),
+    "linalg_matrix_power": lambda: (t(4, 4), 3),
+    "prelu": lambda: (t(4, 6), t(6)),
+    "cdist": lambda: (t(4, 6), t(5, 6)),
+    # convolutions
+    "_convolution": lambda: (t(2, 3, 6, 6), t(5, 3, 3, 3), t(5), *_CONV, False, False, True, True),
+    "_convolution.deprecated": lambda: (t(2, 3, 6, 6), t(5, 3, 3, 3), t(5), *_CONV, False, False, True),
+    "convolution": lambda: (t(2, 3, 6, 6), t(5, 3, 3, 3), t(5), *_CONV),
+    "_convolution_mode": lambda: (t(2, 3, 6, 6), t(5, 3, 3, 3), t(5), [1, 1], "same", [1, 1], 1),
+    "conv1d": lambda: (t(2, 3, 6), t(5, 3, 3), t(5)),
+    "conv2d": lambda: (t(2, 3, 6, 6), t(5, 3, 3, 3), t(5)),
+    "conv3d": lambda: (t(2, 3, 6, 6, 6), t(5, 3, 3, 3, 3), t(5)),
+    "conv1d.padding": lambda: (t(2, 3, 6), t(5, 3, 3), t(5), [1], "same"),
+    "conv2d.padding": lambda: (t(2, 3, 6, 6), t(5, 3, 3, 3), t(5), [1, 1], "same"),
+    "conv3d.padding": lambda: (t(2, 3, 6, 6, 6), t(5, 3, 3, 3, 3), t(5), [1, 1, 1], "same"),
+    "conv_tbc": lambda: (t(7, 2, 3), t(3, 3, 5), t(5)),
+    "conv_transpose1d": lambda: (t(2, 3, 6), t(3, 5, 3), t(5)),
+    "conv_transpose2d.input": lambda: (t(2, 3, 6, 6), t(3, 5, 3, 3), t(5)),
+    "conv_transpose3d.input": lambda: (t(2, 3, 4, 4, 4), t(3, 5, 3, 3, 3), t(5)),
+    # attention
+    "scaled_dot_product_attention": lambda: (t(2, 2, 4, 8), t(2, 2, 4, 8), t(2, 2, 4, 8)),
+    "_scaled_dot_product_flash_attention": lambda: (t(2, 2, 4, 8), t(2, 2, 4, 8), t(2, 2, 4, 8)),
+    "_scaled_dot_product_attention_math": lambda: (t(2, 2, 4, 8), t(2, 2, 4, 8), t(2, 2, 4, 8)),
+    "_scaled_dot_product_flash_attention_for_cpu": lambda: (t(2, 2, 4, 8), t(2, 2, 4, 8), t(2, 2, 4, 8)),
+    "_scaled_dot_product_efficient_attention": lambda: (*(t(2, 2, 4, 8) for _ in range(3)), None, False),
+    "_scaled_dot_product_cudnn_attention": lambda: (*(t(2, 2, 4, 8) for _ in range(3)), None, False),
+    "_native_multi_head_attention": lambda: (
+        t(4, 4, 8), t(4, 4, 8), t(4, 4, 8), 8, 4, t(24, 8), t(24), t(8, 8), t(8)
+    ),
+    "_transformer_encoder_layer_fwd": lambda: (
+        t(2, 4, 8), 8, 2, t(24, 8), t(24), t(8, 8), t(8), True, False, 1e-5,
+        p(8), t(8), p(8), t(8), t(16, 8), t(16), t(8, 16), t(8),
+    ),
+    # rnn
+    "lstm_cell": lambda: (t(4, 6), [t(4, 6), t(4, 6)], *_cell(4)),
+    "gru_cell": lambda: (t(4, 6), t(4, 6), *_cell(3)),
+    "rnn_tanh_cell": lambda: (t(4, 6), t(4, 6), *_cell(1)),
+    "rnn_relu_cell": lambda: (t(4, 6), t(4, 6), *_cell(1)),
+    "_thnn_fused_lstm_cell": lambda: (t(4, 24), t(4, 24), t(4, 6), t(24), t(24)),
+    "_thnn_fused_gru_cell": lambda: (t(4, 18), t(4, 18), t(4, 6), t(18), t(18)),
+    "mkldnn_rnn_layer": lambda: (
+        t(3, 4, 6), *_cell(4), t(1, 4, 6), t(1, 4, 6), False, [], 2, 6, 1, True, False, False, False
+    ),
+    "lstm.input": lambda: (t(3, 4, 6), [t(1, 4, 6), t(1, 4, 6)], *_rnn(4)),
+    "gru.input": lambda: (t(3, 4, 6), t(1, 4, 6), *_rnn(3)),
+    "rnn_tanh.input": lambda: (t(3, 4, 6), t(1, 4, 6), *_rnn(1)),
+    "rnn_relu.input": lambda: (t(3, 4, 6), t(1, 4, 6), *_rnn(1)),
+    # powers and the like
+    "pow.Tensor_Scalar": lambda: (p(), 1.5),
+    "pow.Tensor_Tensor": lambda: (p(), p()),
+    "pow.Scalar": lambda: (1.5, p()),
+    "float_power.Tensor_Scalar": lambda: (p(), 1.5),
+    "float_power.Tensor_Tensor": lambda: (p(), p()),
+    "float_power.Scalar": lambda: (1.5, p()),
+    "atan2": lambda: (p(), p()),
+    "addcmul": lambda: (p(), p(), p()),
+    "addcdiv": lambda: (p(), p(), p()),
+    "cross": lambda: (t(4, 3), t(4, 3)),
+    "linalg_cross": lambda: (t(4, 3), t(4, 3)),
+    "polar": lambda: (p(), p()),
+    "count_nonzero.dim_IntList": lambda: (t(), [1]),
+    "trace": lambda: (t(4, 4),),
+    "view_as_complex": lambda: (t(4, 2),),
+    # norms
+    "layer_norm": lambda: (t(4, 6), [6], p(6), t(6)),
+    "native_layer_norm": lambda: (t(4, 6), [6], p(6), t(6), 1e-5),
+    "rms_norm": lambda: (t(4, 6), [6], p(6)),
+    "_fused_rms_norm": lambda: (t(4, 6), [6], p(6), 1e-5),
+    "group_norm": lambda: (t(2, 6, 4), 2, p(6), t(6)),
+    "native_group_norm": lambda: (t(2, 6, 4), p(6), t(6), 2, 6, 4, 2, 1e-5),
+    "batch_norm": lambda: (t(2, 3, 4), *(x.clone() for x in _BN), True, 0.1, 1e-5, False),
+    "native_batch_norm": lambda: (t(2, 3, 4), *(x.clone() for x in _BN), True, 0.1, 1e-5),
+    "instance_norm": lambda: (t(2, 3, 4), *(x.clone() for x in _BN), True, 0.1, 1e-5, False),
+    "renorm": lambda: (t(), 2, 0, 1.0),
+    "norm.Scalar": lambda: (t(),),
+    "norm.ScalarOpt_dim": lambda: (t(), 2, [1]),
+    "frobenius_norm.dim": lambda: (t(), [0, 1]),
+    "nuclear_norm": lambda: (t(4, 4),),
+    "nuclear_norm.dim": lambda: (t(4, 4), [0, 1]),
+    "linalg_vector_norm": lambda: (t(),),
+    "linalg_matrix_norm": lambda: (t(), 1),
+    "linalg_matrix_norm.str_ord": lambda: (t(),),
+    "linalg_norm": lambda: (t(),),
+    "linalg_norm.ord_str": lambda: (t(), "fro"),
+    "norm_except_dim": lambda: (t(),),
+    "_weight_norm": lambda: (t(4, 6), t(4, 1)),
+    "dist": lambda: (t(), t()),
+    "pdist": lambda: (t(),),
+    "cosine_similarity": lambda: (t(), t()),
+    "pairwise_distance": lambda: (t(), t()),
+    # softmax family, sums
+    "softmax.int": lambda: (t(), -1),
+    "log_softmax.int": lambda: (t(), -1),
+    "special_softmax": lambda: (t(), -1),
+    "special_log_softmax": lambda: (t(), -1),
+    "_softmax": lambda: (t(), -1, False),
+    "_log_softmax": lambda: (t(), -1, False),
+    "_safe_softmax": lambda: (t(), -1),
+    "logsumexp": lambda: (t(), [-1]),
+    "special_logsumexp": lambda: (t(), [-1]),
+    "logcumsumexp": lambda: (t(), -1),
+    "cumsum": lambda: (t(), -1),
+    "cumprod": lambda: (t(), -1),
+    "prod.dim_int": lambda: (p(), -1),
+    "sum.dim_IntList": lambda: (t(), [-1]),
+    "nansum": lambda: (t(), [-1]),
+    "mean.dim": lambda: (t(), [-1]),
+    "nanmean": lambda: (t(), [-1]),
+    "sum_to_size": lambda: (t(), [1, 6]),
+    "var.dim": lambda: (t(), [-1]),
+    "std.dim": lambda: (t(), [-1]),
+    "var_mean.dim": lambda: (t(), [-1]),
+    "std_mean.dim": lambda: (t(), [-1]),
+    "cumulative_trapezoid.x": lambda: (t(), t()),
+    "trapezoid.x": lambda: (t(), t()),
+    "trapz.x": lambda: (t(), t()),
+    "quantile": lambda: (t(), torch.tensor(0.5)),
+    "quantile.scalar": lambda: (t(), 0.5),
+    "nanquantile": lambda: (t(), torch.tensor(0.5)),
+    "nanquantile.scalar": lambda: (t(), 0.5),
+    # losses
+    "cross_entropy_loss": lambda: (t(), i(6, 4)),
+    "nll_loss": lambda: (t(), i(6, 4)),
+    "nll_loss_nd": lambda: (t(), i(6, 4)),
+    "nll_loss_forward": lambda: (t(), i(6, 4), None, 1, -100),
+    "nll_loss2d": lambda: (t(2, 5, 3, 3), i(5, 2, 3, 3)),
+    "nll_loss2d_forward": lambda: (t(2, 5, 3, 3), i(5, 2, 3, 3), None, 1, -100),
+    "poisson_nll_loss": lambda: (t(), p(), True, False, 1e-8, 1),
+    "cosine_embedding_loss": lambda: (t(), t(), torch.ones(4, dtype=torch.int64)),
+    "hinge_embedding_loss": lambda: (t(), torch.ones(4, 6, dtype=torch.int64)),
+    "kl_div": lambda: (t(), p()),
+    "l1_loss": lambda: (t(), t()),
+    "smooth_l1_loss": lambda: (t(), t()),
+    "huber_loss": lambda: (t(), t()),
+    "mse_loss": lambda: (t(), t()),
+    "margin_ranking_loss": lambda: (t(6), t(6), torch.ones(6)),
+    "multilabel_margin_loss": lambda: (t(), i(6, 4, 6)),
+    "multilabel_margin_loss_forward": lambda: (t(), i(6, 4, 6), 1),
+    "soft_margin_loss": lambda: (t(), torch.ones(4, 6)),
+    "triplet_margin_loss": lambda: (t(), t(), t()),
+    "multi_margin_loss": lambda: (t(), i(6, 4)),
+    "binary_cross_entropy": lambda: (p(), p()),
+    "binary_cross_entropy_with_logits": lambda: (t(), p()),
+    "ctc_loss.IntList": lambda: (t(8, 2, 5).log_softmax(-1), i(4, 2, 3) + 1, [8, 8], [3, 3]),
+    "ctc_loss.Tensor": lambda: (
+        t(8, 2, 5).log_softmax(-1), i(4, 2, 3) + 1, torch.tensor([8, 8]), torch.tensor([3, 3])
+    ),
+    # resampling
+    "upsample_nearest1d": lambda: (t(2, 3, 4), [8]),
+    "upsample_nearest2d": lambda: (t(2, 3, 4, 4), [8, 8]),
+    "upsample_nearest3d": lambda: (t(2, 3, 4, 4, 4), [8, 8, 8]),
+    "_upsample_nearest_exact1d": lambda: (t(2, 3, 4), [8]),
+    "_upsample_nearest_exact2d": lambda: (t(2, 3, 4, 4), [8, 8]),
+    "_upsample_nearest_exact3d": lambda: (t(2, 3, 4, 4, 4), [8, 8, 8]),
+    "upsample_linear1d": lambda: (t(2, 3, 4), [8], False),
+    "upsample_bilinear2d": lambda: (t(2, 3, 4, 4), [8, 8], False),
+    "upsample_trilinear3d": lambda: (t(2, 3, 4, 4, 4), [8, 8, 8], False),
+    "upsample_bicubic2d": lambda: (t(2, 3, 4, 4), [8, 8], False),
+    "_upsample_bilinear2d_aa": lambda: (t(2, 3, 4, 4), [8, 8], False),
+    "_upsample_bicubic2d_aa": lambda: (t(2, 3, 4, 4), [8, 8], False),
+    "_upsample_lanczos2d_aa": lambda: (t(2, 3, 4, 4), [8, 8], False),
+    "upsample_nearest1d.vec": lambda: (t(2, 3, 4), [8], None),
+    "upsample_nearest2d.vec": lambda: (t(2, 3, 4, 4), [8, 8], None),
+    "upsample_nearest3d.vec": lambda: (t(2, 3, 4, 4, 4), [8, 8, 8], None),
+    "_upsample_nearest_exact1d.vec": lambda: (t(2, 3, 4), [8], None),
+    "_upsample_nearest_exact2d.vec": lambda: (t(2, 3, 4, 4), [8, 8], None),
+    "_upsample_nearest_exact3d.vec": lambda: (t(2, 3, 4, 4, 4), [8, 8, 8], None),
+    "upsample_linear1d.vec": lambda: (t(2, 3, 4), [8], False, None),
+    "upsample_bilinear2d.vec": lambda: (t(2, 3, 4, 4), [8, 8], False, None),
+    "upsample_trilinear3d.vec": lambda: (t(2, 3, 4, 4, 4), [8, 8, 8], False, None),
+    "upsample_bicubic2d.vec": lambda: (t(2, 3, 4, 4), [8, 8], False, None),
+    "_upsample_bilinear2d_aa.vec": lambda: (t(2, 3, 4, 4), [8, 8], False, None),
+    "_upsample_bicubic2d_aa.vec": lambda: (t(2, 3, 4, 4), [8, 8], False, None),
+    "_upsample_lanczos2d_aa.vec": lambda: (t(2, 3, 4, 4), [8, 8], False, None),
+    "grid_sampler": lambda: (t(2, 3, 4, 4), p(2, 5, 5, 2), 0, 0, False),
+    "grid_sampler_2d": lambda: (t(2, 3, 4, 4), p(2, 5, 5, 2), 0, 0, False),
+    "grid_sampler_3d": lambda: (t(2, 3, 4, 4, 4), p(2, 5, 5, 5, 3), 0, 0, False),
+    "_grid_sampler_2d_cpu_fallback": lambda: (t(2, 3, 4, 4), p(2, 5, 5, 2), 0, 0, False),
+    "affine_grid_generator": lambda: (t(2, 2, 3), [2, 3, 4, 4], False),
+    # pooling and padding
+    "avg_pool1d": lambda: (t(2, 3, 8), [2]),
+    "avg_pool2d": lambda: (t(2, 3, 8, 8), [2, 2]),
+    "avg_pool3d": lambda: (t(2, 3, 4, 4, 4), [2, 2, 2]),
+    "adaptive_avg_pool1d": lambda: (t(2, 3, 8), [3]),
+    "adaptive_avg_pool2d": lambda: (t(2, 3, 8, 8), [3, 3]),
+    "_adaptive_avg_pool2d": lambda: (t(2, 3, 8, 8), [3, 3]),
+    "adaptive_avg_pool3d": lambda: (t(2, 3, 4, 4, 4), [3, 3, 3]),
+    "_adaptive_avg_pool3d": lambda: (t(2, 3, 4, 4, 4), [3, 3, 3]),
+    "adaptive_max_pool1d": lambda: (t(2, 3, 8), [3]),
+    "adaptive_max_pool2d": lambda: (t(2, 3, 8, 8), [3, 3]),
+    "adaptive_max_pool3d": lambda: (t(2, 3, 4, 4, 4), [3, 3, 3]),
+    "max_pool1d": lambda: (t(2, 3, 8), [2]),
+    "max_pool2d": lambda: (t(2, 3, 8, 8), [2, 2]),
+    "max_pool3d": lambda: (t(2, 3, 4, 4, 4), [2, 2, 2]),
+    "max_pool1d_with_indices": lambda: (t(2, 3, 8), [2]),
+    "max_pool2d_with_indices": lambda: (t(2, 3, 8, 8), [2, 2]),
+    "max_pool3d_with_indices": lambda: (t(2, 3, 4, 4, 4), [2, 2, 2]),
+    "max_unpool2d": lambda: (t(1, 1, 2, 2), torch.tensor([[[[0, 2], [8, 10]]]]), [4, 4]),
+    "max_unpool3d": lambda: (
+        t(1, 1, 1, 2, 2), torch.tensor([[[[[0, 2], [8, 10]]]]]), [1, 4, 4], [1, 2, 2], [0, 0, 0]
+    ),
+    "fractional_max_pool2d": lambda: (t(2, 3, 8, 8), [2, 2], [3, 3], p(2, 3, 2)),
+    "fractional_max_pool3d": lambda: (t(2, 3, 8, 8, 8), [2, 2, 2], [3, 3, 3], p(2, 3, 3)),
+    "reflection_pad1d": lambda: (t(2, 3, 4), [1, 1]),
+    "reflection_pad2d": lambda: (t(2, 3, 4, 4), [1, 1, 1, 1]),
+    "reflection_pad3d": lambda: (t(2, 3, 4, 4, 4), [1, 1, 1, 1, 1, 1]),
+    "replication_pad1d": lambda: (t(2, 3, 4), [1, 1]),
+    "replication_pad2d": lambda: (t(2, 3, 4, 4), [1, 1, 1, 1]),
+    "replication_pad3d": lambda: (t(2, 3, 4, 4, 4), [1, 1, 1, 1, 1, 1]),
+    "_pad_circular": lambda: (t(2, 3, 4, 4), [1, 1, 1, 1]),
+    "_pad_enum": lambda: (t(2, 3, 4, 4), [1, 1, 1, 1], 0),
+    "pad": lambda: (t(2, 3, 4, 4), [1, 1, 1, 1]),
+    "constant_pad_nd": lambda: (t(), [1, 1]),
+    "pad_sequence": lambda: ([t(4, 6), t(3, 6)],),
+    # fft, stft
+    **{
+        f"fft_{name}": lambda: (torch.randn(4, 6),)
+        for name in ("fft", "fft2", "fftn", "hfft", "ifft", "ifft2", "ifftn", "ihfft", "irfft", "irfft2",
+                     "irfftn", "rfft", "rfft2", "rfftn", "hfft2", "hfftn", "ihfft2", "ihfftn")
+    },
+    "stft": lambda: (t(64), 16, {"window": p(16), "return_complex": True}),
+    "stft.center": lambda: (t(64), 16, {"window": p(16), "return_complex": True}),
+    # linear algebra
+    **{
+        name: lambda: (spd(),)
+        for name in ("cholesky", "cholesky_inverse", "linalg_cholesky", "linalg_cholesky_ex", "linalg_cond",
+                     "linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh", "linalg_inv",
+                     "linalg_inv_ex", "inverse", "linalg_qr", "qr", "linalg_svd", "svd", "linalg_svdvals",
+                     "pinverse", "geqrf", "_lu_with_info", "linalg_matrix_rank.atol_rtol_float",
+                     "linalg_matrix_rank.atol_rtol_tensor", "det", "linalg_det", "logdet", "slogdet",
+                     "linalg_slogdet", "matrix_exp", "linalg_matrix_exp", "linalg_lu",
+                     "linalg_lu_factor", "linalg_lu_factor_ex", "linalg_ldl_factor", "linalg_ldl_factor_ex",
+                     "cov", "corrcoef")
+    },
+    "cholesky_solve": lambda: (t(4, 2), spd()),
+    "linalg_pinv": lambda: (spd(), 1e-6),
+    "linalg_pinv.atol_rtol_float": lambda: (spd(),),
+    "linalg_pinv.atol_rtol_tensor": lambda: (spd(),),
+    "linalg_cond.p_str": lambda: (spd(), "fro"),
+    "linalg_matrix_rank": lambda: (spd(), 0.1),
+    "linalg_matrix_rank.tol_tensor": lambda: (spd(), torch.tensor(0.1)),
+    "linalg_householder_product": lambda: (t(4, 3), p(3)),
+    "linalg_lstsq": lambda: (spd(), t(4, 2)),
+    "linalg_solve": lambda: (spd(), t(4, 2)),
+    "linalg_solve_ex": lambda: (spd(), t(4, 2)),
+    "linalg_solve_triangular": lambda: (spd(), t(4, 2), {"upper": True}),
+    "linalg_tensorinv": lambda: (spd(4).reshape(2, 2, 2, 2),),
+    "linalg_tensorsolve": lambda: (spd(4).reshape(2, 2, 2, 2), t(2, 2)),
+    "lu_solve": lambda: (t(4, 2), spd(), torch.tensor([1, 2, 3, 4], dtype=torch.int32)),
+    "linalg_lu_solve": lambda: (spd(), torch.tensor([1, 2, 3, 4], dtype=torch.int32), t(4, 2)),
+    "orgqr": lambda: (t(4, 3), p(3)),
+    "ormqr": lambda: (t(4, 4), p(4), t(4, 2)),
+    "triangular_solve": lambda: (t(4, 2), spd()),
+    "linalg_vander": lambda: (t(4),),
+    "fake_quantize_per_tensor_affine": lambda: (t(), 0.1, 0, 0, 255),
+    # moving values
+    "view": lambda: (t(4, 6), [6, 4]),
+    "reshape": lambda: (t(4, 6), [6, 4]),
+    "_unsafe_view": lambda: (t(4, 6), [6, 4]),
+    "_reshape_alias": lambda: (t(4, 6), [6, 4], [4, 1]),
+    "view_as": lambda: (t(4, 6), t(6, 4)),
+    "reshape_as": lambda: (t(4, 6), t(6, 4)),
+    "flatten.using_ints": lambda: (t(2, 3, 4), 1),
+    "unflatten.int": lambda: (t(4, 6), 1, [2, 3]),
+    "permute": lambda: (t(2, 3, 4), [2, 0, 1]),
+    "transpose.int": lambda: (t(), 0, 1),
+    "swapaxes": lambda: (t(), 0, 1),
+    "swapdims": lambda: (t(), 0, 1),
+    "movedim.int": lambda: (t(), 0, 1),
+    "movedim.intlist": lambda: (t(), [0], [1]),
+    "moveaxis.int": lambda: (t(), 0, 1),
+    "moveaxis.intlist": lambda: (t(), [0], [1]),
+    "squeeze.dim": lambda: (t(4, 1), 1),
+    "squeeze.dims": lambda: (t(4, 1), [1]),
+    "unsqueeze": lambda: (t(), 0),
+    "expand": lambda: (t(4, 1), [4, 6]),
+    "expand_as": lambda: (t(4, 1), t(4, 6)),
+    "broadcast_to": lambda: (t(4, 1), [4, 6]),
+    "broadcast_tensors": lambda: ([t(4, 1), t(1, 6)],),
+    "meshgrid": lambda: ([t(4), t(6)],),
+    "meshgrid.indexing": lambda: ([t(4), t(6)], {"indexing": "ij"}),
+    "cartesian_prod": lambda: ([t(4), t(6)],),
+    "combinations": lambda: (t(4),),
+    "slice.Tensor": lambda: (t(), 1, 1, 4),
+    "select.int": lambda: (t(), 1, 2),
+    "narrow": lambda: (t(), 1, 1, 3),
+    "narrow.Tensor": lambda: (t(), 1, torch.tensor(1), 3),
+    "split.Tensor": lambda: (t(), 3, 1),
+    "split.sizes": lambda: (t(), [2, 4], 1),
+    "split_with_sizes": lambda: (t(), [2, 4], 1),
+    "unsafe_split.Tensor": lambda: (t(), 3, 1),
+    "unsafe_split_with_sizes": lambda: (t(), [2, 4], 1),
+    "chunk": lambda: (t(), 2, 1),
+    "unsafe_chunk": lambda: (t(), 2, 1),
+    "tensor_split.sections": lambda: (t(), 2, 1),
+    "tensor_split.indices": lambda: (t(), [2], 1),
+    "tensor_split.tensor_indices_or_sections": lambda: (t(), torch.tensor([2]), 1),
+    "hsplit.int": lambda: (t(), 2),
+    "hsplit.array": lambda: (t(), [2]),
+    "vsplit.int": lambda: (t(), 2),
+    "vsplit.array": lambda: (t(), [2]),
+    "dsplit.int": lambda: (t(2, 2, 4), 2),
+    "dsplit.array": lambda: (t(2, 2, 4), [2]),
+    "flip": lambda: (t(), [1]),
+    "rot90": lambda: (t(),),
+    "roll": lambda: (t(), [1], [1]),
+    "repeat": lambda: (t(), [2, 1]),
+    "tile": lambda: (t(), [2, 1]),
+    "repeat_interleave.self_int": lambda: (t(), 2, 1),
+    "repeat_interleave.self_Tensor": lambda: (t(), torch.tensor([1, 2, 1, 2]), 0, {"output_size": 6}),
+    "as_strided": lambda: (t(), [2, 3], [6, 1]),
+    "unfold": lambda: (t(), 1, 2, 2),
+    "im2col": lambda: (t(2, 3, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]),
+    "col2im": lambda: (t(2, 12, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]),
+    "pixel_shuffle": lambda: (t(1, 4, 3, 3), 2),
+    "pixel_unshuffle": lambda: (t(1, 1, 4, 4), 2),
+    "channel_shuffle": lambda: (t(1, 4, 3, 3), 2),
+    "native_channel_shuffle": lambda: (t(1, 4, 3, 3), 2),
+    "diag": lambda: (t(4),),
+    "diagflat": lambda: (t(4),),
+    "diag_embed": lambda: (t(4),),
+    "cat": lambda: ([t(), t()],),
+    "concat": lambda: ([t(), t()],),
+    "concatenate": lambda: ([t(), t()],),
+    "stack": lambda: ([t(), t()],),
+    "_stack": lambda: ([t(), t()],),
+    "hstack": lambda: ([t(), t()],),
+    "vstack": lambda: ([t(), t()],),
+    "dstack": lambda: ([t(), t()],),
+    "row_stack": lambda: ([t(), t()],),
+    "column_stack": lambda: ([t(), t()],),
+    "block_diag": lambda: ([t(2, 2), t(3, 3)],),
+    "atleast_1d.Sequence": lambda: ([t(), t()],),
+    "atleast_2d.Sequence": lambda: ([t(), t()],),
+    "atleast_3d.Sequence": lambda: ([t(), t()],),
+    "where.self": lambda: (b(4, 6), t(), t()),
+    "where.ScalarOther": lambda: (b(4, 6), t(), 0.1),
+    "where.ScalarSelf": lambda: (b(4, 6), 0.1, t()),
+    "gather": lambda: (t(), 1, i(6, 4, 3)),
+    "take": lambda: (t(), i(24, 5)),
+    "take_along_dim": lambda: (t(), i(6, 4, 3), 1),
+    "index.Tensor": lambda: (t(), [i(4, 3)]),
+    "_unsafe_index.Tensor": lambda: (t(), [i(4, 3)]),
+    "index_select": lambda: (t(), 1, i(6, 3)),
+    "masked_select": lambda: (t(), b(4, 6)),
+    "embedding": lambda: (t(), i(4, 3)),
+    "embedding_bag": lambda: (t(), i(4, 6), torch.tensor([0, 3])),
+    "embedding_bag.padding_idx": lambda: (
+        t(), i(4, 6), torch.tensor([0, 3]), False, 0, False, None, False, None
+    ),
+    "_embedding_bag": lambda: (t(), i(4, 6), torch.tensor([0, 3])),
+    "scatter.src": lambda: (t(), 1, torch.tensor([[0, 1], [2, 3], [4, 5], [1, 0]]), t(4, 2)),
+    "scatter.value": lambda: (t(), 1, torch.tensor([[0, 1], [2, 3], [4, 5], [1, 0]]), 0.1),
+    "scatter.reduce": lambda: (t(), 1, i(6, 4, 2), t(4, 2), {"reduce": "add"}),
+    "scatter.value_reduce": lambda: (t(), 1, i(6, 4, 2), 0.1, {"reduce": "add"}),
+    "scatter_add": lambda: (t(), 1, i(6, 4, 2), t(4, 2)),
+    "scatter_reduce.two": lambda: (t(), 1, i(6, 4, 2), t(4, 2), "sum"),
+    "select_scatter": lambda: (t(), t(6), 0, 1),
+    "slice_scatter": lambda: (t(), t(2, 6), 0, 1, 3),
+    "diagonal_scatter": lambda: (t(), t(4)),
+    "as_strided_scatter": lambda: (t(), t(2, 3), [2, 3], [6, 1]),
+    "masked_scatter": lambda: (t(), b(4, 6), t()),
+    "index_put": lambda: (t(), [torch.tensor([0, 2])], t(2, 6)),
+    "_unsafe_index_put": lambda: (t(), [torch.tensor([0, 2])], t(2, 6)),
+    "index_copy": lambda: (t(), 0, torch.tensor([0, 2]), t(2, 6)),
+    "index_add": lambda: (t(), 0, torch.tensor([0, 2]), t(2, 6)),
+    "index_fill.int_Scalar": lambda: (t(), 0, torch.tensor([0, 2]), 0.1),
+    "index_fill.int_Tensor": lambda: (t(), 0, torch.tensor([0, 2]), torch.tensor(0.1)),
+    "index_reduce": lambda: (t(), 0, torch.tensor([0, 2]), t(2, 6), "prod"),
+    "put": lambda: (t(), torch.tensor([0, 2]), t(2)),
+    "masked_fill.Scalar": lambda: (t(), b(4, 6), 0.1),
+    "masked_fill.Tensor": lambda: (t(), b(4, 6), torch.tensor(0.1)),
+    # comparing and sorting
+    "max.dim": lambda: (t(), 1),
+    "min.dim": lambda: (t(), 1),
+    "median.dim": lambda: (t(), 1),
+    "nanmedian.dim": lambda: (t(), 1),
+    "mode": lambda: (t(), 1),
+    "cummax": lambda: (t(), 1),
+    "cummin": lambda: (t(), 1),
+    "kthvalue": lambda: (t(), 2),
+    "topk": lambda: (t(), 2),
+    "sort.stable": lambda: (t(), {"stable": True}),
+    "bucketize.Tensor": lambda: (t(), t(5).sort().values),
+    "searchsorted.Tensor": lambda: (t(5).sort().values, t()),
+    "isin.Tensor_Tensor": lambda: (t(), t()),
+    "histc": lambda: (t(), 5, -1, 1),
+    # arithmetic with scalars or non-tensor arguments
+    "clamp": lambda: (t(), -0.3, 0.3),
+    "clip": lambda: (t(), -0.3, 0.3),
+    "clamp.Tensor": lambda: (t(), t(), t()),
+    "clip.Tensor": lambda: (t(), t(), t()),
+    "lerp.Scalar": lambda: (t(), t(), 0.3),
+    "lerp.Tensor": lambda: (t(), t(), t()),
+    "dropout": lambda: (t(), 0.5, True),
+    "feature_dropout": lambda: (t(2, 3, 4), 0.5, True),
+    "alpha_dropout": lambda: (t(), 0.5, True),
+    "feature_alpha_dropout": lambda: (t(2, 3, 4), 0.5, True),
+    "native_dropout": lambda: (t(), 0.5, True),
+    "rrelu": lambda: (t(),),
+    "threshold": lambda: (t(), 0.1, 0.3),
+    "polygamma": lambda: (1, p()),
+    "special_polygamma": lambda: (1, p()),
+    "mvlgamma": lambda: (p() + 3, 2),
+    "special_multigammaln": lambda: (p() + 3, 2),
+    "xlogy.Tensor": lambda: (p(), p()),
+    "copysign.Scalar": lambda: (t(), -1.0),
+    "ldexp.Tensor": lambda: (t(), i(3, 4, 6)),
+    "round.decimals": lambda: (t(), {"decimals": 1}),
+    "div.Tensor_mode": lambda: (t(), t(), {"rounding_mode": "floor"}),
+    "divide.Tensor_mode": lambda: (t(), t(), {"rounding_mode": "floor"}),
+    "div.Scalar_mode": lambda: (t(), 0.3, {"rounding_mode": "floor"}),
+    "divide.Scalar_mode": lambda: (t(), 0.3, {"rounding_mode": "floor"}),
+    "diff": lambda: (t(),),
+    "gradient.scalarint": lambda: (t(),),
+    "segment_reduce": lambda: (t(4), "sum", {"lengths": torch.tensor([2, 2])}),
+}  # fmt: skip
+
+
+def generic_arguments(op: torch._ops.OpOverload, tensor: Callable[[], torch.Tensor]) -> Call:
+    """Arguments by schema alone, for the many ops that take tensors of one shape and a few numbers."""
+    makers: dict[str, Callable[[], Any]] = {
+        "Tensor": tensor,
+        "number": lambda: 0.3,
+        "float": lambda: 0.3,
+        "int": lambda: 1,
+        "bool": lambda: False,
+    }
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in op._schema.arguments:
+        if argument.has_default_value():
+            continue
+        made = makers[str(argument.type)]()
+        if argument.kwarg_only:
+            kwargs[argument.name] = made
+        else:
+            args.append(made)
+    return tuple(args), kwargs
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    packet, _, which = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), which or "default")
+
+
+def arguments(name: str, tensor: Callable[[], torch.Tensor] = p) -> Call:
+    """Builds the same fp32 arguments at every call; ``tensor`` makes those that need no special shape."""
+    torch.manual_seed(0)
+    builder = BUILDERS.get(name)
+    if builder is None:
+        return generic_arguments(overload(name), tensor)
+    args = builder()
+    if args and isinstance(args[-1], dict):
+        return args[:-1], args[-1]
+    return args, {}
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def cast(name: str, call: Call, dtypes: Iterator[torch.dtype], keep: tuple[str, ...] = ()) -> Call:
+    """Casts the floating arguments in order, each to the next dtype, but for the slots named in ``keep``."""
+    names = [argument.name for argument in overload(name)._schema.arguments]
+
+    def to_next(value: Any) -> Any:
+        return value.to(next(dtypes)) if is_float(value) else value
+
+    args, kwargs = call
+    return (
+        tuple(a if slot in keep else tree_map(to_next, a) for slot, a in zip(names, args, strict=False)),
+        {slot: a if slot in keep else tree_map(to_next, a) for slot, a in kwargs.items()},
+    )
+
+
+def repeat(first: torch.dtype, rest: torch.dtype) -> Iterator[torch.dtype]:
+    yield first
+    while True:
+        yield rest
+
+
+def run(name: str, call: Call) -> Any:
+    args, kwargs = call
+    with warnings.catch_warnings():
+        # deprecated ops (cholesky, chain_matmul ...) are on the lists and warn
+        warnings.simplefilter("ignore")
+        return overload(name)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def autocast_cuda() -> Iterator[None]:
+    """torch.autocast("cuda") refuses to start without CUDA; its dispatch key does not."""
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", LOW["cuda"])
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.clear_autocast_cache()
+
+
+def under_autocast(device: str, name: str, call: Call) -> Any:
+    if device == "cpu":
+        with torch.autocast("cpu", LOW["cpu"]):
+            return run(name, call)
+
+    def on_cuda(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+    with FakeTensorMode():
+        args, kwargs = tree_map(on_cuda, call)
+        with autocast_cuda():
+            return run(name, (args, kwargs))
+
+
+def first_dtype(result: Any) -> torch.dtype | None:
+    """The dtype of the first floating or complex output; None when there is none (masks, positions)."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf.dtype
+    return None
+
+
+def floats_in(name: str) -> int:
+    return sum(map(is_float, tree_leaves(arguments(name))))
+
+
+def row(device: str, name: str) -> OpGroup:
+    group = table.lookup(overload(name), device)
+    assert group is not None
+    return group
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What cannot be asked here, or is answered otherwise on purpose.
+# ------------------------------------------------------------------------------------------------------------
+
+NO_CUDA = "its CUDA code path needs a GPU build"
+NO_META = "no meta kernel, so fake tensors cannot run it"
+NO_LSTM = "oneDNN has no such kernel for this CPU, and autocast raises"
+DATA = "the shape of its result depends on values"
+
+#: Everything else in the lists must have arguments, run and answer.
+NOT_ASKED: dict[str, dict[str, str]] = {
+    "cuda": {
+        "_thnn_fused_gru_cell": NO_META,
+        "batch_norm": NO_CUDA,
+        "combinations": DATA,
+        "ctc_loss.IntList": NO_META,
+        "ctc_loss.Tensor": NO_META,
+        "cudnn_convolution": NO_CUDA,
+        "cudnn_convolution_transpose": NO_CUDA,
+        "geqrf": NO_META,
+        "grid_sampler": NO_CUDA,
+        "grid_sampler_2d": NO_CUDA,
+        "gru.input": NO_META,
+        "gru_cell": NO_META,
+        "im2col": NO_CUDA,
+        "instance_norm": NO_CUDA,
+        "linalg_lstsq": DATA,
+        "masked_select": DATA,
+        "narrow.Tensor": DATA,
+        "native_batch_norm": NO_CUDA,
+        "nonzero": DATA,
+        "tensor_split.tensor_indices_or_sections": "takes CPU indices only",
+    },
+    "cpu": dict.fromkeys(() if has_low_lstm(LOW["cpu"]) else ("lstm.input", "mkldnn_rnn_layer"), NO_LSTM),
+}
+
+#: Where the lists differ from what autocast does, on purpose.
+DIFFERS: dict[tuple[str, str], str] = {
+    ("cpu", "_transformer_encoder_layer_fwd"): "its inner products are low, and its result is",
+    ("cpu", "affine_grid_generator"): "an inner bmm computes the sampling grid in low precision",
+    ("cpu", "linalg_pinv"): "an inner matmul rounds the inverse",
+    ("cpu", "linalg_pinv.atol_rtol_float"): "an inner matmul rounds the inverse",
+    ("cpu", "linalg_pinv.atol_rtol_tensor"): "an inner matmul rounds the inverse",
+}
+
+
+EVERY_ROW = [(device, name) for device in LISTS for name in table.all_names(device)]
+ASKED = [(device, name) for device, name in EVERY_ROW if name not in NOT_ASKED[device]]
