@@ -1,0 +1,198 @@
+"""The options of ``torch.compile(model, backend="amp_fx", options={...})``: plain data, validated.
+
+Values are JSON-like, because trainers deep-copy and pickle them and Dynamo compares them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from amp_fx._torch import inductor_mode_options, inductor_option_names
+from amp_fx.errors import OptionsError, did_you_mean
+from amp_fx.plan import Plan
+from amp_fx.plan_files import load_plans
+from amp_fx.policy import Policy
+
+__all__ = ["DTYPES", "NUMERICS", "WEIGHTS", "Options"]
+
+#: accepted spellings of the low dtype
+DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+}
+
+#: name -> what it promises
+NUMERICS = {
+    "compiled": "Inductor's default: a value inside a fused kernel is not rounded to the low dtype",
+    "eager": "rounds exactly where eager torch.autocast rounds (Inductor's emulate_precision_casts)",
+}
+
+#: name -> where the low copies of weights live in graphs without gradients
+WEIGHTS = {
+    "auto": "across calls under torch.inference_mode, within the call under torch.no_grad",
+    "cast": "within the call: the graph casts them",
+    "cache": "across calls",
+    "freeze": "across calls, folded and packed by Inductor's freezing",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Validated options; see the README for the user's view.
+
+    Attributes:
+        dtype: the low dtype, or None for "auto": bfloat16 where the device has it, else float16.
+        policy: op lists and user rules.
+        numerics: a key of :data:`NUMERICS`.
+        profile: ``"auto"`` for the built-in rates of the device, ``"off"`` to send every listed op low as
+            autocast would, or a file that ``python -m amp_fx profile`` wrote.
+        plan: plans that graphs follow, whatever policy and profile say; see :mod:`amp_fx.plan_files`. Given as
+            the path of a plan file or of a report, an :class:`amp_fx.Plan`, or a list of them. None: amp_fx plans.
+        scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs, or None. It may be given with dtype "auto",
+            and then counts where that is fp16.
+        weights: a key of :data:`WEIGHTS`; where low copies of weights live in graphs without gradients.
+        strict: raise where the backend would fall back to torch.autocast's semantics.
+        inductor: options handed to Inductor, from ``mode=`` and by their own names.
+    """
+
+    dtype: torch.dtype | None = None
+    policy: Policy = Policy()
+    numerics: str = "compiled"
+    profile: str = "auto"
+    plan: tuple[Plan, ...] | None = None
+    scaler: str | None = None
+    weights: str = "auto"
+    strict: bool = False
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
+        """Builds options from what ``torch.compile`` passes to a backend.
+
+        Args:
+            mode: a ``torch.compile`` mode, or None.
+            options: keys are fields of this class or Inductor options.
+
+        Raises:
+            OptionsError: unknown key, bad value, or a contradiction.
+            PlanError: the plan file cannot be read, or holds no plan.
+        """
+        own = {f.name for f in fields(cls)} - {"inductor"}
+        values: dict[str, Any] = {}
+        inductor = _mode_options(mode)
+        for key, value in (options or {}).items():
+            if key in own:
+                values[key] = value
+            else:
+                inductor[_inductor_name(key, own)] = value
+        dtype = _parse_dtype(values.get("dtype", "auto"))
+        numerics = values.get("numerics", "compiled")
+        if not isinstance(numerics, str) or numerics not in NUMERICS:
+            raise OptionsError(
+                f"Unknown numerics {numerics!r}; valid: {', '.join(map(repr, NUMERICS))}."
+                + did_you_mean(str(numerics), NUMERICS)
+            )
+        strict = values.get("strict", False)
+        if not isinstance(strict, bool):
+            raise OptionsError(f"strict must be True or False; got {strict!r}.")
+        profile = values.get("profile", "auto")
+        if not isinstance(profile, str):
+            raise OptionsError(f"profile must be 'auto', 'off' or the path of a file; got {profile!r}.")
+        if numerics == "eager":
+            if inductor.get("emulate_precision_casts", True) is not True:
+                raise OptionsError(
+                    "numerics='eager' needs Inductor's emulate_precision_casts, which is switched off; "
+                    "drop one of the two."
+                )
+            inductor["emulate_precision_casts"] = True
+        policy = Policy.parse(values.get("policy", "autocast"))
+        plan = _parse_plan(values.get("plan"))
+        scaler = _parse_scaler(values.get("scaler"), dtype)
+        weights = _parse_weights(values.get("weights", "auto"))
+        return cls(dtype, policy, numerics, profile, plan, scaler, weights, strict, inductor)
+
+    def low_dtype(self, device_type: str) -> torch.dtype:
+        """The low dtype on a device type: the one asked for, or what "auto" means there."""
+        if self.dtype is not None:
+            return self.dtype
+        if device_type == "cuda" and torch.cuda.is_available():
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+            return torch.bfloat16 if native else torch.float16
+        return torch.bfloat16
+
+
+def _parse_dtype(value: object) -> torch.dtype | None:
+    if isinstance(value, torch.dtype) and value in DTYPES.values():
+        return value
+    if isinstance(value, str) and value.removeprefix("torch.") in DTYPES:
+        return DTYPES[value.removeprefix("torch.")]
+    raise OptionsError(
+        f"Unknown dtype {value!r}; valid: 'auto', 'bfloat16', 'float16', torch.bfloat16, torch.float16."
+        + did_you_mean(str(value), DTYPES)
+    )
+
+
+def _parse_plan(value: object) -> tuple[Plan, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, (str, os.PathLike)):
+        return load_plans(value)
+    plans = [value] if isinstance(value, Plan) else value
+    if not isinstance(plans, (list, tuple)) or not all(isinstance(plan, Plan) for plan in plans):
+        raise OptionsError(
+            f"plan must be the path of a plan file, an amp_fx.Plan or a list of them; got {value!r}."
+        )
+    return tuple(plan for plan in plans if plan.phase == "forward")
+
+
+def _parse_weights(value: object) -> str:
+    if isinstance(value, str) and value in WEIGHTS:
+        return value
+    raise OptionsError(
+        f"Unknown weights {value!r}; valid: {', '.join(map(repr, WEIGHTS))}."
+        + did_you_mean(str(value), WEIGHTS)
+    )
+
+
+def _parse_scaler(value: object, dtype: torch.dtype | None) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise OptionsError(
+            f"scaler must be the name of an amp_fx.GradScaler, such as 'default', or None; got {value!r}."
+        )
+    if value is not None and dtype is torch.bfloat16:
+        raise OptionsError(
+            f"scaler={value!r} contradicts dtype='bfloat16', which has the range of float32 and needs no loss "
+            "scaling; drop one of the two."
+        )
+    return value
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    if mode is None:
+        return {}
+    try:
+        return dict(inductor_mode_options(mode))
+    except RuntimeError as error:
+        raise OptionsError(f"Unknown mode {mode!r}: {error}") from error
+
+
+def _inductor_name(key: str, own: set[str]) -> str:
+    name = str(key).replace("-", "_")
+    valid = inductor_option_names()
+    if name not in valid:
+        # our own names first: a typo is likelier in them than in the 600 of Inductor
+        hint = did_you_mean(name, own) or did_you_mean(name, valid)
+        raise OptionsError(
+            f"Unknown option {key!r} for backend 'amp_fx'; valid: {', '.join(sorted(own))}, "
+            f"or any option of torch._inductor.config.{hint}"
+        )
+    return name

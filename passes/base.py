@@ -1,0 +1,150 @@
+"""What a pass is, and the runner that enforces it.
+
+A pass takes a GraphModule whose nodes carry a correct ``meta["val"]``, leaves it so, and says what it
+changed. It may assume what it ``needs`` and must establish what it ``ensures``; the runner checks the first,
+lints after every pass, names the failing pass together with those that ran before it, and records the graph
+for logs and tlparse.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch.fx as fx
+
+from amp_fx._torch import HigherOrderOperator, log_artifact
+from amp_fx.capture import REGION_META
+from amp_fx.errors import PassError
+from amp_fx.plan import Plan
+from amp_fx.policy import Policy
+from amp_fx.profile import DeviceProfile
+
+__all__ = ["Pass", "PassContext", "PassResult", "bodies", "run_in_order", "run_passes"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What passes may read besides the graph.
+
+    Attributes:
+        policy: base list and user rules.
+        numerics: ``"compiled"`` or ``"eager"``.
+        profile: rates of the device; None: every listed op goes low, as autocast would have it.
+        training: True if the graph will be differentiated.
+        path: prefix of node names, the path of the body being rewritten: ``"wrap_body_0."``.
+        folded: names of the graph's inputs whose casts cost nothing, because they are made once and stored.
+    """
+
+    policy: Policy = Policy()
+    numerics: str = "compiled"
+    profile: DeviceProfile | None = None
+    training: bool = False
+    path: str = ""
+    folded: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass did.
+
+    Attributes:
+        graph_module: the graph, rewritten in place.
+        changed: number of nodes labelled, inserted, replaced or removed.
+        summary: one line for the log.
+    """
+
+    graph_module: fx.GraphModule
+    changed: int
+    summary: str
+
+
+class Pass(abc.ABC):
+    """Base of all passes. Subclasses are frozen dataclasses; their fields are their options."""
+
+    #: kebab-case name in logs and errors
+    name: ClassVar[str]
+    #: facts that passes before this one establish
+    needs: ClassVar[frozenset[str]] = frozenset()
+    #: facts that hold afterwards
+    ensures: ClassVar[frozenset[str]] = frozenset()
+
+    @abc.abstractmethod
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """Rewrites ``gm`` in place."""
+
+
+def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
+    """Captured bodies of the graph's higher-order ops, by attribute name, each once."""
+    found: dict[str, fx.GraphModule] = {}
+    for node in gm.graph.nodes:
+        if not isinstance(node.target, HigherOrderOperator):
+            continue
+        for source in node.all_input_nodes:
+            body = getattr(gm, str(source.target), None) if source.op == "get_attr" else None
+            if isinstance(body, fx.GraphModule) and _is_captured(body):
+                found[str(source.target)] = body
+    return list(found.items())
+
+
+def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> Plan:
+    """Runs a pipeline on a captured graph and on the bodies inside it.
+
+    Returns:
+        The plan of graph and bodies.
+
+    Raises:
+        PassError: a pass failed; the cause is chained.
+    """
+    plan = Plan(policy=str(context.policy))
+    for name, body in bodies(gm):
+        inner = run_passes(
+            body, pipeline, replace(context, path=f"{context.path}{name}.", folded=frozenset())
+        )
+        plan.nodes += inner.nodes
+        plan.casts += inner.casts
+        plan.inputs += inner.inputs
+    run_in_order(gm, pipeline, context)
+    log_artifact(f"amp_fx_{context.path}rewritten", lambda: gm.print_readable(print_output=False))
+    plan.add_graph(gm, context.path)
+    return plan
+
+
+def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> None:
+    """Runs a pipeline on one graph, bodies left out.
+
+    Raises:
+        PassError: a pass failed; the cause is chained.
+    """
+    facts: set[str] = set()
+    done: list[str] = []
+    for step in pipeline:
+        missing = step.needs - facts
+        if missing:
+            raise PassError(f"pass {step.name!r} needs {sorted(missing)}, which no pass before it ensures")
+        start = time.perf_counter()
+        try:
+            result = step.call(gm, context)
+            gm.graph.lint()
+        except PassError:
+            raise
+        except Exception as error:
+            # chained, never swallowed: tests run strict, users get a named reason with the fallback
+            raise PassError(
+                f"pass {step.name!r} failed after {done or 'no other pass'}: {type(error).__name__}: {error}"
+            ) from error
+        facts |= step.ensures
+        done.append(step.name)
+        elapsed = 1e3 * (time.perf_counter() - start)
+        logger.debug("%s%s: %s (%.1f ms)", context.path, step.name, result.summary, elapsed)
+    gm.recompile()
+
+
+def _is_captured(body: fx.GraphModule) -> bool:
+    return any(REGION_META in node.meta for node in body.graph.nodes)

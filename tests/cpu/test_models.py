@@ -1,0 +1,134 @@
+"""The zoo through ``backend="amp_fx"``: eager's dtypes, at least autocast's accuracy, really low precision.
+
+A model compiles twice (autocast, amp_fx) for training and twice for inference; all tests of a fixture share
+that on one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+import zoo
+from accuracy import AMP_FX, FP32, Comparison, Mode, Run, compare, run
+from amp_fx._torch import has_low_lstm
+
+IN_INFERENCE_MODE = ["bert", "gpt2", "mlp", "conv_net"]
+
+
+def _models(mode: Mode, names: list[str]) -> list[object]:
+    """Parameters for a fixture: one xdist group per model and mode keeps what is compiled on one worker."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(f"{name}-{mode}")) for name in names]
+
+
+@pytest.fixture(scope="module", params=_models("train", list(zoo.CASES)))
+def training(request: pytest.FixtureRequest) -> Comparison:
+    return compare(zoo.make(request.param), "train")
+
+
+@pytest.fixture(scope="module", params=_models("no_grad", list(zoo.CASES)))
+def inference(request: pytest.FixtureRequest) -> tuple[zoo.Case, Comparison]:
+    if request.param == "lstm" and not has_low_lstm(torch.bfloat16):
+        pytest.skip("nn.LSTM under autocast raises on this CPU")
+    case = zoo.make(request.param)
+    return case, compare(case, "no_grad")
+
+
+@pytest.fixture(scope="module", params=_models("inference_mode", IN_INFERENCE_MODE))
+def inference_mode(request: pytest.FixtureRequest) -> tuple[Run, Run, Run]:
+    """The model under inference_mode twice, eagerly and compiled, and compiled under no_grad."""
+    case = zoo.make(request.param)
+    return (
+        run(case, FP32, "inference_mode"),
+        run(case, AMP_FX, "inference_mode"),
+        run(case, AMP_FX, "no_grad"),
+    )
+
+
+def test_training_returns_the_dtypes_of_the_eager_program(training: Comparison) -> None:
+    assert _dtypes(training.amp_fx.outputs) == _dtypes(training.fp32.outputs)
+
+
+def test_training_leaves_parameters_gradients_and_buffers_in_their_dtypes(training: Comparison) -> None:
+    assert set(_dtypes(training.amp_fx.gradients).values()) == {torch.float32}
+    assert _dtypes(training.amp_fx.parameters) == _dtypes(training.fp32.parameters)
+    assert _dtypes(training.amp_fx.buffers) == _dtypes(training.fp32.buffers)
+
+
+def test_training_reaches_every_parameter(training: Comparison) -> None:
+    assert training.amp_fx.gradients.keys() == training.fp32.gradients.keys()
+    assert all(gradient.isfinite().all() for gradient in training.amp_fx.gradients.values())
+
+
+def test_training_is_at_least_as_accurate_as_autocast(training: Comparison) -> None:
+    assert training.amp_fx_error.loss <= _allowed(training.autocast_error.loss)
+    assert training.amp_fx_error.outputs <= _allowed(training.autocast_error.outputs)
+    assert training.amp_fx_error.gradients <= _allowed(training.autocast_error.gradients)
+
+
+def test_training_really_runs_in_low_precision(training: Comparison) -> None:
+    assert training.amp_fx_error.gradients > _explained_by_fp32(training.fp32_error.gradients)
+
+
+def test_training_updates_running_statistics_as_autocast_does(training: Comparison) -> None:
+    assert training.amp_fx_error.buffers <= _allowed(training.autocast_error.buffers)
+
+
+def test_inference_returns_the_dtypes_of_the_eager_program(inference: tuple[zoo.Case, Comparison]) -> None:
+    _, result = inference
+    assert _dtypes(result.amp_fx.outputs) == _dtypes(result.fp32.outputs)
+
+
+def test_inference_is_at_least_as_accurate_as_autocast(inference: tuple[zoo.Case, Comparison]) -> None:
+    _, result = inference
+    assert result.amp_fx_error.loss <= _allowed(result.autocast_error.loss)
+    assert result.amp_fx_error.outputs <= _allowed(result.autocast_error.outputs)
+
+
+def test_inference_really_runs_in_low_precision(inference: tuple[zoo.Case, Comparison]) -> None:
+    case, result = inference
+    if case.low_in_eval:
+        assert result.amp_fx_error.outputs > _explained_by_fp32(result.fp32_error.outputs)
+
+
+def test_inference_leaves_parameters_and_buffers_as_they_were(inference: tuple[zoo.Case, Comparison]) -> None:
+    _, result = inference
+    for before, after in (
+        (result.fp32.parameters, result.amp_fx.parameters),
+        (result.fp32.buffers, result.amp_fx.buffers),
+    ):
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            torch.testing.assert_close(after[name], value, rtol=0, atol=0)
+
+
+def test_inference_mode_gives_what_no_grad_gives(inference_mode: tuple[Run, Run, Run]) -> None:
+    eager, compiled, under_no_grad = inference_mode
+    assert _dtypes(compiled.outputs) == _dtypes(eager.outputs)
+    for name, value in under_no_grad.outputs.items():
+        torch.testing.assert_close(compiled.outputs[name], value, rtol=1e-2, atol=1e-2)
+
+
+def test_training_with_dropout_drops_as_often_as_eager_does() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Dropout(0.25))
+    outputs = torch.compile(model, backend="amp_fx")(torch.randn(64, 64))
+    outputs.square().sum().backward()
+    assert outputs.dtype == torch.float32
+    assert (outputs == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def _dtypes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in tensors.items()}
+
+
+def _allowed(autocast_error: float) -> float:
+    """Rounding falls differently in two programs: 1.25x, and 1e-3 where autocast was lucky."""
+    return 1.25 * autocast_error + 1e-3
+
+
+def _explained_by_fp32(fp32_error: float) -> float:
+    """Above it an error is due to bf16: with a unit roundoff of 2**-9, a single op moves results by more."""
+    return max(5 * fp32_error, 2.0**-14)

@@ -1,0 +1,87 @@
+"""The epilogue pass on joint graphs of fake CUDA tensors; end to end it runs in tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_fx._torch import FakeTensorMode
+from amp_fx.passes import GemmEpilogue, PassContext
+
+aten = torch.ops.aten
+
+
+def joint_graph(
+    program: Callable[..., object], *shapes: tuple[int, ...], device: str = "cuda"
+) -> fx.GraphModule:
+    """``program`` on bf16 inputs, as ATen, with fake values."""
+    with FakeTensorMode():
+        inputs = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+        return make_fx(program)(*inputs)
+
+
+def run(gm: fx.GraphModule) -> list[object]:
+    """Targets of the calls after the pass."""
+    GemmEpilogue().call(gm, PassContext())
+    gm.graph.lint()
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def widen(x: Tensor) -> Tensor:
+    return torch.ops.prims.convert_element_type.default(x, torch.float32)
+
+
+def test_a_weight_gradient_that_is_only_widened_leaves_the_matmul_in_fp32() -> None:
+    gm = joint_graph(lambda g, x: widen(aten.mm.default(g, x)), (8, 4), (4, 6))
+    assert run(gm) == [aten.mm.dtype]
+    assert gm.graph.output_node().all_input_nodes[0].meta["val"].dtype is torch.float32
+
+
+def test_views_between_the_matmul_and_the_cast_are_kept_and_retyped() -> None:
+    gm = joint_graph(lambda g, x: widen(aten.permute.default(aten.mm.default(g, x), [1, 0])), (8, 4), (4, 6))
+    assert run(gm) == [aten.mm.dtype, aten.permute.default]
+    assert [n.meta["val"].dtype for n in gm.graph.nodes if n.op == "call_function"] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        (aten.bmm, [(2, 8, 4), (2, 4, 6)]),
+        (aten.addmm, [(6,), (8, 4), (4, 6)]),
+    ],
+)
+def test_batched_and_biased_matmuls_have_a_wide_overload_too(
+    op: object, shapes: list[tuple[int, ...]]
+) -> None:
+    gm = joint_graph(lambda *args: widen(op.default(*args)), *shapes)  # type: ignore[attr-defined]
+    assert run(gm) == [op.dtype]  # type: ignore[attr-defined]
+
+
+def test_two_casts_of_one_matmul_become_the_matmul_itself() -> None:
+    def program(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        mm = aten.mm.default(g, x)
+        return widen(mm), widen(mm)
+
+    gm = joint_graph(program, (8, 4), (4, 6))
+    assert run(gm) == [aten.mm.dtype]
+    assert len(gm.graph.output_node().all_input_nodes) == 1
+
+
+def test_a_result_that_is_also_read_in_16_bits_stays() -> None:
+    def program(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        mm = aten.mm.default(g, x)
+        return widen(mm), mm
+
+    assert run(joint_graph(program, (8, 4), (4, 6))) == [
+        aten.mm.default,
+        torch.ops.prims.convert_element_type.default,
+    ]
+
+
+def test_on_cpu_nothing_changes_because_there_is_no_kernel() -> None:
+    gm = joint_graph(lambda g, x: widen(aten.mm.default(g, x)), (8, 4), (4, 6), device="cpu")
+    assert run(gm) == [aten.mm.default, torch.ops.prims.convert_element_type.default]

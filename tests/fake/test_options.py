@@ -1,0 +1,185 @@
+"""Options are plain data; what is wrong with them is said by name, with the nearest valid one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from amp_fx import AmpFxError, OptionsError, Policy, Rule
+from amp_fx.options import Options
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def test_the_defaults() -> None:
+    options = Options.parse()
+    assert options == Options.parse(None, {}) == Options()
+    assert (options.dtype, options.policy, options.numerics, options.strict) == (
+        None,
+        Policy(),
+        "compiled",
+        False,
+    )
+    assert options.inductor == {}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"),
+    [
+        ("auto", None),
+        ("bfloat16", BF16),
+        ("bf16", BF16),
+        ("torch.bfloat16", BF16),
+        (torch.bfloat16, BF16),
+        ("float16", FP16),
+        ("fp16", FP16),
+        ("half", FP16),
+        ("torch.float16", FP16),
+        (torch.float16, FP16),
+        (torch.half, FP16),
+    ],
+)
+def test_spellings_of_the_dtype(spelling: object, dtype: torch.dtype | None) -> None:
+    assert Options.parse(None, {"dtype": spelling}).dtype is dtype
+
+
+@pytest.mark.parametrize(
+    "bad", ["fp32", "float32", torch.float32, torch.float64, "float8_e4m3fn", 16, None, ""]
+)
+def test_other_dtypes_are_errors(bad: object) -> None:
+    with pytest.raises(OptionsError, match=r"Unknown dtype .*valid: 'auto', 'bfloat16', 'float16'") as info:
+        Options.parse(None, {"dtype": bad})
+    assert repr(bad) in str(info.value)
+
+
+def test_auto_is_bf16_on_cpu() -> None:
+    assert Options.parse().low_dtype("cpu") is BF16
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, BF16), (False, FP16)])
+def test_auto_on_cuda_is_what_the_gpu_has(
+    monkeypatch: pytest.MonkeyPatch, native: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    assert Options.parse().low_dtype("cuda") is dtype
+
+
+def test_a_named_dtype_holds_on_every_device() -> None:
+    options = Options.parse(None, {"dtype": "float16"})
+    assert {options.low_dtype(device) for device in ("cpu", "cuda", "xpu")} == {FP16}
+
+
+def test_policies_by_name_by_object_and_as_json_text() -> None:
+    data = {"base": "autocast", "rules": [{"op": "softmax", "precision": "fp32"}]}
+    expected = Policy("autocast", (Rule("fp32", op="softmax"),))
+    for form in (data, json.dumps(data), expected):
+        assert Options.parse(None, {"policy": form}).policy == expected
+    assert Options.parse(None, {"policy": "autocast"}).policy == Policy()
+
+
+def test_numerics_eager_switches_on_inductors_rounding() -> None:
+    assert Options.parse(None, {"numerics": "eager"}).inductor == {"emulate_precision_casts": True}
+    assert Options.parse(None, {"numerics": "compiled"}).inductor == {}
+
+
+def test_numerics_eager_contradicts_inductors_rounding_off() -> None:
+    with pytest.raises(OptionsError, match="numerics='eager' needs Inductor's emulate_precision_casts"):
+        Options.parse(None, {"numerics": "eager", "emulate_precision_casts": False})
+
+
+def test_numerics_eager_agrees_with_inductors_rounding_on() -> None:
+    options = Options.parse(None, {"numerics": "eager", "emulate_precision_casts": True})
+    assert options.inductor == {"emulate_precision_casts": True}
+
+
+def test_inductor_options_by_their_own_names() -> None:
+    options = Options.parse(None, {"max_autotune": True, "triton.cudagraphs": False, "shape-padding": True})
+    assert options.inductor == {"max_autotune": True, "triton.cudagraphs": False, "shape_padding": True}
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (None, {}),
+        ("default", {}),
+        ("reduce-overhead", {"triton.cudagraphs": True}),
+        ("max-autotune-no-cudagraphs", {"max_autotune": True, "coordinate_descent_tuning": True}),
+    ],
+)
+def test_modes_are_inductors(mode: str | None, expected: dict[str, Any]) -> None:
+    assert Options.parse(mode).inductor == expected
+
+
+def test_options_win_over_the_mode() -> None:
+    assert Options.parse("reduce-overhead", {"triton.cudagraphs": False}).inductor == {
+        "triton.cudagraphs": False
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"polcy": "autocast"}, r"Unknown option 'polcy' .* Did you mean 'policy'\?"),
+        ({"dytpe": "bf16"}, r"Unknown option 'dytpe' .* Did you mean 'dtype'\?"),
+        ({"stric": True}, r"Did you mean 'strict'\?"),
+        ({"max_autotun": True}, r"Did you mean 'max_autotune'\?"),
+        (
+            {"zzzzzz": 1},
+            r"valid: dtype, numerics, .*policy, .*strict, .*or any option of torch\._inductor\.config\.$",
+        ),
+        ({"inductor": {}}, r"Unknown option 'inductor'"),
+        (
+            {"numerics": "eagre"},
+            r"Unknown numerics 'eagre'; valid: 'compiled', 'eager'\. Did you mean 'eager'\?",
+        ),
+        ({"numerics": True}, r"Unknown numerics True"),
+        ({"strict": "yes"}, r"strict must be True or False; got 'yes'"),
+        ({"strict": 1}, r"strict must be True or False; got 1"),
+        ({"dtype": "bloat16"}, r"Unknown dtype 'bloat16'.* Did you mean 'bfloat16'\?"),
+        (
+            {"policy": "autocats"},
+            r"Unknown policy 'autocats'; valid: 'autocast'.*\. Did you mean 'autocast'\?",
+        ),
+        ({"policy": 3}, r"policy must be one of 'autocast'.* or an object with keys base, rules; got 3"),
+        ({"policy": "{oops"}, r"is not valid JSON"),
+        ({"policy": {"bse": "autocast"}}, r"Unknown key 'bse' in policy .* Did you mean 'base'\?"),
+        ({"policy": {"rules": {"op": "mm"}}}, r"'rules' of a policy must be a list"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_right(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        Options.parse(None, options)
+
+
+def test_unhashable_values_are_named_too() -> None:
+    for key in ("numerics", "dtype"):
+        with pytest.raises(OptionsError, match=rf"Unknown {key} \['eager'\]"):
+            Options.parse(None, {key: ["eager"]})
+
+
+def test_keys_that_are_not_text_are_named_too() -> None:
+    with pytest.raises(OptionsError, match="Unknown option 3"):
+        Options.parse(None, {3: True})  # pyright: ignore[reportArgumentType]
+
+
+def test_an_unknown_mode_is_an_error_that_names_the_valid_ones() -> None:
+    with pytest.raises(OptionsError, match=r"Unknown mode 'max-autotun'.*max-autotune") as info:
+        Options.parse("max-autotun")
+    assert isinstance(info.value.__cause__, RuntimeError)
+
+
+def test_option_errors_are_amp_fxs_and_value_errors() -> None:
+    assert issubclass(OptionsError, AmpFxError)
+    assert issubclass(OptionsError, ValueError)
+
+
+def test_options_survive_copying_and_pickling() -> None:
+    options = Options.parse("reduce-overhead", {"policy": {"rules": [{"op": "mm", "precision": "fp32"}]}})
+    assert copy.deepcopy(options) == options
+    assert pickle.loads(pickle.dumps(options)) == options

@@ -1,0 +1,165 @@
+"""Where values are stored: what the lists fix, and what may move without losing accuracy.
+
+Only what every allowed placement has in common, or what is strictly cheapest, is asserted here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphs import check, rewrite
+
+BF16 = torch.bfloat16
+DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
+
+
+def square() -> Tensor:
+    return torch.randn(8, 8)
+
+
+def test_listed_ops_run_in_the_dtype_of_their_list() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return F.mse_loss(torch.matmul(x, w), x)
+
+    check(
+        program,
+        square(),
+        square(),
+        casts={DOWN: 2, UP: 1},
+        dtypes={"matmul": "bfloat16", "mse_loss": "float32"},
+    )
+
+
+def test_kept_ops_run_as_traced() -> None:
+    def program(x: Tensor) -> Tensor:
+        return torch.unique(x, dim=0)
+
+    check(program, square(), casts={}, dtypes={"unique_dim": "float32"})
+
+
+def test_arithmetic_between_two_matmuls_stays_low() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(F.gelu(torch.matmul(x, w)) * 2, w)
+
+    check(
+        program,
+        square(),
+        square(),
+        casts={DOWN: 2, UP: 1},
+        dtypes={"matmul": "bfloat16", "gelu": "bfloat16", "mul": "bfloat16"},
+    )
+
+
+def test_arithmetic_with_an_fp32_value_is_in_fp32() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return x + torch.matmul(x, w)
+
+    check(program, square(), square(), casts={DOWN: 2}, dtypes={"add": "float32", "matmul": "bfloat16"})
+
+
+def test_a_move_in_front_of_a_matmul_moves_low_values() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        repeated = w[:, None].expand(2, 4, 8).reshape(8, 8)
+        return torch.matmul(x, repeated)
+
+    check(
+        program,
+        square(),
+        torch.randn(2, 8),
+        casts={DOWN: 2, UP: 1},
+        dtypes={"expand": "bfloat16", "reshape": "bfloat16", "matmul": "bfloat16"},
+    )
+
+
+def test_a_move_that_shrinks_is_cast_afterwards() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(x, w[:8])
+
+    rewritten = check(
+        program, square(), torch.randn(512, 8), casts={DOWN: 2, UP: 1}, dtypes={"slice": "float32"}
+    )
+    assert sum(cast.bytes for cast in rewritten.plan.casts if cast.to_dtype is BF16) == 2 * 64 * (4 + 2)
+
+
+def test_a_move_whose_readers_want_fp32_stays_in_fp32() -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        moved = x.mT.flip(0)
+        return moved.exp(), torch.matmul(moved, w)
+
+    check(program, square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"flip": "float32", "exp": "float32"})
+
+
+def test_joined_values_are_in_the_widest_dtype() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cat([x, torch.matmul(x, w)]).exp()
+
+    check(program, square(), square(), casts={DOWN: 2}, dtypes={"cat": "float32"})
+
+
+def test_zero_dimensional_tensors_do_not_widen() -> None:
+    def program(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        return torch.matmul(torch.matmul(x, w) * scale, w)
+
+    check(
+        program,
+        square(),
+        square(),
+        torch.tensor(0.37),
+        casts={DOWN: 2, UP: 1},
+        dtypes={"mul": "bfloat16"},
+    )
+
+
+def test_softmax_follows_its_devices_list() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.matmul(F.softmax(torch.matmul(q, k), -1), v)
+
+    tensors = [square() for _ in range(3)]
+    assert rewrite(program, *tensors, device="cpu").dtypes("softmax") == ["bfloat16"]
+    on_cuda = rewrite(program, *tensors, device="cuda")
+    assert on_cuda.dtypes("softmax") == ["float32"]
+    assert on_cuda.dtypes("matmul") == ["bfloat16"] * 2
+
+
+def test_the_plan_says_why_a_value_is_where_it_is() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(x, w[:, None].expand(2, 4, 8).reshape(8, 8))
+
+    rewritten = rewrite(program, square(), torch.randn(2, 8))
+    assert "cheaper" in rewritten.one("expand").reason
+
+
+def test_eager_numerics_keep_autocasts_placement() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            h = F.gelu(self.first(x))
+            h = h.mul(2.0) - h.sigmoid()
+            return self.second(h) + table.mT.flip(0)
+
+    x, table = square(), square()
+    model = Net()
+    pinned = rewrite(model, x, table, options={"numerics": "eager"})
+    assert pinned.dtypes("gelu") == pinned.dtypes("mul") == pinned.dtypes("sigmoid") == ["bfloat16"]
+    assert pinned.dtypes("flip") == ["float32"]
+    with torch.autocast("cpu", BF16):
+        theirs = model(x, table)
+    # the same placement, so the same bits
+    assert torch.equal(pinned.outputs, theirs.float())
+
+
+def test_eager_numerics_round_where_autocast_rounds_at_the_end_of_a_graph() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return F.softmax(F.layer_norm(torch.matmul(x, w), (8,)).exp() * 3.0, -1)
+
+    x, w = square(), square()
+    pinned = rewrite(program, x, w, options={"numerics": "eager", "dtype": "bfloat16"})
+    with torch.autocast("cpu", BF16):
+        theirs = program(x, w)
+    assert theirs.dtype is BF16
+    assert torch.equal(pinned.outputs, theirs.float())

@@ -1,0 +1,69 @@
+"""End to end on a CUDA device; skipped without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+OPTIONS = {"profile": "off", "strict": True}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)).cuda()
+
+
+def step(model: nn.Module, x: Tensor, **compile_options: Any) -> dict[str, Tensor]:
+    """Gradients of one step, in fp64 for comparing."""
+    torch._dynamo.reset()
+    model.zero_grad()
+    run = torch.compile(model, **compile_options) if compile_options else model
+    run(x).square().mean().backward()
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    return max(((got[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_training_is_as_accurate_as_autocast_and_really_low(dtype: str) -> None:
+    model, x = network(), torch.randn(512, 256, device="cuda")
+    low = getattr(torch, dtype)
+    exact = step(network().double(), x.double())
+    with torch.autocast("cuda", low):
+        autocast = distance(step(model, x, backend="inductor"), exact)
+    with amp_fx.record() as recording:
+        ours = distance(step(model, x, backend="amp_fx", options={**OPTIONS, "dtype": dtype}), exact)
+    assert ours <= 1.25 * autocast + 1e-3
+    plan = recording.plans[0]
+    assert {row.dtype for row in plan.nodes if row.op == "linear"} == {low}
+    assert {row.dtype for row in plan.nodes if row.op == "layer_norm"} == {torch.float32}
+
+
+def test_weight_gradients_are_not_rounded_to_16_bits() -> None:
+    model, x = network(), torch.randn(512, 256, device="cuda")
+    gradients = step(model, x, backend="amp_fx", options=OPTIONS)
+    rounded = gradients["0.weight"].to(torch.bfloat16).double()
+    assert not torch.equal(gradients["0.weight"], rounded)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes_of_inductor_work(mode: str) -> None:
+    model, x = network().eval(), torch.randn(512, 256, device="cuda")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="amp_fx", mode=mode)
+    with torch.no_grad():
+        results = [compiled(x).clone() for _ in range(3)]
+        assert (results[-1] - model(x)).norm() / model(x).norm() < 0.02
+    assert results[-1].dtype is torch.float32

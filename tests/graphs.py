@@ -1,0 +1,436 @@
+"""Graphs for tests: captured, rewritten on CPU or on fake CUDA tensors, and one assertion about all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import amp_fx.backend
+from amp_fx import record
+from amp_fx._torch import autocast_disabled, enable_autocast
+from amp_fx.capture import capture, graph_devices
+from amp_fx.options import Options
+from amp_fx.passes import PIPELINE, Pass, PassContext, run_passes
+from amp_fx.plan import NodePlan, Plan, dtype_name
+from amp_fx.regions import ambient_regions
+
+__all__ = [
+    "Rewritten",
+    "agree",
+    "captured",
+    "casts_of",
+    "check",
+    "dynamo_graph",
+    "on_cuda",
+    "plans",
+    "rewrite",
+    "run_until",
+    "without_inductor",
+]
+
+Program = Callable[..., Any]
+
+#: graphs here are far too small to gain anything from low precision, so no device profile may decide
+DEFAULTS: Mapping[str, Any] = {"profile": "off", "strict": True}
+
+PLACED = {torch.float32, torch.bfloat16, torch.float16}
+
+#: error a result may have beyond 1.25 times that of torch.autocast
+NOISE = 1e-3
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What became of a program.
+
+    Attributes:
+        gm: the rewritten graph.
+        plan: the decisions.
+        outputs: what the program returned when the rewritten graph ran eagerly; None on fake CUDA.
+    """
+
+    gm: fx.GraphModule
+    plan: Plan
+    outputs: Any = None
+
+    def one(self, op: str) -> NodePlan:
+        """The plan of the only call of an op."""
+        found = plans(self.plan, op)
+        assert len(found) == 1, f"{op}: {[row.name for row in found]}"
+        return found[0]
+
+    def dtypes(self, op: str) -> list[str]:
+        """The dtypes in which an op runs, in graph order."""
+        return [dtype_name(row.dtype) if row.dtype else "none" for row in plans(self.plan, op)]
+
+
+def dynamo_graph(
+    program: Program, *args: Any, ambient: torch.dtype | None = None, dynamic: bool | None = None
+) -> fx.GraphModule:
+    """The graph that Dynamo hands to a backend."""
+    graphs: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    with _autocast(ambient):
+        torch.compile(program, backend=keep, fullgraph=True, dynamic=dynamic)(*args)
+    assert len(graphs) == 1
+    return graphs[0]
+
+
+def on_cuda(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same Dynamo graph on fake CUDA tensors, which exist on any machine. Static shapes only."""
+    moved = copy.copy(gm)
+    moved.graph = fx.Graph()
+    output = moved.graph.graph_copy(gm.graph, {})
+    moved.graph.output(output)
+    with FakeTensorMode():
+        for node, original in zip(moved.graph.nodes, gm.graph.nodes, strict=True):
+            node.meta = dict(original.meta)
+            node._rename(original.name)
+            value = original.meta.get("example_value")
+            if node.op == "placeholder" and isinstance(value, Tensor):
+                # no requires_grad: autograd's metadata asks for the device, fake or not
+                node.meta["example_value"] = torch.empty_strided(
+                    tuple(value.shape), value.stride(), dtype=value.dtype, device="cuda"
+                )
+            node.args, node.kwargs = tree_map(_cpu_to_cuda, (node.args, node.kwargs))
+    return fx.GraphModule(gm, moved.graph)
+
+
+def captured(
+    program: Program,
+    *args: Any,
+    device: str = "cpu",
+    low: torch.dtype = torch.bfloat16,
+    ambient: torch.dtype | None = None,
+    dynamic: bool | None = None,
+) -> fx.GraphModule:
+    """The program as pre-dispatch ATen, before any pass."""
+    gm = dynamo_graph(program, *args, ambient=ambient, dynamic=dynamic)
+    gm = on_cuda(gm) if device == "cuda" else gm
+    with _ambient_state(device, ambient):
+        return capture(gm, ambient_regions({device: low}))
+
+
+def run_until(
+    last: type[Pass],
+    program: Program,
+    *args: Any,
+    device: str = "cpu",
+    options: Mapping[str, Any] | None = None,
+    ambient: torch.dtype | None = None,
+) -> Rewritten:
+    """Runs the pipeline up to and including one pass."""
+    opts = Options.parse(None, options)
+    gm = captured(program, *args, device=device, low=opts.low_dtype("cpu"), ambient=ambient)
+    stop = [type(step) for step in PIPELINE].index(last)
+    plan = run_passes(gm, PIPELINE[: stop + 1], PassContext(opts.policy, opts.numerics))
+    return Rewritten(gm, plan)
+
+
+def rewrite(
+    program: Program,
+    *args: Any,
+    device: str = "cpu",
+    options: Mapping[str, Any] | None = None,
+    ambient: torch.dtype | None = None,
+    dynamic: bool | None = None,
+) -> Rewritten:
+    """Rewrites the program as the backend does, and runs the result eagerly where it is on CPU.
+
+    Raises:
+        CaptureError, PassError: the graph cannot be rewritten.
+    """
+    opts = Options.parse(None, {**DEFAULTS, **(options or {})})
+    if device == "cuda":
+        gm = on_cuda(dynamo_graph(program, *args))
+        with _ambient_state(device, ambient):
+            return Rewritten(*amp_fx.backend.rewrite(gm, _regions(gm, opts), opts))
+    results: list[tuple[fx.GraphModule, Plan]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        rewritten, plan = amp_fx.backend.rewrite(gm, _regions(gm, opts), opts)
+        results.append((rewritten, plan))
+
+        def run(*given: Any) -> Any:
+            with autocast_disabled():
+                return rewritten(*given)
+
+        return run
+
+    try:
+        with _autocast(ambient):
+            outputs = torch.compile(program, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    except BackendCompilerFailed as error:
+        raise error.inner_exception from None
+    assert len(results) == 1
+    return Rewritten(*results[0], outputs)
+
+
+def check(
+    program: Program,
+    *args: Any,
+    casts: Mapping[tuple[str, str], int],
+    dtypes: Mapping[str, str | Sequence[str]] | None = None,
+    options: Mapping[str, Any] | None = None,
+    ambient: torch.dtype | None = None,
+    tolerance: float = NOISE,
+    reference: torch.dtype = torch.float64,
+) -> Rewritten:
+    """Asserts everything that is promised about a rewritten program at once.
+
+    Args:
+        program: function or module.
+        args: its inputs; copied before every run.
+        casts: exact number of float casts in the rewritten graph, bodies included, by (from, to).
+        dtypes: planned dtype by op (of all its calls, or one per call in order) or by node name.
+        options: of the backend.
+        ambient: dtype of an ambient ``torch.autocast("cpu")``.
+        tolerance: error allowed on top of 1.25 times that of torch.autocast. It is all that is allowed where
+            autocast raises or is not finite.
+        reference: dtype of the exact run; float32 for programs that name dtypes themselves.
+
+    Also asserted: outputs, mutated inputs, buffers and gradients have the dtypes of the eager program under
+    the same ambient autocast, and outputs alias inputs and each other exactly where they do eagerly.
+    """
+    opts = Options.parse(None, options)
+    low = ambient or opts.low_dtype("cpu")
+    result: list[Rewritten] = []
+
+    def compiled(of: Program) -> Program:
+        def ours(*inputs: Any) -> Any:
+            result.append(rewrite(of, *inputs, options=options, ambient=ambient))
+            return result[-1].outputs
+
+        return ours
+
+    got = _run(program, args, compiled)
+    rewritten = result[0]
+    eager = _run(program, args, _under(ambient))
+    exact = _run(program, args, _under(None), dtype=reference)
+    try:
+        autocast = _run(program, args, _under(low))
+    except RuntimeError:
+        autocast = None
+
+    assert casts_of(rewritten.gm) == dict(casts), casts_of(rewritten.gm)
+    assert casts_of(rewritten.gm) == Counter(
+        (dtype_name(cast.from_dtype), dtype_name(cast.to_dtype)) for cast in rewritten.plan.casts
+    )
+    for key, wanted in (dtypes or {}).items():
+        rows = plans(rewritten.plan, key) or [row for row in rewritten.plan.nodes if row.name == key]
+        assert rows, f"{key!r} is neither a node nor an op; ops: {sorted(rewritten.plan.ops_by_dtype())}"
+        planned = [dtype_name(row.dtype) if row.dtype else "none" for row in rows]
+        assert planned == ([wanted] * len(rows) if isinstance(wanted, str) else list(wanted)), (key, planned)
+    _assert_same(got, eager, exact, autocast, tolerance)
+    return rewritten
+
+
+def agree(
+    program: Program,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    ambient: torch.dtype | None = None,
+    tolerance: float = NOISE,
+    reference: torch.dtype = torch.float64,
+    fullgraph: bool = True,
+    dynamic: bool | None = None,
+) -> list[Plan]:
+    """Asserts that a program compiled by the backend itself, with AOTAutograd, does what it does eagerly.
+
+    Args and what is asserted: as for :func:`check`, casts left out. Several graphs are fine.
+
+    Returns:
+        The plans, in order of compilation.
+    """
+    low = ambient or Options.parse(None, options).low_dtype("cpu")
+
+    def compiled(of: Program) -> Program:
+        own = torch.compile(
+            of,
+            backend="amp_fx",
+            fullgraph=fullgraph,
+            dynamic=dynamic,
+            options={**DEFAULTS, **(options or {})},
+        )
+        return _under(ambient)(own)
+
+    with without_inductor(), record() as recording:
+        got = _run(program, args, compiled)
+    eager = _run(program, args, _under(ambient))
+    exact = _run(program, args, _under(None), dtype=reference)
+    try:
+        autocast = _run(program, args, _under(low))
+    except RuntimeError:
+        autocast = None
+    _assert_same(got, eager, exact, autocast, tolerance)
+    return recording.plans
+
+
+@contextlib.contextmanager
+def without_inductor() -> Iterator[None]:
+    """The backend hands its graphs to AOTAutograd, which runs them op by op, instead of to Inductor."""
+
+    def compile_with_aot(
+        gm: fx.GraphModule, example_inputs: Sequence[Any], config_patches: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        return aot_eager(gm, list(example_inputs))
+
+    with mock.patch.object(amp_fx.backend, "compile_with_inductor", compile_with_aot):
+        yield
+
+
+def casts_of(gm: fx.GraphModule) -> dict[tuple[str, str], int]:
+    """Conversions among fp32 and the low dtypes, by (from, to), counted in the graph itself."""
+    found: Counter[tuple[str, str]] = Counter()
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype):
+            before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+            if {before, after} <= PLACED and before is not after:
+                found[dtype_name(before), dtype_name(after)] += 1
+    return dict(found)
+
+
+def plans(plan: Plan, op: str) -> list[NodePlan]:
+    """The plans of an op's calls, ``"softmax"`` or ``"softmax.int"``."""
+    return [row for row in plan.nodes if op in (row.op, row.op.partition(".")[0])]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One arm: every floating or other tensor that is visible afterwards, and who shares a storage."""
+
+    values: dict[str, Tensor]
+    aliases: frozenset[frozenset[str]]
+
+
+def _under(dtype: torch.dtype | None) -> Callable[[Program], Program]:
+    """The arm that runs a program under autocast, or as it is."""
+
+    def arm(of: Program) -> Program:
+        def call(*inputs: Any) -> Any:
+            with _autocast(dtype):
+                return of(*inputs)
+
+        return call
+
+    return arm
+
+
+def _assert_same(got: _Run, eager: _Run, exact: _Run, autocast: _Run | None, tolerance: float) -> None:
+    """Equal dtypes and aliases; an error of at most 1.25 times that of autocast, and the tolerance."""
+    assert {name: value.dtype for name, value in got.values.items()} == {
+        name: value.dtype for name, value in eager.values.items()
+    }
+    assert got.aliases == eager.aliases, (got.aliases, eager.aliases)
+    for name, value in got.values.items():
+        if not value.is_floating_point():
+            assert torch.equal(value, eager.values[name]), name
+            continue
+        allowed = tolerance
+        if autocast is not None:
+            theirs = _error(autocast.values[name], exact.values[name])
+            allowed += 1.25 * theirs if math.isfinite(theirs) else 0.0
+        error = _error(value, exact.values[name])
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def _run(
+    program: Program,
+    args: tuple[Any, ...],
+    arm: Callable[[Program], Program],
+    dtype: torch.dtype | None = None,
+) -> _Run:
+    torch._dynamo.reset()
+    own, inputs = copy.deepcopy((program, args))
+    if dtype is not None:
+        own = own.to(dtype) if isinstance(own, nn.Module) else own
+        inputs = tree_map(lambda value: _converted(value, dtype), inputs)
+    torch.manual_seed(0)
+    outputs = arm(own)(*inputs)
+    named = {f"input {index}": value for index, value in enumerate(tree_leaves(inputs)) if _is_tensor(value)}
+    results = {
+        f"output {index}": value for index, value in enumerate(tree_leaves(outputs)) if _is_tensor(value)
+    }
+    aliases: dict[int, set[str]] = {}
+    for name, value in {**named, **results}.items():
+        aliases.setdefault(value.untyped_storage().data_ptr(), set()).add(name)
+    _backward(results)
+    leaves = dict(named)
+    if isinstance(own, nn.Module):
+        results.update({f"buffer {name}": value for name, value in own.named_buffers()})
+        leaves.update(own.named_parameters())
+    gradients = {
+        f"gradient of {name}": v.grad for name, v in leaves.items() if v.is_leaf and v.grad is not None
+    }
+    values = {**named, **results, **gradients}
+    shared = frozenset(frozenset(names) for names in aliases.values() if len(names) > 1)
+    return _Run({name: value.detach() for name, value in values.items()}, shared)
+
+
+def _backward(results: Mapping[str, Tensor]) -> None:
+    """Backward from every differentiable output, with the same random gradients in every arm."""
+    roots = [value for value in results.values() if value.requires_grad and value.grad_fn is not None]
+    generator = torch.Generator().manual_seed(1)
+    seeds = [
+        torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype) for value in roots
+    ]
+    if roots:
+        torch.autograd.backward(roots, seeds)
+
+
+def _error(value: Tensor, exact: Tensor) -> float:
+    """Relative L2 distance."""
+    if torch.equal(value.double(), exact.double()):
+        return 0.0
+    norm = exact.double().norm().item()
+    return (value.double() - exact.double()).norm().item() / max(norm, 1e-12)
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().to(dtype).requires_grad_(value.requires_grad)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+def _regions(gm: fx.GraphModule, opts: Options) -> Mapping[str, Any]:
+    return ambient_regions({device: opts.low_dtype(device) for device in graph_devices(gm)})
+
+
+@contextlib.contextmanager
+def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _ambient_state(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast's state for a device that need not exist."""
+    with enable_autocast(device, True, dtype) if dtype is not None else contextlib.nullcontext():
+        yield
+
+
+def _cpu_to_cuda(value: Any) -> Any:
+    return torch.device("cuda") if value in ("cpu", torch.device("cpu")) else value

@@ -1,0 +1,409 @@
+"""A zoo of small random models, as users write them: the real inputs of the model tests.
+
+Every case is deterministic: weights from a fixed seed, dropout 0 (its random numbers would differ between
+the arms that are compared), inputs from a seed. Widths and depths are as small as the structure allows,
+because the time goes into compiling. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["CASES", "Batch", "Case", "make"]
+
+Batch = dict[str, Tensor]
+Outputs = Any
+
+
+def _call_with_batch(model: nn.Module, batch: Batch) -> Outputs:
+    return model(**batch)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model with what it takes to run it.
+
+    Attributes:
+        name: the key in ``CASES``.
+        model: fp32, in training mode; copy it before use.
+        inputs: from a seed to the batch, a dict of tensors.
+        loss_fn: from the outputs and the batch to a scalar; called outside the compiled code.
+        parts: names of the submodules to compile instead of the whole model (the two networks of a GAN).
+        run: from the (compiled) model and the batch to the outputs.
+        dynamo: settings of ``torch._dynamo.config`` that the model needs.
+        low_in_eval: False where autocast itself computes in fp32 in evaluation, with the reason at the case.
+    """
+
+    name: str
+    model: nn.Module
+    inputs: Callable[[int], Batch]
+    loss_fn: Callable[[Outputs, Batch], Tensor]
+    parts: tuple[str, ...] = ()
+    run: Callable[[nn.Module, Batch], Outputs] = _call_with_batch
+    dynamo: Mapping[str, Any] = field(default_factory=dict)
+    low_in_eval: bool = True
+
+
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def make(name: str) -> Case:
+    """Builds a case of ``CASES``; the same weights each time, whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return CASES[name]()
+
+
+def _case(build: Callable[[], Case]) -> Callable[[], Case]:
+    CASES[build.__name__] = build
+    return build
+
+
+def _returned_loss(outputs: Outputs, batch: Batch) -> Tensor:
+    """Hugging Face models compute their loss inside, from ``labels``."""
+    return outputs.loss
+
+
+def _classification_loss(outputs: Outputs, batch: Batch) -> Tensor:
+    return F.cross_entropy(outputs, batch["target"])
+
+
+def _tokens(seed: int, *shape: int, vocab: int = 128) -> Tensor:
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- Hugging Face transformers: tiny configurations, random weights. Imported on use: it takes seconds. ---
+
+
+def _config(config_class: Callable[..., Any], **settings: Any) -> Any:
+    """Builds a config; its signature does not show the settings that it takes for its base class."""
+    return config_class(**settings)
+
+
+def _padding_mask(batch: int, length: int) -> Tensor:
+    """The last rows are shorter than the first, as in a padded batch."""
+    lengths = torch.linspace(length, length // 2, batch).round().long()
+    return (torch.arange(length) < lengths[:, None]).long()
+
+
+def _bert(name: str, attention: str) -> Case:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = _config(
+        BertConfig,
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=4,
+        attn_implementation=attention,
+    )
+
+    def inputs(seed: int) -> Batch:
+        return {
+            "input_ids": _tokens(seed, 4, 32),
+            "attention_mask": _padding_mask(4, 32),
+            "labels": _tokens(seed + 1, 4, vocab=4),
+        }
+
+    return Case(name, BertForSequenceClassification(config).train(), inputs, _returned_loss)
+
+
+@_case
+def bert() -> Case:
+    """Encoder with a padding mask."""
+    return _bert("bert", "sdpa")
+
+
+@_case
+def bert_eager_attention() -> Case:
+    """The same with attention spelled out: two matmuls, an additive mask, a softmax."""
+    return _bert("bert_eager_attention", "eager")
+
+
+@_case
+def gpt2() -> Case:
+    """Decoder whose linears are ``addmm`` (Conv1D) and whose head is tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = _config(
+        GPT2Config,
+        vocab_size=128,
+        n_positions=64,
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        loss_type="ForCausalLM",
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+    def inputs(seed: int) -> Batch:
+        tokens = _tokens(seed, 4, 32)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return Case("gpt2", GPT2LMHeadModel(config).train(), inputs, _returned_loss)
+
+
+def _llama(name: str, attention: str) -> Case:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = _config(
+        LlamaConfig,
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation=attention,
+    )
+
+    def inputs(seed: int) -> Batch:
+        tokens = _tokens(seed, 4, 32)
+        return {"input_ids": tokens, "attention_mask": _padding_mask(4, 32), "labels": tokens}
+
+    return Case(name, LlamaForCausalLM(config).train(), inputs, _returned_loss)
+
+
+@_case
+def llama() -> Case:
+    """Decoder with RMS norms, rotary positions and grouped-query attention."""
+    return _llama("llama", "sdpa")
+
+
+@_case
+def llama_eager_attention() -> Case:
+    """The same with attention spelled out: the softmax asks for fp32 itself."""
+    return _llama("llama_eager_attention", "eager")
+
+
+@_case
+def t5() -> Case:
+    """Encoder, decoder with cross attention, relative position bias, norms that widen to fp32 themselves."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = _config(
+        T5Config,
+        vocab_size=128,
+        d_model=64,
+        d_kv=32,
+        d_ff=128,
+        num_layers=1,
+        num_decoder_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+
+    def inputs(seed: int) -> Batch:
+        return {
+            "input_ids": _tokens(seed, 4, 32),
+            "attention_mask": _padding_mask(4, 32),
+            "labels": _tokens(seed + 1, 4, 16),
+        }
+
+    return Case("t5", T5ForConditionalGeneration(config).train(), inputs, _returned_loss)
+
+
+@_case
+def resnet() -> Case:
+    """Residual convolutions with BatchNorm: training mode updates the running statistics."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = _config(
+        ResNetConfig,
+        embedding_size=16,
+        hidden_sizes=[16, 32],
+        depths=[1, 1],
+        layer_type="basic",
+        num_labels=4,
+    )
+
+    def inputs(seed: int) -> Batch:
+        return {"pixel_values": _normal(seed, 4, 3, 32, 32), "labels": _tokens(seed, 4, vocab=4)}
+
+    return Case("resnet", ResNetForImageClassification(config).train(), inputs, _returned_loss)
+
+
+@_case
+def vit() -> Case:
+    """Patches by convolution, then an encoder."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = _config(
+        ViTConfig,
+        image_size=32,
+        patch_size=8,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=4,
+    )
+
+    def inputs(seed: int) -> Batch:
+        return {"pixel_values": _normal(seed, 4, 3, 32, 32), "labels": _tokens(seed, 4, vocab=4)}
+
+    return Case("vit", ViTForImageClassification(config).train(), inputs, _returned_loss)
+
+
+# --- Plain torch.nn ---
+
+
+@_case
+def mlp() -> Case:
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def inputs(seed: int) -> Batch:
+        return {"input": _normal(seed, 32, 64), "target": _tokens(seed, 32, vocab=10)}
+
+    def run(model: nn.Module, batch: Batch) -> Outputs:
+        return model(batch["input"])
+
+    return Case("mlp", model, inputs, _classification_loss, run=run)
+
+
+@_case
+def conv_net() -> Case:
+    """In-place ReLUs on BatchNorm outputs, max pooling, a flattened head."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+    def inputs(seed: int) -> Batch:
+        return {"input": _normal(seed, 8, 3, 16, 16), "target": _tokens(seed, 8, vocab=10)}
+
+    def run(model: nn.Module, batch: Batch) -> Outputs:
+        return model(batch["input"])
+
+    return Case("conv_net", model, inputs, _classification_loss, run=run)
+
+
+@_case
+def transformer_layer() -> Case:
+    """``nn.TransformerEncoderLayer`` under a causal mask.
+
+    In evaluation it is one fused op, ``aten._transformer_encoder_layer_fwd``, which autocast does not list.
+    """
+    layer = nn.TransformerEncoderLayer(64, nhead=2, dim_feedforward=128, dropout=0.0, batch_first=True)
+
+    def inputs(seed: int) -> Batch:
+        return {"src": _normal(seed, 4, 16, 64), "target": _normal(seed + 1, 4, 16, 64)}
+
+    def run(model: nn.Module, batch: Batch) -> Outputs:
+        mask = nn.Transformer.generate_square_subsequent_mask(16, dtype=batch["src"].dtype)
+        return model(batch["src"], src_mask=mask, is_causal=True)
+
+    def loss_fn(outputs: Outputs, batch: Batch) -> Tensor:
+        return F.mse_loss(outputs, batch["target"])
+
+    return Case("transformer_layer", layer, inputs, loss_fn, run=run, low_in_eval=False)
+
+
+class _LSTMTagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(128, 64)
+        self.lstm = nn.LSTM(64, 64, batch_first=True)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(tokens))[0])
+
+
+@_case
+def lstm() -> Case:
+    """Embedding, recurrence, head. Unless told to trace ``nn.LSTM``, Dynamo leaves it all to eager."""
+
+    def inputs(seed: int) -> Batch:
+        return {"tokens": _tokens(seed, 8, 4), "target": _tokens(seed + 1, 8, 4, vocab=10)}
+
+    def run(model: nn.Module, batch: Batch) -> Outputs:
+        return model(batch["tokens"])
+
+    def loss_fn(outputs: Outputs, batch: Batch) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), batch["target"].flatten())
+
+    return Case("lstm", _LSTMTagger(), inputs, loss_fn, run=run, dynamo={"allow_rnn": True})
+
+
+class _GAN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(
+            nn.ConvTranspose2d(32, 32, 4, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(32, 3, 4, stride=2, padding=1),
+            nn.Tanh(),
+        )
+        self.discriminator = nn.Sequential(
+            nn.Conv2d(3, 32, 4, stride=2, padding=1),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(32, 32, 4, bias=False),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Flatten(),
+            nn.Linear(32, 1),
+        )
+
+
+@_case
+def gan() -> Case:
+    """Both losses of one step: the discriminator runs three times, once frozen for the generator's loss."""
+
+    def inputs(seed: int) -> Batch:
+        return {"noise": _normal(seed, 8, 32, 1, 1), "real": _normal(seed + 1, 8, 3, 8, 8).tanh()}
+
+    def run(model: nn.Module, batch: Batch) -> Outputs:
+        generator = model.get_submodule("generator")
+        discriminator = model.get_submodule("discriminator")
+        fake = generator(batch["noise"])
+        outputs = {"on_real": discriminator(batch["real"]), "on_fake": discriminator(fake.detach())}
+        discriminator.requires_grad_(False)
+        outputs["for_generator"] = discriminator(fake)
+        discriminator.requires_grad_(True)
+        return outputs
+
+    def loss_fn(outputs: Outputs, batch: Batch) -> Tensor:
+        bce = F.binary_cross_entropy_with_logits
+        real, fake = torch.ones_like(outputs["on_real"]), torch.zeros_like(outputs["on_fake"])
+        discriminator_loss = bce(outputs["on_real"], real) + bce(outputs["on_fake"], fake)
+        return discriminator_loss + bce(outputs["for_generator"], real)
+
+    return Case("gan", _GAN(), inputs, loss_fn, parts=("generator", "discriminator"), run=run)
