@@ -1,0 +1,203 @@
+"""The scaling pass on joint graphs: what is multiplied, divided and looked through, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_fx._torch import FakeTensorMode
+from amp_fx.passes import GemmEpilogue, PassContext, ScaleBackward
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
+
+
+def joint_graph(
+    program: Callable[..., Sequence[Any]],
+    inputs: Sequence[torch.dtype],
+    tangents: Sequence[torch.dtype],
+    differentiable: Sequence[int],
+    device: str = "cpu",
+) -> fx.GraphModule:
+    """``program(*inputs, *tangents)`` returns one output, then the gradients of inputs; then comes the scale.
+
+    All values are 4x4. The gradients of inputs that are not differentiable are left out of the descriptors.
+    """
+    with FakeTensorMode():
+        values = [torch.empty(4, 4, dtype=dtype, device=device) for dtype in inputs]
+        values += [torch.empty((), device=device), torch.empty(len(inputs), device=device)]
+        count = len(values)
+        values += [torch.empty(4, 4, dtype=dtype, device=device) for dtype in tangents]
+
+        def run(*args: Tensor) -> list[Any]:
+            return list(program(*args[: len(inputs)], *args[count:]))
+
+        gm = make_fx(run)(*values)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for position, node in enumerate(placeholders):
+        output = PlainAOTOutput(position - count)
+        node.meta["desc"] = PlainAOTInput(position) if position < count else TangentAOTInput(output)
+    output = gm.graph.output_node()
+    output.args = ([*output.args[0], None, None],)  # type: ignore[misc]
+    output.meta["desc"] = [
+        PlainAOTOutput(0),
+        *(GradAOTOutput(PlainAOTInput(p)) if p in differentiable else None for p in range(len(inputs))),
+        None,
+        GradAOTOutput(PlainAOTInput(count - 1)),
+    ]
+    return gm
+
+
+def scaled(gm: fx.GraphModule, leaves: tuple[int, ...] = ()) -> list[str]:
+    """The calls after the pass, by name and dtype."""
+    inputs = len(
+        [n for n in gm.graph.find_nodes(op="placeholder") if isinstance(n.meta["desc"], PlainAOTInput)]
+    )
+    ScaleBackward(inputs - 2, leaves).call(gm, PassContext())
+    gm.graph.lint()
+    return [
+        f"{node.target} {str(node.meta['val'].dtype).removeprefix('torch.')}"
+        for node in gm.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+def widen(x: Tensor) -> Tensor:
+    return prims.convert_element_type.default(x, FP32)
+
+
+def narrow(x: Tensor) -> Tensor:
+    return prims.convert_element_type.default(x, FP16)
+
+
+def linear(x: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    return x, widen(aten.mm.default(narrow(tangent), narrow(x)))
+
+
+def test_a_gradient_is_multiplied_before_it_is_narrowed_and_divided_while_it_is_widened() -> None:
+    assert scaled(joint_graph(linear, [FP32], [FP32], [0])) == [
+        "aten.mul.Tensor float32",
+        "prims.convert_element_type.default float16",
+        "prims.convert_element_type.default float16",
+        "aten.mm.default float16",
+        "prims.convert_element_type.default float32",  # nobody reads it any more
+        "aten.view.default float32",
+        "aten.div.Tensor float32",
+    ]
+
+
+def test_a_gradient_that_enters_in_16_bits_is_multiplied_in_32() -> None:
+    gm = joint_graph(lambda x, tangent: (x, aten.mm.default(tangent, x)), [FP16], [FP16], [0])
+    assert scaled(gm) == [
+        "aten.view.default float32",
+        "aten.mul.Tensor float32",
+        "prims.convert_element_type.default float16",
+        "aten.mm.default float16",
+        "aten.view.default float32",
+        "aten.div.Tensor float32",
+        "prims.convert_element_type.default float16",
+    ]
+
+
+def test_fp64_stays_fp64() -> None:
+    gm = joint_graph(lambda x, tangent: (x, aten.mul.Tensor(tangent, x)), [FP64], [FP64], [0])
+    assert scaled(gm) == ["aten.mul.Tensor float64", "aten.mul.Tensor float64", "aten.div.Tensor float64"]
+
+
+def test_one_flag_per_parameter_becomes_the_gradient_of_the_vector() -> None:
+    def program(x: Tensor, w: Tensor, tangent: Tensor) -> tuple[Tensor, ...]:
+        return x, aten.mm.default(tangent, w), aten.mm.default(x, tangent)
+
+    gm = joint_graph(program, [FP32, FP32], [FP32], [0, 1])
+    calls = scaled(gm, leaves=(1,))
+    assert calls.count("aten.div.Tensor float32") == 2
+    assert [call for call in calls if call.startswith(("aten.isnan", "aten.any", "aten.cat"))] == [
+        "aten.isnan.default bool",
+        "aten.any.default bool",
+        "aten.cat.default bool",
+    ]
+    flags = gm.graph.output_node().args[0][-1]  # type: ignore[index]
+    assert isinstance(flags, fx.Node)
+    assert (flags.meta["val"].dtype, tuple(flags.meta["val"].shape)) == (FP32, (1,))
+
+
+def test_what_the_pass_computes_is_right() -> None:
+    def program(x: Tensor, w: Tensor, tangent: Tensor) -> tuple[Tensor, ...]:
+        return x, aten.mm.default(tangent, w), aten.mm.default(x, tangent)
+
+    gm = joint_graph(program, [FP32, FP32], [FP32], [0, 1])
+    scaled(gm, leaves=(0, 1))
+    gm.recompile()
+    x, w, tangent = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4)
+    x[0, 0] = torch.inf
+    _, of_x, of_w, _, flags = gm(x, w, torch.tensor(256.0), torch.zeros(2), tangent)
+    assert torch.equal(of_x, tangent @ w)
+    assert flags.tolist() == [0.0, 1.0]
+    assert not of_w.isfinite().all()
+
+
+def test_a_parameter_without_a_gradient_has_a_flag_that_is_never_set() -> None:
+    gm = joint_graph(lambda x, w, tangent: (x, aten.mul.Tensor(tangent, x), None), [FP32] * 2, [FP32], [0, 1])
+    scaled(gm, leaves=(0, 1))
+    gm.recompile()
+    nan, one = torch.full((4, 4), torch.nan), torch.tensor(1.0)
+    assert gm(nan, nan, one, torch.zeros(2), nan)[-1].tolist() == [1.0, 0.0]
+
+
+def test_one_value_that_is_the_gradient_of_two_inputs_is_divided_once() -> None:
+    def program(x: Tensor, w: Tensor, tangent: Tensor) -> tuple[Tensor, ...]:
+        both = aten.mul.Tensor(tangent, 2.0)
+        return x, both, both
+
+    gm = joint_graph(program, [FP32] * 2, [FP32], [0, 1])
+    assert scaled(gm).count("aten.div.Tensor float32") == 1
+    first, second = gm.graph.output_node().args[0][1:3]  # type: ignore[index]
+    assert first is second
+
+
+def test_new_nodes_belong_to_the_backward() -> None:
+    gm = joint_graph(linear, [FP32], [FP32], [0])
+    before = set(gm.graph.nodes)
+    scaled(gm, leaves=(0,))
+    new = [node for node in gm.graph.nodes if node not in before]
+    assert {node.meta["partitioner_tag"] for node in new} == {"is_backward"}
+
+
+@pytest.mark.parametrize("description", ["nothing described", "no gradients"])
+def test_a_graph_without_a_backward_stays_as_it_is(description: str) -> None:
+    gm = joint_graph(linear, [FP32], [FP32], [])
+    if description == "nothing described":
+        for node in gm.graph.nodes:
+            node.meta.pop("desc", None)
+    else:
+        gm.graph.output_node().meta["desc"] = [PlainAOTOutput(0), None, None, None]
+    before = str(gm.graph)
+    assert ScaleBackward(1).call(gm, PassContext()).changed == 0
+    assert str(gm.graph) == before
+
+
+def test_the_epilogue_pass_does_not_pull_the_widening_out_of_the_division() -> None:
+    gm = joint_graph(linear, [FP32], [FP32], [0], device="cuda")
+    scaled(gm)
+    gm.graph.eliminate_dead_code()
+    GemmEpilogue().call(gm, PassContext())
+    assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [
+        aten.mul.Tensor,
+        prims.convert_element_type.default,
+        prims.convert_element_type.default,
+        aten.mm.default,
+        aten.view.default,
+        aten.div.Tensor,
+    ]
