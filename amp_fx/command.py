@@ -1,0 +1,60 @@
+"""What a command of the command line is, and what commands share."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+__all__ = ["PROG", "Command", "literal", "paint"]
+
+PROG = "python -m amp_fx"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row of the table of commands.
+
+    Attributes:
+        summary: one line for the list of commands.
+        text: what ``COMMAND --help`` says below that line; ends with examples.
+        arguments: adds the command's arguments to its parser.
+        run: does it; returns the exit code.
+    """
+
+    summary: str
+    text: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def literal(text: str) -> dict[str, Any]:
+    """Options as reports print them, or as JSON.
+
+    Raises:
+        ArgumentTypeError: neither, or no mapping.
+    """
+    text = text.strip().removeprefix("options=")
+    value: Any = None
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text)
+            break
+        except (ValueError, SyntaxError, RecursionError):
+            continue
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a JSON object nor a Python dictionary")
+    return value
+
+
+def paint(text: str, stream: TextIO) -> str:
+    """Headings in bold, on a terminal that wants it."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    if plain:
+        return text
+    lines = (f"\033[1m{line}\033[0m" if line[:1].strip() else line for line in text.split("\n"))
+    return "\n".join(lines)

@@ -1,0 +1,335 @@
+"""The page in a real browser: Debian's chromium without a display."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageColor
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import amp_fx
+from amp_fx import explaining
+from amp_fx._torch import Lowered
+from amp_fx.report import Report
+from amp_fx.viz.model import drawing
+from amp_fx.viz.style import DTYPES, LOWER
+from amp_fx.viz.view import view
+from pictures import NASTY, blocks, chain, nasty
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+
+pytestmark = [
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None,
+        reason="needs chromium and chromedriver (Debian: apt install chromium chromium-driver)",
+    ),
+]
+
+#: seconds from the start of loading until the picture is there, and from a click until it has changed
+LIMIT = 2.0
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",  # chromium refuses to run as root with it
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1400,1000",
+)
+
+
+class Viewer:
+    """One browser; ``show`` opens a report in it."""
+
+    def __init__(self, driver: webdriver.Chrome, folder: Path) -> None:
+        self.driver = driver
+        self.folder = folder
+
+    def show(self, report: Report, against: Report | None = None) -> None:
+        path = report.save(self.folder / "page.html", against=against)
+        self.driver.get(path.as_uri())
+
+    def find(self, selector: str) -> WebElement:
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def all(self, selector: str) -> list[WebElement]:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def boxes(self) -> dict[str, str]:
+        """Position of each visible box -> all its text."""
+        script = "return [...document.querySelectorAll('.box')].map(b => [b.dataset.id, b.textContent])"
+        return dict(self.driver.execute_script(script))
+
+    def named(self, text: str) -> WebElement:
+        """The only box with this text in it."""
+        (name,) = [name for name, label in self.boxes().items() if text in label]
+        return self.find(f"[data-id='{name}']")
+
+    def hover(self, element: WebElement) -> str:
+        """What the page says about an element."""
+        self.driver.execute_script("document.getElementById('tip').hidden = true")
+        ActionChains(self.driver).move_to_element(element).perform()
+        tip = self.find("#tip")
+        return tip.text if tip.is_displayed() else ""
+
+    def search(self, text: str) -> None:
+        field = self.find("#search")
+        field.clear()
+        field.send_keys(text)
+
+    def view_box(self) -> list[float]:
+        return [
+            float(number) for number in (self.find("#picture").get_dom_attribute("viewBox") or "").split()
+        ]
+
+    def seconds_to_open(self) -> float:
+        """The best of a few times, because other tests want the processor, too."""
+        script = "return performance.getEntriesByType('navigation')[0].duration"
+        times: list[float] = []
+        while not times or (times[-1] >= LIMIT and len(times) < 3):
+            self.driver.refresh()
+            times.append(self.driver.execute_script(script) / 1000)
+        return min(times)
+
+    def errors(self) -> list[str]:
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
+    folder = tmp_path_factory.mktemp("browser")
+    options = webdriver.ChromeOptions()
+    for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
+        options.add_argument(flag)
+    options.binary_location = CHROMIUM or ""
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(DRIVER, log_output=os.devnull)
+    with webdriver.Chrome(options, service) as driver:
+        yield Viewer(driver, folder)
+
+
+@pytest.fixture
+def viewer(browser: Viewer) -> Iterator[Viewer]:
+    """The browser; whatever a test does in it, the page must not report errors."""
+    yield browser
+    assert browser.errors() == []
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Report:
+    """A GPT-2 of 12 narrow layers, forward and backward; Inductor's part, which takes most time, is left out."""
+
+    def lower(gm: torch.fx.GraphModule, *_: Any, **__: Any) -> Lowered:
+        def call(arguments: list[Any]) -> Any:
+            return gm(*arguments)
+
+        call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return Lowered(before=gm, after=gm, bytes_moved=0, extern_kernels=0, generated=[], call=call)
+
+    sizes: dict[str, Any] = {"n_layer": 12, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8}
+    config = GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explaining, "lower_with_inductor", lower)
+        patch.setattr(explaining, "supported_devices", tuple)
+        return amp_fx.explain(model, torch.randint(32, (2, 8)), options={"profile": "off"})
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_the_first_view_is_that_of_the_other_writers(viewer: Viewer, phase: int) -> None:
+    report = blocks(5, odd=[3])
+    viewer.show(report)
+    viewer.all("#graphs button")[phase].click()
+    shown = view(drawing(report)["graphs"][phase])
+    assert set(viewer.boxes()) == {f"n{node}" for node in shown.nodes} | {
+        f"g{group}" for group in shown.closed
+    }
+    casts = [(f"{a[0][0]}{a[1]}", f"{b[0][0]}{b[1]}") for (a, b), found in shown.edges.items() if found]
+    drawn = {(e.get_attribute("data-from"), e.get_attribute("data-to")) for e in viewer.all(".edge.cast")}
+    assert drawn == set(casts)
+
+
+def test_the_page_says_policy_totals_legend_and_folds(viewer: Viewer) -> None:
+    viewer.show(blocks(12, policy="fast"))
+    page = viewer.find("aside").text
+    for text in (
+        "policy: fast",
+        "amp_fx\n50, 4.8 kB",
+        "computes in bf16",
+        "low: on the low-precision list",
+        "cast to a wider",
+    ):
+        assert text.replace("\n", " ") in page.replace("\n", " "), text
+    assert viewer.named("layers.11 \N{MULTIPLICATION SIGN}12").text
+
+
+def test_a_module_opens_on_click_and_closes_on_its_name(viewer: Viewer) -> None:
+    viewer.show(blocks(3))
+    before = viewer.boxes()
+    viewer.named("layers.0").click()
+    inside = viewer.boxes()
+    assert any("add.Tensor" in text for text in inside.values())
+    assert len(inside) > len(before)
+    viewer.find(
+        ".cluster[data-id='c{}'] .title".format(drawing(blocks(3))["graphs"][0]["nodes"][2]["group"] - 1)
+    ).click()
+    assert viewer.boxes() == before
+
+
+def test_equal_blocks_can_be_shown_one_by_one_and_folded_again(viewer: Viewer) -> None:
+    viewer.show(blocks(3))
+    viewer.named("layers.0").click()
+    folded = viewer.boxes()
+    viewer.find(".split").click()
+    assert sum("layer_norm" in text for text in viewer.boxes().values()) == 3
+    viewer.find(".split").click()
+    assert viewer.boxes() == folded
+
+
+def test_search_counts_marks_and_goes_to_what_it_finds(viewer: Viewer) -> None:
+    viewer.show(blocks(3))
+    viewer.search("gelu")
+    assert viewer.find("#hits").text.startswith("3 found")
+    assert len(viewer.all(".box.hit")) == 1
+    viewer.find("#search").send_keys(Keys.ENTER, Keys.ENTER)
+    assert viewer.find("#hits").text == "2 of 3"
+    assert "name: gelu_1" in viewer.find("#details").text
+    viewer.search("nothing like it")
+    assert viewer.find("#hits").text == "0 found"
+
+
+def test_hovering_tells_reason_source_dtype_and_bytes(viewer: Viewer) -> None:
+    viewer.show(blocks(3))
+    text = viewer.hover(viewer.named("head"))
+    for expected in (
+        "why: reason of head   [low]",
+        "source: net.py:4 in forward",
+        "computes in bfloat16",
+        "64 B",
+    ):
+        assert expected in text
+    text = viewer.hover(viewer.named("layers.0"))
+    assert "2 casts inside" in viewer.named("layers.0").text
+    assert "casts inside: fp32 \N{RIGHTWARDS ARROW} bf16" in text
+
+
+def test_hovering_over_a_cast_tells_direction_and_bytes(viewer: Viewer) -> None:
+    viewer.show(blocks(3))
+    label = viewer.all(".edge.cast rect")[-1]
+    assert "cast_out: bf16 \N{RIGHTWARDS ARROW} fp32, 96 B" in viewer.hover(label)
+
+
+def test_zoom_pan_and_fit(viewer: Viewer) -> None:
+    viewer.show(blocks(3))
+    fitted = viewer.view_box()
+    viewer.find("#in").click()
+    closer = viewer.view_box()
+    assert closer[2] == pytest.approx(fitted[2] / 1.3)
+    picture = viewer.find("#picture")
+    ActionChains(viewer.driver).drag_and_drop_by_offset(picture, 60, 30).perform()
+    moved = viewer.view_box()
+    assert (moved[0] < closer[0], moved[1] < closer[1], moved[2]) == (True, True, closer[2])
+    origin = ScrollOrigin.from_element(picture)
+    ActionChains(viewer.driver).scroll_from_origin(origin, 0, 100).perform()
+    assert viewer.view_box()[2] > moved[2]
+    viewer.find("#fit").click()
+    assert viewer.view_box() == fitted
+
+
+def test_labels_are_text_whatever_they_look_like(viewer: Viewer) -> None:
+    viewer.show(nasty())
+    deepest(viewer)
+    assert viewer.driver.title == f"{NASTY[4]}: cast placement"
+    labels = "\n".join(viewer.boxes().values())
+    for text in NASTY:
+        assert (text if len(text) <= 48 else text[:40]) in labels
+    viewer.search("onerror")
+    viewer.find("#search").send_keys(Keys.ENTER)
+    assert f"why: {NASTY[9]}" in viewer.find("#details").text
+    assert len(viewer.all("script")) == 3
+    assert viewer.all("img") == []
+
+
+def test_differences_are_marked_and_written(viewer: Viewer) -> None:
+    viewer.show(blocks(3, odd=[1]), blocks(3))
+    assert "casts 14 -> 12" in viewer.find("#diff").text
+    viewer.search("linear_1")
+    viewer.find("#search").send_keys(Keys.ENTER)
+    assert "bf16 \N{RIGHTWARDS DOUBLE ARROW} fp32" in viewer.named("up: linearbf16").text
+    assert viewer.all(".box.changed")
+    assert any("removed" in label.text for label in viewer.all(".edge.cast.removed"))
+
+
+def test_a_report_without_graphs_shows_an_empty_page(viewer: Viewer) -> None:
+    viewer.show(Report(title="nothing"))
+    assert viewer.find("#title").text == "nothing"
+    assert viewer.boxes() == {}
+
+
+def test_the_screenshot_is_a_picture(viewer: Viewer) -> None:
+    viewer.show(blocks(3))
+    image = Image.open(BytesIO(viewer.driver.get_screenshot_as_png())).convert("RGB")
+    counts = {colour: count for count, colour in image.getcolors(maxcolors=1 << 20) or []}
+    for colour in (DTYPES["bfloat16"], DTYPES["float32"], LOWER):
+        assert counts.get(ImageColor.getrgb(colour), 0) > 50, colour
+    assert counts[255, 255, 255] < 0.98 * image.width * image.height
+
+
+@pytest.mark.slow
+def test_a_gpt2_of_12_layers_opens_fast_and_stays_fast(viewer: Viewer, gpt2: Report) -> None:
+    assert [plan.phase for plan in gpt2.plans] == ["forward", "backward"]
+    viewer.show(gpt2)
+    assert viewer.seconds_to_open() < LIMIT
+    assert viewer.named("h.0 \N{HORIZONTAL ELLIPSIS} h.11 \N{MULTIPLICATION SIGN}12").text
+    for phase in range(2):
+        tab = viewer.all("#graphs button")[phase]
+        assert seconds(tab.click) < LIMIT
+        assert seconds(lambda: deepest(viewer)) < LIMIT
+        assert any("mm" in text for text in viewer.boxes().values())
+
+
+def test_a_graph_of_5000_nodes_opens_fast_and_stays_fast(viewer: Viewer) -> None:
+    viewer.show(chain(5000))
+    assert viewer.seconds_to_open() < LIMIT
+    assert seconds(lambda: viewer.named("nodes 101 to 150").click()) < LIMIT
+    assert "op_120" in {text.removeprefix("name: ") for text in names(viewer)}
+    assert seconds(lambda: viewer.search("op_4321")) < LIMIT
+    assert seconds(lambda: viewer.find("#search").send_keys(Keys.ENTER)) < LIMIT
+    assert "name: op_4321" in viewer.find("#details").text
+
+
+def names(viewer: Viewer) -> list[str]:
+    """Names of the visible nodes."""
+    data = json.loads(viewer.find("#data").get_attribute("textContent") or "")
+    nodes = data["graphs"][0]["nodes"]
+    return [nodes[int(box[1:])]["name"] for box in viewer.boxes() if box[0] == "n"]
+
+
+def deepest(viewer: Viewer) -> None:
+    """Opens as much as the page lets."""
+    viewer.all("#depth option")[-1].click()
+
+
+def seconds(act: Any) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started

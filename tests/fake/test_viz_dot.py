@@ -1,0 +1,111 @@
+"""dot files that Graphviz draws whatever the labels are."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from amp_fx import AmpFxError
+from amp_fx.viz import dot
+from amp_fx.viz.model import drawing
+from amp_fx.viz.schema import Drawing
+from amp_fx.viz.style import CLASSES, DTYPES
+from pictures import NASTY, blocks, nasty
+
+needs_dot = pytest.mark.skipif(
+    shutil.which("dot") is None, reason="needs Graphviz's dot (Debian, Ubuntu: apt install graphviz)"
+)
+
+
+def svg_texts(model: Drawing, path: Path, depth: int = 2) -> list[str]:
+    """All texts of the SVG, as a reader sees them."""
+    dot.write(model, path, depth)
+    root = ElementTree.parse(path).getroot()
+    return [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+@needs_dot
+def test_labels_that_mean_something_to_dot_are_drawn_as_they_are(tmp_path: Path) -> None:
+    texts = svg_texts(drawing(nasty()), tmp_path / "x.svg", depth=9)
+    for label in NASTY:
+        # spaces are drawn as no-break spaces
+        assert any(label in text.replace("\N{NO-BREAK SPACE}", " ") for text in texts), label
+
+
+@needs_dot
+def test_nothing_in_a_label_becomes_an_element_of_the_svg(tmp_path: Path) -> None:
+    dot.write(drawing(nasty()), tmp_path / "x.svg", depth=9)
+    tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(tmp_path / "x.svg").iter()}
+    assert tags <= {"svg", "g", "a", "title", "polygon", "polyline", "path", "ellipse", "text"}
+
+
+@needs_dot
+def test_the_picture_says_policy_totals_legend_casts_with_direction_and_bytes_and_folds(
+    tmp_path: Path,
+) -> None:
+    text = "\n".join(svg_texts(drawing(blocks(12)), tmp_path / "x.svg")).replace("\N{NO-BREAK SPACE}", " ")
+    for expected in (
+        "policy autocast",
+        "amp_fx: 50 casts",
+        "legend",
+        "computes in bf16",
+        "low: on the low-precision list",
+        "layers.0 \N{HORIZONTAL ELLIPSIS} layers.11  x12",
+        "2 casts inside, 192 B",
+        "fp32 \N{RIGHTWARDS ARROW} bf16  96 B",
+        "bf16 \N{RIGHTWARDS ARROW} fp32  96 B",
+        "forward",
+        "backward",
+    ):
+        assert expected in text, expected
+
+
+@needs_dot
+def test_what_changed_is_written_and_not_only_coloured(tmp_path: Path) -> None:
+    model = drawing(blocks(3, odd=[1]), blocks(3))
+    text = "\n".join(svg_texts(model, tmp_path / "x.svg", depth=9)).replace("\N{NO-BREAK SPACE}", " ")
+    assert "bf16 => fp32" in text
+    assert "changed: earlier => now" in text
+    assert "against the earlier report: casts 14 -> 12" in text
+
+
+@needs_dot
+def test_a_png_is_a_png_of_some_size(tmp_path: Path) -> None:
+    dot.write(drawing(blocks()), tmp_path / "x.PNG")
+    data = (tmp_path / "x.PNG").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert int.from_bytes(data[16:20], "big") > 400
+
+
+def test_dot_files_need_no_program_and_without_it_the_error_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    dot.write(drawing(blocks()), tmp_path / "x.dot")
+    assert "digraph" in (tmp_path / "x.dot").read_text(encoding="utf-8")
+    with pytest.raises(AmpFxError, match=r"apt install\s+graphviz.*\.html or \.dot"):
+        dot.write(drawing(blocks()), tmp_path / "x.svg")
+
+
+def test_borders_tell_classes_apart_and_every_box_names_its_dtype() -> None:
+    assert len({(border.dot, border.width) for border in CLASSES.values()}) == len(CLASSES)
+    assert len({(border.dashes, border.width) for border in CLASSES.values()}) == len(CLASSES)
+    source = dot.source(drawing(blocks()), depth=9).source
+    boxes = re.findall(r"node_\d+_\d+ \[label=(.*?) color=.*?fillcolor=\"(#\w+)\"", source)
+    assert len(boxes) > 10
+    short = dict(zip(DTYPES.values(), ("bf16", "fp16", "fp32"), strict=True))
+    assert all(short[fill] in label for label, fill in boxes)
+
+
+def test_casts_that_inductor_fuses_are_dashed_and_say_so() -> None:
+    model = drawing(blocks())
+    for edge in model["graphs"][0]["edges"]:
+        for cast in edge["casts"]:
+            cast["kernel"] = cast["name"] == "cast_head"
+    lines = [line for line in dot.source(model).source.splitlines() if "\N{RIGHTWARDS ARROW}" in line]
+    assert sum("style=dashed" in line and ", fused" in line for line in lines) == 1
+    assert any("style=solid" in line and "fused" not in line for line in lines)

@@ -1,0 +1,206 @@
+"""Reports for tests of pictures, written by hand: no model has to be traced for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from amp_fx.plan import CastPlan, InputPlan, NodePlan, Plan
+from amp_fx.policy import OpClass
+from amp_fx.report import Report
+
+__all__ = ["NASTY", "blocks", "call", "cast", "chain", "nasty", "parameter"]
+
+LOW, HIGH = torch.bfloat16, torch.float32
+
+#: labels that mean something to dot, HTML, JavaScript or JSON
+NASTY = (
+    "a,a->a",
+    "say \"hi\" and 'bye'",
+    "<b>bold</b> & <i>&amp;</i>",
+    "{left|right} <port>",
+    "</script><script>document.title='owned'</script>",
+    "<!-- comment --> ]]>",
+    "back\\slash\\n \\l \\N \\",
+    "<<TABLE><TR><TD>x</TD></TR></TABLE>>",
+    "{{data}} {{script}} ${x} `y`",
+    "<img src=x onerror=\"document.title='owned'\">",
+    "\N{GREEK SMALL LETTER ALPHA} \N{SNOWMAN}",
+)
+
+
+def call(
+    name: str,
+    *inputs: str,
+    op: str = "linear",
+    module: str = "",
+    dtype: torch.dtype | None = LOW,
+    op_class: OpClass = OpClass.LOW,
+    nbytes: int = 64,
+    **more: Any,
+) -> NodePlan:
+    """A call that reads values of these names."""
+    fields = {"reason": f"reason of {name}", "source": f"net.py:{len(name)} in forward", **more}
+    return NodePlan(
+        name=name,
+        op=op,
+        module_path=module,
+        op_class=op_class,
+        traced=HIGH,
+        low=LOW,
+        dtype=dtype,
+        shape=(2, 8),
+        bytes=nbytes,
+        inputs=inputs,
+        **fields,
+    )
+
+
+def cast(
+    name: str, value: str, *users: str, before: torch.dtype = HIGH, after: torch.dtype = LOW, nbytes: int = 96
+) -> CastPlan:
+    """A cast that amp_fx inserted."""
+    return CastPlan(name, value, before, after, nbytes, users, inserted=True, source="")
+
+
+def parameter(name: str, module: str = "net") -> InputPlan:
+    """A parameter by the name that Dynamo gives it."""
+    return InputPlan(f"l_self_modules_{module}_parameters_{name}_", True, HIGH, (8, 8), 256)
+
+
+def chain(count: int) -> Report:
+    """A forward of ``count`` calls in a row with links across, every tenth in fp32."""
+    plan = Plan()
+    value = "x"
+    plan.inputs.append(InputPlan("x", False, HIGH, (2, 8), 64))
+    for index in range(count):
+        name = f"op_{index}"
+        inputs = [value]
+        if index % 7 == 6:
+            inputs.append(f"op_{index - 6}")
+        dtype = HIGH if index % 10 == 9 else LOW
+        if index and (index % 10 in (9, 0)):
+            plan.casts.append(
+                cast(f"cast_{index}", value, name, before=HIGH if dtype is LOW else LOW, after=dtype)
+            )
+            inputs[0] = f"cast_{index}"
+        plan.nodes.append(call(name, *inputs, dtype=dtype))
+        value = name
+    return Report([plan], f"chain of {count}")
+
+
+def blocks(count: int = 3, odd: Sequence[int] = (), policy: str = "autocast") -> Report:
+    """A forward and a backward of equal blocks: a norm in fp32, a linear with a cast weight, a sum.
+
+    Args:
+        count: how many blocks.
+        odd: blocks whose linear stays in fp32.
+        policy: its name.
+    """
+    forward = Plan("0/0", policy)
+    forward.inputs.append(InputPlan("x", False, HIGH, (2, 8), 64))
+    forward.nodes.append(
+        call("embed", "x", op="embedding", module="net.embed", dtype=HIGH, op_class=OpClass.FOLLOW)
+    )
+    value = "embed"
+    for index in range(count):
+        module, tag = f"net.layers.{index}", f"_{index}"
+        dtype = HIGH if index in odd else LOW
+        weight = parameter("weight", f"layers_modules_{index}")
+        forward.inputs.append(weight)
+        inputs = f"norm{tag}", weight.name
+        if dtype is LOW:
+            forward.casts += [
+                cast(f"cast{tag}", f"norm{tag}", f"linear{tag}"),
+                cast(f"castw{tag}", weight.name, f"linear{tag}"),
+            ]
+            inputs = f"cast{tag}", f"castw{tag}"
+        forward.nodes += [
+            call(
+                f"norm{tag}",
+                value,
+                op="layer_norm",
+                module=f"{module}.norm",
+                dtype=HIGH,
+                op_class=OpClass.PROMOTE,
+            ),
+            call(f"linear{tag}", *inputs, module=f"{module}.mlp.up", dtype=dtype, flops=1000),
+            call(
+                f"gelu{tag}",
+                f"linear{tag}",
+                op="gelu",
+                module=f"{module}.mlp",
+                dtype=dtype,
+                op_class=OpClass.PROMOTE,
+            ),
+            call(
+                f"add{tag}",
+                f"gelu{tag}",
+                value,
+                op="add.Tensor",
+                module=module,
+                dtype=HIGH,
+                op_class=OpClass.PROMOTE,
+            ),
+        ]
+        value = f"add{tag}"
+    forward.nodes.append(call("head", "cast_head", op="linear", module="head"))
+    forward.casts += [
+        cast("cast_head", value, "head"),
+        cast("cast_out", "head", "output", before=LOW, after=HIGH),
+    ]
+    return Report([forward, _backward(count, policy)], "Blocks")
+
+
+def _backward(count: int, policy: str) -> Plan:
+    plan = Plan("0/0", policy, phase="backward")
+    plan.inputs.append(InputPlan("tangents_1", False, HIGH, (2, 8), 64))
+    value = "tangents_1"
+    for index in reversed(range(count)):
+        module, tag = f"net.layers.{index}", f"_{index}"
+        plan.casts += [
+            cast(f"low{tag}", value, f"mm{tag}"),
+            cast(f"grad{tag}", f"mm{tag}", "output", before=LOW, after=HIGH),
+        ]
+        plan.nodes += [
+            call(
+                f"mm{tag}",
+                f"low{tag}",
+                op="mm",
+                module=f"{module}.mlp.up",
+                op_class=OpClass.FOLLOW,
+                flops=1000,
+            ),
+            call(
+                f"norm{tag}",
+                f"mm{tag}",
+                op="mul.Tensor",
+                module=f"{module}.norm",
+                dtype=HIGH,
+                op_class=OpClass.FOLLOW,
+            ),
+            call(f"sum{tag}", f"norm{tag}", value, op="add.Tensor", dtype=HIGH, op_class=OpClass.FOLLOW),
+        ]
+        value = f"sum{tag}"
+    return plan
+
+
+def nasty() -> Report:
+    """A graph whose ops, modules, reasons and source lines are :data:`NASTY`."""
+    plan = Plan("0/0", graph_break=NASTY[4])
+    value = "x"
+    plan.inputs.append(InputPlan("x", False, HIGH, (2, 8), 64))
+    for index, text in enumerate(NASTY):
+        fields: dict[str, Any] = {
+            "op": text,
+            "reason": text,
+            "source": text,
+            "module": f"{text.replace('.', '')}.inner",
+        }
+        plan.nodes.append(call(f"n{index}", value, **fields))
+        # a second call, so that the module is drawn
+        plan.nodes.append(call(f"m{index}", f"n{index}", **fields))
+        value = f"m{index}"
+    return Report([plan], NASTY[4])

@@ -1,0 +1,57 @@
+"""The picture as one HTML file: no server, no network, opened by a double click."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib import resources
+from typing import Any
+
+from amp_fx.viz.schema import Drawing
+from amp_fx.viz.style import CHANGED, CLASSES, DTYPES, LOWER, MIXED, PLAIN, WIDEN
+from amp_fx.viz.view import DEPTH
+
+__all__ = ["render"]
+
+
+def render(model: Drawing) -> str:
+    """The page of a drawing, as text.
+
+    Args:
+        model: what :func:`amp_fx.viz.model.drawing` made.
+    """
+    style = {
+        "dtypes": DTYPES,
+        "mixed": MIXED,
+        "plain": PLAIN,
+        "lower": LOWER,
+        "widen": WIDEN,
+        "changed": CHANGED,
+        "classes": {name: [border.meaning, border.dashes, border.width] for name, border in CLASSES.items()},
+        "depth": DEPTH,
+    }
+    parts = {
+        "title": escape(f"{model['title']}: cast placement"),
+        "style": _asset("viewer.css"),
+        "licence": _asset("vendor/dagre.LICENSE"),
+        "layout": _asset("vendor/dagre.min.js"),
+        "data": _json({**model, "style": style}),
+        "script": _asset("visible.js") + _asset("viewer.js"),
+    }
+    # one pass over the template: what is put in is never searched for placeholders
+    head, *rest = _asset("viewer.html").split("{{")
+    pieces = [head]
+    for piece in rest:
+        name, text = piece.split("}}", 1)
+        pieces += [parts[name], text]
+    return "".join(pieces)
+
+
+def _asset(name: str) -> str:
+    return resources.files("amp_fx.viz").joinpath(name).read_text(encoding="utf-8")
+
+
+def _json(data: dict[str, Any]) -> str:
+    """JSON inside a script element: nothing in it may look like the element's end or like a comment."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

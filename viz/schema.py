@@ -1,0 +1,108 @@
+"""The form of the neutral model: JSON-like dictionaries that every writer reads."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+__all__ = ["Cast", "Drawing", "Edge", "Graph", "Group", "Node", "Total", "short_dtype"]
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+class Cast(TypedDict):
+    """A cast on an edge.
+
+    ``kernel`` is True where Inductor makes a kernel that does nothing else, False where it is fused into
+    another, None where that is not known. ``mark`` is ``"added"`` or ``"removed"`` against an earlier report.
+    """
+
+    name: str
+    before: str
+    after: str
+    bytes: int
+    readers: int
+    kernel: bool | None
+    mark: str
+
+
+class Node(TypedDict):
+    """A call, an input, a parameter or a result; ``group`` is a position in ``Graph.groups``."""
+
+    name: str
+    label: str
+    kind: str
+    group: int
+    module: str
+    op: str
+    dtype: str
+    op_class: str
+    reason: str
+    source: str
+    shape: list[int]
+    bytes: int
+    flops: int
+    was: str
+
+
+class Edge(TypedDict):
+    """A value on its way from one node to another; ``casts`` in order."""
+
+    tail: int
+    head: int
+    casts: list[Cast]
+
+
+class Group(TypedDict):
+    """A module, or a ``run`` of calls that are closed at first.
+
+    ``leaves`` are the nodes in it, at any depth. ``fold`` is the first of the equal groups, or None; ``title``
+    and ``times`` are those of the whole fold there. ``main`` is the only call on an op list or with FLOPs, or None.
+    """
+
+    label: str
+    title: str
+    parent: int | None
+    depth: int
+    run: bool
+    leaves: list[int]
+    fold: int | None
+    times: int
+    main: int | None
+
+
+class Graph(TypedDict):
+    """One graph; nodes and groups are named by their position, group 0 is the graph itself."""
+
+    label: str
+    phase: str
+    fallback: str
+    graph_break: str
+    nodes: list[Node]
+    edges: list[Edge]
+    groups: list[Group]
+
+
+class Total(TypedDict):
+    """What casts cost in all: asked for by the graphs, and kernels left after fusion (None: not known)."""
+
+    name: str
+    casts: int
+    cast_bytes: int
+    kernels: int | None
+    kernel_bytes: int | None
+
+
+class Drawing(TypedDict):
+    """The picture of a report: ``text`` is its first screen, ``diff`` the difference in words, or empty."""
+
+    title: str
+    policy: str
+    text: str
+    diff: str
+    totals: list[Total]
+    graphs: list[Graph]
+
+
+def short_dtype(name: str) -> str:
+    """``"bf16"`` for ``"bfloat16"``."""
+    return _SHORT.get(name, name)
