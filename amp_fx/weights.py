@@ -1,0 +1,228 @@
+"""Low copies of weights that live across calls, and how a changed weight is noticed.
+
+Nothing in PyTorch tells that a weight was written to: fused optimizers and ``p.data.mul_()`` do not move its version,
+``p.data = q`` keeps the version, numpy moves nothing. So a weight counts as unchanged only if all of this holds:
+
+* it is the same object, at the same address, with the same version;
+* no optimizer of ``torch.optim`` has made a step, and no graph with gradients has been called;
+* a sample of its elements has the same bits. Writes to the whole weight change the sample, whatever makes them.
+
+What this cannot see is a write to a few elements through ``.data`` or numpy. After one, call :func:`clear`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["LowCopies", "OnDeath", "Watch", "advance", "clear", "counting", "held_bytes"]
+
+#: sampled elements of a weight: lines spread over it, and neighbours in each, which share a line of the cache
+_LINES, _RUN = 4, 8
+
+#: integers by element size
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_lock = threading.RLock()
+#: weight -> dtype -> copy; shared by all graphs that read the weight
+_copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@dataclass
+class _Epoch:
+    """Counts the events after which any weight may have changed."""
+
+    count: int = 0
+    is_hooked: bool = False
+
+    def hook(self) -> None:
+        """Counts optimizer steps from now on."""
+        with _lock:
+            if not self.is_hooked:
+                register_optimizer_step_post_hook(lambda *_: advance())
+                self.is_hooked = True
+
+
+_epoch = _Epoch()
+
+
+def advance() -> None:
+    """Any weight may have changed: copies are made again before they are used again."""
+    _epoch.count += 1
+
+
+def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph with gradients, each call of which may precede a change of weights."""
+
+    def run(*args: Any) -> Any:
+        advance()
+        return compiled(*args)
+
+    return run
+
+
+def clear() -> None:
+    """Drops all copies. For writes that cannot be seen: to a few elements, through ``.data`` or numpy."""
+    with _lock:
+        _copies.clear()
+        advance()
+
+
+def held_bytes() -> int:
+    """Bytes of all copies that are alive."""
+    with _lock:
+        return sum(copy.nbytes for copies in _copies.values() for copy in copies.values())
+
+
+class Watch:
+    """What some weights looked like at one moment.
+
+    Args:
+        weights: plain tensors.
+        on_death: called when one of them dies. The watch must be dropped then: it keeps their storages alive.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], on_death: Callable[[object], None]) -> None:
+        _epoch.hook()
+        self._epoch = _epoch.count
+        self._rows = [(weakref.ref(w, on_death), w.data_ptr(), _version(w)) for w in weights]
+        self._samples = [_sample(w) for w in weights]
+        self._seen = self._sampled()
+        self._sums: list[Tensor] = []
+
+    def is_current(self, weights: Sequence[Tensor]) -> bool:
+        """True if the weights are the same and nothing says that one was written to."""
+        return self._epoch == _epoch.count and self._looks_same(weights)
+
+    def sum_up(self, weights: Sequence[Tensor]) -> None:
+        """Notes a sum over all bits, for :meth:`is_same`. Reads every element."""
+        self._sums = [_sum(w) for w in weights]
+
+    def is_same(self, weights: Sequence[Tensor]) -> bool:
+        """As :meth:`is_current`, but where an event elsewhere leaves it open, looks at every element."""
+        epoch = _epoch.count
+        if not self._looks_same(weights):
+            return False
+        if self._epoch != epoch:
+            if any(_sum(w) != total for w, total in zip(weights, self._sums, strict=True)):
+                return False
+            self._epoch = epoch
+        return True
+
+    def _looks_same(self, weights: Sequence[Tensor]) -> bool:
+        for (ref, pointer, version), weight in zip(self._rows, weights, strict=True):
+            if ref() is not weight or weight.data_ptr() != pointer or _version(weight) != version:
+                return False
+        return all(torch.equal(now, seen) for now, seen in zip(self._sampled(), self._seen, strict=True))
+
+    def _sampled(self) -> list[Tensor]:
+        """The samples, those that go together in one tensor: one comparison for each."""
+        groups: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
+        for sample in self._samples:
+            groups.setdefault((sample.dtype, sample.device, sample.shape[1]), []).append(sample)
+        return [torch.cat(group) for group in groups.values()]
+
+
+class OnDeath:
+    """Drops an entry of a table when a weight of it dies."""
+
+    def __init__(self, table: dict[int, Any], key: int) -> None:
+        self._table, self._key = table, key
+
+    def __call__(self, _: object) -> None:
+        """The entry goes, and with it the watch that called."""
+        self._table.pop(self._key, None)
+
+
+class LowCopies:
+    """The copies that one compiled graph is called with.
+
+    Args:
+        weights: positions among the graph's arguments.
+        dtypes: of the copies, one for each position.
+    """
+
+    def __init__(self, weights: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+        self._positions = tuple(weights)
+        self._dtypes = tuple(dtypes)
+        # by id of the first weight: models of one class share their graphs
+        self._found: dict[int, tuple[Watch, list[Tensor]]] = {}
+
+    def of(self, args: Sequence[Tensor]) -> list[Tensor]:
+        """The copies for a call, made or made again if necessary.
+
+        Args:
+            args: of the graph.
+        """
+        weights = [args[position] for position in self._positions]
+        found = self._found.get(id(weights[0]))
+        if found is not None and found[0].is_current(weights):
+            return found[1]
+        with _lock:
+            return self._renew(weights)
+
+    def _renew(self, weights: list[Tensor]) -> list[Tensor]:
+        key = id(weights[0])
+        # looked at before they are copied: a write in between is seen at the next call
+        watch = Watch(weights, OnDeath(self._found, key))
+        # an inference tensor could not be written to outside inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            copies = [_copy_of(w, dtype) for w, dtype in zip(weights, self._dtypes, strict=True)]
+            for copy, weight in zip(copies, weights, strict=True):
+                copy.copy_(weight)
+        self._found[key] = watch, copies
+        return copies
+
+
+def _copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""
+    copies: dict[torch.dtype, Tensor] = _copies.setdefault(weight, {})  # pyright: ignore[reportAssignmentType]
+    copy = copies.get(dtype)
+    if copy is None or copy.shape != weight.shape or copy.device != weight.device:
+        copy = copies[dtype] = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+    return copy
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """A view of some elements, as integers; two-dimensional."""
+    value, count = _bits(weight), weight.numel()
+    if not _is_dense(value):
+        # some row of it
+        while value.ndim > 1:
+            value = value[0]
+        return value[:_RUN].unsqueeze(0)
+    start, step = value.storage_offset(), (count - _RUN) // (_LINES - 1)
+    if step < _RUN:
+        return value.as_strided((1, count), (count, 1), start)
+    sample = value.as_strided((_LINES, _RUN), (step, 1), start)
+    if not sample.any():
+        # zeros stay what they are under many writes: is there anything else?
+        first = int((value.as_strided((count,), (1,), start) != 0).to(torch.uint8).argmax())
+        sample = value.as_strided((1, _RUN), (_RUN, 1), start + min(first, count - _RUN))
+    return sample
+
+
+def _sum(weight: Tensor) -> Tensor:
+    return _bits(weight).sum()
+
+
+def _bits(weight: Tensor) -> Tensor:
+    """The values as integers: nan is not equal to itself."""
+    return weight.detach().view(_INTEGERS[weight.element_size()])
+
+
+def _is_dense(value: Tensor) -> bool:
+    """True if the elements fill one piece of memory, in whatever order."""
+    return value.numel() == 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))

@@ -1,0 +1,190 @@
+"""Graphs without gradients: their low weights live across calls, and are never out of date."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_fx import OptionsError, WeightsError, weights
+from amp_fx.options import Options
+from amp_fx.profile import DeviceProfile
+from graphs import DEFAULTS
+
+
+@pytest.fixture(autouse=True)
+def _no_copies() -> Iterator[None]:
+    weights.clear()
+    yield
+    weights.clear()
+
+
+class Net(nn.Module):
+    """A convolution with BatchNorm, and an embedding tied to the head; tests share what is compiled for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(24, 16)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 24, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens).transpose(1, 2)
+        x = self.norm(self.conv(x)).relu().transpose(1, 2)
+        return self.head(x)
+
+
+def new_net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    net = Net()
+    net.norm.running_mean = torch.randn(16)
+    return net.eval()
+
+
+def compiled(model: nn.Module, mode: str, **options: Any) -> Callable[..., Tensor]:
+    return torch.compile(model, backend="amp_fx", options={**DEFAULTS, "weights": mode, **options})
+
+
+def tokens(rows: int = 2) -> Tensor:
+    return torch.arange(rows * 8).reshape(rows, 8) % 24
+
+
+def close_to_autocast(got: Tensor, model: nn.Module, x: Tensor) -> bool:
+    """At most as far from fp64 as eager autocast is, and not equal to fp32."""
+    exact = copy.deepcopy(model).double()(x.double() if x.is_floating_point() else x)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        theirs = model(x)
+    ours, limit = (got - exact).norm(), (theirs - exact).norm()
+    return bool(0.05 * limit < ours <= 1.1 * limit) and got.dtype is torch.float32
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "data.mul_": lambda net: net.table.weight.data.mul_(2.0),
+    "data.copy_": lambda net: net.conv.weight.data.copy_(torch.randn(16, 16, 3)),
+    "load_state_dict": lambda net: net.load_state_dict(new_net(1).state_dict()),
+    "replaced": lambda net: setattr(net.conv, "weight", nn.Parameter(torch.randn(16, 16, 3))),
+}
+
+
+@pytest.mark.parametrize("mode", ["cache", "freeze"])
+def test_outputs_are_those_of_the_weights_of_the_moment(mode: str) -> None:
+    net, x = new_net(), tokens()
+    run = compiled(net, mode, strict=False)
+    with torch.inference_mode():
+        assert close_to_autocast(run(x), net, x)
+        for change in CHANGES.values():
+            change(net)
+            assert close_to_autocast(run(x), net, x)
+        if mode == "freeze":
+            # a buffer is folded into the convolution
+            net.get_buffer("norm.running_mean").data.add_(1.0)
+            assert close_to_autocast(run(x), net, x)
+
+
+def test_by_default_copies_live_across_calls_under_inference_mode_only() -> None:
+    net, x = new_net(), tokens()
+    run = compiled(net, "auto")
+    with torch.no_grad():
+        within = run(x)
+    assert weights.held_bytes() == 0
+    with torch.inference_mode():
+        across = run(x)
+        # the convolution and the table, for the head; rows are looked up in the fp32 table
+        assert weights.held_bytes() == 2 * (16 * 16 * 3 + 16 + 24 * 16)
+        net.table.weight.data.mul_(2.0)
+        assert close_to_autocast(run(x), net, x)
+    net.table.weight.data.mul_(0.5)
+    with torch.no_grad():
+        assert torch.equal(run(x), within)
+    assert torch.equal(across, within)
+
+
+def test_train_evaluate_train() -> None:
+    net, x = new_net(), tokens()
+    run = compiled(net, "cache")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        net.train()
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net.eval()
+        with torch.no_grad():
+            assert close_to_autocast(run(x), net, x)
+
+
+def test_models_of_one_class_and_dropped_models() -> None:
+    x = tokens()
+    nets = [new_net(0), new_net(1)]
+
+    @torch.compile(backend="amp_fx", options={**DEFAULTS, "weights": "cache"})
+    def run(net: Net, x: Tensor) -> Tensor:
+        return net(x)
+
+    with torch.inference_mode():
+        for net in nets * 2:
+            assert close_to_autocast(run(net, x), net, x)
+    held = weights.held_bytes()
+    dropped = weakref.ref(nets[0])
+    del nets[0], net
+    gc.collect()
+    assert dropped() is None
+    assert weights.held_bytes() == held // 2
+
+
+def test_with_strict_a_change_of_frozen_weights_is_an_error() -> None:
+    net, x = new_net(), tokens()
+    run = compiled(net, "freeze", strict=True)
+    with torch.inference_mode():
+        assert close_to_autocast(run(x), net, x)
+    # somebody else's step does not matter
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters()).step()
+    with torch.inference_mode():
+        run(x)
+        net.conv.weight.data.mul_(2.0)
+        with pytest.raises(WeightsError, match="weights='cache'"):
+            run(x)
+
+
+def test_frozen_graphs_of_any_size_are_frozen_again() -> None:
+    net = new_net()
+    run = torch.compile(
+        net, backend="amp_fx", dynamic=True, options={**DEFAULTS, "weights": "freeze", "strict": False}
+    )
+    with torch.inference_mode():
+        for rows in (2, 3):
+            assert close_to_autocast(run(tokens(rows)), net, tokens(rows))
+        net.table.weight.data.mul_(2.0)
+        for rows in (2, 3, 5):
+            assert close_to_autocast(run(tokens(rows)), net, tokens(rows))
+
+
+def test_the_option_is_checked() -> None:
+    with pytest.raises(
+        OptionsError, match=r"Unknown weights 'cached'; valid: 'auto'.* Did you mean 'cache'\?"
+    ):
+        Options.parse(None, {"weights": "cached"})
+
+
+def test_a_matmul_that_loses_by_a_cast_per_call_is_low_only_where_copies_live(tmp_path: Path) -> None:
+    # the time of a row times a matrix is the matrix's way through memory
+    slow_memory = DeviceProfile("slow memory", "cpu", {"float32": 1e12, "bfloat16": 2e12}, 1e9, 1e-9)
+    path = tmp_path / "profile.json"
+    path.write_text(slow_memory.to_json())
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(1, 64)
+    run = compiled(net, "auto", profile=str(path))
+    with torch.no_grad():
+        assert torch.allclose(run(x), net(x), rtol=1e-5)
+    with torch.inference_mode():
+        assert close_to_autocast(run(x), net, x)
