@@ -1,0 +1,314 @@
+"""Agreement with torch.autocast, op by op: ``python tests/conformance.py --write`` puts it into the docs.
+
+Two sources of calls, each on CPU (real tensors) and on CUDA (fake tensors, which go through the real
+AutocastCUDA kernels on any machine):
+
+- torch's own lists, ``torch.testing._internal.autocast_test_lists``, with its arguments and expected dtypes;
+- every row of the op lists of amp_fx that can be asked (``tests/ops.py``).
+
+Each call becomes a graph of its own, which is captured and rewritten as under the user's autocast, and run. It
+agrees if
+
+1. its results have the dtypes that autocast gives, and that torch's list names,
+2. the kernels below compute in the dtypes in which those of autocast do,
+3. on CPU, its results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.testing._internal import autocast_test_lists
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import amp_fx.backend
+from amp_fx import CaptureError, PassError
+from amp_fx._torch import autocast_disabled, enable_autocast
+from amp_fx.options import Options
+from amp_fx.regions import Region
+from ops import ASKED, LOW, arguments, overload, row
+
+__all__ = ["EXPLAINED", "REQUIRED", "Answer", "Call", "answer", "calls", "document", "table"]
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "conformance.md"
+START, END = "<!-- agreement: start -->\n", "<!-- agreement: end -->\n"
+
+#: the least share of agreement, in every row of the table
+REQUIRED = 0.98
+
+#: calls that differ on purpose, by device and name, and why
+EXPLAINED: dict[tuple[str, str], str] = {
+    ("cpu", "_grid_sampler_2d_cpu_fallback"): "an inner call without a fake kernel, which no graph can hold",
+    ("cpu", "gru.input"): "autocast rounds what the inner products read; the layer runs in the dtype given",
+    ("cpu", "gru_cell"): "autocast rounds what the inner products read; the cell runs in the dtype given",
+    ("cpu", "lstm_cell"): "autocast rounds what the inner products read; the cell runs in the dtype given",
+    ("cuda", "lstm.input"): "computed in fp16 by both; traced, and so returned, in fp32 without cudnn",
+}
+
+#: whether these run at all depends on the instructions of the CPU
+_MACHINE = {("cpu", "lstm.input"), ("cpu", "mkldnn_rnn_layer")}
+
+#: ops that compute nothing: the dtype in which a value is moved is amp_fx's to choose
+_MOVES = frozenset(
+    {"_to_copy", "view", "_unsafe_view", "t", "transpose", "expand", "unsqueeze", "squeeze", "permute"}
+    | {"clone", "alias", "select", "slice", "detach", "as_strided", "contiguous", "unbind", "unsafe_split"}
+    | {"prim::device", "lift_fresh", "lift_fresh_copy"}
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to ask for.
+
+    Attributes:
+        source: ``"torch"`` for torch's own lists, ``"amp_fx"`` for the rows of the op lists.
+        group: the list, or the class of the row.
+        expected: the dtype of the result that torch's list names, if it does.
+    """
+
+    source: str
+    device: str
+    low: torch.dtype
+    group: str
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    expected: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a call differs from autocast; no differences: it agrees."""
+
+    call: Call
+    differences: tuple[str, ...]
+
+
+def calls() -> Iterator[Call]:
+    """Every call, in the order of the table."""
+    torch.manual_seed(0)
+    for low in (torch.bfloat16, torch.float16):
+        yield from _torch_calls("cpu", low, autocast_test_lists.AutocastCPUTestLists(torch.device("cpu")))
+    yield from _torch_calls("cuda", torch.float16, autocast_test_lists.AutocastTestLists(torch.device("cpu")))
+    for device, name in ASKED:
+        if (device, name) in _MACHINE:
+            continue
+        group = row(device, name).op_class.value
+        yield Call("amp_fx", device, LOW[device], group, name, overload(name), *arguments(name))
+
+
+def _torch_calls(device: str, low: torch.dtype, lists: object) -> Iterator[Call]:
+    """The calls of one of torch's lists, as its own tests make them."""
+    for group, entries in vars(lists).items():
+        for entry in entries if isinstance(entries, list) else ():
+            name, args, *rest = entry
+            if not isinstance(args, tuple):
+                # ("einsum", "bkhd,bqhd->bqkh", ...): torch's own test does not run it either
+                continue
+            if device == "cpu" and "promote" in group:
+                # arguments for bf16, then those for fp16
+                args, rest = (args, *rest)[low is torch.float16], rest[1:]
+            expected = next((value for value in rest if isinstance(value, torch.dtype)), None)
+            kwargs = next((value for value in rest if isinstance(value, dict)), {})
+            function = getattr(_owner(group), name, None) or getattr(Tensor, name)
+            yield Call("torch", device, low, group, name, function, args, kwargs, expected)
+
+
+def _owner(group: str) -> object:
+    """Where the functions of a list are found."""
+    if group.startswith("methods"):
+        return Tensor
+    owners = {"nn": torch._C._nn, "banned": torch._C._nn, "linalg": torch._C._linalg}  # pyright: ignore[reportAttributeAccessIssue]
+    return owners.get(group.partition("_")[0], torch)
+
+
+# ---- asking ----
+
+
+class _Kernels(TorchDispatchMode):
+    """Notes the calls below autocast: the op, and the dtype it computes in.
+
+    Kernels that take several dtypes widen inside, and some are told their dtype: whether an argument is
+    widened before or within makes no difference to the numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype | None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _MOVES:
+            dtypes = [t.dtype for t in _floats((args, kwargs))]
+            told = (kwargs or {}).get("dtype")
+            if name in ("_softmax", "_log_softmax") and args[2]:
+                # half_to_float: reads fp16, computes and returns fp32
+                told = torch.float32
+            widest = functools.reduce(torch.promote_types, dtypes) if dtypes else None
+            self.seen.append((name, told or widest))
+        return func(*args, **(kwargs or {}))
+
+
+def answer(call: Call) -> Answer | None:
+    """Asks autocast and amp_fx; None where autocast itself cannot run the call."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if call.device == "cuda" else None
+    args, kwargs = (call.args, call.kwargs) if fake is None else tree_map(_on(fake), (call.args, call.kwargs))
+    with warnings.catch_warnings():
+        # ops on the lists are deprecated, random programs of torch's lists broadcast in losses
+        warnings.simplefilter("ignore")
+        try:
+            with _Kernels() as theirs, enable_autocast(call.device, True, call.low):
+                torch.manual_seed(0)
+                wanted = call.function(*args, **kwargs)
+        except (RuntimeError, NotImplementedError, AssertionError):
+            # no kernel here: "Torch not compiled with CUDA enabled" is an AssertionError
+            return None
+        finally:
+            torch.clear_autocast_cache()
+        try:
+            rewritten = _rewritten(call, args, kwargs)
+        except (CaptureError, PassError) as error:
+            if isinstance(error.__cause__, (DynamicOutputShapeException, DataDependentOutputException)):
+                # Dynamo ends a graph in front of such a call
+                return None
+            return Answer(call, (f"not rewritten: {error}",))
+        with _Kernels() as ours, autocast_disabled():
+            torch.manual_seed(0)
+            got = rewritten(*_tensors((args, kwargs)))
+    return Answer(call, tuple(_differences(call, got, wanted, ours.seen, theirs.seen)))
+
+
+def _differences(call: Call, got: Any, wanted: Any, ours: list[Any], theirs: list[Any]) -> Iterator[str]:
+    pairs = list(zip(tree_leaves(got), tree_leaves(wanted), strict=True))
+    dtypes = [tuple(v.dtype if isinstance(v, Tensor) else type(v) for v in pair) for pair in pairs]
+    if any(one is not other for one, other in dtypes):
+        yield f"results in {[str(one) for one, _ in dtypes]}, autocast's in {[str(o) for _, o in dtypes]}"
+    if call.expected is not None and isinstance(wanted, Tensor) and wanted.dtype is not call.expected:
+        yield f"torch's list says {call.expected}, autocast gives {wanted.dtype}"
+    if ours != theirs:
+        yield f"kernels {ours}, autocast's {theirs}"
+    if call.device == "cpu" and not all(_equal(one, other) for one, other in pairs):
+        yield "other values"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor):
+        return one == other
+    return (
+        one.shape == other.shape
+        and one.dtype is other.dtype
+        and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    )
+
+
+def _rewritten(call: Call, args: Any, kwargs: Any) -> fx.GraphModule:
+    """The call as a graph of Dynamo's kind, rewritten; takes the tensors among the arguments, in order."""
+    graph = fx.Graph()
+    with FakeTensorMode() as mode:
+
+        def to_placeholder(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            node = graph.placeholder(f"x{len(graph.nodes)}")
+            node.meta["example_value"] = value if call.device == "cuda" else mode.from_tensor(value)
+            return node
+
+        held = tree_map(to_placeholder, (args, kwargs))
+    called = graph.call_function(call.function, *held)
+    called._rename("called")
+    graph.output((called,))
+    gm = fx.GraphModule({}, graph)
+    ambient = {call.device: Region(True, call.low, by_user=True)}
+    options = Options(call.low, numerics="eager", profile="off", strict=True)
+    with enable_autocast(call.device, True, call.low):
+        return amp_fx.backend.rewrite(gm, ambient, options)[0]
+
+
+def _on(fake: FakeTensorMode) -> Callable[[Any], Any]:
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        with fake:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+    return move
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [leaf for leaf in _tensors(value) if leaf.is_floating_point()]
+
+
+# ---- telling ----
+
+
+def table(answers: Sequence[Answer]) -> str:
+    """The table of agreement, and every disagreement with its reason, in Markdown."""
+    groups: dict[tuple[str, str, str, str], list[Answer]] = {}
+    for each in answers:
+        call = each.call
+        key = call.source, call.device, str(call.low).removeprefix("torch."), call.group
+        groups.setdefault(key, []).append(each)
+    lines = [
+        "| source | device | low dtype | list | calls | agree | share |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, members in groups.items():
+        agree = sum(not each.differences for each in members)
+        lines.append(f"| {' | '.join(key)} | {len(members)} | {agree} | {100 * agree / len(members):.1f} % |")
+    agree = sum(not each.differences for each in answers)
+    lines.append(f"| all | | | | {len(answers)} | {agree} | {100 * agree / len(answers):.1f} % |")
+    lines += ["", "Disagreements, each with its reason:", ""]
+    named = dict.fromkeys((each.call.device, each.call.name) for each in answers if each.differences)
+    lines += [
+        f"- `{name}` on {device}: {EXPLAINED.get((device, name), '**unexplained**')}"
+        for device, name in named
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def document(text: str, agreement: str) -> str:
+    """``docs/conformance.md`` with the table in its place."""
+    before, rest = text.split(START)
+    return before + START + agreement + END + rest.split(END)[1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code says whether anything is unexplained."""
+    parser = argparse.ArgumentParser(description="Agreement with torch.autocast, op by op.")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.name}")
+    given = parser.parse_args(arguments)
+    answers = [each for call in calls() if (each := answer(call)) is not None]
+    for each in answers:
+        if each.differences:
+            print(
+                f"{each.call.source} {each.call.device} {each.call.low} {each.call.name}: {each.differences}"
+            )
+    agreement = table(answers)
+    print(agreement)
+    if given.write:
+        DOCUMENT.write_text(document(DOCUMENT.read_text(encoding="utf-8"), agreement), encoding="utf-8")
+    return int("**unexplained**" in agreement)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Compile caches that are shared, missed or broken; a compiler that is missing; memory over many calls."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import amp_fx
+import amp_fx.backend
+from amp_fx import GradScaler, record
+from amp_fx.passes import classify
+from graphs import DEFAULTS, without_inductor
+
+# ---- caches ----
+
+
+def program(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).tanh() @ w
+
+
+def cache_events(**options: Any) -> tuple[int, int]:
+    """Hits and misses of AOTAutograd's cache, which holds Inductor's, while the program is compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    x, w = torch.ones(8, 8), torch.ones(8, 8)
+    torch.compile(program, backend="amp_fx", options={**DEFAULTS, **options})(x, w)
+    found = counters["aot_autograd"]
+    return found["autograd_cache_hit"], found["autograd_cache_miss"]
+
+
+@pytest.fixture(scope="module")
+def events() -> dict[str, tuple[int, int]]:
+    found = {}
+    with fresh_cache():
+        found["first"] = cache_events()
+        found["again"] = cache_events()
+        found["other policy"] = cache_events(
+            policy={"base": "autocast", "rules": [{"op": "tanh", "precision": "fp32"}]}
+        )
+        found["other dtype"] = cache_events(dtype="float16")
+        lookup = classify.lookup
+        with pytest.MonkeyPatch.context() as patch:
+            # an op list that does not know matmul
+            patch.setattr(
+                classify, "lookup", lambda op, device: None if "matmul" in str(op) else lookup(op, device)
+            )
+            found["other list"] = cache_events()
+        found["the first again"] = cache_events()
+    return found
+
+
+@pytest.mark.xdist_group("caches")
+def test_the_same_options_share_an_entry(events: dict[str, tuple[int, int]]) -> None:
+    assert events["first"] == (0, 1)
+    assert events["again"] == (1, 0)
+    assert events["the first again"] == (1, 0)
+
+
+@pytest.mark.xdist_group("caches")
+@pytest.mark.parametrize("what", ["other policy", "other dtype", "other list"])
+def test_different_decisions_never_share_an_entry(events: dict[str, tuple[int, int]], what: str) -> None:
+    assert events[what] == (0, 1)
+
+
+# ---- faults ----
+
+_SCRIPT = """
+import torch
+print(torch.compile(lambda x: (x @ x).tanh(), backend="amp_fx", options={"profile": "off"})(torch.ones(8, 8)).dtype)
+"""
+
+
+def run_with(**environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+    done = run_with(CXX="no-such-compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.returncode != 0
+    assert "InvalidCxxCompiler" in done.stderr
+    assert "FallbackWarning" not in done.stderr
+
+
+def test_a_cache_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    # a file where the directory should be: permissions do not stop root
+    blocked = tmp_path / "blocked"
+    blocked.write_text("")
+    done = run_with(TORCHINDUCTOR_CACHE_DIR=str(blocked / "cache"))
+    assert done.returncode != 0
+    assert str(blocked) in done.stderr
+    assert "FallbackWarning" not in done.stderr
+
+
+# ---- memory ----
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc, as on Linux")
+
+
+@pytest.fixture
+def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[fx.GraphModule]]:
+    """Weak references to every graph that reaches the compiler; it runs them op by op."""
+    made: list[weakref.ref[fx.GraphModule]] = []
+
+    def run_eagerly(gm: fx.GraphModule, inputs: Any, config_patches: Any) -> Callable[..., Any]:
+        made.append(weakref.ref(gm))
+        return gm.forward
+
+    monkeypatch.setattr(amp_fx.backend, "compile_with_inductor", run_eagerly)
+    return made
+
+
+@needs_proc
+def test_200_recompiles_leave_nothing_behind(graphs_made: list[weakref.ref[fx.GraphModule]]) -> None:
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+
+    def recompile(times: int) -> None:
+        for _ in range(times):
+            torch._dynamo.reset()
+            torch.compile(program, backend="amp_fx", options=dict(DEFAULTS))(x, w)
+
+    recompile(40)
+    gc.collect()
+    before = resident()
+    recompile(160)
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(graphs_made) == 200
+    assert sum(graph() is not None for graph in graphs_made) <= 2
+    assert resident() - before < 24e6
+
+
+@needs_proc
+def test_10_000_inference_calls_do_not_grow_the_process() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(2, 8)
+    own = torch.compile(model, backend="amp_fx", options=dict(DEFAULTS))
+    with torch.inference_mode(), record() as recording:
+        for _ in range(500):
+            own(x)
+        gc.collect()
+        before = resident()
+        for _ in range(10_000):
+            own(x)
+        gc.collect()
+        assert resident() - before < 4e6
+    assert len(recording.plans) == 1
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["bf16", "fp16 with a scaler"])
+def test_a_dropped_model_is_freed(scaled: bool) -> None:
+    model = nn.Linear(4, 4)
+    scaler = GradScaler("cpu") if scaled else None
+    options = {"dtype": "float16", "scaler": "default"} if scaled else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with without_inductor(), record() as recording:
+        own = torch.compile(model, backend="amp_fx", options={**DEFAULTS, **options})
+        loss = own(torch.randn(2, 4)).square().mean()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    gone = [weakref.ref(value) for value in (model, model.weight)]
+    del model, own, loss, optimizer
+    torch._dynamo.reset()
+    gc.collect()
+    # the scaler and the plans outlive the model, and do not hold it
+    assert [value() for value in gone] == [None, None]
+    assert len(recording.plans) == 1
+    assert scaler is None or scaler.get_scale() > 0

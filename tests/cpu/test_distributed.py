@@ -1,0 +1,94 @@
+"""DDP and FSDP2 on the real engine: two processes, gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import (
+    global_batches,
+    new_model,
+    on_two_processes,
+    scaled_training,
+    trained_and_resumed,
+)
+
+
+def eager(steps: int, skip: int | None = None, lr: float = 0.1) -> dict[str, Tensor]:
+    """Parameters after training in fp32 on one process, with the global batch."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step, x in enumerate(global_batches(steps)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if step != skip:
+            optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    start = dict(new_model().named_parameters())
+    return max(
+        ((got[name] - exact[name]).norm() / (exact[name] - start[name]).norm()).item() for name in exact
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_an_overflow_on_one_process_skips_the_step_on_both(kind: str, tmp_path: Path) -> None:
+    first, second = on_two_processes(scaled_training, tmp_path, kind, 1)
+    for each in (first, second):
+        # one for each of DDP's buckets; one of the first block, whose input has no gradient, and one of the others
+        assert each["graphs"] == {"ddp": 3, "fsdp2": 2}[kind]
+        assert each["taken"] == [True, False, True, True]
+        assert each["scales"] == [1024.0, 512.0, 512.0, 512.0]
+        # one reduction of one number in each step
+        assert each["reductions"] == [[4]] * 4
+    # each says what it found itself
+    assert second["names"][1]
+    assert first["names"][0] == second["names"][0] == []
+    for name, value in first["parameters"].items():
+        assert torch.equal(value, second["parameters"][name]), name
+    # as one process does that skips this step: parameters moved by the same amounts within fp16's precision
+    assert distance(first["parameters"], eager(4, skip=1)) < 0.02
+
+
+def losses_on_one_process(steps: int) -> list[float]:
+    """In fp32, with the global batch."""
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for x in global_batches(steps):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one_does_and_resume_where_they_were(kind: str, tmp_path: Path) -> None:
+    first, second = on_two_processes(trained_and_resumed, tmp_path, kind)
+    expected = losses_on_one_process(4)
+    # bf16 has 8 bits; the loss falls by far more
+    assert first["losses"] == pytest.approx(expected, rel=5e-3)
+    assert expected[0] - expected[3] > 0.1 * expected[0]
+    assert first["losses"] == second["losses"]
+    assert first["resumed"] == first["losses"][2:]
+    assert first["dtypes"] == {torch.float32}
+    for name, value in first["parameters"].items():
+        assert torch.equal(value, second["parameters"][name]), name
+    if kind == "ddp":
+        # gradients sent in bf16
+        assert first["other"]["losses"] == second["other"]["losses"]
+        assert first["other"]["losses"] == pytest.approx(expected[:3], rel=5e-3)
+    else:
+        # where FSDP owns precision, weights arrive low and are not cast
+        assert first["other"]["losses"] == pytest.approx(expected[:3], rel=1e-2)
+        assert first["other"]["weights"] == {torch.bfloat16}
+        assert not any("weight" in value for value in first["other"]["casts"])

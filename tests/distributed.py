@@ -1,0 +1,241 @@
+"""Programs that run on two processes with gloo, and :func:`on_two_processes`, which runs them from a test."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_fx import GradScaler, record
+from graphs import DEFAULTS
+
+BF16 = {**DEFAULTS, "dtype": "bfloat16"}
+SCALED = {**DEFAULTS, "dtype": "float16", "scaler": "default"}
+#: rows of the global batch and their width
+ROWS, WIDTH = 8, 256
+
+
+def on_two_processes(
+    program: Callable[..., dict[str, Any]], folder: Path, *args: Any
+) -> list[dict[str, Any]]:
+    """Runs a program of this file on two processes.
+
+    Args:
+        program: called with ``args`` in each process, within a process group.
+        folder: where the processes meet and leave what they return.
+        *args: for the program.
+
+    Returns:
+        What each process returned, by rank.
+    """
+    spawn(_process, (str(folder), program, args), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def _process(rank: int, folder: str, program: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> None:
+    # the loopback interface: a machine without a network has no other
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        torch.save(program(*args), Path(folder, f"{rank}.pt"))
+    finally:
+        dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Three equal blocks: compiled one by one they share one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def global_batches(steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(steps)]
+
+
+def my_rows(batch: Tensor) -> Tensor:
+    """What this process has of a global batch."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def new_model() -> Blocks:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+def wrapped(kind: str, model: Blocks, options: dict[str, Any]) -> nn.Module:
+    """The model as the README says to compile it for ``"ddp"`` or ``"fsdp2"``."""
+    if kind == "ddp":
+        # a bucket a block: Dynamo cuts the graph there
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+        return torch.compile(ddp, backend="amp_fx", options=options)  # type: ignore[return-value]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for block in model.blocks:
+        block.compile(backend="amp_fx", options=options)
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter as it was before sharding."""
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def counted_reductions() -> Iterator[list[int]]:
+    """Sizes in bytes of what is given to ``all_reduce``."""
+    sizes: list[int] = []
+    plain = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.nbytes)
+        return plain(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield sizes
+    finally:
+        dist.all_reduce = plain
+
+
+def scaled_training(kind: str, bad_step: int) -> dict[str, Any]:
+    """Four steps in fp16; in one of them process 1 alone has an overflow."""
+    model = new_model()
+    net = wrapped(kind, model, SCALED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    taken, scales, reductions, names = [], [], [], []
+    graphs = 0
+    for step, batch in enumerate(global_batches(4)):
+        x = my_rows(batch)
+        if step == bad_step and dist.get_rank() == 1:
+            x = x * float("inf")
+        optimizer.zero_grad()
+        with record() as recording:
+            scaler.scale(net(x).square().mean()).backward()
+        graphs += len(recording.plans)
+        with counted_reductions() as sizes:
+            scaler.step(optimizer)
+        scaler.update()
+        names.append(scaler.first_nonfinite())
+        taken.append(scaler.step_taken(optimizer))
+        scales.append(scaler.get_scale())
+        reductions.append(sizes)
+    parameters = {name: whole(p) for name, p in model.named_parameters()}
+    return {
+        "graphs": graphs,
+        "taken": taken,
+        "scales": scales,
+        "reductions": reductions,
+        "names": names,
+        "parameters": parameters,
+    }
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Losses of the global batches. The last one is uneven: process 0 has three rows in four."""
+    losses = []
+    for step, batch in enumerate(batches):
+        rows = my_rows(batch)
+        if step == len(batches) - 1:
+            rows = (batch[: ROWS * 3 // 4], batch[ROWS * 3 // 4 :])[dist.get_rank()]
+        optimizer.zero_grad()
+        # gradients are averaged over processes; rows count alike whoever has them
+        loss = net(rows).square().sum() * dist.get_world_size() / batch.numel()
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(loss.data)
+        losses.append(loss.item() / dist.get_world_size())
+    return losses
+
+
+def trained_and_resumed(kind: str) -> dict[str, Any]:
+    """Four steps in bf16; the last two again, from a checkpoint; and what else the kind has."""
+    batches = global_batches(4)
+    model = new_model()
+    net = wrapped(kind, model, BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = train(net, optimizer, batches[:2])
+    # FSDP2's state dict has the shards of this process; a checkpoint on disk is torch's business
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    losses += train(net, optimizer, batches[2:])
+    other = new_model()
+    net = wrapped(kind, other, BF16)
+    other.load_state_dict(saved[0])
+    resumed_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    resumed_optimizer.load_state_dict(saved[1])
+    resumed = train(net, resumed_optimizer, batches[2:])
+    return {
+        "losses": losses,
+        "resumed": resumed,
+        "other": compressed() if kind == "ddp" else owned_by_fsdp(),
+        "parameters": {name: whole(p) for name, p in model.named_parameters()},
+        "dtypes": {p.dtype for p in model.parameters()}
+        | {p.grad.dtype for p in model.parameters() if p.grad is not None},
+    }
+
+
+# not annotated: DDP compares annotations with its types, and they are texts in this file
+def in_bf16(process_group, bucket):
+    """A communication hook that sends gradients in bf16, as torch's own does where it has NCCL."""
+    sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(sent, group=process_group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def compressed() -> dict[str, Any]:
+    """Three steps with gradients sent in bf16."""
+    model = new_model()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    ddp.register_comm_hook(None, in_bf16)
+    net = torch.compile(ddp, backend="amp_fx", options=BF16)
+    losses = train(net, torch.optim.AdamW(model.parameters(), lr=1e-3), global_batches(3))  # type: ignore[arg-type]
+    return {"losses": losses}
+
+
+def owned_by_fsdp() -> dict[str, Any]:
+    """FSDP2 with a ``param_dtype`` of its own: weights come into the graphs in bf16."""
+    model = new_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        block.compile(backend="amp_fx", options=BF16)
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    with record() as recording:
+        losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), global_batches(3))
+    inputs = [given for plan in recording.plans for given in plan.inputs if given.parameter]
+    return {
+        "losses": losses,
+        "weights": {given.dtype for given in inputs},
+        "casts": [cast.value for plan in recording.plans for cast in plan.casts],
+    }

@@ -1,0 +1,289 @@
+"""Agreement with torch.autocast: torch's own lists and cases, run through capture and passes.
+
+The whole table is made by ``python tests/conformance.py --write``; here runs all of torch's lists and a sample of
+the rows of amp_fx.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.library import _scoped_library
+
+import conformance
+from amp_fx import FallbackWarning
+from graphs import agree
+
+BF16, FP16 = torch.bfloat16, torch.float16
+ONE_ROUNDING = 1e-2
+#: every how many-th row of the op lists is asked here
+STEP = 8
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[conformance.Answer]:
+    asked = list(conformance.calls())
+    own = [call for call in asked if call.source == "amp_fx"]
+    found = [*(call for call in asked if call.source == "torch"), *own[::STEP]]
+    return [each for call in found if (each := conformance.answer(call)) is not None]
+
+
+@pytest.mark.xdist_group("conformance")
+def test_every_disagreement_with_autocast_is_explained(answers: list[conformance.Answer]) -> None:
+    unexplained = [
+        (each.call.name, each.differences)
+        for each in answers
+        if each.differences and (each.call.device, each.call.name) not in conformance.EXPLAINED
+    ]
+    assert unexplained == []
+
+
+@pytest.mark.xdist_group("conformance")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_torchs_own_lists_agree(answers: list[conformance.Answer], device: str) -> None:
+    own = [each for each in answers if each.call.source == "torch" and each.call.device == device]
+    assert len(own) >= 90
+    assert sum(not each.differences for each in own) >= conformance.REQUIRED * len(own)
+
+
+@pytest.mark.xdist_group("conformance")
+def test_a_sample_of_the_op_lists_agrees(answers: list[conformance.Answer]) -> None:
+    sample = [each for each in answers if each.call.source == "amp_fx"]
+    assert len(sample) >= 100
+    assert sum(not each.differences for each in sample) >= conformance.REQUIRED * len(sample)
+
+
+def test_the_documented_table_has_no_row_below_the_bar_and_explains_the_rest() -> None:
+    text = conformance.DOCUMENT.read_text(encoding="utf-8")
+    table = text.split(conformance.START)[1].split(conformance.END)[0]
+    totals = [line for line in table.splitlines() if line.startswith("| all |")]
+    assert len(totals) == 1
+    *_, asked, agreed, _, _ = totals[0].split("|")
+    assert int(agreed) >= conformance.REQUIRED * int(asked)
+    assert "unexplained" not in table
+    named = {line.split("`")[1] for line in table.splitlines() if line.startswith("- `")}
+    assert named <= {name for _, name in conformance.EXPLAINED}
+
+
+def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = next(call for call in conformance.calls() if call.name == "matmul" and call.device == "cpu")
+
+    def as_written(call: conformance.Call, args: Any, kwargs: Any) -> Callable[..., Any]:
+        return lambda *tensors: (call.function(*tensors),)
+
+    monkeypatch.setattr(conformance, "_rewritten", as_written)
+    found = conformance.answer(call)
+    assert found is not None
+    assert len(found.differences) == 3  # dtypes, kernels and values
+    assert "**unexplained**" in conformance.table([found])
+
+
+# ---- the cases of torch's test_ctx_manager.py ----
+
+
+def mul_in(device: str, **settings: Any) -> Callable[..., Any]:
+    def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device, **settings):
+            inside = torch.mm(x, y)
+        return inside, torch.mm(x, y)
+
+    return program
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": BF16},
+        {"dtype": FP16},
+        {},
+        {"enabled": False},
+        {"dtype": BF16, "cache_enabled": False},
+        {"dtype": BF16, "enabled": True, "cache_enabled": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ambient", [None, FP16], ids=["plain", "ambient"])
+def test_arguments_of_autocast_mean_what_they_mean_eagerly(
+    settings: dict[str, Any], ambient: torch.dtype | None
+) -> None:
+    agree(
+        mul_in("cpu", **settings),
+        torch.randn(8, 8),
+        torch.randn(8, 8),
+        ambient=ambient,
+        reference=torch.float32,
+    )
+
+
+def test_autocast_as_a_decorator() -> None:
+    @torch.autocast("cpu", dtype=BF16)
+    def inner(x: Tensor) -> Tensor:
+        return torch.mm(x, x)
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        return inner(x), torch.mm(x, x)
+
+    agree(program, torch.randn(8, 8), reference=torch.float32)
+
+
+def test_autocast_with_fp64_inputs() -> None:
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=BF16):
+            return torch.mm(x, x) * y
+
+    agree(program, torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8), reference=torch.float64)
+
+
+def test_autocast_around_attention() -> None:
+    def program(q: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=BF16):
+            return F.scaled_dot_product_attention(q, q, q, dropout_p=0.0, is_causal=True)
+
+    agree(program, torch.randn(1, 2, 8, 8))
+
+
+@pytest.mark.parametrize(
+    "where", ["in the region", "in a function called from it", "in a method called from it"]
+)
+def test_a_graph_break_inside_a_region(where: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(8, 8))
+
+        def method(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return torch.mm(x, self.bias) + self.bias
+
+        def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            with torch.autocast("cpu", dtype=BF16):
+                c = torch.mm(a, b)
+                if where == "in the region":
+                    torch._dynamo.graph_break()
+                    d = torch.mm(c, self.bias)
+                elif where == "in a function called from it":
+                    d = broken(c, self.bias)
+                else:
+                    d = self.method(c)
+            return c, d, torch.mm(a, b)
+
+    def broken(x: Tensor, y: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return torch.mm(x, y)
+
+    agree(
+        Model(),
+        torch.randn(8, 8),
+        torch.randn(8, 8),
+        fullgraph=False,
+        reference=torch.float32,
+        tolerance=ONE_ROUNDING,
+    )
+
+
+def test_nested_regions_of_two_dtypes() -> None:
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", dtype=BF16):
+            a = torch.mm(x, x)
+            with torch.autocast("cpu", dtype=FP16), torch.no_grad():
+                b = torch.mm(x, x)
+            c = torch.mm(a, b)
+        return a, b, c
+
+    # no gradient for x: eagerly, autocast would return its cached bf16 copy of a leaf within the fp16 region
+    agree(program, torch.randn(8, 8), reference=torch.float32, tolerance=ONE_ROUNDING)
+
+
+# ---- custom_fwd, custom_bwd, register_autocast ----
+
+
+class CastToFp32(torch.autograd.Function):
+    """Asks autocast for fp32 inputs."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x, w)
+        return torch.matmul(x, w)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, w = ctx.saved_tensors
+        return gradient @ w.mT, x.mT @ gradient
+
+
+class AsAutocast(torch.autograd.Function):
+    """Runs in whatever autocast says."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x, w)
+        return torch.matmul(x, w).float()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, w = ctx.saved_tensors
+        return gradient @ w.mT, x.mT @ gradient
+
+
+NO_INSTANCE = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@NO_INSTANCE
+@pytest.mark.filterwarnings("ignore::amp_fx.FallbackWarning")
+@pytest.mark.parametrize("function", [CastToFp32, AsAutocast], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "ambient"])
+def test_functions_with_custom_fwd_and_bwd(
+    function: type[torch.autograd.Function], ambient: torch.dtype | None
+) -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return function.apply(x, w) * 2
+
+    agree(
+        program,
+        torch.randn(8, 8, requires_grad=True),
+        torch.randn(8, 8, requires_grad=True),
+        ambient=ambient,
+        options={"strict": False},
+        fullgraph=False,
+        reference=torch.float32,
+        tolerance=ONE_ROUNDING,
+    )
+
+
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "ambient"])
+def test_custom_ops_with_an_autocast_rule(ambient: torch.dtype | None) -> None:
+    with _scoped_library("amp_fx_conformance", "FRAGMENT"):
+
+        @torch.library.custom_op("amp_fx_conformance::product", mutates_args=())
+        def product(x: Tensor, w: Tensor) -> Tensor:
+            return x @ w
+
+        product.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1]))
+        product.register_autocast("cpu", BF16)
+
+        def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            y = product(x, w)
+            return y, torch.matmul(x, w) + y
+
+        # where the rule counts, the graph is autocast's
+        falls_back = pytest.warns(FallbackWarning, match="product.default has an autocast rule of its own")
+        with falls_back if ambient is not None else contextlib.nullcontext():
+            agree(
+                program,
+                torch.randn(8, 8),
+                torch.randn(8, 8),
+                ambient=ambient,
+                options={"strict": ambient is None},
+                reference=torch.float32,
+                tolerance=ONE_ROUNDING,
+            )

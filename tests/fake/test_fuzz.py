@@ -1,0 +1,79 @@
+"""A fixed budget of random programs; thousands more by ``python tests/fuzz.py``. Found bugs are tests elsewhere."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+from torch import Tensor
+
+import amp_fx.backend
+import fuzz
+
+FP32, BF16 = torch.float32, torch.bfloat16
+BUDGET = hypothesis.settings(
+    max_examples=60,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[*hypothesis.HealthCheck],  # pyright: ignore
+)
+
+
+@BUDGET
+@hypothesis.given(fuzz.programs())
+def test_random_programs_do_what_they_do_eagerly(program: fuzz.Program) -> None:
+    try:
+        fuzz.compare(program)
+    except fuzz.UNTRACED:
+        # Dynamo does not trace it, so that it never reaches a backend
+        hypothesis.reject()
+
+
+def two(*lines: str, outputs: tuple[str, ...] = ("y2",), ambient: torch.dtype | None = None) -> fuzz.Program:
+    """A program of two fp32 matrices."""
+    return fuzz.Program(
+        (fuzz.Input((4, 4), FP32, False), fuzz.Input((4, 4), FP32, True)), lines, outputs, ambient
+    )
+
+
+def test_a_wrong_dtype_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite = amp_fx.backend.rewrite
+
+    def low(*args: object, **kwargs: object) -> object:
+        gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
+        return (lambda *given: tuple(value.to(BF16) for value in gm(*given))), plan
+
+    monkeypatch.setattr(amp_fx.backend, "rewrite", low)
+    with pytest.raises(fuzz.DisagreementError, match="bfloat16"):
+        fuzz.compare(two("y2 = x0 @ x1"))
+
+
+def test_a_wrong_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite = amp_fx.backend.rewrite
+
+    def wrong(*args: object, **kwargs: object) -> object:
+        gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
+
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            return tuple(1.5 * value for value in gm(*given))
+
+        return run, plan
+
+    monkeypatch.setattr(amp_fx.backend, "rewrite", wrong)
+    with pytest.raises(fuzz.DisagreementError, match="off by"):
+        fuzz.compare(two("y2 = x0 @ x1"))
+    with pytest.raises(fuzz.DisagreementError, match="numerics='eager'"):
+        fuzz.compare(two("y2 = x0 @ x1", ambient=BF16))
+
+
+def test_a_wrong_alias_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite = amp_fx.backend.rewrite
+
+    def copies(*args: object, **kwargs: object) -> object:
+        gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
+        return (lambda *given: tuple(value.clone() for value in gm(*given))), plan
+
+    monkeypatch.setattr(amp_fx.backend, "rewrite", copies)
+    with pytest.raises(fuzz.DisagreementError, match="aliases are"):
+        fuzz.compare(two("y2 = x0 @ x1", "y3 = y2.view(-1)", outputs=("y2", "y3")))
