@@ -1,0 +1,155 @@
+"""The ways to run a model that are compared: amp_fx, and what a user would pick instead."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workloads import Batch, Workload
+
+__all__ = ["ARMS", "MODES", "Arm", "Prepared", "arms_for", "prepare"]
+
+MODES = ("training", "inference")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run a model.
+
+    Attributes:
+        name: the key in ``ARMS``.
+        backend: as in ``torch.compile``; None runs eagerly.
+        options: as in ``torch.compile``.
+        autocast: run under ``torch.autocast``.
+        whole: convert the model and its floating inputs to ``dtype`` first.
+        dtype: the low dtype.
+        scaler: train with a loss scaler, amp_fx's with its backend, else ``torch.amp.GradScaler``.
+        floor: run only the matmuls, convolutions and attention of the model, one by one.
+        epilogue: False leaves out amp_fx's pass that lets a matmul return fp32.
+        env: environment variables of its process.
+        modes: where it makes sense.
+        devices: where it makes sense.
+    """
+
+    name: str
+    backend: str | Callable[..., Any] | None = "inductor"
+    options: Mapping[str, Any] | None = None
+    autocast: bool = False
+    whole: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    scaler: bool = False
+    floor: bool = False
+    epilogue: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
+    modes: tuple[str, ...] = MODES
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+_FP16 = torch.float16
+_TRAINING, _INFERENCE = ("training",), ("inference",)
+# fp16 matmuls on CPU are loops
+_GPU = ("cuda",)
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("fp32"),
+        Arm("eager_autocast", None, autocast=True),
+        Arm("autocast", autocast=True),
+        Arm("bf16", whole=True),
+        # Inductor reads this setting when Dynamo traces, so it is the process's, not the call's
+        Arm("freezing", autocast=True, env={"TORCHINDUCTOR_FREEZING": "1"}, modes=_INFERENCE),
+        Arm("amp_fx", "amp_fx", {}),
+        Arm("off", "amp_fx", {"profile": "off"}),
+        Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
+        Arm("cache", "amp_fx", {"weights": "cache"}, modes=_INFERENCE),
+        Arm("freeze", "amp_fx", {"weights": "freeze"}, modes=_INFERENCE),
+        Arm("no_epilogue", "amp_fx", {}, epilogue=False, modes=_TRAINING, devices=_GPU),
+        Arm("fp16", whole=True, dtype=_FP16, modes=_INFERENCE, devices=_GPU),
+        Arm("autocast_fp16", autocast=True, dtype=_FP16, devices=_GPU),
+        Arm("amp_fx_fp16", "amp_fx", {"dtype": "float16"}, dtype=_FP16, modes=_INFERENCE, devices=_GPU),
+        Arm("autocast_scaler", autocast=True, dtype=_FP16, scaler=True, modes=_TRAINING, devices=_GPU),
+        Arm(
+            "amp_fx_scaler",
+            "amp_fx",
+            {"dtype": "float16", "scaler": "default"},
+            dtype=_FP16,
+            scaler=True,
+            modes=_TRAINING,
+            devices=_GPU,
+        ),
+        Arm("floor32", None, whole=True, dtype=torch.float32, floor=True),
+        Arm("floor", None, whole=True, floor=True),
+    )
+}
+
+
+def arms_for(mode: str, device: str) -> list[str]:
+    """Names of the arms that make sense in a mode on a device."""
+    return [arm.name for arm in ARMS.values() if mode in arm.modes and device in arm.devices]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A copy of a workload's model, as an arm runs it.
+
+    Attributes:
+        model: on the device and in the arm's dtype.
+        batch: its keyword arguments, likewise.
+    """
+
+    arm: Arm
+    mode: str
+    device: str
+    model: nn.Module
+    batch: Batch
+    _loss: Callable[[nn.Module, Batch], Tensor]
+
+    def forward(self, batch: Batch | None = None) -> Tensor:
+        """The loss, or what the model returns that has none."""
+        with self.context():
+            return self._loss(self.model, self.batch if batch is None else batch)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Gradients and autocast as the arm has them."""
+        arm = self.arm
+        with (
+            torch.set_grad_enabled(self.mode == "training"),
+            torch.autocast(self.device, arm.dtype if arm.autocast else None, enabled=arm.autocast),
+        ):
+            yield
+
+
+def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Prepared:
+    """Copies a workload's model and batch and compiles them, lazily, as the arm does.
+
+    Forgets what Dynamo has compiled: it shares code between instances of one class, so that an arm might run
+    another's.
+    """
+    torch._dynamo.reset()
+    model = copy.deepcopy(workload.model).to(device).train(mode == "training")
+    batch = {name: value.to(device) for name, value in workload.batch.items()}
+    if arm.whole:
+        model = model.to(arm.dtype)
+        batch = {k: v.to(arm.dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    if arm.floor:
+        # eager convolutions run as their operands lie; Inductor chooses this layout by itself
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        batch = {k: v.to(memory_format=torch.channels_last) if v.ndim == 4 else v for k, v in batch.items()}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        output = model(**batch)
+        return output if isinstance(output, Tensor) else output.loss
+
+    if arm.backend is None:
+        return Prepared(arm, mode, device, model, batch, loss)
+    options = None if arm.options is None else dict(arm.options)
+    compiled = torch.compile(loss, backend=arm.backend, options=options, dynamic=False)
+    return Prepared(arm, mode, device, model, batch, compiled)

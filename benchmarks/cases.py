@@ -1,0 +1,260 @@
+"""What is timed: models at sizes that suit a device, those that matter most first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from amp_fx.profile import builtin
+from benchmarks import workloads
+from benchmarks.workloads import Build, Workload, build_workload
+
+__all__ = ["CASES", "SIZES", "Case", "sizes_for"]
+
+#: a CPU with instructions for bf16, one without (where low precision is loops of scalar code), a GPU
+SIZES = ("cpu", "cpu_no_bf16", "cuda")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one mode.
+
+    Attributes:
+        name: the key in ``CASES``.
+        family: cases that differ in one size alone share it: a sweep.
+        mode: ``"training"`` or ``"inference"``.
+        build: makes the model and its batch.
+        sizes: name in ``SIZES`` -> keyword arguments of ``build``; what has none is not measured there.
+        micro_batches: the batch is split into so many, whose gradients add up to one optimizer step.
+        arms: if not empty, the only ones that say something here.
+    """
+
+    name: str
+    family: str
+    mode: str
+    build: Build
+    sizes: Mapping[str, Mapping[str, int]]
+    micro_batches: int = 1
+    arms: tuple[str, ...] = ()
+
+    def workload(self, sizes: str) -> Workload:
+        """Builds it; the same weights each time."""
+        return build_workload(self.name, self.build, **self.sizes[sizes])
+
+
+def sizes_for(device: str) -> str:
+    """The name in ``SIZES`` that suits this machine."""
+    if device != "cpu":
+        return device
+    peak = builtin("cpu").peak
+    return "cpu" if peak["bfloat16"] > peak["float32"] else "cpu_no_bf16"
+
+
+CASES: dict[str, Case] = {}
+
+
+def _case(
+    name: str,
+    mode: str,
+    build: Build,
+    sizes: Mapping[str, Mapping[str, int]],
+    family: str = "",
+    micro_batches: int = 1,
+    arms: tuple[str, ...] = (),
+) -> None:
+    CASES[name] = Case(name, family or name, mode, build, sizes, micro_batches, arms)
+
+
+def _sweep(
+    family: str,
+    mode: str,
+    build: Build,
+    by: str,
+    values: Mapping[str, tuple[int, ...]],
+    fixed: Mapping[str, Mapping[str, int]],
+    arms: tuple[str, ...] = (),
+) -> None:
+    """One case per value of one size."""
+    for value in sorted({value for several in values.values() for value in several}):
+        sizes = {name: {**fixed[name], by: value} for name in values if value in values[name]}
+        _case(f"{family}_{by}{value}", mode, build, sizes, family, arms=arms)
+
+
+_case(
+    "gpt2",
+    "training",
+    workloads.gpt2,
+    {
+        "cpu": {"batch": 4, "length": 256, "layers": 4, "width": 256, "vocab": 1024},
+        "cpu_no_bf16": {"batch": 4, "length": 64, "layers": 2, "width": 128},
+        "cuda": {"batch": 16, "length": 1024, "layers": 12, "width": 768, "vocab": 50304},
+    },
+)
+_case(
+    "mlp",
+    "training",
+    workloads.mlp,
+    {
+        "cpu": {"batch": 256, "width": 1024},
+        "cpu_no_bf16": {"batch": 128, "width": 512},
+        "cuda": {"batch": 512, "width": 4096},
+    },
+)
+_case(
+    "resnet18",
+    "training",
+    workloads.resnet,
+    {
+        "cpu": {"batch": 8, "image": 96, "width": 64, "stages": 4},
+        "cpu_no_bf16": {"batch": 4, "image": 64, "width": 32, "stages": 4, "layers": 1},
+        "cuda": {"batch": 256, "image": 224, "width": 64, "stages": 4},
+    },
+)
+_case(
+    "llama",
+    "training",
+    workloads.llama_512,
+    {
+        "cpu": {"batch": 4, "length": 256},
+        "cpu_no_bf16": {"batch": 4, "length": 64, "layers": 2, "width": 128, "hidden": 344},
+        "cuda": {"batch": 8, "length": 2048, "layers": 16, "width": 1024, "hidden": 2752, "vocab": 32000},
+    },
+)
+for _batch in (1, 16, 128):
+    _case(
+        f"linears_batch{_batch}",
+        "inference",
+        workloads.linears,
+        {
+            "cpu": {"batch": _batch, "width": 2048},
+            "cpu_no_bf16": {"batch": _batch, "width": 1024},
+            "cuda": {"batch": _batch, "width": 4096},
+        },
+        family="linears",
+    )
+_case(
+    "llama_decode",
+    "inference",
+    workloads.llama_decode,
+    {
+        "cpu": {"batch": 1, "context": 128, "layers": 4, "width": 512, "hidden": 1376, "vocab": 4096},
+        "cpu_no_bf16": {"batch": 1, "context": 64, "layers": 2, "width": 256, "hidden": 688, "vocab": 1024},
+        "cuda": {"batch": 1, "context": 1024, "layers": 16, "width": 2048, "hidden": 5504, "vocab": 32000},
+    },
+)
+_case(
+    "resnet18_inference",
+    "inference",
+    workloads.resnet,
+    {
+        "cpu": {"batch": 8, "image": 96, "width": 64, "stages": 4},
+        "cpu_no_bf16": {"batch": 4, "image": 64, "width": 32, "stages": 4, "layers": 1},
+        "cuda": {"batch": 64, "image": 224, "width": 64, "stages": 4},
+    },
+)
+_case(
+    "vit_inference",
+    "inference",
+    workloads.vit,
+    {
+        "cpu": {"batch": 8, "image": 128, "layers": 4},
+        "cpu_no_bf16": {"batch": 4, "image": 64, "layers": 2, "width": 128},
+        "cuda": {"batch": 64, "image": 224, "patch": 16, "layers": 12, "width": 768},
+    },
+)
+_case(
+    "bert",
+    "training",
+    workloads.bert,
+    {
+        "cpu": {"batch": 8, "length": 128, "layers": 4},
+        "cpu_no_bf16": {"batch": 2, "length": 64, "layers": 1, "width": 128},
+        "cuda": {"batch": 32, "length": 512, "layers": 12, "width": 768, "vocab": 30528},
+    },
+)
+_case(
+    "vit",
+    "training",
+    workloads.vit,
+    {
+        "cpu": {"batch": 8, "image": 128, "layers": 4},
+        "cpu_no_bf16": {"batch": 4, "image": 64, "layers": 2, "width": 128},
+        "cuda": {"batch": 64, "image": 224, "patch": 16, "layers": 12, "width": 768},
+    },
+)
+_case(
+    "t5",
+    "training",
+    workloads.t5,
+    {
+        "cpu": {"batch": 4, "length": 128},
+        "cpu_no_bf16": {"batch": 2, "length": 64, "layers": 1, "width": 128},
+        "cuda": {"batch": 16, "length": 512, "layers": 6, "width": 512, "vocab": 32128},
+    },
+)
+for _name, _build in (("gpt2", workloads.gpt2), ("bert", workloads.bert), ("t5", workloads.t5)):
+    _case(f"{_name}_inference", "inference", _build, CASES[_name].sizes)
+_case("llama_inference", "inference", workloads.llama_512, CASES["llama"].sizes)
+_case(
+    "accumulation",
+    "training",
+    workloads.gpt_512,
+    {
+        "cpu": {"batch": 8, "length": 128},
+        "cpu_no_bf16": {"batch": 4, "length": 32, "layers": 1, "width": 128},
+        "cuda": {"batch": 32, "length": 512, "layers": 8, "width": 768, "vocab": 8192},
+    },
+    micro_batches=4,
+)
+_case(
+    "gan",
+    "training",
+    workloads.gan,
+    {
+        "cpu": {"batch": 16, "width": 64},
+        "cpu_no_bf16": {"batch": 4, "width": 16},
+        "cuda": {"batch": 256, "width": 128},
+    },
+)
+_case(
+    "policy",
+    "training",
+    workloads.policy,
+    {
+        "cpu": {"batch": 64},
+        "cpu_no_bf16": {"batch": 64},
+        "cuda": {"batch": 1024, "width": 256},
+    },
+)
+_sweep(
+    "resnet_cifar",
+    "training",
+    workloads.resnet,
+    "batch",
+    {"cpu": (4, 16, 64), "cpu_no_bf16": (1, 4, 16)},
+    {
+        "cpu": {"image": 32, "width": 64, "stages": 4},
+        "cpu_no_bf16": {"image": 32, "width": 16, "stages": 2, "layers": 1},
+    },
+)
+_sweep(
+    "resnet50_cifar",
+    "training",
+    workloads.resnet50,
+    "batch",
+    {"cuda": (16, 64, 256, 1024)},
+    {"cuda": {}},
+)
+_sweep(
+    "depth",
+    "training",
+    workloads.gpt_512,
+    "layers",
+    dict.fromkeys(SIZES, (2, 6, 12, 24, 48)),
+    {
+        "cpu": {"batch": 1, "length": 32, "width": 64, "vocab": 64},
+        "cpu_no_bf16": {"batch": 1, "length": 8, "width": 64, "vocab": 64},
+        "cuda": {"batch": 4, "length": 512, "width": 512, "vocab": 1024},
+    },
+    arms=("fp32", "autocast", "amp_fx", "off"),
+)

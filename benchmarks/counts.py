@@ -1,0 +1,345 @@
+"""What mixed precision costs, counted, not timed: casts, bytes moved, bytes saved for backward, kernels.
+
+    python -m benchmarks.counts [--only NAME ...] [--arms NAME ...] [--modes MODE ...] [--json FILE]
+
+Every arm compiles through Inductor up to and including fusion, where counts are exact and free of noise; no
+code is generated, so nothing has to be compiled or timed. What each number is, is said at :class:`Counts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from amp_fx._torch import Lowered, lower_with_inductor, replace_inner_compile, size_hint
+from amp_fx.errors import FallbackWarning, OptionsError
+from benchmarks.arms import ARMS, MODES, Arm, prepare
+from benchmarks.results import describe, write
+from benchmarks.workloads import WORKLOADS, Workload, make
+
+__all__ = ["Counter", "Counts", "Row", "count", "counting", "measure"]
+
+_CONVERSIONS = {
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.to.dtype,
+}
+
+#: what a kernel may do beside converting and still be a cast
+_MOVES = {
+    getattr(torch.ops.aten, name).default
+    for name in ("view", "reshape", "permute", "t", "expand", "clone", "unsqueeze", "squeeze", "_unsafe_view")
+} | {
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.squeeze.dim,
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of one graph or of several.
+
+    Attributes:
+        conversions: of one floating dtype to another in the final graph, in registers for the most part.
+        conversion_bytes: what they would read and write if each were a kernel of its own.
+        bytes_moved: Inductor's estimate of what all kernels read and write, after fusion.
+        saved_bytes: storages that the forward returns for the backward. Inputs and parameters are not
+            counted, since they live on anyway, nor views of them.
+        extern_kernels: calls of library kernels: matmuls, convolutions, attention.
+        generated_kernels: kernels that Inductor would generate.
+        casts: those of them that convert and move values and compute nothing.
+        cast_bytes: what these kernels read and write.
+    """
+
+    conversions: int = 0
+    conversion_bytes: int = 0
+    bytes_moved: int = 0
+    saved_bytes: int = 0
+    extern_kernels: int = 0
+    generated_kernels: int = 0
+    casts: int = 0
+    cast_bytes: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def kernels(self) -> int:
+        return self.extern_kernels + self.generated_kernels
+
+
+@dataclass
+class Counter:
+    """What was compiled inside :func:`counting`.
+
+    Attributes:
+        forward: forward graphs and graphs without a backward.
+        backward: backward graphs.
+        graphs: ``"forward"``, ``"backward"`` or ``"inference"``, each with the lowered graph, in order.
+    """
+
+    forward: Counts = Counts()
+    backward: Counts = Counts()
+    graphs: list[tuple[str, Lowered]] = field(default_factory=list)
+    _forwards: dict[int, fx.GraphModule] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Counts:
+        return self.forward + self.backward
+
+    def inner_compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[..., Any]:
+        """Counts one graph; stands in for Inductor's code generation."""
+        lowered = lower_with_inductor(gm, example_inputs, **kwargs)
+        casts = list(floating_casts(lowered.after))
+        counts = Counts(
+            conversions=len(casts),
+            conversion_bytes=sum(_bytes(value) for cast in casts for value in cast),
+            bytes_moved=lowered.bytes_moved,
+            extern_kernels=lowered.extern_kernels,
+            generated_kernels=len(lowered.generated),
+            casts=sum(_only_casts(calls) for calls, _ in lowered.generated),
+            cast_bytes=sum(size for calls, size in lowered.generated if _only_casts(calls)),
+        )
+        # the two halves of one graph share its id
+        graph_id: int = kwargs["graph_id"]
+        if kwargs.get("is_backward"):
+            self.backward += counts
+            self.forward += Counts(saved_bytes=_saved_bytes(self._forwards[graph_id], lowered.before))
+            self.graphs.append(("backward", lowered))
+        else:
+            self.forward += counts
+            self._forwards[graph_id] = lowered.before
+            self.graphs.append(("inference" if kwargs.get("is_inference") else "forward", lowered))
+        return lowered.call
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter]:
+    """Counts what is compiled inside the block, through whichever backend ends in Inductor.
+
+    Call the compiled function and its backward inside the block, too: compilation happens at the first call.
+    """
+    counter = Counter()
+    with replace_inner_compile(counter.inner_compile):
+        yield counter
+
+
+def floating_casts(gm: fx.GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
+    """The fake values before and after each conversion between floating dtypes, bodies included."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if node.target not in _CONVERSIONS:
+                continue
+            before, after = node.args[0].meta["val"], node.meta["val"]
+            if before.is_floating_point() and after.is_floating_point() and before.dtype is not after.dtype:
+                yield before, after
+
+
+def _only_casts(calls: Collection[fx.Node]) -> bool:
+    """True for a kernel that exists for a conversion: it computes nothing."""
+    targets = {node.target for node in calls if node.op == "call_function"}
+    return bool(targets & _CONVERSIONS) and targets <= _CONVERSIONS | _MOVES
+
+
+def _bytes(value: Tensor) -> int:
+    elements = 1
+    for size in value.shape:
+        elements *= size_hint(size)
+    return elements * value.dtype.itemsize
+
+
+def _saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
+    """Bytes of the storages that a forward graph returns to its backward and that nobody else keeps.
+
+    AOTAutograd gives a saved value the same name in both graphs. Storages are counted once, and whole: a
+    saved slice keeps all of it alive.
+    """
+    inputs = {
+        node.meta["val"].untyped_storage()._cdata
+        for node in forward.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), Tensor)
+    }
+    returned = {node.name: node for node in forward.graph.output_node().all_input_nodes}
+    storages: dict[int, int] = {}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        source = returned.get(node.name)
+        value = source.meta.get("val") if source is not None else None
+        # neither tangents, which the forward does not return, nor symbolic sizes
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            storages[storage._cdata] = size_hint(storage.nbytes())
+    return sum(size for storage, size in storages.items() if storage not in inputs)
+
+
+#: what is counted unless asked for more
+_DEFAULT = ("fp32", "autocast", "bf16", "amp_fx", "off", "fast")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The counts of one workload, arm and mode.
+
+    Attributes:
+        notes: amp_fx's fallbacks and graph breaks: reasons that the row does not measure what its name says.
+    """
+
+    workload: str
+    arm: str
+    mode: str
+    forward: Counts
+    backward: Counts
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> Counts:
+        return self.forward + self.backward
+
+
+def measure(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Row:
+    """Counts one workload, arm and mode. Leaves the workload's model as it was.
+
+    Raises:
+        OptionsError: this version of amp_fx does not know the arm's options.
+    """
+    row, _ = count(workload, arm, mode, device)
+    return row
+
+
+def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple[Row, Counter]:
+    """As :func:`measure`, with the graphs behind the counts."""
+    prepared = prepare(workload, arm, mode, device)
+    with warnings.catch_warnings(record=True) as caught, counting() as counter:
+        warnings.simplefilter("always", FallbackWarning)
+        result = prepared.forward()
+        if mode == "training":
+            result.backward()
+    torch._dynamo.reset()
+    notes = tuple(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
+    graphs = sum(kind != "backward" for kind, _ in counter.graphs)
+    if graphs > 1:
+        # a graph's outputs have the dtypes of the program, so amp_fx widens at every break
+        notes += (f"{graphs} graphs: what crosses a graph break is counted, too",)
+    return Row(workload.name, arm.name, mode, counter.forward, counter.backward, notes), counter
+
+
+# --- Command line ---
+
+_BYTES_PER_MB = 1e6
+
+
+def _columns(counts: Counts) -> dict[str, float]:
+    return {
+        "casts": counts.casts,
+        "cast MB": counts.cast_bytes / _BYTES_PER_MB,
+        "moved MB": counts.bytes_moved / _BYTES_PER_MB,
+        "saved MB": counts.saved_bytes / _BYTES_PER_MB,
+        "kernels": counts.kernels,
+        "conversions": counts.conversions,
+    }
+
+
+def _cell(value: float, reference: float | None) -> str:
+    number = f"{value:.2f}" if isinstance(value, float) else str(value)
+    if reference is None:
+        return number
+    if not reference:
+        return f"{number}    =" if value == reference else f"{number}    +"
+    return f"{number} {value / reference:.3f}"
+
+
+def table(rows: Sequence[Row], mode: str) -> str:
+    """One mode: a line per workload and count, a column per arm, each with its ratio to autocast."""
+    rows = [row for row in rows if row.mode == mode]
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    lines = [f"{mode:28}" + "".join(f"{arm:>18}" for arm in arms)]
+    for workload in dict.fromkeys(row.workload for row in rows):
+        by_arm = {row.arm: _columns(row.total) for row in rows if row.workload == workload}
+        for column in _columns(Counts()):
+            if mode != "training" and column == "saved MB":
+                continue
+            cells = ""
+            for arm in arms:
+                if arm not in by_arm:
+                    cells += f"{'-':>18}"
+                    continue
+                reference = by_arm["autocast"][column] if arm != "autocast" and "autocast" in by_arm else None
+                cells += f"{_cell(by_arm[arm][column], reference):>18}"
+            lines.append(f"{workload:18}{column:10}{cells}")
+    return "\n".join(lines)
+
+
+def above_autocast(rows: Sequence[Row]) -> list[str]:
+    """Where an amp_fx arm counts more than autocast, in words."""
+    found: list[str] = []
+    references = {(row.workload, row.mode): _columns(row.total) for row in rows if row.arm == "autocast"}
+    for row in rows:
+        reference = references.get((row.workload, row.mode))
+        if reference is None or ARMS[row.arm].backend != "amp_fx":
+            continue
+        for column, value in _columns(row.total).items():
+            # a conversion in registers costs nothing: reading a low residual stream has one that fp32 has not
+            if column != "conversions" and value > reference[column]:
+                found.append(
+                    f"{row.workload} {row.mode}, {row.arm}: {column} {_cell(value, None)}"
+                    f" > {_cell(reference[column], None)}"
+                )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.counts", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=_DEFAULT, metavar="NAME")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
+    parser.add_argument("--json", metavar="FILE", help="write a header line and one line per row")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args(argv)
+
+    header = describe(args.device)
+    print(", ".join(f"{key} {value}" for key, value in header.items()))
+    rows: list[Row] = []
+    failed: list[str] = []
+    for name in args.only:
+        workload = make(name)
+        for mode in args.modes:
+            for arm in args.arms:
+                print(f"{name} {mode} {arm}", file=sys.stderr)
+                try:
+                    rows.append(measure(workload, ARMS[arm], mode, args.device))
+                except OptionsError as error:
+                    print(f"  skipped: {error}", file=sys.stderr)
+                except Exception as error:  # the other rows are worth having
+                    failed.append(f"{name} {mode} {arm}: {error!r}")
+    for mode in args.modes:
+        print(f"\n{table(rows, mode)}")
+    for line in above_autocast(rows):
+        print(f"above autocast: {line}")
+    for row in rows:
+        for note in row.notes:
+            print(f"note: {row.workload} {row.mode} {row.arm}: {note}")
+    for line in failed:
+        print(f"failed: {line}")
+    if args.json:
+        write(args.json, header, rows)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

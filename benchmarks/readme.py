@@ -1,0 +1,172 @@
+"""Writes the README's numbers from committed results, so that none is typed.
+
+    python -m benchmarks.readme benchmarks/results/counts_*.jsonl benchmarks/results/errors_*.jsonl \\
+        benchmarks/results/timings_*.jsonl
+
+Counts and errors go between ``<!-- numbers:begin -->`` and ``<!-- numbers:end -->``; the timings, if given, between
+``<!-- speed:begin -->`` and ``<!-- speed:end -->``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import TimingRow, read, read_timings
+from benchmarks.tables import relative
+
+__all__ = ["speed", "tables"]
+
+_README = Path(__file__).resolve().parent.parent / "README.md"
+
+#: arm in the results -> column in the README
+_ARMS = {
+    "autocast": "autocast + compile",
+    "off": "amp_fx",
+    "fast": 'amp_fx `"fast"`',
+    "bf16": "bf16 model + compile",
+}
+
+
+#: the same for timings, whose table has what a user would run
+_TIMED = {
+    "training": {
+        "fp32": "fp32 + compile",
+        "amp_fx": "amp_fx",
+        "off": 'amp_fx `profile="off"`',
+        "fast": 'amp_fx `"fast"`',
+        "bf16": "bf16 model + compile",
+    },
+    "inference": {
+        "fp32": "fp32 + compile",
+        "freezing": "autocast + freezing",
+        "bf16": "bf16 model + compile",
+        "amp_fx": "amp_fx",
+        "cache": 'amp_fx `weights="cache"`',
+        "freeze": 'amp_fx `weights="freeze"`',
+    },
+}
+
+
+def tables(
+    head: Mapping[str, Any], counts: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any]]
+) -> str:
+    """The counts and the errors, as Markdown, under what the header of the counts says."""
+    lines = [
+        "Counted, not timed: what all kernels of a step read and write by Inductor's estimate, forward and",
+        "backward, and what the forward saves for the backward; ratios to `torch.compile` + autocast.",
+        'The bf16 model keeps no fp32 master weights. amp_fx with `profile="off"`: every listed op goes low.',
+        f"{head['hardware']}, torch {head['torch']}; reproduce with `python -m benchmarks.counts` and",
+        "`python -m benchmarks.errors`.",
+        "",
+        *_counts_table(counts, "training", ("bytes_moved", "saved_bytes")),
+        "",
+        "Inference, bytes moved:",
+        "",
+        *_counts_table(counts, "inference", ("bytes_moved",)),
+        "",
+        "Accuracy of one step, relative L2 error of all gradients against fp64 (fp32 itself: below 1e-5):",
+        "",
+        *_errors_table(errors),
+    ]
+    return "\n".join(lines)
+
+
+def _counts_table(rows: Sequence[dict[str, Any]], mode: str, columns: Sequence[str]) -> list[str]:
+    names = {"bytes_moved": "moved", "saved_bytes": "saved"}
+    found = {(row["workload"], row["arm"]): row for row in rows if row["mode"] == mode}
+    lines = [
+        "| model | " + " | ".join(f"{arm}, {names[c]}" for c in columns for arm in _ARMS.values()) + " |",
+        "|---" * (1 + len(columns) * len(_ARMS)) + "|",
+    ]
+    for workload in dict.fromkeys(name for name, _ in found):
+        cells = []
+        for column in columns:
+            values = {arm: _total(found[workload, arm], column) for arm in _ARMS}
+            base = values.pop("autocast")
+            cells.append(f"{base / 1e6:.1f} MB")
+            cells += [f"{value / base:.3f}" for value in values.values()]
+        lines.append(f"| {workload} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _total(row: dict[str, Any], column: str) -> int:
+    return row["forward"][column] + row["backward"][column]
+
+
+def _errors_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    found = {(row["workload"], row["arm"]): row["gradient"] for row in rows}
+    lines = ["| model | " + " | ".join(_ARMS.values()) + " |", "|---" * (1 + len(_ARMS)) + "|"]
+    return lines + [
+        f"| {workload} | " + " | ".join(f"{found[workload, arm]:.2e}" for arm in _ARMS) + " |"
+        for workload in dict.fromkeys(name for name, _ in found)
+    ]
+
+
+def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
+    """The timings, as Markdown: times of autocast, and everybody else's as ratios to it."""
+    clock = " of processor time" if head.get("clock") == "cpu" else ""
+    lines = [
+        f"Milliseconds{clock} a step takes with `torch.compile` + autocast, and how many times that the others take:",
+        "medians over interleaved rounds, each arm in a process of its own. Training steps include backward and SGD.",
+        f"{head['hardware']}, threads: {head['threads']}, torch {head['torch']}; reproduce with",
+        "`python -m benchmarks`.",
+    ]
+    if head.get("sizes") == "cpu_no_bf16":
+        lines.append("This CPU has no instructions for bf16: autocast loses by it, amp_fx stays in fp32.")
+    for mode, arms in _TIMED.items():
+        some = [row for row in rows if row.mode == mode]
+        if some:
+            lines += ["", f"{mode.capitalize()}:", "", *_timings_table(some, arms)]
+    return "\n".join(lines)
+
+
+def _timings_table(rows: Sequence[TimingRow], arms: Mapping[str, str]) -> list[str]:
+    present = {row.arm for row in rows if row.times}
+    shown = {arm: label for arm, label in arms.items() if arm in present}
+    lines = [
+        "| model | autocast + compile | " + " | ".join(shown.values()) + " |",
+        "|---" * (2 + len(shown)) + "|",
+    ]
+    for row in rows:
+        if row.arm != "autocast" or not row.times:
+            continue
+        case = [other for other in rows if other.workload == row.workload]
+        ratios = [relative(case, arm, "autocast").median for arm in shown]
+        cells = [f"{1e3 * row.time.median:.1f} ms", *("-" if math.isnan(r) else f"{r:.2f}" for r in ratios)]
+        lines.append(f"| {row.workload} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _replace(text: str, name: str, section: str) -> str:
+    """Puts a section between its markers.
+
+    Raises:
+        ValueError: the text has no such markers.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"README.md has no {begin} ... {end} to write to")
+    return f"{before}{begin}\n{section}\n{end}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    paths = list(sys.argv[1:] if argv is None else argv)
+    if len(paths) not in (2, 3):
+        print("usage: python -m benchmarks.readme COUNTS.jsonl ERRORS.jsonl [TIMINGS.jsonl]", file=sys.stderr)
+        return 2
+    head, counts = read(paths[0])
+    text = _replace(_README.read_text(encoding="utf-8"), "numbers", tables(head, counts, read(paths[1])[1]))
+    if len(paths) == 3:
+        text = _replace(text, "speed", speed(*read_timings(paths[2])))
+    _README.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

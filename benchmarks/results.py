@@ -1,0 +1,142 @@
+"""Results files: a header line that says where the numbers come from, then one line of JSON per row."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.spread import Spread, spread
+
+__all__ = ["TimingRow", "describe", "read", "read_timings", "write"]
+
+
+@dataclass(frozen=True)
+class TimingRow:
+    """What was measured of one case and arm. None: not measured, or not to be had on this device.
+
+    Attributes:
+        workload: the case.
+        family: cases that differ in one size alone share it.
+        sizes: arguments that the model was built with.
+        times: seconds of a step, one number per round; rounds of one case belong together across arms.
+        compile_cold: seconds of the first step beyond a later one, with empty caches.
+        compile_warm: the same with Dynamo reset and the caches on disk filled.
+        pass_seconds: of them, amp_fx's capture and passes.
+        nodes: of the captured graph.
+        peak_bytes: what a step needs beyond what is there between steps: activations, gradients, casts.
+        host_reads: values that the host read from tensors in a step; on a GPU it waits at each.
+        counts: sums over a step of :class:`benchmarks.counts.Counts`, by name.
+        output_error: relative distance of the loss, or of the output, to fp64.
+        gradient_error: relative L2 distance of all gradients to fp64.
+        notes: reasons that the row does not measure what its name says, or is not there.
+    """
+
+    workload: str
+    family: str
+    mode: str
+    arm: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    times: tuple[float, ...] = ()
+    compile_cold: float | None = None
+    compile_warm: float | None = None
+    pass_seconds: float | None = None
+    nodes: int | None = None
+    peak_bytes: int | None = None
+    host_reads: int | None = None
+    counts: Mapping[str, int] | None = None
+    output_error: float | None = None
+    gradient_error: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def time(self) -> Spread:
+        """Median and quartiles of a step, in seconds."""
+        return spread(self.times)
+
+
+def describe(device: str) -> dict[str, Any]:
+    """What a results file has to say about where it comes from."""
+    return {
+        "hardware": _hardware(device),
+        "processor": _processor(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
+        "date": datetime.date.today().isoformat(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        **({"clocks": clocks()} if device == "cuda" else {}),
+    }
+
+
+def clocks() -> str:
+    """SM and memory clocks of the GPU now, and its highest SM clock, in MHz."""
+    return _output(
+        "nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader", "--id=0"
+    )
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def write(path: str | os.PathLike[str], header: Mapping[str, Any], rows: Iterable[Any]) -> None:
+    """Writes dataclass rows under a header."""
+    lines = ({"header": dict(header)}, *map(asdict, rows))
+    Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the rows of a file, as they were written.
+
+    Raises:
+        ValueError: not a results file.
+    """
+    with open(path, encoding="utf-8") as file:
+        first, *rest = [json.loads(line) for line in file] or [{}]
+    if not isinstance(first, dict) or not isinstance(first.get("header"), dict):
+        raise ValueError(f"{os.fspath(path)!r} is not a results file: its first line has no header.")
+    return first["header"], rest
+
+
+def read_timings(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[TimingRow]]:
+    """The header and the rows of a file of ``python -m benchmarks``.
+
+    Raises:
+        ValueError: not a results file, or one of another command.
+    """
+    header, rows = read(path)
+    if any("times" not in row for row in rows):
+        raise ValueError(
+            f"{os.fspath(path)!r} has rows without times: `python -m benchmarks` did not write it."
+        )
+    return header, [
+        TimingRow(**{**row, "times": tuple(row["times"]), "notes": tuple(row["notes"])}) for row in rows
+    ]

@@ -1,0 +1,222 @@
+"""Measuring cases: a process per arm, compiled one after the other, then timed round by round in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.arms import ARMS, Arm, arms_for
+from benchmarks.cases import Case
+from benchmarks.results import TimingRow
+
+__all__ = ["MEASURES", "Settings", "measure"]
+
+#: beside time and compile time, in the order they are taken
+MEASURES = ("memory", "reads", "warm", "passes", "counts", "errors")
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+#: an arm steps for about so long in a round; seconds
+_ROUND_SECONDS = 0.1
+_MAX_STEPS = 50
+#: with less, quartiles mean nothing
+_MIN_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is asked for.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        sizes: a name in ``benchmarks.cases.SIZES``.
+        arms: names in ``ARMS``; those that make no sense for a case are left out.
+        rounds: how many.
+        clock: a name in ``benchmarks.timing.CLOCKS``.
+        caches: a folder for Inductor's caches that arms and runs share; cold compile times then mean nothing and
+            are left out. None: every arm compiles from nothing.
+        measures: names in ``MEASURES``.
+        deadline: of ``time.monotonic``; after it rounds are cut short and further measures left out.
+    """
+
+    device: str = "cpu"
+    sizes: str = "cpu"
+    arms: Sequence[str] = tuple(ARMS)
+    rounds: int = 15
+    clock: str = "wall"
+    caches: str | None = None
+    measures: Sequence[str] = MEASURES
+    deadline: float = float("inf")
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+class _StoppedError(Exception):
+    """An arm cannot be measured, or not any further; the message says why."""
+
+
+@dataclass
+class _Worker:
+    """The parent's end of one process."""
+
+    arm: Arm
+    process: subprocess.Popen[str]
+    log: Path
+    steps: int = 1
+    times: list[float] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, arm: Arm, folder: Path, caches: str | None) -> _Worker:
+        log = folder / f"{arm.name}.log"
+        # caches of its own, so that the first compilation is a cold one
+        cache = os.path.abspath(caches) if caches else str(folder / arm.name)
+        environment = {**os.environ, **arm.env, "TORCHINDUCTOR_CACHE_DIR": cache}
+        with log.open("w", encoding="utf-8") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=_ROOT,
+                env=environment,
+            )
+        return cls(arm, process, log)
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """One request and its reply.
+
+        Raises:
+            _StoppedError: the arm is not to be had here, or failed.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise _StoppedError(f"failed: the process ended with {self.process.wait()}; {self._last_words()}")
+        reply = json.loads(line)
+        for kind in ("skipped", "failed"):
+            if kind in reply:
+                raise _StoppedError(f"{kind}: {reply[kind]}")
+        return reply
+
+    def _last_words(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def stop(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+def measure(
+    case: Case, settings: Settings, progress: Callable[[str], None] = lambda _: None
+) -> list[TimingRow]:
+    """Measures all arms of one case; a row for each, also for those that could not be measured.
+
+    Args:
+        case: it must have sizes of the name that the settings give.
+        settings: what to measure.
+        progress: told what is being done.
+    """
+    sensible = arms_for(case.mode, settings.device)
+    names = [n for n in settings.arms if n in sensible and (not case.arms or n in case.arms)]
+    workers: list[_Worker] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            # imports overlap; what is measured does not
+            workers += (_Worker.start(ARMS[name], Path(folder), settings.caches) for name in names)
+            running = [
+                worker for worker in _each(workers, progress, "compile") if _compile(worker, case, settings)
+            ]
+            _rounds(running, settings, progress)
+            for worker in _each(running, progress, "measure"):
+                _extras(worker, settings)
+        finally:
+            for worker in workers:
+                worker.stop()
+    template = TimingRow(case.name, case.family, case.mode, "", dict(case.sizes[settings.sizes]))
+    return [
+        replace(template, arm=w.arm.name, times=tuple(w.times), notes=tuple(w.notes), **w.fields)
+        for w in workers
+    ]
+
+
+def _each(workers: list[_Worker], progress: Callable[[str], None], doing: str) -> Iterator[_Worker]:
+    for worker in workers:
+        progress(f"{doing} {worker.arm.name}")
+        yield worker
+
+
+def _compile(worker: _Worker, case: Case, settings: Settings) -> bool:
+    try:
+        first = worker.ask(
+            "start",
+            case=case.name,
+            arm=worker.arm.name,
+            sizes=settings.sizes,
+            device=settings.device,
+        )
+    except _StoppedError as reason:
+        worker.notes.append(str(reason))
+        return False
+    if settings.caches is None:
+        worker.fields["compile_cold"] = first["compile"]
+    worker.notes += first["notes"]
+    worker.steps = max(1, min(_MAX_STEPS, round(_ROUND_SECONDS / first["step"])))
+    return True
+
+
+def _rounds(workers: list[_Worker], settings: Settings, progress: Callable[[str], None]) -> None:
+    """Times the arms in turn; each round begins with another, so that none always follows the same."""
+    for index in range(settings.rounds):
+        if settings.late and index >= _MIN_ROUNDS:
+            for worker in workers:
+                worker.notes.append(f"time was up after {index} rounds")
+            return
+        progress(f"round {index + 1} of {settings.rounds}")
+        shift = index % len(workers) if workers else 0
+        for worker in workers[shift:] + workers[:shift]:
+            try:
+                worker.times.append(
+                    median(worker.ask("round", steps=worker.steps, clock=settings.clock)["seconds"])
+                )
+            except _StoppedError as reason:
+                worker.notes.append(f"round {index + 1} {reason}")
+                workers.remove(worker)
+
+
+def _extras(worker: _Worker, settings: Settings) -> None:
+    for name in settings.measures:
+        if settings.late:
+            worker.notes.append(f"no time for {name}")
+            continue
+        try:
+            worker.fields.update(worker.ask(name))
+        except _StoppedError as reason:
+            worker.notes.append(f"{name} {reason}")

@@ -1,0 +1,538 @@
+"""The models that are measured, at sizes where activations outweigh weights. Nothing is downloaded.
+
+Every workload computes its loss inside the compiled function, so that no arm has to widen its outputs to the
+dtype of the fp32 program: what is compared is the model, not its boundary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.gpt import GPT, GPTConfig
+
+__all__ = ["WORKLOADS", "Batch", "Build", "Workload", "build_workload", "make"]
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model with what it takes to run it.
+
+    Attributes:
+        name: the key in ``WORKLOADS``.
+        model: fp32, in training mode; copy it before use. Called with the batch, it returns the loss or an
+            output that has one.
+        batch: its keyword arguments.
+    """
+
+    name: str
+    model: nn.Module
+    batch: Batch
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {}
+
+
+Build = Callable[..., tuple[nn.Module, Batch]]
+
+
+def make(name: str) -> Workload:
+    """Builds a workload of ``WORKLOADS``; the same weights each time, whatever was drawn before."""
+    return WORKLOADS[name]()
+
+
+def build_workload(name: str, build: Build, **sizes: int) -> Workload:
+    """Builds a model of any size; the same weights each time, whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, batch = build(**sizes)
+    return Workload(name, model.train(), batch)
+
+
+def _workload(build: Build) -> Build:
+    WORKLOADS[build.__name__] = functools.partial(build_workload, build.__name__, build)
+    return build
+
+
+def _tokens(*shape: int, vocab: int) -> Tensor:
+    return torch.randint(vocab, shape)
+
+
+def _padding_mask(batch: int, length: int) -> Tensor:
+    """The last rows are shorter than the first, as in a padded batch."""
+    lengths = torch.linspace(length, length // 2, batch).round().long()
+    return (torch.arange(length) < lengths[:, None]).long()
+
+
+# --- The activation-heavy rows: 4 layers, width 256, 8 x 512 tokens ---
+
+
+@_workload
+def gpt_512(
+    batch: int = 8, length: int = 512, layers: int = 4, width: int = 256, vocab: int = 1024
+) -> tuple[nn.Module, Batch]:
+    """LayerNorm, GELU, fused attention, tied head."""
+    config = GPTConfig(vocab=vocab, context=length, layers=layers, heads=width // 64, width=width)
+    tokens = _tokens(batch, length + 1, vocab=config.vocab)
+    return GPT(config), {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+class _RMSNorm(nn.Module):
+    """As Hugging Face writes it: it widens its input itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class _LlamaBlock(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.size = heads, kv_heads, width // heads
+        self.norm1 = _RMSNorm(width)
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, kv_heads * self.size, bias=False)
+        self.v = nn.Linear(width, kv_heads * self.size, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = _RMSNorm(width)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Sequence[Tensor] = ()) -> Tensor:
+        batch, length, width = x.shape
+        h = self.norm1(x)
+        q = _rotate(self.q(h).view(batch, length, self.heads, self.size).transpose(1, 2), cos, sin)
+        k = _rotate(self.k(h).view(batch, length, self.kv_heads, self.size).transpose(1, 2), cos, sin)
+        v = self.v(h).view(batch, length, self.kv_heads, self.size).transpose(1, 2)
+        if past:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
+        groups = self.heads // self.kv_heads
+        k, v = (
+            t[:, :, None].expand(-1, -1, groups, -1, -1).reshape(batch, self.heads, t.shape[2], self.size)
+            for t in (k, v)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=not past)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class _Llama(nn.Module):
+    def __init__(self, vocab: int, layers: int, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(_LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers))
+        self.norm = _RMSNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.size = width // heads
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
+
+    def logits(self, tokens: Tensor, past: Sequence[Sequence[Tensor]] = ()) -> Tensor:
+        """Logits after each token; ``past`` has the keys and values of earlier ones, layer by layer."""
+        x = self.tokens(tokens)
+        start = past[0][0].shape[2] if past else 0
+        # as Hugging Face does: angles in fp32, their cosines in the dtype of the stream
+        inverse = 10000.0 ** (-torch.arange(0, self.size, 2, device=tokens.device).float() / self.size)
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        angles = positions.float()[:, None] * inverse
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for index, block in enumerate(self.blocks):
+            x = block(x, cos, sin, past[index] if past else ())
+        return self.head(self.norm(x))
+
+
+class _LlamaDecoder(_Llama):
+    """One token after a context: what generation does over and over."""
+
+    def forward(self, tokens: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self.logits(tokens, list(zip(keys.unbind(), values.unbind(), strict=True)))
+
+
+def llama_decode(
+    batch: int, context: int, layers: int, width: int, hidden: int, vocab: int
+) -> tuple[nn.Module, Batch]:
+    """A decode step: weights outweigh everything else."""
+    heads = width // 128
+    model = _LlamaDecoder(vocab, layers, width, heads=width // 64, kv_heads=heads, hidden=hidden)
+    past = (layers, batch, heads, context, 64)
+    return model, {
+        "tokens": _tokens(batch, 1, vocab=vocab),
+        "keys": torch.randn(past),
+        "values": torch.randn(past),
+    }
+
+
+@_workload
+def llama_512(
+    batch: int = 8, length: int = 512, layers: int = 4, width: int = 256, hidden: int = 688, vocab: int = 1024
+) -> tuple[nn.Module, Batch]:
+    """RMS norms, rotary positions, grouped-query attention, SwiGLU."""
+    tokens = _tokens(batch, length + 1, vocab=vocab)
+    model = _Llama(vocab, layers, width, heads=width // 64, kv_heads=width // 128, hidden=hidden)
+    return model, {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+# --- Hugging Face transformers. Imported on use: it takes seconds. ---
+
+
+def _config(config_class: Callable[..., Any], **settings: Any) -> Any:
+    """Builds a config; its signature does not show the settings that it takes for its base class."""
+    return config_class(**settings)
+
+
+@_workload
+def bert(
+    batch: int = 8, length: int = 128, layers: int = 2, width: int = 256, vocab: int = 512
+) -> tuple[nn.Module, Batch]:
+    """Encoder with a padding mask."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = _config(
+        BertConfig,
+        vocab_size=vocab,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+        max_position_embeddings=length,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=4,
+        attn_implementation="sdpa",
+    )
+    return BertForSequenceClassification(config), {
+        "input_ids": _tokens(batch, length, vocab=vocab),
+        "attention_mask": _padding_mask(batch, length),
+        "labels": _tokens(batch, vocab=4),
+    }
+
+
+@_workload
+def gpt2(
+    batch: int = 8, length: int = 128, layers: int = 2, width: int = 256, vocab: int = 512
+) -> tuple[nn.Module, Batch]:
+    """Decoder whose linears are ``addmm`` (Conv1D) and whose head is tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = _config(
+        GPT2Config,
+        vocab_size=vocab,
+        n_positions=length,
+        n_embd=width,
+        n_layer=layers,
+        n_head=width // 64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    tokens = _tokens(batch, length, vocab=vocab)
+    model = GPT2LMHeadModel(config)
+    # otherwise transformers logs a warning about it, and that breaks the graph before the loss
+    model.loss_type = "ForCausalLM"
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def _hf_llama(attention: str) -> tuple[nn.Module, Batch]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = _config(
+        LlamaConfig,
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation=attention,
+    )
+    tokens = _tokens(8, 128, vocab=512)
+    return LlamaForCausalLM(config), {
+        "input_ids": tokens,
+        "attention_mask": _padding_mask(8, 128),
+        "labels": tokens,
+    }
+
+
+@_workload
+def llama() -> tuple[nn.Module, Batch]:
+    """Decoder with RMS norms, rotary positions and grouped-query attention."""
+    return _hf_llama("sdpa")
+
+
+@_workload
+def llama_eager() -> tuple[nn.Module, Batch]:
+    """The same with attention spelled out: the softmax asks for fp32 itself."""
+    return _hf_llama("eager")
+
+
+@_workload
+def t5(
+    batch: int = 8, length: int = 128, layers: int = 2, width: int = 256, vocab: int = 512
+) -> tuple[nn.Module, Batch]:
+    """Encoder, decoder with cross attention, relative position bias, norms that widen to fp32 themselves."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = _config(
+        T5Config,
+        vocab_size=vocab,
+        d_model=width,
+        d_kv=64,
+        d_ff=4 * width,
+        num_layers=layers,
+        num_decoder_layers=layers,
+        num_heads=width // 64,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    return T5ForConditionalGeneration(config), {
+        "input_ids": _tokens(batch, length, vocab=vocab),
+        "attention_mask": _padding_mask(batch, length),
+        "labels": _tokens(batch, length // 2, vocab=vocab),
+    }
+
+
+@_workload
+def resnet(
+    batch: int = 8, image: int = 64, width: int = 64, stages: int = 3, layers: int = 2
+) -> tuple[nn.Module, Batch]:
+    """Residual convolutions with BatchNorm: training mode updates the running statistics."""
+    hidden = [width * 2**stage for stage in range(stages)]
+    return _hf_resnet(batch, image, width, hidden, [layers] * stages, "basic")
+
+
+def resnet50(batch: int, image: int = 32) -> tuple[nn.Module, Batch]:
+    """Bottleneck blocks, on images of CIFAR's shape."""
+    return _hf_resnet(batch, image, 64, [256, 512, 1024, 2048], [3, 4, 6, 3], "bottleneck")
+
+
+def _hf_resnet(
+    batch: int, image: int, width: int, hidden: list[int], depths: list[int], kind: str
+) -> tuple[nn.Module, Batch]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = _config(
+        ResNetConfig,
+        embedding_size=width,
+        hidden_sizes=hidden,
+        depths=depths,
+        layer_type=kind,
+        num_labels=4,
+    )
+    return ResNetForImageClassification(config), {
+        "pixel_values": torch.randn(batch, 3, image, image),
+        "labels": _tokens(batch, vocab=4),
+    }
+
+
+@_workload
+def vit(
+    batch: int = 8, image: int = 64, patch: int = 8, layers: int = 2, width: int = 256
+) -> tuple[nn.Module, Batch]:
+    """Patches by convolution, then an encoder."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = _config(
+        ViTConfig,
+        image_size=image,
+        patch_size=patch,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=4,
+    )
+    return ViTForImageClassification(config), {
+        "pixel_values": torch.randn(batch, 3, image, image),
+        "labels": _tokens(batch, vocab=4),
+    }
+
+
+# --- Named pieces ---
+
+
+class _NaiveAttention(nn.Module):
+    """Two matmuls, a scale, a mask and a softmax: no fused kernel hides what is kept of them."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            t.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for t in self.qkv(x).chunk(3, dim=-1)
+        )
+        scores = q @ k.transpose(-2, -1) * (width // self.heads) ** -0.5
+        weights = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
+        attended = (weights @ v).transpose(1, 2).reshape(batch, length, width)
+        return F.mse_loss(self.out(attended), target)
+
+
+@_workload
+def naive_attention() -> tuple[nn.Module, Batch]:
+    mask = torch.ones(256, 256, dtype=torch.bool).triu(1)
+    x, target = torch.randn(4, 256, 256), torch.randn(4, 256, 256)
+    return _NaiveAttention(256, 4), {"x": x, "mask": mask, "target": target}
+
+
+class _RMSNormBlock(nn.Module):
+    """A residual stream whose norms feed several linears each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.norm2 = nn.RMSNorm(width)
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        x = x + F.silu(self.q(h)) * self.k(h) + self.v(h)
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class _RMSNormStack(nn.Module):
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(_RMSNormBlock(width) for _ in range(blocks)))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.blocks(x), target)
+
+
+@_workload
+def rms_norm() -> tuple[nn.Module, Batch]:
+    """The block of pytorch#188955: its casts have several readers and become kernels of their own."""
+    x, target = torch.randn(8, 256, 256), torch.randn(8, 256, 256)
+    return _RMSNormStack(256, 2), {"x": x, "target": target}
+
+
+# --- Shapes of other fields ---
+
+
+class _Regression(nn.Module):
+    """Layers in a row, with a mean squared error at the end if there is a target."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        y = self.layers(x)
+        return y if target is None else F.mse_loss(y, target)
+
+
+def mlp(batch: int, width: int, layers: int = 3) -> tuple[nn.Module, Batch]:
+    """Square linears with ReLUs in between: torch for R's tutorial on mixed precision."""
+    pairs = [(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
+    parts = [part for pair in pairs for part in pair][:-1]
+    return _Regression(*parts), {"x": torch.randn(batch, width), "target": torch.randn(batch, width)}
+
+
+def linears(batch: int, width: int, layers: int = 4) -> tuple[nn.Module, Batch]:
+    """Linears, each with a ReLU, and no loss: inference whose cost at small batches is the weights."""
+    pairs = [(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
+    return _Regression(*(part for pair in pairs for part in pair)), {"x": torch.randn(batch, width)}
+
+
+class _GAN(nn.Module):
+    """Both losses of a DCGAN step; the discriminator's parameters get no gradient from the generator's."""
+
+    def __init__(self, width: int, noise: int) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(
+            nn.ConvTranspose2d(noise, 2 * width, 4, bias=False),
+            nn.BatchNorm2d(2 * width),
+            nn.ReLU(),
+            nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.ConvTranspose2d(width, 3, 4, stride=2, padding=1),
+            nn.Tanh(),
+        )
+        self.discriminator = nn.Sequential(
+            nn.Conv2d(3, width, 4, stride=2, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(2 * width, 1, 4),
+            nn.Flatten(),
+        )
+
+    def forward(self, noise: Tensor, real: Tensor) -> Tensor:
+        fake = self.generator(noise)
+        fixed = {name: value.detach() for name, value in self.discriminator.named_parameters()}
+        judged = torch.func.functional_call(self.discriminator, fixed, (fake,))
+        on_real, on_fake = self.discriminator(real), self.discriminator(fake.detach())
+        return F.softplus(-on_real).mean() + F.softplus(on_fake).mean() + F.softplus(-judged).mean()
+
+
+def gan(batch: int, width: int, noise: int = 64) -> tuple[nn.Module, Batch]:
+    """Convolutions and transposed ones, on images of 16 x 16."""
+    real = torch.randn(batch, 3, 16, 16).tanh()
+    return _GAN(width, noise), {"noise": torch.randn(batch, noise, 1, 1), "real": real}
+
+
+class _Policy(nn.Module):
+    """A clipped policy-gradient step on a small actor and critic."""
+
+    def __init__(self, observed: int, actions: int, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(observed, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+        self.actor, self.critic = nn.Linear(width, actions), nn.Linear(width, 1)
+
+    def forward(self, seen: Tensor, action: Tensor, old: Tensor, advantage: Tensor, target: Tensor) -> Tensor:
+        features = self.body(seen)
+        log_prob = self.actor(features).log_softmax(-1).gather(1, action[:, None])[:, 0]
+        ratio = (log_prob - old).exp()
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return F.mse_loss(self.critic(features)[:, 0], target) - gain.mean()
+
+
+def policy(batch: int, width: int = 64) -> tuple[nn.Module, Batch]:
+    """An update of reinforcement learning: so small that casts cannot pay."""
+    return _Policy(17, 6, width), {
+        "seen": torch.randn(batch, 17),
+        "action": _tokens(batch, vocab=6),
+        "old": torch.randn(batch) - 2,
+        "advantage": torch.randn(batch),
+        "target": torch.randn(batch),
+    }
