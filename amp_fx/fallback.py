@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -82,10 +83,35 @@ def _runs(gm: fx.GraphModule) -> bool:
     """True if the graph runs on its own fake inputs."""
     fakes = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), contextlib.nullcontext())
+    trial = _Trial(gm)
     try:
         with mode, torch.no_grad(), enable_autocast("cpu", False, torch.bfloat16):
-            fx.Interpreter(gm).run(*fakes)
+            trial.run(*fakes)
     except RuntimeError:
         # this is the question asked, not an error of ours: autocast does not work on this graph
         return False
+    finally:
+        trial.close()
     return True
+
+
+class _Trial(fx.Interpreter):
+    """Runs a graph that may fail inside a region of autocast."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._open: list[Any] = []
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call, and notes the regions that it enters and leaves."""
+        result = super().call_function(target, args, kwargs)
+        if target is torch.amp.autocast_mode._enter_autocast:
+            self._open.append(result)
+        elif target is torch.amp.autocast_mode._exit_autocast:
+            self._open.remove(args[0])
+        return result
+
+    def close(self) -> None:
+        """Leaves the regions that a failure left open. Within one, eager autocast would keep old casts of weights."""
+        while self._open:
+            torch.amp.autocast_mode._exit_autocast(self._open.pop())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["TooLongError", "read_text", "write_text"]
+__all__ = ["TooLongError", "read_text", "write_bytes", "write_text"]
 
 
 class TooLongError(ValueError):
@@ -13,7 +13,12 @@ class TooLongError(ValueError):
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a UTF-8 file: all of it, or nothing and the old file stays.
+    """Writes a UTF-8 file as :func:`write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes a file: all of it, or nothing and the old file stays.
 
     Raises:
         OSError: the file cannot be written.
@@ -22,8 +27,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     # beside the target, because a rename is atomic only within a file system
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with draft.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, target)

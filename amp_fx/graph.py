@@ -24,6 +24,7 @@ from amp_fx._torch import (
 from amp_fx.errors import VerifyError
 
 __all__ = [
+    "COPY_META",
     "LOW_DTYPES",
     "argument_value",
     "arguments",
@@ -52,6 +53,9 @@ __all__ = [
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _PLACED_DTYPES = (torch.float32, *LOW_DTYPES)
+
+#: node.meta key of an input that is a low copy of a weight: the name of the input that it is a copy of
+COPY_META = "amp_fx_copy_of"
 
 #: Dynamo writes a module's path as Python source: L['self'].encoder._modules['layer']._modules['0']
 _FRAME_LOCAL = re.compile(r"^[LG]\['\w+'\]")

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from amp_fx._torch import FakeTensor
 from amp_fx.errors import WeightsError
-from amp_fx.graph import is_parameter, storage_of, written_storages
-from amp_fx.passes.cache_weights import COPY_META
+from amp_fx.graph import COPY_META, is_parameter, storage_of, written_storages
 from amp_fx.weights import LowCopies, OnDeath, Watch
 
 __all__ = ["FrozenGraph", "cached", "copied_weights", "in_inference_mode", "weight_inputs"]

@@ -20,6 +20,7 @@ from amp_fx._torch import HigherOrderOperator, size_hint
 from amp_fx.errors import PlanError
 from amp_fx.files import write_text
 from amp_fx.graph import (
+    COPY_META,
     cast_bytes,
     is_cast,
     is_eligible,
@@ -130,6 +131,7 @@ class InputPlan:
         shape: symbolic sizes by their hint.
         bytes: its size.
         alias: in a body, the name of the outer value that is passed here; else an empty string.
+        copy_of: name of the input that this is a low copy of, kept across calls; else an empty string.
     """
 
     name: str
@@ -138,6 +140,7 @@ class InputPlan:
     shape: tuple[int, ...]
     bytes: int
     alias: str = ""
+    copy_of: str = ""
 
 
 @dataclass
@@ -342,6 +345,7 @@ def input_plan(node: fx.Node, path: str) -> InputPlan | None:
         dtype=value.dtype if value.is_floating_point() else None,
         shape=_shape(value),
         bytes=numel(value) * value.dtype.itemsize,
+        copy_of=node.meta.get(COPY_META, ""),
     )
 
 

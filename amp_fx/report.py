@@ -22,7 +22,7 @@ from amp_fx.advice import Advice, Risk, advise, rank_risks
 from amp_fx.diff import Diff, diff_plans
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.files import TooLongError, read_text, write_text
-from amp_fx.plan import Plan, dtype_name
+from amp_fx.plan import InputPlan, Plan, dtype_name
 from amp_fx.schema import SchemaError, decode
 
 __all__ = ["SUFFIXES", "Cost", "Report"]
@@ -139,6 +139,12 @@ class Report:
             )
         return found
 
+    @property
+    def held(self) -> list[InputPlan]:
+        """The low copies of weights that graphs without gradients keep across calls, each once."""
+        copies = (given for plan in self.plans for given in plan.inputs if given.copy_of)
+        return list({(given.name, given.bytes): given for given in copies}.values())
+
     def table(self) -> str:
         """Calls by op and dtype, forward and backward together, most frequent op first."""
         columns, calls = self._calls()
@@ -218,6 +224,9 @@ class Report:
                 cells += f"{number + _size(nbytes):>24}"
             else:
                 lines.append(f"  {title:<28}{cells}")
+        if held := self.held:
+            kept = f"{len(held)}, {_size(sum(given.bytes for given in held))}"
+            lines.append(f"  {'low copies of weights kept':<28}{kept:>24}")
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,6 +237,7 @@ class Report:
             "summary": {
                 "shares": self.shares(),
                 "costs": {name: asdict(cost) for name, cost in self.compared().items()},
+                "held_bytes": sum(given.bytes for given in self.held),
                 "risks": [asdict(risk) for risk in self.risks],
                 "advice": [asdict(row) for row in self.advice],
                 "graph_breaks": self.graph_breaks,

@@ -7,14 +7,11 @@ from typing import ClassVar
 
 import torch.fx as fx
 
-from amp_fx.graph import LOW_DTYPES, is_cast, storage_of, written_storages
+from amp_fx.graph import COPY_META, LOW_DTYPES, is_cast, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plan import dtype_name
 
-__all__ = ["COPY_META", "CacheWeights"]
-
-#: node.meta key of an input that is a low copy: the name of the input that it is a copy of
-COPY_META = "amp_fx_copy_of"
+__all__ = ["CacheWeights"]
 
 
 @dataclass(frozen=True)

@@ -24,3 +24,7 @@ def _fresh_state() -> Iterator[None]:
     yield
     for device in ("cpu", "cuda"):
         assert not torch.is_autocast_enabled(device), f"the test left torch.autocast({device!r}) on"
+    # while it is not zero, autocast keeps its casts of weights: eager code would go on with old ones
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    assert depth == 0, f"the test left {depth} of autocast's regions open"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import graphviz
 
 from amp_fx.errors import AmpFxError
-from amp_fx.files import write_text
+from amp_fx.files import write_bytes, write_text
 from amp_fx.viz.schema import Cast, Drawing, Graph, Group, Node, short_dtype
 from amp_fx.viz.style import (
     CHANGED,
@@ -64,7 +64,7 @@ def write(model: Drawing, path: Path, depth: int = DEPTH) -> None:
     if suffix == ".png":
         picture.attr(dpi=_DPI)
     try:
-        path.write_bytes(picture.pipe(format=suffix.removeprefix(".")))
+        write_bytes(path, picture.pipe(format=suffix.removeprefix(".")))
     except graphviz.ExecutableNotFound as error:
         raise AmpFxError(f"cannot write {path.name}: {_HINT}.") from error
     except graphviz.CalledProcessError as error:

@@ -209,8 +209,11 @@ class _Builder:
 
     def _add_input(self, given: InputPlan, reader: int) -> int:
         """Draws an input; parameters beside their first reader, in one box for all it reads."""
-        match = _GIVEN.search(given.name)
+        match = _GIVEN.search(given.copy_of or given.name)
         label = match.group(1) if match else given.name
+        if given.copy_of:
+            group = self.nodes[reader]["group"]
+            return self._add_value("parameter", given, label, group, "a low copy, kept across calls")
         if not given.parameter:
             return self._add_value("input", given, label, 0, "an input of the graph")
         if reader not in self._parameters:

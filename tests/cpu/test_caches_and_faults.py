@@ -82,9 +82,9 @@ print(torch.compile(lambda x: (x @ x).tanh(), backend="amp_fx", options={"profil
 """
 
 
-def run_with(**environment: str) -> subprocess.CompletedProcess[str]:
+def run_with(before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
+        [sys.executable, "-c", before + _SCRIPT],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -106,6 +106,16 @@ def test_a_cache_directory_that_cannot_be_written_is_named(tmp_path: Path) -> No
     done = run_with(TORCHINDUCTOR_CACHE_DIR=str(blocked / "cache"))
     assert done.returncode != 0
     assert str(blocked) in done.stderr
+    assert "FallbackWarning" not in done.stderr
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    # no file can grow beyond 100 bytes: a write fails half-way
+    limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, {resource.RLIM_INFINITY}))\n"
+    done = run_with(limit, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.returncode != 0
+    assert "File too large" in done.stderr
     assert "FallbackWarning" not in done.stderr
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import amp_fx
 from amp_fx import OptionsError, WeightsError, weights
 from amp_fx.options import Options
 from amp_fx.profile import DeviceProfile
@@ -93,9 +94,12 @@ def test_outputs_are_those_of_the_weights_of_the_moment(mode: str) -> None:
 def test_by_default_copies_live_across_calls_under_inference_mode_only() -> None:
     net, x = new_net(), tokens()
     run = compiled(net, "auto")
-    with torch.no_grad():
+    with torch.no_grad(), amp_fx.record() as recording:
         within = run(x)
     assert weights.held_bytes() == 0
+    # what the graph for inference mode will hold is known before
+    assert "low copies of weights kept" in str(recording.reports[0])
+    assert sum(given.bytes for given in recording.reports[0].held) == 2 * (16 * 16 * 3 + 16 + 24 * 16)
     with torch.inference_mode():
         across = run(x)
         # the convolution and the table, for the head; rows are looked up in the fp32 table

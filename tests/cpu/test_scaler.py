@@ -724,8 +724,10 @@ def test_a_step_that_began_before_any_graph_used_the_scaler_ends_as_torchs() -> 
     exact = [fp32_gradients(m, lambda m: loss_of(m, x)) for m in (eager, model)]
     scaler.scale(loss_of(eager, x)).backward()  # times 128
     scaler.scale(loss_of(compiled(model), x)).backward()  # in this step, too
-    for own, gradients in zip((eager, model), exact, strict=True):
-        scaler.unscale_(sgd(own))
+    # kept: a scaler knows optimizers by their id
+    optimizers = [sgd(eager), sgd(model)]
+    for own, optimizer, gradients in zip((eager, model), optimizers, exact, strict=True):
+        scaler.unscale_(optimizer)
         assert gradients_are(own, gradients)
         own.zero_grad()
     scaler.update()

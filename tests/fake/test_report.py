@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_fx import AmpFxError, Plan, Report, record
-from amp_fx.files import write_text
 from amp_fx.plan import dtype_name
 from amp_fx.recording import publish
 from amp_fx.report import SUFFIXES, Cost
@@ -215,18 +217,28 @@ def test_another_suffix_is_refused(report: Report, tmp_path: Path) -> None:
         report.save(tmp_path / "report.htm")
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "report.json"
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """No file of this process can grow beyond 100 bytes: as on a full disk, a write fails half-way."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_where_there_is_no_room_the_old_file_stays(report: Report, tmp_path: Path, suffix: str) -> None:
+    if suffix in (".svg", ".png") and shutil.which("dot") is None:
+        pytest.skip("needs Graphviz")
+    path = tmp_path / f"report{suffix}"
     path.write_text("old")
-
-    def fail(*args: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_text(path, "new")
+    with no_room(), pytest.raises(OSError, match="File too large"):
+        report.save(path)
     assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["report.json"]
+    assert os.listdir(tmp_path) == [path.name]
 
 
 class Tags(HTMLParser):
