@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_map
 
-from amp_fx._torch import OpOverload
+from amp_fx._torch import OpOverload, size_hint
 from amp_fx.graph import fake_arguments, is_eligible, is_view, matmul_flops, numel
 from amp_fx.plan import dtype_name, node_plan
 from amp_fx.policy import OpClass
@@ -36,6 +36,8 @@ __all__ = ["CostModel"]
 _UNIT = 1
 #: their gradients do not depend on their inputs
 _LINEAR_OPS = frozenset({"add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "neg", "sum", "mean"})
+#: matmuls with a weight, and its position among the arguments
+_WEIGHTED = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
 #: they read as many elements as they return, however large the table
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "take", "index.Tensor"})
 
@@ -158,7 +160,23 @@ class CostModel:
         if not flops:
             return None
         high, fast = (self.profile.matmul_seconds(flops, name) for name in ("float32", dtype_name(low)))
-        return round(high * 1e12), round(fast * 1e12)
+        return round(high * 1e12) + self._packing(node), round(fast * 1e12)
+
+    def _packing(self, node: fx.Node) -> int:
+        """Time in which an fp32 matmul on a CPU copies its weight into panels.
+
+        BLAS writes them to memory and reads them again, from two rows on; oneDNN's low kernels keep their blocks in
+        the cache. Measured with MKL and a weight of 2048 x 2048: 1 row takes 0.8 ms, 2 to 16 rows take 1.6 ms.
+        """
+        plan, value = node_plan(node), node.meta["val"]
+        position = -1 if plan is None else _WEIGHTED.get(plan.op, -1)
+        if self.profile is None or self.profile.device_type != "cpu" or not 0 <= position < len(node.args):
+            return 0
+        weight = node.args[position]
+        if not isinstance(weight, fx.Node) or weight.meta["val"].ndim != 2:
+            return 0
+        rows = numel(value) // max(1, size_hint(value.shape[-1]))
+        return 0 if rows == 1 else self.traffic(weight, 2 * torch.float32.itemsize)
 
     def _time(self, nbytes: int) -> int:
         return nbytes * _UNIT if self.profile is None else round(self.profile.bytes_seconds(nbytes) * 1e12)

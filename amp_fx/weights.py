@@ -12,6 +12,7 @@ What this cannot see is a write to a few elements through ``.data`` or numpy. Af
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -95,6 +96,15 @@ class Watch:
         self._epoch = _epoch.count
         self._rows = [(weakref.ref(w, on_death), w.data_ptr(), _version(w)) for w in weights]
         self._samples = [_sample(w) for w in weights]
+        # read as plain memory where that is possible: a call of torch for each weight would cost more than it finds
+        self._lines = [
+            line for sample in self._samples if _is_plain_memory(sample) for line in _lines(sample)
+        ]
+        groups: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
+        for sample in self._samples:
+            if not _is_plain_memory(sample):
+                groups.setdefault((sample.dtype, sample.device, sample.shape[1]), []).append(sample)
+        self._groups = list(groups.values())
         self._seen = self._sampled()
         self._sums: list[Tensor] = []
 
@@ -121,14 +131,15 @@ class Watch:
         for (ref, pointer, version), weight in zip(self._rows, weights, strict=True):
             if ref() is not weight or weight.data_ptr() != pointer or _version(weight) != version:
                 return False
-        return all(torch.equal(now, seen) for now, seen in zip(self._sampled(), self._seen, strict=True))
+        # the addresses are those of the watch, so what lies there is still the weights'
+        lines, tensors = self._sampled()
+        return lines == self._seen[0] and all(
+            torch.equal(now, seen) for now, seen in zip(tensors, self._seen[1], strict=True)
+        )
 
-    def _sampled(self) -> list[Tensor]:
-        """The samples, those that go together in one tensor: one comparison for each."""
-        groups: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
-        for sample in self._samples:
-            groups.setdefault((sample.dtype, sample.device, sample.shape[1]), []).append(sample)
-        return [torch.cat(group) for group in groups.values()]
+    def _sampled(self) -> tuple[bytes, list[Tensor]]:
+        """The samples: those in plain memory, and the others, one tensor and so one comparison for each group."""
+        return b"".join([line.raw for line in self._lines]), [torch.cat(group) for group in self._groups]
 
 
 class OnDeath:
@@ -212,6 +223,16 @@ def _sample(weight: Tensor) -> Tensor:
         first = int((value.as_strided((count,), (1,), start) != 0).to(torch.uint8).argmax())
         sample = value.as_strided((1, _RUN), (_RUN, 1), start + min(first, count - _RUN))
     return sample
+
+
+def _is_plain_memory(sample: Tensor) -> bool:
+    return sample.device.type == "cpu" and sample.stride(1) == 1
+
+
+def _lines(sample: Tensor) -> list[ctypes.Array[ctypes.c_char]]:
+    """The rows of a sample as memory. Whoever reads them has to keep the sample."""
+    size = sample.shape[1] * sample.element_size()
+    return [(ctypes.c_char * size).from_address(row.data_ptr()) for row in sample]
 
 
 def _sum(weight: Tensor) -> Tensor:

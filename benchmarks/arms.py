@@ -68,7 +68,7 @@ ARMS = {
         Arm("amp_fx", "amp_fx", {}),
         Arm("off", "amp_fx", {"profile": "off"}),
         Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
-        Arm("cache", "amp_fx", {"weights": "cache"}, modes=_INFERENCE),
+        Arm("cast", "amp_fx", {"weights": "cast"}, modes=_INFERENCE),
         Arm("freeze", "amp_fx", {"weights": "freeze"}, modes=_INFERENCE),
         Arm("no_epilogue", "amp_fx", {}, epilogue=False, modes=_TRAINING, devices=_GPU),
         Arm("fp16", whole=True, dtype=_FP16, modes=_INFERENCE, devices=_GPU),
@@ -121,7 +121,7 @@ class Prepared:
         """Gradients and autocast as the arm has them."""
         arm = self.arm
         with (
-            torch.set_grad_enabled(self.mode == "training"),
+            torch.inference_mode(self.mode == "inference"),
             torch.autocast(self.device, arm.dtype if arm.autocast else None, enabled=arm.autocast),
         ):
             yield

@@ -45,7 +45,7 @@ _TIMED = {
         "freezing": "autocast + freezing",
         "bf16": "bf16 model + compile",
         "amp_fx": "amp_fx",
-        "cache": 'amp_fx `weights="cache"`',
+        "cast": 'amp_fx `weights="cast"`',
         "freeze": 'amp_fx `weights="freeze"`',
     },
 }

@@ -1,7 +1,7 @@
 """The models that are measured, at sizes where activations outweigh weights. Nothing is downloaded.
 
-Every workload computes its loss inside the compiled function, so that no arm has to widen its outputs to the
-dtype of the fp32 program: what is compared is the model, not its boundary.
+Every workload computes its loss inside the compiled function or returns fp32, so that no arm alone has to widen its
+outputs to the dtype of the fp32 program: what is compared is the model, not its boundary.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ class _LlamaDecoder(_Llama):
     """One token after a context: what generation does over and over."""
 
     def forward(self, tokens: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return self.logits(tokens, list(zip(keys.unbind(), values.unbind(), strict=True)))
+        # as Hugging Face's generate does before it draws
+        return self.logits(tokens, list(zip(keys.unbind(), values.unbind(), strict=True))).float()
 
 
 def llama_decode(
@@ -457,7 +458,7 @@ class _Regression(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
         y = self.layers(x)
-        return y if target is None else F.mse_loss(y, target)
+        return y.float() if target is None else F.mse_loss(y, target)
 
 
 def mlp(batch: int, width: int, layers: int = 3) -> tuple[nn.Module, Batch]:

@@ -16,6 +16,7 @@ from zoo import Batch, Case
 __all__ = [
     "AMP_FX",
     "AUTOCAST",
+    "EAGER_AUTOCAST",
     "FP32",
     "FP64",
     "Arm",
@@ -48,6 +49,7 @@ class Arm:
 FP64 = Arm(dtype=torch.float64)
 FP32 = Arm()
 AUTOCAST = Arm(compile={"backend": "inductor"}, autocast=torch.bfloat16)
+EAGER_AUTOCAST = Arm(autocast=torch.bfloat16)
 # profile off: these models are too small to gain, and the built-in profile would keep them in fp32
 AMP_FX = Arm(compile={"backend": "amp_fx", "options": {"profile": "off", "strict": True}})
 

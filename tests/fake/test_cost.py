@@ -14,6 +14,7 @@ from torch import Tensor
 
 from amp_fx.cost import CostModel
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
+from amp_fx.profile import DeviceProfile
 from benchmarks.counts import counting
 from graphs import captured
 
@@ -93,11 +94,16 @@ def test_a_table_cast_in_front_of_a_lookup_alone_is_part_of_the_lookup() -> None
     assert moved(before, table, tokens, w()) == moved(after, table, tokens, w())
 
 
-def model(program: Callable[..., Tensor], *args: Tensor, training: bool = False) -> tuple[CostModel, dict]:
-    """The cost model of a program without a profile, and its nodes by name."""
+def model(
+    program: Callable[..., Tensor],
+    *args: Tensor,
+    training: bool = False,
+    profile: DeviceProfile | None = None,
+) -> tuple[CostModel, dict]:
+    """The cost model of a program, and its nodes by name."""
     gm = captured(program, *args)
     run_passes(gm, (PinDtypes(), Classify(), Constrain()), PassContext())
-    return CostModel(gm.graph, None, training), {node.name: node for node in gm.graph.nodes}
+    return CostModel(gm.graph, profile, training), {node.name: node for node in gm.graph.nodes}
 
 
 def test_the_model_knows_which_readers_find_a_value_in_memory() -> None:
@@ -116,6 +122,20 @@ def test_traffic_is_in_bytes_and_training_doubles_it(training: bool, factor: int
     cost, nodes = model(lambda x, w: x @ w, x(), w(torch.float32), training=training)
     assert cost.traffic(nodes["matmul"], 2) == factor * 2 * N
     assert cost.cast_kernel(nodes["matmul"], BF16) == factor * 6 * N
+
+
+@pytest.mark.parametrize(("device", "rows", "passes"), [("cpu", 1, 0), ("cpu", 2, 2), ("cuda", 2, 0)])
+def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_cpu(
+    device: str, rows: int, passes: int
+) -> None:
+    # one FLOP a second, one byte a second
+    profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
+    cost, nodes = model(
+        lambda x, w: torch.nn.functional.linear(x, w), x()[:rows], w(torch.float32), profile=profile
+    )
+    high, low = cost.arithmetic(nodes["linear"], BF16) or (0, 0)
+    assert low == 2 * rows * W * 10**12
+    assert high - low == passes * 4 * W * 10**12
 
 
 def test_symbolic_sizes_count_with_their_hint() -> None:

@@ -209,6 +209,7 @@ def test_a_cpu_with_bf16_instructions_gains(name: str) -> None:
         ("avx2 avx512_bw avx512_bf16 avx512_fp16 amx_bf16", "amx_bf16"),
         ("avx2 avx512_bw avx512_bf16 avx512_fp16", "avx512_bf16 avx512_fp16"),
         ("avx2 avx512_bw avx512_bf16", "avx512_bf16"),
+        ("avx2 avx512_bw avx512_bf16 avx512_vp2intersect", "avx512_bf16 zen5"),
         ("avx2 avx512_bw", "avx512"),
         ("avx2 avx512_f", "avx2"),
         ("avx2 darwin", "avx2"),
