@@ -53,6 +53,9 @@ def load_program(path: str) -> Target:
     """
     if not os.path.isfile(path):
         raise AmpFxError(f"there is no file {path!r}.")
+    if not zipfile.is_zipfile(path):
+        # torch would say so, too, after pages of log
+        raise AmpFxError(f"{path!r} is no program that torch.export.save wrote: not a ZIP file.")
     try:
         program = torch.export.load(path)
     except (RuntimeError, ValueError, KeyError, zipfile.BadZipFile) as error:

@@ -121,7 +121,9 @@ class Prepared:
         """Gradients and autocast as the arm has them."""
         arm = self.arm
         with (
-            torch.inference_mode(self.mode == "inference"),
+            torch.set_grad_enabled(self.mode == "training"),
+            # there a linear is one op to whoever listens, so the floor would find no matmul in it
+            torch.inference_mode(self.mode == "inference" and not arm.floor),
             torch.autocast(self.device, arm.dtype if arm.autocast else None, enabled=arm.autocast),
         ):
             yield

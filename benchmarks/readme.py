@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.results import TimingRow, read, read_timings
@@ -111,10 +112,12 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     clock = " of processor time" if head.get("clock") == "cpu" else ""
     lines = [
         f"Milliseconds{clock} a step takes with `torch.compile` + autocast, and how many times that the others take:",
-        "medians over interleaved rounds, each arm in a process of its own. Training steps include backward and SGD.",
+        "medians over interleaved rounds, each arm in a process of its own. Training steps include backward and SGD;",
+        "inference runs under `torch.inference_mode`.",
         f"{head['hardware']}, threads: {head['threads']}, torch {head['torch']}; reproduce with",
         "`python -m benchmarks`.",
     ]
+    lines.append(f"Half of the rounds give a ratio within {_spread(rows):.0%} of its median.")
     if head.get("sizes") == "cpu_no_bf16":
         lines.append("This CPU has no instructions for bf16: autocast loses by it, amp_fx stays in fp32.")
     for mode, arms in _TIMED.items():
@@ -122,6 +125,19 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
         if some:
             lines += ["", f"{mode.capitalize()}:", "", *_timings_table(some, arms)]
     return "\n".join(lines)
+
+
+def _spread(rows: Sequence[TimingRow]) -> float:
+    """Half of the distance between the quartiles over the median, for the ratio in the middle."""
+    cases = {name: [row for row in rows if row.workload == name] for name in {row.workload for row in rows}}
+    arms = {arm for arms in _TIMED.values() for arm in arms}
+    found = [
+        (ratio.high - ratio.low) / 2 / ratio.median
+        for case in cases.values()
+        for ratio in (relative(case, row.arm, "autocast") for row in case if row.arm in arms)
+        if not math.isnan(ratio.median)
+    ]
+    return median(found)
 
 
 def _timings_table(rows: Sequence[TimingRow], arms: Mapping[str, str]) -> list[str]:
@@ -141,6 +157,21 @@ def _timings_table(rows: Sequence[TimingRow], arms: Mapping[str, str]) -> list[s
     return lines
 
 
+def _joined(paths: Sequence[str]) -> tuple[dict[str, Any], list[TimingRow]]:
+    """The rows of several files of one machine.
+
+    Raises:
+        ValueError: the machines differ.
+    """
+    files = [read_timings(path) for path in paths]
+    head = files[0][0]
+    for path, (other, _) in zip(paths, files, strict=True):
+        for key in ("hardware", "processor", "torch", "threads", "sizes", "clock"):
+            if other.get(key) != head.get(key):
+                raise ValueError(f"{path} has {key} {other.get(key)!r}, {paths[0]} has {head.get(key)!r}")
+    return head, [row for _, rows in files for row in rows]
+
+
 def _replace(text: str, name: str, section: str) -> str:
     """Puts a section between its markers.
 
@@ -157,13 +188,16 @@ def _replace(text: str, name: str, section: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     paths = list(sys.argv[1:] if argv is None else argv)
-    if len(paths) not in (2, 3):
-        print("usage: python -m benchmarks.readme COUNTS.jsonl ERRORS.jsonl [TIMINGS.jsonl]", file=sys.stderr)
+    if len(paths) < 2:
+        print(
+            "usage: python -m benchmarks.readme COUNTS.jsonl ERRORS.jsonl [TIMINGS.jsonl ...]",
+            file=sys.stderr,
+        )
         return 2
     head, counts = read(paths[0])
     text = _replace(_README.read_text(encoding="utf-8"), "numbers", tables(head, counts, read(paths[1])[1]))
-    if len(paths) == 3:
-        text = _replace(text, "speed", speed(*read_timings(paths[2])))
+    if len(paths) > 2:
+        text = _replace(text, "speed", speed(*_joined(paths[2:])))
     _README.write_text(text, encoding="utf-8")
     return 0
 

@@ -83,7 +83,8 @@ class _Worker:
         log = folder / f"{arm.name}.log"
         # caches of its own, so that the first compilation is a cold one
         cache = os.path.abspath(caches) if caches else str(folder / arm.name)
-        environment = {**os.environ, **arm.env, "TORCHINDUCTOR_CACHE_DIR": cache}
+        # huge pages, so that where its weights happen to lie makes no process slower than another
+        environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ, **arm.env, "TORCHINDUCTOR_CACHE_DIR": cache}
         with log.open("w", encoding="utf-8") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.worker"],

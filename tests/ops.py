@@ -344,7 +344,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
                      "linalg_inv_ex", "inverse", "linalg_qr", "qr", "linalg_svd", "svd", "linalg_svdvals",
                      "pinverse", "geqrf", "_lu_with_info", "linalg_matrix_rank.atol_rtol_float",
                      "linalg_matrix_rank.atol_rtol_tensor", "det", "linalg_det", "logdet", "slogdet",
-                     "linalg_slogdet", "matrix_exp", "linalg_matrix_exp", "linalg_lu",
+                     "linalg_slogdet", "linalg_matrix_sqrth", "matrix_exp", "linalg_matrix_exp", "linalg_lu",
                      "linalg_lu_factor", "linalg_lu_factor_ex", "linalg_ldl_factor", "linalg_ldl_factor_ex",
                      "cov", "corrcoef")
     },
@@ -655,6 +655,7 @@ def row(device: str, name: str) -> OpGroup:
 # ------------------------------------------------------------------------------------------------------------
 
 NO_CUDA = "its CUDA code path needs a GPU build"
+NO_DRIVER = "a CUDA build asks the driver about cudnn, even for fake tensors"
 NO_META = "no meta kernel, so fake tensors cannot run it"
 NO_LSTM = "oneDNN has no such kernel for this CPU, and autocast raises"
 DATA = "the shape of its result depends on values"
@@ -682,6 +683,12 @@ NOT_ASKED: dict[str, dict[str, str]] = {
         "native_batch_norm": NO_CUDA,
         "nonzero": DATA,
         "tensor_split.tensor_indices_or_sections": "takes CPU indices only",
+        **dict.fromkeys(
+            ("lstm.input", "rnn_relu.input", "rnn_tanh.input")
+            if torch.version.cuda and not torch.cuda.is_available()
+            else (),
+            NO_DRIVER,
+        ),
     },
     "cpu": dict.fromkeys(() if has_low_lstm(LOW["cpu"]) else ("lstm.input", "mkldnn_rnn_layer"), NO_LSTM),
 }

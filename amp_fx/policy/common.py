@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .classes import OpClass, OpGroup, Origin
 
-__all__ = ["COMMON_GROUPS", "FFT", "LINALG"]
+__all__ = ["COMMON_GROUPS", "FFT", "LINALG", "LINALG_SINCE_2_14", "LINALG_UNTIL_2_14"]
 
 #: Fourier transforms: CPU autocast lists them as fp32; elsewhere half transforms exist for few sizes only.
 FFT = (
@@ -22,17 +22,22 @@ FFT = (
 
 #: Factorisations and solvers that CPU autocast lists as fp32; no device has half kernels for them.
 LINALG = (
-    "_lu_with_info", "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "inverse", "linalg_cholesky",
+    "_lu_with_info", "cholesky_inverse", "cholesky_solve", "geqrf", "inverse", "linalg_cholesky",
     "linalg_cholesky_ex", "linalg_cond", "linalg_cond.p_str", "linalg_eig", "linalg_eigh", "linalg_eigvals",
     "linalg_eigvalsh", "linalg_householder_product", "linalg_inv", "linalg_inv_ex", "linalg_lstsq",
     "linalg_matrix_rank", "linalg_matrix_rank.atol_rtol_float", "linalg_matrix_rank.atol_rtol_tensor",
     "linalg_matrix_rank.tol_tensor", "linalg_qr", "linalg_solve", "linalg_svd", "linalg_svdvals",
-    "linalg_tensorinv", "linalg_tensorsolve", "lu_solve", "orgqr", "ormqr", "pinverse", "qr", "svd",
+    "linalg_tensorinv", "linalg_tensorsolve", "lu_solve", "orgqr", "ormqr", "pinverse", "svd",
     "triangular_solve",
 )  # fmt: skip
+#: of the same kind
+LINALG_UNTIL_2_14 = ("cholesky", "qr")
+LINALG_SINCE_2_14 = ("linalg_matrix_sqrth",)
 
 _FOLLOW = OpClass.FOLLOW
 _PROMOTE = OpClass.PROMOTE
+_NEEDS_DIGITS = "linear algebra: no half kernel, and needs the digits"
+_NO_HALF = "no half kernel"
 
 COMMON_GROUPS: tuple[OpGroup, ...] = (
     # ---- follow: the op moves, selects or compares values; rounding before it or after it is the same ----
@@ -300,7 +305,7 @@ COMMON_GROUPS: tuple[OpGroup, ...] = (
     ),
     OpGroup(
         op_class=OpClass.FP32,
-        reason="linear algebra: no half kernel, and needs the digits",
+        reason=_NEEDS_DIGITS,
         origin=Origin.UNLISTED,
         ops=(
             *LINALG, "det", "linalg_det", "linalg_ldl_factor", "linalg_ldl_factor_ex", "linalg_lu",
@@ -311,10 +316,24 @@ COMMON_GROUPS: tuple[OpGroup, ...] = (
     ),
     OpGroup(
         op_class=OpClass.FP32,
-        reason="no half kernel",
+        reason=_NEEDS_DIGITS,
+        origin=Origin.UNLISTED,
+        until="2.14",
+        ops=LINALG_UNTIL_2_14,
+    ),
+    OpGroup(
+        op_class=OpClass.FP32,
+        reason=_NO_HALF,
+        origin=Origin.UNLISTED,
+        since="2.12",
+        ops=("_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa.vec"),
+    ),
+    OpGroup(
+        op_class=OpClass.FP32,
+        reason=_NO_HALF,
         origin=Origin.UNLISTED,
         ops=(
-            "_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa.vec", "nanquantile", "nanquantile.scalar",
+            "nanquantile", "nanquantile.scalar",
             "quantile", "quantile.scalar", "special_airy_ai", "special_bessel_j0", "special_bessel_j1",
             "special_bessel_y0", "special_bessel_y1", "special_erfcx", "special_log_ndtr",
             "special_modified_bessel_i0", "special_modified_bessel_i1", "special_modified_bessel_k0",

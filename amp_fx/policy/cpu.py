@@ -6,12 +6,13 @@ Rows of origin ``autocast`` follow ``KERNEL_CPU`` in ``aten/src/ATen/autocast_mo
 from __future__ import annotations
 
 from .classes import OpClass, OpGroup, Origin
-from .common import FFT, LINALG
+from .common import FFT, LINALG, LINALG_SINCE_2_14, LINALG_UNTIL_2_14
 
 __all__ = ["CPU_GROUPS"]
 
 _LISTED = "listed by CPU autocast"
 _UNLISTED = "not listed by CPU autocast"
+_NEEDS_DIGITS = f"linear algebra: needs the digits, {_LISTED}"
 
 CPU_GROUPS: tuple[OpGroup, ...] = (
     # ---- KERNEL_CPU(..., lower_precision_fp) ----
@@ -97,9 +98,23 @@ CPU_GROUPS: tuple[OpGroup, ...] = (
     ),
     OpGroup(
         op_class=OpClass.FP32,
-        reason=f"linear algebra: needs the digits, {_LISTED}",
+        reason=_NEEDS_DIGITS,
         origin=Origin.AUTOCAST,
         ops=LINALG,
+    ),
+    OpGroup(
+        op_class=OpClass.FP32,
+        reason=_NEEDS_DIGITS,
+        origin=Origin.AUTOCAST,
+        until="2.14",
+        ops=LINALG_UNTIL_2_14,
+    ),
+    OpGroup(
+        op_class=OpClass.FP32,
+        reason=_NEEDS_DIGITS,
+        origin=Origin.AUTOCAST,
+        since="2.14",
+        ops=LINALG_SINCE_2_14,
     ),
     OpGroup(
         op_class=OpClass.FP32,

@@ -6,6 +6,7 @@ Rows of origin ``autocast`` follow the macros of ``ATen/autocast_mode.h``, which
 from __future__ import annotations
 
 from .classes import OpClass, OpGroup, Origin
+from .common import LINALG_SINCE_2_14
 
 __all__ = ["CUDA_GROUPS"]
 
@@ -84,6 +85,13 @@ CUDA_GROUPS: tuple[OpGroup, ...] = (
         own_dtype_slots=("weight",),
         until="2.12",
         ops=("rms_norm",),
+    ),
+    OpGroup(
+        op_class=OpClass.FP32,
+        reason=f"linear algebra: needs the digits, {_LISTED}",
+        origin=Origin.AUTOCAST,
+        since="2.14",
+        ops=LINALG_SINCE_2_14,
     ),
     OpGroup(
         op_class=OpClass.FP32,
