@@ -230,10 +230,12 @@ def _cache(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> 
     return cached(gm, example_inputs, lambda graph, inputs: _inductor(graph, inputs, opts))
 
 
-def _freeze(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> FrozenGraph:
+def _freeze(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable[..., Any]:
     frozen = replace(opts, inductor={**opts.inductor, "freezing": True})
     # Dynamo's tracing context is about the graph that it made, whose weights are inputs
     graph = FrozenGraph(gm, lambda g, inputs: _inductor(g, inputs, frozen), refreeze=not opts.strict)
+    if not graph.has_weights:
+        return _inductor(gm, example_inputs, opts)
     graph.freeze(example_inputs)
     return graph
 

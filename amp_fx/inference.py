@@ -89,6 +89,11 @@ class FrozenGraph:
         # by id of the first weight: models of one class share their graphs
         self._found: dict[int, tuple[Watch, Callable[..., Any]]] = {}
 
+    @property
+    def has_weights(self) -> bool:
+        """False for a graph in which nothing can be frozen, between two graph breaks, say."""
+        return bool(self._weights)
+
     def freeze(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Freezes the graph with the weights among ``args``; the result takes the others.
 

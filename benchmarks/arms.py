@@ -153,5 +153,6 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
     if arm.backend is None:
         return Prepared(arm, mode, device, model, batch, loss)
     options = None if arm.options is None else dict(arm.options)
-    compiled = torch.compile(loss, backend=arm.backend, options=options, dynamic=False)
+    # a graph break would cost every arm something else
+    compiled = torch.compile(loss, backend=arm.backend, options=options, dynamic=False, fullgraph=True)
     return Prepared(arm, mode, device, model, batch, compiled)

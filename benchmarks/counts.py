@@ -13,7 +13,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -222,6 +222,9 @@ def measure(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Row
 
 def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple[Row, Counter]:
     """As :func:`measure`, with the graphs behind the counts."""
+    if mode == "inference" and arm.backend == "amp_fx":
+        # where copies may live across calls there are two graphs, of which each call runs one
+        arm = replace(arm, options={"weights": "cast", **(arm.options or {})})
     prepared = prepare(workload, arm, mode, device)
     with warnings.catch_warnings(record=True) as caught, counting() as counter:
         warnings.simplefilter("always", FallbackWarning)

@@ -30,6 +30,9 @@ _ROUND_SECONDS = 0.1
 _MAX_STEPS = 50
 #: with less, quartiles mean nothing
 _MIN_ROUNDS = 5
+#: an arm's rounds are spread over so many processes, one after the other: where a process's memory lies moves its
+#: times by several percent
+_PROCESSES = 3
 
 
 @dataclass(frozen=True)
@@ -68,25 +71,35 @@ class _StoppedError(Exception):
 
 @dataclass
 class _Worker:
-    """The parent's end of one process."""
+    """The parent's end of one arm's process, and of those that follow it."""
 
     arm: Arm
-    process: subprocess.Popen[str]
-    log: Path
+    folder: Path
+    caches: str | None
     steps: int = 1
     times: list[float] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    @classmethod
-    def start(cls, arm: Arm, folder: Path, caches: str | None) -> _Worker:
-        log = folder / f"{arm.name}.log"
+    def __post_init__(self) -> None:
+        self.process = self._start()
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.arm.name}.log"
+
+    def _start(self) -> subprocess.Popen[str]:
         # caches of its own, so that the first compilation is a cold one
-        cache = os.path.abspath(caches) if caches else str(folder / arm.name)
-        # huge pages, so that where its weights happen to lie makes no process slower than another
-        environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ, **arm.env, "TORCHINDUCTOR_CACHE_DIR": cache}
-        with log.open("w", encoding="utf-8") as errors:
-            process = subprocess.Popen(
+        cache = os.path.abspath(self.caches) if self.caches else str(self.folder / self.arm.name)
+        # huge pages, for the same reason as several processes
+        environment = {
+            "THP_MEM_ALLOC_ENABLE": "1",
+            **os.environ,
+            **self.arm.env,
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+        }
+        with self.log.open("w", encoding="utf-8") as errors:
+            return subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -95,7 +108,11 @@ class _Worker:
                 cwd=_ROOT,
                 env=environment,
             )
-        return cls(arm, process, log)
+
+    def restart(self) -> None:
+        """Goes on in another process."""
+        self.stop()
+        self.process = self._start()
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """One request and its reply.
@@ -151,11 +168,21 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         try:
             # imports overlap; what is measured does not
-            workers += (_Worker.start(ARMS[name], Path(folder), settings.caches) for name in names)
-            running = [
-                worker for worker in _each(workers, progress, "compile") if _compile(worker, case, settings)
-            ]
-            _rounds(running, settings, progress)
+            workers += (_Worker(ARMS[name], Path(folder), settings.caches) for name in names)
+            running, done = list(workers), 0
+            parts = min(_PROCESSES, settings.rounds)
+            for part in range(1, parts + 1):
+                if part > 1 and not settings.late:
+                    for worker in running:
+                        worker.restart()
+                    running = [
+                        w for w in _each(running, progress, "compile again") if _resume(w, case, settings)
+                    ]
+                elif part == 1:
+                    running = [w for w in _each(running, progress, "compile") if _compile(w, case, settings)]
+                until = settings.rounds * part // parts
+                _rounds(running, range(done, until), settings, progress)
+                done = until
             for worker in _each(running, progress, "measure"):
                 _extras(worker, settings)
         finally:
@@ -175,16 +202,8 @@ def _each(workers: list[_Worker], progress: Callable[[str], None], doing: str) -
 
 
 def _compile(worker: _Worker, case: Case, settings: Settings) -> bool:
-    try:
-        first = worker.ask(
-            "start",
-            case=case.name,
-            arm=worker.arm.name,
-            sizes=settings.sizes,
-            device=settings.device,
-        )
-    except _StoppedError as reason:
-        worker.notes.append(str(reason))
+    first = _resume(worker, case, settings)
+    if first is None:
         return False
     if settings.caches is None:
         worker.fields["compile_cold"] = first["compile"]
@@ -193,12 +212,29 @@ def _compile(worker: _Worker, case: Case, settings: Settings) -> bool:
     return True
 
 
-def _rounds(workers: list[_Worker], settings: Settings, progress: Callable[[str], None]) -> None:
+def _resume(worker: _Worker, case: Case, settings: Settings) -> dict[str, Any] | None:
+    """Compiles in a new process; None if that fails."""
+    try:
+        return worker.ask(
+            "start",
+            case=case.name,
+            arm=worker.arm.name,
+            sizes=settings.sizes,
+            device=settings.device,
+        )
+    except _StoppedError as reason:
+        worker.notes.append(str(reason))
+        return None
+
+
+def _rounds(
+    workers: list[_Worker], indices: range, settings: Settings, progress: Callable[[str], None]
+) -> None:
     """Times the arms in turn; each round begins with another, so that none always follows the same."""
-    for index in range(settings.rounds):
+    for index in indices:
         if settings.late and index >= _MIN_ROUNDS:
             for worker in workers:
-                worker.notes.append(f"time was up after {index} rounds")
+                worker.notes.append(f"time was up before round {index + 1}")
             return
         progress(f"round {index + 1} of {settings.rounds}")
         shift = index % len(workers) if workers else 0

@@ -124,13 +124,13 @@ class _LlamaBlock(nn.Module):
         k = _rotate(self.k(h).view(batch, length, self.kv_heads, self.size).transpose(1, 2), cos, sin)
         v = self.v(h).view(batch, length, self.kv_heads, self.size).transpose(1, 2)
         if past:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
+            k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
         groups = self.heads // self.kv_heads
         k, v = (
             t[:, :, None].expand(-1, -1, groups, -1, -1).reshape(batch, self.heads, t.shape[2], self.size)
             for t in (k, v)
         )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=not past)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=len(past) == 0)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -168,7 +168,8 @@ class _LlamaDecoder(_Llama):
 
     def forward(self, tokens: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         # as Hugging Face's generate does before it draws
-        return self.logits(tokens, list(zip(keys.unbind(), values.unbind(), strict=True))).float()
+        past = [(keys[layer], values[layer]) for layer in range(len(self.blocks))]
+        return self.logits(tokens, past).float()
 
 
 def llama_decode(

@@ -126,6 +126,15 @@ def test_train_evaluate_train() -> None:
             assert close_to_autocast(run(x), net, x)
 
 
+@pytest.mark.parametrize("mode", ["cache", "freeze"])
+def test_a_graph_without_weights_has_nothing_to_keep(mode: str) -> None:
+    x = torch.randn(4, 4)
+    run = torch.compile(lambda x: (x @ x).tanh(), backend="amp_fx", options={**DEFAULTS, "weights": mode})
+    with torch.inference_mode():
+        assert torch.allclose(run(x), (x @ x).tanh(), atol=0.1)
+    assert weights.held_bytes() == 0
+
+
 def test_models_of_one_class_and_dropped_models() -> None:
     x = tokens()
     nets = [new_net(0), new_net(1)]
