@@ -4,9 +4,9 @@
                          [--plots FOLDER]
     python -m benchmarks --compare BEFORE.jsonl AFTER.jsonl
 
-Every arm has a process of its own and all take turns, round by round, so that what else the machine does
-meets all of them alike. Cases come in the order of how much they matter, and ``--minutes`` ends the run in
-time. What is measured is said at :class:`benchmarks.results.TimingRow`.
+Every arm has processes of its own, three one after the other, and all arms take turns, round by round, so that
+what else the machine does, and where memory happens to lie, meets all of them alike. Cases come in the order of
+how much they matter, and ``--minutes`` ends the run in time. What is measured is said at :class:`benchmarks.results.TimingRow`.
 """
 
 from __future__ import annotations

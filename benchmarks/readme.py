@@ -112,7 +112,7 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     clock = " of processor time" if head.get("clock") == "cpu" else ""
     lines = [
         f"Milliseconds{clock} a step takes with `torch.compile` + autocast, and how many times that the others take:",
-        "medians over interleaved rounds, each arm in a process of its own. Training steps include backward and SGD;",
+        "medians over interleaved rounds, each arm in processes of its own. Training steps include backward and SGD;",
         "inference runs under `torch.inference_mode`.",
         f"{head['hardware']}, threads: {head['threads']}, torch {head['torch']}; reproduce with",
         "`python -m benchmarks`.",
