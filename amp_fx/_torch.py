@@ -1,8 +1,8 @@
 """Every private PyTorch API that amp_fx touches, in one place.
 
-Tried on torch 2.13.0. A torch upgrade is this file's work: nothing else in the package imports from
-``torch._*``. Where a name is private only by its underscore but documented or used by other projects
-(``compile_fx``, ``CustomGraphPass``), the comment says so.
+Tried on torch 2.11.0, 2.13.0 and 2.15.0; every name is in 2.12.1 and 2.14.1, too. A torch upgrade is this file's
+work: nothing else in the package imports from ``torch._*``. Where a name is private only by its underscore but
+documented or used by other projects (``compile_fx``, ``CustomGraphPass``), the comment says so.
 """
 
 # what is imported here is private on purpose
@@ -54,6 +54,7 @@ __all__ = [
     "graph_break",
     "has_autocast_rule",
     "has_low_lstm",
+    "has_wide_addmm",
     "ignore_fresh_symbols",
     "in_compiled_autograd",
     "inductor_mode_options",
@@ -459,6 +460,12 @@ def has_low_lstm(dtype: torch.dtype) -> bool:
     if dtype is torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def has_wide_addmm() -> bool:
+    """False up to torch 2.12, whose decomposition of ``addmm.dtype`` takes the output dtype for ``beta``."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
 
 
 def nesting_change(target: object) -> int:

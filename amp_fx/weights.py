@@ -94,7 +94,10 @@ class Watch:
     def __init__(self, weights: Sequence[Tensor], on_death: Callable[[object], None]) -> None:
         _epoch.hook()
         self._epoch = _epoch.count
-        self._rows = [(weakref.ref(w, on_death), w.data_ptr(), _version(w)) for w in weights]
+        # while the watch is in use, they live, and no other tensor has their ids
+        self._refs = [weakref.ref(w, on_death) for w in weights]
+        self._ids = [id(w) for w in weights]
+        self._marks = _marks(weights)
         self._samples = [_sample(w) for w in weights]
         # read as plain memory where that is possible: a call of torch for each weight would cost more than it finds
         self._lines = [
@@ -128,9 +131,8 @@ class Watch:
         return True
 
     def _looks_same(self, weights: Sequence[Tensor]) -> bool:
-        for (ref, pointer, version), weight in zip(self._rows, weights, strict=True):
-            if ref() is not weight or weight.data_ptr() != pointer or _version(weight) != version:
-                return False
+        if [id(w) for w in weights] != self._ids or _marks(weights) != self._marks:
+            return False
         # the addresses are those of the watch, so what lies there is still the weights'
         lines, tensors = self._sampled()
         return lines == self._seen[0] and all(
@@ -202,8 +204,9 @@ def _copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return copy
 
 
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
+def _marks(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Addresses and versions."""
+    return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
 
 def _sample(weight: Tensor) -> Tensor:

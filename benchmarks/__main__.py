@@ -6,7 +6,8 @@
 
 Every arm has processes of its own, three one after the other, and all arms take turns, round by round, so that
 what else the machine does, and where memory happens to lie, meets all of them alike. Cases come in the order of
-how much they matter, and ``--minutes`` ends the run in time. What is measured is said at :class:`benchmarks.results.TimingRow`.
+how much they matter, and ``--minutes`` ends the run in time. What is measured is said at
+:class:`benchmarks.results.TimingRow`.
 """
 
 from __future__ import annotations

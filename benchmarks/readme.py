@@ -114,9 +114,11 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
         f"Milliseconds{clock} a step takes with `torch.compile` + autocast, and how many times that the others take:",
         "medians over interleaved rounds, each arm in processes of its own. Training steps include backward and SGD;",
         "inference runs under `torch.inference_mode`.",
-        f"{head['hardware']}, threads: {head['threads']}, torch {head['torch']}; reproduce with",
+        f"{head['hardware']}, {head['processor']}, threads: {head['threads']}, torch {head['torch']}; reproduce with",
         "`python -m benchmarks`.",
     ]
+    if head.get("sizes") == "cpu":
+        lines.append("This CPU has instructions for bf16.")
     lines.append(f"Half of the rounds give a ratio within {_spread(rows):.0%} of its median.")
     if head.get("sizes") == "cpu_no_bf16":
         lines.append("This CPU has no instructions for bf16: autocast loses by it, amp_fx stays in fp32.")
@@ -148,7 +150,11 @@ def _timings_table(rows: Sequence[TimingRow], arms: Mapping[str, str]) -> list[s
         "|---" * (2 + len(shown)) + "|",
     ]
     for row in rows:
-        if row.arm != "autocast" or not row.times:
+        if (
+            row.arm != "autocast"
+            or not row.times
+            or any(note.startswith("time was up") for note in row.notes)
+        ):
             continue
         case = [other for other in rows if other.workload == row.workload]
         ratios = [relative(case, arm, "autocast").median for arm in shown]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import OpOverload
+from amp_fx._torch import OpOverload, has_wide_addmm
 from amp_fx.graph import LOW_DTYPES, run_fake
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 _WIDE: dict[OpOverload, OpOverload] = {
     aten.mm.default: aten.mm.dtype,
     aten.bmm.default: aten.bmm.dtype,
-    aten.addmm.default: aten.addmm.dtype,
+    **({aten.addmm.default: aten.addmm.dtype} if has_wide_addmm() else {}),
 }
 
 #: views that may stand between the matmul and the widening
