@@ -233,10 +233,6 @@ def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple
             result.backward()
     torch._dynamo.reset()
     notes = tuple(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
-    graphs = sum(kind != "backward" for kind, _ in counter.graphs)
-    if graphs > 1:
-        # a graph's outputs have the dtypes of the program, so amp_fx widens at every break
-        notes += (f"{graphs} graphs: what crosses a graph break is counted, too",)
     return Row(workload.name, arm.name, mode, counter.forward, counter.backward, notes), counter
 
 

@@ -1,4 +1,4 @@
-"""Measuring cases: a process per arm, compiled one after the other, then timed round by round in turn."""
+"""Measuring cases: processes per arm, compiled one after the other, then timed round by round in turn."""
 
 from __future__ import annotations
 

@@ -142,6 +142,21 @@ def test_the_readme_section_names_ratios_and_where_they_are_from() -> None:
     assert "2.00" in line
 
 
+def test_a_case_that_time_cut_short_is_not_in_the_readme() -> None:
+    rows = [row("autocast", QUIET, notes=("time was up before round 6",)), row("amp_fx", QUIET)]
+    text = readme.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
+    assert "| mlp" not in text
+
+
+def test_files_of_two_machines_are_not_joined(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for path, torch_version in zip(paths, ("9", "10"), strict=True):
+        write(path, {**describe("cpu"), "torch": torch_version}, [row("autocast", QUIET)])
+    assert len(readme._joined([str(paths[0])] * 2)[1]) == 2
+    with pytest.raises(ValueError, match=r"b\.jsonl has torch '10'"):
+        readme._joined([str(path) for path in paths])
+
+
 # --- what is run ---
 
 

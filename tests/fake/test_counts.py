@@ -180,6 +180,14 @@ def test_the_whole_model_arm_is_in_bf16() -> None:
     assert {node.meta["val"].dtype for node in inputs} == {torch.bfloat16}
 
 
+def test_one_graph_is_counted_where_amp_fx_compiles_one_per_mode() -> None:
+    workload = Workload("tiny", _Tiny(), {"x": torch.randn(8, 16)})
+    row, counter = counts.count(workload, ARMS["off"], "inference")
+    assert len(counter.graphs) == 1
+    # the input, the weight and the bias are narrowed in it
+    assert row.total.conversions >= 3
+
+
 def test_rows_above_autocast_are_named() -> None:
     def row(arm: str, casts: int) -> Row:
         return Row("toy", arm, "training", Counts(casts=casts, bytes_moved=1000), Counts())
