@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,6 +24,7 @@ import torch
 import torch.fx as fx
 from torch._C._autograd import _saved_tensors_hooks_is_enabled  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import compiled_autograd as _compiled_autograd
 from torch._functorch import config as _functorch_config
 from torch._guards import CompileContext, TracingContext
@@ -67,17 +69,21 @@ __all__ = [
     "lower_with_inductor",
     "make_fx",
     "nesting_change",
+    "observe_freezing",
     "replace_inner_compile",
     "saved_tensors_shield",
     "size_hint",
     "source_hash",
     "stock_inductor",
+    "symbolic_kernels",
     "track_tensor_tree",
     "unwrapped_errors",
     "update_scale",
 ]
 
 _log = logging.getLogger(__name__)
+
+_freezing = threading.RLock()
 
 #: functorch levels are opened and closed by these calls in a Dynamo graph (torch/_functorch/predispatch.py)
 _NESTING = {"_increment_nesting": 1, "_decrement_nesting": -1, "_enter_dual_level": 1, "_exit_dual_level": -1}
@@ -154,6 +160,43 @@ def compile_with_inductor(
 
     with _functorch_config.patch(backward_pass_autocast="off"):
         return compile_fx(gm, list(example_inputs), config_patches=config_patches)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def observe_freezing(
+    folded: Callable[[fx.GraphModule, fx.Node, torch.Tensor], None],
+    held: Callable[[Sequence[torch.Tensor]], None],
+) -> Iterator[None]:
+    """Tells what Inductor's freezing computes inside the block, in whichever thread.
+
+    Args:
+        folded: called before a node of a graph is replaced by a constant, with the graph, the node and the constant.
+        held: called with all constants that the code of a compiled graph refers to.
+    """
+    from torch._inductor import constant_folding, freezing, output_code
+
+    # what is replaced is put back at the end, so blocks of two threads must not overlap
+    with _freezing:
+        replace = constant_folding.replace_node_with_constant
+        post_compile = output_code.CompiledFxGraph.post_compile
+
+        def replace_node_with_constant(
+            gm: fx.GraphModule, node: fx.Node, constant: torch.Tensor | None = None, name: str | None = None
+        ) -> None:
+            if constant is not None:
+                folded(gm, node, constant)
+            replace(gm, node, constant, name)
+
+        def post_compiled(self: Any, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+            held([value for value in constants.unwrap(self).values() if isinstance(value, torch.Tensor)])
+            post_compile(self, example_inputs, constants, graph_kwargs)
+
+        with (
+            mock.patch.object(constant_folding, "replace_node_with_constant", replace_node_with_constant),
+            mock.patch.object(freezing, "replace_node_with_constant", replace_node_with_constant),
+            mock.patch.object(output_code.CompiledFxGraph, "post_compile", post_compiled),
+        ):
+            yield
 
 
 def compile_package(ep: torch.export.ExportedProgram, path: str) -> None:
@@ -453,6 +496,11 @@ def ignore_fresh_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextMana
     if mode.shape_env is None:
         return contextlib.nullcontext()
     return mode.shape_env.ignore_fresh_unbacked_symbols()
+
+
+def symbolic_kernels() -> contextlib.AbstractContextManager[None]:
+    """Composite ops decompose in Python, as when Dynamo traces: in torch 2.11, matmul's C++ takes no symbolic sizes."""
+    return enable_python_dispatcher()
 
 
 def has_low_lstm(dtype: torch.dtype) -> bool:

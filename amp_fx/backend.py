@@ -30,7 +30,8 @@ from amp_fx._torch import (
 from amp_fx.capture import capture, graph_devices
 from amp_fx.errors import CaptureError, PassError
 from amp_fx.fallback import under_autocast, warn_fallback
-from amp_fx.inference import FrozenGraph, cached, copied_weights, in_inference_mode, weight_inputs
+from amp_fx.freezing import FrozenGraph
+from amp_fx.inference import cached, copied_weights, in_inference_mode, weight_inputs
 from amp_fx.options import Options
 from amp_fx.passes import (
     JOINT_PIPELINE,
@@ -107,7 +108,9 @@ def amp_fx(
     if training and scaler is None and is_scaled(ambient):
         warn_unscaled(plan)
     if not torch.is_grad_enabled() and opts.weights == "freeze":
-        compiled: Callable[..., Any] = _freeze(rewritten, example_inputs, opts)
+        compiled: Callable[..., Any] = _freeze(rewritten, example_inputs, opts, may_change=not opts.strict)
+    elif not torch.is_grad_enabled() and opts.weights == "cache" and graph_devices(gm) == {"cpu"}:
+        compiled = _freeze(rewritten, example_inputs, opts, may_change=True)
     elif copied_weights(rewritten):
         compiled = _cache(rewritten, example_inputs, opts)
         if opts.weights == "auto":
@@ -230,10 +233,13 @@ def _cache(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> 
     return cached(gm, example_inputs, lambda graph, inputs: _inductor(graph, inputs, opts))
 
 
-def _freeze(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable[..., Any]:
-    frozen = replace(opts, inductor={**opts.inductor, "freezing": True})
-    # Dynamo's tracing context is about the graph that it made, whose weights are inputs
-    graph = FrozenGraph(gm, lambda g, inputs: _inductor(g, inputs, frozen), refreeze=not opts.strict)
+def _freeze(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, *, may_change: bool
+) -> Callable[..., Any]:
+    # a constant that is part of the code could not change
+    inductor = {**opts.inductor, "freezing": True, "always_keep_tensor_constants": may_change}
+    frozen = replace(opts, inductor=inductor)
+    graph = FrozenGraph(gm, lambda g, inputs: _inductor(g, inputs, frozen), may_change=may_change)
     if not graph.has_weights:
         return _inductor(gm, example_inputs, opts)
     graph.freeze(example_inputs)

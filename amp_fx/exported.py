@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import HigherOrderOperator, OpOverload, enable_autocast
+from amp_fx._torch import HigherOrderOperator, OpOverload, enable_autocast, symbolic_kernels
 from amp_fx.capture import OPAQUE_BODIES, OUTPUT_META, REGION_META
 from amp_fx.errors import CaptureError
 from amp_fx.graph import LOW_DTYPES, fake_arguments, is_eligible, output_nodes, source_line, tensors
@@ -171,7 +171,7 @@ def _differing(gm: fx.GraphModule, ambient: torch.dtype | None) -> Iterator[fx.N
             continue
         on, dtype = (region.enabled, region.dtype) if region.by_user else (ambient is not None, ambient)
         args, kwargs, mode = fake_arguments(node)
-        with mode, enable_autocast(value.device.type, on, dtype or region.dtype):
+        with mode, symbolic_kernels(), enable_autocast(value.device.type, on, dtype or region.dtype):
             result = node.target(*args, **kwargs)
         if result.dtype is not value.dtype:
             yield node

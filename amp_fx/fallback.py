@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor, enable_autocast
+from amp_fx._torch import FakeTensor, enable_autocast, symbolic_kernels
 from amp_fx.errors import FallbackWarning
 from amp_fx.graph import is_eligible
 from amp_fx.regions import Region
@@ -85,7 +85,7 @@ def _runs(gm: fx.GraphModule) -> bool:
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), contextlib.nullcontext())
     trial = _Trial(gm)
     try:
-        with mode, torch.no_grad(), enable_autocast("cpu", False, torch.bfloat16):
+        with mode, symbolic_kernels(), torch.no_grad(), enable_autocast("cpu", False, torch.bfloat16):
             trial.run(*fakes)
     except RuntimeError:
         # this is the question asked, not an error of ours: autocast does not work on this graph

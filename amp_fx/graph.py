@@ -20,6 +20,7 @@ from amp_fx._torch import (
     enable_autocast,
     ignore_fresh_symbols,
     size_hint,
+    symbolic_kernels,
 )
 from amp_fx.errors import VerifyError
 
@@ -87,6 +88,12 @@ _COMPOSITE_MATMULS = frozenset(
 _HIDDEN_WRITES = {
     torch.ops.aten.batch_norm.default: ("running_mean", "running_var"),
     torch.ops.aten.instance_norm.default: ("running_mean", "running_var"),
+}
+
+#: and the argument of each that says whether they do
+_WRITES_IF = {
+    torch.ops.aten.batch_norm.default: "training",
+    torch.ops.aten.instance_norm.default: "use_input_stats",
 }
 
 
@@ -169,7 +176,7 @@ def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def written_arguments(node: fx.Node) -> list[tuple[str, fx.Node]]:
-    """Arguments that the node writes to, by name."""
+    """Arguments that the node writes to or, as ``batch_norm`` for evaluation, would write to; by name."""
     if not isinstance(node.target, OpOverload):
         return []
     names = {a.name for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write}
@@ -211,7 +218,9 @@ def written_storages(node: fx.Node) -> set[int]:
     if node.op != "call_function":
         return set()
     if isinstance(node.target, OpOverload):
-        sources = [source for _, source in written_arguments(node)]
+        switch = _WRITES_IF.get(node.target)
+        only_reads = switch is not None and not argument_value(node, switch)
+        sources = [] if only_reads else [source for _, source in written_arguments(node)]
     elif getattr(node.target, "__module__", "") in ("_operator", "operator", "math"):
         sources = []
     else:
@@ -280,6 +289,7 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
     with (
         fake_mode,
         ignore_fresh_symbols(fake_mode),
+        symbolic_kernels(),
         autocast_disabled() if low is None else enable_autocast(device, True, low),
         FlopCounterMode(display=False) as counter,
     ):
@@ -310,7 +320,7 @@ def run_fake(node: fx.Node) -> Any:
     """
     args, kwargs, mode = fake_arguments(node)
     try:
-        with mode, ignore_fresh_symbols(mode), autocast_disabled():
+        with mode, ignore_fresh_symbols(mode), symbolic_kernels(), autocast_disabled():
             return node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         dtypes = ", ".join(

@@ -40,7 +40,7 @@ NUMERICS = {
 WEIGHTS = {
     "auto": "across calls under torch.inference_mode, within the call under torch.no_grad",
     "cast": "within the call: the graph casts them",
-    "cache": "across calls",
+    "cache": "across calls; on a CPU folded and packed by Inductor's freezing",
     "freeze": "across calls, folded and packed by Inductor's freezing",
 }
 

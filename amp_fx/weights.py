@@ -17,12 +17,15 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from amp_fx.constants import folded_bytes
 
 __all__ = ["LowCopies", "OnDeath", "Watch", "advance", "clear", "counting", "held_bytes"]
 
@@ -78,9 +81,10 @@ def clear() -> None:
 
 
 def held_bytes() -> int:
-    """Bytes of all copies that are alive."""
+    """Bytes of all copies that are alive, and of the constants that frozen graphs have made of weights."""
     with _lock:
-        return sum(copy.nbytes for copies in _copies.values() for copy in copies.values())
+        copies = sum(copy.nbytes for copies in _copies.values() for copy in copies.values())
+    return copies + folded_bytes()
 
 
 class Watch:
@@ -96,8 +100,10 @@ class Watch:
         self._epoch = _epoch.count
         # while the watch is in use, they live, and no other tensor has their ids
         self._refs = [weakref.ref(w, on_death) for w in weights]
-        self._ids = [id(w) for w in weights]
-        self._marks = _marks(weights)
+        self._ids = [*map(id, weights)]
+        # inference tensors have none
+        self._have_versions = [not w.is_inference() for w in weights]
+        self._marks = self._marks_of(weights)
         self._samples = [_sample(w) for w in weights]
         # read as plain memory where that is possible: a call of torch for each weight would cost more than it finds
         self._lines = [
@@ -111,33 +117,36 @@ class Watch:
         self._seen = self._sampled()
         self._sums: list[Tensor] = []
 
-    def is_current(self, weights: Sequence[Tensor]) -> bool:
-        """True if the weights are the same and nothing says that one was written to."""
-        return self._epoch == _epoch.count and self._looks_same(weights)
-
     def sum_up(self, weights: Sequence[Tensor]) -> None:
-        """Notes a sum over all bits, for :meth:`is_same`. Reads every element."""
+        """Notes a sum over all bits, for :meth:`is_current`. Reads every element."""
         self._sums = [_sum(w) for w in weights]
 
-    def is_same(self, weights: Sequence[Tensor]) -> bool:
-        """As :meth:`is_current`, but where an event elsewhere leaves it open, looks at every element."""
+    def is_current(self, weights: Sequence[Tensor]) -> bool:
+        """True if the weights are the same and nothing says that one was written to.
+
+        After an event elsewhere, such as an optimizer's step, that is so only if all bits still have the sum noted.
+        """
         epoch = _epoch.count
         if not self._looks_same(weights):
             return False
         if self._epoch != epoch:
-            if any(_sum(w) != total for w, total in zip(weights, self._sums, strict=True)):
+            if not self._sums or any(_sum(w) != total for w, total in zip(weights, self._sums, strict=True)):
                 return False
             self._epoch = epoch
         return True
 
     def _looks_same(self, weights: Sequence[Tensor]) -> bool:
-        if [id(w) for w in weights] != self._ids or _marks(weights) != self._marks:
+        if [*map(id, weights)] != self._ids or self._marks_of(weights) != self._marks:
             return False
         # the addresses are those of the watch, so what lies there is still the weights'
         lines, tensors = self._sampled()
         return lines == self._seen[0] and all(
             torch.equal(now, seen) for now, seen in zip(tensors, self._seen[1], strict=True)
         )
+
+    def _marks_of(self, weights: Sequence[Tensor]) -> list[int]:
+        """Addresses and versions."""
+        return [w.data_ptr() for w in weights] + [w._version for w in compress(weights, self._have_versions)]
 
     def _sampled(self) -> tuple[bytes, list[Tensor]]:
         """The samples: those in plain memory, and the others, one tensor and so one comparison for each group."""
@@ -202,11 +211,6 @@ def _copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if copy is None or copy.shape != weight.shape or copy.device != weight.device:
         copy = copies[dtype] = torch.empty_like(weight, dtype=dtype, requires_grad=False)
     return copy
-
-
-def _marks(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Addresses and versions."""
-    return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
 
 def _sample(weight: Tensor) -> Tensor:

@@ -69,6 +69,7 @@ ARMS = {
         Arm("off", "amp_fx", {"profile": "off"}),
         Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
         Arm("cast", "amp_fx", {"weights": "cast"}, modes=_INFERENCE),
+        Arm("cache", "amp_fx", {"weights": "cache"}, modes=_INFERENCE),
         Arm("freeze", "amp_fx", {"weights": "freeze"}, modes=_INFERENCE),
         Arm("no_epilogue", "amp_fx", {}, epilogue=False, modes=_TRAINING, devices=_GPU),
         Arm("fp16", whole=True, dtype=_FP16, modes=_INFERENCE, devices=_GPU),

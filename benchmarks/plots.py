@@ -31,6 +31,7 @@ _STYLES = {
     "off": ("amp_fx, profile off", "#56B4E9", "d"),
     "fast": ("amp_fx fast", "#009E73", "*"),
     "cast": ("amp_fx, weights cast per call", "#332288", "p"),
+    "cache": ("amp_fx, packed weights", "#117733", "8"),
     "freeze": ("amp_fx, frozen", "#88CCEE", "H"),
     "no_epilogue": ("amp_fx without gemm epilogue", "#56B4E9", "1"),
     "amp_fx_fp16": ("amp_fx fp16", "#0072B2", "P"),

@@ -47,6 +47,7 @@ _TIMED = {
         "bf16": "bf16 model + compile",
         "amp_fx": "amp_fx",
         "cast": 'amp_fx `weights="cast"`',
+        "cache": 'amp_fx `weights="cache"`',
         "freeze": 'amp_fx `weights="freeze"`',
     },
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 import amp_fx
 from amp_fx import OptionsError, WeightsError, weights
@@ -60,12 +62,12 @@ def tokens(rows: int = 2) -> Tensor:
 
 
 def close_to_autocast(got: Tensor, model: nn.Module, x: Tensor) -> bool:
-    """At most as far from fp64 as eager autocast is, and not equal to fp32."""
+    """About as far from fp64 as eager autocast is, and not equal to fp32; BatchNorm may be folded into low weights."""
     exact = copy.deepcopy(model).double()(x.double() if x.is_floating_point() else x)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         theirs = model(x)
     ours, limit = (got - exact).norm(), (theirs - exact).norm()
-    return bool(0.05 * limit < ours <= 1.1 * limit) and got.dtype is torch.float32
+    return bool(0.05 * limit < ours <= 1.3 * limit) and got.dtype is torch.float32
 
 
 CHANGES: dict[str, Callable[[Net], Any]] = {
@@ -85,10 +87,9 @@ def test_outputs_are_those_of_the_weights_of_the_moment(mode: str) -> None:
         for change in CHANGES.values():
             change(net)
             assert close_to_autocast(run(x), net, x)
-        if mode == "freeze":
-            # a buffer is folded into the convolution
-            net.get_buffer("norm.running_mean").data.add_(1.0)
-            assert close_to_autocast(run(x), net, x)
+        # a buffer is folded into the convolution
+        net.get_buffer("norm.running_mean").data.add_(1.0)
+        assert close_to_autocast(run(x), net, x)
 
 
 def test_by_default_copies_live_across_calls_under_inference_mode_only() -> None:
@@ -181,6 +182,128 @@ def test_frozen_graphs_of_any_size_are_frozen_again() -> None:
         net.table.weight.data.mul_(2.0)
         for rows in (2, 3, 5):
             assert close_to_autocast(run(tokens(rows)), net, tokens(rows))
+
+
+class Compiles:
+    """Counts how often Inductor is asked for a graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        original = amp_fx.backend.compile_with_inductor
+
+        def count(*args: Any) -> Any:
+            self.count += 1
+            return original(*args)
+
+        monkeypatch.setattr(amp_fx.backend, "compile_with_inductor", count)
+
+
+def test_packed_weights_follow_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.LayerNorm(256), nn.Linear(256, 64)).eval()
+    x = torch.randn(16, 256)
+    run, compiles = compiled(net, "cache"), Compiles(monkeypatch)
+    with torch.inference_mode():
+        assert close_to_autocast(run(x), net, x)
+        # the matrices and the biases, not the fp32 weights of the norm
+        assert weights.held_bytes() == 2 * (256 * 256 + 256 + 256 * 64 + 64)
+    for weight in net.parameters():
+        weight.data = weight.data * 1.5
+        with torch.inference_mode():
+            assert close_to_autocast(run(x), net, x)
+    assert compiles.count == 1
+    assert max(value.numel() for value in packed()) == 256 * 256
+    dropped = weakref.ref(net[0].weight)
+    del net, weight, run
+    gc.collect()
+    assert dropped() is None
+    assert weights.held_bytes() == 0
+    assert all(value.numel() == 1 for value in packed())
+
+
+def test_batch_norm_is_folded_into_the_convolution_before_it() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 1)).eval()
+    norm, x = net.get_submodule("1"), torch.randn(2, 8, 8, 8)
+    run = compiled(net, "cache")
+
+    def code() -> str:
+        return "".join(run_and_get_code(lambda: run(x))[1])
+
+    with torch.inference_mode():
+        assert "batch_norm" not in code()
+        for statistics in (norm.running_mean, norm.running_var):
+            statistics.data.add_(1.0)
+            assert close_to_autocast(run(x), net, x)
+    scale = (norm.weight / (norm.running_var + norm.eps).sqrt()).double()
+    exact = (net.get_submodule("0").weight.double() * scale[:, None, None, None]).bfloat16()
+    folded = next(value for value in packed() if value.shape == exact.shape).to_dense(torch.bfloat16)
+    # rounded from fp32, once: where a low copy is scaled and rounded again, a quarter differs
+    assert (folded != exact).double().mean() < 0.01
+
+
+def packed() -> list[Tensor]:
+    """All tensors that oneDNN has packed."""
+    return [value for value in gc.get_objects() if issubclass(type(value), Tensor) and value.is_mkldnn]
+
+
+def test_constants_of_unknown_origin_are_frozen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    observe = amp_fx.constants.observe_freezing
+
+    def observe_and_find_one(folded: Any, held: Any) -> Any:
+        return observe(folded, lambda constants: held([*constants, torch.ones(3)]))
+
+    monkeypatch.setattr(amp_fx.constants, "observe_freezing", observe_and_find_one)
+    net, x = new_net(), tokens()
+    run, compiles = compiled(net, "cache"), Compiles(monkeypatch)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert close_to_autocast(run(x), net, x)
+            net.conv.weight.data.mul_(2.0)
+    assert compiles.count == 2
+
+
+@pytest.mark.slow
+def test_weights_that_max_autotune_packs_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(64, 256)
+    run = compiled(net, "cache", max_autotune=True, max_autotune_gemm_backends="CPP")
+    compiles = Compiles(monkeypatch)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert close_to_autocast(run(x), net, x)
+            next(net.parameters()).data.mul_(2.0)
+    # Inductor makes those while it generates code, so it has to do that again
+    assert compiles.count == 2
+
+
+def test_threads_may_call_while_weights_change() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64)).eval(), torch.randn(16, 256)
+    run, errors = compiled(net, "cache"), []
+    original = [weight.detach().clone() for weight in net.parameters()]
+
+    def serve() -> None:
+        with torch.inference_mode():
+            for _ in range(200):
+                # twice the weights of two layers without negative biases: between one and four times the output
+                got = run(x).norm()
+                errors.extend([got] if not 0.9 * low < got < 1.1 * high else [])
+
+    with torch.inference_mode():
+        low = run(x).norm()
+        for weight in net.parameters():
+            weight.data.mul_(2.0)
+        high = run(x).norm()
+    threads = [threading.Thread(target=serve) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        for factor in (1.0, 2.0):
+            for weight, value in zip(net.parameters(), original, strict=True):
+                weight.data.copy_(value * factor)
+    assert not errors
+    with torch.inference_mode():
+        assert close_to_autocast(run(x), net, x)
 
 
 def test_the_option_is_checked() -> None:
