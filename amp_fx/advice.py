@@ -16,7 +16,7 @@ import torch
 from amp_fx.plan import CastPlan, NodePlan, Plan, dtype_name
 from amp_fx.policy import OpClass, Policy
 
-__all__ = ["Advice", "Risk", "advise", "rank_risks", "scaling_advice", "weight_advice"]
+__all__ = ["Advice", "Risk", "advise", "layout_advice", "rank_risks", "scaling_advice", "weight_advice"]
 
 #: tensor cores read operands in rows of 16 bytes
 _ALIGNMENT = 8
@@ -33,8 +33,8 @@ class Advice:
     """One thing worth changing.
 
     Attributes:
-        kind: ``"dimensions"``, ``"small"``, ``"island"``, ``"weights"``, ``"scaling"``, ``"fallback"`` or
-            ``"graph break"``.
+        kind: ``"dimensions"``, ``"small"``, ``"island"``, ``"weights"``, ``"scaling"``, ``"layout"``,
+            ``"fallback"`` or ``"graph break"``.
         text: what was found, and where.
         options: what to add to ``torch.compile(..., options=...)``; empty where code has to change.
     """
@@ -193,6 +193,36 @@ def scaling_advice(plans: Sequence[Plan]) -> list[Advice]:
         " amp_fx.GradScaler"
     )
     return [Advice("scaling", text, {"dtype": "float16", "scaler": "default"})]
+
+
+def layout_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) -> list[Advice]:
+    """Convolutions in 16 bits run channels last: weights that are not are laid out again in every training step.
+
+    Args:
+        plans: of the graphs that read the weights.
+        weights: parameters by name.
+    """
+    trained = [plan for plan in plans if plan.training and plan.phase == "forward"]
+    if not any(
+        row.op.startswith("conv") and len(row.shape) == 4
+        for plan in trained
+        for row in plan.nodes
+        if _is_low(row)
+    ):
+        return []
+    sizes = [
+        weight.nbytes
+        for weight in weights.values()
+        if weight.ndim == 4 and not weight.is_contiguous(memory_format=torch.channels_last)
+    ]
+    if not sizes:
+        return []
+    text = (
+        f"convolutions run channels last, but not their weights ({len(sizes)}, {sum(sizes) / 1e6:.1f} MB): these and"
+        " their gradients are laid out again in every step. model.to(memory_format=torch.channels_last) before"
+        " training ends that"
+    )
+    return [Advice("layout", text)]
 
 
 def weight_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) -> list[Advice]:

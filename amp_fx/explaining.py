@@ -24,7 +24,7 @@ from amp_fx._torch import (
     stock_inductor,
     unwrapped_errors,
 )
-from amp_fx.advice import scaling_advice, weight_advice
+from amp_fx.advice import layout_advice, scaling_advice, weight_advice
 from amp_fx.backend import amp_fx
 from amp_fx.errors import AmpFxError
 from amp_fx.graph import arguments, cast_bytes, is_eligible, module_path, source_line, tensor_nodes, tensors
@@ -104,7 +104,7 @@ def explain(
         with torch.autocast(device, parsed.low_dtype(device)):
             costs["torch.autocast"] = _cost(_lowered(program, args, kwargs, stock_inductor))
     weights = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
-    notes = weight_advice(plans, weights)
+    notes = weight_advice(plans, weights) + layout_advice(plans, weights)
     if parsed.scaler is None:
         notes += scaling_advice(plans)
     name = getattr(program, "__name__", type(program).__name__)

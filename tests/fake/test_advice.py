@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx import Plan, Report
-from amp_fx.advice import Advice, advise, rank_risks, scaling_advice, weight_advice
+from amp_fx.advice import Advice, advise, layout_advice, rank_risks, scaling_advice, weight_advice
 from amp_fx.options import Options
 from graphs import Rewritten, rewrite
 
@@ -197,6 +197,19 @@ def test_weights_that_become_zero_are_counted() -> None:
         [plan], {"up.weight": model.up.weight, "empty": torch.ones(0), "ids": torch.ones(3).long()}
     )
     assert row.text == f"{zeros:.1%} of up.weight becomes zero in fp16"
+
+
+def test_convolutions_that_are_trained_want_weights_that_are_channels_last() -> None:
+    net, x = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 1)), torch.randn(2, 8, 8, 8)
+    plan = rewrite(net, x).plan
+    plan.training = True
+    weights = dict(net.named_parameters())
+    # a kernel of one element has no layout
+    assert "not their weights (1, 0.0 MB)" in str(layout_advice([plan], weights)[0])
+    plan.training = False
+    assert not layout_advice([plan], weights)
+    plan.training = True
+    assert not layout_advice([plan], dict(net.to(memory_format=torch.channels_last).named_parameters()))
 
 
 def test_training_in_fp16_wants_a_scaler() -> None:
