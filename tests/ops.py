@@ -20,6 +20,7 @@ from amp_fx.policy import table
 from amp_fx.policy.classes import OpGroup
 from amp_fx.policy.cpu import CPU_GROUPS
 from amp_fx.policy.cuda import CUDA_GROUPS
+from versions import IS_2_11
 
 __all__ = [
     "ASKED",
@@ -688,6 +689,10 @@ NOT_ASKED: dict[str, dict[str, str]] = {
             if torch.version.cuda and not torch.cuda.is_available()
             else (),
             NO_DRIVER,
+        ),
+        **dict.fromkeys(
+            ("_convolution", "_convolution.deprecated", "_transformer_encoder_layer_fwd") if IS_2_11 else (),
+            NO_META,
         ),
     },
     "cpu": dict.fromkeys(() if has_low_lstm(LOW["cpu"]) else ("lstm.input", "mkldnn_rnn_layer"), NO_LSTM),

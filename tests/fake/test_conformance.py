@@ -19,6 +19,7 @@ from torch.library import _scoped_library
 import conformance
 from amp_fx import FallbackWarning
 from graphs import agree
+from versions import fails_in_2_11
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ONE_ROUNDING = 1e-2
@@ -240,8 +241,20 @@ NO_INSTANCE = pytest.mark.filterwarnings("ignore:.*should not be instantiated:De
 
 @NO_INSTANCE
 @pytest.mark.filterwarnings("ignore::amp_fx.FallbackWarning")
-@pytest.mark.parametrize("function", [CastToFp32, AsAutocast], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "ambient"])
+@pytest.mark.parametrize(
+    ("function", "ambient"),
+    [
+        pytest.param(CastToFp32, None, id="plain-CastToFp32"),
+        pytest.param(
+            AsAutocast,
+            None,
+            id="plain-AsAutocast",
+            marks=fails_in_2_11("a gradient is lost where the forward ends in a float() that does nothing"),
+        ),
+        pytest.param(CastToFp32, BF16, id="ambient-CastToFp32"),
+        pytest.param(AsAutocast, BF16, id="ambient-AsAutocast"),
+    ],
+)
 def test_functions_with_custom_fwd_and_bwd(
     function: type[torch.autograd.Function], ambient: torch.dtype | None
 ) -> None:

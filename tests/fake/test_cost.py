@@ -99,9 +99,10 @@ def model(
     *args: Tensor,
     training: bool = False,
     profile: DeviceProfile | None = None,
+    dynamic: bool | None = None,
 ) -> tuple[CostModel, dict]:
     """The cost model of a program, and its nodes by name."""
-    gm = captured(program, *args)
+    gm = captured(program, *args, dynamic=dynamic)
     run_passes(gm, (PinDtypes(), Classify(), Constrain()), PassContext())
     return CostModel(gm.graph, profile, training), {node.name: node for node in gm.graph.nodes}
 
@@ -139,7 +140,10 @@ def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_c
 
 
 def test_symbolic_sizes_count_with_their_hint() -> None:
-    gm = captured(lambda x, w: x @ w, x(), w(torch.float32), dynamic=True)
-    run_passes(gm, (PinDtypes(), Classify(), Constrain()), PassContext())
-    matmul = next(node for node in gm.graph.nodes if node.name == "matmul")
-    assert CostModel(gm.graph, None, False).traffic(matmul, 2) == 2 * N
+    profile = DeviceProfile("unit", "cpu", {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
+    cost, nodes = model(
+        torch.nn.functional.linear, x().unflatten(0, (2, -1)), w(torch.float32), profile=profile, dynamic=True
+    )
+    assert cost.traffic(nodes["linear"], 2) == 2 * N * 10**12
+    _, low = cost.arithmetic(nodes["linear"], BF16) or (0, 0)
+    assert low == 2 * N * WIDTH * 10**12

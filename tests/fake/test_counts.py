@@ -76,7 +76,7 @@ def test_amp_fx_is_counted_by_the_same_hook_and_widens_its_result() -> None:
 
 
 def test_a_fused_cast_is_a_conversion_and_no_cast() -> None:
-    counter = run(lambda x: (x.sin().bfloat16().float() + 1).to(torch.int32), torch.randn(1000))
+    counter = run(lambda x: (x.sin().bfloat16().relu().float() + 1).to(torch.int32), torch.randn(1000))
     # nor is a conversion to an integer one between floating dtypes
     assert counter.total == Counts(
         conversions=2,

@@ -446,6 +446,18 @@ def test_batches_of_size_zero(ambient: torch.dtype | None) -> None:
     assert low(agree(model, torch.randn(0, 4), ambient=ambient), "linear")
 
 
+def test_layers_on_batches_of_any_size() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mT).relu()
+
+    assert low(agree(Net(), torch.randn(2, 8, 3), dynamic=True), "linear")
+
+
 def test_sizes_that_nobody_knows_before_the_run() -> None:
     def program(x: Tensor, w: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         rows = x[keep.nonzero().squeeze(1)]
