@@ -13,8 +13,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from amp_fx.constants import FoldingRecord, LiveConstants
+from amp_fx.constants import LiveConstants
 from amp_fx.errors import WeightsError
+from amp_fx.folding import FoldingRecord
 from amp_fx.graph import COPY_META, is_parameter, storage_of, written_storages
 from amp_fx.inference import Compile, is_plain
 from amp_fx.weights import OnDeath, Watch
@@ -164,12 +165,7 @@ class _Frozen:
         watch: over the weights.
     """
 
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        constants: LiveConstants | None,
-        watch: Watch,
-    ) -> None:
+    def __init__(self, compiled: Callable[..., Any], constants: LiveConstants | None, watch: Watch) -> None:
         self.compiled = compiled
         self.constants = constants
         self._watch = watch
@@ -210,7 +206,7 @@ class _Frozen:
         try:
             while any(thread != threading.get_ident() for thread in list(self._calls)):
                 time.sleep(_PAUSE)
-            self.constants.renew(weights)
+            self.constants.renew(weights, watch.changed_since(self._watch))
             self._watch = watch
         finally:
             self._is_changing = False

@@ -116,6 +116,18 @@ class Watch:
         self._groups = list(groups.values())
         self._seen = self._sampled()
         self._sums: list[Tensor] = []
+        self._looks = [
+            (id(w), w.data_ptr(), None if w.is_inference() else w._version, sample.tolist())
+            if _is_plain_memory(sample)
+            else None
+            for w, sample in zip(weights, self._samples, strict=True)
+        ]
+
+    def changed_since(self, earlier: Watch) -> list[bool]:
+        """For each weight, whether it may be another than in an earlier watch over the same model."""
+        if self._epoch != earlier._epoch:
+            return [True] * len(self._looks)
+        return [now is None or now != before for now, before in zip(self._looks, earlier._looks, strict=True)]
 
     def sum_up(self, weights: Sequence[Tensor]) -> None:
         """Notes a sum over all bits, for :meth:`is_current`. Reads every element."""

@@ -165,7 +165,7 @@ def _timings_table(rows: Sequence[TimingRow], arms: Mapping[str, str]) -> list[s
 
 
 def _joined(paths: Sequence[str]) -> tuple[dict[str, Any], list[TimingRow]]:
-    """The rows of several files of one machine.
+    """The rows of several files of one kind of machine; a case that is in several of them has the rows of the last.
 
     Raises:
         ValueError: the machines differ.
@@ -176,7 +176,8 @@ def _joined(paths: Sequence[str]) -> tuple[dict[str, Any], list[TimingRow]]:
         for key in ("hardware", "processor", "torch", "threads", "sizes", "clock"):
             if other.get(key) != head.get(key):
                 raise ValueError(f"{path} has {key} {other.get(key)!r}, {paths[0]} has {head.get(key)!r}")
-    return head, [row for _, rows in files for row in rows]
+    last = {row.workload: rows for _, rows in files for row in rows}
+    return head, [row for _, rows in files for row in rows if last[row.workload] is rows]
 
 
 def _replace(text: str, name: str, section: str) -> str:

@@ -244,12 +244,12 @@ def packed() -> list[Tensor]:
 
 
 def test_constants_of_unknown_origin_are_frozen_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    observe = amp_fx.constants.observe_freezing
+    observe = amp_fx.folding.observe_freezing
 
     def observe_and_find_one(folded: Any, held: Any) -> Any:
         return observe(folded, lambda constants: held([*constants, torch.ones(3)]))
 
-    monkeypatch.setattr(amp_fx.constants, "observe_freezing", observe_and_find_one)
+    monkeypatch.setattr(amp_fx.folding, "observe_freezing", observe_and_find_one)
     net, x = new_net(), tokens()
     run, compiles = compiled(net, "cache"), Compiles(monkeypatch)
     with torch.inference_mode():

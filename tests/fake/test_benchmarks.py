@@ -152,9 +152,16 @@ def test_files_of_two_machines_are_not_joined(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     for path, torch_version in zip(paths, ("9", "10"), strict=True):
         write(path, {**describe("cpu"), "torch": torch_version}, [row("autocast", QUIET)])
-    assert len(readme._joined([str(paths[0])] * 2)[1]) == 2
     with pytest.raises(ValueError, match=r"b\.jsonl has torch '10'"):
         readme._joined([str(path) for path in paths])
+
+
+def test_of_several_files_the_last_one_counts(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    write(paths[0], describe("cpu"), [row("autocast", QUIET), row("amp_fx", QUIET, workload="gpt2")])
+    write(paths[1], describe("cpu"), [row("autocast", scaled(2))])
+    _, joined = readme._joined([str(path) for path in paths])
+    assert [(some.workload, some.times) for some in joined] == [("gpt2", QUIET), ("mlp", scaled(2))]
 
 
 # --- what is run ---

@@ -334,3 +334,15 @@ def test_a_thorough_watch_is_not_disturbed_by_steps_of_other_models() -> None:
     assert watch.is_current(parameters)
     parameters[0].data.mul_(2.0)
     assert not watch.is_current(parameters)
+
+
+def test_a_watch_names_the_weights_that_changed() -> None:
+    parameters = new_weights()
+    before = Watch(parameters, lambda _: None)
+    parameters[1].data.mul_(2.0)
+    assert Watch(parameters, lambda _: None).changed_since(before) == [
+        at == 1 for at in range(len(parameters))
+    ]
+    # whose step it was is not known
+    step(torch.optim.SGD(parameters[:1], lr=0.0), parameters)
+    assert all(Watch(parameters, lambda _: None).changed_since(before))
