@@ -109,7 +109,7 @@ def amp_fx(
         warn_unscaled(plan)
     if not torch.is_grad_enabled() and opts.weights == "freeze":
         compiled: Callable[..., Any] = _freeze(rewritten, example_inputs, opts, may_change=not opts.strict)
-    elif not torch.is_grad_enabled() and opts.weights == "cache" and graph_devices(gm) == {"cpu"}:
+    elif not torch.is_grad_enabled() and opts.weights == "cache" and _packs(gm, opts):
         compiled = _freeze(rewritten, example_inputs, opts, may_change=True)
     elif copied_weights(rewritten):
         compiled = _cache(rewritten, example_inputs, opts)
@@ -244,6 +244,11 @@ def _freeze(
         return _inductor(gm, example_inputs, opts)
     graph.freeze(example_inputs)
     return graph
+
+
+def _packs(gm: fx.GraphModule, opts: Options) -> bool:
+    """Where packing weights pays; what folds BatchNorm does not round where eager autocast rounds."""
+    return graph_devices(gm) == {"cpu"} and opts.numerics != "eager"
 
 
 def _fall_back(

@@ -238,6 +238,15 @@ def test_batch_norm_is_folded_into_the_convolution_before_it() -> None:
     assert (folded != exact).double().mean() < 0.01
 
 
+def test_with_eager_numerics_nothing_is_folded() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16)).eval(), torch.randn(2, 8, 8, 8)
+    run = compiled(net, "cache", numerics="eager")
+    with torch.inference_mode():
+        assert "batch_norm" in "".join(run_and_get_code(lambda: run(x))[1])
+    assert weights.held_bytes() == 2 * (16 * 8 * 3 * 3 + 16)
+
+
 def packed() -> list[Tensor]:
     """All tensors that oneDNN has packed."""
     return [value for value in gc.get_objects() if issubclass(type(value), Tensor) and value.is_mkldnn]
