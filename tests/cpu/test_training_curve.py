@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpt import GPT, GPTConfig, get_batch, make_corpus
+from versions import IS_2_11
 
 STEPS = 300
 TAIL = 60  # the last steps, averaged: single steps are as noisy as their batches
@@ -26,8 +27,8 @@ def test_a_small_gpt_reaches_the_loss_of_the_fp32_run() -> None:
     amp_fx = _final_loss(compiled, corpus)
 
     assert fp32 < 1.4, "the fp32 run did not learn: the comparison would say nothing"
-    # compiling in fp32 moves it by up to 2.5 %, too, depending on seed and torch
-    assert amp_fx == pytest.approx(fp32, rel=0.03)
+    # in torch 2.11 autocast's loss, and that of compiling in fp32, moves by up to 2.5 %, too
+    assert amp_fx == pytest.approx(fp32, rel=0.03 if IS_2_11 else 0.01)
     assert amp_fx != fp32, "the run was not in low precision"
 
 
