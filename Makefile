@@ -8,8 +8,8 @@ VENV := .venv
 TORCH ?= 2.13.0
 # the last release of each minor version that pyproject.toml allows
 MATRIX ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
-# torch 2.11 does not take the setuptools of today
-CONSTRAINTS = sed -e 's/^torch==.*/torch==$(TORCH)/' $(if $(filter 2.11.%,$(TORCH)),-e '/^setuptools==/d') constraints.txt
+# torch 2.11 and 2.12 do not take the setuptools of today
+CONSTRAINTS = sed -e 's/^torch==.*/torch==$(TORCH)/' $(if $(filter 2.11.% 2.12.%,$(TORCH)),-e '/^setuptools==/d') constraints.txt
 BIN := $(VENV)/bin
 # CI machines differ in cores; two workers with one thread each is what the time limits are measured with.
 WORKERS ?= 2

@@ -1,8 +1,8 @@
 """Every private PyTorch API that amp_fx touches, in one place.
 
-Tried on torch 2.11.0, 2.13.0 and 2.15.0; every name is in 2.12.1 and 2.14.1, too. A torch upgrade is this file's
-work: nothing else in the package imports from ``torch._*``. Where a name is private only by its underscore but
-documented or used by other projects (``compile_fx``, ``CustomGraphPass``), the comment says so.
+Tried on torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0. A torch upgrade is this file's work: nothing else in the
+package imports from ``torch._*``. Where a name is private only by its underscore but documented or used by other
+projects (``compile_fx``, ``CustomGraphPass``), the comment says so.
 """
 
 # what is imported here is private on purpose

@@ -20,7 +20,7 @@ from amp_fx.policy import table
 from amp_fx.policy.classes import OpGroup
 from amp_fx.policy.cpu import CPU_GROUPS
 from amp_fx.policy.cuda import CUDA_GROUPS
-from versions import IS_2_11
+from versions import UP_TO_2_12
 
 __all__ = [
     "ASKED",
@@ -691,7 +691,9 @@ NOT_ASKED: dict[str, dict[str, str]] = {
             NO_DRIVER,
         ),
         **dict.fromkeys(
-            ("_convolution", "_convolution.deprecated", "_transformer_encoder_layer_fwd") if IS_2_11 else (),
+            ("_convolution", "_convolution.deprecated", "_transformer_encoder_layer_fwd")
+            if UP_TO_2_12
+            else (),
             NO_META,
         ),
     },

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-__all__ = ["IS_2_11", "fails_in_2_11"]
-
-IS_2_11 = torch.__version__.startswith("2.11.")
+__all__ = ["IS_2_11", "UP_TO_2_12", "fails_in"]
 
 
-def fails_in_2_11(fault: str) -> pytest.MarkDecorator:
-    """A test that cannot pass in torch 2.11, and says so when it does."""
-    return pytest.mark.xfail(IS_2_11, reason=f"torch 2.11: {fault}", strict=True)
+def _is(*versions: str) -> bool:
+    return torch.__version__.startswith(tuple(f"{version}." for version in versions))
+
+
+IS_2_11 = _is("2.11")
+UP_TO_2_12 = _is("2.11", "2.12")
+
+
+def fails_in(*versions: str, fault: str) -> pytest.MarkDecorator:
+    """A test that cannot pass in some versions of torch, and says so when it does."""
+    return pytest.mark.xfail(_is(*versions), reason=f"torch {', '.join(versions)}: {fault}", strict=True)

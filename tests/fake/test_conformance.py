@@ -19,7 +19,7 @@ from torch.library import _scoped_library
 import conformance
 from amp_fx import FallbackWarning
 from graphs import agree
-from versions import fails_in_2_11
+from versions import fails_in
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ONE_ROUNDING = 1e-2
@@ -249,7 +249,9 @@ NO_INSTANCE = pytest.mark.filterwarnings("ignore:.*should not be instantiated:De
             AsAutocast,
             None,
             id="plain-AsAutocast",
-            marks=fails_in_2_11("a gradient is lost where the forward ends in a float() that does nothing"),
+            marks=fails_in(
+                "2.11", fault="a gradient is lost where the forward ends in a float() that does nothing"
+            ),
         ),
         pytest.param(CastToFp32, BF16, id="ambient-CastToFp32"),
         pytest.param(AsAutocast, BF16, id="ambient-AsAutocast"),
