@@ -207,6 +207,7 @@ class _Frozen:
             while any(thread != threading.get_ident() for thread in list(self._calls)):
                 time.sleep(_PAUSE)
             self.constants.renew(weights, watch.changed_since(self._watch))
+            watch.confirm(weights)
             self._watch = watch
         finally:
             self._is_changing = False

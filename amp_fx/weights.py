@@ -7,7 +7,8 @@ Nothing in PyTorch tells that a weight was written to: fused optimizers and ``p.
 * no optimizer of ``torch.optim`` has made a step, and no graph with gradients has been called;
 * a sample of its elements has the same bits. Writes to the whole weight change the sample, whatever makes them.
 
-What this cannot see is a write to a few elements through ``.data`` or numpy. After one, call :func:`clear`.
+What this cannot see is a write to a few elements through ``.data`` or numpy. After one, call :func:`clear`. Nor does it
+see another thread's writes through ``.data`` that begin and are undone while copies are being made.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _LINES, _RUN = 4, 8
 
 #: integers by element size
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: an epoch that does not come
+_NEVER = -1
 
 _lock = threading.RLock()
 #: weight -> dtype -> copy; shared by all graphs that read the weight
@@ -122,6 +126,11 @@ class Watch:
             else None
             for w, sample in zip(weights, self._samples, strict=True)
         ]
+
+    def confirm(self, weights: Sequence[Tensor]) -> None:
+        """After copies were made: had a write begun meanwhile, they may be torn, even if it is undone later."""
+        if not self._looks_same(weights):
+            self._epoch = _NEVER
 
     def changed_since(self, earlier: Watch) -> list[bool]:
         """For each weight, whether it may be another than in an earlier watch over the same model."""
@@ -212,6 +221,7 @@ class LowCopies:
             copies = [_copy_of(w, dtype) for w, dtype in zip(weights, self._dtypes, strict=True)]
             for copy, weight in zip(copies, weights, strict=True):
                 copy.copy_(weight)
+        watch.confirm(weights)
         self._found[key] = watch, copies
         return copies
 

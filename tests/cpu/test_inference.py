@@ -61,13 +61,17 @@ def tokens(rows: int = 2) -> Tensor:
     return torch.arange(rows * 8).reshape(rows, 8) % 24
 
 
-def close_to_autocast(got: Tensor, model: nn.Module, x: Tensor) -> bool:
-    """About as far from fp64 as eager autocast is, and not equal to fp32; BatchNorm may be folded into low weights."""
+#: BatchNorm that is folded into low weights and biases is rounded elsewhere, as by autocast with Inductor's freezing
+FOLDED = 1.3
+
+
+def close_to_autocast(got: Tensor, model: nn.Module, x: Tensor, factor: float = 1.1) -> bool:
+    """At most ``factor`` times as far from fp64 as eager autocast is, and not equal to fp32."""
     exact = copy.deepcopy(model).double()(x.double() if x.is_floating_point() else x)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         theirs = model(x)
     ours, limit = (got - exact).norm(), (theirs - exact).norm()
-    return bool(0.05 * limit < ours <= 1.3 * limit) and got.dtype is torch.float32
+    return bool(0.05 * limit < ours <= factor * limit) and got.dtype is torch.float32
 
 
 CHANGES: dict[str, Callable[[Net], Any]] = {
@@ -83,13 +87,13 @@ def test_outputs_are_those_of_the_weights_of_the_moment(mode: str) -> None:
     net, x = new_net(), tokens()
     run = compiled(net, mode, strict=False)
     with torch.inference_mode():
-        assert close_to_autocast(run(x), net, x)
+        assert close_to_autocast(run(x), net, x, FOLDED)
         for change in CHANGES.values():
             change(net)
-            assert close_to_autocast(run(x), net, x)
+            assert close_to_autocast(run(x), net, x, FOLDED)
         # a buffer is folded into the convolution
         net.get_buffer("norm.running_mean").data.add_(1.0)
-        assert close_to_autocast(run(x), net, x)
+        assert close_to_autocast(run(x), net, x, FOLDED)
 
 
 def test_by_default_copies_live_across_calls_under_inference_mode_only() -> None:
@@ -124,7 +128,7 @@ def test_train_evaluate_train() -> None:
         optimizer.zero_grad()
         net.eval()
         with torch.no_grad():
-            assert close_to_autocast(run(x), net, x)
+            assert close_to_autocast(run(x), net, x, FOLDED)
 
 
 @pytest.mark.parametrize("mode", ["cache", "freeze"])
@@ -146,7 +150,7 @@ def test_models_of_one_class_and_dropped_models() -> None:
 
     with torch.inference_mode():
         for net in nets * 2:
-            assert close_to_autocast(run(net, x), net, x)
+            assert close_to_autocast(run(net, x), net, x, FOLDED)
     held = weights.held_bytes()
     dropped = weakref.ref(nets[0])
     del nets[0], net
@@ -159,7 +163,7 @@ def test_with_strict_a_change_of_frozen_weights_is_an_error() -> None:
     net, x = new_net(), tokens()
     run = compiled(net, "freeze", strict=True)
     with torch.inference_mode():
-        assert close_to_autocast(run(x), net, x)
+        assert close_to_autocast(run(x), net, x, FOLDED)
     # somebody else's step does not matter
     other = nn.Linear(2, 2)
     other(torch.ones(2)).sum().backward()
@@ -178,10 +182,10 @@ def test_frozen_graphs_of_any_size_are_frozen_again() -> None:
     )
     with torch.inference_mode():
         for rows in (2, 3):
-            assert close_to_autocast(run(tokens(rows)), net, tokens(rows))
+            assert close_to_autocast(run(tokens(rows)), net, tokens(rows), FOLDED)
         net.table.weight.data.mul_(2.0)
         for rows in (2, 3, 5):
-            assert close_to_autocast(run(tokens(rows)), net, tokens(rows))
+            assert close_to_autocast(run(tokens(rows)), net, tokens(rows), FOLDED)
 
 
 class Compiles:
@@ -263,7 +267,7 @@ def test_constants_of_unknown_origin_are_frozen_again(monkeypatch: pytest.Monkey
     run, compiles = compiled(net, "cache"), Compiles(monkeypatch)
     with torch.inference_mode():
         for _ in range(2):
-            assert close_to_autocast(run(x), net, x)
+            assert close_to_autocast(run(x), net, x, FOLDED)
             net.conv.weight.data.mul_(2.0)
     assert compiles.count == 2
 
@@ -307,6 +311,8 @@ def test_threads_may_call_while_weights_change() -> None:
             for weight, value in zip(net.parameters(), original, strict=True):
                 weight.data.copy_(value * factor)
     assert not errors
+    for weight in net.parameters():
+        weight.data.mul_(1.5)
     with torch.inference_mode():
         assert close_to_autocast(run(x), net, x)
 

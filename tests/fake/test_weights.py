@@ -346,3 +346,13 @@ def test_a_watch_names_the_weights_that_changed() -> None:
     # whose step it was is not known
     step(torch.optim.SGD(parameters[:1], lr=0.0), parameters)
     assert all(Watch(parameters, lambda _: None).changed_since(before))
+
+
+def test_a_write_during_a_copy_counts_even_if_it_is_undone() -> None:
+    parameters = new_weights()
+    watch = Watch(parameters, lambda _: None)
+    parameters[1].data.mul_(2.0)
+    watch.confirm(parameters)
+    parameters[1].data.mul_(0.5)
+    assert not watch.is_current(parameters)
+    assert all(Watch(parameters, lambda _: None).changed_since(watch))
