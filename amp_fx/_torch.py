@@ -54,6 +54,7 @@ __all__ = [
     "enable_autocast",
     "get_proxy_mode",
     "graph_break",
+    "graph_pass",
     "has_autocast_rule",
     "has_low_lstm",
     "has_wide_addmm",
@@ -63,8 +64,8 @@ __all__ = [
     "inductor_option_names",
     "is_functorch_wrapped",
     "is_hooks_switch",
-    "joint_graph_pass",
     "joint_roles",
+    "lays_out_convolutions",
     "log_artifact",
     "lower_with_inductor",
     "make_fx",
@@ -351,25 +352,42 @@ def _report_output_strides(graph: Any) -> None:
         )
 
 
-def joint_graph_pass(uuid: str, rewrite: Callable[[fx.GraphModule], None]) -> dict[str, Any]:
-    """The Inductor option that runs ``rewrite`` on the joint graph, before it is partitioned.
+def graph_pass(stage: str, uuid: str, rewrite: Callable[[fx.GraphModule], None]) -> dict[str, Any]:
+    """The Inductor option that runs ``rewrite`` on graphs on their way to code.
 
     Args:
+        stage: ``"joint"``, forward and backward together before they are partitioned, or ``"post_grad"``, each by
+            itself, after the strides of its outputs were noted.
         uuid: everything the rewriting depends on; part of Inductor's and AOTAutograd's cache keys.
-        rewrite: changes the joint graph in place.
+        rewrite: changes the graph in place.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class JointGraphPass(CustomGraphPass):
+    class GraphPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             if graph.owning_module is None:
-                raise AssertionError("Inductor runs joint passes on a GraphModule's graph")
+                raise AssertionError("Inductor runs custom passes on a GraphModule's graph")
             rewrite(graph.owning_module)
 
         def uuid(self) -> str:
             return uuid
 
-    return {"joint_custom_pre_pass": JointGraphPass()}
+    return {f"{stage}_custom_pre_pass": GraphPass()}
+
+
+def lays_out_convolutions() -> bool:
+    """Whether Inductor, with the options it has now, runs convolutions on a CPU channels last in every call.
+
+    As ``GraphLowering.decide_layout_opt`` has it. Freezing packs the weights once instead.
+    """
+    from torch._inductor import config
+
+    return (
+        config.layout_optimization
+        and not config.freezing
+        and torch.backends.mkldnn.enabled
+        and torch.backends.mkldnn.is_available()
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from amp_fx import layout
 from amp_fx._torch import (
     autocast_shield,
     compile_id,
     compile_with_inductor,
     graph_break,
+    graph_pass,
     in_compiled_autograd,
-    joint_graph_pass,
     log_artifact,
     saved_tensors_shield,
     source_hash,
@@ -34,18 +36,17 @@ from amp_fx.freezing import FrozenGraph
 from amp_fx.inference import cached, copied_weights, in_inference_mode, weight_inputs
 from amp_fx.options import Options
 from amp_fx.passes import (
-    JOINT_PIPELINE,
+    FORWARD_PIPELINES,
+    JOINT_PIPELINES,
     OUTLINE,
     PIPELINE,
     Pass,
     PassContext,
     Replay,
     cached_pipeline,
-    gemm_epilogue,
     replay_pipeline,
     run_in_order,
     run_passes,
-    scale_backward,
 )
 from amp_fx.plan import Plan
 from amp_fx.plan_files import choose_plan
@@ -212,21 +213,27 @@ def _inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, scaler: str | None = None
 ) -> Callable[..., Any]:
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
-    passes: list[Pass] = []
+    joint: list[Pass] = []
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
-        passes.append(scaled.rewriting)
-    if "cuda" in graph_devices(gm):
-        # the matmuls that take an output dtype have CUDA kernels only
-        passes += JOINT_PIPELINE
-    joint: dict[str, Any] = {}
-    if passes:
-        # what they depend on is their source and their options
-        uuid = f"{source_hash(gemm_epilogue, scale_backward)} {passes}"
-        joint = joint_graph_pass(uuid, lambda joint_graph: run_in_order(joint_graph, passes, PassContext()))
+        joint.append(scaled.rewriting)
+    devices = sorted(graph_devices(gm))
+    joint += [step for device in devices for step in JOINT_PIPELINES.get(device, ())]
+    forward = [step for device in devices for step in FORWARD_PIPELINES.get(device, ())]
+    own = {**_hook("joint", joint), **_hook("post_grad", forward)}
     with autocast_shield():
-        compiled = compile_with_inductor(gm, example_inputs, {**joint, **opts.inductor})
+        compiled = compile_with_inductor(gm, example_inputs, {**own, **opts.inductor})
     return compiled if scaled is None else scaled.bind(compiled)
+
+
+def _hook(stage: str, passes: Sequence[Pass]) -> dict[str, Any]:
+    """The Inductor option that runs the passes at a stage."""
+    if not passes:
+        return {}
+    # what they depend on is their source and their options
+    modules = [sys.modules[type(step).__module__] for step in passes]
+    uuid = f"{source_hash(layout, *modules)} {passes}"
+    return graph_pass(stage, uuid, lambda graph: run_in_order(graph, passes, PassContext()))
 
 
 def _cache(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from amp_fx.advice import layout_advice, scaling_advice, weight_advice
 from amp_fx.backend import amp_fx
 from amp_fx.errors import AmpFxError
 from amp_fx.graph import arguments, cast_bytes, is_eligible, module_path, source_line, tensor_nodes, tensors
+from amp_fx.kernels import cast_kernels, conversion, conversions
 from amp_fx.options import Options
 from amp_fx.plan import CastPlan, NodePlan, Plan, dtype_name, input_plan, measure
 from amp_fx.policy import OpClass
@@ -38,23 +39,6 @@ from amp_fx.scaling import without_scaling
 from amp_fx.untouched import plain, untouched
 
 __all__ = ["explain"]
-
-_CONVERSIONS = {
-    torch.ops.prims.convert_element_type.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.to.dtype,
-}
-
-#: what a kernel may do beside converting and still be a cast
-_MOVES = {
-    getattr(torch.ops.aten, name).default
-    for name in ("view", "reshape", "permute", "t", "expand", "clone", "unsqueeze", "squeeze", "_unsafe_view")
-} | {
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.select.int,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.squeeze.dim,
-}
 
 
 def explain(
@@ -175,9 +159,8 @@ def _device(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _cost(graphs: Sequence[_Graph]) -> Cost:
-    nodes = [node for graph in graphs for node in graph.lowered.after.graph.nodes]
-    casts = [pair for node in nodes for pair in _conversion(node)]
-    kernels = [size for graph in graphs for calls, size in graph.lowered.generated if _only_casts(calls)]
+    casts = [pair for graph in graphs for pair in conversions(graph.lowered.after)]
+    kernels = [size for graph in graphs for _, size in cast_kernels(graph.lowered)]
     return Cost(
         casts=len(casts),
         cast_bytes=sum(cast_bytes(before, after.dtype) for before, after in casts),
@@ -187,32 +170,12 @@ def _cost(graphs: Sequence[_Graph]) -> Cost:
     )
 
 
-def _conversion(node: fx.Node) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The value before and after, if the node turns one floating dtype into another."""
-    if node.target not in _CONVERSIONS:
-        return []
-    before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
-    return (
-        [(before, after)]
-        if is_eligible(before) and is_eligible(after) and before.dtype is not after.dtype
-        else []
-    )
-
-
-def _only_casts(calls: frozenset[fx.Node]) -> bool:
-    """True for a kernel that exists for a conversion: it computes nothing."""
-    targets = {node.target for node in calls if node.op == "call_function"}
-    return bool(targets & _CONVERSIONS) and targets <= _CONVERSIONS | _MOVES
-
-
 def _mark_kernels(plan: Plan, lowered: Lowered) -> None:
     """Says of each cast whether a kernel of its own does it. Casts in bodies of higher-order ops are not found."""
     alone = {
         _planned_name(node) if plan.phase == "forward" else node.name
-        for calls, _ in lowered.generated
-        if _only_casts(calls)
-        for node in calls
-        if node.target in _CONVERSIONS
+        for casts, _ in cast_kernels(lowered)
+        for node in casts
     }
     for cast in plan.casts:
         cast.kernel = cast.name in alone
@@ -237,8 +200,8 @@ def _backward_plan(gm: fx.GraphModule, graph: str, forward: Sequence[Plan]) -> P
             plan.inputs.append(given)
         if node.op != "call_function":
             continue
-        if _conversion(node):
-            plan.casts.append(_backward_cast(node))
+        if (values := conversion(node)) is not None:
+            plan.casts.append(_backward_cast(node, *values))
             continue
         row = _backward_node(node, low)
         measure(row, node, "", flops)
@@ -246,8 +209,7 @@ def _backward_plan(gm: fx.GraphModule, graph: str, forward: Sequence[Plan]) -> P
     return plan
 
 
-def _backward_cast(node: fx.Node) -> CastPlan:
-    before, after = _conversion(node)[0]
+def _backward_cast(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> CastPlan:
     return CastPlan(
         name=node.name,
         value=node.all_input_nodes[0].name,

@@ -32,6 +32,7 @@ class Arm:
         scaler: train with a loss scaler, amp_fx's with its backend, else ``torch.amp.GradScaler``.
         floor: run only the matmuls, convolutions and attention of the model, one by one.
         epilogue: False leaves out amp_fx's pass that lets a matmul return fp32.
+        channels_last: lay out the model's parameters channels last first; for models that convolve.
         env: environment variables of its process.
         modes: where it makes sense.
         devices: where it makes sense.
@@ -46,6 +47,7 @@ class Arm:
     scaler: bool = False
     floor: bool = False
     epilogue: bool = True
+    channels_last: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     modes: tuple[str, ...] = MODES
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -66,6 +68,8 @@ ARMS = {
         # Inductor reads this setting when Dynamo traces, so it is the process's, not the call's
         Arm("freezing", autocast=True, env={"TORCHINDUCTOR_FREEZING": "1"}, modes=_INFERENCE),
         Arm("amp_fx", "amp_fx", {}),
+        Arm("autocast_channels_last", autocast=True, channels_last=True),
+        Arm("amp_fx_channels_last", "amp_fx", {}, channels_last=True),
         Arm("off", "amp_fx", {"profile": "off"}),
         Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
         Arm("cast", "amp_fx", {"weights": "cast"}, modes=_INFERENCE),
@@ -142,9 +146,10 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
     if arm.whole:
         model = model.to(arm.dtype)
         batch = {k: v.to(arm.dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    if arm.floor:
-        # eager convolutions run as their operands lie; Inductor chooses this layout by itself
+    if arm.floor or arm.channels_last:
+        # for the floor, as eager convolutions run as their operands lie: Inductor chooses this layout by itself
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    if arm.floor:
         batch = {k: v.to(memory_format=torch.channels_last) if v.ndim == 4 else v for k, v in batch.items()}
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:

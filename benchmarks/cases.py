@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from amp_fx.profile import builtin
 from benchmarks import workloads
+from benchmarks.arms import Arm
 from benchmarks.workloads import Build, Workload, build_workload
 
 __all__ = ["CASES", "SIZES", "Case", "sizes_for"]
+
+#: what convolves: the layout of its parameters makes a difference
+_CONVOLVING = (workloads.resnet, workloads.resnet50, workloads.gan)
 
 #: a CPU with instructions for bf16, one without (where low precision is loops of scalar code), a GPU
 SIZES = ("cpu", "cpu_no_bf16", "cuda")
@@ -36,6 +40,12 @@ class Case:
     sizes: Mapping[str, Mapping[str, int]]
     micro_batches: int = 1
     arms: tuple[str, ...] = ()
+
+    def takes(self, arm: Arm) -> bool:
+        """Whether an arm says something here."""
+        if self.arms and arm.name not in self.arms:
+            return False
+        return not arm.channels_last or self.build in _CONVOLVING
 
     def workload(self, sizes: str) -> Workload:
         """Builds it; the same weights each time."""

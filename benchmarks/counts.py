@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -22,28 +22,13 @@ from torch import Tensor
 
 from amp_fx._torch import Lowered, lower_with_inductor, replace_inner_compile, size_hint
 from amp_fx.errors import FallbackWarning, OptionsError
+from amp_fx.graph import cast_bytes
+from amp_fx.kernels import cast_kernels, conversions
 from benchmarks.arms import ARMS, MODES, Arm, prepare
 from benchmarks.results import describe, write
 from benchmarks.workloads import WORKLOADS, Workload, make
 
 __all__ = ["Counter", "Counts", "Row", "count", "counting", "measure"]
-
-_CONVERSIONS = {
-    torch.ops.prims.convert_element_type.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.to.dtype,
-}
-
-#: what a kernel may do beside converting and still be a cast
-_MOVES = {
-    getattr(torch.ops.aten, name).default
-    for name in ("view", "reshape", "permute", "t", "expand", "clone", "unsqueeze", "squeeze", "_unsafe_view")
-} | {
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.select.int,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.squeeze.dim,
-}
 
 
 @dataclass(frozen=True)
@@ -58,7 +43,7 @@ class Counts:
             counted, since they live on anyway, nor views of them.
         extern_kernels: calls of library kernels: matmuls, convolutions, attention.
         generated_kernels: kernels that Inductor would generate.
-        casts: those of them that convert and move values and compute nothing.
+        casts: kernels that convert and move values and compute nothing.
         cast_bytes: what these kernels read and write.
     """
 
@@ -103,15 +88,16 @@ class Counter:
     ) -> Callable[..., Any]:
         """Counts one graph; stands in for Inductor's code generation."""
         lowered = lower_with_inductor(gm, example_inputs, **kwargs)
-        casts = list(floating_casts(lowered.after))
+        casts = list(conversions(lowered.after))
+        kernels = [size for _, size in cast_kernels(lowered)]
         counts = Counts(
             conversions=len(casts),
-            conversion_bytes=sum(_bytes(value) for cast in casts for value in cast),
+            conversion_bytes=sum(cast_bytes(before, after.dtype) for before, after in casts),
             bytes_moved=lowered.bytes_moved,
             extern_kernels=lowered.extern_kernels,
             generated_kernels=len(lowered.generated),
-            casts=sum(_only_casts(calls) for calls, _ in lowered.generated),
-            cast_bytes=sum(size for calls, size in lowered.generated if _only_casts(calls)),
+            casts=len(kernels),
+            cast_bytes=sum(kernels),
         )
         # the two halves of one graph share its id
         graph_id: int = kwargs["graph_id"]
@@ -135,32 +121,6 @@ def counting() -> Iterator[Counter]:
     counter = Counter()
     with replace_inner_compile(counter.inner_compile):
         yield counter
-
-
-def floating_casts(gm: fx.GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
-    """The fake values before and after each conversion between floating dtypes, bodies included."""
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            if node.target not in _CONVERSIONS:
-                continue
-            before, after = node.args[0].meta["val"], node.meta["val"]
-            if before.is_floating_point() and after.is_floating_point() and before.dtype is not after.dtype:
-                yield before, after
-
-
-def _only_casts(calls: Collection[fx.Node]) -> bool:
-    """True for a kernel that exists for a conversion: it computes nothing."""
-    targets = {node.target for node in calls if node.op == "call_function"}
-    return bool(targets & _CONVERSIONS) and targets <= _CONVERSIONS | _MOVES
-
-
-def _bytes(value: Tensor) -> int:
-    elements = 1
-    for size in value.shape:
-        elements *= size_hint(size)
-    return elements * value.dtype.itemsize
 
 
 def _saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:

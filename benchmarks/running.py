@@ -166,7 +166,7 @@ def measure(
         progress: told what is being done.
     """
     sensible = arms_for(case.mode, settings.device)
-    names = [n for n in settings.arms if n in sensible and (not case.arms or n in case.arms)]
+    names = [n for n in settings.arms if n in sensible and case.takes(ARMS[n])]
     workers: list[_Worker] = []
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -47,7 +47,7 @@ class Trial:
         if arm.backend == "amp_fx":
             Options.parse(None, arm.options)
         if not arm.epilogue:
-            backend_module.JOINT_PIPELINE = ()
+            backend_module.JOINT_PIPELINES = {**backend_module.JOINT_PIPELINES, "cuda": ()}
         self._make_step()
 
     def _make_step(self) -> None:

@@ -1,20 +1,22 @@
 """The compiler passes, one per file, and the one table that orders them.
 
-=============== =======================================================================
-pin_dtypes      write down the dtypes that the program only implies
-classify        op lists and user rules: low, fp32, promote, follow, keep
-constrain       hazards that lists cannot see; storages that must not be re-typed
-keep_weights    (export) ops whose weights do not fit into the low dtype
-place           the precision of every value
-replay          (with a plan) the precision of every value, as the plan has it
-insert_casts    casts, each once per value and dtype
-cache_weights   (inference) low copies of weights are inputs, and their casts go
-fold_weights    (export) weights are stored as they are read, and their casts go
-fuse_casts      conversions that do nothing go
-verify          it runs, and its dtypes are the planned and the promised ones
-scale_backward  (joint graph, fp16) loss scaling and finite checks inside the backward
-gemm_epilogue   (joint graph, CUDA) a matmul whose result is only widened returns fp32
-=============== =======================================================================
+================= =====================================================================
+pin_dtypes        write down the dtypes that the program only implies
+classify          op lists and user rules: low, fp32, promote, follow, keep
+constrain         hazards that lists cannot see; storages that must not be re-typed
+keep_weights      (export) ops whose weights do not fit into the low dtype
+place             the precision of every value
+replay            (with a plan) the precision of every value, as the plan has it
+insert_casts      casts, each once per value and dtype
+cache_weights     (inference) low copies of weights are inputs, and their casts go
+fold_weights      (export) weights are stored as they are read, and their casts go
+fuse_casts        conversions that do nothing go
+verify            it runs, and its dtypes are the planned and the promised ones
+scale_backward    (joint graph, fp16) loss scaling and finite checks inside the backward
+gemm_epilogue     (joint graph, CUDA) a matmul whose result is only widened returns fp32
+lay_out_gradients (joint graph, CPU) gradients of convolutions in their weights' layout
+lay_out_weights   (forward graph, CPU) convolutions' weights are cast channels last
+================= =====================================================================
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from amp_fx.passes.fuse_casts import FuseCasts
 from amp_fx.passes.gemm_epilogue import GemmEpilogue
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_weights import KeepWeights
+from amp_fx.passes.lay_out_gradients import LayOutGradients
+from amp_fx.passes.lay_out_weights import LayOutWeights
 from amp_fx.passes.pin_dtypes import PinDtypes
 from amp_fx.passes.place import Place
 from amp_fx.passes.replay import Replay
@@ -37,7 +41,8 @@ from amp_fx.passes.scale_backward import ScaleBackward
 from amp_fx.passes.verify import Verify
 
 __all__ = [
-    "JOINT_PIPELINE",
+    "FORWARD_PIPELINES",
+    "JOINT_PIPELINES",
     "OUTLINE",
     "PIPELINE",
     "CacheWeights",
@@ -48,6 +53,8 @@ __all__ = [
     "GemmEpilogue",
     "InsertCasts",
     "KeepWeights",
+    "LayOutGradients",
+    "LayOutWeights",
     "Pass",
     "PassContext",
     "PassResult",
@@ -77,8 +84,11 @@ PIPELINE: tuple[Pass, ...] = (
 #: what a plan is matched with: calls and their classes
 OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())
 
-#: passes on Inductor's joint graph, in order
-JOINT_PIPELINE: tuple[Pass, ...] = (GemmEpilogue(),)
+#: device type -> passes on Inductor's joint graphs, in order
+JOINT_PIPELINES: dict[str, tuple[Pass, ...]] = {"cuda": (GemmEpilogue(),), "cpu": (LayOutGradients(),)}
+
+#: device type -> passes on Inductor's forward graphs after partitioning, in order
+FORWARD_PIPELINES: dict[str, tuple[Pass, ...]] = {"cpu": (LayOutWeights(),)}
 
 
 def cached_pipeline(pipeline: Sequence[Pass]) -> tuple[Pass, ...]:

@@ -179,6 +179,13 @@ def test_every_case_can_be_built_at_some_size_and_has_arms() -> None:
         assert {"autocast", "amp_fx"} <= set(arms_for(case.mode, "cpu"))
 
 
+def test_the_layout_of_parameters_is_an_arm_only_where_something_convolves() -> None:
+    arm = ARMS["amp_fx_channels_last"]
+    assert CASES["resnet18"].takes(arm)
+    assert CASES["gan"].takes(arm)
+    assert not CASES["gpt2"].takes(arm)
+
+
 def test_the_floor_repeats_the_matmuls_of_a_step_and_nothing_else() -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
     repeat = only_matmuls(lambda: F.gelu(x @ w).sum().backward())

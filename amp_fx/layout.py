@@ -1,0 +1,77 @@
+"""Casts that change the layout as well: the weights of convolutions, which run channels last on a CPU.
+
+Inductor compiles such a cast into a kernel that moves tiles of 16 by 9 elements through memory, scalar by scalar. The
+library's copy is about twice as fast, and faster still in pieces that stay in a core's cache (docs/profiling.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amp_fx._torch import OpOverload
+from amp_fx.graph import LOW_DTYPES
+
+__all__ = ["CONVERT", "channels_last_strides", "is_relaid"]
+
+#: elements of a 16-bit piece: half of a megabyte, the second-level cache of today's cores
+_PIECE = 2**18
+
+#: elements below which calling the library costs what its copy saves
+_WORTH_A_CALL = 2**15
+
+_library = torch.library.Library("amp_fx", "DEF")
+_library.define(
+    "convert(Tensor x, ScalarType dtype, int[] stride) -> Tensor",
+    # no strides are asked of its input: undoing them is what it is for
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+
+
+@torch.library.impl(_library, "convert", "CPU")
+def _convert(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
+    """``x`` in another dtype, laid out as ``stride`` says. ``x`` has at least one dimension."""
+    result = torch.empty_strided(x.shape, stride, dtype=dtype, device=x.device)
+    # Two steps, of which the one that reads against the layout is in 16 bits; what is between them stays in the cache
+    rows = max(1, _PIECE * len(x) // max(1, x.numel()))
+    for piece, source in zip(result.split(rows), x.split(rows), strict=True):
+        if dtype in LOW_DTYPES:
+            piece.copy_(source.to(dtype))
+        else:
+            piece.copy_(torch.empty_like(piece, dtype=source.dtype).copy_(source))
+    return result
+
+
+@torch.library.register_fake("amp_fx::convert", lib=_library)
+def _(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
+    return x.new_empty_strided(x.shape, stride, dtype=dtype)
+
+
+#: (x, dtype, stride) -> a new tensor with the values of x
+CONVERT: OpOverload = torch.ops.amp_fx.convert.default
+
+
+def is_relaid(weight: Tensor) -> bool:
+    """True for a convolution's weight on a CPU whose conversion to or from channels last is worth a library call.
+
+    Args:
+        weight: of any shape; that of a two-dimensional convolution has four dimensions.
+    """
+    return (
+        weight.device.type == "cpu"
+        and weight.ndim == 4
+        and all(isinstance(size, int) for size in weight.shape)
+        and weight.numel() >= _WORTH_A_CALL
+        and weight.is_contiguous()
+        # as with kernels of 1 x 1 and one channel per group
+        and not weight.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def channels_last_strides(shape: Sequence[int]) -> list[int]:
+    """Strides of a dense tensor with four dimensions whose second one is innermost."""
+    _, channels, _, width = shape
+    return [math.prod(shape[1:]), 1, width * channels, channels]

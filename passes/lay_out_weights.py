@@ -1,0 +1,74 @@
+"""Weights of convolutions are cast and laid out channels last in one library call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import lays_out_convolutions
+from amp_fx.graph import LOW_DTYPES, run_fake
+from amp_fx.layout import CONVERT, channels_last_strides, is_relaid
+from amp_fx.passes.base import Pass, PassContext, PassResult
+
+__all__ = ["LayOutWeights"]
+
+aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True)
+class LayOutWeights(Pass):
+    """Runs on Inductor's forward graph, on CPU.
+
+    Inductor runs convolutions channels last and lays out their weights for that in every call. What it compiles for
+    a cast that also changes the layout takes twice as long as the library's copy. It has to run after Inductor has
+    noted the strides of what the graph returns, as a convolution whose weight is laid out returns channels last.
+    Inputs of the graph only; what the graph computes is written in any layout as it is computed.
+
+    Before::
+
+        w_16 = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)           # bf16[O, I, 3, 3]
+        conv = torch.ops.aten.convolution.default(x_16, w_16, ...)
+
+    After::
+
+        w_16 = torch.ops.amp_fx.convert.default(w, torch.bfloat16, [I * 9, 1, I * 3, I])
+        conv = torch.ops.aten.convolution.default(x_16, w_16, ...)
+    """
+
+    name: ClassVar[str] = "lay-out-weights"
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        if not lays_out_convolutions():
+            return PassResult(gm, 0, "Inductor keeps the layout of convolutions")
+        changed = 0
+        for cast in list(gm.graph.nodes):
+            if not _is_weight_cast(cast):
+                continue
+            weight = cast.all_input_nodes[0]
+            with gm.graph.inserting_before(cast):
+                value = cast.meta["val"]
+                laid_out = gm.graph.call_function(
+                    CONVERT, (weight, value.dtype, channels_last_strides(value.shape))
+                )
+            laid_out.meta = {**cast.meta, "val": run_fake(laid_out)}
+            cast.replace_all_uses_with(laid_out)
+            gm.graph.erase_node(cast)
+            changed += 1
+        return PassResult(gm, changed, f"{changed} weights of convolutions are laid out by the library")
+
+
+def _is_weight_cast(node: fx.Node) -> bool:
+    """A cast to 16 bits of an input that convolutions multiply with."""
+    if node.target is not _CAST or node.meta["val"].dtype not in LOW_DTYPES:
+        return False
+    (weight,) = node.all_input_nodes
+    return (
+        weight.op == "placeholder"
+        and is_relaid(weight.meta["val"])
+        and any(user.target is aten.convolution.default and user.args[1] is node for user in node.users)
+    )
