@@ -14,10 +14,10 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -352,27 +352,44 @@ def _report_output_strides(graph: Any) -> None:
         )
 
 
-def graph_pass(stage: str, uuid: str, rewrite: Callable[[fx.GraphModule], None]) -> dict[str, Any]:
-    """The Inductor option that runs ``rewrite`` on graphs on their way to code.
+def graph_pass(
+    stage: Literal["joint", "post_grad"],
+    uuid: str,
+    rewrite: Callable[[fx.GraphModule], None],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The Inductor option that runs ``rewrite`` on graphs on their way to code, before the program's own passes.
 
     Args:
         stage: ``"joint"``, forward and backward together before they are partitioned, or ``"post_grad"``, each by
             itself, after the strides of its outputs were noted.
         uuid: everything the rewriting depends on; part of Inductor's and AOTAutograd's cache keys.
         rewrite: changes the graph in place.
+        options: of Inductor, as the program gives them; what they leave out is as Inductor's configuration has it.
     """
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor import config, custom_graph_pass
 
-    class GraphPass(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
+    name = f"{stage}_custom_pre_pass"
+    given = options.get(name, getattr(config, name)) or ()
+    others: Sequence[Any] = given if isinstance(given, (list, tuple)) else (given,)
+    # from torch 2.12 on, passes after partitioning may ask whether there is a backward
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())
+    base: Any = aware if aware and stage == "post_grad" else custom_graph_pass.CustomGraphPass
+
+    class GraphPass(base):
+        def __call__(self, graph: fx.Graph, **mode: Any) -> None:
             if graph.owning_module is None:
                 raise AssertionError("Inductor runs custom passes on a GraphModule's graph")
             rewrite(graph.owning_module)
+            for other in others:
+                other(graph, **(mode if isinstance(other, aware) else {}))
 
-        def uuid(self) -> str:
-            return uuid
+        def uuid(self) -> Any:
+            # None, for a pass that does not say what it depends on: nothing is cached
+            ids = [other.uuid() if hasattr(other, "uuid") else None for other in others]
+            return None if None in ids else (uuid, *ids)
 
-    return {f"{stage}_custom_pre_pass": GraphPass()}
+    return {name: GraphPass()}
 
 
 def lays_out_convolutions() -> bool:

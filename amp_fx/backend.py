@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx as fx
@@ -220,20 +220,20 @@ def _inductor(
     devices = sorted(graph_devices(gm))
     joint += [step for device in devices for step in JOINT_PIPELINES.get(device, ())]
     forward = [step for device in devices for step in FORWARD_PIPELINES.get(device, ())]
-    own = {**_hook("joint", joint), **_hook("post_grad", forward)}
+    own = {**_hook("joint", joint, opts), **_hook("post_grad", forward, opts)}
     with autocast_shield():
-        compiled = compile_with_inductor(gm, example_inputs, {**own, **opts.inductor})
+        compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)
 
 
-def _hook(stage: str, passes: Sequence[Pass]) -> dict[str, Any]:
+def _hook(stage: Literal["joint", "post_grad"], passes: Sequence[Pass], opts: Options) -> dict[str, Any]:
     """The Inductor option that runs the passes at a stage."""
     if not passes:
         return {}
     # what they depend on is their source and their options
     modules = [sys.modules[type(step).__module__] for step in passes]
     uuid = f"{source_hash(layout, *modules)} {passes}"
-    return graph_pass(stage, uuid, lambda graph: run_in_order(graph, passes, PassContext()))
+    return graph_pass(stage, uuid, lambda graph: run_in_order(graph, passes, PassContext()), opts.inductor)
 
 
 def _cache(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ traced with.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 from amp_fx._torch import OpOverload, size_hint
 from amp_fx.graph import fake_arguments, is_eligible, is_view, matmul_flops, numel
+from amp_fx.layout import is_relaid
 from amp_fx.plan import dtype_name, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.profile import DeviceProfile
@@ -38,6 +40,8 @@ _UNIT = 1
 _LINEAR_OPS = frozenset({"add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "neg", "sum", "mean"})
 #: matmuls with a weight, and its position among the arguments
 _WEIGHTED = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
+#: convolutions whose weights Inductor lays out channels last
+_CONVOLUTIONS = dict.fromkeys(("conv2d", "conv2d.padding", "conv_transpose2d.input"), 1)
 #: they read as many elements as they return, however large the table
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "take", "index.Tensor"})
 
@@ -159,24 +163,41 @@ class CostModel:
         flops = self._flops[call] * (3 if self.training else 1)
         if not flops:
             return None
-        high, fast = (self.profile.matmul_seconds(flops, name) for name in ("float32", dtype_name(low)))
-        return round(high * 1e12) + self._packing(node), round(fast * 1e12)
+        high, fast = (
+            round(1e12 * self.profile.matmul_seconds(flops, name)) for name in ("float32", dtype_name(low))
+        )
+        return high + self._packing(node), fast
 
     def _packing(self, node: fx.Node) -> int:
-        """Time in which an fp32 matmul on a CPU copies its weight into panels.
+        """Time in which an fp32 kernel on a CPU copies its weight, and a low one does not.
 
-        BLAS writes them to memory and reads them again, from two rows on; oneDNN's low kernels keep their blocks in
-        the cache. Measured with MKL and a weight of 2048 x 2048: 1 row takes 0.8 ms, 2 to 16 rows take 1.6 ms.
+        Matmuls: BLAS writes panels to memory and reads them again, from two rows on; oneDNN's low kernels keep
+        their blocks in the cache. Measured with MKL and a weight of 2048 x 2048: 1 row takes 0.8 ms, 2 to 16 rows
+        take 1.6 ms.
+
+        Convolutions: weights are laid out channels last, and their gradients as the weights were. For a low kernel
+        the casts do it (``amp_fx.layout``).
         """
-        plan, value = node_plan(node), node.meta["val"]
-        position = -1 if plan is None else _WEIGHTED.get(plan.op, -1)
-        if self.profile is None or self.profile.device_type != "cpu" or not 0 <= position < len(node.args):
+        value = node.meta["val"]
+        if self.profile is None or self.profile.device_type != "cpu":
             return 0
+        weight = self._weight(node, _WEIGHTED, 2)
+        if weight is not None:
+            rows = numel(value) // max(1, size_hint(value.shape[-1]))
+            return 0 if rows == 1 else self.traffic(weight, 2 * torch.float32.itemsize)
+        weight = self._weight(node, _CONVOLUTIONS, 4)
+        if weight is not None and is_relaid(weight.meta["val"]):
+            return self.traffic(weight, 2 * torch.float32.itemsize)
+        return 0
+
+    def _weight(self, node: fx.Node, weighted: Mapping[str, int], ndim: int) -> fx.Node | None:
+        """The argument that one of these ops has its weight in, if it has that many dimensions."""
+        plan = node_plan(node)
+        position = -1 if plan is None else weighted.get(plan.op, -1)
+        if not 0 <= position < len(node.args):
+            return None
         weight = node.args[position]
-        if not isinstance(weight, fx.Node) or weight.meta["val"].ndim != 2:
-            return 0
-        rows = numel(value) // max(1, size_hint(value.shape[-1]))
-        return 0 if rows == 1 else self.traffic(weight, 2 * torch.float32.itemsize)
+        return weight if isinstance(weight, fx.Node) and weight.meta["val"].ndim == ndim else None
 
     def _time(self, nbytes: int) -> int:
         return nbytes * _UNIT if self.profile is None else round(self.profile.bytes_seconds(nbytes) * 1e12)

@@ -139,6 +139,25 @@ def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_c
     assert high - low == passes * 4 * W * 10**12
 
 
+@pytest.mark.parametrize(
+    ("device", "kernel", "layout", "passes"),
+    [
+        ("cpu", 3, torch.contiguous_format, 2),
+        ("cpu", 3, torch.channels_last, 0),
+        ("cpu", 1, torch.contiguous_format, 0),
+        ("cuda", 3, torch.contiguous_format, 0),
+    ],
+)
+def test_an_fp32_convolution_lays_out_its_weight_on_a_cpu_which_a_cast_does_by_itself(
+    device: str, kernel: int, layout: torch.memory_format, passes: int
+) -> None:
+    profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
+    weight = torch.randn(256, 256, kernel, kernel).to(memory_format=layout)
+    cost, nodes = model(torch.nn.functional.conv2d, torch.randn(1, 256, 4, 4), weight, profile=profile)
+    high, low = cost.arithmetic(nodes["conv2d"], BF16) or (0, 0)
+    assert high - low == passes * 4 * weight.numel() * 10**12
+
+
 def test_symbolic_sizes_count_with_their_hint() -> None:
     profile = DeviceProfile("unit", "cpu", {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
     cost, nodes = model(
