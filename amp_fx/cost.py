@@ -41,7 +41,7 @@ _LINEAR_OPS = frozenset({"add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar",
 #: matmuls with a weight, and its position among the arguments
 _WEIGHTED = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
 #: convolutions whose weights Inductor lays out channels last
-_CONVOLUTIONS = dict.fromkeys(("conv2d", "conv2d.padding", "conv_transpose2d.input"), 1)
+_CONVOLUTIONS = {"conv2d": 1, "conv2d.padding": 1, "conv_transpose2d.input": 1}
 #: they read as many elements as they return, however large the table
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "take", "index.Tensor"})
 
