@@ -217,7 +217,8 @@ def _inductor(
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
         joint.append(scaled.rewriting)
-    devices = sorted(graph_devices(gm))
+    # on a CPU the passes are about convolutions
+    devices = [device for device in sorted(graph_devices(gm)) if device != "cpu" or layout.convolves(gm)]
     joint += [step for device in devices for step in JOINT_PIPELINES.get(device, ())]
     forward = [step for device in devices for step in FORWARD_PIPELINES.get(device, ())]
     own = {**_hook("joint", joint, opts), **_hook("post_grad", forward, opts)}

@@ -1,7 +1,8 @@
 """Casts that change the layout as well: the weights of convolutions, which run channels last on a CPU.
 
-Inductor compiles such a cast into a kernel that moves tiles of 16 by 9 elements through memory, scalar by scalar. The
-library's copy is about twice as fast, and faster still in pieces that stay in a core's cache (docs/profiling.md).
+Inductor compiles such a cast into a kernel that moves tiles of 16 by 9 elements through memory, scalar by scalar, and
+autograd copies a gradient that does not lie as its parameter. The library's copies, in pieces that stay in a core's
+cache, take two thirds to four fifths of the time for a weight, and half for a gradient (``benchmarks/layout.py``).
 """
 
 from __future__ import annotations
@@ -10,12 +11,20 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import OpOverload
 from amp_fx.graph import LOW_DTYPES
 
-__all__ = ["CONVERT", "channels_last_strides", "is_relaid"]
+__all__ = ["CONVERT", "channels_last_strides", "convolves", "is_relaid"]
+
+aten = torch.ops.aten
+
+#: calls of a captured graph that Inductor lays out channels last
+_CONVOLUTIONS = frozenset(
+    {aten.conv2d, aten.conv_transpose2d, aten.convolution, aten._convolution, aten._convolution_mode}
+)
 
 #: elements of a 16-bit piece: half of a megabyte, the second-level cache of today's cores
 _PIECE = 2**18
@@ -52,6 +61,16 @@ def _(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
 
 #: (x, dtype, stride) -> a new tensor with the values of x
 CONVERT: OpOverload = torch.ops.amp_fx.convert.default
+
+
+def convolves(gm: fx.GraphModule) -> bool:
+    """True if a captured graph, or a body in it, has a convolution over two dimensions or of any number."""
+    return any(
+        isinstance(node.target, OpOverload) and node.target.overloadpacket in _CONVOLUTIONS
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    )
 
 
 def is_relaid(weight: Tensor) -> bool:
