@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.compiled_autograd import _enable
+from torch.utils.checkpoint import checkpoint
 
 from amp_fx.layout import CONVERT
 from graphs import DEFAULTS
@@ -114,6 +117,26 @@ def test_without_gradients_weights_are_laid_out_by_the_same_call(weights: str) -
     assert [event.name for event in profiled.events() or ()].count("amp_fx::convert") == 3
     assert output.is_contiguous()
     assert float((output.double() - right).norm() / right.norm()) < 1e-2
+
+
+def test_gradients_are_the_same_when_recomputed_or_compiled_by_compiled_autograd() -> None:
+    model, image = nn.Conv2d(64, 64, 3), torch.randn(2, 64, 8, 8)
+
+    def gradient(program: Callable[[Tensor], Tensor], around: AbstractContextManager[Any]) -> Tensor:
+        torch._dynamo.reset()
+        model.zero_grad()
+        output = torch.compile(program, backend="amp_fx", options=dict(DEFAULTS))(image)
+        with around:
+            output.square().mean().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    plain = gradient(model, nullcontext())
+    again = gradient(lambda x: checkpoint(model, x, use_reentrant=False), nullcontext())
+    compiled = gradient(model, _enable(torch.compile(backend="amp_fx")))
+    for other in (again, compiled):
+        assert other.stride() == model.weight.stride()
+        torch.testing.assert_close(other, plain, rtol=0, atol=0)
 
 
 def test_the_call_is_found_under_its_name() -> None:
