@@ -2,7 +2,8 @@
 
 Inductor compiles such a cast into a kernel that moves tiles of 16 by 9 elements through memory, scalar by scalar, and
 autograd copies a gradient that does not lie as its parameter. The library's copies, in pieces that stay in a core's
-cache, take two thirds to four fifths of the time for a weight, and half for a gradient (``benchmarks/layout.py``).
+cache, take 0.6 to 1 of the time for a weight and 0.3 to 0.7 for a gradient, the less the larger they are (Zen 5,
+``python -m benchmarks.layout``).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import OpOverload
-from amp_fx.graph import LOW_DTYPES
+from amp_fx.graph import LOW_DTYPES, run_fake
 
-__all__ = ["CONVERT", "channels_last_strides", "convolves", "is_relaid"]
+__all__ = ["CONVERT", "channels_last_strides", "convolves", "is_relaid", "lay_out"]
 
 aten = torch.ops.aten
 
@@ -61,6 +62,18 @@ def _(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
 
 #: (x, dtype, stride) -> a new tensor with the values of x
 CONVERT: OpOverload = torch.ops.amp_fx.convert.default
+
+
+def lay_out(cast: fx.Node, stride: Sequence[int]) -> None:
+    """Puts a call that also changes the layout in the place of a cast."""
+    graph = cast.graph
+    with graph.inserting_before(cast):
+        laid_out = graph.call_function(
+            CONVERT, (cast.all_input_nodes[0], cast.meta["val"].dtype, list(stride))
+        )
+    laid_out.meta = {**cast.meta, "val": run_fake(laid_out)}
+    cast.replace_all_uses_with(laid_out)
+    graph.erase_node(cast)
 
 
 def convolves(gm: fx.GraphModule) -> bool:

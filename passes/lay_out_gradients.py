@@ -10,8 +10,8 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lays_out_convolutions
-from amp_fx.graph import LOW_DTYPES, run_fake
-from amp_fx.layout import CONVERT, is_relaid
+from amp_fx.graph import LOW_DTYPES
+from amp_fx.layout import is_relaid, lay_out
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
 __all__ = ["LayOutGradients"]
@@ -50,15 +50,8 @@ class LayOutGradients(Pass):
             weight = _cast_input(backward.args[2])
             if weight is None or not is_relaid(weight.meta["val"]):
                 continue
-            stride = list(weight.meta["val"].stride())
             for cast in _widened(backward):
-                with gm.graph.inserting_before(cast):
-                    laid_out = gm.graph.call_function(
-                        CONVERT, (cast.all_input_nodes[0], cast.meta["val"].dtype, stride)
-                    )
-                laid_out.meta = {**cast.meta, "val": run_fake(laid_out)}
-                cast.replace_all_uses_with(laid_out)
-                gm.graph.erase_node(cast)
+                lay_out(cast, weight.meta["val"].stride())
                 changed += 1
         return PassResult(gm, changed, f"{changed} gradients are laid out as their weights")
 

@@ -9,8 +9,8 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lays_out_convolutions
-from amp_fx.graph import LOW_DTYPES, run_fake
-from amp_fx.layout import CONVERT, channels_last_strides, is_relaid
+from amp_fx.graph import LOW_DTYPES
+from amp_fx.layout import channels_last_strides, is_relaid, lay_out
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
 __all__ = ["LayOutWeights"]
@@ -24,7 +24,7 @@ class LayOutWeights(Pass):
     """Runs on Inductor's forward graph, on CPU.
 
     Inductor runs convolutions channels last and lays out their weights for that in every call. What it compiles for
-    a cast that also changes the layout takes twice as long as the library's copy. It has to run after Inductor has
+    a cast that also changes the layout takes longer than the library's copies. It has to run after Inductor has
     noted the strides of what the graph returns, as a convolution whose weight is laid out returns channels last.
     Inputs of the graph only; what the graph computes is written in any layout as it is computed.
 
@@ -45,21 +45,10 @@ class LayOutWeights(Pass):
         """See the class."""
         if not lays_out_convolutions():
             return PassResult(gm, 0, "Inductor keeps the layout of convolutions")
-        changed = 0
-        for cast in list(gm.graph.nodes):
-            if not _is_weight_cast(cast):
-                continue
-            weight = cast.all_input_nodes[0]
-            with gm.graph.inserting_before(cast):
-                value = cast.meta["val"]
-                laid_out = gm.graph.call_function(
-                    CONVERT, (weight, value.dtype, channels_last_strides(value.shape))
-                )
-            laid_out.meta = {**cast.meta, "val": run_fake(laid_out)}
-            cast.replace_all_uses_with(laid_out)
-            gm.graph.erase_node(cast)
-            changed += 1
-        return PassResult(gm, changed, f"{changed} weights of convolutions are laid out by the library")
+        casts = [node for node in gm.graph.nodes if _is_weight_cast(node)]
+        for cast in casts:
+            lay_out(cast, channels_last_strides(cast.meta["val"].shape))
+        return PassResult(gm, len(casts), f"{len(casts)} weights of convolutions are laid out by the library")
 
 
 def _is_weight_cast(node: fx.Node) -> bool:

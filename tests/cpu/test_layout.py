@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._dynamo.compiled_autograd import _enable
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx.layout import CONVERT
 from graphs import DEFAULTS
 
 BF16 = torch.bfloat16
@@ -137,7 +136,3 @@ def test_gradients_are_the_same_when_recomputed_or_compiled_by_compiled_autograd
     for other in (again, compiled):
         assert other.stride() == model.weight.stride()
         torch.testing.assert_close(other, plain, rtol=0, atol=0)
-
-
-def test_the_call_is_found_under_its_name() -> None:
-    assert str(CONVERT) == "amp_fx.convert.default"
