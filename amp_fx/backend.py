@@ -36,10 +36,10 @@ from amp_fx.freezing import FrozenGraph
 from amp_fx.inference import cached, copied_weights, in_inference_mode, weight_inputs
 from amp_fx.options import Options
 from amp_fx.passes import (
-    FORWARD_PIPELINES,
     JOINT_PIPELINES,
     OUTLINE,
     PIPELINE,
+    POST_GRAD_PIPELINES,
     Pass,
     PassContext,
     Replay,
@@ -220,8 +220,8 @@ def _inductor(
     # on a CPU the passes are about convolutions
     devices = [device for device in sorted(graph_devices(gm)) if device != "cpu" or layout.convolves(gm)]
     joint += [step for device in devices for step in JOINT_PIPELINES.get(device, ())]
-    forward = [step for device in devices for step in FORWARD_PIPELINES.get(device, ())]
-    own = {**_hook("joint", joint, opts), **_hook("post_grad", forward, opts)}
+    post_grad = [step for device in devices for step in POST_GRAD_PIPELINES.get(device, ())]
+    own = {**_hook("joint", joint, opts), **_hook("post_grad", post_grad, opts)}
     with autocast_shield():
         compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)

@@ -18,7 +18,6 @@ traced with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from amp_fx._torch import OpOverload, size_hint
 from amp_fx.graph import fake_arguments, is_eligible, is_view, matmul_flops, numel
-from amp_fx.layout import is_relaid
+from amp_fx.layout import is_convolution, is_relaid
 from amp_fx.plan import dtype_name, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.profile import DeviceProfile
@@ -40,8 +39,6 @@ _UNIT = 1
 _LINEAR_OPS = frozenset({"add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "neg", "sum", "mean"})
 #: matmuls with a weight, and its position among the arguments
 _WEIGHTED = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
-#: convolutions whose weights Inductor lays out channels last
-_CONVOLUTIONS = {"conv2d": 1, "conv2d.padding": 1, "conv_transpose2d.input": 1}
 #: they read as many elements as they return, however large the table
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "take", "index.Tensor"})
 
@@ -178,26 +175,19 @@ class CostModel:
         Convolutions: weights are laid out channels last, and their gradients as the weights were. For a low kernel
         the casts do it (``amp_fx.layout``).
         """
-        value = node.meta["val"]
-        if self.profile is None or self.profile.device_type != "cpu":
+        plan, value = node_plan(node), node.meta["val"]
+        position = 1 if is_convolution(node) else -1 if plan is None else _WEIGHTED.get(plan.op, -1)
+        if self.profile is None or self.profile.device_type != "cpu" or not 0 <= position < len(node.args):
             return 0
-        weight = self._weight(node, _WEIGHTED, 2)
-        if weight is not None:
-            rows = numel(value) // max(1, size_hint(value.shape[-1]))
-            return 0 if rows == 1 else self.traffic(weight, 2 * torch.float32.itemsize)
-        weight = self._weight(node, _CONVOLUTIONS, 4)
-        if weight is not None and is_relaid(weight.meta["val"]):
-            return self.traffic(weight, 2 * torch.float32.itemsize)
-        return 0
-
-    def _weight(self, node: fx.Node, weighted: Mapping[str, int], ndim: int) -> fx.Node | None:
-        """The argument that one of these ops has its weight in, if it has that many dimensions."""
-        plan = node_plan(node)
-        position = -1 if plan is None else weighted.get(plan.op, -1)
-        if not 0 <= position < len(node.args):
-            return None
         weight = node.args[position]
-        return weight if isinstance(weight, fx.Node) and weight.meta["val"].ndim == ndim else None
+        if not isinstance(weight, fx.Node):
+            return 0
+        if is_convolution(node):
+            is_copied = is_relaid(weight.meta["val"])
+        else:
+            rows = numel(value) // max(1, size_hint(value.shape[-1]))
+            is_copied = weight.meta["val"].ndim == 2 and rows != 1
+        return self.traffic(weight, 2 * torch.float32.itemsize) if is_copied else 0
 
     def _time(self, nbytes: int) -> int:
         return nbytes * _UNIT if self.profile is None else round(self.profile.bytes_seconds(nbytes) * 1e12)

@@ -18,11 +18,23 @@ from torch import Tensor
 from amp_fx._torch import OpOverload
 from amp_fx.graph import LOW_DTYPES, run_fake
 
-__all__ = ["CONVERT", "channels_last_strides", "convolves", "is_relaid", "lay_out"]
+__all__ = [
+    "CAST",
+    "CONVERT",
+    "channels_last_strides",
+    "convolves",
+    "is_convolution",
+    "is_relaid",
+    "lay_out",
+    "relaid_weight",
+]
 
 aten = torch.ops.aten
 
-#: calls of a captured graph that Inductor lays out channels last
+#: how Inductor's graphs spell a cast
+CAST = torch.ops.prims.convert_element_type.default
+
+#: calls of a captured graph that Inductor lays out channels last; the second argument is the weight
 _CONVOLUTIONS = frozenset(
     {aten.conv2d, aten.conv_transpose2d, aten.convolution, aten._convolution, aten._convolution_mode}
 )
@@ -76,14 +88,23 @@ def lay_out(cast: fx.Node, stride: Sequence[int]) -> None:
     graph.erase_node(cast)
 
 
+def is_convolution(node: fx.Node) -> bool:
+    """True for calls of a captured graph that convolve over two dimensions, or over any number of them."""
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket in _CONVOLUTIONS
+
+
 def convolves(gm: fx.GraphModule) -> bool:
-    """True if a captured graph, or a body in it, has a convolution over two dimensions or of any number."""
-    return any(
-        isinstance(node.target, OpOverload) and node.target.overloadpacket in _CONVOLUTIONS
-        for module in gm.modules()
-        if isinstance(module, fx.GraphModule)
-        for node in module.graph.nodes
-    )
+    """True if a captured graph, or a body in it, has a convolution."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return any(is_convolution(node) for graph in graphs for node in graph.nodes)
+
+
+def relaid_weight(node: object) -> fx.Node | None:
+    """The input of a graph of AOTAutograd's that a 16-bit value is cast from, if it is worth laying out."""
+    if not isinstance(node, fx.Node) or node.target is not CAST or node.meta["val"].dtype not in LOW_DTYPES:
+        return None
+    (source,) = node.all_input_nodes
+    return source if source.op == "placeholder" and is_relaid(source.meta["val"]) else None
 
 
 def is_relaid(weight: Tensor) -> bool:

@@ -15,7 +15,7 @@ verify            it runs, and its dtypes are the planned and the promised ones
 scale_backward    (joint graph, fp16) loss scaling and finite checks inside the backward
 gemm_epilogue     (joint graph, CUDA) a matmul whose result is only widened returns fp32
 lay_out_gradients (joint graph, CPU) gradients of convolutions in their weights' layout
-lay_out_weights   (forward graph, CPU) convolutions' weights are cast channels last
+lay_out_weights   (after partitioning, CPU) convolutions' weights are cast channels last
 ================= =====================================================================
 """
 
@@ -41,10 +41,10 @@ from amp_fx.passes.scale_backward import ScaleBackward
 from amp_fx.passes.verify import Verify
 
 __all__ = [
-    "FORWARD_PIPELINES",
     "JOINT_PIPELINES",
     "OUTLINE",
     "PIPELINE",
+    "POST_GRAD_PIPELINES",
     "CacheWeights",
     "Classify",
     "Constrain",
@@ -87,8 +87,8 @@ OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())
 #: device type -> passes on Inductor's joint graphs, in order
 JOINT_PIPELINES: dict[str, tuple[Pass, ...]] = {"cuda": (GemmEpilogue(),), "cpu": (LayOutGradients(),)}
 
-#: device type -> passes on Inductor's forward graphs after partitioning, in order
-FORWARD_PIPELINES: dict[str, tuple[Pass, ...]] = {"cpu": (LayOutWeights(),)}
+#: device type -> passes on Inductor's graphs after partitioning, in order
+POST_GRAD_PIPELINES: dict[str, tuple[Pass, ...]] = {"cpu": (LayOutWeights(),)}
 
 
 def cached_pipeline(pipeline: Sequence[Pass]) -> tuple[Pass, ...]:

@@ -10,14 +10,12 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lays_out_convolutions
-from amp_fx.graph import LOW_DTYPES
-from amp_fx.layout import is_relaid, lay_out
+from amp_fx.layout import CAST, lay_out, relaid_weight
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
 __all__ = ["LayOutGradients"]
 
 aten = torch.ops.aten
-_CAST = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -47,21 +45,13 @@ class LayOutGradients(Pass):
             return PassResult(gm, 0, "Inductor keeps the layout of convolutions")
         changed = 0
         for backward in gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
-            weight = _cast_input(backward.args[2])
-            if weight is None or not is_relaid(weight.meta["val"]):
+            weight = relaid_weight(backward.args[2])
+            if weight is None:
                 continue
             for cast in _widened(backward):
                 lay_out(cast, weight.meta["val"].stride())
                 changed += 1
         return PassResult(gm, changed, f"{changed} gradients are laid out as their weights")
-
-
-def _cast_input(node: object) -> fx.Node | None:
-    """The input of the graph that a 16-bit value was cast from."""
-    if not isinstance(node, fx.Node) or node.target is not _CAST:
-        return None
-    (source,) = node.all_input_nodes
-    return source if source.op == "placeholder" and node.meta["val"].dtype in LOW_DTYPES else None
 
 
 def _widened(backward: fx.Node) -> list[fx.Node]:
@@ -71,5 +61,5 @@ def _widened(backward: fx.Node) -> list[fx.Node]:
         for result in backward.users
         if result.target is operator.getitem and result.args[1] == 1
         for cast in result.users
-        if cast.target is _CAST and cast.meta["val"].dtype is torch.float32
+        if cast.target is CAST and cast.meta["val"].dtype is torch.float32
     ]

@@ -9,19 +9,17 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lays_out_convolutions
-from amp_fx.graph import LOW_DTYPES
-from amp_fx.layout import channels_last_strides, is_relaid, lay_out
+from amp_fx.layout import channels_last_strides, lay_out, relaid_weight
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
 __all__ = ["LayOutWeights"]
 
 aten = torch.ops.aten
-_CAST = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
 class LayOutWeights(Pass):
-    """Runs on Inductor's forward graph, on CPU.
+    """Runs on Inductor's graphs after partitioning, on CPU: a backward convolves where it recomputes.
 
     Inductor runs convolutions channels last and lays out their weights for that in every call. What it compiles for
     a cast that also changes the layout takes longer than the library's copies. It has to run after Inductor has
@@ -53,11 +51,6 @@ class LayOutWeights(Pass):
 
 def _is_weight_cast(node: fx.Node) -> bool:
     """A cast to 16 bits of an input that convolutions multiply with."""
-    if node.target is not _CAST or node.meta["val"].dtype not in LOW_DTYPES:
-        return False
-    (weight,) = node.all_input_nodes
-    return (
-        weight.op == "placeholder"
-        and is_relaid(weight.meta["val"])
-        and any(user.target is aten.convolution.default and user.args[1] is node for user in node.users)
+    return relaid_weight(node) is not None and any(
+        user.target is aten.convolution.default and user.args[1] is node for user in node.users
     )
