@@ -4,7 +4,7 @@
                          [--plots FOLDER]
     python -m benchmarks --compare BEFORE.jsonl AFTER.jsonl
 
-Every arm has processes of its own, three one after the other, and all arms take turns, round by round, so that
+Every arm has processes of its own, several one after the other, and all arms take turns, round by round, so that
 what else the machine does, and where memory happens to lie, meets all of them alike. Cases come in the order of
 how much they matter, and ``--minutes`` ends the run in time. What is measured is said at
 :class:`benchmarks.results.TimingRow`.
@@ -54,6 +54,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", choices=SIZES, help="default: what suits the device")
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     parser.add_argument(
+        "--processes", type=int, default=3, help="that an arm's rounds are spread over; default: %(default)s"
+    )
+    parser.add_argument(
         "--clock",
         choices=CLOCKS,
         default="wall",
@@ -84,8 +87,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in args.only or () if name not in known]
     if unknown:
         parser.error(f"unknown case {unknown[0]!r}; valid: {', '.join(CASES)}")
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1; got {args.rounds}")
+    for name in ("rounds", "processes"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1; got {getattr(args, name)}")
     return args
 
 
@@ -100,6 +104,7 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, object], list[TimingRow]]:
         sizes=args.sizes or sizes_for(args.device),
         arms=args.arms,
         rounds=args.rounds,
+        processes=args.processes,
         clock=args.clock,
         caches=args.caches,
         measures=args.measures,
@@ -109,6 +114,7 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, object], list[TimingRow]]:
         **describe(args.device),
         "sizes": settings.sizes,
         "rounds": settings.rounds,
+        "processes": settings.processes,
         "clock": settings.clock,
     }
     print(", ".join(f"{key} {value}" for key, value in header.items()), flush=True)

@@ -39,9 +39,6 @@ _ROUND_SECONDS = 0.1
 _MAX_STEPS = 50
 #: with less, quartiles mean nothing
 _MIN_ROUNDS = 5
-#: an arm's rounds are spread over so many processes, one after the other: where a process's memory lies moves its
-#: times by several percent
-_PROCESSES = 3
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,8 @@ class Settings:
         sizes: a name in ``benchmarks.cases.SIZES``.
         arms: names in ``ARMS``; those that make no sense for a case are left out.
         rounds: how many.
+        processes: that an arm's rounds are spread over, one after the other: where a process's memory lies moves
+            its times by several percent.
         clock: a name in ``benchmarks.timing.CLOCKS``.
         caches: a folder for Inductor's caches that arms and runs share; cold compile times then mean nothing and
             are left out. None: every arm compiles from nothing.
@@ -64,6 +63,7 @@ class Settings:
     sizes: str = "cpu"
     arms: Sequence[str] = tuple(ARMS)
     rounds: int = 15
+    processes: int = 3
     clock: str = "wall"
     caches: str | None = None
     measures: Sequence[str] = MEASURES
@@ -173,7 +173,7 @@ def measure(
             # imports overlap; what is measured does not
             workers += (_Worker(ARMS[name], Path(folder), settings.caches) for name in names)
             running, done = list(workers), 0
-            parts = min(_PROCESSES, settings.rounds)
+            parts = min(settings.processes, settings.rounds)
             for part in range(1, parts + 1):
                 if part > 1 and not settings.late:
                     for worker in running:

@@ -18,10 +18,11 @@ def test_a_run_measures_two_arms_in_processes_of_their_own(
     path = tmp_path / "results.jsonl"
     # neither is compiled, so that the test takes seconds
     arms = ["eager_autocast", "floor32"]
-    wanted = ["--only", "policy", "--arms", *arms, "--rounds", "3", "--measures", "memory", "reads"]
+    wanted = ["--only", "policy", "--arms", *arms, "--rounds", "3", "--processes", "2"]
+    wanted += ["--measures", "memory", "reads"]
     assert main([*wanted, "--json", str(path), "--plots", str(tmp_path)]) == 0
     header, rows = read_timings(path)
-    assert header["rounds"] == 3
+    assert (header["rounds"], header["processes"]) == (3, 2)
     assert [row.arm for row in rows] == arms
     for row in rows:
         assert len(row.times) == 3
