@@ -36,6 +36,10 @@ _LINES, _RUN = 4, 8
 #: integers by element size
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+#: of a tensor; without a loop of Python when mapped
+_ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
+_VERSION: Callable[[Tensor], int] = Tensor._version.__get__
+
 #: an epoch that does not come
 _NEVER = -1
 
@@ -118,7 +122,7 @@ class Watch:
             if not _is_plain_memory(sample):
                 groups.setdefault((sample.dtype, sample.device, sample.shape[1]), []).append(sample)
         self._groups = list(groups.values())
-        self._seen = self._sampled()
+        self._seen_lines, self._seen_groups = self._read_lines(), self._read_groups()
         self._sums: list[Tensor] = []
         self._looks = [
             (id(w), w.data_ptr(), None if w.is_inference() else w._version, sample.tolist())
@@ -157,21 +161,25 @@ class Watch:
         return True
 
     def _looks_same(self, weights: Sequence[Tensor]) -> bool:
+        # in each call, and without loops of Python, which would take longer than what they look at
         if [*map(id, weights)] != self._ids or self._marks_of(weights) != self._marks:
             return False
         # the addresses are those of the watch, so what lies there is still the weights'
-        lines, tensors = self._sampled()
-        return lines == self._seen[0] and all(
-            torch.equal(now, seen) for now, seen in zip(tensors, self._seen[1], strict=True)
-        )
+        if self._read_lines() != self._seen_lines:
+            return False
+        return not self._groups or all(map(torch.equal, self._read_groups(), self._seen_groups))
 
     def _marks_of(self, weights: Sequence[Tensor]) -> list[int]:
         """Addresses and versions."""
-        return [w.data_ptr() for w in weights] + [w._version for w in compress(weights, self._have_versions)]
+        return [*map(_ADDRESS, weights), *map(_VERSION, compress(weights, self._have_versions))]
 
-    def _sampled(self) -> tuple[bytes, list[Tensor]]:
-        """The samples: those in plain memory, and the others, one tensor and so one comparison for each group."""
-        return b"".join([line.raw for line in self._lines]), [torch.cat(group) for group in self._groups]
+    def _read_lines(self) -> bytes:
+        """The samples in plain memory."""
+        return b"".join(self._lines)
+
+    def _read_groups(self) -> list[Tensor]:
+        """The other samples, one tensor and so one comparison for each group."""
+        return [torch.cat(group) for group in self._groups]
 
 
 class OnDeath:
