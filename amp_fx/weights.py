@@ -238,7 +238,8 @@ def _copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""
     copies: dict[torch.dtype, Tensor] = _copies.setdefault(weight, {})  # pyright: ignore[reportAssignmentType]
     copy = copies.get(dtype)
-    if copy is None or copy.shape != weight.shape or copy.device != weight.device:
+    like = torch.empty_like(weight, dtype=dtype, device="meta")
+    if copy is None or (copy.shape, copy.stride(), copy.device) != (like.shape, like.stride(), weight.device):
         copy = copies[dtype] = torch.empty_like(weight, dtype=dtype, requires_grad=False)
     return copy
 

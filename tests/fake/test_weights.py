@@ -253,6 +253,15 @@ def test_weights_in_any_order_of_memory_are_watched() -> None:
     assert are_current(copies, parameters)
 
 
+def test_a_weight_in_another_order_of_memory_gets_a_copy_in_that_order() -> None:
+    parameter = nn.Parameter(torch.randn(8, 4, 3, 3))
+    copies = copies_for([parameter])
+    assert are_current(copies, [parameter])
+    parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    assert are_current(copies, [parameter])
+    assert copies.of([parameter])[0].stride() == parameter.stride()
+
+
 def test_a_write_to_a_few_elements_through_data_needs_clear() -> None:
     parameter = nn.Parameter(torch.randn(1000, 16))
     copies = copies_for([parameter])
