@@ -7,6 +7,8 @@ Nothing in PyTorch tells that a weight was written to: fused optimizers and ``p.
 * no optimizer of ``torch.optim`` has made a step, and no graph with gradients has been called;
 * a sample of its elements has the same bits. Writes to the whole weight change the sample, whatever makes them.
 
+On a GPU samples are compared where they lie, by copies that heal themselves: see :mod:`amp_fx.healing`.
+
 What this cannot see is a write to a few elements through ``.data`` or numpy. After one, call :func:`clear`. Nor does it
 see another thread's writes through ``.data`` that begin and are undone while copies are being made.
 """
@@ -14,12 +16,15 @@ see another thread's writes through ``.data`` that begin and are undone while co
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib.util
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +32,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_fx.constants import folded_bytes
+
+if TYPE_CHECKING:
+    from amp_fx.healing import HealedCopies
 
 __all__ = ["LowCopies", "OnDeath", "Watch", "advance", "clear", "counting", "held_bytes"]
 
@@ -36,9 +44,12 @@ _LINES, _RUN = 4, 8
 #: integers by element size
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+#: what the kernel that heals copies reads
+_HEALED = (torch.float32, torch.float16, torch.bfloat16)
+
 #: of a tensor; without a loop of Python when mapped
 _ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
-_VERSION: Callable[[Tensor], int] = Tensor._version.__get__
+_VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
 #: an epoch that does not come
 _NEVER = -1
@@ -101,9 +112,15 @@ class Watch:
     Args:
         weights: plain tensors.
         on_death: called when one of them dies. The watch must be dropped then: it keeps their storages alive.
+        healed: those of them whose elements somebody else looks at.
     """
 
-    def __init__(self, weights: Sequence[Tensor], on_death: Callable[[object], None]) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        on_death: Callable[[object], None],
+        healed: Sequence[Tensor] = (),
+    ) -> None:
         _epoch.hook()
         self._epoch = _epoch.count
         # while the watch is in use, they live, and no other tensor has their ids
@@ -112,13 +129,13 @@ class Watch:
         # inference tensors have none
         self._have_versions = [not w.is_inference() for w in weights]
         self._marks = self._marks_of(weights)
-        self._samples = [_sample(w) for w in weights]
+        others = set(map(id, healed))
+        self._samples = [None if id(w) in others else _sample(w) for w in weights]
+        samples = [sample for sample in self._samples if sample is not None]
         # read as plain memory where that is possible: a call of torch for each weight would cost more than it finds
-        self._lines = [
-            line for sample in self._samples if _is_plain_memory(sample) for line in _lines(sample)
-        ]
+        self._lines = [line for sample in samples if _is_plain_memory(sample) for line in _lines(sample)]
         groups: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
-        for sample in self._samples:
+        for sample in samples:
             if not _is_plain_memory(sample):
                 groups.setdefault((sample.dtype, sample.device, sample.shape[1]), []).append(sample)
         self._groups = list(groups.values())
@@ -126,7 +143,7 @@ class Watch:
         self._sums: list[Tensor] = []
         self._looks = [
             (id(w), w.data_ptr(), None if w.is_inference() else w._version, sample.tolist())
-            if _is_plain_memory(sample)
+            if sample is not None and _is_plain_memory(sample)
             else None
             for w, sample in zip(weights, self._samples, strict=True)
         ]
@@ -193,6 +210,15 @@ class OnDeath:
         self._table.pop(self._key, None)
 
 
+@dataclass
+class _Found:
+    """The copies of one model's weights."""
+
+    watch: Watch
+    copies: list[Tensor]
+    healed: HealedCopies | None
+
+
 class LowCopies:
     """The copies that one compiled graph is called with.
 
@@ -205,7 +231,7 @@ class LowCopies:
         self._positions = tuple(weights)
         self._dtypes = tuple(dtypes)
         # by id of the first weight: models of one class share their graphs
-        self._found: dict[int, tuple[Watch, list[Tensor]]] = {}
+        self._found: dict[int, _Found] = {}
 
     def of(self, args: Sequence[Tensor]) -> list[Tensor]:
         """The copies for a call, made or made again if necessary.
@@ -215,23 +241,49 @@ class LowCopies:
         """
         weights = [args[position] for position in self._positions]
         found = self._found.get(id(weights[0]))
-        if found is not None and found[0].is_current(weights):
-            return found[1]
+        if found is not None and found.watch.is_current(weights):
+            if found.healed is not None:
+                found.healed.heal()
+            return found.copies
         with _lock:
             return self._renew(weights)
 
     def _renew(self, weights: list[Tensor]) -> list[Tensor]:
         key = id(weights[0])
+        healing = [_heals(weight) for weight in weights]
         # looked at before they are copied: a write in between is seen at the next call
-        watch = Watch(weights, OnDeath(self._found, key))
+        watch = Watch(weights, OnDeath(self._found, key), [*compress(weights, healing)])
         # an inference tensor could not be written to outside inference mode
         with torch.inference_mode(False), torch.no_grad():
             copies = [_copy_of(w, dtype) for w, dtype in zip(weights, self._dtypes, strict=True)]
-            for copy, weight in zip(copies, weights, strict=True):
-                copy.copy_(weight)
+            healed = _healed([*compress(weights, healing)], [*compress(copies, healing)])
+            for copy, weight, is_made in zip(copies, weights, healing, strict=True):
+                if not is_made:
+                    copy.copy_(weight)
         watch.confirm(weights)
-        self._found[key] = watch, copies
+        self._found[key] = _Found(watch, copies, healed)
         return copies
+
+
+@functools.cache
+def _triton_is_here() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _heals(weight: Tensor) -> bool:
+    """True if its copies can heal themselves."""
+    return weight.is_cuda and weight.dtype in _HEALED and _is_dense(weight) and _triton_is_here()
+
+
+def _healed(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> HealedCopies | None:
+    """The copies, made."""
+    if not weights:
+        return None
+    from amp_fx.healing import HealedCopies  # imports triton
+
+    healed = HealedCopies(weights, copies)
+    healed.make()
+    return healed
 
 
 def _copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,88 @@
+"""A program for Triton's interpreter, which tests run where there is no GPU: copies heal; prints JSON.
+
+    TRITON_INTERPRET=1 python healing.py
+
+The interpreter truncates to bfloat16, so the copies are float16.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from amp_fx import weights
+from amp_fx.healing import CHUNK, HealedCopies
+
+LOW = torch.float16
+
+
+def values() -> list[Tensor]:
+    """Several chunks; less than a sample; other orders of memory; nearly all zeros; a scalar; other dtypes."""
+    torch.manual_seed(0)
+    zeros = torch.zeros(100, 400)
+    zeros[57, 3] = 2.0
+    some = [torch.randn(300, 200), torch.randn(7), torch.randn(64, 32).t(), zeros, torch.randn(())]
+    return [*some, torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last), torch.randn(40).bfloat16()]
+
+
+def current(copies: Sequence[Tensor], originals: Sequence[Tensor]) -> bool:
+    return all(torch.equal(c, w.to(c.dtype)) for c, w in zip(copies, originals, strict=True))
+
+
+def every_write_is_healed() -> list[bool]:
+    originals = values()
+    copies = [torch.empty_like(w, dtype=LOW) for w in originals]
+    healed = HealedCopies(originals, copies)
+    healed.make()
+    found = [current(copies, originals)]
+    for weight in originals:
+        weight.mul_(3.0)
+        stale = current(copies, originals)
+        healed.heal()
+        found.append(not stale and current(copies, originals))
+    return found
+
+
+def chunks_made_again() -> int:
+    """How many of four are, after a write to one."""
+    weight = torch.randn(4 * CHUNK)
+    copy = torch.empty_like(weight, dtype=LOW)
+    healed = HealedCopies([weight], [copy])
+    healed.make()
+    weight[CHUNK : 2 * CHUNK].add_(1.0)
+    copy.fill_(float("nan"))
+    healed.heal()
+    return int(copy.view(4, CHUNK).isfinite().all(1).sum())
+
+
+def low_copies_heal_in_place() -> list[bool]:
+    parameters: list[Tensor] = [*map(nn.Parameter, (*values(), torch.randn(64, 64)[::2]))]
+    copies = weights.LowCopies(range(len(parameters)), [LOW] * len(parameters))
+    first = copies.of(parameters)
+    found = [current(first, parameters)]
+    for parameter in parameters[:-1]:
+        parameter.data.mul_(2.0)
+        found.append(copies.of(parameters) is first and current(first, parameters))
+    # not one piece of memory: the host looks at it
+    parameters[-1].data.mul_(2.0)
+    found.append(current(copies.of(parameters), parameters))
+    parameters[0].data = torch.randn_like(parameters[0]).t().contiguous().t()
+    found.append(current(copies.of(parameters), parameters))
+    return found
+
+
+if __name__ == "__main__":
+    # as if these were on a GPU
+    weights._heals = lambda weight: weights._is_dense(weight)
+    print(
+        json.dumps(
+            {
+                "every write is healed": every_write_is_healed(),
+                "chunks made again": chunks_made_again(),
+                "low copies heal in place": low_copies_heal_in_place(),
+            }
+        )
+    )
