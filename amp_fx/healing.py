@@ -23,7 +23,7 @@ import triton  # pyright: ignore[reportMissingImports]  # comes with builds of t
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-__all__ = ["CHUNK", "HealedCopies", "constants", "heal_kernel"]
+__all__ = ["CHUNK", "OPTIONS", "HealedCopies", "constants", "heal_kernel"]
 
 #: elements; of a chunk in float32, 1.6 % of the lines of 32 bytes are read to compare it
 CHUNK = 16384
@@ -34,6 +34,9 @@ _SAMPLED = 32
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 #: integers by bytes of an element
 _BITS = {4: (tl.int32, torch.int32), 2: (tl.int16, torch.int16)}
+
+#: of Triton's compiler. There is nothing to fuse; Triton 3.9 warns where nobody says so
+OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit(do_not_specialize=["everything"])
@@ -114,7 +117,14 @@ class _Group:
     def launch(self, *, everything: bool) -> None:
         with torch.accelerator.device_index(self.table.device.index):
             launch = heal_kernel[(len(self.table),)]  # pyright: ignore[reportIndexIssue]  # triton.jit's own
-            launch(self.table, self.seen, self.nonzero, int(everything), **constants(self.weight, self.low))
+            launch(
+                self.table,
+                self.seen,
+                self.nonzero,
+                int(everything),
+                **constants(self.weight, self.low),
+                **OPTIONS,
+            )
 
 
 class HealedCopies:

@@ -59,7 +59,7 @@ def test_the_kernel_compiles_and_rounds_to_nearest(dtype: torch.dtype, capabilit
         signature={**pointers, **dict.fromkeys(constants, "constexpr")},
         constexprs=constants,
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=healing.OPTIONS)
     assert compiled.asm["cubin"]
     if dtype is not torch.bfloat16:
         assert "cvt.rn.bf16" in compiled.asm["ptx"]
