@@ -124,10 +124,31 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     if head.get("sizes") == "cpu_no_bf16":
         lines.append("This CPU has no instructions for bf16: autocast loses by it, amp_fx stays in fp32.")
     for mode, arms in _TIMED.items():
-        some = [row for row in rows if row.mode == mode]
+        some = [row for row in rows if row.mode == mode and row.family != "depth"]
         if some:
             lines += ["", f"{mode.capitalize()}:", "", *_timings_table(some, arms)]
+    depth = [row for row in rows if row.family == "depth" and row.arm == "off"]
+    if depth:
+        lines += ["", "A small GPT by depth, compiled from nothing, forward and backward:", ""]
+        lines += _depth_table(depth, rows)
     return "\n".join(lines)
+
+
+def _depth_table(ours: Sequence[TimingRow], rows: Sequence[TimingRow]) -> list[str]:
+    """How compiling grows; ``ours`` are the rows with every listed op low."""
+    theirs = {row.workload: row.compile_cold for row in rows if row.arm == "autocast"}
+    lines = [
+        "| layers | nodes | capture and passes | of that, a node | autocast + compile compiles in | amp_fx |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in ours:
+        base = theirs.get(row.workload)
+        if row.nodes and row.pass_seconds and row.compile_cold and base:
+            lines.append(
+                f"| {row.sizes['layers']} | {row.nodes} | {row.pass_seconds:.2f} s |"
+                f" {1e3 * row.pass_seconds / row.nodes:.2f} ms | {base:.1f} s | {row.compile_cold / base:.2f} |"
+            )
+    return lines
 
 
 def _spread(rows: Sequence[TimingRow]) -> float:

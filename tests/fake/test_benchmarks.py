@@ -142,6 +142,14 @@ def test_the_readme_section_names_ratios_and_where_they_are_from() -> None:
     assert "2.00" in line
 
 
+def test_the_readme_says_how_compiling_grows_with_depth() -> None:
+    autocast = TimingRow("depth_layers6", "depth", "training", "autocast", {"layers": 6}, QUIET, 10.0)
+    rows = [autocast, replace(autocast, arm="off", compile_cold=12.0, pass_seconds=1.5, nodes=300)]
+    text = readme.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
+    assert "| 6 | 300 | 1.50 s | 5.00 ms | 10.0 s | 1.20 |" in text
+    assert "Training:" not in text
+
+
 def test_a_case_that_time_cut_short_is_not_in_the_readme() -> None:
     rows = [row("autocast", QUIET, notes=("time was up before round 6",)), row("amp_fx", QUIET)]
     text = readme.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
