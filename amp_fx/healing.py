@@ -145,6 +145,12 @@ class HealedCopies:
         with torch.inference_mode(False):
             self._groups = [_group(*key, rows) for key, rows in groups.items()]
 
+        self._lies = _where(weights, copies)
+
+    def fits(self, weights: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
+        """True if these are of them, where they were: a CUDA graph of the user may hold what belongs to them."""
+        return self._lies == _where(weights, copies)
+
     def make(self) -> None:
         """Makes all copies."""
         for group in self._groups:
@@ -154,6 +160,15 @@ class HealedCopies:
         """Makes the chunks again whose weights have changed."""
         for group in self._groups:
             group.launch(everything=False)
+
+
+def _where(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    """Where they lie, and what lies there."""
+    return [
+        (value.data_ptr(), value.numel(), value.dtype, value.device)
+        for values in (weights, copies)
+        for value in values
+    ]
 
 
 def _chunks(weight: Tensor, copy: Tensor) -> list[tuple[int, int, int]]:

@@ -256,13 +256,27 @@ class LowCopies:
         # an inference tensor could not be written to outside inference mode
         with torch.inference_mode(False), torch.no_grad():
             copies = [_copy_of(w, dtype) for w, dtype in zip(weights, self._dtypes, strict=True)]
-            healed = _healed([*compress(weights, healing)], [*compress(copies, healing)])
+            healed = self._healed(key, [*compress(weights, healing)], [*compress(copies, healing)])
             for copy, weight, is_made in zip(copies, weights, healing, strict=True):
                 if not is_made:
                     copy.copy_(weight)
         watch.confirm(weights)
         self._found[key] = _Found(watch, copies, healed)
         return copies
+
+    def _healed(self, key: int, weights: Sequence[Tensor], copies: Sequence[Tensor]) -> HealedCopies | None:
+        """The copies that heal themselves, made; as long as they lie where they did, the same ones."""
+        if not weights:
+            return None
+        from amp_fx.healing import HealedCopies  # imports triton
+
+        found = self._found.get(key)
+        if found is not None and found.healed is not None and found.healed.fits(weights, copies):
+            healed = found.healed
+        else:
+            healed = HealedCopies(weights, copies)
+        healed.make()
+        return healed
 
 
 @functools.cache
@@ -273,17 +287,6 @@ def _triton_is_here() -> bool:
 def _heals(weight: Tensor) -> bool:
     """True if its copies can heal themselves."""
     return weight.is_cuda and weight.dtype in _HEALED and _is_dense(weight) and _triton_is_here()
-
-
-def _healed(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> HealedCopies | None:
-    """The copies, made."""
-    if not weights:
-        return None
-    from amp_fx.healing import HealedCopies  # imports triton
-
-    healed = HealedCopies(weights, copies)
-    healed.make()
-    return healed
 
 
 def _copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -74,6 +74,23 @@ def low_copies_heal_in_place() -> list[bool]:
     return found
 
 
+def after_an_event_elsewhere() -> list[bool]:
+    """A step of any optimizer: all copies are made again, by the same launches as before."""
+    parameters: list[Tensor] = [*map(nn.Parameter, values())]
+    copies = weights.LowCopies(range(len(parameters)), [LOW] * len(parameters))
+    copies.of(parameters)
+    [before] = copies._found.values()
+    # no sample has it
+    parameters[0].data.view(-1)[-2] += 1.0
+    weights.advance()
+    found = [current(copies.of(parameters), parameters)]
+    [after] = copies._found.values()
+    parameters[0].data = torch.randn_like(parameters[0])
+    found += [after.healed is before.healed, current(copies.of(parameters), parameters)]
+    [moved] = copies._found.values()
+    return [*found, moved.healed is not after.healed]
+
+
 if __name__ == "__main__":
     # as if these were on a GPU
     weights._heals = lambda weight: weights._is_dense(weight)
@@ -83,6 +100,7 @@ if __name__ == "__main__":
                 "every write is healed": every_write_is_healed(),
                 "chunks made again": chunks_made_again(),
                 "low copies heal in place": low_copies_heal_in_place(),
+                "after an event elsewhere": after_an_event_elsewhere(),
             }
         )
     )

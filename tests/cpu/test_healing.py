@@ -34,9 +34,11 @@ def interpreted() -> dict[str, Any]:
     return json.loads(ended.stdout)
 
 
-@pytest.mark.parametrize("what", ["every write is healed", "low copies heal in place"])
+@pytest.mark.parametrize(
+    "what", ["every write is healed", "low copies heal in place", "after an event elsewhere"]
+)
 def test_copies_follow_their_weights(interpreted: dict[str, Any], what: str) -> None:
-    assert len(interpreted[what]) > 7
+    assert len(interpreted[what]) >= 4
     assert all(interpreted[what]), interpreted[what]
 
 
