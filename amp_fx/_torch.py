@@ -22,7 +22,9 @@ from unittest import mock
 
 import torch
 import torch.fx as fx
-from torch._C._autograd import _saved_tensors_hooks_is_enabled  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._autograd import (
+    _saved_tensors_hooks_is_enabled,  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+)
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import compiled_autograd as _compiled_autograd
@@ -160,6 +162,7 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     with _functorch_config.patch(backward_pass_autocast="off"):
+        # typed as what it returns to AOTInductor, too
         return compile_fx(gm, list(example_inputs), config_patches=config_patches)  # type: ignore[return-value]
 
 
@@ -212,7 +215,7 @@ def stock_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callabl
     """What ``torch.compile`` does by itself, to compare with."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(example_inputs))  # type: ignore[return-value]
+    return compile_fx(gm, list(example_inputs))  # type: ignore[return-value]  # as above
 
 
 @contextlib.contextmanager

@@ -229,7 +229,7 @@ class _Capture(fx.Interpreter):
 
     def _switch_autocast(self, n: fx.Node) -> Any:
         if n.target is torch.amp.autocast_mode._exit_autocast:
-            self._open.pop(n.args[0]).close()  # type: ignore[index]
+            self._open.pop(n.args[0]).close()  # type: ignore[index]  # the node that entered
             return None
         device_type = str(n.args[0])
         region = self._regions[n][device_type]
@@ -245,7 +245,7 @@ class _Capture(fx.Interpreter):
 
     def _keep_higher_order(self, n: fx.Node) -> Any:
         """Case: ``y = hop(body, x)`` stays ``y = hop(body', x)`` with the body captured."""
-        name = n.target.name()  # type: ignore[union-attr]
+        name = n.target.name()  # type: ignore[union-attr]  # a higher-order op
         captured = [str(a.target) for a in n.all_input_nodes if str(a.target) in self._bodies]
         by_user = any(region.by_user and region.enabled for region in self._regions[n].values())
         if by_user and not captured:
@@ -371,5 +371,5 @@ def _restore_placeholders(traced: fx.GraphModule, originals: list[fx.Node]) -> N
         node.target = original.target
         node._rename(original.name)
         if hasattr(original, "_dynamo_source"):
-            node._dynamo_source = original._dynamo_source  # type: ignore[attr-defined]
+            node._dynamo_source = original._dynamo_source  # type: ignore[attr-defined]  # Dynamo's own
     traced.recompile()

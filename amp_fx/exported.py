@@ -149,7 +149,7 @@ def _wrapped(
         region[str(device)] = Region(bool(enabled), low, by_user=True)
     else:
         return None
-    module = getattr(gm, str(body.target))  # type: ignore[union-attr]
+    module = getattr(gm, str(body.target))  # type: ignore[union-attr]  # a get_attr node
     return module, tuple(operands), region
 
 
@@ -189,7 +189,7 @@ def _share_storages(graph: fx.Graph) -> None:
         elif _is_alias(node):
             args, kwargs, mode = fake_arguments(node)
             with mode, torch.no_grad():
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
+                value = node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function node
             # under autocast, an op that looks like a view may have rounded
             if [t.dtype for t in tensors(value)] == [t.dtype for t in tensors(before)]:
                 node.meta["val"] = value

@@ -299,7 +299,7 @@ def _narrow_ends(
             wide = _cast(node, value.dtype, before=_first_call(gm.graph))
             node.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
     output = gm.graph.output_node()
-    ends = list(output.args[0])  # type: ignore[arg-type]
+    ends = list(output.args[0])  # type: ignore[arg-type]  # a tuple
     for index, spec in enumerate(signature.output_specs):
         value = ends[index].meta.get("val") if isinstance(ends[index], fx.Node) else None
         if spec.kind is OutputKind.USER_OUTPUT and is_eligible(value) and value.dtype is torch.float32:
@@ -338,6 +338,7 @@ def _program(
         replace(spec, arg=TensorArgument(node.name))
         if isinstance(node, fx.Node) and isinstance(spec.arg, TensorArgument)
         else spec
+        # fx has no type for a tuple of outputs
         for spec, node in zip(signature.output_specs, gm.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     ]
     return torch.export.ExportedProgram(

@@ -295,7 +295,7 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
         autocast_disabled() if low is None else enable_autocast(device, True, low),
         FlopCounterMode(display=False) as counter,
     ):
-        node.target(*args, **kwargs)  # type: ignore[operator]
+        node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function node
     return size_hint(counter.get_total_flops())
 
 
@@ -307,11 +307,11 @@ def cast_bytes(value: torch.Tensor, to: torch.dtype) -> int:
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], FakeTensorMode]:
     """The fake values of the node's arguments, and the mode they belong to."""
     args, kwargs = fx.map_arg(
-        (node.args, node.kwargs),  # type: ignore[arg-type]
+        (node.args, node.kwargs),  # type: ignore[arg-type]  # a tuple of arguments is one
         lambda n: n.meta["val"],
     )
     modes = [t.fake_mode for t in tensors((args, kwargs)) if isinstance(t, FakeTensor)]
-    return args, kwargs, modes[0] if modes else FakeTensorMode()  # type: ignore[return-value]
+    return args, kwargs, modes[0] if modes else FakeTensorMode()  # type: ignore[return-value]  # of map_arg
 
 
 def run_fake(node: fx.Node) -> Any:
@@ -329,7 +329,7 @@ def run_fake(node: fx.Node) -> Any:
             autocast_disabled(),
             _without_warning(node),
         ):
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function node
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         dtypes = ", ".join(
             f"{n.name}: {n.meta['val'].dtype}" for n in node.all_input_nodes if tensors(n.meta["val"])

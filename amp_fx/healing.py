@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # comes with builds of torch for GPUs
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]  # as above
 from torch import Tensor
 
 __all__ = ["CHUNK", "OPTIONS", "HealedCopies", "constants", "heal_kernel"]

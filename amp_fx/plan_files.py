@@ -109,7 +109,7 @@ def _change(old: NodePlan, new: NodePlan) -> str:
 
 
 def _dtype(dtype: object) -> str:
-    return "none" if dtype is None else dtype_name(dtype)  # type: ignore[arg-type]
+    return "none" if dtype is None else dtype_name(dtype)  # type: ignore[arg-type]  # as the schema has it
 
 
 def _name(row: NodePlan) -> str:

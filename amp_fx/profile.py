@@ -384,7 +384,7 @@ def _float32_rate(device_type: str, exact: float, relaxed: float) -> float:
     if device_type == "cuda":
         return relaxed if torch.backends.cuda.matmul.fp32_precision == "tf32" else exact
     # oneDNN has no faster TF32 on today's CPUs, only bf16
-    return relaxed if torch.backends.mkldnn.matmul.fp32_precision == "bf16" else exact  # type: ignore[attr-defined]
+    return relaxed if torch.backends.mkldnn.matmul.fp32_precision == "bf16" else exact  # type: ignore[attr-defined]  # set by property
 
 
 # --- measuring -------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ def _object(cls: Any, value: Any, where: str) -> Any:
 def _fields(cls: type) -> tuple[dict[str, Any], list[str]]:
     """Annotations by field, and the fields without a default."""
     hints = typing.get_type_hints(cls)
+    # pyright cannot know that the class is a dataclass
     known = {row.name: hints[row.name] for row in fields(cls)}  # pyright: ignore[reportArgumentType]
     required = [
         row.name

@@ -291,6 +291,7 @@ def _heals(weight: Tensor) -> bool:
 
 def _copy_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""
+    # typed as if a default could only be None
     copies: dict[torch.dtype, Tensor] = _copies.setdefault(weight, {})  # pyright: ignore[reportAssignmentType]
     copy = copies.get(dtype)
     like = torch.empty_like(weight, dtype=dtype, device="meta")

@@ -148,7 +148,7 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
         batch = {k: v.to(arm.dtype) if v.is_floating_point() else v for k, v in batch.items()}
     if arm.floor or arm.channels_last:
         # for the floor, as eager convolutions run as their operands lie: Inductor chooses this layout by itself
-        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # not in the stubs
     if arm.floor:
         batch = {k: v.to(memory_format=torch.channels_last) if v.ndim == 4 else v for k, v in batch.items()}
 

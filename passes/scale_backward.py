@@ -68,7 +68,7 @@ class ScaleBackward(Pass):
         for tangent in roles.tangents:
             work.enter(tangent)
         output = gm.graph.output_node()
-        values = list(output.args[0])  # type: ignore[arg-type]
+        values = list(output.args[0])  # type: ignore[arg-type]  # a tuple
         restored: dict[fx.Node, fx.Node] = {}
         with gm.graph.inserting_before(output):
             for position in (p for positions in roles.gradients.values() for p in positions):
