@@ -138,7 +138,7 @@ def _depth_table(ours: Sequence[TimingRow], rows: Sequence[TimingRow]) -> list[s
     """How compiling grows; ``ours`` are the rows with every listed op low."""
     theirs = {row.workload: row.compile_cold for row in rows if row.arm == "autocast"}
     lines = [
-        "| layers | nodes | capture and passes | of that, a node | autocast + compile compiles in | amp_fx |",
+        "| layers | nodes | capture and passes | a node | autocast + compile compiles in | amp_fx, times that |",
         "|---|---|---|---|---|---|",
     ]
     for row in ours:
