@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import readme
+from benchmarks import readme, running
 from benchmarks.__main__ import main
 from benchmarks.arms import ARMS, MODES, arms_for
 from benchmarks.cases import CASES, SIZES
@@ -203,6 +205,13 @@ def test_the_floor_repeats_the_matmuls_of_a_step_and_nothing_else() -> None:
     # the gradient of x is not asked for
     assert called.count("aten::mm") == 2
     assert not {"aten::gelu", "aten::gelu_backward", "aten::sum"} & set(called)
+
+
+def test_memory_is_measured_before_what_compiles_once_more() -> None:
+    asked: list[str] = []
+    worker: Any = SimpleNamespace(ask=lambda name: asked.append(name) or {}, fields={}, notes=[])
+    running._extras(worker, running.Settings(measures=("passes", "warm", "memory")))
+    assert asked == ["memory", "warm", "passes"]
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
