@@ -108,8 +108,7 @@ def constants(weight: torch.dtype, low: torch.dtype) -> dict[str, Any]:
 class _Group:
     """Chunks that one launch looks at."""
 
-    weight: torch.dtype
-    low: torch.dtype
+    constants: dict[str, Any]
     table: Tensor
     seen: Tensor
     nonzero: Tensor
@@ -117,14 +116,7 @@ class _Group:
     def launch(self, *, everything: bool) -> None:
         with torch.accelerator.device_index(self.table.device.index):
             launch = heal_kernel[(len(self.table),)]  # pyright: ignore[reportIndexIssue]  # triton.jit's own
-            launch(
-                self.table,
-                self.seen,
-                self.nonzero,
-                int(everything),
-                **constants(self.weight, self.low),
-                **OPTIONS,
-            )
+            launch(self.table, self.seen, self.nonzero, int(everything), **self.constants, **OPTIONS)
 
 
 class HealedCopies:
@@ -144,7 +136,6 @@ class HealedCopies:
             rows += _chunks(weight, copy)
         with torch.inference_mode(False):
             self._groups = [_group(*key, rows) for key, rows in groups.items()]
-
         self._lies = _where(weights, copies)
 
     def fits(self, weights: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
@@ -186,8 +177,7 @@ def _group(
     device: torch.device, weight: torch.dtype, low: torch.dtype, rows: list[tuple[int, int, int]]
 ) -> _Group:
     return _Group(
-        weight,
-        low,
+        constants(weight, low),
         torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3),
         torch.zeros(len(rows), _SAMPLED, dtype=_BITS[weight.itemsize][1], device=device),
         torch.zeros(len(rows), dtype=torch.int32, device=device),

@@ -184,7 +184,7 @@ class Watch:
         # the addresses are those of the watch, so what lies there is still the weights'
         if self._read_lines() != self._seen_lines:
             return False
-        return not self._groups or all(map(torch.equal, self._read_groups(), self._seen_groups))
+        return all(map(torch.equal, self._read_groups(), self._seen_groups))
 
     def _marks_of(self, weights: Sequence[Tensor]) -> list[int]:
         """Addresses and versions."""
