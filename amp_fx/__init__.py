@@ -5,9 +5,13 @@ model = torch.compile(model, backend="amp_fx")
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+
+# In a source tree, passes/ and viz/ lie beside this folder; an installed package has them inside.
+_HERE = Path(__file__).resolve().parent
+if not (_HERE / "passes").is_dir() and (_HERE.parent / "passes" / "base.py").is_file():
+    __path__.append(str(_HERE.parent))
 
 from amp_fx.errors import (
     AmpFxError,
@@ -22,15 +26,10 @@ from amp_fx.errors import (
     WeightsError,
 )
 from amp_fx.exporting import convert, export, extra_files
-from amp_fx.plan import CastPlan, NodePlan, Plan
+from amp_fx.plans import CastPlan, NodePlan, Plan
 from amp_fx.policy import Policy, Rule
-from amp_fx.recording import Recording, record
-from amp_fx.report import Report
-from amp_fx.scaler import GradScaler
-
-if TYPE_CHECKING:
-    from amp_fx.explaining import explain
-    from amp_fx.histograms import histogram
+from amp_fx.reports import Recording, Report, explain, histogram, record
+from amp_fx.scaling import GradScaler
 
 __all__ = [
     "AmpFxError",
@@ -59,17 +58,7 @@ __all__ = [
     "record",
 ]
 
-#: loaded when they are asked for: `import amp_fx` should not wait for what most programs never use
-_LAZY = {"explain": "amp_fx.explaining", "histogram": "amp_fx.histograms"}
-
 try:
     __version__ = version("amp_fx")
 except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0"
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(_LAZY[name]), name)
-    return value

@@ -14,8 +14,8 @@ import torch
 
 from amp_fx._torch import inductor_mode_options, inductor_option_names
 from amp_fx.errors import OptionsError, did_you_mean
-from amp_fx.plan import Plan
-from amp_fx.plan_files import load_plans
+from amp_fx.plans.plan import Plan
+from amp_fx.plans.plan_files import load_plans
 from amp_fx.policy import Policy
 
 __all__ = ["DTYPES", "NUMERICS", "WEIGHTS", "Options"]
@@ -55,7 +55,7 @@ class Options:
         numerics: a key of :data:`NUMERICS`.
         profile: ``"auto"`` for the built-in rates of the device, ``"off"`` to send every listed op low as
             autocast would, or a file that ``python -m amp_fx profile`` wrote.
-        plan: plans that graphs follow, whatever policy and profile say; see :mod:`amp_fx.plan_files`. Given as
+        plan: plans that graphs follow, whatever policy and profile say; see :mod:`amp_fx.plans.plan_files`. Given as
             the path of a plan file or of a report, an :class:`amp_fx.Plan`, or a list of them. None: amp_fx plans.
         scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs, or None. It may be given with dtype "auto",
             and then counts where that is fp16.

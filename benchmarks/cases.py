@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from amp_fx.profile import builtin
+from amp_fx.placement.devices import builtin
 from benchmarks import workloads
 from benchmarks.arms import Arm
 from benchmarks.workloads import Build, Workload, build_workload

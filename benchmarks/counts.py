@@ -22,8 +22,8 @@ from torch import Tensor
 
 from amp_fx._torch import Lowered, lower_with_inductor, replace_inner_compile, size_hint
 from amp_fx.errors import FallbackWarning, OptionsError
-from amp_fx.graph import cast_bytes
-from amp_fx.kernels import cast_kernels, conversions
+from amp_fx.graphs.facts import cast_bytes
+from amp_fx.reports.kernels import cast_kernels, conversions
 from benchmarks.arms import ARMS, MODES, Arm, prepare
 from benchmarks.results import describe, write
 from benchmarks.workloads import WORKLOADS, Workload, make

@@ -3,8 +3,8 @@
     python -m benchmarks.layout [--rounds N]
 
 Three ways: ``generated``, what Inductor makes of the cast, and for the gradient also the copy by which autograd lays
-it out as its parameter lies; ``amp_fx``, :mod:`amp_fx.layout`; ``plain``, casts of parameters that are channels last,
-where nothing has to be laid out. The ways take turns. Weights are many enough not to stay in a cache.
+it out as its parameter lies; ``amp_fx``, :mod:`amp_fx.placement.layout`; ``plain``, casts of parameters that are
+channels last, where nothing has to be laid out. The ways take turns. Weights are many enough not to stay in a cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from amp_fx.layout import CONVERT, channels_last_strides
+from amp_fx.placement.layout import CONVERT, channels_last_strides
 from benchmarks.results import describe
 
 #: shapes of weights

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.fx as fx
 
-from amp_fx.backend import rewrite
+from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
-from amp_fx.regions import ambient_regions
+from amp_fx.rewriting import rewrite
 from benchmarks.arms import Arm, prepare
 from benchmarks.workloads import Workload
 

@@ -1,5 +1,9 @@
 """The compiler passes, one per file, and the one table that orders them.
 
+Folders say which graph a pass runs on:
+
+``forward/``, the captured graph, before AOTAutograd makes a backward of it:
+
 ================= =====================================================================
 pin_dtypes        write down the dtypes that the program only implies
 classify          op lists and user rules: low, fp32, promote, follow, keep
@@ -12,11 +16,24 @@ cache_weights     (inference) low copies of weights are inputs, and their casts 
 fold_weights      (export) weights are stored as they are read, and their casts go
 fuse_casts        conversions that do nothing go
 verify            it runs, and its dtypes are the planned and the promised ones
-scale_backward    (joint graph, fp16) loss scaling and finite checks inside the backward
-gemm_epilogue     (joint graph, CUDA) a matmul whose result is only widened returns fp32
-lay_out_gradients (joint graph, CPU) gradients of convolutions in their weights' layout
-lay_out_weights   (after partitioning, CPU) convolutions' weights are cast channels last
 ================= =====================================================================
+
+``joint/``, Inductor's joint graph, forward and backward together:
+
+================= =====================================================================
+scale_backward    (fp16) loss scaling and finite checks inside the backward
+gemm_epilogue     (CUDA) a matmul whose result is only widened returns fp32
+lay_out_gradients (CPU) gradients of convolutions in their weights' layout
+================= =====================================================================
+
+``partitioned/``, Inductor's forward, backward and inference graphs, each by itself:
+
+================= =====================================================================
+lay_out_weights   (CPU) convolutions' weights are cast channels last
+================= =====================================================================
+
+What a pass is, and the runner, are in ``base.py``. Not here: op lists (``amp_fx.policy``), costs and the cut
+(``amp_fx.placement``). Open ``forward/place.py`` for the heart of it.
 """
 
 from __future__ import annotations
@@ -24,21 +41,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from amp_fx.passes.base import Pass, PassContext, PassResult, run_in_order, run_passes
-from amp_fx.passes.cache_weights import CacheWeights
-from amp_fx.passes.classify import Classify
-from amp_fx.passes.constrain import Constrain
-from amp_fx.passes.fold_weights import FoldWeights
-from amp_fx.passes.fuse_casts import FuseCasts
-from amp_fx.passes.gemm_epilogue import GemmEpilogue
-from amp_fx.passes.insert_casts import InsertCasts
-from amp_fx.passes.keep_weights import KeepWeights
-from amp_fx.passes.lay_out_gradients import LayOutGradients
-from amp_fx.passes.lay_out_weights import LayOutWeights
-from amp_fx.passes.pin_dtypes import PinDtypes
-from amp_fx.passes.place import Place
-from amp_fx.passes.replay import Replay
-from amp_fx.passes.scale_backward import ScaleBackward
-from amp_fx.passes.verify import Verify
+from amp_fx.passes.forward.cache_weights import CacheWeights
+from amp_fx.passes.forward.classify import Classify
+from amp_fx.passes.forward.constrain import Constrain
+from amp_fx.passes.forward.fold_weights import FoldWeights
+from amp_fx.passes.forward.fuse_casts import FuseCasts
+from amp_fx.passes.forward.insert_casts import InsertCasts
+from amp_fx.passes.forward.keep_weights import KeepWeights
+from amp_fx.passes.forward.pin_dtypes import PinDtypes
+from amp_fx.passes.forward.place import Place
+from amp_fx.passes.forward.replay import Replay
+from amp_fx.passes.forward.verify import Verify
+from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
+from amp_fx.passes.joint.lay_out_gradients import LayOutGradients
+from amp_fx.passes.joint.scale_backward import ScaleBackward
+from amp_fx.passes.partitioned.lay_out_weights import LayOutWeights
 
 __all__ = [
     "JOINT_PIPELINES",

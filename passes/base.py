@@ -18,11 +18,11 @@ from typing import ClassVar
 import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, log_artifact
-from amp_fx.capture import REGION_META
 from amp_fx.errors import PassError
-from amp_fx.plan import Plan
+from amp_fx.graphs.capture import REGION_META
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.plan import Plan
 from amp_fx.policy import Policy
-from amp_fx.profile import DeviceProfile
 
 __all__ = ["Pass", "PassContext", "PassResult", "bodies", "run_in_order", "run_passes"]
 

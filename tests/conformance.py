@@ -36,11 +36,11 @@ from torch.testing._internal import autocast_test_lists
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import amp_fx.backend
+import amp_fx.rewriting
 from amp_fx import CaptureError, PassError
 from amp_fx._torch import autocast_disabled, enable_autocast
+from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
-from amp_fx.regions import Region
 from ops import ASKED, LOW, arguments, overload, row
 
 __all__ = ["EXPLAINED", "REQUIRED", "Answer", "Call", "answer", "calls", "document", "table"]
@@ -237,7 +237,7 @@ def _rewritten(call: Call, args: Any, kwargs: Any) -> fx.GraphModule:
     ambient = {call.device: Region(True, call.low, by_user=True)}
     options = Options(call.low, numerics="eager", profile="off", strict=True)
     with enable_autocast(call.device, True, call.low):
-        return amp_fx.backend.rewrite(gm, ambient, options)[0]
+        return amp_fx.rewriting.rewrite(gm, ambient, options)[0]
 
 
 def _on(fake: FakeTensorMode) -> Callable[[Any], Any]:

@@ -33,11 +33,11 @@ from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 
-import amp_fx.backend
+import amp_fx.rewriting
 from amp_fx._torch import autocast_shield
-from amp_fx.capture import graph_devices
+from amp_fx.graphs.capture import graph_devices
+from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
-from amp_fx.regions import ambient_regions
 
 __all__ = ["UNTRACED", "DisagreementError", "Input", "Program", "TorchError", "compare", "programs", "search"]
 
@@ -403,12 +403,12 @@ def _rewritten(function: Callable[..., Any], program: Program, through: str) -> 
     chosen = "compiled"
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        training = amp_fx.backend._will_differentiate(inputs)
+        training = torch.is_grad_enabled() and any(v.requires_grad for v in inputs if isinstance(v, Tensor))
         regions = ambient_regions(dict.fromkeys(graph_devices(gm), low))
         runs: dict[str, Callable[..., Any]] = {}
         for numerics in ("compiled", "eager"):
             opts = Options(low, numerics=numerics, profile="off", strict=True)
-            rewritten, _ = amp_fx.backend.rewrite(gm, regions, opts, training=training)
+            rewritten, _ = amp_fx.rewriting.rewrite(gm, regions, opts, training=training)
             runs[numerics] = rewritten
             if through == "aot_eager":
                 with autocast_shield():

@@ -18,14 +18,15 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import amp_fx.backend
+import amp_fx.lowering
+import amp_fx.rewriting
 from amp_fx import record
 from amp_fx._torch import autocast_disabled, enable_autocast
-from amp_fx.capture import capture, graph_devices
+from amp_fx.graphs.capture import capture, graph_devices
+from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
 from amp_fx.passes import PIPELINE, Pass, PassContext, run_passes
-from amp_fx.plan import NodePlan, Plan, dtype_name
-from amp_fx.regions import ambient_regions
+from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 
 __all__ = [
     "Rewritten",
@@ -161,11 +162,11 @@ def rewrite(
     if device == "cuda":
         gm = on_cuda(dynamo_graph(program, *args))
         with _ambient_state(device, ambient):
-            return Rewritten(*amp_fx.backend.rewrite(gm, _regions(gm, opts), opts))
+            return Rewritten(*amp_fx.rewriting.rewrite(gm, _regions(gm, opts), opts))
     results: list[tuple[fx.GraphModule, Plan]] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        rewritten, plan = amp_fx.backend.rewrite(gm, _regions(gm, opts), opts)
+        rewritten, plan = amp_fx.rewriting.rewrite(gm, _regions(gm, opts), opts)
         results.append((rewritten, plan))
 
         def run(*given: Any) -> Any:
@@ -292,7 +293,7 @@ def without_inductor() -> Iterator[None]:
     ) -> Callable[..., Any]:
         return aot_eager(gm, list(example_inputs))
 
-    with mock.patch.object(amp_fx.backend, "compile_with_inductor", compile_with_aot):
+    with mock.patch.object(amp_fx.lowering, "compile_with_inductor", compile_with_aot):
         yield
 
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from amp_fx import weights
-from amp_fx.healing import CHUNK, HealedCopies
+from amp_fx.weights import LowCopies, copies
+from amp_fx.weights.healing import CHUNK, HealedCopies
+from amp_fx.weights.watch import advance, is_dense
 
 LOW = torch.float16
 
@@ -60,40 +61,40 @@ def chunks_made_again() -> int:
 
 def low_copies_heal_in_place() -> list[bool]:
     parameters: list[Tensor] = [*map(nn.Parameter, (*values(), torch.randn(64, 64)[::2]))]
-    copies = weights.LowCopies(range(len(parameters)), [LOW] * len(parameters))
-    first = copies.of(parameters)
+    low = LowCopies(range(len(parameters)), [LOW] * len(parameters))
+    first = low.of(parameters)
     found = [current(first, parameters)]
     for parameter in parameters[:-1]:
         parameter.data.mul_(2.0)
-        found.append(copies.of(parameters) is first and current(first, parameters))
+        found.append(low.of(parameters) is first and current(first, parameters))
     # not one piece of memory: the host looks at it
     parameters[-1].data.mul_(2.0)
-    found.append(current(copies.of(parameters), parameters))
+    found.append(current(low.of(parameters), parameters))
     parameters[0].data = torch.randn_like(parameters[0]).t().contiguous().t()
-    found.append(current(copies.of(parameters), parameters))
+    found.append(current(low.of(parameters), parameters))
     return found
 
 
 def after_an_event_elsewhere() -> list[bool]:
     """A step of any optimizer: all copies are made again, by the same launches as before."""
     parameters: list[Tensor] = [*map(nn.Parameter, values())]
-    copies = weights.LowCopies(range(len(parameters)), [LOW] * len(parameters))
-    copies.of(parameters)
-    [before] = copies._found.values()
+    low = LowCopies(range(len(parameters)), [LOW] * len(parameters))
+    low.of(parameters)
+    [before] = low._found.values()
     # no sample has it
     parameters[0].data.view(-1)[-2] += 1.0
-    weights.advance()
-    found = [current(copies.of(parameters), parameters)]
-    [after] = copies._found.values()
+    advance()
+    found = [current(low.of(parameters), parameters)]
+    [after] = low._found.values()
     parameters[0].data = torch.randn_like(parameters[0])
-    found += [after.healed is before.healed, current(copies.of(parameters), parameters)]
-    [moved] = copies._found.values()
+    found += [after.healed is before.healed, current(low.of(parameters), parameters)]
+    [moved] = low._found.values()
     return [*found, moved.healed is not after.healed]
 
 
 if __name__ == "__main__":
     # as if these were on a GPU
-    weights._heals = lambda weight: weights._is_dense(weight)
+    copies._heals = is_dense
     print(
         json.dumps(
             {

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from amp_fx.plan import CastPlan, InputPlan, NodePlan, Plan
+from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
 from amp_fx.policy import OpClass
-from amp_fx.report import Report
+from amp_fx.reports.report import Report
 
 __all__ = ["NASTY", "blocks", "call", "cast", "chain", "nasty", "parameter"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import graphviz
 
 from amp_fx.errors import AmpFxError
-from amp_fx.files import write_bytes, write_text
+from amp_fx.plans.files import write_bytes, write_text
 from amp_fx.viz.schema import Cast, Drawing, Graph, Group, Node, short_dtype
 from amp_fx.viz.style import (
     CHANGED,

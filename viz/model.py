@@ -11,12 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from amp_fx.diff import keyed
-from amp_fx.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
+from amp_fx.plans.diff import diff_plans, keyed
+from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.policy import OpClass
-from amp_fx.report import Report
 from amp_fx.viz.groups import add_group, complete
 from amp_fx.viz.schema import Cast, Drawing, Edge, Graph, Group, Node, Total, short_dtype
 
@@ -32,7 +31,31 @@ _LEVEL = re.compile(r"[^.]*[^.\d][^.]*(?:\.\d+(?=\.|$))?|\d+")
 _GIVEN = re.compile(r"^l_(?:\w+_(?:parameters|buffers)_)?(\w+?)_*$")
 
 
-def drawing(report: Report, against: Report | None = None) -> Drawing:
+class Cost(Protocol):
+    """What casts cost in all graphs, as :class:`amp_fx.reports.Cost` says it."""
+
+    @property
+    def casts(self) -> int: ...
+    @property
+    def cast_bytes(self) -> int: ...
+    @property
+    def kernels(self) -> int | None: ...
+    @property
+    def kernel_bytes(self) -> int | None: ...
+
+
+class Drawable(Protocol):
+    """What a picture is made from; :class:`amp_fx.Report` is one."""
+
+    plans: list[Plan]
+    title: str
+
+    def compared(self) -> Mapping[str, Cost]:
+        """Costs by name, of amp_fx first."""
+        ...
+
+
+def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
     """Makes the model of a report's picture.
 
     Args:
@@ -46,7 +69,7 @@ def drawing(report: Report, against: Report | None = None) -> Drawing:
         title=report.title or "amp_fx",
         policy=", ".join(dict.fromkeys(plan.policy for plan in report.plans)),
         text=str(report),
-        diff="" if against is None else str(against.diff(report)),
+        diff="" if against is None else str(diff_plans(against.plans, report.plans)),
         totals=[
             Total(
                 name=name,

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from amp_fx.files import write_text
+from amp_fx.plans.files import write_text
 from amp_fx.viz.schema import Drawing, Edge, Graph, Node
 from amp_fx.viz.style import DTYPES, LOWER, PLAIN, WIDEN, cast_lines, is_lowering, size
 

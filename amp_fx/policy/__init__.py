@@ -1,4 +1,10 @@
-"""Which op may run in which precision: op lists as data, and the user's rules on top."""
+"""Which op may run in which precision.
+
+Here: op lists as data, one row per group with its reason, the classes they give, what ``fast`` adds, and the user's
+rules on top.
+Not here: what a whole graph makes of them (``passes/forward/classify.py``), and costs (``amp_fx.placement``).
+Open ``common.py`` first.
+"""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ from selenium.webdriver.remote.webelement import WebElement
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import amp_fx
-from amp_fx import explaining
 from amp_fx._torch import Lowered
-from amp_fx.report import Report
+from amp_fx.reports import explaining
+from amp_fx.reports.report import Report
 from amp_fx.viz.model import drawing
 from amp_fx.viz.style import DTYPES, LOWER
 from amp_fx.viz.view import view

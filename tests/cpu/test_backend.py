@@ -23,11 +23,12 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.utils import fresh_cache
 
-import amp_fx.backend
+import amp_fx.lowering
+import amp_fx.rewriting
 from amp_fx import CaptureError, FallbackWarning, OptionsError, Plan, record
-from amp_fx.fallback import under_autocast
+from amp_fx.graphs.fallback import under_autocast
+from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
-from amp_fx.regions import Region
 from graphs import DEFAULTS, dynamo_graph
 from versions import fails_in
 
@@ -226,7 +227,7 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append(config_patches)
         return gm.forward
 
-    monkeypatch.setattr(amp_fx.backend, "compile_with_inductor", run_eagerly)
+    monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", run_eagerly)
     return seen
 
 
@@ -269,7 +270,7 @@ def test_inductor_gets_a_graph_that_meets_autocast_never_again(monkeypatch: pyte
         states.append((torch.is_autocast_enabled("cpu"), torch._C._is_any_autocast_enabled()))
         return gm.forward
 
-    monkeypatch.setattr(amp_fx.backend, "compile_with_inductor", look)
+    monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", look)
     with torch.autocast("cpu", BF16):
         compiled(lambda x: x @ x)(torch.randn(4, 4))
     # off for this device, on for one that does not exist: AOTAutograd then guards the run time too
@@ -559,7 +560,7 @@ def test_a_graph_with_nothing_to_cast_is_compiled_as_dynamo_made_it(monkeypatch:
         graphs.append(gm)
         return gm.forward
 
-    monkeypatch.setattr(amp_fx.backend, "compile_with_inductor", look)
+    monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", look)
     compiled(lambda x: x.exp() + 1)(torch.randn(4))
     assert [node.op for node in graphs[0].graph.nodes].count("call_method") == 1
 
@@ -732,10 +733,10 @@ def test_capture_and_passes_take_at_most_a_second_per_thousand_nodes(
     gm = dynamo_graph(model, torch.randint(64, (2, 16)))
     ambient = {"cpu": Region(True, BF16, by_user=False)}
     seconds = []
-    with caplog.at_level(logging.DEBUG, logger="amp_fx.backend"):
+    with caplog.at_level(logging.DEBUG, logger="amp_fx.rewriting"):
         for _ in range(3):
             start = time.process_time()
-            amp_fx.backend.rewrite(gm, ambient, Options(strict=True))
+            amp_fx.rewriting.rewrite(gm, ambient, Options(strict=True))
             seconds.append(time.process_time() - start)
     nodes = len(gm.graph.nodes)
     assert nodes > 300
@@ -749,7 +750,7 @@ def test_capture_and_passes_take_at_most_a_second_per_thousand_nodes(
 def test_the_passes_take_at_most_5_percent_of_a_cold_compile(caplog: pytest.LogCaptureFixture) -> None:
     model, x = nn.Sequential(Layer(), Layer()), torch.randn(2, 16, 32)
     start = time.perf_counter()
-    with caplog.at_level(logging.DEBUG, logger="amp_fx.backend"), fresh_cache():
+    with caplog.at_level(logging.DEBUG, logger="amp_fx.rewriting"), fresh_cache():
         compiled(model.forward)(x).sum().backward()
     total = time.perf_counter() - start
     ours = [m for each in caplog.records if (m := each.getMessage()).startswith("rewrote")]

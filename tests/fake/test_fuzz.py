@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import amp_fx.backend
+import amp_fx.rewriting
 import fuzz
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -38,19 +38,19 @@ def two(*lines: str, outputs: tuple[str, ...] = ("y2",), ambient: torch.dtype | 
 
 
 def test_a_wrong_dtype_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewrite = amp_fx.backend.rewrite
+    rewrite = amp_fx.rewriting.rewrite
 
     def low(*args: object, **kwargs: object) -> object:
         gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
         return (lambda *given: tuple(value.to(BF16) for value in gm(*given))), plan
 
-    monkeypatch.setattr(amp_fx.backend, "rewrite", low)
+    monkeypatch.setattr(amp_fx.rewriting, "rewrite", low)
     with pytest.raises(fuzz.DisagreementError, match="bfloat16"):
         fuzz.compare(two("y2 = x0 @ x1"))
 
 
 def test_a_wrong_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewrite = amp_fx.backend.rewrite
+    rewrite = amp_fx.rewriting.rewrite
 
     def wrong(*args: object, **kwargs: object) -> object:
         gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_a_wrong_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run, plan
 
-    monkeypatch.setattr(amp_fx.backend, "rewrite", wrong)
+    monkeypatch.setattr(amp_fx.rewriting, "rewrite", wrong)
     with pytest.raises(fuzz.DisagreementError, match="off by"):
         fuzz.compare(two("y2 = x0 @ x1"))
     with pytest.raises(fuzz.DisagreementError, match="numerics='eager'"):
@@ -68,12 +68,12 @@ def test_a_wrong_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_alias_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewrite = amp_fx.backend.rewrite
+    rewrite = amp_fx.rewriting.rewrite
 
     def copies(*args: object, **kwargs: object) -> object:
         gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
         return (lambda *given: tuple(value.clone() for value in gm(*given))), plan
 
-    monkeypatch.setattr(amp_fx.backend, "rewrite", copies)
+    monkeypatch.setattr(amp_fx.rewriting, "rewrite", copies)
     with pytest.raises(fuzz.DisagreementError, match="aliases are"):
         fuzz.compare(two("y2 = x0 @ x1", "y3 = y2.view(-1)", outputs=("y2", "y3")))

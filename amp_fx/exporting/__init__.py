@@ -1,0 +1,12 @@
+"""Mixed precision as files: exported programs with explicit casts and low weights.
+
+Here: ``amp_fx.export``, ``amp_fx.convert``, ``amp_fx.extra_files``.
+Not here: exported programs as graphs (``amp_fx.graphs``), and the passes (``amp_fx.passes``).
+Open ``converting.py`` first.
+"""
+
+from __future__ import annotations
+
+from amp_fx.exporting.converting import convert, export, extra_files
+
+__all__ = ["convert", "export", "extra_files"]

@@ -1,0 +1,204 @@
+"""Exported programs as graphs for the passes: autocast regions become facts about nodes.
+
+``torch.export`` speaks the IR that the passes work on, so nothing is traced again; inputs, constraints and
+names stay. What it writes as higher-order ops that only set a mode (``wrap_with_autocast``,
+``wrap_with_set_grad_enabled``) is spliced into the graph around it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import HigherOrderOperator, OpOverload, enable_autocast, symbolic_kernels
+from amp_fx.errors import CaptureError
+from amp_fx.graphs.capture import OPAQUE_BODIES, OUTPUT_META, REGION_META
+from amp_fx.graphs.facts import LOW_DTYPES, fake_arguments, is_eligible, output_nodes, source_line, tensors
+from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
+
+__all__ = ["adopt", "ambient_dtype"]
+
+aten = torch.ops.aten
+
+
+def adopt(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
+    """A copy of an exported graph, in the form that :func:`amp_fx.graphs.capture.capture` returns.
+
+    Args:
+        gm: graph of an ExportedProgram, or a body inside it; not changed.
+        ambient: autocast state at graph entry per device type.
+
+    Returns:
+        A GraphModule with the same inputs and outputs, whose nodes carry ``meta[REGION_META]``.
+
+    Raises:
+        CaptureError: autocast surrounds an op that cannot be rewritten.
+    """
+    root = torch.nn.Module()
+    graph = fx.Graph()
+    inputs = {node: graph.node_copy(node) for node in gm.graph.find_nodes(op="placeholder")}
+    for node, copied in inputs.items():
+        copied.name = node.name  # as torch.export writes it: _rename would make another name of "input"
+    result = _Splice(graph, root).run(gm, inputs, ambient)
+    output = graph.output(result)
+    output.meta = dict(gm.graph.output_node().meta)
+    adopted = fx.GraphModule(root, graph)
+    adopted.meta.update(gm.meta)
+    _share_storages(graph)
+    output.meta[OUTPUT_META] = [
+        [value.dtype for value in tensors(node.meta.get("val"))] for node in output_nodes(adopted)
+    ]
+    return adopted
+
+
+def ambient_dtype(adopted: fx.GraphModule) -> torch.dtype | None:
+    """The dtype of an autocast that was on while the program was exported; None where there was none.
+
+    Such a program says bf16 in its metadata, while its ops and weights are fp32: ``torch.export`` does not
+    record the state that surrounds it.
+
+    Raises:
+        CaptureError: no autocast explains the dtypes in the graph.
+    """
+    node = next(_differing(adopted, None), None)
+    if node is None:
+        return None
+    dtype = node.meta["val"].dtype
+    if dtype in LOW_DTYPES and next(_differing(adopted, dtype), None) is None:
+        return dtype
+    raise CaptureError(
+        f"{node.name} is recorded as {dtype}, which neither the program itself nor one torch.autocast around its "
+        f"export gives [{source_line(node) or 'no source line'}]. Export again without torch.autocast around "
+        "torch.export.export, or use amp_fx.export(model, args)."
+    )
+
+
+class _Splice:
+    """Copies graphs into one, mode-setting higher-order ops opened up."""
+
+    def __init__(self, graph: fx.Graph, root: torch.nn.Module) -> None:
+        self._graph = graph
+        self._root = root
+
+    def run(self, gm: fx.GraphModule, env: dict[fx.Node, fx.Node], ambient: Mapping[str, Region]) -> Any:
+        """Copies one graph whose inputs are in ``env``; returns what it outputs."""
+        regions = node_regions(gm.graph.nodes, ambient)
+        opened: dict[fx.Node, Any] = {}
+        for node in gm.graph.nodes:
+            if node.op == "placeholder" or is_autocast_call(node) or _is_dtype_check(node):
+                continue
+            if node.op == "output":
+                return fx.map_arg(node.args[0], env.__getitem__)
+            if (wrapped := _wrapped(gm, node)) is not None:
+                body, operands, region = wrapped
+                given = [fx.map_arg(operand, env.__getitem__) for operand in operands]
+                inner = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+                opened[node] = self.run(body, inner, {**regions[node], **region})
+            elif node.op == "call_function" and node.args and node.args[0] in opened:
+                env[node] = opened[node.args[0]][node.args[1]]
+            elif node.op == "get_attr":
+                if not all(_wrapped(gm, user) for user in node.users):
+                    env[node] = self._attribute(gm, node, regions[next(iter(node.users))])
+            else:
+                env[node] = self._graph.node_copy(node, env.__getitem__)
+                env[node].meta[REGION_META] = regions[node]
+        raise CaptureError("an exported graph has no output")
+
+    def _attribute(self, gm: fx.GraphModule, node: fx.Node, region: Mapping[str, Region]) -> fx.Node:
+        value: Any = gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        user = next(iter(node.users)).target
+        if isinstance(value, fx.GraphModule) and not (
+            isinstance(user, HigherOrderOperator) and user.name() in OPAQUE_BODIES
+        ):
+            value = adopt(value, region)
+        name = stem = str(node.target).replace(".", "_")
+        number = 0
+        while hasattr(self._root, name):
+            number += 1
+            name = f"{stem}_{number}"
+        setattr(self._root, name, value)
+        copied = self._graph.node_copy(node)
+        copied.target = name
+        return copied
+
+
+def _is_dtype_check(node: fx.Node) -> bool:
+    """True for a check of a dtype that the passes may change."""
+    return node.target is aten._assert_tensor_metadata.default and any(
+        is_eligible(source.meta.get("val")) for source in node.all_input_nodes
+    )
+
+
+def _wrapped(
+    gm: fx.GraphModule, node: fx.Node
+) -> tuple[fx.GraphModule, tuple[Any, ...], dict[str, Region]] | None:
+    """Body, operands and autocast state of a higher-order op that only sets a mode; else None."""
+    name = node.target.name() if isinstance(node.target, HigherOrderOperator) else ""
+    region: dict[str, Region] = {}
+    if name == "wrap_with_set_grad_enabled":
+        _, body, *operands = node.args
+    elif name == "wrap_with_autocast":
+        device, dtype, enabled, _, body, *operands = node.args
+        low = dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(str(device))
+        region[str(device)] = Region(bool(enabled), low, by_user=True)
+    else:
+        return None
+    module = getattr(gm, str(body.target))  # type: ignore[union-attr]  # a get_attr node
+    return module, tuple(operands), region
+
+
+def _differing(gm: fx.GraphModule, ambient: torch.dtype | None) -> Iterator[fx.Node]:
+    """Calls whose recorded dtype is not the one they give under their autocast state.
+
+    Args:
+        gm: an adopted graph.
+        ambient: dtype of an autocast around the program, or None.
+    """
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(node.target, OpOverload) or not is_eligible(value):
+            continue
+        if "unbacked_bindings" in node.meta:
+            continue  # running it again would make new sizes
+        region = node.meta[REGION_META].get(value.device.type)
+        if region is None:
+            continue
+        on, dtype = (region.enabled, region.dtype) if region.by_user else (ambient is not None, ambient)
+        args, kwargs, mode = fake_arguments(node)
+        with mode, symbolic_kernels(), enable_autocast(value.device.type, on, dtype or region.dtype):
+            result = node.target(*args, **kwargs)
+        if result.dtype is not value.dtype:
+            yield node
+
+
+def _share_storages(graph: fx.Graph) -> None:
+    """Makes the fake values of views look into their bases' storages, which a program from a file has lost.
+
+    The passes read off the fake values which tensors share memory.
+    """
+    for node in graph.nodes:
+        before = node.meta.get("val")
+        if node.target is operator.getitem and isinstance(before, torch.Tensor):
+            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
+        elif _is_alias(node):
+            args, kwargs, mode = fake_arguments(node)
+            with mode, torch.no_grad():
+                value = node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function node
+            # under autocast, an op that looks like a view may have rounded
+            if [t.dtype for t in tensors(value)] == [t.dtype for t in tensors(before)]:
+                node.meta["val"] = value
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """True for calls whose schema says that a result shares an argument's memory."""
+    return (
+        isinstance(node.target, OpOverload)
+        and "unbacked_bindings" not in node.meta
+        and any(result.alias_info is not None for result in node.target._schema.returns)
+    )

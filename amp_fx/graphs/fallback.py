@@ -1,0 +1,117 @@
+"""The way out for graphs that cannot be rewritten: torch.autocast's own semantics, and one warning.
+
+Never silently fp32, never a crash: the graph runs as ``torch.compile`` + ``torch.autocast`` would run it,
+with the outputs cast back to the dtypes that Dynamo traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import FakeTensor, enable_autocast, symbolic_kernels
+from amp_fx.errors import FallbackWarning
+from amp_fx.graphs.facts import is_eligible
+from amp_fx.graphs.regions import Region
+
+__all__ = ["under_autocast", "warn_fallback"]
+
+
+def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
+    """A copy of a Dynamo graph that enters autocast itself and returns the traced dtypes.
+
+    The graph is checked on its fake tensors first; where autocast itself fails on it (a scalar out of range,
+    a dtype mismatch that the fp32 program does not have) it is returned unchanged, which is fp32.
+    """
+    wrapped = _wrap(gm, ambient)
+    return wrapped if _runs(wrapped) else gm
+
+
+def warn_fallback(reason: str, in_fp32: bool) -> None:
+    """One warning per graph: what happened, why, and how to make it an error."""
+    how = "in fp32, since torch.autocast fails on it too" if in_fp32 else "with torch.autocast's semantics"
+    warnings.warn(
+        f"amp_fx compiles a graph {how}, because it could not rewrite it: {reason}. "
+        "options={'strict': True} makes this an error.",
+        FallbackWarning,
+        stacklevel=3,
+    )
+
+
+def _wrap(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    body = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    for node in gm.graph.find_nodes(op="placeholder"):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source
+    entered = [
+        graph.call_function(
+            torch.amp.autocast_mode._enter_autocast, (device_type, region.dtype, region.enabled, None)
+        )
+        for device_type, region in ambient.items()
+    ]
+    for node in body:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    for mode in reversed(entered):
+        graph.call_function(torch.amp.autocast_mode._exit_autocast, (mode,))
+
+    by_user = all(region.by_user for region in ambient.values())
+
+    def traced(node: fx.Node) -> fx.Node:
+        value = node.meta.get("example_value")
+        # under the user's own autocast nothing else was traced, but for custom ops with a rule that Dynamo misses
+        if by_user or not is_eligible(value):
+            return copies[node]
+        return graph.call_method("to", (copies[node], value.dtype))
+
+    graph.output(fx.map_arg(gm.graph.output_node().args[0], traced))
+    wrapped = fx.GraphModule(gm, graph)
+    wrapped.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        wrapped._param_name_to_source = gm._param_name_to_source
+    return wrapped
+
+
+def _runs(gm: fx.GraphModule) -> bool:
+    """True if the graph runs on its own fake inputs."""
+    fakes = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), contextlib.nullcontext())
+    trial = _Trial(gm)
+    try:
+        with mode, symbolic_kernels(), torch.no_grad(), enable_autocast("cpu", False, torch.bfloat16):
+            trial.run(*fakes)
+    except RuntimeError:
+        # this is the question asked, not an error of ours: autocast does not work on this graph
+        return False
+    finally:
+        trial.close()
+    return True
+
+
+class _Trial(fx.Interpreter):
+    """Runs a graph that may fail inside a region of autocast."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._open: list[Any] = []
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call, and notes the regions that it enters and leaves."""
+        result = super().call_function(target, args, kwargs)
+        if target is torch.amp.autocast_mode._enter_autocast:
+            self._open.append(result)
+        elif target is torch.amp.autocast_mode._exit_autocast:
+            self._open.remove(args[0])
+        return result
+
+    def close(self) -> None:
+        """Leaves the regions that a failure left open. Within one, eager autocast would keep old casts of weights."""
+        while self._open:
+            torch.amp.autocast_mode._exit_autocast(self._open.pop())

@@ -1,0 +1,57 @@
+"""Hands a rewritten graph to Inductor, with the passes that run on its graphs, and with loss scaling."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch.fx as fx
+
+from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, source_hash
+from amp_fx.graphs.capture import graph_devices
+from amp_fx.options import Options
+from amp_fx.passes import JOINT_PIPELINES, POST_GRAD_PIPELINES, Pass, PassContext, run_in_order
+from amp_fx.placement import layout
+from amp_fx.scaling.scaled_graph import ScaledGraph
+
+__all__ = ["lower"]
+
+
+def lower(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, scaler: str | None = None
+) -> Callable[..., Any]:
+    """Compiles a graph with Inductor.
+
+    Args:
+        gm: a graph of Dynamo's, captured and rewritten or as it was.
+        example_inputs: one per placeholder.
+        opts: validated options.
+        scaler: name of the :class:`amp_fx.GradScaler` of the graph's backward, or None.
+
+    Returns:
+        A callable with the graph's signature.
+    """
+    scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
+    joint: list[Pass] = []
+    if scaled is not None:
+        gm, example_inputs = scaled.extend(gm, example_inputs)
+        joint.append(scaled.rewriting)
+    # on a CPU the passes are about convolutions
+    devices = [device for device in sorted(graph_devices(gm)) if device != "cpu" or layout.convolves(gm)]
+    joint += [step for device in devices for step in JOINT_PIPELINES.get(device, ())]
+    post_grad = [step for device in devices for step in POST_GRAD_PIPELINES.get(device, ())]
+    own = {**_hook("joint", joint, opts), **_hook("post_grad", post_grad, opts)}
+    with autocast_shield():
+        compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
+    return compiled if scaled is None else scaled.bind(compiled)
+
+
+def _hook(stage: Literal["joint", "post_grad"], passes: Sequence[Pass], opts: Options) -> dict[str, Any]:
+    """The Inductor option that runs the passes at a stage."""
+    if not passes:
+        return {}
+    # what they depend on is their source and their options
+    modules = [sys.modules[type(step).__module__] for step in passes]
+    uuid = f"{source_hash(layout, *modules)} {passes}"
+    return graph_pass(stage, uuid, lambda graph: run_in_order(graph, passes, PassContext()), opts.inductor)

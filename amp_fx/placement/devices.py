@@ -1,0 +1,240 @@
+"""Profiles by name: the built-in tables of devices, and what ``options={"profile": ...}`` stands for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from amp_fx.errors import did_you_mean
+from amp_fx.placement.profile import DeviceProfile, ProfileError, check_device_type
+
+__all__ = ["builtin", "resolve"]
+
+
+def resolve(spec: str, device_type: str) -> DeviceProfile | None:
+    """The profile that an option value stands for.
+
+    Args:
+        spec: ``"auto"`` for the built-in one, ``"off"`` for none, or the path of a file.
+        device_type: what the graph runs on.
+
+    Raises:
+        ProfileError: no such file, not a profile, or one of another device type.
+
+    With a file of a GPU, a graph on the CPU has the built-in profile: graph breaks leave such pieces.
+    """
+    check_device_type(device_type)
+    if spec == "off":
+        return None
+    if spec == "auto":
+        return builtin(device_type)
+    if not os.path.exists(spec):
+        raise ProfileError(
+            f"Unknown profile {spec!r}; valid: 'auto', 'off', or a file that "
+            "`python -m amp_fx profile -o FILE` wrote." + _near_profile(spec)
+        )
+    profile = DeviceProfile.load(spec)
+    if device_type == "cpu" and profile.device_type != "cpu":
+        return builtin("cpu")
+    if profile.device_type != device_type:
+        raise ProfileError(
+            f"profile {spec!r} is of device type {profile.device_type!r}, the graph runs on {device_type!r}; "
+            f"measure that one with `python -m amp_fx profile --device {device_type} -o FILE`, or use 'auto'."
+        )
+    return profile
+
+
+def _near_profile(spec: str) -> str:
+    """A hint from the two words and from the JSON files where the path points."""
+    path = Path(spec)
+    try:
+        files = {str(found): found.name for found in path.parent.glob("*.json")}
+    except OSError:
+        files = {}
+    hint = did_you_mean(spec, ["auto", "off", *files])
+    return hint or did_you_mean(str(path.with_suffix(".json")), files)
+
+
+class _Cpu(NamedTuple):
+    name: str
+    flags: frozenset[str]  # names of torch.cpu.get_capabilities(), and "darwin"
+    float32: float  # sustained FLOP/s of one thread
+    bfloat16: float  # relative to float32
+    float16: float  # relative to float32
+
+
+#: The first row whose flags the CPU has counts. The ratios matter, the rates less so: FLOP a cycle times a
+#: sustained clock, times 0.7 for what a GEMM reaches. "Measured": torch 2.13, one thread of a Zen 4, where
+#: fp32 does 100e9, matrices of 512 x 512, harmonic mean of the three layouts of a training step.
+_CPUS = (
+    # AMX tiles do 1024 bf16 operations a cycle, 16 times what two AVX-512 FMA pipes do in fp32 (Intel 64 and
+    # IA-32 Optimization Reference Manual, chapter on AMX); half is left at AMX clocks and memory speed.
+    _Cpu("amx_fp16", frozenset({"amx_bf16", "amx_fp16"}), 100e9, 8.0, 8.0),
+    # Sapphire and Emerald Rapids: fp16 has AVX-512 vectors, but oneDNN widens and accumulates in fp32.
+    _Cpu("amx_bf16", frozenset({"amx_bf16", "avx512_fp16"}), 100e9, 8.0, 1.0),
+    # An AMX CPU whose hypervisor hides AVX512-FP16.
+    _Cpu("amx_bf16 without fp16", frozenset({"amx_bf16"}), 100e9, 8.0, 0.03),
+    # Sapphire Rapids whose hypervisor hides AMX: vdpbf16ps does two multiply-adds a lane.
+    _Cpu("avx512_bf16 avx512_fp16", frozenset({"avx512_bf16", "avx512_fp16"}), 100e9, 2.0, 1.0),
+    # Zen 5: bf16 vectors are as wide as the registers, and MKL runs fp32 with AVX2 on AMD. Measured on one: 4.4.
+    _Cpu("avx512_bf16 zen5", frozenset({"avx512_bf16", "avx512_vp2intersect"}), 90e9, 4.0, 0.03),
+    # Cooper Lake, Zen 4. Measured: bf16 2.2 in a GEMM, 1.8 in a whole GPT step. oneDNN has no fp16
+    # kernel here, ATen's own loops do 0.15 (linear) or 0.02 (mm): 0.04 in all, less for larger matrices.
+    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03),
+    # Skylake to Ice Lake: oneDNN emulates bf16 in fp32 vectors. Measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE:
+    # 0.36 alone, 0.53 where other processes take half of the time (pytorch#86270: half as fast).
+    _Cpu("avx512", frozenset({"avx512_bw"}), 100e9, 0.4, 0.03),
+    # ATen does not ask oneDNN for 16-bit matmuls below AVX-512, but runs its loops. Measured with
+    # ONEDNN_MAX_CPU_ISA and ATEN_CPU_CAPABILITY at AVX2: 0.04. Users report down to 1/90 (pytorch#118499).
+    _Cpu("avx2", frozenset({"avx2"}), 70e9, 0.03, 0.03),
+    # Apple: fp32 goes to Accelerate, which has matrix units; 16 bits go to ATen's loops. Order of magnitude.
+    _Cpu("apple", frozenset({"neon", "darwin"}), 200e9, 0.01, 0.01),
+    # Neoverse V1, N2, V2: bfmmla does four times the multiply-adds of an fp32 FMA (Arm Architecture Reference
+    # Manual, FEAT_BF16); half of that is assumed to be reached. fp16: loops, as on x86.
+    _Cpu("arm_bf16", frozenset({"neon", "bf16"}), 60e9, 2.0, 0.03),
+    # Neoverse N1 and older: as avx2.
+    _Cpu("arm", frozenset({"neon"}), 30e9, 0.03, 0.03),
+    # Anything else: four lanes, multiply and add; loops for 16 bits, 1e9 to 3e9 measured with
+    # ATEN_CPU_CAPABILITY=default.
+    _Cpu("generic", frozenset(), 10e9, 0.1, 0.1),
+)
+
+#: bytes/s that one thread can ask for (measured: 17e9 to 24e9 alone, 8e9 on each of two busy cores), and that
+#: a socket gives (eight channels of DDR4-3200: 205e9)
+_CPU_BANDWIDTH = 15e9, 200e9
+
+#: seconds; measured: 1 to 2 us for the call, the rest is an OpenMP region
+_CPU_LAUNCH = 5e-6
+
+#: oneDNN may round fp32 operands to bf16 (float32_matmul_precision "medium"): rate relative to bf16, measured
+_CPU_FLOAT32_AS_BFLOAT16 = 0.65
+
+
+class _Gpu(NamedTuple):
+    name: str
+    float32: float  # TFLOP/s without tensor cores
+    tf32: float  # TFLOP/s, where the user allows it
+    float16: float  # TFLOP/s, dense, accumulated in fp32
+    bfloat16: float  # TFLOP/s, dense
+    bandwidth: float  # GB/s
+
+
+#: Compute capability -> datasheet numbers of its common card. A capability between two rows is the lower one.
+_GPUS = {
+    # No tensor cores: cuBLAS computes 16-bit matmuls in fp32 FMAs; bf16 is emulated, half of that is assumed.
+    (5, 0): _Gpu("M40", 6.8, 6.8, 6.8, 3.4, 288),  # Tesla M40 datasheet
+    (6, 0): _Gpu("P100", 10.6, 10.6, 10.6, 5.3, 732),  # Tesla P100 SXM2 datasheet
+    (6, 1): _Gpu("P40", 11.8, 11.8, 11.8, 5.9, 346),  # Tesla P40 datasheet
+    # Tensor cores for fp16 only.
+    (7, 0): _Gpu("V100", 15.7, 15.7, 125, 7.8, 900),  # Tesla V100 SXM2 datasheet
+    (7, 5): _Gpu("T4", 8.1, 8.1, 65, 4.0, 320),  # T4 datasheet
+    # Tensor cores for fp16, bf16 and TF32.
+    (8, 0): _Gpu("A100", 19.5, 156, 312, 312, 1555),  # A100 datasheet, 40 GB
+    (8, 6): _Gpu("RTX 3090", 35.6, 35.6, 71, 71, 936),  # NVIDIA Ampere GA102 whitepaper, table 2
+    (8, 9): _Gpu("RTX 4090", 82.6, 82.6, 165.2, 165.2, 1008),  # NVIDIA Ada whitepaper, appendix A
+    (9, 0): _Gpu("H100", 66.9, 494.7, 989.4, 989.4, 3350),  # H100 datasheet, SXM5; an H200 has 4800 GB/s
+    (10, 0): _Gpu(
+        "B200", 75, 1100, 2250, 2250, 7700
+    ),  # Blackwell datasheet, HGX B200 (half of the sparse rates)
+    (12, 0): _Gpu(
+        "RTX 5090", 104.8, 104.8, 209.5, 209.5, 1792
+    ),  # NVIDIA RTX Blackwell whitepaper, appendix A
+}
+
+#: ROCm numbers its architectures otherwise. AMD Instinct MI200 datasheet, one die of an MI250X.
+_ROCM = _Gpu("MI250X", 47.9, 47.9, 191.5, 191.5, 1638)
+
+#: what a graph for CUDA is planned with where there is no CUDA device, such as an export on a build machine
+_ASSUMED = (8, 0)
+
+#: large GEMMs and copies reach this part of the datasheet: on an H200 bf16 sustains about 790 of 989 TFLOP/s
+_SUSTAINED = 0.8
+
+#: seconds between the starts of empty kernels in one stream
+_CUDA_LAUNCH = 4e-6
+
+
+def builtin(device_type: str) -> DeviceProfile:
+    """The table row of this machine's device.
+
+    Read from what the device is (instruction flags and thread count, compute capability), never from what
+    it is doing; environment variables that hide instructions from libraries do not count. The one setting
+    that counts is what fp32 matmuls are allowed to be computed in: TF32, or bf16 on CPU.
+
+    Raises:
+        ProfileError: not a device type with a table.
+    """
+    if check_device_type(device_type) == "cuda":
+        return _cuda_profile(*_cuda_row())
+    return _cpu_profile(_cpu_row(_cpu_flags()), torch.get_num_threads())
+
+
+def _cpu_flags() -> frozenset[str]:
+    flags = {name for name, value in torch.cpu.get_capabilities().items() if value is True}
+    if sys.platform == "darwin":
+        flags.add("darwin")
+    return frozenset(flags)
+
+
+def _cpu_row(flags: frozenset[str]) -> _Cpu:
+    return next(row for row in _CPUS if row.flags <= flags)
+
+
+def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
+    rate = row.float32 * threads
+    low = {"bfloat16": rate * row.bfloat16, "float16": rate * row.float16}
+    per_thread, socket = _CPU_BANDWIDTH
+    return DeviceProfile(
+        name=f"{row.name}, {threads} threads",
+        device_type="cpu",
+        peak={
+            "float32": _float32_rate("cpu", rate, max(rate, low["bfloat16"] * _CPU_FLOAT32_AS_BFLOAT16)),
+            **low,
+        },
+        bandwidth=min(per_thread * threads, socket),
+        launch=_CPU_LAUNCH,
+    )
+
+
+def _cuda_row() -> tuple[str, _Gpu]:
+    if not torch.cuda.is_available():
+        return f"sm_{_ASSUMED[0]}{_ASSUMED[1]} assumed, no device", _GPUS[_ASSUMED]
+    if torch.version.hip is not None:
+        return "rocm", _ROCM
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}", _gpu_row((major, minor))
+
+
+def _gpu_row(capability: tuple[int, int]) -> _Gpu:
+    return _GPUS[max((known for known in _GPUS if known <= capability), default=min(_GPUS))]
+
+
+def _cuda_profile(label: str, row: _Gpu) -> DeviceProfile:
+    rates = {
+        "float32": _float32_rate("cuda", row.float32, row.tf32),
+        "bfloat16": row.bfloat16,
+        "float16": row.float16,
+    }
+    return DeviceProfile(
+        name=f"{label} ({row.name})",
+        device_type="cuda",
+        peak={dtype: rate * 1e12 * _SUSTAINED for dtype, rate in rates.items()},
+        bandwidth=row.bandwidth * 1e9 * _SUSTAINED,
+        launch=_CUDA_LAUNCH,
+    )
+
+
+def _float32_rate(device_type: str, exact: float, relaxed: float) -> float:
+    """The rate of an fp32 matmul: ``relaxed`` if the user lets it be computed in less than fp32.
+
+    Read from ``fp32_precision``, which follows ``allow_tf32``, ``set_float32_matmul_precision`` and the
+    global setting; the older getters raise once a program has used both generations of the API.
+    """
+    if device_type == "cuda":
+        return relaxed if torch.backends.cuda.matmul.fp32_precision == "tf32" else exact
+    # oneDNN has no faster TF32 on today's CPUs, only bf16
+    return relaxed if torch.backends.mkldnn.matmul.fp32_precision == "bf16" else exact  # type: ignore[attr-defined]  # set by property

@@ -1,0 +1,130 @@
+"""Casts that change the layout as well: the weights of convolutions, which run channels last on a CPU.
+
+Inductor compiles such a cast into a kernel that moves tiles of 16 by 9 elements through memory, scalar by scalar, and
+autograd copies a gradient that does not lie as its parameter. The library's copies, in pieces that stay in a core's
+cache, take 0.6 to 1 of the time for a weight and 0.3 to 0.7 for a gradient, the less the larger they are (Zen 5,
+``python -m benchmarks.layout``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from amp_fx._torch import OpOverload
+from amp_fx.graphs.facts import LOW_DTYPES, run_fake
+
+__all__ = [
+    "CAST",
+    "CONVERT",
+    "channels_last_strides",
+    "convolves",
+    "is_convolution",
+    "is_relaid",
+    "lay_out",
+    "relaid_weight",
+]
+
+aten = torch.ops.aten
+
+#: how Inductor's graphs spell a cast
+CAST = torch.ops.prims.convert_element_type.default
+
+#: calls of a captured graph that Inductor lays out channels last; the second argument is the weight
+_CONVOLUTIONS = frozenset(
+    {aten.conv2d, aten.conv_transpose2d, aten.convolution, aten._convolution, aten._convolution_mode}
+)
+
+#: elements of a 16-bit piece: half of a megabyte, the second-level cache of today's cores
+_PIECE = 2**18
+
+#: elements below which calling the library costs what its copy saves
+_WORTH_A_CALL = 2**15
+
+_library = torch.library.Library("amp_fx", "DEF")
+_library.define(
+    "convert(Tensor x, ScalarType dtype, int[] stride) -> Tensor",
+    # no strides are asked of its input: undoing them is what it is for
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+
+
+@torch.library.impl(_library, "convert", "CPU")
+def _convert(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
+    """``x`` in another dtype, laid out as ``stride`` says. ``x`` has at least one dimension."""
+    result = torch.empty_strided(x.shape, stride, dtype=dtype, device=x.device)
+    # Two steps, of which the one that reads against the layout is in 16 bits; what is between them stays in the cache
+    rows = max(1, _PIECE * len(x) // max(1, x.numel()))
+    for piece, source in zip(result.split(rows), x.split(rows), strict=True):
+        if dtype in LOW_DTYPES:
+            piece.copy_(source.to(dtype))
+        else:
+            piece.copy_(torch.empty_like(piece, dtype=source.dtype).copy_(source))
+    return result
+
+
+@torch.library.register_fake("amp_fx::convert", lib=_library)
+def _(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
+    return x.new_empty_strided(x.shape, stride, dtype=dtype)
+
+
+#: (x, dtype, stride) -> a new tensor with the values of x
+CONVERT: OpOverload = torch.ops.amp_fx.convert.default
+
+
+def lay_out(cast: fx.Node, stride: Sequence[int]) -> None:
+    """Puts a call that also changes the layout in the place of a cast."""
+    graph = cast.graph
+    with graph.inserting_before(cast):
+        laid_out = graph.call_function(
+            CONVERT, (cast.all_input_nodes[0], cast.meta["val"].dtype, list(stride))
+        )
+    laid_out.meta = {**cast.meta, "val": run_fake(laid_out)}
+    cast.replace_all_uses_with(laid_out)
+    graph.erase_node(cast)
+
+
+def is_convolution(node: fx.Node) -> bool:
+    """True for calls of a captured graph that convolve over two dimensions, or over any number of them."""
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket in _CONVOLUTIONS
+
+
+def convolves(gm: fx.GraphModule) -> bool:
+    """True if a captured graph, or a body in it, has a convolution."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return any(is_convolution(node) for graph in graphs for node in graph.nodes)
+
+
+def relaid_weight(node: object) -> fx.Node | None:
+    """The input of a graph of AOTAutograd's that a 16-bit value is cast from, if it is worth laying out."""
+    if not isinstance(node, fx.Node) or node.target is not CAST or node.meta["val"].dtype not in LOW_DTYPES:
+        return None
+    (source,) = node.all_input_nodes
+    return source if source.op == "placeholder" and is_relaid(source.meta["val"]) else None
+
+
+def is_relaid(weight: Tensor) -> bool:
+    """True for a convolution's weight on a CPU whose conversion to or from channels last is worth a library call.
+
+    Args:
+        weight: of any shape; that of a two-dimensional convolution has four dimensions.
+    """
+    return (
+        weight.device.type == "cpu"
+        and weight.ndim == 4
+        and all(isinstance(size, int) for size in weight.shape)
+        and weight.numel() >= _WORTH_A_CALL
+        and weight.is_contiguous()
+        # as with kernels of 1 x 1 and one channel per group
+        and not weight.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def channels_last_strides(shape: Sequence[int]) -> list[int]:
+    """Strides of a dense tensor with four dimensions whose second one is innermost."""
+    _, channels, _, width = shape
+    return [math.prod(shape[1:]), 1, width * channels, channels]

@@ -1,0 +1,157 @@
+"""Measures a device: matmul rates, memory bandwidth, the cost of a kernel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from amp_fx.placement.devices import builtin
+from amp_fx.placement.profile import DTYPES, DeviceProfile, ProfileError, check_device_type
+
+__all__ = ["measure"]
+
+#: a measurement is repeated at least so often
+_ROUNDS = 20
+
+#: a median so far above the best round means that something else used the machine
+_BUSY = 1.5
+#: seconds; no kernel takes so long to start where its threads have cores to run on
+_ABSURD_LAUNCH = 500e-6
+
+#: rows of the square matrices that are multiplied, until one takes its share of the time
+_GEMM_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
+
+#: elements of the float32 tensors that are copied; the last are larger than the caches of most devices
+_COPY_SIZES = {"cpu": (1 << 20, 1 << 23, 1 << 25), "cuda": (1 << 20, 1 << 23, 1 << 25, 1 << 27)}
+
+#: elements of the byte tensor of the empty kernel: one more than ATen's grain size, so that CPUs open a
+#: parallel region
+_LAUNCH_SIZE = 32768 + 1
+_LAUNCHES = 10
+
+
+class _Task(NamedTuple):
+    """Something to time, and how much work it does: FLOP, bytes or kernels."""
+
+    run: Callable[[], None]
+    work: float
+
+
+def measure(
+    device_type: str, seconds: float = 3.0, progress: Callable[[str], None] | None = None
+) -> DeviceProfile:
+    """Measures this machine.
+
+    Everything is measured in turns, so that a falling clock hurts all numbers alike, and the best round
+    counts: other processes only ever slow a round down (on two shared cores a parallel region may take 10 ms
+    instead of 5 us, and the median with it). A matmul counts in the three layouts of a training step:
+    forward, gradient of the input, gradient of the weight. Without kernels of its own a dtype may be fast in
+    one of them only.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``, the current device.
+        seconds: about how long to take; less than 1 means small sizes and rough numbers.
+        progress: called with a line of text for each step, and with a warning if the machine was busy.
+
+    Raises:
+        ProfileError: there is no such device, or it is too busy for the numbers to mean anything.
+    """
+    if check_device_type(device_type) == "cuda" and not torch.cuda.is_available():
+        raise ProfileError("there is no CUDA device here to measure; valid here: 'cpu'.")
+    say = progress or (lambda line: None)
+    start = time.perf_counter()
+    share = seconds / (_ROUNDS * (len(DTYPES) + 2))
+    tasks = {}
+    for name, dtype in DTYPES.items():
+        say(f"matmul {name}")
+        gemms = (_gemm(size, dtype, device_type) for size in _GEMM_SIZES)
+        tasks[name] = _largest(gemms, 8, share, device_type)
+    say("copy")
+    copies = (_copy(size, device_type) for size in _COPY_SIZES[device_type])
+    tasks["bandwidth"] = _largest(copies, 4, share, device_type)
+    tasks["launch"] = _launch(device_type)
+
+    samples: dict[str, list[float]] = {name: [] for name in tasks}
+    say("all of them in turns")
+    while len(samples["launch"]) < _ROUNDS or time.perf_counter() - start < seconds:
+        for name, task in tasks.items():
+            samples[name].append(_clock(task, device_type) / task.work)
+    best = {name: min(found) for name, found in samples.items()}
+    if best["launch"] > _ABSURD_LAUNCH:
+        raise ProfileError(
+            f"too busy to measure: a kernel starts in {best['launch'] * 1e3:.1f} ms at best, so its "
+            "threads wait for cores; stop other work, or use fewer threads (OMP_NUM_THREADS)."
+        )
+    spread = max(median(samples[name]) / best[name] for name in samples)
+    if spread > _BUSY:
+        say(f"warning: rounds differ {spread:.1f} times, so the machine is busy; measure again when idle")
+    return DeviceProfile(
+        name=f"{_device_name(device_type)}, measured",
+        device_type=device_type,
+        peak={name: 1 / best[name] for name in DTYPES},
+        bandwidth=1 / best["bandwidth"],
+        launch=best["launch"],
+    )
+
+
+def _device_name(device_type: str) -> str:
+    return torch.cuda.get_device_name() if device_type == "cuda" else builtin("cpu").name
+
+
+def _clock(task: _Task, device_type: str) -> float:
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    task.run()
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _largest(tasks: Iterable[_Task], growth: int, share: float, device_type: str) -> _Task:
+    """The last task that takes at most ``share`` seconds; each is ``growth`` times the one before. Warm."""
+    task = None
+    for task in tasks:
+        # the first call warms up
+        if min(_clock(task, device_type) for _ in range(4)) * growth > share:
+            break
+    assert task is not None
+    return task
+
+
+def _gemm(size: int, dtype: torch.dtype, device_type: str) -> _Task:
+    # normal values: constant ones let a GPU clock higher than real data does
+    generator = torch.Generator(device_type).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device_type, generator=generator).to(dtype) for _ in range(2))
+
+    def run() -> None:
+        torch.mm(a, b.t())
+        torch.mm(a, b)
+        torch.mm(a.t(), b)
+
+    return _Task(run, 3 * 2 * size**3)
+
+
+def _copy(size: int, device_type: str) -> _Task:
+    source = torch.ones(size, device=device_type)
+    target = torch.zeros_like(source)
+
+    def run() -> None:
+        target.copy_(source)
+
+    return _Task(run, source.nbytes + target.nbytes)
+
+
+def _launch(device_type: str) -> _Task:
+    source = torch.zeros(_LAUNCH_SIZE, dtype=torch.uint8, device=device_type)
+    target = torch.empty_like(source)
+
+    def run() -> None:
+        for _ in range(_LAUNCHES):
+            torch.bitwise_not(source, out=target)
+
+    return _Task(run, _LAUNCHES)

@@ -1,0 +1,191 @@
+"""What a device can do, in four numbers: matmul rate per dtype, memory bandwidth, and the cost of a kernel.
+
+The cost model weighs casts against faster arithmetic with them. ``devices.py`` has them in tables, keyed only on what
+the device is, so that runs and ranks decide alike. ``measuring.py`` finds them out on this machine, and
+``amp-fx profile`` writes them to a file for ``options={"profile": "FILE"}``.
+
+Rates are FLOP/s (a multiply-add counts two), bandwidth is bytes/s, read plus written, times are seconds.
+Two ratios decide most placements: low precision to float32, and arithmetic to bandwidth. Both vary far less
+between devices of one kind than the rates themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from amp_fx.errors import AmpFxError, did_you_mean
+from amp_fx.plans.files import TooLongError, read_text, write_text
+from amp_fx.plans.schema import SchemaError, decode
+
+__all__ = ["DEVICE_TYPES", "DTYPES", "DeviceProfile", "ProfileError", "check_device_type"]
+
+DEVICE_TYPES = ("cpu", "cuda")
+
+#: dtypes that a profile may have a matmul rate for
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_FORMAT = "amp_fx device profile"
+_VERSION = 1
+#: bytes; a profile has about 300
+_MAX_FILE = 64 * 1024
+
+
+class ProfileError(AmpFxError, ValueError):
+    """A device profile is wrong, cannot be read, or does not fit the device."""
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """Rates of one device.
+
+    Attributes:
+        name: what was looked up or measured, for reports.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        peak: dtype name -> sustained rate of a large matmul, in FLOP/s; always has "float32".
+        bandwidth: of main or device memory, in bytes/s, reads and writes together.
+        launch: what a kernel of its own costs at least, in seconds: the launch on CUDA, the call and a
+            parallel region on CPU.
+    """
+
+    name: str
+    device_type: str
+    peak: Mapping[str, float] = field(hash=False)
+    bandwidth: float
+    launch: float
+
+    def matmul_seconds(self, flops: float, dtype: str) -> float:
+        """Time of so many FLOP in large matmuls with operands of a dtype.
+
+        Raises:
+            ProfileError: the profile has no rate for the dtype.
+        """
+        if dtype not in self.peak:
+            raise ProfileError(
+                f"profile {self.name!r} has no matmul rate for {dtype!r}; it has {', '.join(self.peak)}."
+                + did_you_mean(dtype, self.peak)
+            )
+        return flops / self.peak[dtype]
+
+    def bytes_seconds(self, n: float) -> float:
+        """Time to read or write so many bytes of memory."""
+        return n / self.bandwidth
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-like form, with its format and version."""
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "name": self.name,
+            "device_type": self.device_type,
+            "peak": dict(self.peak),
+            "bandwidth": self.bandwidth,
+            "launch": self.launch,
+        }
+
+    def to_json(self) -> str:
+        """The profile as indented JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DeviceProfile:
+        """Reads what :meth:`to_dict` wrote.
+
+        Raises:
+            ProfileError: another format or version, or a field that is missing, unknown or out of range.
+        """
+        values = dict(data)
+        found = values.pop("format", None), values.pop("version", None)
+        if found != (_FORMAT, _VERSION):
+            raise ProfileError(
+                f"not a profile of this amp_fx: format {_short(found[0])}, version {_short(found[1])}; "
+                f"expected {_FORMAT!r}, {_VERSION}. Write a new one with: python -m amp_fx profile"
+            )
+        try:
+            profile = decode(cls, values, "device profile")
+        except SchemaError as error:
+            raise ProfileError(f"not a device profile: {error}") from error
+        check_device_type(profile.device_type)
+        unknown = next((dtype for dtype in profile.peak if dtype not in DTYPES), None)
+        if unknown is not None or "float32" not in profile.peak:
+            raise ProfileError(
+                f"device profile.peak has the dtypes {', '.join(map(_short, profile.peak)) or 'none'}; valid: "
+                f"{', '.join(DTYPES)}, and float32 must be there." + did_you_mean(str(unknown)[:60], DTYPES)
+            )
+        rates = {f"peak.{dtype}": rate for dtype, rate in profile.peak.items()}
+        for field_name, rate in {**rates, "bandwidth": profile.bandwidth, "launch": profile.launch}.items():
+            if not 0 < rate < math.inf:
+                raise ProfileError(
+                    f"device profile.{field_name} should be a positive number; got {_short(rate)}."
+                )
+        return profile
+
+    @classmethod
+    def from_json(cls, text: str) -> DeviceProfile:
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            ProfileError: the text is too long, not JSON, or not a device profile.
+        """
+        if len(text) > _MAX_FILE:
+            raise ProfileError(f"not a device profile: more than {_MAX_FILE} characters.")
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ProfileError(f"a device profile is JSON: {error}.") from error
+        if not isinstance(data, dict):
+            raise ProfileError(f"a device profile is a JSON object; got {type(data).__name__}.")
+        return cls.from_dict(data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes :meth:`to_json` to a file: all of it, or nothing and the old file stays.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_text(path, self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> DeviceProfile:
+        """Reads a file that :meth:`save` wrote.
+
+        Raises:
+            ProfileError: the file cannot be read, or is not a device profile.
+        """
+        try:
+            text = read_text(path, _MAX_FILE)
+        except TooLongError as error:
+            raise ProfileError(f"profile {os.fspath(path)!r} {error}: not a device profile.") from error
+        except OSError as error:
+            raise ProfileError(f"cannot read profile {os.fspath(path)!r}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise ProfileError(f"profile {os.fspath(path)!r} is not UTF-8 text.") from error
+        try:
+            return cls.from_json(text)
+        except ProfileError as error:
+            raise ProfileError(f"profile {os.fspath(path)!r}: {error}") from error
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_device_type(value: object) -> str:
+    """The value, if it names a type of device that has profiles.
+
+    Raises:
+        ProfileError: it does not.
+    """
+    if value not in DEVICE_TYPES:
+        raise ProfileError(
+            f"Unknown device type {_short(value)}; valid: {', '.join(map(repr, DEVICE_TYPES))}."
+            + did_you_mean(str(value)[:60], DEVICE_TYPES)
+        )
+    return str(value)

@@ -1,0 +1,152 @@
+"""What differs between two sets of plans: nodes that changed precision, casts that came and went.
+
+Nodes are matched by phase, module path, op and their turn among equals, so that two runs of one program match
+although node names differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+
+__all__ = ["Change", "Diff", "Key", "diff_plans", "keyed"]
+
+#: phase, module path, op, turn among equals
+Key = tuple[str, str, str, int]
+
+#: lines of each list that ``str`` shows
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Change:
+    """One node that computes in another dtype.
+
+    Attributes:
+        module_path: the user's module.
+        op: ATen name.
+        phase: ``"forward"`` or ``"backward"``.
+        before: dtype name; empty where the node is new.
+        after: dtype name; empty where the node is gone.
+        reason: of the plan after, or before where the node is gone.
+    """
+
+    module_path: str
+    op: str
+    phase: str
+    before: str
+    after: str
+    reason: str
+
+    def __str__(self) -> str:
+        where = self.module_path or "(no module)"
+        return f"{where} {self.op} ({self.phase}): {self.before or 'new'} -> {self.after or 'gone'}"
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Before against after; ``str`` says it in a few lines.
+
+    Attributes:
+        casts: number of casts before and after.
+        cast_bytes: their bytes before and after.
+        changes: nodes in another dtype, new nodes, nodes that are gone.
+        added: casts that only the second has: ``"value -> dtype"``, with how many.
+        removed: casts that only the first has.
+    """
+
+    casts: tuple[int, int]
+    cast_bytes: tuple[int, int]
+    changes: list[Change]
+    added: dict[str, int]
+    removed: dict[str, int]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes or self.added or self.removed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-like form."""
+        return {
+            "casts": list(self.casts),
+            "cast_bytes": list(self.cast_bytes),
+            "changes": [vars(change) for change in self.changes],
+            "added": dict(self.added),
+            "removed": dict(self.removed),
+        }
+
+    def __str__(self) -> str:
+        before, after = (size / 1e6 for size in self.cast_bytes)
+        lines = [f"casts {self.casts[0]} -> {self.casts[1]}, cast bytes {before:.2f} -> {after:.2f} MB"]
+        if not self:
+            return f"{lines[0]}\nno difference"
+        for title, rows in (
+            ("nodes", [str(change) for change in self.changes]),
+            ("casts added", [_counted(*row) for row in self.added.items()]),
+            ("casts removed", [_counted(*row) for row in self.removed.items()]),
+        ):
+            if rows:
+                lines += [f"{title}: {len(rows)}", *(f"  {row}" for row in rows[:_SHOWN])]
+            if len(rows) > _SHOWN:
+                lines.append(f"  ... and {len(rows) - _SHOWN} more")
+        return "\n".join(lines)
+
+
+def diff_plans(before: Sequence[Plan], after: Sequence[Plan]) -> Diff:
+    """Compares two lists of plans."""
+    old, new = keyed(before), keyed(after)
+    changes = []
+    for key in dict.fromkeys((*old, *new)):
+        first, second = old.get(key), new.get(key)
+        dtypes = _dtype(first), _dtype(second)
+        if dtypes[0] == dtypes[1]:
+            continue
+        row = second or first
+        if row is not None:
+            changes.append(Change(row.module_path, row.op, key[0], *dtypes, row.reason))
+    casts_before, casts_after = _casts(before, old), _casts(after, new)
+    return Diff(
+        casts=(casts_before.total(), casts_after.total()),
+        cast_bytes=(_cast_bytes(before), _cast_bytes(after)),
+        changes=changes,
+        added=dict(casts_after - casts_before),
+        removed=dict(casts_before - casts_after),
+    )
+
+
+def keyed(plans: Sequence[Plan]) -> dict[Key, NodePlan]:
+    """The nodes of several plans by what names them across runs."""
+    turns: Counter[tuple[str, str, str]] = Counter()
+    found: dict[Key, NodePlan] = {}
+    for plan in plans:
+        for node in plan.nodes:
+            kind = plan.phase, node.module_path, node.op
+            found[(*kind, turns[kind])] = node
+            turns[kind] += 1
+    return found
+
+
+def _dtype(node: NodePlan | None) -> str:
+    return "" if node is None or node.dtype is None else dtype_name(node.dtype)
+
+
+def _cast_bytes(plans: Sequence[Plan]) -> int:
+    return sum(cast.bytes for plan in plans for cast in plan.casts)
+
+
+def _casts(plans: Sequence[Plan], nodes: dict[Key, NodePlan]) -> Counter[str]:
+    names = {id(node): f"{node.module_path}.{node.op}".lstrip(".") for node in nodes.values()}
+    found: Counter[str] = Counter()
+    for plan in plans:
+        by_name = {node.name: names[id(node)] for node in plan.nodes}
+        for cast in plan.casts:
+            value = by_name.get(cast.value, cast.value)
+            found[f"{value} -> {dtype_name(cast.to_dtype)} ({plan.phase})"] += 1
+    return found
+
+
+def _counted(what: str, times: int) -> str:
+    return what if times == 1 else f"{what} x{times}"

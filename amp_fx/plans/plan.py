@@ -1,0 +1,407 @@
+"""The plan: what the passes decided, as plain data that viz, explain and export read.
+
+One :class:`NodePlan` per call in the graph, one :class:`CastPlan` per conversion that changes a floating
+dtype. A plan goes to JSON and back unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import HigherOrderOperator, size_hint
+from amp_fx.errors import PlanError
+from amp_fx.graphs.facts import (
+    COPY_META,
+    cast_bytes,
+    is_cast,
+    is_eligible,
+    is_matmul,
+    is_parameter,
+    is_view,
+    matmul_flops,
+    numel,
+    output_nodes,
+    source_line,
+    tensor_nodes,
+    tensors,
+)
+from amp_fx.plans.files import write_text
+from amp_fx.plans.schema import SchemaError, decode
+from amp_fx.policy import OpClass
+
+__all__ = [
+    "CAST_META",
+    "PLAN_META",
+    "CastPlan",
+    "InputPlan",
+    "NodePlan",
+    "Plan",
+    "Takes",
+    "dtype_name",
+    "input_plan",
+    "measure",
+    "node_plan",
+]
+
+#: node.meta key of the NodePlan
+PLAN_META = "amp_fx"
+
+#: node.meta key that is True on casts amp_fx inserted
+CAST_META = "amp_fx_cast"
+
+#: bumped when the JSON form changes incompatibly
+_VERSION = 2
+
+
+#: how a node takes its floating arguments; values of NodePlan.takes
+class Takes:
+    """How a node takes its eligible tensor arguments."""
+
+    DTYPE = "dtype"  #: all in the node's own dtype
+    MIXED = "mixed"  #: narrower ones as they are: the kernel widens inside
+    ANY = "any"  #: as they are: the result's dtype does not depend on them
+    TRACED = "traced"  #: in the dtypes the program was traced with
+    SELF = "self"  #: in the dtype of the tensor the node writes to
+
+
+@dataclass
+class NodePlan:
+    """What was decided for one call.
+
+    Attributes:
+        name: node name, with the path of the body it is in: ``"wrap_body_0.linear"``.
+        op: ATen name as the op lists write it, or the target's name.
+        module_path: dotted path of the user's module.
+        op_class: what mixed precision does with the op.
+        reason: why, in words: rule, list, hazard or cut.
+        source: the user's source line.
+        traced: floating dtype of the result in the program as traced; None where it is not floating.
+        low: the low dtype in force here.
+        dtype: floating dtype chosen for the computation and its result; None before ``place`` and for
+            nodes without eligible tensors.
+        takes: how arguments are taken, a value of :class:`Takes`.
+        own_dtype_slots: arguments that keep a dtype of their own.
+        pinned: dtype that the result must have at once, because others share its storage; else None.
+        may_round: policy ``fast`` lets the result be stored low where autocast has fp32.
+        tied: True where the result shares a storage that somebody writes to, so it cannot be re-typed alone.
+        shape: of the first tensor result; symbolic sizes by their hint.
+        bytes: of the floating results as they are stored; 0 for views.
+        flops: of matmuls, convolutions and attention; 0 elsewhere.
+        inputs: names of what it reads, casts and graph inputs included.
+        operands: shapes of the floating tensors it reads, in order.
+    """
+
+    name: str
+    op: str
+    module_path: str
+    op_class: OpClass
+    reason: str
+    source: str
+    traced: torch.dtype | None
+    low: torch.dtype | None
+    dtype: torch.dtype | None = None
+    takes: str = Takes.TRACED
+    own_dtype_slots: tuple[str, ...] = ()
+    pinned: torch.dtype | None = None
+    may_round: bool = False
+    tied: bool = False
+    shape: tuple[int, ...] = ()
+    bytes: int = 0
+    flops: int = 0
+    inputs: tuple[str, ...] = ()
+    operands: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass
+class InputPlan:
+    """One tensor that a graph is given.
+
+    Attributes:
+        name: node name.
+        parameter: True for a parameter of the user's module.
+        dtype: floating dtype; None where it is not floating.
+        shape: symbolic sizes by their hint.
+        bytes: its size.
+        alias: in a body, the name of the outer value that is passed here; else an empty string.
+        copy_of: name of the input that this is a low copy of, kept across calls; else an empty string.
+    """
+
+    name: str
+    parameter: bool
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    bytes: int
+    alias: str = ""
+    copy_of: str = ""
+
+
+@dataclass
+class CastPlan:
+    """One conversion between floating dtypes in the final graph.
+
+    Attributes:
+        name: node name of the cast.
+        value: node name of what is cast.
+        from_dtype: dtype before.
+        to_dtype: dtype after.
+        bytes: bytes read and written if the cast is a kernel of its own; symbolic sizes by their hint.
+        users: names of the nodes that share the cast.
+        inserted: True for amp_fx's own casts, False for the program's.
+        source: user's source line of the value.
+        kernel: True where Inductor makes a kernel that only casts, False where it fuses the cast into another;
+            None where Inductor was not asked, see :func:`amp_fx.explain`.
+    """
+
+    name: str
+    value: str
+    from_dtype: torch.dtype
+    to_dtype: torch.dtype
+    bytes: int
+    users: tuple[str, ...]
+    inserted: bool
+    source: str
+    kernel: bool | None = None
+
+
+@dataclass
+class Plan:
+    """The decisions for one compiled graph, its bodies included.
+
+    Attributes:
+        graph: name of the graph (Dynamo's compile id, or ``"graph"``).
+        policy: the policy in the form it parses.
+        nodes: in graph order.
+        casts: in graph order.
+        fallback: why the graph was left to torch.autocast, or an empty string.
+        inputs: tensors that the graph and its bodies are given.
+        phase: ``"forward"`` or ``"backward"``.
+        graph_break: why Dynamo ended the graph before the program did, or an empty string.
+        autocast: casts and their bytes if torch.autocast had placed them, ``{"casts": 9, "bytes": 640}``;
+            None where that was not asked for.
+        training: True if the graph was to be differentiated.
+    """
+
+    graph: str = "graph"
+    policy: str = "autocast"
+    nodes: list[NodePlan] = field(default_factory=list)
+    casts: list[CastPlan] = field(default_factory=list)
+    fallback: str = ""
+    inputs: list[InputPlan] = field(default_factory=list)
+    phase: str = "forward"
+    graph_break: str = ""
+    autocast: dict[str, int] | None = None
+    training: bool = False
+
+    @property
+    def changed(self) -> bool:
+        """True when amp_fx cast anything: an untouched graph is compiled as Dynamo made it."""
+        return any(cast.inserted for cast in self.casts)
+
+    def add_graph(self, gm: fx.GraphModule, path: str = "") -> None:
+        """Appends the decisions that a rewritten graph carries.
+
+        Args:
+            gm: a graph after the passes.
+            path: prefix of its node names, ``"wrap_body_0."`` for a body.
+        """
+        aliases: dict[str, str] = {}
+        flops: dict[Any, int] = {}
+        for node in gm.graph.nodes:
+            row = node_plan(node)
+            if node.op == "placeholder" and (given := input_plan(node, path)) is not None:
+                self.inputs.append(given)
+            if row is not None:
+                measure(row, node, path, flops)
+                self.nodes.append(row)
+                row.inputs += _connect_body(gm, node, path, aliases)
+            if is_cast(node) and _changes_dtype(node):
+                self.casts.append(_cast_plan(node, path))
+        for given in self.inputs:
+            given.alias = aliases.get(given.name, given.alias)
+
+    def node(self, name: str) -> NodePlan:
+        """The plan of one node.
+
+        Raises:
+            KeyError: no such node.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+    def ops_by_dtype(self) -> dict[str, Counter[str]]:
+        """Calls per op and dtype: ``{"linear": {"bfloat16": 12}}``, ops without a floating dtype left out."""
+        table: dict[str, Counter[str]] = {}
+        for node in self.nodes:
+            if node.dtype is not None:
+                table.setdefault(node.op, Counter())[dtype_name(node.dtype)] += 1
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-like form; dtypes by name."""
+        data = asdict(self)
+        data["version"] = _VERSION
+        return _named_dtypes(data)
+
+    def to_json(self) -> str:
+        """The plan as indented JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Reads what :meth:`to_dict` wrote.
+
+        Raises:
+            PlanError: another version, or a field that is missing, unknown or of another type.
+        """
+        fields = dict(data)
+        version = fields.pop("version", None)
+        if version != _VERSION:
+            raise PlanError(f"plan has version {version!r}; this amp_fx reads version {_VERSION}.")
+        missing = next((key for key in ("nodes", "casts", "inputs") if key not in fields), None)
+        if missing is not None:
+            raise PlanError(f"not a plan: plan.{missing} is missing.")
+        try:
+            return decode(cls, fields, "plan")
+        except SchemaError as error:
+            raise PlanError(f"not a plan: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads what :meth:`to_json` wrote.
+
+        Raises:
+            PlanError: the text is not JSON or not a plan.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"plan is not valid JSON: {error}.") from error
+        if not isinstance(data, dict):
+            raise PlanError(f"a plan is a JSON object; got {type(data).__name__}.")
+        return cls.from_dict(data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a file that ``options={"plan": path}`` replays: all of it, or the old file stays.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_text(path, self.to_json() + "\n")
+
+
+def node_plan(node: fx.Node) -> NodePlan | None:
+    """The node's plan; None for nodes that are not calls."""
+    return node.meta.get(PLAN_META)
+
+
+def measure(row: NodePlan, node: fx.Node, path: str, seen: dict[Any, int]) -> None:
+    """Fills in what the row says about sizes and neighbours.
+
+    Args:
+        row: plan of the node.
+        node: in its final graph.
+        path: prefix of node names.
+        seen: FLOPs of calls so far, by op and shapes: repeated layers are looked at once.
+    """
+    results = tensors(node.meta.get("val"))
+    row.shape = _shape(results[0]) if results else ()
+    if not is_view(node):
+        row.bytes = sum(numel(value) * value.dtype.itemsize for value in results if value.is_floating_point())
+    row.inputs = tuple(f"{path}{source.name}" for source in node.all_input_nodes)
+    row.operands = tuple(
+        _shape(value)
+        for source in tensor_nodes((node.args, node.kwargs))
+        if is_eligible(value := source.meta.get("val"))
+    )
+    if row.operands and is_matmul(node):
+        key = node.target, row.operands, row.shape
+        if key not in seen:
+            seen[key] = matmul_flops(node)
+        row.flops = seen[key]
+
+
+def _shape(value: torch.Tensor) -> tuple[int, ...]:
+    return tuple(size_hint(size) for size in value.shape)
+
+
+def input_plan(node: fx.Node, path: str) -> InputPlan | None:
+    """The plan of a graph input; None for inputs that are not tensors."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    return InputPlan(
+        name=f"{path}{node.name}",
+        parameter=is_parameter(node),
+        dtype=value.dtype if value.is_floating_point() else None,
+        shape=_shape(value),
+        bytes=numel(value) * value.dtype.itemsize,
+        copy_of=node.meta.get(COPY_META, ""),
+    )
+
+
+def _connect_body(gm: fx.GraphModule, node: fx.Node, path: str, aliases: dict[str, str]) -> tuple[str, ...]:
+    """Notes which outer values a higher-order op's body is given; returns what the body hands back."""
+    if not isinstance(node.target, HigherOrderOperator):
+        return ()
+    found: Sequence[fx.Node] = node.all_input_nodes
+    bodies = [arg for arg in found if isinstance(getattr(gm, str(arg.target), None), fx.GraphModule)]
+    results: list[str] = []
+    given = [arg for arg in tensor_nodes(node.args) if arg not in bodies]
+    for body in bodies:
+        inner = getattr(gm, str(body.target))
+        prefix = f"{path}{body.target}."
+        # operands are handed on in order; where there are more or fewer, the op has a meaning of its own
+        placeholders = inner.graph.find_nodes(op="placeholder")
+        if len(placeholders) == len(given):
+            aliases.update(
+                {f"{prefix}{p.name}": f"{path}{g.name}" for p, g in zip(placeholders, given, strict=True)}
+            )
+        results += [f"{prefix}{output.name}" for output in output_nodes(inner)]
+    return tuple(results)
+
+
+def _changes_dtype(cast: fx.Node) -> bool:
+    before, after = cast.all_input_nodes[0].meta.get("val"), cast.meta.get("val")
+    return is_eligible(before) and is_eligible(after) and before.dtype is not after.dtype
+
+
+def _cast_plan(cast: fx.Node, path: str) -> CastPlan:
+    value, after = cast.all_input_nodes[0], cast.meta["val"].dtype
+    before = value.meta["val"]
+    return CastPlan(
+        name=f"{path}{cast.name}",
+        value=f"{path}{value.name}",
+        from_dtype=before.dtype,
+        to_dtype=after,
+        bytes=cast_bytes(before, after),
+        users=tuple(f"{path}{user.name}" for user in cast.users),
+        inserted=CAST_META in cast.meta,
+        source=source_line(cast),
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _named_dtypes(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, OpClass):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _named_dtypes(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_named_dtypes(item) for item in value]
+    return value

@@ -1,0 +1,127 @@
+"""Plan files: what ``options={"plan": ...}`` takes, and which of several plans a graph is to follow.
+
+A plan is matched with a graph by content, not by name: the same calls, in the same modules, in the same order.
+Shapes do not count, so that a plan holds for other batch sizes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+
+from amp_fx.errors import PlanError
+from amp_fx.plans.files import TooLongError, read_text
+from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+
+__all__ = ["choose_plan", "load_plans", "moved_nodes"]
+
+#: bytes; a plan has about 600 a call
+_MAX_FILE = 256 * 1024 * 1024
+
+#: nodes that a message names
+_SHOWN = 6
+
+
+def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
+    """Reads the forward plans in a file of :meth:`amp_fx.Plan.save` or :meth:`amp_fx.Report.save` (``.json``).
+
+    Raises:
+        PlanError: the file cannot be read, or holds no plan.
+    """
+    name = os.fspath(path)
+    try:
+        data = json.loads(read_text(path, _MAX_FILE))
+    except OSError as error:
+        raise PlanError(
+            f"cannot read plan {name!r}: {error.strerror}. Write one with amp_fx.explain(...).plan.save({name!r})."
+        ) from error
+    except TooLongError as error:
+        raise PlanError(f"plan {name!r} {error}: not a plan.") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"plan {name!r} is not valid JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise PlanError(f"plan {name!r}: a plan is a JSON object; got {type(data).__name__}.")
+    # a report holds the plans of several graphs
+    rows = data.get("plans", [data])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise PlanError(f"plan {name!r}: plans should be a list of objects.")
+    try:
+        plans = [Plan.from_dict(row) for row in rows]
+    except PlanError as error:
+        raise PlanError(f"plan {name!r}: {error}") from error
+    return tuple(plan for plan in plans if plan.phase == "forward")
+
+
+def choose_plan(plans: Sequence[Plan], outline: Plan) -> Plan:
+    """The plan to follow in a graph.
+
+    Args:
+        plans: what the user gave.
+        outline: the graph's calls with their classes; nothing is placed yet.
+
+    Raises:
+        PlanError: none of the plans is about this graph; the message says which nodes moved.
+    """
+    calls = _calls(outline)
+    matching = [plan for plan in plans if _calls(plan) == calls]
+    if matching:
+        # of equal graphs: the one that was trained alike, of equal shapes, of the same name
+        return min(matching, key=lambda plan: _distance(plan, outline))
+    if not plans:
+        raise PlanError(f"graph {outline.graph}: the plan file holds no plan of a forward graph.")
+    nearest = max(plans, key=lambda plan: difflib.SequenceMatcher(None, _calls(plan), calls).quick_ratio())
+    moved = moved_nodes(nearest, outline)
+    more = f"; and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
+    raise PlanError(
+        f"graph {outline.graph} is not the one that plan {nearest.graph} was made for: "
+        f"{'; '.join(moved[:_SHOWN])}{more}. Make a new plan, or drop the option."
+    )
+
+
+def moved_nodes(plan: Plan, outline: Plan) -> list[str]:
+    """What the graph has more, has not, and has otherwise than the plan, one line each."""
+    before, after = _calls(plan), _calls(outline)
+    moved: list[str] = []
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if kind == "equal":
+            continue
+        gone, new = plan.nodes[i:j], outline.nodes[k:m]
+        if len(gone) == len(new):
+            moved += [_change(old, row) for old, row in zip(gone, new, strict=True)]
+        else:
+            moved += [f"{_name(row)} is gone" for row in gone] + [f"{_name(row)} is new" for row in new]
+    return moved
+
+
+def _calls(plan: Plan) -> list[tuple[str, ...]]:
+    return [(row.module_path, row.op, _dtype(row.traced), _dtype(row.low)) for row in plan.nodes]
+
+
+def _change(old: NodePlan, new: NodePlan) -> str:
+    if (old.module_path, old.op) != (new.module_path, new.op):
+        return f"{_name(old)} is now {_name(new)}"
+    if old.traced is not new.traced:
+        return f"{_name(new)} has dtype {_dtype(new.traced)}, had {_dtype(old.traced)}"
+    return f"{_name(new)} has the low dtype {_dtype(new.low)}, had {_dtype(old.low)}"
+
+
+def _dtype(dtype: object) -> str:
+    return "none" if dtype is None else dtype_name(dtype)  # type: ignore[arg-type]  # as the schema has it
+
+
+def _name(row: NodePlan) -> str:
+    return f"{row.name} ({f'{row.module_path} ' if row.module_path else ''}{row.op})"
+
+
+def _distance(plan: Plan, outline: Plan) -> tuple[bool, bool, bool]:
+    def shapes(of: Plan) -> Counter[tuple[int, ...]]:
+        return Counter(given.shape for given in of.inputs)
+
+    return (
+        plan.training is not outline.training,
+        shapes(plan) != shapes(outline),
+        plan.graph != outline.graph,
+    )

@@ -1,0 +1,17 @@
+"""What plans say to a reader.
+
+Here: ``amp_fx.explain``, the report and its text, advice, numeric histograms, which kernels exist for a cast alone, and
+``amp_fx.record``.
+Not here: pictures (``amp_fx.viz``), and the decisions themselves (``amp_fx.plans``).
+Open ``report.py`` first.
+"""
+
+from __future__ import annotations
+
+from amp_fx.reports.advice import Advice, Risk
+from amp_fx.reports.explaining import explain
+from amp_fx.reports.histograms import Histogram, histogram
+from amp_fx.reports.recording import Recording, record
+from amp_fx.reports.report import Cost, Report
+
+__all__ = ["Advice", "Cost", "Histogram", "Recording", "Report", "Risk", "explain", "histogram", "record"]

@@ -1,0 +1,76 @@
+"""Which kernels of a lowered graph exist only because of mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from amp_fx._torch import Lowered
+from amp_fx.graphs.facts import cast_bytes, is_eligible
+from amp_fx.placement.layout import CONVERT
+
+__all__ = ["cast_kernels", "conversion", "conversions"]
+
+_CONVERSIONS = {
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.to.dtype,
+    CONVERT,
+}
+
+#: what a kernel may do beside converting and still be a cast
+_MOVES = {
+    getattr(torch.ops.aten, name).default
+    for name in ("view", "reshape", "permute", "t", "expand", "clone", "unsqueeze", "squeeze", "_unsafe_view")
+} | {
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.squeeze.dim,
+}
+
+
+def conversion(node: fx.Node) -> tuple[Tensor, Tensor] | None:
+    """The fake values before and after, if the node turns one floating dtype into another."""
+    if node.target not in _CONVERSIONS:
+        return None
+    before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+    if is_eligible(before) and is_eligible(after) and before.dtype is not after.dtype:
+        return before, after
+    return None
+
+
+def conversions(gm: fx.GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every conversion in a graph, bodies of higher-order ops included."""
+    for node in _calls(gm):
+        if (values := conversion(node)) is not None:
+            yield values
+
+
+def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:
+    """Kernels that convert and move values and compute nothing: the conversions in each, and the bytes it moves."""
+    generated = [
+        (frozenset(node for node in calls if node.target in _CONVERSIONS), size)
+        for calls, size in lowered.generated
+        if _only_casts(calls)
+    ]
+    called = [
+        (frozenset({node}), cast_bytes(values[0], values[1].dtype))
+        for node in _calls(lowered.after)
+        if node.target is CONVERT and (values := conversion(node)) is not None
+    ]
+    return generated + called
+
+
+def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from (node for node in module.graph.nodes if node.op == "call_function")
+
+
+def _only_casts(calls: Collection[fx.Node]) -> bool:
+    targets = {node.target for node in calls if node.op == "call_function"}
+    return bool(targets & _CONVERSIONS) and targets <= _CONVERSIONS | _MOVES

@@ -1,0 +1,103 @@
+"""A Dynamo graph becomes a rewritten graph and its plan: capture, then the passes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import compile_id, log_artifact, saved_tensors_shield
+from amp_fx.errors import CaptureError, PassError
+from amp_fx.graphs.capture import capture
+from amp_fx.graphs.regions import Region
+from amp_fx.options import Options
+from amp_fx.passes import (
+    OUTLINE,
+    PIPELINE,
+    Pass,
+    PassContext,
+    Replay,
+    cached_pipeline,
+    replay_pipeline,
+    run_passes,
+)
+from amp_fx.placement.devices import resolve
+from amp_fx.plans.plan import Plan
+from amp_fx.plans.plan_files import choose_plan
+from amp_fx.weights.inference import weight_inputs
+
+__all__ = ["autocast_casts", "rewrite"]
+
+logger = logging.getLogger(__name__)
+
+
+def rewrite(
+    gm: fx.GraphModule, ambient: Mapping[str, Region], opts: Options, *, training: bool = False
+) -> tuple[fx.GraphModule, Plan]:
+    """Captures a Dynamo graph and runs the passes on the capture.
+
+    Args:
+        gm: Dynamo's graph; not changed.
+        ambient: autocast state at graph entry per device type.
+        opts: validated options.
+        training: True if the graph will be differentiated; costs count the backward too.
+
+    Raises:
+        CaptureError, PassError: the graph cannot be rewritten.
+        PlanError: none of the plans in the options is about this graph.
+    """
+    start = time.thread_time()
+    log_artifact("amp_fx_dynamo", lambda: gm.print_readable(print_output=False))
+    with saved_tensors_shield():
+        captured = capture(gm, ambient)
+        log_artifact("amp_fx_captured", lambda: captured.print_readable(print_output=False))
+        traced = time.thread_time()
+        device = "cuda" if "cuda" in ambient else next(iter(sorted(ambient)))
+        pipeline, folded = PIPELINE, frozenset[str]()
+        if opts.weights != "cast" and not torch.is_grad_enabled():
+            pipeline, folded = cached_pipeline(PIPELINE), weight_inputs(captured)
+        profile = resolve(opts.profile, device)
+        context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
+        if opts.plan is None:
+            plan = run_passes(captured, pipeline, context)
+        else:
+            plan = _replay(captured, opts.plan, pipeline, context)
+    plan.training = training
+    log_artifact("amp_fx_plan", plan.to_json)
+    done = time.thread_time()
+    logger.debug(
+        "rewrote %d nodes in %.0f ms (capture %.0f ms, passes %.0f ms), %d casts",
+        len(gm.graph.nodes),
+        1e3 * (done - start),
+        1e3 * (traced - start),
+        1e3 * (done - traced),
+        len(plan.casts),
+    )
+    return captured, plan
+
+
+def autocast_casts(
+    gm: fx.GraphModule, ambient: Mapping[str, Region], *, training: bool
+) -> dict[str, int] | None:
+    """Casts and their bytes where torch.autocast itself would place them; None if that does not pass."""
+    try:
+        _, plan = rewrite(gm, ambient, Options(numerics="eager", profile="off"), training=training)
+    except (CaptureError, PassError):
+        return None
+    return {"casts": len(plan.casts), "bytes": sum(cast.bytes for cast in plan.casts)}
+
+
+def _replay(
+    captured: fx.GraphModule, plans: Sequence[Plan], pipeline: Sequence[Pass], context: PassContext
+) -> Plan:
+    """Runs the passes with the decisions of whichever plan was made for this graph."""
+    outline = run_passes(captured, OUTLINE, context)
+    outline.graph, outline.training = compile_id(), context.training
+    chosen = choose_plan(plans, outline)
+    rows = {row.name: saved for row, saved in zip(outline.nodes, chosen.nodes, strict=True)}
+    plan = run_passes(captured, replay_pipeline(Replay(rows), pipeline), context)
+    plan.policy = chosen.policy
+    return plan

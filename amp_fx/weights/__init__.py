@@ -1,0 +1,26 @@
+"""Low-precision copies of weights in graphs without gradients.
+
+Here: copies that live across calls, how a changed weight is noticed, copies on a GPU that renew themselves, weights
+that Inductor folds and packs as constants, and how these follow the weights.
+Not here: the passes that make weights inputs or fold them (``passes/forward``), and weights of exported programs
+(``amp_fx.exporting``).
+Open ``watch.py`` first, then ``copies.py``.
+"""
+
+from __future__ import annotations
+
+from amp_fx.weights.copies import LowCopies, clear, held_bytes
+from amp_fx.weights.freezing import FrozenGraph, freeze
+from amp_fx.weights.inference import cached, copied_weights, in_inference_mode, weight_inputs
+
+__all__ = [
+    "FrozenGraph",
+    "LowCopies",
+    "cached",
+    "clear",
+    "copied_weights",
+    "freeze",
+    "held_bytes",
+    "in_inference_mode",
+    "weight_inputs",
+]

@@ -1,0 +1,193 @@
+"""What Inductor's freezing computes its constants from, written down as an FX graph."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+
+from amp_fx._torch import autocast_disabled, observe_freezing
+from amp_fx.graphs.facts import LOW_DTYPES
+from amp_fx.weights.constants import LiveConstants
+
+__all__ = ["FoldingRecord"]
+
+#: by which BatchNorm and the like are folded into weights
+_ARITHMETIC = frozenset(
+    {
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.sub.Tensor,
+        torch.ops.aten.mul.Tensor,
+        torch.ops.aten.div.Tensor,
+    }
+)
+
+#: their results have the values of their first argument
+_MOVES = frozenset(
+    {torch.ops.aten.clone.default, torch.ops.aten.permute.default, torch.ops.aten.reshape.default}
+)
+
+
+class FoldingRecord:
+    """Writes down what Inductor computes its constants from, while one graph is compiled.
+
+    Args:
+        weights: in the order in which :meth:`LiveConstants.renew` takes them.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights = weights
+        self._root, self._graph = nn.Module(), fx.Graph()
+        self._inputs = [self._graph.placeholder(f"w{at}") for at in range(len(weights))]
+        # ids are those of the constants as long as the constants live
+        self._keep: list[Tensor] = []
+        self._positions: dict[int, int] = {}
+        #: constant -> what computes it; None if no weight is in it
+        self._known: dict[int, fx.Node | None] = {}
+        self._held: list[Tensor] | None = None
+
+    def value(self, position: int, dtype: torch.dtype) -> Tensor:
+        """A weight as a constant of the graph that is going to be frozen."""
+        value = self._weights[position].detach().to(dtype)
+        self._keep.append(value)
+        self._positions[id(value)] = position
+        return value
+
+    def observe(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context the graph is compiled."""
+        return observe_freezing(self._see, self._hold)
+
+    def finish(self) -> LiveConstants | None:
+        """What was recorded; None if the compiled graph has constants of which it is not known what computes them.
+
+        Inductor makes some while it generates code: those that ``max-autotune`` packs for its own kernels, for one.
+        Weights that it has not made constants of are inputs of the compiled graph, and stay what they are.
+        """
+        if self._held is None or not self._positions.keys() <= self._known.keys():
+            return None
+        # elsewhere than on a CPU, a recorded CUDA graph would go on with the memory of the old values
+        if any(id(value) not in self._known or value.device.type != "cpu" for value in self._held):
+            return None
+        constants = {node: value for value in self._held if (node := self._known[id(value)])}
+        self._graph.output(tuple(constants))
+        self._graph.eliminate_dead_code()
+        program = fx.GraphModule(self._root, self._graph)
+        weights = {weight.untyped_storage().data_ptr() for weight in self._weights}
+        nbytes = sum(
+            value.nbytes
+            for value in constants.values()
+            if value.is_mkldnn or value.untyped_storage().data_ptr() not in weights
+        )
+        live = LiveConstants(program, constants, nbytes)
+        with torch.inference_mode(False), torch.no_grad(), autocast_disabled():
+            is_better = _round_once(program, self._weights) > 0
+        if is_better:
+            live.renew(self._weights, [True] * len(self._weights))
+        return live
+
+    def _see(self, gm: fx.GraphModule, node: fx.Node, constant: Tensor) -> None:
+        """Before ``node`` of a graph that is being frozen is replaced by ``constant``."""
+        self._keep.append(constant)
+        if node.op == "placeholder":
+            position = self._positions.get(id(constant))
+            self._known[id(constant)] = None if position is None else self._read(position, constant.dtype)
+        else:
+            self._known[id(constant)] = self._copy(gm, node, {})
+
+    def _hold(self, constants: Sequence[Tensor]) -> None:
+        self._held = [*(self._held or ()), *constants]
+
+    def _read(self, position: int, dtype: torch.dtype) -> fx.Node:
+        weight = self._graph.call_function(torch.ops.aten.detach.default, (self._inputs[position],))
+        return self._graph.call_function(torch.ops.aten.to.dtype, (weight, dtype))
+
+    def _copy(
+        self, gm: fx.GraphModule, node: fx.Node, copies: dict[fx.Node, fx.Node | None]
+    ) -> fx.Node | None:
+        """The node and what it is computed from, in the recorded graph; None if no weight is in it."""
+        if node not in copies:
+            value = None
+            if node.op == "get_attr":
+                value = self._known.get(id(_constant(gm, node)))
+            else:
+                inputs = {arg: self._copy(gm, arg, copies) for arg in node.all_input_nodes}
+                if any(inputs.values()):
+                    value = self._graph.node_copy(node, lambda arg: inputs[arg] or self._fixed(gm, arg))
+            copies[node] = value
+        return copies[node]
+
+    def _fixed(self, gm: fx.GraphModule, node: fx.Node) -> fx.Node:
+        """A node that no weight is in."""
+        if node.op != "get_attr":
+            return self._graph.node_copy(node, lambda arg: self._fixed(gm, arg))
+        name = f"c{len(list(self._root.buffers()))}"
+        self._root.register_buffer(name, _constant(gm, node))
+        return self._graph.get_attr(name)
+
+
+def _round_once(program: fx.GraphModule, weights: Sequence[Tensor]) -> int:
+    """Folds in fp32 what Inductor folds into a low copy: weights are rounded once, not twice.
+
+    Before::
+
+        to = torch.ops.aten.to.dtype(detach, torch.bfloat16)          # detach: f32, a weight
+        mul = torch.ops.aten.mul.Tensor(to, scale)                    # scale: f32, of a BatchNorm
+        low = torch.ops.prims.convert_element_type.default(mul, torch.bfloat16)
+
+    After::
+
+        mul = torch.ops.aten.mul.Tensor(detach, scale)
+        low = torch.ops.prims.convert_element_type.default(mul, torch.bfloat16)
+
+    Returns:
+        Number of inputs replaced.
+    """
+    graph, dtypes = program.graph, _dtypes(program, weights)
+    count = 0
+    for node in list(graph.nodes):
+        if node.target not in _ARITHMETIC or dtypes[node] is not torch.float32:
+            continue
+        for arg in node.all_input_nodes:
+            wide = _widened(graph, arg, dtypes) if dtypes.get(arg) in LOW_DTYPES else None
+            if wide is not None:
+                node.replace_input_with(arg, wide)
+                count += 1
+    graph.eliminate_dead_code()
+    program.recompile()
+    return count
+
+
+def _widened(graph: fx.Graph, node: fx.Node, dtypes: Mapping[fx.Node, torch.dtype]) -> fx.Node | None:
+    """The node before it was rounded, if all that happened since is that elements have moved."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if node.target is torch.ops.aten.to.dtype and dtypes[source] is torch.float32:
+        return source
+    if node.target not in _MOVES or (wide := _widened(graph, source, dtypes)) is None:
+        return None
+    with graph.inserting_after(node):
+        return graph.node_copy(node, lambda _: wide)
+
+
+def _dtypes(program: fx.GraphModule, weights: Sequence[Tensor]) -> dict[fx.Node, torch.dtype]:
+    dtypes: dict[fx.Node, torch.dtype] = {}
+
+    class Run(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            if isinstance(value, Tensor):
+                dtypes[n] = value.dtype
+            return value
+
+    Run(program).run(*weights)
+    return dtypes
+
+
+def _constant(gm: fx.GraphModule, node: fx.Node) -> Tensor:
+    return operator.attrgetter(str(node.target))(gm)

@@ -1,0 +1,1 @@
+"""Passes on the captured forward graph, before AOTAutograd: they decide precision and insert casts."""

@@ -1,0 +1,314 @@
+"""Hazards that op lists cannot see, as small named patterns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import FakeTensor, OpOverload, has_low_lstm
+from amp_fx.graphs.facts import arguments, is_cast, is_eligible, storage_of, tensors, written_arguments
+from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.plans.plan import NodePlan, Takes, node_plan
+from amp_fx.policy import OpClass
+
+__all__ = ["HAZARDS", "Constrain"]
+
+aten = torch.ops.aten
+
+#: what turns a flushed-to-zero eps into inf or nan
+_DIVIDES = {"div", "rsqrt", "sqrt", "reciprocal", "log", "pow", "true_divide"}
+_ADDS_EPS = {"add", "clamp", "clamp_min", "maximum"}
+_SUMS = {"sum", "mean", "cumsum", "logsumexp"}
+#: arithmetic through which integer positions stay integer-like
+_POSITION_OPS = {"add", "sub", "mul", "div", "neg", "pow", "cumsum", "floor_divide", "rsub"}
+#: what stands between a constant tensor and its reader in a captured graph
+_SAME_NUMBER = (aten.lift_fresh_copy.default, aten.detach_.default, aten.detach.default, aten.to.dtype)
+#: views whose meaning depends on the exact layout of the storage behind them
+_LAYOUT_VIEWS = (aten.as_strided.default, aten.set_.source_Tensor)
+
+
+@dataclass(frozen=True)
+class Constrain(Pass):
+    """Takes nodes out of the low dtype where their surroundings make it wrong or unsafe.
+
+    Patterns (each a function in :data:`HAZARDS`, with its failing example) move single nodes to ``fp32``.
+    Then tensors that share a storage with something written, or with another output, are tied together: none
+    of them can be re-typed alone, and where an input or two outputs share it, it keeps its traced dtype.
+
+    Before, low dtype fp16::
+
+        scores = torch.ops.aten.matmul.default(q, k)                        # low
+        masked = torch.ops.aten.masked_fill.Scalar(scores, mask, -3.4e38)   # promote: RuntimeError in fp16
+
+    After::
+
+        masked = torch.ops.aten.masked_fill.Scalar(scores, mask, -3.4e38)   # fp32: scalar-range
+    """
+
+    name: ClassVar[str] = "constrain"
+    needs: ClassVar[frozenset[str]] = frozenset({"classes"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"hazards-pinned"})
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        pinned = 0
+        for hazard, rounds_like_eager in HAZARDS:
+            if context.numerics == "eager" and not rounds_like_eager:
+                continue
+            for node, why in list(hazard(gm.graph)):
+                pinned += _to_fp32(node, why)
+        _forbid_rounding(gm.graph)
+        tied = _tie_storages(gm)
+        return PassResult(gm, pinned + tied, f"{pinned} nodes to fp32, {tied} tied to a shared storage")
+
+
+Hazards = Iterator[tuple[fx.Node, str]]
+
+
+def scalar_range(graph: fx.Graph) -> Hazards:
+    """A finite constant that is infinite in the low dtype.
+
+    ``scores.masked_fill(mask, torch.finfo(torch.float32).min)`` raises in both 16-bit dtypes; ``where``
+    silently writes -inf, and a fully masked row then gives NaN in softmax.
+    """
+    for node, plan in _ours(graph):
+        low = plan.low
+        for constant in _constants(node):
+            if low is not None and math.isfinite(constant) and abs(constant) > torch.finfo(low).max:
+                yield node, f"scalar-range: {constant:g} is beyond {low}"
+                break
+
+
+def tiny_eps(graph: fx.Graph) -> Hazards:
+    """An eps that the low dtype flushes to zero on its way to a division.
+
+    ``x / (x.norm() + 1e-8)`` is 0/0 in fp16, whose smallest normal number is 6.1e-5.
+    """
+    for node, plan in _ours(graph):
+        if _base(node) not in _ADDS_EPS or plan.low is None:
+            continue
+        smallest = torch.finfo(plan.low).smallest_normal
+        eps = next((c for c in _constants(node) if 0 < abs(c) < smallest), None)
+        if eps is not None and any(_base(user) in _DIVIDES for user in _readers(node)):
+            yield node, f"tiny-eps: {eps:g} is below {plan.low}'s smallest normal number"
+
+
+def exp_sum(graph: fx.Graph) -> Hazards:
+    """Exponentials that are summed: a hand-written softmax or logsumexp.
+
+    ``x.exp().sum()`` over 4,096 low values has lost the small ones before the sum begins.
+    """
+    for node, _ in _ours(graph):
+        if _base(node) != "exp":
+            continue
+        sums = [user for user in _readers(node) if _base(user) in _SUMS]
+        if sums:
+            for reached in (node, *sums):
+                yield reached, "exp-sum: exponentials that are summed need fp32's range and digits"
+
+
+def positions(graph: fx.Graph) -> Hazards:
+    """Integer positions in a matmul: RoPE angles as ``inv_freq @ positions``.
+
+    bf16 holds integers exactly up to 256, so every later token gets a wrong angle.
+    """
+    chain: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        plan = node_plan(node)
+        # an op that picks or moves floating values by integer positions returns the values, not the positions
+        moves = plan is not None and plan.op_class is OpClass.FOLLOW
+        from_chain = any(
+            source in chain and not (moves and _is_floating(node) and not _is_floating(source))
+            for source in node.all_input_nodes
+        )
+        if _base(node) == "arange":
+            chain.add(node)
+        elif not from_chain or plan is None:
+            continue
+        elif is_cast(node) or plan.op_class is OpClass.FOLLOW or _base(node) in _POSITION_OPS:
+            chain.add(node)
+        elif plan.op_class is OpClass.LOW:
+            yield node, "positions: integers beyond 256 are not exact in a 16-bit dtype"
+
+
+def no_kernel(graph: fx.Graph) -> Hazards:
+    """An LSTM in a 16-bit dtype on a CPU for which oneDNN has none.
+
+    ``nn.LSTM`` under ``torch.autocast("cpu")`` raises "could not create a primitive descriptor" there.
+    """
+    for node, plan in _ours(graph):
+        if _base(node) not in ("lstm", "mkldnn_rnn_layer") or plan.low is None:
+            continue
+        on_cpu = any(value.device.type == "cpu" for value in tensors(node.meta.get("val")))
+        if on_cpu and not has_low_lstm(plan.low):
+            yield node, f"no-kernel: oneDNN has no LSTM in {plan.low} for this CPU"
+
+
+#: (pattern, True where eager autocast would raise rather than round, so that it holds under numerics="eager"
+#: too)
+HAZARDS: tuple[tuple[Callable[[fx.Graph], Hazards], bool], ...] = (
+    (scalar_range, True),
+    (no_kernel, True),
+    (tiny_eps, False),
+    (exp_sum, False),
+    (positions, False),
+)
+
+
+def _ours(graph: fx.Graph) -> Iterator[tuple[fx.Node, NodePlan]]:
+    for node in graph.nodes:
+        plan = node_plan(node)
+        if plan is not None and plan.op_class not in (OpClass.KEEP, OpClass.FP32):
+            yield node, plan
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return any(value.is_floating_point() for value in tensors(node.meta.get("val")))
+
+
+def _base(node: fx.Node) -> str:
+    """``"add"`` for ``aten.add.Tensor`` and ``aten.add_.Tensor``."""
+    if not isinstance(node.target, OpOverload):
+        return ""
+    return node.target._schema.name.removeprefix("aten::").removesuffix("_")
+
+
+def _constants(node: fx.Node) -> Iterator[float]:
+    """Numbers that the op computes with: Python scalars and 0-d constants, no sizes and indices."""
+    if not isinstance(node.target, OpOverload):
+        return
+    sizes = {a.name for a in node.target._schema.arguments if str(a.type) in ("int", "Optional[int]")}
+    for name, value in arguments(node):
+        constant = _constant(value) if isinstance(value, fx.Node) else value
+        if name not in sizes and isinstance(constant, (int, float)) and not isinstance(constant, bool):
+            yield float(constant)
+
+
+def _constant(node: fx.Node) -> object:
+    """The number in a 0-d constant tensor: ``torch.full((), -1e9)``, ``torch.tensor(-1e9)``; else None."""
+    if not isinstance(node.meta.get("val"), torch.Tensor) or node.meta["val"].ndim > 0:
+        return None
+    while node.target in _SAME_NUMBER:
+        node = node.all_input_nodes[0]
+    if node.target in (aten.full.default, aten.scalar_tensor.default):
+        return node.args[-1]
+    value = getattr(node.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
+    return value.item() if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else None
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Users of the value, seen through ops that only move it."""
+    stack, seen = list(node.users), set()
+    while stack:
+        user = stack.pop()
+        if user in seen:
+            continue
+        seen.add(user)
+        yield user
+        plan = node_plan(user)
+        if plan is not None and plan.op_class is OpClass.FOLLOW:
+            stack.extend(user.users)
+
+
+def _to_fp32(node: fx.Node, why: str) -> int:
+    plan = node.meta["amp_fx"]
+    if plan.op_class is OpClass.FP32:
+        return 0
+    if plan.tied:
+        # a write runs in the dtype of what it writes to: the storage has to be fp32
+        for _, target in written_arguments(node):
+            root = _root(target)
+            if root is not None:
+                root.pinned, root.reason = torch.float32, why
+    else:
+        plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
+    plan.reason = why
+    return 1
+
+
+def _forbid_rounding(graph: fx.Graph) -> None:
+    """Policy ``fast`` rounds nothing that holds a constant beyond the low range, or that feeds no matmul.
+
+    ``scores + mask`` with a mask of ``finfo(float32).min`` would hold -inf, and fully masked rows give NaN.
+    """
+    huge: set[fx.Node] = set()
+    feeds_low: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        plan = node_plan(node)
+        if (plan is not None and plan.op_class is OpClass.LOW) or node in feeds_low:
+            feeds_low.update(node.all_input_nodes)
+    for node in graph.nodes:
+        plan = node_plan(node)
+        if plan is None:
+            continue
+        beyond = any(
+            math.isfinite(c) and abs(c) > torch.finfo(plan.low or torch.float16).max for c in _constants(node)
+        )
+        if beyond or (
+            plan.op_class is not OpClass.LOW and any(source in huge for source in node.all_input_nodes)
+        ):
+            huge.add(node)
+        if node in huge or node not in feeds_low:
+            plan.may_round = False
+
+
+def _root(node: fx.Node) -> NodePlan | None:
+    """The plan of the node that made the storage ``node`` looks into."""
+    key = storage_of(node)
+    owner = next(other for other in node.graph.nodes if storage_of(other) == key)
+    return node_plan(owner)
+
+
+def _tie_storages(gm: fx.GraphModule) -> int:
+    """Ties every node whose storage is written to, or visible twice from outside."""
+    members: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        key = storage_of(node)
+        if key is not None:
+            members.setdefault(key, []).append(node)
+    written = {
+        key
+        for node in gm.graph.nodes
+        if node.op == "call_function"
+        for _, source in written_arguments(node)
+        if (key := storage_of(source)) is not None
+    }
+    outputs = set(gm.graph.output_node().all_input_nodes)
+    tied = 0
+    for key, nodes in members.items():
+        visible = [node for node in nodes if node in outputs or node.op == "placeholder"]
+        shared_outside = len(visible) > 1
+        exact = any(node.target in _LAYOUT_VIEWS for node in nodes)
+        if not (key in written or shared_outside or exact):
+            continue
+        _tie(nodes, pin=shared_outside or exact)
+        tied += sum(node_plan(node) is not None for node in nodes)
+    return tied
+
+
+def _tie(nodes: list[fx.Node], pin: bool) -> None:
+    root, views = nodes[0], nodes[1:]
+    for node in views:
+        plan = node_plan(node)
+        if plan is None:
+            continue
+        plan.tied = True
+        writes = bool(written_arguments(node))
+        if plan.op_class is OpClass.KEEP:
+            pin = True
+        elif not writes:
+            plan.op_class, plan.takes = OpClass.FOLLOW, Takes.ANY
+            plan.reason = "a view of a storage that is written to or visible outside"
+    plan = node_plan(root)
+    if plan is None or not is_eligible(root.meta.get("val")):
+        return
+    plan.tied = True
+    if pin and plan.pinned is None:
+        plan.pinned = plan.traced

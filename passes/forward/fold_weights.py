@@ -1,0 +1,144 @@
+"""Casts of weights leave the graph: the weight itself is stored in the low dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+
+from amp_fx.graphs.facts import (
+    LOW_DTYPES,
+    argument_value,
+    is_cast,
+    is_eligible,
+    run_fake,
+    storage_of,
+    written_storages,
+)
+from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.plans.plan import CAST_META, node_plan
+from amp_fx.policy import OpClass
+
+__all__ = ["FoldWeights"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FoldWeights(Pass):
+    """Re-types the inputs that hold weights, for a program whose weights are stored with it.
+
+    Cases:
+
+    1. every reader casts the weight to one low dtype: the input has that dtype and the casts go.
+    2. the same, but rows of the weight are looked up, too (an embedding tied to a head): rows are widened after
+       the lookup. Left out if ``tables`` is ``"keep"``.
+    3. rows are looked up and nothing else: as case 2 if ``tables`` is ``"low"``.
+    4. anything else (written to, or read in fp32 too) keeps its dtype and its casts.
+
+    The caller must store each weight in the dtype that its input has afterwards.
+
+    Before::
+
+        w_bf16 = torch.ops.aten.to.dtype(w, torch.bfloat16)             # w: f32
+        linear = torch.ops.aten.linear.default(x_bf16, w_bf16)
+
+    After::
+
+        linear = torch.ops.aten.linear.default(x_bf16, w)               # w: bf16
+
+    Attributes:
+        weights: names of the inputs that hold weights; inputs that hold the same one stand together.
+        tables: ``"tied"``, ``"low"`` or ``"keep"``: which tables of lookups are rounded.
+    """
+
+    name: ClassVar[str] = "fold-weights"
+    needs: ClassVar[frozenset[str]] = frozenset({"casts"})
+
+    weights: tuple[tuple[str, ...], ...]
+    tables: str = "tied"
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        if context.path:
+            return PassResult(gm, 0, "a body has no weights of its own")
+        inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+        written = {key for node in gm.graph.nodes for key in written_storages(node)}
+        folded = 0
+        for names in self.weights:
+            holders = [inputs[name] for name in names]
+            dtype = self._stored_dtype(holders)
+            if dtype is None or any(storage_of(holder) in written for holder in holders):
+                continue
+            for holder in holders:
+                _retype(holder, dtype)
+            folded += 1
+        return PassResult(gm, folded, f"{folded} of {len(self.weights)} weights stored low")
+
+    def _stored_dtype(self, holders: list[fx.Node]) -> torch.dtype | None:
+        """The low dtype that serves all readers; None: as it is."""
+        if not all(
+            is_eligible(v := holder.meta.get("val")) and v.dtype is torch.float32 for holder in holders
+        ):
+            return None
+        wanted: set[torch.dtype | None] = set()
+        rows: set[torch.dtype | None] = set()
+        for holder in holders:
+            for user in holder.users:
+                if _is_plain_cast(user):
+                    wanted.add(user.meta["val"].dtype)
+                elif self.tables != "keep" and _is_lookup(user, holder):
+                    plan = node_plan(user)
+                    rows.add(plan.low if plan is not None else None)
+                else:
+                    return None
+        dtypes = rows if self.tables == "low" and not wanted else wanted
+        dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
+        return dtype if dtype in LOW_DTYPES else None
+
+
+def _is_plain_cast(user: fx.Node) -> bool:
+    return is_cast(user) and len(user.args) == 2 and not user.kwargs
+
+
+def _is_lookup(user: fx.Node, table: fx.Node) -> bool:
+    """True for a lookup that the policy lets return rounded rows."""
+    plan = node_plan(user)
+    return (
+        user.target is aten.embedding.default
+        and argument_value(user, "weight") is table
+        and plan is not None
+        and plan.op_class is OpClass.FOLLOW
+    )
+
+
+def _retype(holder: fx.Node, dtype: torch.dtype) -> None:
+    holder.meta["val"] = holder.meta["val"].to(dtype)
+    holder.meta.pop("tensor_meta", None)
+    for user in list(holder.users):
+        if is_cast(user):
+            user.replace_all_uses_with(holder)
+            user.graph.erase_node(user)
+        else:
+            _widen_rows(user)
+
+
+def _widen_rows(lookup: fx.Node) -> None:
+    lookup.meta["val"] = run_fake(lookup)
+    lookup.meta.pop("tensor_meta", None)
+    with lookup.graph.inserting_after(lookup):
+        rows = lookup.graph.call_function(aten.to.dtype, (lookup, torch.float32))
+    rows.meta = {
+        key: value
+        for key, value in lookup.meta.items()
+        if key in ("nn_module_stack", "stack_trace", "custom")
+    }
+    rows.meta[CAST_META] = True
+    rows.meta["val"] = run_fake(rows)
+    lookup.replace_all_uses_with(rows, delete_user_cb=lambda user: user is not rows)
+    plan = node_plan(lookup)
+    if plan is not None:
+        plan.dtype = lookup.meta["val"].dtype
+        plan.reason = f"{plan.reason}; the table is stored in {plan.dtype}, its rows are widened"

@@ -1,0 +1,242 @@
+"""Insert the casts that the placement implies, each once per value and dtype."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import OpOverload
+from amp_fx.graphs.capture import REGION_META
+from amp_fx.graphs.facts import (
+    arguments,
+    grad_modes,
+    in_place_target,
+    is_eligible,
+    run_fake,
+    storage_of,
+    tensor_nodes,
+    tensors,
+    written_arguments,
+    written_storages,
+)
+from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.plans.plan import CAST_META, NodePlan, Takes, node_plan
+from amp_fx.policy import OpClass
+
+__all__ = ["InsertCasts"]
+
+#: what an inserted node takes over from those around it
+_COPIED_META = ("nn_module_stack", "stack_trace", REGION_META)
+
+
+@dataclass(frozen=True)
+class InsertCasts(Pass):
+    """Casts arguments to what their node takes, and outputs back to their traced dtypes.
+
+    A cast is shared by all readers of the same value and dtype, as long as nobody wrote to the storage in
+    between and gradients are on for all of them or for none. Fake tensors are propagated on the way, so each
+    decision is made on the real dtype of a value. ``aten.to.dtype`` is used because it has an autograd
+    formula: the backward mirrors the casts.
+
+    Before::
+
+        q = torch.ops.aten.linear.default(x, wq)
+        k = torch.ops.aten.linear.default(x, wk)
+        return (q, k)
+
+    After::
+
+        x_bf16 = torch.ops.aten.to.dtype(x, torch.bfloat16)
+        wq_bf16 = torch.ops.aten.to.dtype(wq, torch.bfloat16)
+        q = torch.ops.aten.linear.default(x_bf16, wq_bf16)
+        wk_bf16 = torch.ops.aten.to.dtype(wk, torch.bfloat16)
+        k = torch.ops.aten.linear.default(x_bf16, wk_bf16)
+        q_f32 = torch.ops.aten.to.dtype(q, torch.float32)
+        k_f32 = torch.ops.aten.to.dtype(k, torch.float32)
+        return (q_f32, k_f32)
+    """
+
+    name: ClassVar[str] = "insert-casts"
+    needs: ClassVar[frozenset[str]] = frozenset({"dtypes"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"casts"})
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        casts = _Casts(gm.graph)
+        for node in list(gm.graph.nodes):
+            plan = node_plan(node)
+            if plan is not None:
+                casts.rewrite(node, plan)
+        casts.restore_outputs()
+        return PassResult(gm, casts.count, f"{casts.count} casts inserted")
+
+
+@dataclass
+class _Casts:
+    """The rewriting in progress."""
+
+    graph: fx.Graph
+    count: int = 0
+    #: dtype of every value in the program as traced
+    traced: dict[fx.Node, torch.dtype] = field(default_factory=dict)
+    _shared: dict[tuple[fx.Node, torch.dtype, int, bool], fx.Node] = field(default_factory=dict)
+    #: storage behind a value, as traced: rewriting must not change who shares what
+    _storage: dict[fx.Node, int] = field(default_factory=dict)
+    #: storage -> number of writes so far
+    _writes: dict[int, int] = field(default_factory=dict)
+    #: nodes that copied as traced and now return a view of their argument
+    _no_ops: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            if is_eligible(value):
+                self.traced[node] = value.dtype
+            key = storage_of(node)
+            if key is not None:
+                self._storage[node] = key
+        self._grad_modes = grad_modes(self.graph)
+        self._written_by = {node: written_storages(node) for node in self.graph.nodes}
+        self._written = frozenset[int]().union(*self._written_by.values())
+
+    def get(self, value: fx.Node, dtype: torch.dtype | None, before: fx.Node) -> fx.Node:
+        """``value`` in ``dtype``: itself, a shared cast, or a new one in front of ``before``."""
+        current = value.meta.get("val")
+        if dtype is None or not is_eligible(current) or current.dtype is dtype:
+            return value
+        key = (value, dtype, self._writes.get(self._storage.get(value, 0), 0), self._grad_modes[before])
+        if key not in self._shared:
+            with self.graph.inserting_before(before):
+                cast = self.graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
+            for name in _COPIED_META:
+                if name in value.meta or name in before.meta:
+                    cast.meta[name] = value.meta.get(name, before.meta.get(name))
+            cast.meta[CAST_META] = True
+            cast.meta["val"] = run_fake(cast)
+            self._shared[key] = cast
+            self.count += 1
+        return self._shared[key]
+
+    def restore_outputs(self) -> None:
+        """Returns every value in the dtype it was traced with."""
+        output = self.graph.output_node()
+        output.args = fx.map_arg(output.args, lambda n: self.get(n, self.traced.get(n), before=output))
+        for node in self._no_ops:
+            key = storage_of(node)
+            shared = {self._storage.get(each) for each in output.all_input_nodes if storage_of(each) == key}
+            if len(shared) > 1:
+                self._copy(node)
+
+    def rewrite(self, node: fx.Node, plan: NodePlan) -> None:
+        """Casts the arguments of one node and brings its fake value up to date."""
+        wanted = self._wanted(node, plan)
+        names = [name for name, _ in arguments(node)]
+        cast = [
+            fx.map_arg(value, lambda n, name=name: self.get(n, wanted.get((name, n)), before=node))
+            for name, value in arguments(node)
+        ]
+        positional = len(node.args)
+        node.args = tuple(cast[:positional])
+        node.kwargs = dict(zip(names[positional:], cast[positional:], strict=True))
+        if self._retyped(node):
+            node.meta["val"] = run_fake(node)
+            node.meta.pop("tensor_meta", None)
+            _note_result(node, plan)
+            self._keep_copy(node)
+        for key in self._written_by[node]:
+            self._writes[key] = self._writes.get(key, 0) + 1
+        if plan.pinned is not None:
+            self._pin(node, plan.pinned)
+
+    def _wanted(self, node: fx.Node, plan: NodePlan) -> dict[tuple[str, fx.Node], torch.dtype]:
+        """Dtype demanded per (argument name, node); absent where the argument is taken as it is."""
+        written = dict(written_arguments(node))
+        slots = [
+            (name, source)
+            for name, value in arguments(node)
+            if name not in plan.own_dtype_slots and name not in written
+            for source in tensor_nodes(value)
+            if is_eligible(source.meta.get("val"))
+        ]
+        if plan.takes == Takes.ANY:
+            return {}
+        if plan.takes == Takes.TRACED:
+            return {(name, source): self.traced[source] for name, source in slots if source in self.traced}
+        target = in_place_target(node)
+        if plan.takes == Takes.SELF:
+            into = target.meta["val"] if target is not None else None
+            return dict.fromkeys(slots, into.dtype) if is_eligible(into) else {}
+        if plan.dtype is None or not slots:
+            return {}
+        if plan.takes == Takes.MIXED:
+            # 0-d inputs promote nothing where there are others
+            slots = [slot for slot in slots if slot[1].meta["val"].ndim > 0] or slots
+            dtypes = [source.meta["val"].dtype for _, source in slots]
+            if target is not None or functools.reduce(torch.promote_types, dtypes) is plan.dtype:
+                return {}
+        return dict.fromkeys(slots, plan.dtype)
+
+    def _retyped(self, node: fx.Node) -> bool:
+        """True if an input's dtype is not the traced one; others keep their value (and unbacked sizes)."""
+        if _element_of_call(node):
+            return True
+        return isinstance(node.target, OpOverload) and any(
+            source.meta["val"].dtype is not self.traced.get(source)
+            for source in node.all_input_nodes
+            if is_eligible(source.meta.get("val"))
+        )
+
+    def _keep_copy(self, node: fx.Node) -> None:
+        """What copied as traced copies, where a write or two results would tell.
+
+        ``y.to(torch.bfloat16)`` copies an fp32 ``y``, and is ``y`` itself once that is bf16. ``y.mT.contiguous()``
+        copies, and does not once the cast of ``y.mT`` is contiguous.
+        """
+        before = {self._storage.get(source) for source in node.all_input_nodes}
+        after = {storage_of(source) for source in node.all_input_nodes}
+        traced = self._storage.get(node)
+        if traced is None or traced in before or storage_of(node) not in after:
+            return
+        if ({traced} | before) & self._written:
+            self._copy(node)
+        else:
+            self._no_ops.append(node)
+
+    def _copy(self, node: fx.Node) -> None:
+        """Makes every reader read a copy."""
+        with self.graph.inserting_after(node):
+            copy = self.graph.call_function(torch.ops.aten.clone.default, (node,))
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+        copy.meta = {key: node.meta[key] for key in _COPIED_META if key in node.meta}
+        copy.meta["val"] = run_fake(copy)
+        self._storage[copy] = self._storage[node]
+        if node in self.traced:
+            self.traced[copy] = self.traced[node]
+
+    def _pin(self, node: fx.Node, dtype: torch.dtype) -> None:
+        """Casts a result at once and makes every reader read the cast: its storage is the shared one."""
+        if not is_eligible(node.meta["val"]) or node.meta["val"].dtype is dtype:
+            return
+        cast = self.get(node, dtype, before=node.next)
+        node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+        if node in self._storage:
+            self._storage[cast] = self._storage[node]
+        self.traced[cast] = self.traced[node]
+
+
+def _note_result(node: fx.Node, plan: NodePlan) -> None:
+    """Where type promotion decides, the plan records what the kernel really returns."""
+    results = [value.dtype for value in tensors(node.meta["val"]) if is_eligible(value)]
+    if results and plan.op_class in (OpClass.PROMOTE, OpClass.FOLLOW):
+        plan.dtype = results[0]
+
+
+def _element_of_call(node: fx.Node) -> bool:
+    """True for ``getitem`` of a call: its value is whatever the call now returns."""
+    return getattr(node.target, "__name__", "") == "getitem" and isinstance(
+        getattr(node.args[0], "target", None), OpOverload
+    )

@@ -1,0 +1,314 @@
+"""Choose the precision of every value, with one exact minimum cut."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+
+from amp_fx.graphs.facts import (
+    arguments,
+    in_place_target,
+    is_cast,
+    is_eligible,
+    tensor_nodes,
+    written_arguments,
+)
+from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.placement.cost import CostModel
+from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
+from amp_fx.plans.plan import NodePlan, Takes, node_plan
+from amp_fx.policy import OpClass
+
+__all__ = ["Place"]
+
+#: variables of the cut whose label is known
+_ALWAYS = {HIGH: ("always fp32",), LOW: ("always low",)}
+
+
+@dataclass(frozen=True)
+class Place(Pass):
+    """Gives every node the dtype it computes in and produces.
+
+    First as eager autocast would: ``low`` and ``fp32`` ops from the lists, ``keep`` ops as traced,
+    ``promote`` and ``follow`` ops in the widest dtype among their inputs. Then an exact minimum cut re-labels
+    what may move without losing accuracy:
+
+    1. a ``promote`` op that autocast runs low may run in fp32.
+    2. a ``follow`` op may run in either, as long as nobody who would have read fp32 reads a rounded value.
+    3. a ``low`` op may run in fp32 where the device profile says that its casts cost more than it gains.
+    4. under policy ``fast``, ops of ``amp_fx/policy/fast.py`` may store low what autocast has in fp32.
+
+    Costs are those of :class:`amp_fx.placement.cost.CostModel`: copies that reach memory, stand-alone casts,
+    arithmetic. A tie goes to fewer casts, then to fewer bytes cast, then to fp32.
+    ``numerics="eager"`` keeps autocast's own placement, and so does a graph with two low dtypes.
+
+    Before (dtypes as autocast would have them)::
+
+        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # f32, follow; kv has 1 head
+        mm = torch.ops.aten.matmul.default(q, e)                    # bf16
+
+    After: the cast to bf16 stands before the expand, which moves a quarter of the elements::
+
+        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
+        mm = torch.ops.aten.matmul.default(q, e)                    # bf16
+    """
+
+    name: ClassVar[str] = "place"
+    needs: ClassVar[frozenset[str]] = frozenset({"classes", "hazards-pinned"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        placed = [(node, plan) for node in gm.graph.nodes if (plan := node_plan(node)) is not None]
+        for node, plan in placed:
+            _assign(node, plan)
+        moved = 0
+        lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
+        if context.numerics != "eager" and len(lows) == 1:
+            low = lows.pop()
+            cost = CostModel(gm.graph, context.profile, context.training, context.folded)
+            network = _Network(gm.graph, cost, low)
+            moved = _apply(solve(network.build()), placed, low)
+        low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)
+        return PassResult(gm, low_nodes, f"{low_nodes} nodes in the low dtype, {moved} moved by the cut")
+
+
+def _assign(node: fx.Node, plan: NodePlan) -> None:
+    """The dtype eager autocast would give."""
+    if plan.op_class is OpClass.LOW:
+        plan.dtype = plan.low
+    elif plan.op_class is OpClass.FP32:
+        plan.dtype = torch.float32
+    elif plan.op_class is not OpClass.KEEP:
+        plan.dtype = _widest(node, plan)
+
+
+def _placed_dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype a value is stored in; None for values that are not floating tensors."""
+    plan = node_plan(node)
+    if plan is not None and (plan.pinned or plan.dtype) is not None:
+        return plan.pinned or plan.dtype
+    value = node.meta.get("val")
+    return value.dtype if is_eligible(value) else None
+
+
+def _widest(node: fx.Node, plan: NodePlan) -> torch.dtype | None:
+    """Native type promotion over the inputs: 0-d tensors count only where there is no other."""
+    target = in_place_target(node)
+    if target is not None:
+        return _placed_dtype(target)
+    inputs = [
+        (source, dtype) for _, source in _slots(node, plan) if (dtype := _placed_dtype(source)) is not None
+    ]
+    if not inputs:
+        return plan.traced
+    shaped = [dtype for source, dtype in inputs if _is_shaped(source)] or [dtype for _, dtype in inputs]
+    return functools.reduce(torch.promote_types, shaped)
+
+
+def _slots(node: fx.Node, plan: NodePlan) -> list[tuple[str, fx.Node]]:
+    """(argument name, node) for every tensor argument whose dtype the node cares about."""
+    return [
+        (name, source)
+        for name, value in arguments(node)
+        if name not in plan.own_dtype_slots
+        for source in tensor_nodes(value)
+    ]
+
+
+def _is_shaped(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.ndim > 0
+
+
+def _apply(labels: dict[Var, bool], placed: list[tuple[fx.Node, NodePlan]], low: torch.dtype) -> int:
+    """Writes the labels of the cut into the plan; returns how many differ from autocast's."""
+    moved = 0
+    for node, plan in placed:
+        if node not in labels or plan.dtype is None or plan.op_class is OpClass.KEEP:
+            continue
+        if labels.get(_rounded(node), HIGH) is LOW:
+            plan.pinned, plan.reason = low, f"{plan.reason}; policy fast: rounded at once to {low}"
+            moved += 1
+        dtype = torch.float32 if labels[node] is HIGH else low
+        if dtype is not plan.dtype:
+            plan.reason = f"{plan.reason}; {_why(plan, dtype)}"
+            plan.dtype = dtype
+            moved += 1
+    return moved
+
+
+def _why(plan: NodePlan, dtype: torch.dtype) -> str:
+    if plan.op_class is OpClass.LOW:
+        return f"in fp32 because casting would cost more than {plan.low} saves on this device"
+    return (
+        f"cut: cheaper in {dtype}, same values"
+        if plan.op_class is OpClass.FOLLOW
+        else "cut: no dearer in fp32"
+    )
+
+
+def _rounded(node: fx.Node) -> Var:
+    """The variable of a result that is computed in fp32 and may be rounded at once."""
+    return ("rounded", node)
+
+
+class _Network:
+    """Builds the cut's problem from a graph whose plans hold autocast's placement."""
+
+    def __init__(self, graph: fx.Graph, cost: CostModel, low: torch.dtype) -> None:
+        self._graph = graph
+        self._cost = cost
+        self._low = low
+        self._problem = Problem(pins={var: label for label, var in _ALWAYS.items()})
+        self._itemsize = {HIGH: torch.float32.itemsize, LOW: low.itemsize}
+        sizes = [
+            cost.cast_bytes(node, low)
+            for node in graph.nodes
+            if isinstance(node.meta.get("val"), torch.Tensor)
+        ]
+        # one unit of cost outweighs a cast of every value, and one cast outweighs all their bytes
+        self._per_cast = 2 * sum(sizes) + 1
+        self._scale = self._per_cast * (2 * len(graph.nodes) + 1)
+
+    def build(self) -> Problem:
+        """The whole problem."""
+        for node in self._graph.nodes:
+            plan = node_plan(node)
+            if plan is not None:
+                self._add_label(node, plan)
+        for node in self._graph.nodes:
+            if _placed_dtype(node) is not None and node.users:
+                self._add_value(node)
+        return self._problem
+
+    def _add_label(self, node: fx.Node, plan: NodePlan) -> None:
+        """What the node itself may be."""
+        if plan.dtype is None:
+            return
+        if plan.takes == Takes.ANY and plan.op_class is OpClass.FOLLOW:
+            self._problem.equal.append((node, self._stored(node.all_input_nodes[0])))
+        elif (target := in_place_target(node)) is not None:
+            self._problem.equal.append((node, self._stored(target)))
+        elif plan.op_class is OpClass.LOW and (times := self._cost.arithmetic(node, self._low)):
+            self._add_cost(node, *times)
+        elif plan.dtype is torch.float32 and self._cost.accumulates_backward(node):
+            self._problem.pins[node] = HIGH
+        elif not self._is_free(plan):
+            self._problem.pins[node] = plan.dtype is not self._low
+
+    def _is_free(self, plan: NodePlan) -> bool:
+        """True where the policy allows both dtypes."""
+        low_already = plan.op_class is OpClass.PROMOTE and plan.dtype is self._low
+        return plan.op_class is OpClass.FOLLOW or plan.may_round or low_already
+
+    def _stored(self, node: fx.Node) -> Var:
+        """The variable of the dtype a value is stored in: a pinned or given one, or its node's."""
+        plan = node_plan(node)
+        if plan is not None and plan.pinned is None and plan.dtype is not None:
+            return _rounded(node) if plan.may_round and self._cost.accumulates_backward(node) else node
+        return _ALWAYS[_placed_dtype(node) is not self._low]
+
+    def _demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
+        """The variable whose label is the dtype in which ``reader`` wants ``value``; None: as it is."""
+        plan = node_plan(reader)
+        if plan is None or plan.takes == Takes.TRACED:
+            traced = value.meta.get("val")
+            return _ALWAYS[traced.dtype is not self._low] if is_eligible(traced) else None
+        if name in plan.own_dtype_slots or plan.takes == Takes.ANY or _writes_into(reader, value):
+            return None
+        if plan.takes == Takes.MIXED and self._widens(reader, plan, value):
+            return None
+        return reader if plan.dtype is not None else None
+
+    def _widens(self, reader: fx.Node, plan: NodePlan, value: fx.Node) -> bool:
+        """True where another input makes the kernel compute in fp32, so that ``value`` needs no cast."""
+        if in_place_target(reader) is not None or not _is_shaped(value):
+            return True
+        others = [source for _, source in _slots(reader, plan) if source is not value and _is_shaped(source)]
+        return _placed_dtype(value) is self._low and any(_placed_dtype(o) is torch.float32 for o in others)
+
+    def _add_value(self, value: fx.Node) -> None:
+        """What it costs to store and convert one value."""
+        stored = self._stored(value)
+        slots = [
+            (user, name) for user in value.users for name, arg in _named(user) if value in tensor_nodes(arg)
+        ]
+        demands = [(reader, self._demand(reader, name, value)) for reader, name in slots]
+        self._add_exactness(value, demands)
+        folded = self._cost.is_folded(value)
+        if not folded:
+            self._add_casts(value, stored, [want for _, want in demands if want is not None])
+        if not isinstance(value.meta.get("val"), torch.Tensor):
+            return
+        in_memory = [(reader, want) for reader, want in demands if self._cost.reads_memory(reader, value)]
+        self._add_reads(value, stored, in_memory)
+        cost = self._cost
+        if cost.is_stored(value):
+            if cost.is_external(value):
+                self._add_cost(stored, *(cost.traffic(value, self._itemsize[label]) for label in (HIGH, LOW)))
+            external = [
+                want for reader, want in in_memory if want is not None and self._converts_alone(reader)
+            ]
+            kernel = cost.cast_kernel(value, self._low) * self._scale
+            for label in () if folded else (HIGH, LOW):
+                self._add_shared(Shared(kernel, label, tuple(external), stored))
+        else:
+            if in_memory:
+                # what is in memory anyway is what the backward reads: a second precision would be saved
+                # beside it
+                in_memory += [(reader, want) for reader, want in demands if cost.saves_input(reader)]
+            copies = [stored if want is None else want for _, want in in_memory]
+            for label in (HIGH, LOW):
+                write = cost.traffic(value, self._itemsize[label]) * self._scale
+                self._add_shared(Shared(write, label, tuple(copies)))
+
+    def _converts_alone(self, reader: fx.Node) -> bool:
+        """True where a conversion in front of the reader is a kernel: nothing around it fuses with it."""
+        return self._cost.is_external(reader) or self._cost.is_view(reader)
+
+    def _add_exactness(self, value: fx.Node, demands: list[tuple[fx.Node, Var | None]]) -> None:
+        """Case 2: where autocast stores fp32, only readers that round anyway may get a rounded value."""
+        plan = node_plan(value)
+        if plan is None or plan.dtype is not torch.float32 or plan.may_round:
+            return
+        for reader, want in demands:
+            if want is None and is_cast(reader) and reader.meta["val"].dtype is self._low:
+                continue
+            if want is None and (other := node_plan(reader)) and other.op_class is OpClass.FOLLOW:
+                continue
+            self._problem.implies.append((_ALWAYS[HIGH] if want is None else want, self._stored(value)))
+
+    def _add_casts(self, value: fx.Node, stored: Var, wants: list[Var]) -> None:
+        """The tie-break: fewer casts, then fewer bytes cast."""
+        is_tensor = isinstance(value.meta.get("val"), torch.Tensor)
+        size = self._per_cast + (self._cost.cast_bytes(value, self._low) if is_tensor else 0)
+        for label in (HIGH, LOW):
+            self._add_shared(Shared(size, label, tuple(wants), stored))
+
+    def _add_reads(self, value: fx.Node, stored: Var, readers: list[tuple[fx.Node, Var | None]]) -> None:
+        for reader, want in readers:
+            if self._cost.is_view(reader):
+                continue
+            converts_in_register = not self._cost.is_external(reader) or want is None
+            times = [self._cost.read(reader, value, self._itemsize[label]) for label in (HIGH, LOW)]
+            self._add_cost(stored if converts_in_register else want, *times)
+
+    def _add_cost(self, var: Var, high: int, low: int) -> None:
+        self._problem.add_unary(var, high * self._scale, low * self._scale)
+
+    def _add_shared(self, term: Shared) -> None:
+        if term.readers:
+            self._problem.shared.append(term)
+
+
+def _named(node: fx.Node) -> list[tuple[str, object]]:
+    return [("output", node.args[0])] if node.op == "output" else list(arguments(node))
+
+
+def _writes_into(reader: fx.Node, value: fx.Node) -> bool:
+    return any(target is value for _, target in written_arguments(reader))

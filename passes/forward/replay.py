@@ -1,0 +1,53 @@
+"""Take the precision of every value from a plan, instead of choosing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch.fx as fx
+
+from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.plans.plan import NodePlan, node_plan
+
+__all__ = ["Replay"]
+
+#: fields of a NodePlan that are decisions; the others are facts about the graph
+_DECISIONS = ("op_class", "reason", "dtype", "takes", "own_dtype_slots", "pinned", "may_round", "tied")
+
+
+@dataclass(frozen=True)
+class Replay(Pass):
+    """Stands where ``place`` does when the user gives a plan.
+
+    Before (dtypes as autocast would have them)::
+
+        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # f32
+
+    After, where the plan has bf16 for the call::
+
+        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
+
+    Attributes:
+        rows: node name in this graph, with the path of its body -> what the plan says of it.
+    """
+
+    name: ClassVar[str] = "replay"
+    needs: ClassVar[frozenset[str]] = frozenset({"classes", "hazards-pinned"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
+
+    rows: Mapping[str, NodePlan] = field(hash=False)
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        followed = 0
+        for node in gm.graph.nodes:
+            plan = node_plan(node)
+            if plan is None:
+                continue
+            row = self.rows[plan.name]
+            for name in _DECISIONS:
+                setattr(plan, name, getattr(row, name))
+            followed += 1
+        return PassResult(gm, followed, f"{followed} nodes as the plan has them")

@@ -1,0 +1,113 @@
+"""Check the rewritten graph: it runs, and its dtypes are the planned and the promised ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx as fx
+
+from amp_fx._torch import OpOverload
+from amp_fx.errors import VerifyError
+from amp_fx.graphs.capture import OUTPUT_META
+from amp_fx.graphs.facts import (
+    arguments,
+    is_eligible,
+    output_nodes,
+    run_fake,
+    source_line,
+    tensor_nodes,
+    tensors,
+    written_arguments,
+)
+from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.plans.plan import CAST_META, NodePlan, Takes, node_plan
+from amp_fx.policy import OpClass
+
+__all__ = ["Verify"]
+
+
+@dataclass(frozen=True)
+class Verify(Pass):
+    """Re-propagates fake tensors and raises on the first broken contract.
+
+    Checked:
+
+    1. every call that was re-typed runs and gives the dtypes its ``meta["val"]`` claims.
+    2. ``low`` and ``fp32`` ops take and produce the planned dtype; fake tensors let a matmul have two.
+    3. the graph's outputs have the dtypes of the program as traced.
+
+    The graph is not changed::
+
+        mm = torch.ops.aten.matmul.default(x_bf16, w)        # w is f32
+        VerifyError: mm (matmul) is planned as torch.bfloat16 but takes w in torch.float32 [train.py:7: x @ w]
+    """
+
+    name: ClassVar[str] = "verify"
+    needs: ClassVar[frozenset[str]] = frozenset({"casts"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"verified"})
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        checked = 0
+        for node in gm.graph.nodes:
+            plan = node_plan(node)
+            if plan is None or not isinstance(node.target, OpOverload) or plan.op_class is OpClass.KEEP:
+                continue
+            if any(_is_retyped(source) for source in node.all_input_nodes):  # case 1
+                _check_runs(node)
+            if plan.op_class in (OpClass.LOW, OpClass.FP32):  # case 2
+                _check_planned(node, plan)
+            checked += 1
+        _check_outputs(gm)  # case 3
+        return PassResult(gm, 0, f"{checked} calls checked")
+
+
+def _is_retyped(source: fx.Node) -> bool:
+    """True where the value has another dtype than in the program as traced."""
+    plan, value = node_plan(source), source.meta.get("val")
+    if plan is None:
+        return CAST_META in source.meta
+    return not is_eligible(value) or value.dtype is not plan.traced
+
+
+def _check_runs(node: fx.Node) -> None:
+    got = [value.dtype for value in tensors(run_fake(node))]
+    claimed = [value.dtype for value in tensors(node.meta["val"])]
+    if got != claimed:
+        raise VerifyError(f"{node.name} gives {got}, its metadata says {claimed} [{source_line(node)}]")
+
+
+def _check_planned(node: fx.Node, plan: NodePlan) -> None:
+    planned = f"{node.name} ({plan.op}) is planned as {plan.dtype}"
+    first = next((value.dtype for value in tensors(node.meta["val"]) if is_eligible(value)), None)
+    if first is not None and first is not plan.dtype:
+        raise VerifyError(f"{planned} but gives {first} [{source_line(node)}]")
+    for source in _taken(node, plan):
+        dtype = source.meta["val"].dtype
+        if dtype is not plan.dtype:
+            raise VerifyError(f"{planned} but takes {source.name} in {dtype} [{source_line(node)}]")
+
+
+def _taken(node: fx.Node, plan: NodePlan) -> list[fx.Node]:
+    """The eligible arguments that the node takes in its own dtype."""
+    if plan.takes != Takes.DTYPE:
+        return []
+    excepted = {*plan.own_dtype_slots, *(name for name, _ in written_arguments(node))}
+    return [
+        source
+        for name, value in arguments(node)
+        if name not in excepted
+        for source in tensor_nodes(value)
+        if is_eligible(source.meta.get("val"))
+    ]
+
+
+def _check_outputs(gm: fx.GraphModule) -> None:
+    output = gm.graph.output_node()
+    for node, traced in zip(output_nodes(gm), output.meta[OUTPUT_META], strict=True):
+        got = [value.dtype for value in tensors(node.meta.get("val"))]
+        if got != traced:
+            raise VerifyError(
+                f"output {node.name} has dtypes {got}, Dynamo traced {traced} [{source_line(node)}]"
+            )

@@ -1,0 +1,1 @@
+"""Passes on Inductor's joint graph: forward and backward together, before they are partitioned."""

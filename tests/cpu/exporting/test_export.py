@@ -1,0 +1,350 @@
+"""Exported models where they are used: a process without amp_fx, AOTInductor in Python and C++, onnxruntime.
+
+Each model is exported once; all tests share that on one worker.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import cpp_extension
+
+import amp_fx
+from graphs import rewrite
+
+pytestmark = [
+    pytest.mark.xdist_group("export"),
+    # torch.export copies its own call graph by deepcopy, which warns
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+#: packages are built for these
+COMPILED = ("gpt2", "resnet")
+
+#: error allowed beyond 1.1 times that of the run it is compared with
+NOISE = 1e-3
+
+
+class Logits(nn.Module):
+    """A model of transformers, with the one output that matters here."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=256, n_positions=32, n_embd=256, n_layer=1, n_head=2, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=256, hidden_size=256, num_hidden_layers=1, num_attention_heads=2, intermediate_size=1024,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    config.num_labels = 64
+    return BertForSequenceClassification(config)
+
+
+def _resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=64, hidden_sizes=[192], depths=[1], layer_type="basic")
+    config.num_labels = 64
+    return ResNetForImageClassification(config)
+
+
+def _vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=32, patch_size=8, hidden_size=256, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=1024,
+    )  # fmt: skip
+    config.num_labels = 64
+    return ViTForImageClassification(config)
+
+
+def _tokens(batch: int) -> Tensor:
+    return torch.randint(256, (batch, 32), generator=torch.Generator().manual_seed(batch))
+
+
+def _images(batch: int) -> Tensor:
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(batch))
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "gpt2": (_gpt2, _tokens),
+    "bert": (_bert, _tokens),
+    "resnet": (_resnet, _images),
+    "vit": (_vit, _images),
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One model, exported by torch and by amp_fx with a dynamic batch.
+
+    Attributes:
+        name: key of MODELS.
+        model: fp32, in evaluation mode.
+        x: inputs of another batch size than that of the export.
+        stock: as torch exports it.
+        program: in bf16.
+        exact: outputs in fp64.
+        outputs: of ``program``.
+    """
+
+    name: str
+    model: nn.Module
+    x: Tensor
+    stock: ExportedProgram
+    program: ExportedProgram
+    exact: Tensor
+    outputs: Tensor
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, Exported]:
+    return {name: _export(name) for name in MODELS}
+
+
+def _export(name: str) -> Exported:
+    build, inputs = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Logits(build()).eval()
+    shapes = ({0: Dim("batch", min=1, max=64)},)
+    stock = torch.export.export(model, (inputs(2),), dynamic_shapes=shapes)
+    program = amp_fx.convert(stock, profile="off")
+    x = inputs(5)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double() if x.is_floating_point() else x)
+        outputs = program.module()(x)
+    return Exported(name, model, x, stock, program, exact, outputs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, exported: dict[str, Exported]) -> Path:
+    """The files: NAME.pt2, NAME.stock.pt2, NAME.x.pt, and NAME.aoti.pt2 of those in COMPILED."""
+    path = tmp_path_factory.mktemp("export")
+    for name, case in exported.items():
+        torch.export.save(case.program, path / f"{name}.pt2", extra_files=amp_fx.extra_files(case.program))
+        torch.export.save(case.stock, path / f"{name}.stock.pt2")
+        torch.save(case.x, path / f"{name}.x.pt")
+    for name in COMPILED:
+        torch._inductor.aoti_compile_and_package(
+            exported[name].program,
+            package_path=str(path / f"{name}.aoti.pt2"),
+            # the code around the kernels takes longer to optimise than it gains here
+            inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
+        )
+    return path
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def _allowed(error: float) -> float:
+    return 1.1 * error + NOISE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_are_as_accurate_as_those_of_the_backend_and_of_autocast(
+    exported: dict[str, Exported], name: str
+) -> None:
+    case = exported[name]
+    with torch.no_grad():
+        backend = rewrite(case.model, case.x, options={"weights": "cast"}).outputs
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast = case.model(case.x)
+        fp32 = case.model(case.x)
+    error = _error(case.outputs, case.exact)
+    assert case.outputs.dtype is torch.float32
+    assert error <= _allowed(_error(backend, case.exact))
+    assert error <= _allowed(_error(autocast, case.exact))
+    assert error > 10 * _error(fp32, case.exact), "it really computes in bf16"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_files_are_about_half_as_large(exported: dict[str, Exported], folder: Path, name: str) -> None:
+    ours, stock = (folder / f"{name}.pt2").stat().st_size, (folder / f"{name}.stock.pt2").stat().st_size
+    assert ours < 0.62 * stock, f"{ours} and {stock} bytes"
+
+
+#: what a machine without amp_fx runs
+WITHOUT_AMP_FX = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "amp_fx":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocker())
+import torch
+folder, *names = sys.argv[1:]
+results = {}
+with torch.no_grad():
+    for name in names:
+        x = torch.load(f"{folder}/{name.partition('.')[0]}.x.pt")
+        if name.endswith(".aoti"):
+            run = torch._inductor.aoti_load_package(f"{folder}/{name}.pt2")
+        else:
+            run = torch.export.load(f"{folder}/{name}.pt2").module()
+        results[name] = run(x)
+assert not any(module.partition(".")[0] == "amp_fx" for module in sys.modules)
+torch.save(results, f"{folder}/results.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere(folder: Path) -> dict[str, Tensor]:
+    """Outputs of a fresh process that cannot import amp_fx, by file."""
+    names = [*MODELS, *(f"{name}.aoti" for name in COMPILED)]
+    run = subprocess.run(
+        [sys.executable, "-I", "-W", "ignore", "-c", WITHOUT_AMP_FX, str(folder), *names],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return torch.load(folder / "results.pt")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_program_runs_where_there_is_no_amp_fx(
+    exported: dict[str, Exported], elsewhere: dict[str, Tensor], name: str
+) -> None:
+    assert torch.equal(elsewhere[name], exported[name].outputs)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_package_runs_where_there_is_no_amp_fx(
+    exported: dict[str, Exported], elsewhere: dict[str, Tensor], name: str
+) -> None:
+    case, outputs = exported[name], elsewhere[f"{name}.aoti"]
+    assert outputs.dtype is torch.float32
+    assert _error(outputs, case.exact) <= _allowed(_error(case.outputs, case.exact))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_no_kernel_of_a_package_casts_a_weight(
+    exported: dict[str, Exported], folder: Path, name: str
+) -> None:
+    """Read from the C++ code in the package. Only the table of positions, which is looked up, is fp32."""
+    with zipfile.ZipFile(folder / f"{name}.aoti.pt2") as package:
+        path = next(path for path in package.namelist() if path.endswith(".wrapper.cpp"))
+        source = package.read(path).decode()
+    names = re.findall(r'constants_info_\[\d+\]\.name = "(\w+)"', source)
+    shapes = re.findall(r"constants_info_\[\d+\]\.shape = \{([\d, ]*)\}", source)
+    matrices = {n for n, shape in zip(names, shapes, strict=True) if "," in shape} - {
+        "model_transformer_wpe_weight"
+    }
+    calls = [line for line in source.splitlines() if re.match(r"\s+cpp_fused\w*\(\(", line)]
+    read = re.findall(r"\(const (float|at::BFloat16)\*\)\((\w+)\.data_ptr\(\)\)", "\n".join(calls))
+    assert {n for dtype, n in read if dtype == "float"} & set(names), (
+        "norms are read in fp32, or nothing is seen"
+    )
+    assert not {n for dtype, n in read if dtype == "float"} & matrices
+    stored = {str(value.dtype) for value in exported[name].program.state_dict.values() if value.ndim > 1}
+    assert "torch.bfloat16" in stored
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C++ program of the examples, built against the torch package."""
+    program = tmp_path_factory.mktemp("runner") / "run_package"
+    libraries = cpp_extension.library_paths()
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-std=c++20",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        str(EXAMPLES / "run_package.cpp"),
+        "-o",
+        str(program),
+        *(f"-I{path}" for path in cpp_extension.include_paths()),
+        *(flag for path in libraries for flag in (f"-L{path}", f"-Wl,-rpath,{path}")),
+        *("-ltorch", "-ltorch_cpu", "-lc10"),
+    ]
+    build = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert build.returncode == 0, build.stderr
+    return program
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_package_runs_in_a_program_in_cpp(
+    exported: dict[str, Exported], elsewhere: dict[str, Tensor], folder: Path, runner: Path, name: str
+) -> None:
+    case = exported[name]
+    source, target = folder / f"{name}.in.bin", folder / f"{name}.out.bin"
+    case.x.numpy().tofile(source)
+    dtype = "float32" if case.x.is_floating_point() else "int64"
+    command = [str(runner), str(folder / f"{name}.aoti.pt2"), str(source), dtype, str(target)]
+    run = subprocess.run(
+        [*command, *(str(size) for size in case.x.shape)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    outputs = torch.frombuffer(bytearray(target.read_bytes()), dtype=torch.float32).view(case.exact.shape)
+    assert torch.equal(outputs, elsewhere[f"{name}.aoti"])
+
+
+def _onnx(ep: ExportedProgram, path: Path, **options: Any) -> Path:
+    program = torch.onnx.export(ep, dynamo=True, verbose=False, **options)
+    assert program is not None
+    program.save(str(path))
+    return path
+
+
+def _session(path: Path) -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("name", ["bert", "resnet"])
+def test_onnxruntime_runs_a_program_in_fp16(exported: dict[str, Exported], tmp_path: Path, name: str) -> None:
+    case = exported[name]
+    ep = amp_fx.convert(case.stock, dtype="float16", profile="off")
+    # with it on, BatchNorm is folded into convolutions of another dtype: see docs/export.md
+    path = _onnx(ep, tmp_path / "model.onnx", optimize=name != "resnet")
+    session = _session(path)
+    outputs = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: case.x.numpy()})[0])
+    with torch.no_grad():
+        fp16, fp32 = ep.module()(case.x), case.model(case.x)
+    assert outputs.dtype is torch.float32
+    assert _error(outputs, case.exact) <= _allowed(_error(fp16, case.exact))
+    assert _error(outputs, case.exact) > 10 * _error(fp32, case.exact), "it really computes in fp16"
+
+
+def test_onnxruntime_says_that_it_has_no_bf16_kernels_on_cpu(tmp_path: Path) -> None:
+    ep = amp_fx.export(nn.Linear(8, 8).eval(), (torch.randn(2, 8),), profile="off")
+    with pytest.raises(Exception, match=r"NOT_IMPLEMENTED.*Gemm"):
+        _session(_onnx(ep, tmp_path / "model.onnx"))

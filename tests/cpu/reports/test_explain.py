@@ -1,0 +1,282 @@
+"""``amp_fx.explain`` and plan files on whole programs: true numbers, nothing generated, nothing changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import fresh_cache
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+import amp_fx
+from amp_fx import OptionsError, Plan, PlanError, Report, ScalingWarning
+from amp_fx.plans.plan import dtype_name
+
+OFF = {"profile": "off", "strict": True}
+
+
+@pytest.fixture
+def _no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: GraphLowering) -> None:
+        raise AssertionError("Inductor generates code")
+
+    monkeypatch.setattr(GraphLowering, "codegen", refuse)
+    monkeypatch.setattr(GraphLowering, "compile_to_module", refuse)
+
+
+def forward_plans(report: Report) -> list[Plan]:
+    return [plan for plan in report.plans if plan.phase == "forward"]
+
+
+def backward_plans(report: Report) -> list[Plan]:
+    return [plan for plan in report.plans if plan.phase == "backward"]
+
+
+class Broken(nn.Module):
+    """Three graph breaks; a buffer, an attribute and the random generator change in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.layers[0](self.norm(x))
+        torch._dynamo.graph_break()
+        x = self.layers[1](self.drop(x))
+        print("in the middle")
+        x = self.layers[2](x)
+        if x.sum() > 1e9:
+            x = x + 1
+        return self.layers[3](x).square().mean()
+
+
+@pytest.mark.usefixtures("_no_code")
+def test_three_graph_breaks_are_named_and_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = Broken(), torch.randn(4, 8)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = copy.deepcopy(model.state_dict()), {id(p.grad) for p in model.parameters()}
+    state, given = torch.get_rng_state(), x.clone()
+    report = amp_fx.explain(model, x, options=OFF)
+
+    lines = Path(__file__).read_text().splitlines()
+    breaks = ["torch._dynamo.graph_break()", 'print("in the middle")', "if x.sum() > 1e9:"]
+    numbers = [next(n for n, line in enumerate(lines, 1) if line.strip() == code) for code in breaks]
+    assert [reason.rpartition("[")[2] for reason in report.graph_breaks] == [
+        f"{__file__}:{n}]" for n in numbers
+    ]
+    screen = str(report).splitlines()
+    assert "graph breaks" in screen
+    assert all(any(reason[:60] in line for line in screen) for reason in report.graph_breaks)
+    assert len(screen) <= 25
+    assert (len(forward_plans(report)), len(backward_plans(report))) == (4, 4)
+    linears = Counter(row.dtype for plan in forward_plans(report) for row in plan.nodes if row.op == "linear")
+    assert linears == {torch.bfloat16: 4}
+
+    assert before[0].keys() == model.state_dict().keys()
+    assert all(torch.equal(before[0][name], value) for name, value in model.state_dict().items())
+    assert before[1] == {id(p.grad) for p in model.parameters()}
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (model.calls, model.training) == (0, True)
+    assert torch.equal(x, given)
+    assert x.grad is None
+
+
+@pytest.mark.usefixtures("_no_code")
+def test_the_report_of_gpt2_has_the_numbers_of_gpt2() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    # the signature of a config does not show the settings that it takes for its base class
+    settings: dict[str, Any] = {"attn_implementation": "eager", "use_cache": False}
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        settings[name] = 0.0
+    config = GPT2Config(
+        n_layer=1, n_embd=48, n_head=2, vocab_size=100, n_positions=32, bos_token_id=1, eos_token_id=1, **settings
+    )  # fmt: skip
+    model, ids = GPT2LMHeadModel(config), torch.randint(100, (2, 16))
+    model.loss_type = (
+        "ForCausalLM"  # otherwise transformers warns that it guesses, and the warning breaks the graph
+    )
+    report = amp_fx.explain(model, input_ids=ids, labels=ids, options=OFF)
+    assert len(str(report).splitlines()) <= 25
+
+    calls: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Conv1D" or isinstance(module, nn.Linear):
+            calls[name] += 1
+    found = {
+        row.module_path: row
+        for plan in forward_plans(report)
+        for row in plan.nodes
+        if row.op in ("addmm", "linear")
+    }
+    assert found.keys() == calls.keys()
+    assert {row.dtype for row in found.values()} == {torch.bfloat16}
+    assert report.to_dict()["summary"]["shares"]["bfloat16"]["flops"] > 0.9
+
+    counter = FlopCounterMode(display=False)
+    with counter:
+        loss = model(input_ids=ids, labels=ids).loss
+        forward = counter.get_total_flops()
+        loss.backward()
+    assert sum(row.flops for plan in forward_plans(report) for row in plan.nodes) == forward
+    backward = counter.get_total_flops() - forward
+    assert sum(row.flops for plan in backward_plans(report) for row in plan.nodes) == backward
+    ours, theirs = report.costs["amp_fx"], report.costs["torch.autocast"]
+    for cost in (ours, theirs):
+        assert cost.kernels is not None
+        assert 0 < cost.kernels <= cost.casts
+        assert cost.moved is not None
+        assert cost.kernel_bytes is not None
+        assert cost.kernel_bytes < cost.moved
+    # of the forward, every cast in the plan is a node of what Inductor gets
+    assert ours.casts >= sum(len(plan.casts) for plan in forward_plans(report))
+
+
+class Wide(nn.Module):
+    """Each weight is as large as a bucket may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return x
+
+
+@pytest.fixture
+def _one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_process", "_no_code")
+def test_a_compiled_ddp_model_is_explained_and_can_train_afterwards() -> None:
+    model = Wide()
+    # small buckets, so that Dynamo cuts the model into a graph for each
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    x = torch.randn(8, 512)
+    report = amp_fx.explain(torch.compile(ddp, backend="amp_fx"), x, options=OFF)
+    linears = [row for plan in forward_plans(report) for row in plan.nodes if row.op == "linear"]
+    assert [row.module_path for row in linears] == ["layers.0", "layers.1", "layers.2"]
+    assert {row.dtype for row in linears} == {torch.bfloat16}
+    assert len(forward_plans(report)) == len(backward_plans(report)) == 3
+    assert all("DDPOptimizer" in reason for reason in report.graph_breaks)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for _ in range(2):
+        ddp(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softmax(self.down(F.gelu(self.up(x))), -1)
+
+
+def low_linears(plans: list[Plan]) -> set[str]:
+    return {
+        row.module_path
+        for plan in plans
+        for row in plan.nodes
+        if row.op == "linear" and row.dtype is torch.bfloat16
+    }
+
+
+@pytest.mark.usefixtures("_no_code")
+def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScalingWarning)
+        report = amp_fx.explain(Net(), torch.randn(4, 8), options={**OFF, "dtype": "float16"})
+        scaled = amp_fx.explain(
+            Net(), torch.randn(4, 8), options={**OFF, "dtype": "float16", "scaler": "none"}
+        )
+    assert [row.kind for row in report.notes] == ["scaling"]
+    assert scaled.notes == []
+    assert "float16" in report.shares()
+
+
+def test_bad_options_and_plans_of_other_models_are_raised_as_they_are() -> None:
+    with pytest.raises(OptionsError, match="Unknown option 'polcy'"):
+        amp_fx.explain(Net(), torch.randn(4, 8), options={"polcy": "fast"})
+    with pytest.raises(PlanError, match=r"up linear\) is new"):
+        amp_fx.explain(Net(), torch.randn(4, 8), options={"plan": Plan()})
+
+
+def test_plan_files_are_replayed_by_torch_compile_and_share_no_cache(tmp_path: Path) -> None:
+    model, x = Net().requires_grad_(False), torch.randn(4, 8)
+    rules = {"rules": [{"module": "down", "precision": "fp32"}]}
+    files = {"both": tmp_path / "both.json", "up": tmp_path / "up.json"}
+    amp_fx.explain(model, x, options=OFF).plan.save(files["both"])
+    amp_fx.explain(model, x, options={**OFF, "policy": rules}).save(files["up"])
+    low = {"both": {"up", "down"}, "up": {"up"}}
+
+    def run(name: str) -> tuple[Tensor, list[Plan]]:
+        torch._dynamo.reset()
+        with amp_fx.record() as recording:
+            # no profile is given: by its own plan, so small a model stays in fp32
+            result = torch.compile(model, backend="amp_fx", options={"plan": str(files[name])})(x)
+        assert len(recording.reports) == 1
+        assert recording.reports[0].plan is recording.plans[0]
+        return result, recording.plans
+
+    with fresh_cache():
+        counters.clear()
+        results = {}
+        for name in ("both", "up"):
+            results[name], plans = run(name)
+            assert low_linears(plans) == low[name]
+            assert dtype_name(results[name].dtype) == "float32"
+        found = counters["inductor"]
+        assert (found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]) == (2, 0)
+        assert not torch.equal(results["both"], results["up"])
+        counters.clear()
+        for name in ("up", "both"):
+            again, plans = run(name)
+            assert low_linears(plans) == low[name]
+            assert torch.equal(again, results[name])
+        assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
+    def decisions(plan: Plan) -> list[tuple[Any, ...]]:
+        return [(row.module_path, row.op, row.op_class, row.dtype, row.reason) for row in plan.nodes]
+
+    model, x = Net(), torch.randn(4, 8)
+    explained = amp_fx.explain(model, x, options=OFF)
+    compiled: Callable[..., Tensor] = torch.compile(model, backend="amp_fx", options=OFF)
+    with amp_fx.record() as recording:
+        compiled(x).sum().backward()
+    (report,) = recording.reports
+    assert decisions(report.plan) == decisions(explained.plan)
+    # only explain asks Inductor which casts it fuses
+    assert all(cast.kernel is not None for cast in explained.plan.casts)
+    assert report.plan.casts == [replace(cast, kernel=None) for cast in explained.plan.casts]
+    assert report.plan.training
+    # the default, fp32 where nothing is gained, beside torch.autocast
+    assert list(report.compared()) == ["amp_fx", "torch.autocast"]
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()

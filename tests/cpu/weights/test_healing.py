@@ -1,0 +1,67 @@
+"""The Triton kernel of `amp_fx.weights.healing`, without a GPU: interpreted, and compiled for GPUs.
+
+Builds of torch for a CPU bring no Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs Triton, which builds of torch for GPUs bring")
+
+PROGRAM = Path(__file__).parents[2] / "healing.py"
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    """What the program says, with all of Triton interpreted: that is decided when it is imported."""
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAM)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize(
+    ("what", "looks"),
+    [("every write is healed", 8), ("low copies heal in place", 10), ("after an event elsewhere", 4)],
+)
+def test_copies_follow_their_weights(interpreted: dict[str, Any], what: str, looks: int) -> None:
+    assert interpreted[what] == [True] * looks
+
+
+def test_only_what_was_written_to_is_cast(interpreted: dict[str, Any]) -> None:
+    assert interpreted["chunks made again"] == 1
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_kernel_compiles_and_rounds_to_nearest(dtype: torch.dtype, capability: int) -> None:
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+
+    from amp_fx.weights import healing
+
+    constants = healing.constants(dtype, torch.bfloat16)
+    pointers = {"table": "*i64", "seen": f"*i{8 * dtype.itemsize}", "nonzero": "*i32", "everything": "i32"}
+    source = ASTSource(
+        fn=healing.heal_kernel,
+        signature={**pointers, **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=healing.OPTIONS)
+    assert compiled.asm["cubin"]
+    if dtype is not torch.bfloat16:
+        assert "cvt.rn.bf16" in compiled.asm["ptx"]

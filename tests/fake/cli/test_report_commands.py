@@ -1,0 +1,239 @@
+"""``python -m amp_fx explain | draw | histogram | diff``: models by name or file, JSON, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_fx
+from amp_fx import Report
+from amp_fx.cli.command import literal, paint
+from amp_fx.cli.entry import main
+
+MODULE = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), (torch.randn(6, 16),)
+
+def loss(outputs):
+    return outputs.square().mean()
+
+def with_loss():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+        def forward(self, x):
+            return self.linear(x).square().mean()
+    return Model(), (), {"x": torch.randn(3, 4)}
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module in the working directory, as a user has it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
+    (tmp_path / "user_models.py").write_text(MODULE)
+    yield
+    sys.modules.pop("user_models", None)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two reports, made once."""
+    torch._dynamo.reset()
+    folder = tmp_path_factory.mktemp("reports")
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), torch.randn(6, 16)
+    found = {}
+    for name, options in (("high", {}), ("low", {"profile": "off"})):
+        report = amp_fx.explain(model, x, options=options)
+        found[name] = str(report.save(folder / f"{name}.json"))
+    return found
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line that a command fails with."""
+    assert main(argv) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_model_is_explained_by_its_name_with_options_as_reports_print_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = "options={'profile': 'off'}"
+    assert (
+        main(["explain", "user_models:build", "--options", options, "--table", "-o", "r.json", "-o", "r.md"])
+        == 0
+    )
+    out, err = capsys.readouterr()
+    report = Report.load(tmp_path / "r.json")
+    assert out == f"{report}\n\n{report.table()}\n"
+    assert report.shares()["bfloat16"]["flops"] == 1.0
+    assert err == "wrote r.json\nwrote r.md\n"
+    assert (tmp_path / "r.md").read_text() == report.to_markdown()
+
+
+def test_a_pt2_file_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    program = torch.export.export(nn.Sequential(nn.Linear(16, 4)), (torch.randn(6, 16),))
+    torch.export.save(program, "model.pt2")
+    assert main(["explain", "model.pt2", "--options", '{"profile": "off"}', "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["summary"]["shares"]["bfloat16"]["flops"] == 1.0
+
+
+def test_reports_are_read_instead_of_models(
+    capsys: pytest.CaptureFixture[str], saved: dict[str, str]
+) -> None:
+    assert main(["explain", saved["low"], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == Report.load(saved["low"]).to_dict()
+    assert "options are for a MODEL" in error_of(
+        capsys, "explain", saved["low"], "--options", '{"strict": true}'
+    )
+
+
+def test_two_reports_are_compared(capsys: pytest.CaptureFixture[str], saved: dict[str, str]) -> None:
+    expected = Report.load(saved["high"]).diff(Report.load(saved["low"]))
+    assert main(["diff", saved["high"], saved["low"]]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert "0 linear (forward): float32 -> bfloat16" in str(expected)
+    assert main(["diff", saved["high"], saved["low"], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == expected.to_dict()
+
+
+def test_a_picture_is_drawn_and_marks_what_changed(
+    capsys: pytest.CaptureFixture[str], saved: dict[str, str], tmp_path: Path
+) -> None:
+    assert main(["draw", saved["low"], "-o", "new.html"]) == 0
+    assert main(["draw", saved["low"], "--against", saved["high"], "-o", "changed.html", "--json"]) == 0
+    assert capsys.readouterr().out == 'wrote new.html\n{"path": "changed.html"}\n'
+    new, changed = ((tmp_path / name).read_text() for name in ("new.html", "changed.html"))
+    first_line = str(Report.load(saved["high"]).diff(Report.load(saved["low"]))).splitlines()[0]
+    escaped = json.dumps(first_line)[1:-1].replace(">", "\\u003e")
+    assert escaped in changed
+    assert escaped not in new
+    assert "valid suffixes: .html" in error_of(capsys, "draw", saved["low"], "-o", "picture.jpg")
+
+
+def test_gradients_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["histogram", "user_models:build", "--loss", "user_models:loss", "-o", "numbers.json"]) == 0
+    out = capsys.readouterr().out
+    data = json.loads((tmp_path / "numbers.json").read_text())
+    assert f"= {data['loss_scale']:.0f}:" in out
+    assert main(["histogram", "user_models:with_loss", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["modules"].keys() == {"linear"}
+    assert "no loss" in error_of(capsys, "histogram", "user_models:build")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("user_models", "'user_models' is not of the form package.module:callable"),
+        ("no_such_module:build", "there is no module 'no_such_module'"),
+        ("user_models:buidl", "has no callable 'buidl'. Did you mean 'build'?"),
+        ("user_models:wrong", "user_models:wrong must return (model, args)"),
+        ("none.pt2", "there is no file 'none.pt2'"),
+        ("user_models.py.pt2", "is no program that torch.export.save wrote"),
+        ("none.json", "none.json"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.export")
+def test_a_model_that_is_not_there_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], model: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "user_models.py.pt2").write_text("no archive")
+    assert message in error_of(capsys, "explain", model)
+
+
+def test_bad_options_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean 'policy'" in error_of(
+        capsys, "explain", "user_models:build", "--options", '{"polcy": 1}'
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["explain"],
+        ["diff", "a.json"],
+        ["nonsense"],
+        ["explain", "m:f", "--options", "3"],
+        ["explain", "m:f", "-x"],
+    ],
+)
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(argv)
+    assert exit.value.code == 2
+    assert "usage: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["explain", "draw", "histogram", "diff"])
+def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([command, "--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    assert "package.module:callable" in text
+    assert text.count(f"python -m amp_fx {command} ") >= 3
+
+
+@pytest.mark.parametrize(
+    "text", ['{"dtype": "float16"}', "{'dtype': 'float16'}", "options={'dtype': 'float16'}"]
+)
+def test_options_are_read_as_json_and_as_reports_print_them(text: str) -> None:
+    assert literal(text) == {"dtype": "float16"}
+
+
+class Terminal:
+    def __init__(self, is_terminal: bool) -> None:
+        self.isatty = lambda: is_terminal
+
+
+@pytest.mark.parametrize(
+    ("environment", "terminal", "coloured"),
+    [({}, True, True), ({}, False, False), ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, True, False)],
+)
+def test_colours_are_for_terminals_that_want_them(
+    environment: dict[str, str], terminal: bool, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream: Any = Terminal(terminal)
+    text = paint("heading\n  row", stream)
+    assert text == ("\033[1mheading\033[0m\n  row" if coloured else "heading\n  row")
+
+
+def test_both_programs_find_modules_in_the_working_directory(saved: dict[str, str]) -> None:
+    script = Path(sys.executable).with_name("amp-fx")
+    for program in ([sys.executable, "-m", "amp_fx"], [str(script)]):
+        done = subprocess.run(
+            [*program, "histogram", "user_models:with_loss", "--json"],
+            env={**os.environ, "NO_COLOR": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["title"] == "Model"

@@ -1,0 +1,454 @@
+"""Export without compiling: what becomes of the graph, the signature, the weights, and of autocast."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+import amp_fx
+from amp_fx import AmpFxError, CaptureError, OptionsError, Plan
+from amp_fx.cli.entry import main
+from amp_fx.placement.profile import DeviceProfile
+from graphs import rewrite
+
+aten = torch.ops.aten
+
+#: torch.export copies its own call graph by deepcopy, which warns
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.norm = nn.LayerNorm(32)
+        self.second = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.norm(self.first(x))))
+
+
+class Tied(nn.Module):
+    """An embedding tied to the head, beside a table of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.positions = nn.Embedding(8, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1])))
+
+
+class Regions(nn.Module):
+    """Autocast and no_grad inside forward, nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.a(x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.b(x)
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = self.c(x)
+            with torch.autocast("cpu", enabled=False):
+                y = self.b(y.float())
+        return x + y
+
+
+class Counting(nn.Module):
+    """Writes to a buffer, and reads a constant and a buffer that is not saved."""
+
+    calls: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("scale", torch.full((16, 16), 0.3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.linear(x) @ self.scale + torch.tensor([2.0]) + self.calls
+
+
+def converted(model: nn.Module, *args: Any, **options: Any) -> ExportedProgram:
+    return amp_fx.export(model.eval(), args, profile="off", **options)
+
+
+def stored_dtypes(ep: ExportedProgram) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in ep.state_dict.items()}
+
+
+def casts(ep: ExportedProgram) -> Counter[tuple[torch.dtype, torch.dtype]]:
+    return Counter(
+        (node.args[0].meta["val"].dtype, node.meta["val"].dtype)  # type: ignore[union-attr]
+        for node in ep.graph.find_nodes(op="call_function", target=aten.to.dtype)
+    )
+
+
+def targets(ep: ExportedProgram) -> set[str]:
+    return {str(node.target) for node in ep.graph.nodes if node.op == "call_function"}
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def test_weights_of_matmuls_are_stored_low_and_their_casts_are_gone() -> None:
+    x = torch.randn(4, 16)
+    model = MLP()
+    ep = converted(model, x)
+    assert stored_dtypes(ep) == {
+        "first.weight": BF16,
+        "first.bias": BF16,
+        "norm.weight": FP32,
+        "norm.bias": FP32,
+        "second.weight": BF16,
+        "second.bias": BF16,
+    }
+    assert casts(ep) == {(FP32, BF16): 1, (BF16, FP32): 1}, "one for the input, one for the output"
+    assert all(value.dtype is FP32 for value in model.parameters()), "the model itself is not changed"
+
+
+def test_the_program_computes_what_autocast_computes_and_returns_the_dtypes_of_the_model() -> None:
+    x = torch.randn(64, 16)
+    model = MLP()
+    result = converted(model, x).module()(x)
+    with torch.autocast("cpu", BF16):
+        autocast = model(x)
+    exact = copy.deepcopy(model).double()(x.double())
+    assert result.dtype is FP32
+    assert error(result, exact) <= 1.1 * error(autocast, exact)
+    assert error(result, exact) > 10 * error(model(x), exact), "it really computes in bf16"
+
+
+def test_a_converted_program_validates_decomposes_and_survives_a_file() -> None:
+    x = torch.randn(4, 16)
+    ep = converted(MLP(), x)
+    ep.validate()
+    decomposed = ep.run_decompositions()
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    assert torch.equal(decomposed.module()(x), ep.module()(x))
+    assert torch.equal(loaded.module()(x), ep.module()(x))
+    assert stored_dtypes(loaded) == stored_dtypes(ep)
+
+
+def test_the_report_travels_in_the_file(tmp_path: Path) -> None:
+    ep = converted(MLP(), torch.randn(4, 16))
+    torch.export.save(ep, tmp_path / "mlp.pt2", extra_files=amp_fx.extra_files(ep))
+    files = {"amp_fx.json": ""}
+    torch.export.load(tmp_path / "mlp.pt2", extra_files=files)
+    plan = Plan.from_json(files["amp_fx.json"])
+    assert plan.ops_by_dtype()["linear"] == {"bfloat16": 2}
+    assert {given.name: given.dtype for given in plan.inputs if given.parameter}["p_first_weight"] is BF16
+    assert [given.name for given in plan.inputs if not given.parameter] == ["x"]
+
+
+def test_a_program_without_a_report_says_so() -> None:
+    with pytest.raises(AmpFxError, match=r"no report.*amp_fx\.export"):
+        amp_fx.extra_files(torch.export.export(MLP(), (torch.randn(4, 16),)))
+
+
+def test_low_precision_ends_on_request() -> None:
+    x = torch.randn(4, 16)
+    model = MLP()
+    ep = converted(model, x, keep_io_dtypes=False)
+    assert not casts(ep)
+    result = ep.module()(x.bfloat16())
+    assert result.dtype is BF16
+    assert error(result, model(x)) < 0.02
+    assert ep.example_inputs is not None
+    assert ep.example_inputs[0][0].dtype is BF16
+
+
+def test_a_tied_weight_is_stored_once_and_low_and_other_tables_stay_exact() -> None:
+    tokens = torch.randint(32, (2, 8))
+    model = Tied()
+    ep = converted(model, tokens)
+    assert stored_dtypes(ep) == {"embedding.weight": BF16, "positions.weight": FP32, "head.weight": BF16}
+    state = ep.state_dict
+    assert state["embedding.weight"].data_ptr() == state["head.weight"].data_ptr()
+    assert error(ep.module()(tokens), model(tokens)) < 0.02
+
+
+def test_tables_can_all_be_rounded_or_none() -> None:
+    tokens = torch.randint(32, (2, 8))
+    low = converted(Tied(), tokens, tables="low")
+    assert set(stored_dtypes(low).values()) == {BF16}
+    model = Tied()
+    kept = converted(model, tokens, tables="keep")
+    assert set(stored_dtypes(kept).values()) == {FP32}
+    with torch.autocast("cpu", BF16):
+        assert torch.equal(kept.module()(tokens).bfloat16(), model(tokens))
+
+
+def test_eager_numerics_round_no_table() -> None:
+    ep = converted(Tied(), torch.randint(32, (2, 8)), numerics="eager", tables="low")
+    assert set(stored_dtypes(ep).values()) == {FP32}
+
+
+def test_weights_beyond_fp16_are_refused_by_name() -> None:
+    model = MLP()
+    model.second.weight.data[3, 4] = -1e5
+    with pytest.raises(OptionsError, match=r"second\.weight \(largest magnitude 100000\).*bfloat16.*'clamp'"):
+        converted(model, torch.randn(4, 16), dtype="float16")
+    assert converted(model, torch.randn(4, 16), dtype="bfloat16").state_dict["second.weight"].dtype is BF16
+
+
+def test_weights_beyond_fp16_are_clamped_on_request() -> None:
+    model = MLP()
+    model.second.weight.data[3, 4] = -1e5
+    model.second.weight.data[0, 0] = float("inf")
+    weight = converted(model, torch.randn(4, 16), dtype="float16", weights_beyond_range="clamp").state_dict[
+        "second.weight"
+    ]
+    assert weight[3, 4].item() == torch.finfo(FP16).min
+    assert weight[0, 0].item() == float("inf"), "what was infinite stays so"
+
+
+def test_weights_beyond_fp16_stay_in_fp32_with_their_op_on_request() -> None:
+    model, x = MLP(), torch.randn(4, 16)
+    model.second.weight.data[3, 4] = -1e5
+    ep = converted(model, x, dtype="float16", weights_beyond_range="keep")
+    assert stored_dtypes(ep)["second.weight"] is FP32
+    assert stored_dtypes(ep)["first.weight"] is FP16
+    assert error(ep.module()(x), model(x)) < 0.01
+
+
+def test_autocast_inside_forward_is_honoured_and_leaves_no_higher_order_op() -> None:
+    x = torch.randn(4, 16)
+    model = Regions()
+    stock = torch.export.export(model.eval(), (x,))
+    assert {"wrap_with_autocast", "wrap_with_set_grad_enabled"} <= targets(stock), (
+        "or there is nothing to test"
+    )
+    ep = amp_fx.convert(stock, profile="off")
+    assert all(name.startswith("aten.") for name in targets(ep))
+    dtypes = [
+        row.dtype for row in Plan.from_json(amp_fx.extra_files(ep)["amp_fx.json"]).nodes if row.op == "linear"
+    ]
+    assert dtypes == [BF16, FP32, FP16, FP32]
+    assert stored_dtypes(ep) | {"b.weight": FP32, "b.bias": FP32} == stored_dtypes(ep)
+    assert error(ep.module()(x), model(x)) < 0.02
+
+
+def test_an_export_under_autocast_computes_what_the_model_computes_there() -> None:
+    x, model = torch.randn(4, 16), MLP().eval()
+    with torch.autocast("cpu", FP16):
+        expected = model(x)
+        ours = amp_fx.export(model, (x,), profile="off")
+        stock = torch.export.export(model, (x,))
+    assert stock.module()(x).dtype is FP32, "stock torch loses the autocast, or there is nothing to test"
+    for ep in (ours, amp_fx.convert(stock, profile="off")):
+        result = ep.module()(x)
+        assert result.dtype is expected.dtype is FP16
+        assert error(result, expected) < 1e-3
+        assert stored_dtypes(ep)["first.weight"] is FP16
+
+
+def test_autocast_around_convert_changes_nothing() -> None:
+    x = torch.randn(4, 16)
+    stock = torch.export.export(MLP().eval(), (x,))
+    with torch.autocast("cpu", FP16):
+        ep = amp_fx.convert(stock, profile="off")
+    assert stored_dtypes(ep)["first.weight"] is BF16
+
+
+def test_metadata_that_no_autocast_explains_is_refused_with_the_fix() -> None:
+    ep = torch.export.export(MLP().eval(), (torch.randn(4, 16),))
+    relu = next(node for node in ep.graph.nodes if node.target is aten.relu.default)
+    relu.meta["val"] = relu.meta["val"].to(BF16)
+    with pytest.raises(CaptureError, match=r"relu is recorded as torch.bfloat16.*amp_fx\.export"):
+        amp_fx.convert(ep)
+
+
+def test_buffers_constants_and_what_is_not_saved_survive() -> None:
+    x = torch.randn(4, 16)
+    ep = converted(Counting(), x)
+    assert ep.state_dict["calls"].dtype is FP32
+    scale = ep.constants["scale"]
+    assert isinstance(scale, Tensor)
+    assert scale.dtype is BF16, "a constant that a matmul reads is stored low, too"
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    file.seek(0)
+    module = torch.export.load(file).module()
+    first, second = module(x), module(x)
+    torch.testing.assert_close(second - first, torch.ones_like(first))
+    assert module.get_buffer("calls").item() == 2
+
+
+def test_in_place_writes_through_views_survive_a_program_from_a_file() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            y[:, :8].add_(1)
+            y[0].mul_(2)
+            return y @ y.T
+
+    x = torch.randn(4, 16)
+    model = Writes().eval()
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (x,)), file)
+    file.seek(0)
+    ep = amp_fx.convert(torch.export.load(file), profile="off")
+    assert error(ep.module()(x), model(x)) < 0.02
+
+
+def test_a_dynamic_batch_stays_dynamic_and_bounded() -> None:
+    x = torch.randn(4, 3, 16)
+    batch = Dim("batch", min=2, max=32)
+    stock = torch.export.export(nn.Linear(16, 8, bias=False), (x,), dynamic_shapes=({0: batch},))
+    ep = amp_fx.convert(stock, profile="off")
+    assert ep.range_constraints == stock.range_constraints
+    assert len(ep.range_constraints) == 1
+    assert ep.module()(torch.randn(7, 3, 16)).shape == (7, 3, 8)
+    with pytest.raises(AssertionError, match="32"):
+        ep.module()(torch.randn(33, 3, 16))
+
+
+def test_branches_of_cond_are_rewritten_and_return_their_dtypes() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda x: self.linear(x), lambda x: x.sin(), (x,))
+
+    x = torch.rand(4, 16)
+    model = Branches().eval()
+    ep = converted(model, x)
+    rows = Plan.from_json(amp_fx.extra_files(ep)["amp_fx.json"]).nodes
+    assert [row.dtype for row in rows if row.op == "linear"] == [BF16]
+    assert ep.module()(x).dtype is FP32
+    assert error(ep.module()(x), model(x)) < 0.02
+    assert torch.equal(ep.module()(-x), (-x).sin())
+
+
+def test_a_decomposed_program_is_converted_too() -> None:
+    x = torch.randn(4, 16)
+    model = MLP().eval()
+    ep = amp_fx.convert(torch.export.export(model, (x,)).run_decompositions(), profile="off")
+    assert stored_dtypes(ep)["first.weight"] is BF16
+    assert error(ep.module()(x), model(x)) < 0.02
+
+
+@pytest.fixture
+def fast_bf16(tmp_path: Path) -> str:
+    """A profile on which bf16 is four times as fast as fp32."""
+    peak = {"float32": 1e11, "bfloat16": 4e11, "float16": 1e9}
+    path = tmp_path / "profile.json"
+    DeviceProfile("made up", "cpu", peak, bandwidth=3e10, launch=5e-6).save(path)
+    return str(path)
+
+
+def test_weights_cost_no_cast_when_the_profile_decides(fast_bf16: str) -> None:
+    """Casting the weight at each call would cost more than this matmul gains."""
+    model, x = nn.Linear(512, 512), torch.randn(1, 512)
+    assert stored_dtypes(amp_fx.export(model.eval(), (x,), profile=fast_bf16))["weight"] is BF16
+    plan = rewrite(model, x, options={"profile": fast_bf16}).plan
+    assert plan.ops_by_dtype()["linear"] == {"float32": 1}
+
+
+def test_a_program_that_stays_in_fp32_says_so(fast_bf16: str, caplog: pytest.LogCaptureFixture) -> None:
+    ep = amp_fx.export(nn.Linear(2, 2).eval(), (torch.randn(2, 2),), profile=fast_bf16)
+    assert stored_dtypes(ep)["weight"] is FP32
+    assert "nothing runs in torch.bfloat16" in caplog.text
+    assert "profile='off'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtyp": "float16"}, r"'dtyp' for export.*Did you mean 'dtype'"),
+        ({"scaler": "default"}, r"'scaler' for export"),
+        ({"max_autotune": True}, r"aoti_compile_and_package"),
+        ({"tables": "lo"}, r"tables 'lo'; valid: 'tied', 'low', 'keep'"),
+        ({"weights_beyond_range": "ignore"}, r"valid: 'raise', 'clamp', 'keep'"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        amp_fx.export(MLP(), (torch.randn(4, 16),), **options)
+
+
+SCRIPT = """
+import torch
+
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)), torch.randn(2, 64)
+
+def make_one():
+    return torch.nn.Linear(64, 64), (torch.randn(1, 64),), {}
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "exported_by_a_test.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_the_command_writes_a_program_with_its_report(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "export exported_by_a_test:make -o model.pt2 --dynamic-batch --profile off --dtype float16"
+    assert main(command.split()) == 0
+    assert re.search(r"wrote model.pt2, \d+\.\d MB: its weights take 0.50 of", capsys.readouterr().out)
+    files = {"amp_fx.json": ""}
+    ep = torch.export.load("model.pt2", extra_files=files)
+    assert Plan.from_json(files["amp_fx.json"]).ops_by_dtype()["linear"] == {"float16": 1}
+    x = torch.randn(5, 64)
+    assert torch.equal(ep.module()(x), ep.module()(x)), "in evaluation mode: no dropout"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("exported_by_a_test:wrong", r"must return \(model, args\).*got int"),
+        ("exported_by_a_test:mak", r"no callable 'mak'. Did you mean 'make'"),
+        ("no_such_module_here:make", r"no module 'no_such_module_here'"),
+        ("exported_by_a_test", r"package.module:callable"),
+        ("exported_by_a_test:make -o model.bin", r"end in .pt2"),
+        ("exported_by_a_test:make_one --dynamic-batch", r"batch of at least 2; got shape \(1, 64\)"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    script: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    assert main(["export", *arguments.split()]) == 1
+    out = capsys.readouterr().err
+    assert re.search(message, out), out

@@ -1,0 +1,431 @@
+"""A Dynamo graph becomes pre-dispatch ATen: same calls, same inputs, autocast as facts about nodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from amp_fx import CaptureError
+from amp_fx._torch import enable_autocast
+from amp_fx.graphs.capture import OUTPUT_META, REGION_META, capture
+from amp_fx.graphs.facts import module_path, source_line
+from amp_fx.graphs.regions import ambient_regions
+from graphs import captured, check, dynamo_graph, rewrite
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.heads = nn.ModuleDict({"class": nn.Linear(8, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.heads["class"](x)
+
+
+def ops(gm: fx.GraphModule) -> list[str]:
+    return [n.target.name() for n in gm.graph.nodes if isinstance(n.target, OpOverload)]
+
+
+def node(gm: fx.GraphModule, name: str) -> fx.Node:
+    return next(n for n in gm.graph.nodes if n.name == name)
+
+
+def enabled(gm: fx.GraphModule, name: str) -> bool:
+    return node(gm, name).meta[REGION_META]["cpu"].enabled
+
+
+# ---- the graph itself ----
+
+
+def test_a_capture_has_one_call_per_dynamo_call() -> None:
+    gm = dynamo_graph(Net(), torch.randn(2, 8))
+    traced = capture(gm, ambient_regions({"cpu": BF16}))
+    assert len(traced.graph.nodes) == len(gm.graph.nodes)
+    block = ["aten::layer_norm", "aten::linear", "aten::gelu", "aten::linear", "aten::add.Tensor"]
+    assert ops(traced) == [*block, *block, "aten::linear"]
+
+
+def test_every_call_carries_its_fake_value_and_region() -> None:
+    traced = captured(Net(), torch.randn(2, 8))
+    calls = [n for n in traced.graph.nodes if n.op == "call_function"]
+    assert all(n.meta["val"].dtype is torch.float32 for n in calls)
+    assert all(n.meta[REGION_META].keys() == {"cpu"} for n in calls)
+
+
+def test_placeholders_keep_name_order_target_and_metadata() -> None:
+    gm = dynamo_graph(Net(), torch.randn(2, 8))
+    traced = capture(gm, ambient_regions({"cpu": BF16}))
+    originals = gm.graph.find_nodes(op="placeholder")
+    copies = traced.graph.find_nodes(op="placeholder")
+    assert [(n.name, n.target) for n in copies] == [(n.name, n.target) for n in originals]
+    for new, old in zip(copies, originals, strict=True):
+        assert new.meta.items() >= old.meta.items()
+        assert new._dynamo_source is old._dynamo_source
+    assert traced._param_name_to_source == gm._param_name_to_source
+    assert traced.meta.items() >= gm.meta.items()
+
+
+def test_capturing_leaves_dynamos_graph_as_it_was() -> None:
+    gm = dynamo_graph(Net(), torch.randn(2, 8))
+    code = gm.code
+    before = {n: (n.name, n.target, copy.copy(n.meta)) for n in gm.graph.nodes}
+    capture(gm, ambient_regions({"cpu": BF16}))
+    assert gm.code == code
+    assert {n: (n.name, n.target, n.meta) for n in gm.graph.nodes} == before
+
+
+def test_a_capture_returns_what_the_program_returns() -> None:
+    model, x = Net(), torch.randn(2, 8)
+    gm = dynamo_graph(model, x)
+    traced = capture(gm, ambient_regions({"cpu": BF16}))
+    given = {"L_x_": x, "L_args_0_": x}
+    parameters = iter(model.parameters())
+    inputs = [given.get(n.target) for n in traced.graph.find_nodes(op="placeholder")]
+    # Dynamo lifts parameters in order of use, which for this model is their order of registration
+    inputs = [next(parameters) if value is None else value for value in inputs]
+    torch.testing.assert_close(traced(*inputs)[0], model(x))
+
+
+def test_traced_dtypes_of_outputs_are_recorded() -> None:
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        return x.to(BF16), x.argmax(), x.double(), x + 1
+
+    traced = captured(program, torch.randn(4))
+    assert traced.graph.output_node().meta[OUTPUT_META] == [
+        [BF16],
+        [torch.int64],
+        [torch.float64],
+        [torch.float32],
+    ]
+
+
+def test_a_conversion_that_does_nothing_keeps_a_value_of_its_own() -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.to(torch.float32)
+        return wide.exp(), x @ w
+
+    traced = captured(program, torch.randn(4, 4), torch.randn(4, 4))
+    exp, matmul = node(traced, "exp"), node(traced, "matmul")
+    assert exp.all_input_nodes[0].target is torch.ops.aten.to.dtype
+    assert matmul.all_input_nodes[0].op == "placeholder"
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda x: x.float(),
+        lambda x: x.contiguous(),
+        lambda x: F.dropout(x, 0.5, training=False),
+        lambda x: x.to("cpu"),
+        lambda x: x.expand(4, 4),
+    ],
+    ids=["float", "contiguous", "dropout in eval", "device", "expand"],
+)
+def test_no_op_calls_do_not_capture_later_uses_of_their_argument(convert: Callable[[Tensor], Tensor]) -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return convert(x).exp(), x @ w
+
+    traced = captured(program, torch.randn(4, 4), torch.randn(4, 4))
+    assert node(traced, "matmul").all_input_nodes[0].op == "placeholder"
+
+
+def test_an_in_place_call_stays_the_value_that_later_calls_read() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        y.relu_()
+        return y + 1
+
+    traced = captured(program, torch.randn(4, 4), torch.randn(4, 4))
+    assert ops(traced) == ["aten::matmul", "aten::relu_", "aten::add.Tensor"]
+    assert node(traced, "add").all_input_nodes == [node(traced, "relu_")]
+
+
+def test_switching_gradients_off_inside_the_program_is_kept() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax()
+        return (x @ w) * scale
+
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    traced = captured(program, x, w)
+    switches = [n.args for n in traced.graph.nodes if n.target is torch._C._set_grad_enabled]
+    assert switches == [(False,), (True,)]
+    # native promotion: a 0-d fp32 scale leaves the bf16 product in bf16
+    check(program, x, w, casts={("float32", "bfloat16"): 2, ("bfloat16", "float32"): 1})
+
+
+def test_symbolic_sizes_stay_placeholders_and_arithmetic() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).reshape(x.shape[0] * 2, -1) / x.shape[0]
+
+    traced = captured(program, torch.randn(6, 8), torch.randn(8, 8), dynamic=True)
+    symbols = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
+    assert any(isinstance(value, torch.SymInt) for value in symbols)
+    assert isinstance(node(traced, "matmul").meta["val"].shape[0], torch.SymInt)
+
+
+# ---- autocast ----
+
+
+def test_no_casts_are_recorded_under_an_ambient_autocast() -> None:
+    traced = captured(Net(), torch.randn(2, 8), ambient=BF16)
+    assert "aten::to.dtype" not in ops(traced)
+    region = node(traced, "linear").meta[REGION_META]["cpu"]
+    assert (region.enabled, region.dtype, region.by_user) == (True, BF16, True)
+
+
+def test_traced_dtypes_under_an_ambient_autocast_are_autocasts() -> None:
+    traced = captured(Net(), torch.randn(2, 8), ambient=FP16)
+    assert node(traced, "linear").meta["val"].dtype is FP16
+    assert node(traced, "add").meta["val"].dtype is torch.float32
+    assert traced.graph.output_node().meta[OUTPUT_META] == [[FP16]]
+
+
+def test_regions_inside_the_program_become_facts_about_nodes() -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        a = x @ w
+        with torch.autocast("cpu", FP16):
+            b = x @ w
+            with torch.autocast("cpu", enabled=False):
+                c = x @ w
+            d = x @ w
+        return a, b, c, d, x @ w
+
+    traced = captured(program, torch.randn(4, 4), torch.randn(4, 4))
+    assert ops(traced) == ["aten::matmul"] * 5
+    regions = [n.meta[REGION_META]["cpu"] for n in traced.graph.nodes if n.name.startswith("matmul")]
+    assert [(r.enabled, r.dtype, r.by_user) for r in regions] == [
+        (True, BF16, False),
+        (True, FP16, True),
+        (False, FP16, True) if regions[2].dtype is FP16 else (False, BF16, True),
+        (True, FP16, True),
+        (True, BF16, False),
+    ]
+    assert [n.meta["val"].dtype for n in traced.graph.nodes if n.name.startswith("matmul")] == [
+        torch.float32,
+        FP16,
+        torch.float32,
+        FP16,
+        torch.float32,
+    ]
+
+
+def test_an_island_inside_an_ambient_autocast_is_traced_in_its_own_dtypes() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        with torch.autocast("cpu", enabled=False):
+            return y.float() @ w
+
+    traced = captured(program, torch.randn(4, 4), torch.randn(4, 4), ambient=BF16)
+    assert enabled(traced, "matmul")
+    assert not enabled(traced, "matmul_1")
+    assert node(traced, "matmul_1").meta["val"].dtype is torch.float32
+
+
+def test_capturing_leaves_the_threads_autocast_state_alone() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", FP16):
+            return x @ w
+
+    gm = dynamo_graph(program, torch.randn(4, 4), torch.randn(4, 4))
+    with enable_autocast("cpu", True, BF16):
+        capture(gm, ambient_regions({"cpu": BF16}))
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is BF16
+    capture(gm, ambient_regions({"cpu": FP16}))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# ---- higher-order ops and functorch ----
+
+
+def body(gm: fx.GraphModule) -> fx.GraphModule:
+    (found,) = (m for m in gm.modules() if isinstance(m, fx.GraphModule) and m is not gm)
+    return found
+
+
+def test_checkpoint_bodies_are_captured_too() -> None:
+    block = Block()
+
+    def program(x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+    x = torch.randn(2, 8, requires_grad=True)
+    traced = captured(program, x)
+    assert ops(body(traced)) == [
+        "aten::layer_norm",
+        "aten::linear",
+        "aten::gelu",
+        "aten::linear",
+        "aten::add.Tensor",
+    ]
+    assert enabled(body(traced), "linear")
+
+
+def test_a_checkpoint_body_stands_in_the_region_around_its_call() -> None:
+    block = Block()
+
+    def program(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", FP16):
+            return checkpoint(block, x, use_reentrant=False)
+
+    traced = captured(program, torch.randn(2, 8, requires_grad=True))
+    region = node(body(traced), "linear").meta[REGION_META]["cpu"]
+    assert (region.enabled, region.dtype, region.by_user) == (True, FP16, True)
+
+
+def test_a_checkpointed_block_is_rewritten_inside() -> None:
+    block = Block()
+
+    def program(x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+    check(
+        program,
+        torch.randn(2, 8, requires_grad=True),
+        # the norm's output, two weights and two biases go down; add of fp32 and bf16 needs no cast
+        casts={("float32", "bfloat16"): 5},
+        dtypes={"linear": "bfloat16", "gelu": "bfloat16", "add": "float32", "layer_norm": "float32"},
+        reference=torch.float32,
+    )
+
+
+def test_both_branches_of_cond_are_captured() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda a, b: a @ b, lambda a, b: a - b, (x, w))
+
+    rewritten = check(
+        program,
+        torch.ones(4, 4),
+        torch.ones(4, 4),
+        casts={("float32", "bfloat16"): 2, ("bfloat16", "float32"): 1},
+        dtypes={"matmul": "bfloat16", "sub": "float32"},
+    )
+    assert rewritten.one("matmul").name.startswith("cond_true_0.")
+
+
+def test_a_vmap_region_is_copied_and_its_result_is_rewritten_again() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        shifted = torch.vmap(lambda row: row - row.mean())(x)
+        return shifted @ w
+
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    rewritten = check(
+        program,
+        x,
+        w,
+        casts={("float32", "bfloat16"): 2, ("bfloat16", "float32"): 1},
+        dtypes={"matmul": "bfloat16"},
+    )
+    raw = [row for row in rewritten.plan.nodes if row.reason.startswith("not an ATen op")]
+    assert len(raw) > 3
+
+
+def test_a_body_that_cannot_be_captured_inside_autocast_is_an_error() -> None:
+    def program(q: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            return flex_attention(q, q, q)  # the line to name
+
+    gm = dynamo_graph(program, torch.randn(1, 2, 16, 16))
+    with pytest.raises(CaptureError, match=r"flex_attention inside torch\.autocast cannot be rewritten"):
+        capture(gm, ambient_regions({"cpu": BF16}))
+
+
+# ---- words for people ----
+
+
+def test_source_line_is_the_users_innermost_line() -> None:
+    traced = captured(Block(), torch.randn(2, 8))
+    line = source_line(node(traced, "gelu"))
+    assert line.startswith(f"{Path(__file__)}:")
+    assert line.endswith("return x + self.down(F.gelu(self.up(self.norm(x))))")
+
+
+def test_module_paths_are_those_of_named_modules() -> None:
+    rewritten = rewrite(Net(), torch.randn(2, 8))
+    paths = {row.name: row.module_path for row in rewritten.plan.nodes if row.op == "linear"}
+    names = dict(Net().named_modules())
+    assert list(paths.values()) == [
+        "blocks.0.up",
+        "blocks.0.down",
+        "blocks.1.up",
+        "blocks.1.down",
+        "heads.class",
+    ]
+    assert set(paths.values()) <= names.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("L['self'].encoder._modules['layer']._modules['0'].attention", "encoder.layer.0.attention"),
+        ("L['self']._modules['module'].blocks._modules['3']", "module.blocks.3"),
+        ("L['model'].head", "head"),
+        ("L['self'].heads['class']", "heads.class"),
+        ("L['fn']", ""),
+        ("G['model'].linear", "linear"),
+    ],
+)
+def test_module_paths_are_read_off_dynamos_source(path: str, expected: str) -> None:
+    made = fx.Graph().placeholder("x")
+    made.meta["nn_module_stack"] = {"outer": ("L['self']", nn.Module), "inner": (path, nn.Module)}
+    assert module_path(made) == expected
+
+
+def test_a_node_outside_any_module_has_no_path() -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.exp()
+
+    assert rewrite(program, torch.randn(4)).one("exp").module_path == ""
+
+
+def test_a_program_that_fails_under_tracing_names_node_and_line() -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.exp()  # the line to name
+
+    gm = dynamo_graph(program, torch.randn(4))
+
+    gm.graph.find_nodes(op="call_method", target="exp")[0].target = "no_such_method"
+    with pytest.raises(
+        CaptureError, match=r"cannot trace exp \(.*test_capture\.py:\d+: return x\.exp\(\)"
+    ) as info:
+        capture(gm, ambient_regions({"cpu": BF16}))
+    assert isinstance(info.value.__cause__, AttributeError)
+
+
+def test_a_graph_that_dynamo_did_not_make_is_an_error() -> None:
+    gm = fx.symbolic_trace(nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match="was the graph made by Dynamo"):
+        capture(gm, ambient_regions({"cpu": BF16}))
+
+
+def test_a_graph_without_tensor_inputs_is_an_error() -> None:
+    def program() -> Tensor:
+        return torch.ones(4).exp()
+
+    with pytest.raises(CaptureError, match="no tensor input"):
+        captured(program)

@@ -1,0 +1,164 @@
+"""A broken graph is an error at compile time that names node and line; so is a failing pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from amp_fx import PassError, VerifyError
+from amp_fx.passes import PIPELINE, FuseCasts, Pass, PassContext, PassResult, Verify, run_passes
+from amp_fx.plans.plan import node_plan
+from graphs import captured, rewrite, run_until
+
+aten = torch.ops.aten
+BF16 = torch.bfloat16
+
+
+def program(x: Tensor, w: Tensor) -> Tensor:
+    return torch.matmul(x, w).exp()  # the line to name
+
+
+def ready() -> tuple[fx.GraphModule, fx.Node]:
+    """A graph that only lacks its verification, and its matmul."""
+    gm = run_until(FuseCasts, program, torch.randn(4, 4), torch.randn(4, 4)).gm
+    (matmul,) = gm.graph.find_nodes(op="call_function", target=aten.matmul.default)
+    return gm, matmul
+
+
+def verify(gm: fx.GraphModule) -> PassResult:
+    return Verify().call(gm, PassContext())
+
+
+def test_a_sound_graph_passes_unchanged() -> None:
+    gm, _ = ready()
+    before = str(gm.graph)
+    assert verify(gm).changed == 0
+    assert str(gm.graph) == before
+
+
+def test_arguments_whose_dtypes_disagree_are_named() -> None:
+    gm, matmul = ready()
+    matmul.args = (matmul.args[0], gm.graph.find_nodes(op="placeholder")[1])
+    with pytest.raises(VerifyError) as info:
+        verify(gm)
+    message = str(info.value)
+    # fake tensors run this; a kernel would not
+    assert message.startswith("matmul (matmul) is planned as torch.bfloat16 but takes l_w_ in torch.float32")
+    assert message.endswith("return torch.matmul(x, w).exp()  # the line to name]")
+
+
+def test_a_call_that_does_not_run_is_named() -> None:
+    gm, matmul = ready()
+    (exp,) = gm.graph.find_nodes(op="call_function", target=aten.exp.default)
+    exp.target, exp.args = aten.lerp.Scalar, (matmul, gm.graph.find_nodes(op="placeholder")[1], 0.5)
+    with pytest.raises(VerifyError) as info:
+        verify(gm)
+    message = str(info.value)
+    assert message.startswith(
+        "exp = aten.lerp.Scalar(matmul: torch.bfloat16, l_w_: torch.float32) does not run: "
+    )
+    assert message.endswith("# the line to name]")
+
+
+def test_metadata_that_lies_is_named() -> None:
+    gm, matmul = ready()
+    matmul.meta["val"] = matmul.meta["val"].float()
+    with pytest.raises(
+        VerifyError, match=r"matmul gives \[torch\.bfloat16\], its metadata says \[torch\.float32\]"
+    ):
+        verify(gm)
+
+
+def test_a_dtype_other_than_the_planned_one_is_named() -> None:
+    gm, matmul = ready()
+    plan = node_plan(matmul)
+    assert plan is not None
+    plan.dtype = torch.float16
+    with pytest.raises(
+        VerifyError, match=r"matmul \(matmul\) is planned as torch\.float16 but gives torch\.bfloat16"
+    ):
+        verify(gm)
+
+
+def test_an_output_that_is_not_what_dynamo_traced_is_named() -> None:
+    gm, matmul = ready()
+    gm.graph.output_node().args = ((matmul,),)
+    with pytest.raises(
+        VerifyError,
+        match=r"output matmul has dtypes \[.*bfloat16\], Dynamo traced \[.*float32\] \[.*the line to name\]",
+    ):
+        verify(gm)
+
+
+# ---- the runner ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Pass):
+    """Fails as a bug would."""
+
+    name: ClassVar[str] = "broken"
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """Fails."""
+        raise ZeroDivisionError("by accident")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangle(Pass):
+    """Leaves a graph that does not lint."""
+
+    name: ClassVar[str] = "tangle"
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """Uses a value before it is made."""
+        first, *_ = gm.graph.find_nodes(op="call_function", target=aten.matmul.default)
+        (last,) = gm.graph.find_nodes(op="call_function", target=aten.exp.default)
+        first.args = (last, last)
+        return PassResult(gm, 1, "tangled")
+
+
+def test_the_runner_names_the_failing_pass_and_those_before_it() -> None:
+    gm = captured(program, torch.randn(4, 4), torch.randn(4, 4))
+    pipeline = (*PIPELINE[:2], Broken())
+    with pytest.raises(
+        PassError,
+        match=r"pass 'broken' failed after \['pin-dtypes', 'classify'\]: ZeroDivisionError: by accident",
+    ) as info:
+        run_passes(gm, pipeline, PassContext())
+    assert isinstance(info.value.__cause__, ZeroDivisionError)
+
+
+def test_the_runner_lints_after_every_pass() -> None:
+    gm = captured(program, torch.randn(4, 4), torch.randn(4, 4))
+    with pytest.raises(PassError, match=r"pass 'tangle' failed after no other pass"):
+        run_passes(gm, (Tangle(),), PassContext())
+
+
+@pytest.mark.parametrize("step", [step for step in PIPELINE if step.needs], ids=lambda step: step.name)
+def test_a_pass_without_what_it_needs_is_refused(step: Pass) -> None:
+    gm = captured(program, torch.randn(4, 4), torch.randn(4, 4))
+    before = [other for other in PIPELINE[: PIPELINE.index(step)] if not other.ensures & step.needs]
+    # those left may now lack something themselves; the pipeline is refused either way
+    with pytest.raises(PassError, match=r"pass '.*' needs \[.*\], which no pass before it ensures"):
+        run_passes(gm, (*before, step), PassContext())
+
+
+def test_every_pass_documents_itself_with_the_graph_before_and_after() -> None:
+    for step in PIPELINE:
+        text = type(step).__doc__ or ""
+        assert "::" in text, step.name
+        assert step.name == step.name.lower().replace("_", "-")
+
+
+def test_the_same_program_gives_the_same_graph_every_time() -> None:
+    graphs = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        graphs.append(rewrite(program, torch.randn(4, 4), torch.randn(4, 4)))
+    assert graphs[0].gm.code == graphs[1].gm.code
+    assert graphs[0].plan == graphs[1].plan

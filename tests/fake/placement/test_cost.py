@@ -1,0 +1,168 @@
+"""What the cost model believes about Inductor, checked against what Inductor says it would move.
+
+Each program has its casts written out. ``n`` is the number of elements of its only activation, ``w`` of its
+weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
+from amp_fx.placement.cost import CostModel
+from amp_fx.placement.profile import DeviceProfile
+from benchmarks.counts import counting
+from graphs import captured
+
+BF16 = torch.bfloat16
+ROWS, WIDTH = 64, 32
+N, W = ROWS * WIDTH, WIDTH * WIDTH
+
+
+def moved(program: Callable[..., Tensor], *args: Tensor) -> int:
+    """Bytes that Inductor's kernels for the program read and write."""
+    torch._dynamo.reset()
+    with counting() as counter, torch.no_grad():
+        torch.compile(program, backend="inductor", fullgraph=True)(*args)
+    return counter.total.bytes_moved
+
+
+def x(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(ROWS, WIDTH).to(dtype)
+
+
+def w(dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(WIDTH, WIDTH).to(dtype)
+
+
+#: a matmul in bf16: operands read, result written
+MATMUL = 2 * (N + W + N)
+
+
+def test_a_cast_in_front_of_a_matmul_is_a_kernel_where_the_value_is_an_input() -> None:
+    assert moved(lambda x, w: x.to(BF16) @ w, x(), w()) == (4 + 2) * N + MATMUL
+
+
+def test_a_cast_between_two_matmuls_is_a_kernel() -> None:
+    first = 4 * (N + W + N)
+    assert moved(lambda x, v, w: (x @ v).to(BF16) @ w, x(), w(torch.float32), w()) == first + 6 * N + MATMUL
+
+
+def test_a_cast_behind_arithmetic_is_part_of_its_kernel() -> None:
+    # only the bf16 copy is written: no fp32 result reaches memory
+    assert moved(lambda x, w: torch.sin(x).to(BF16) @ w, x(), w()) == 4 * N + 2 * N + MATMUL
+
+
+def test_both_copies_of_a_value_are_written_where_both_are_read_from_memory() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        # a softmax, because Inductor would rather compute a sine twice than write it
+        y = torch.softmax(x, -1)
+        return y.to(BF16) @ w + y
+
+    softmax = 4 * N + 4 * N + 2 * N
+    add = 2 * N + 4 * N + 4 * N
+    row_statistics = 2 * 4 * ROWS
+    assert moved(program, x(), w()) == softmax + row_statistics + MATMUL + add
+
+
+def test_a_cast_in_front_of_arithmetic_is_part_of_its_kernel() -> None:
+    assert moved(lambda x, w: torch.sin((x @ w).float()), x(BF16), w()) == MATMUL + 2 * N + 4 * N
+
+
+def test_a_view_between_cast_and_matmul_moves_nothing() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sin(x).to(BF16).reshape(ROWS // 2, 2, WIDTH).flatten(0, 1) @ w
+
+    assert moved(program, x(), w()) == 4 * N + 2 * N + MATMUL
+
+
+def test_a_table_cast_in_front_of_a_lookup_alone_is_part_of_the_lookup() -> None:
+    # so that where the cast stands is a tie for an unshared table, which bytes cast then decide
+    tokens = torch.zeros(ROWS, dtype=torch.long)
+
+    def before(table: Tensor, tokens: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(tokens, table.to(BF16)) @ w
+
+    def after(table: Tensor, tokens: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(tokens, table).to(BF16) @ w
+
+    table = torch.randn(8, WIDTH)
+    assert moved(before, table, tokens, w()) == moved(after, table, tokens, w())
+
+
+def model(
+    program: Callable[..., Tensor],
+    *args: Tensor,
+    training: bool = False,
+    profile: DeviceProfile | None = None,
+    dynamic: bool | None = None,
+) -> tuple[CostModel, dict]:
+    """The cost model of a program, and its nodes by name."""
+    gm = captured(program, *args, dynamic=dynamic)
+    run_passes(gm, (PinDtypes(), Classify(), Constrain()), PassContext())
+    return CostModel(gm.graph, profile, training), {node.name: node for node in gm.graph.nodes}
+
+
+def test_the_model_knows_which_readers_find_a_value_in_memory() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.sin(x)
+        return torch.cos(y) @ w + y
+
+    cost, nodes = model(program, x(), w(torch.float32))
+    assert not cost.reads_memory(nodes["cos"], nodes["sin"])
+    assert cost.reads_memory(nodes["matmul"], nodes["cos"])
+    assert cost.reads_memory(nodes["add"], nodes["sin"])  # the matmul stands between
+
+
+@pytest.mark.parametrize(("training", "factor"), [(False, 1), (True, 2)])
+def test_traffic_is_in_bytes_and_training_doubles_it(training: bool, factor: int) -> None:
+    cost, nodes = model(lambda x, w: x @ w, x(), w(torch.float32), training=training)
+    assert cost.traffic(nodes["matmul"], 2) == factor * 2 * N
+    assert cost.cast_kernel(nodes["matmul"], BF16) == factor * 6 * N
+
+
+@pytest.mark.parametrize(("device", "rows", "passes"), [("cpu", 1, 0), ("cpu", 2, 2), ("cuda", 2, 0)])
+def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_cpu(
+    device: str, rows: int, passes: int
+) -> None:
+    # one FLOP a second, one byte a second
+    profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
+    cost, nodes = model(
+        lambda x, w: torch.nn.functional.linear(x, w), x()[:rows], w(torch.float32), profile=profile
+    )
+    high, low = cost.arithmetic(nodes["linear"], BF16) or (0, 0)
+    assert low == 2 * rows * W * 10**12
+    assert high - low == passes * 4 * W * 10**12
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "layout", "passes"),
+    [
+        ("cpu", 3, torch.contiguous_format, 2),
+        ("cpu", 3, torch.channels_last, 0),
+        ("cpu", 1, torch.contiguous_format, 0),
+        ("cuda", 3, torch.contiguous_format, 0),
+    ],
+)
+def test_an_fp32_convolution_lays_out_its_weight_on_a_cpu_which_a_cast_does_by_itself(
+    device: str, kernel: int, layout: torch.memory_format, passes: int
+) -> None:
+    profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
+    weight = torch.randn(256, 256, kernel, kernel).to(memory_format=layout)
+    cost, nodes = model(torch.nn.functional.conv2d, torch.randn(1, 256, 4, 4), weight, profile=profile)
+    high, low = cost.arithmetic(nodes["conv2d"], BF16) or (0, 0)
+    assert high - low == passes * 4 * weight.numel() * 10**12
+
+
+def test_symbolic_sizes_count_with_their_hint() -> None:
+    profile = DeviceProfile("unit", "cpu", {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
+    cost, nodes = model(
+        torch.nn.functional.linear, x().unflatten(0, (2, -1)), w(torch.float32), profile=profile, dynamic=True
+    )
+    assert cost.traffic(nodes["linear"], 2) == 2 * N * 10**12
+    _, low = cost.arithmetic(nodes["linear"], BF16) or (0, 0)
+    assert low == 2 * N * WIDTH * 10**12

@@ -1,0 +1,123 @@
+"""The minimum cut against brute force, and how fast it is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amp_fx.placement.cut import HIGH, LOW, ContradictionError, Problem, Shared, evaluate, solve
+
+VALUES = 7
+values = st.integers(0, VALUES - 1)
+labels = st.sampled_from([HIGH, LOW])
+costs = st.integers(0, 6)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Random placements: unary costs, pins, shared conversions and copies, slots, groups, implications."""
+    problem = Problem(
+        pins=draw(st.dictionaries(values, labels, max_size=3)),
+        shared=draw(
+            st.lists(
+                st.builds(
+                    Shared,
+                    costs,
+                    labels,
+                    st.lists(values, min_size=1, max_size=4, unique=True).map(tuple),
+                    st.none() | values,
+                ),
+                max_size=12,
+            )
+        ),
+        implies=draw(st.lists(st.tuples(values, values), max_size=3)),
+        equal=draw(st.lists(st.tuples(values, values), max_size=2)),
+    )
+    for value in range(VALUES):
+        problem.add_unary(value, draw(costs), draw(costs))
+    return problem
+
+
+def brute_force(problem: Problem) -> tuple[int, int] | None:
+    """(least cost, most HIGH values at that cost), or None where nothing satisfies the constraints."""
+    best = None
+    for choice in itertools.product([HIGH, LOW], repeat=VALUES):
+        cost = evaluate(problem, dict(enumerate(choice)))
+        if cost is not None and (best is None or (cost, -sum(choice)) < best):
+            best = (cost, -sum(choice))
+    return None if best is None else (best[0], -best[1])
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems())
+def test_the_cut_is_the_brute_force_optimum_and_ties_go_to_fp32(problem: Problem) -> None:
+    best = brute_force(problem)
+    if best is None:
+        with pytest.raises(ContradictionError):
+            solve(problem)
+        return
+    found = solve(problem)
+    assert (evaluate(problem, found), sum(found.values())) == best
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.randoms(use_true_random=False))
+def test_the_cut_does_not_depend_on_the_order_of_the_terms(problem: Problem, rng: random.Random) -> None:
+    shuffled = Problem(
+        unary=dict(rng.sample(list(problem.unary.items()), len(problem.unary))),
+        pins=dict(reversed(problem.pins.items())),
+        shared=rng.sample(problem.shared, len(problem.shared)),
+        implies=rng.sample(problem.implies, len(problem.implies)),
+        equal=[(b, a) for a, b in problem.equal],
+    )
+    try:
+        expected = solve(problem)
+    except ContradictionError:
+        with pytest.raises(ContradictionError):
+            solve(shuffled)
+        return
+    assert solve(shuffled) == expected
+
+
+def test_a_conversion_shared_by_two_readers_is_paid_once() -> None:
+    # the undirected single-gadget network charges this one twice and keeps both readers in fp32
+    problem = Problem(pins={"x": HIGH}, shared=[Shared(3, LOW, ("a", "b"), "x")])
+    problem.add_unary("a", 2, 0)
+    problem.add_unary("b", 2, 0)
+    assert solve(problem) == {"x": HIGH, "a": LOW, "b": LOW}
+
+
+def test_a_contradiction_says_which_value_it_is_about() -> None:
+    with pytest.raises(ContradictionError, match="is pinned to both labels"):
+        solve(Problem(pins={"y": HIGH, "x": LOW}, implies=[("y", "x")]))
+
+
+def random_graph(size: int) -> Problem:
+    """A problem of the density that a graph of ``size`` calls gives, with most values free: the hard case."""
+    rng = random.Random(0)
+    problem = Problem()
+    for value in range(size):
+        problem.add_unary(value, rng.randrange(100), rng.randrange(100))
+        if rng.random() < 0.3:
+            problem.pins[value] = rng.random() < 0.5
+        readers = tuple(min(size - 1, value + rng.randrange(1, 8)) for _ in range(rng.randrange(1, 4)))
+        problem.shared += [Shared(rng.randrange(100), label, readers, value) for label in (HIGH, LOW)]
+    return problem
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(1_000, 0.3), (10_000, 3.0)])
+def test_a_large_graph_is_placed_in_time(size: int, seconds: float) -> None:
+    problem = random_graph(size)
+    best = min(_timed(problem) for _ in range(3))
+    assert best < seconds, f"{size} values took {best:.2f} s"
+
+
+def _timed(problem: Problem) -> float:
+    start = time.thread_time()
+    solve(problem)
+    return time.thread_time() - start

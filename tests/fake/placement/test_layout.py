@@ -1,0 +1,185 @@
+"""Weights of convolutions that are cast and laid out in one call: the call, and who is rewritten to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._inductor import config as inductor_config
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_fx._torch import FakeTensorMode
+from amp_fx.graphs.facts import output_nodes
+from amp_fx.passes import LayOutGradients, LayOutWeights, PassContext
+from amp_fx.placement.layout import CONVERT, channels_last_strides, is_relaid
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+CHANNELS_LAST = torch.channels_last
+WEIGHT = (64, 64, 3, 3)
+IMAGE = (2, 64, 8, 8)
+
+
+# --- The call ---
+
+
+@pytest.mark.parametrize("shape", [WEIGHT, (3, 5, 7, 2), (1, 1, 1, 1), (0, 4, 3, 3), (700, 40, 5, 5)])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_there_and_back_it_has_the_values_of_a_cast_and_the_layout_asked_for(
+    shape: tuple[int, ...], low: torch.dtype
+) -> None:
+    weight = torch.randn(shape)
+    narrow = CONVERT(weight, low, channels_last_strides(shape))
+    assert narrow.is_contiguous(memory_format=CHANNELS_LAST)
+    torch.testing.assert_close(narrow, weight.to(low), rtol=0, atol=0)
+    wide = CONVERT(narrow, torch.float32, list(weight.stride()))
+    assert wide.is_contiguous()
+    torch.testing.assert_close(wide, narrow.float(), rtol=0, atol=0)
+
+
+def test_it_keeps_the_promises_of_a_custom_op() -> None:
+    torch.library.opcheck(
+        CONVERT, (torch.randn(4, 3, 3, 3), torch.bfloat16, [27, 1, 9, 3]), raise_exception=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("weight", "relaid"),
+    [
+        (torch.empty(WEIGHT), True),
+        (torch.empty(WEIGHT).to(memory_format=CHANNELS_LAST), False),
+        (torch.empty(256, 256, 1, 1), False),
+        (torch.empty(4096, 1, 3, 3), False),
+        (torch.empty(16, 16, 3, 3), False),
+        (torch.empty(64, 64, 3, 3, 3), False),
+        (torch.empty(1024, 1024), False),
+    ],
+    ids=["3x3", "channels last", "1x1", "depthwise", "small", "3d", "linear"],
+)
+def test_only_large_weights_that_lie_otherwise_are_worth_a_call(weight: Tensor, relaid: bool) -> None:
+    assert is_relaid(weight) is relaid
+
+
+# --- Weights ---
+
+
+def traced(program: Callable[..., Any], *values: tuple[tuple[int, ...], dict[str, Any]]) -> fx.GraphModule:
+    """The program as ATen on fake values, each of a shape and with arguments of ``torch.empty``."""
+    with FakeTensorMode():
+        return make_fx(program)(*(torch.empty(shape, **how) for shape, how in values))
+
+
+def convolve(x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+    return aten.convolution(x, weight, None, [1, 1], [1, 1], [1, 1], transposed, [0, 0], 1)
+
+
+def targets(gm: fx.GraphModule) -> list[object]:
+    gm.graph.lint()
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+LOW = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_cast_of_a_convolutions_weight_also_lays_it_out(transposed: bool) -> None:
+    gm = traced(
+        lambda x, w: convolve(x, prims.convert_element_type(w, torch.bfloat16), transposed),
+        (IMAGE, LOW),
+        (WEIGHT, {}),
+    )
+    assert LayOutWeights().call(gm, PassContext()).changed == 1
+    assert targets(gm) == [CONVERT, aten.convolution.default]
+    (cast,) = gm.graph.find_nodes(op="call_function", target=CONVERT)
+    assert cast.meta["val"].dtype is torch.bfloat16
+    assert cast.meta["val"].is_contiguous(memory_format=CHANNELS_LAST)
+
+
+def untouched_weight(
+    program: Callable[..., Any], how: dict[str, Any], shape: tuple[int, ...] = WEIGHT
+) -> None:
+    gm = traced(program, (IMAGE, {**how, **LOW}), (shape, how))
+    before = targets(gm)
+    assert LayOutWeights().call(gm, PassContext()).changed == 0
+    assert targets(gm) == before
+
+
+def test_weights_that_are_computed_are_left_to_the_kernel_that_computes_them() -> None:
+    untouched_weight(lambda x, w: convolve(x, prims.convert_element_type(w * 2, torch.bfloat16)), {})
+
+
+def test_casts_of_what_is_no_weight_are_left_alone() -> None:
+    untouched_weight(
+        lambda x, w: (
+            convolve(x, x[:, :, :3, :3]),
+            prims.convert_element_type(w, torch.bfloat16),
+        ),
+        {},
+    )
+
+
+def test_on_cuda_the_generated_kernel_does_it() -> None:
+    untouched_weight(
+        lambda x, w: convolve(x, prims.convert_element_type(w, torch.bfloat16)), {"device": "cuda"}
+    )
+
+
+def test_where_inductor_keeps_layouts_or_packs_weights_nothing_is_laid_out() -> None:
+    for option in ({"layout_optimization": False}, {"freezing": True}):
+        with inductor_config.patch(option):
+            untouched_weight(lambda x, w: convolve(x, prims.convert_element_type(w, torch.bfloat16)), {})
+
+
+# --- Gradients ---
+
+
+def backward(
+    transform: Callable[[Tensor], object] = lambda grad: prims.convert_element_type(grad, torch.float32),
+) -> Callable[..., Any]:
+    """A convolution and its backward, what becomes of the gradient of the weight."""
+
+    def program(x: Tensor, w: Tensor, grad: Tensor) -> tuple[object, ...]:
+        low = prims.convert_element_type(w, torch.bfloat16)
+        result = aten.convolution_backward(
+            grad, x, low, [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+        )
+        return convolve(x, low), result[0], transform(result[1])
+
+    return program
+
+
+def test_the_gradient_of_a_weight_is_widened_into_the_layout_of_the_weight() -> None:
+    # the image's layout is that of the gradient, as mkldnn computes it
+    image = {**LOW, "memory_format": CHANNELS_LAST}
+    gm = traced(backward(), (IMAGE, image), (WEIGHT, {}), (IMAGE, image))
+    gradient = output_nodes(gm)[2]
+    assert not gradient.meta["val"].is_contiguous()
+    assert LayOutGradients().call(gm, PassContext()).changed == 1
+    assert targets(gm).count(CONVERT) == 1
+    gradient = output_nodes(gm)[2]
+    assert gradient.target is CONVERT
+    assert gradient.meta["val"].dtype is torch.float32
+    assert gradient.meta["val"].is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("transform", "how"),
+    [
+        (lambda grad: grad, {}),
+        (lambda grad: grad / 2, {}),
+        (lambda grad: prims.convert_element_type(grad, torch.float64), {}),
+        (lambda grad: prims.convert_element_type(grad, torch.float32), {"memory_format": CHANNELS_LAST}),
+        (lambda grad: prims.convert_element_type(grad, torch.float32), {"device": "cuda"}),
+    ],
+    ids=["stays low", "is scaled", "to fp64", "weight is channels last", "cuda"],
+)
+def test_gradients_without_that_cast_or_without_a_change_of_layout_stay(
+    transform: Callable[[Tensor], object], how: dict[str, Any]
+) -> None:
+    device = {"device": how.get("device", "cpu")}
+    gm = traced(backward(transform), (IMAGE, {**LOW, **device}), (WEIGHT, how), (IMAGE, {**LOW, **device}))
+    assert LayOutGradients().call(gm, PassContext()).changed == 0
+    assert CONVERT not in targets(gm)

@@ -1,0 +1,420 @@
+"""Device profiles: the tables, the files, the option, and the command that measures."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from amp_fx.cli.entry import main
+from amp_fx.errors import AmpFxError
+from amp_fx.placement import devices as tables
+from amp_fx.placement import measuring
+from amp_fx.placement.devices import builtin, resolve
+from amp_fx.placement.measuring import measure
+from amp_fx.placement.profile import DTYPES, DeviceProfile, ProfileError
+
+A_PROFILE = DeviceProfile("a name", "cpu", {"float32": 2e11, "bfloat16": 4e11}, 3e10, 5e-6)
+CPUS = {row.name: row for row in tables._CPUS}
+WITHOUT_BF16_INSTRUCTIONS = ("avx512", "avx2", "apple", "arm", "generic")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "cpu.json"
+    A_PROFILE.save(path)
+    return path
+
+
+# --- the data --------------------------------------------------------------------------------------
+
+
+def test_a_profile_comes_back_from_its_json_and_its_dict() -> None:
+    assert DeviceProfile.from_json(A_PROFILE.to_json()) == A_PROFILE
+    assert DeviceProfile.from_dict(A_PROFILE.to_dict()) == A_PROFILE
+
+
+def test_a_profile_is_plain_data() -> None:
+    assert pickle.loads(pickle.dumps(A_PROFILE)) == copy.deepcopy(A_PROFILE) == A_PROFILE
+    assert hash(A_PROFILE) == hash(copy.deepcopy(A_PROFILE))
+
+
+def test_times_are_work_over_rate() -> None:
+    assert A_PROFILE.matmul_seconds(4e11, "float32") == 2.0
+    assert A_PROFILE.matmul_seconds(4e11, "bfloat16") == 1.0
+    assert A_PROFILE.bytes_seconds(3e10) == 1.0
+
+
+def test_a_dtype_without_a_rate_is_named() -> None:
+    with pytest.raises(ProfileError, match=r"no matmul rate for 'bfloat'.*Did you mean 'bfloat16'"):
+        A_PROFILE.matmul_seconds(1, "bfloat")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"format": "a cake"}, "format 'a cake'"),
+        ({"launch": 0}, r"launch should be a positive number; got 0"),
+        ({"launch": -1.0}, "launch should be a positive number; got -1.0"),
+        ({"launch": True}, "got True"),
+        ({"bandwidth": "fast"}, "bandwidth should be float; got 'fast'"),
+        ({"bandwidth": float("nan")}, "got nan"),
+        ({"bandwidth": float("inf")}, "got inf"),
+        ({"bandwidth": 10**400}, "bandwidth should be float; got 1000"),
+        ({"peak": []}, r"peak should be object; got \[\]"),
+        ({"peak": {"bfloat16": 1.0}}, "'bfloat16'; valid: .*float32 must be there"),
+        ({"peak": {"float32": 1.0, "bfloat": 1.0}}, "'bfloat'; valid: .*Did you mean 'bfloat16'"),
+        ({"peak": {"float32": None}}, "peak.float32 should be float; got None"),
+        ({"name": 3}, "name should be str; got 3"),
+        ({"device_type": "cdua"}, "Unknown device type 'cdua'; valid: 'cpu', 'cuda'.*Did you mean 'cuda'"),
+        ({"device_type": ["cpu"]}, "device_type should be str"),
+        ({"bandwith": 1.0}, "bandwith is unknown; valid: .*Did you mean 'bandwidth'"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        DeviceProfile.from_dict({**A_PROFILE.to_dict(), **change})
+
+
+@pytest.mark.parametrize("key", ["name", "device_type", "peak", "bandwidth", "launch", "format", "version"])
+def test_no_field_may_be_missing(key: str) -> None:
+    data = A_PROFILE.to_dict()
+    del data[key]
+    with pytest.raises(ProfileError, match=key):
+        DeviceProfile.from_dict(data)
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is JSON"),
+        (b"{", "is JSON"),
+        (b"[1]", "JSON object; got list"),
+        (b"{}", "format None"),
+        (b"[" * 60_000, "is JSON"),
+        (b'{"version": ' + b"9" * 50_000 + b"}", "is JSON"),
+        (b" " * 70_000, "more than 65536 bytes"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+    ],
+    ids=["empty", "cut off", "list", "other object", "deep", "long number", "huge", "binary"],
+)
+def test_a_file_that_is_no_profile_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_bytes(content)
+    with pytest.raises(ProfileError, match=message) as caught:
+        DeviceProfile.load(path)
+    assert "broken.json" in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_folder_is_no_profile(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="cannot read profile"):
+        resolve(str(tmp_path), "cpu")
+
+
+def test_a_crash_while_saving_leaves_the_old_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = saved.read_bytes()
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        DeviceProfile("another", "cpu", {"float32": 1.0}, 1.0, 1.0).save(saved)
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_saving_replaces_the_old_file(saved: Path) -> None:
+    other = DeviceProfile("another", "cpu", {"float32": 1.0}, 1.0, 1.0)
+    other.save(saved)
+    assert DeviceProfile.load(saved) == other
+
+
+# --- the option ------------------------------------------------------------------------------------
+
+
+def test_the_option_is_a_word_or_a_file(saved: Path) -> None:
+    assert resolve("off", "cpu") is None
+    assert resolve("auto", "cpu") == builtin("cpu")
+    assert resolve(str(saved), "cpu") == A_PROFILE
+
+
+@pytest.mark.parametrize(("spec", "meant"), [("atuo", "auto"), ("of", "off"), ("Auto", "auto")])
+def test_a_misspelt_word_is_answered_with_the_right_one(spec: str, meant: str) -> None:
+    with pytest.raises(ProfileError, match=rf"Unknown profile '{spec}'.*-o FILE.*Did you mean '{meant}'\?"):
+        resolve(spec, "cpu")
+
+
+def test_a_misspelt_file_is_answered_with_its_neighbour(saved: Path) -> None:
+    with pytest.raises(ProfileError) as caught:
+        resolve(str(saved.with_name("cpuu.json")), "cpu")
+    assert f"Did you mean {str(saved)!r}?" in str(caught.value)
+
+
+def test_a_profile_of_another_device_is_an_error(saved: Path) -> None:
+    with pytest.raises(ProfileError, match=r"device type 'cpu'.*runs on 'cuda'.*--device cuda"):
+        resolve(str(saved), "cuda")
+
+
+def test_a_device_type_without_a_table_is_an_error() -> None:
+    with pytest.raises(ProfileError, match="Unknown device type 'xpu'; valid: 'cpu', 'cuda'"):
+        resolve("auto", "xpu")
+
+
+# --- the tables ------------------------------------------------------------------------------------
+
+
+def all_builtin() -> list[DeviceProfile]:
+    gpus = [*tables._GPUS.values(), tables._ROCM]
+    return [
+        *(tables._cpu_profile(row, threads) for row in tables._CPUS for threads in (1, 64)),
+        *(tables._cuda_profile("x", row) for row in gpus),
+    ]
+
+
+@pytest.mark.parametrize("profile", all_builtin(), ids=lambda profile: profile.name)
+def test_every_row_is_a_valid_profile_for_all_dtypes(profile: DeviceProfile) -> None:
+    assert DeviceProfile.from_json(profile.to_json()) == profile
+    assert profile.peak.keys() == DTYPES.keys()
+    assert 1e9 < profile.peak["float32"] < 1e15
+    assert 1e9 < profile.bandwidth < 2e13
+    assert 1e-7 < profile.launch < 1e-4
+
+
+@pytest.mark.parametrize("name", WITHOUT_BF16_INSTRUCTIONS)
+def test_a_cpu_without_bf16_instructions_is_slower_in_low_precision(name: str) -> None:
+    peak = tables._cpu_profile(CPUS[name], 4).peak
+    assert peak["bfloat16"] < peak["float32"] > peak["float16"]
+
+
+@pytest.mark.parametrize("name", sorted(CPUS.keys() - set(WITHOUT_BF16_INSTRUCTIONS)))
+def test_a_cpu_with_bf16_instructions_gains(name: str) -> None:
+    peak = tables._cpu_profile(CPUS[name], 4).peak
+    assert peak["bfloat16"] >= 2 * peak["float32"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("avx2 avx512_bw avx512_bf16 avx512_fp16 amx_bf16 amx_fp16", "amx_fp16"),
+        ("avx2 avx512_bw avx512_bf16 avx512_fp16 amx_bf16", "amx_bf16"),
+        ("avx2 avx512_bw avx512_bf16 avx512_fp16", "avx512_bf16 avx512_fp16"),
+        ("avx2 avx512_bw avx512_bf16", "avx512_bf16"),
+        ("avx2 avx512_bw avx512_bf16 avx512_vp2intersect", "avx512_bf16 zen5"),
+        ("avx2 avx512_bw", "avx512"),
+        ("avx2 avx512_f", "avx2"),
+        ("avx2 darwin", "avx2"),
+        ("neon bf16 darwin", "apple"),
+        ("neon bf16", "arm_bf16"),
+        ("neon", "arm"),
+        ("sse2", "generic"),
+    ],
+)
+def test_instruction_flags_choose_the_row(flags: str, name: str) -> None:
+    assert tables._cpu_row(frozenset(flags.split())).name == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        ((3, 5), "M40"),
+        ((5, 2), "M40"),
+        ((7, 5), "T4"),
+        ((8, 7), "RTX 3090"),
+        ((9, 0), "H100"),
+        ((99, 0), "RTX 5090"),
+    ],
+)
+def test_an_unknown_compute_capability_counts_as_the_one_below(
+    capability: tuple[int, int], name: str
+) -> None:
+    assert tables._gpu_row(capability).name == name
+
+
+def test_low_precision_gains_only_where_there_are_tensor_cores() -> None:
+    for capability, row in tables._GPUS.items():
+        assert (row.float16 > row.float32) is (capability >= (7, 0))
+        assert (row.bfloat16 > row.float32) is (capability >= (8, 0))
+
+
+def test_the_built_in_profile_is_the_same_every_time() -> None:
+    assert builtin("cpu") == builtin("cpu")
+    assert builtin("cuda") == builtin("cuda")
+
+
+def test_the_built_in_profile_knows_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = []
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        rates.append(builtin("cpu").peak["float32"])
+    assert rates[1] == 4 * rates[0]
+
+
+def test_a_machine_without_cuda_plans_for_a_named_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    profile = builtin("cuda")
+    assert "assumed" in profile.name
+    assert "A100" in profile.name
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("ieee", 19.5e12), ("tf32", 156e12)])
+def test_tf32_counts_where_the_user_allows_it(setting: str, expected: float) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if setting == "tf32" else "highest")
+    try:
+        peak = tables._cuda_profile("x", tables._GPUS[8, 0]).peak
+        assert peak["float32"] == pytest.approx(expected * 0.8)
+        assert peak["bfloat16"] == pytest.approx(312e12 * 0.8)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_fp32_matmuls_in_bf16_count_where_the_user_allows_them() -> None:
+    before = torch.get_float32_matmul_precision()
+    exact = {name: tables._cpu_profile(row, 1).peak for name, row in CPUS.items()}
+    torch.set_float32_matmul_precision("medium")
+    try:
+        relaxed = {name: tables._cpu_profile(row, 1).peak for name, row in CPUS.items()}
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (
+        exact["avx512_bf16"]["float32"]
+        < relaxed["avx512_bf16"]["float32"]
+        < relaxed["avx512_bf16"]["bfloat16"]
+    )
+    assert exact["avx2"] == relaxed["avx2"]
+
+
+# --- measuring -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Parallel regions are what other processes disturb most."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_measuring_fills_every_field() -> None:
+    lines: list[str] = []
+    measured = measure("cpu", 0.01, lines.append)
+    assert DeviceProfile.from_json(measured.to_json()) == measured
+    assert measured.peak.keys() == DTYPES.keys()
+    assert measured.name.endswith("measured")
+    assert lines[:4] == ["matmul float32", "matmul bfloat16", "matmul float16", "copy"]
+
+
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(1_000_000))
+    monkeypatch.setattr(measuring, "_clock", lambda task, device: 1e-1 if next(calls) % 7 else 1e-3)
+    lines: list[str] = []
+    measure("cpu", 0.01, lines.append)
+    assert lines[-1].startswith("warning: rounds differ 100.0 times, so the machine is busy")
+
+
+def test_nonsense_is_not_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_clock", lambda task, device: 1.0)
+    with pytest.raises(ProfileError, match=r"too busy to measure: a kernel starts in 100\.0 ms at best"):
+        measure("cpu", 0.01)
+    path = tmp_path / "here.json"
+    assert main(["profile", "--device", "cpu", "--seconds", "0.01", "-o", str(path)]) == 1
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("command", ["measure", "cli"])
+def test_a_device_that_is_not_there_is_an_error(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if command == "measure":
+        with pytest.raises(ProfileError, match="no CUDA device"):
+            measure("cuda")
+    else:
+        assert main(["profile", "--device", "cuda"]) == 1
+        assert (
+            capsys.readouterr().err == "error: there is no CUDA device here to measure; valid here: 'cpu'.\n"
+        )
+
+
+# --- the command -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_command_writes_a_file_that_the_option_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "here.json"
+    assert main(["profile", "--device", "cpu", "--seconds", "0.01", "-o", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert f'options={{"profile": "{path}"}}' in out
+    assert builtin("cpu").name in out
+    assert "x float32" in out
+    assert resolve(str(path), "cpu") == DeviceProfile.load(path)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_json_is_all_that_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "--device", "cpu", "--seconds", "0.01", "--json"]) == 0
+    assert DeviceProfile.from_dict(json.loads(capsys.readouterr().out)).device_type == "cpu"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_file_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing" / "here.json"
+    assert main(["profile", "--device", "cpu", "--seconds", "0.01", "-o", str(missing)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "missing" in last
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["profil"],
+        ["profile", "--seconds", "0"],
+        ["profile", "--seconds", "x"],
+        ["profile", "--device", "tpu"],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: python -m amp_fx" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["profile", "--help"], ["--version"]])
+def test_help_and_version_exit_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "amp_fx" in out
+    assert ("examples:" in out) is ("profile" in arguments)
+
+
+def test_profile_errors_are_amp_fx_errors() -> None:
+    assert issubclass(ProfileError, AmpFxError)
+    assert issubclass(ProfileError, ValueError)

@@ -1,0 +1,290 @@
+"""A plan that is given decides: it is followed exactly, or an error says which nodes moved."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import checkpoint
+
+import amp_fx.backend
+from amp_fx import OptionsError, Plan, PlanError, Report, VerifyError
+from amp_fx.options import Options
+from amp_fx.plans.plan_files import choose_plan, load_plans
+from amp_fx.policy import OpClass
+from graphs import Rewritten, casts_of, rewrite
+
+RULES = {"rules": [{"op": "gelu", "precision": "fp32"}, {"module": "head", "precision": "fp32"}]}
+
+
+class Net(nn.Module):
+    """With a body of its own, and a second output."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + checkpoint(self.block, x, use_reentrant=False)  # pyright: ignore[reportOperatorIssue]
+        return F.softmax(self.head(self.norm(x)), -1), x
+
+
+class Longer(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, x = super().forward(x)
+        return torch.tanh(y), x
+
+
+class Doubled(Net):
+    """In the place of the fp32 input, its bf16 copy."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x.bfloat16().float())
+
+
+@pytest.fixture(scope="module")
+def made() -> Rewritten:
+    torch._dynamo.reset()
+    return rewrite(Net(), torch.randn(6, 8), options={"policy": RULES})
+
+
+def decisions(plan: Plan) -> list[tuple[Any, ...]]:
+    return [(row.op, row.op_class, row.dtype, row.takes, row.pinned, row.reason) for row in plan.nodes]
+
+
+def follow(plan: object, model: nn.Module | None = None, batch: int = 6, **options: Any) -> Rewritten:
+    return rewrite(model or Net(), torch.randn(batch, 8), options={"plan": plan, **options})
+
+
+def test_a_plan_is_followed_exactly(made: Rewritten, tmp_path: Path) -> None:
+    made.plan.save(tmp_path / "plan.json")
+    alone = rewrite(Net(), torch.randn(6, 8))
+    assert decisions(alone.plan) != decisions(made.plan)
+    followed = follow(str(tmp_path / "plan.json"))
+    assert decisions(followed.plan) == decisions(made.plan)
+    assert followed.plan.casts == made.plan.casts
+    assert casts_of(followed.gm) == casts_of(made.gm)
+    assert followed.plan.policy == made.plan.policy
+    assert [str(node) for node in followed.gm.graph.nodes] == [str(node) for node in made.gm.graph.nodes]
+
+
+def test_a_plan_overrules_policy_and_profile(made: Rewritten) -> None:
+    other = {"rules": [{"module": ".*", "precision": "fp32"}]}
+    assert decisions(follow(made.plan, policy=other, profile="auto").plan) == decisions(made.plan)
+
+
+def test_a_plan_holds_for_other_batch_sizes(made: Rewritten) -> None:
+    assert decisions(follow(made.plan, batch=9).plan) == decisions(made.plan)
+
+
+def test_a_decision_that_was_edited_is_followed(made: Rewritten, tmp_path: Path) -> None:
+    data = json.loads(made.plan.to_json())
+    row = next(row for row in data["nodes"] if row["module_path"] == "block.0" and row["op"] == "linear")
+    assert row["dtype"] == "bfloat16"
+    row.update(dtype="float32", op_class="fp32", reason="edited")
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    followed = follow(path)
+    assert [r.dtype for r in followed.plan.nodes if r.reason == "edited"] == [torch.float32]
+    body = followed.gm.get_submodule("wrap_body_0")
+    assert isinstance(body, fx.GraphModule)
+    linears = body.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert [node.meta["val"].dtype for node in linears] == [torch.float32, torch.bfloat16]
+
+
+def test_a_plan_that_cannot_run_is_an_error_even_when_not_strict(made: Rewritten) -> None:
+    first, *others = made.plan.nodes
+    assert (first.op, first.op_class, first.dtype) == ("linear", OpClass.LOW, torch.bfloat16)
+    broken = replace(made.plan, nodes=[replace(first, takes="any"), *others])
+    with (
+        pytest.raises(VerifyError, match=r"linear \(linear\) is planned as torch.bfloat16 but"),
+        no_warnings(),
+    ):
+        compile_with(broken, Net(), strict=False)
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def compile_with(plan: object, model: nn.Module, **options: Any) -> None:
+    """What torch.compile does, up to Inductor; errors as the backend raises them."""
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return amp_fx.backend.amp_fx(gm, inputs, options={"plan": plan, **options})
+
+    try:
+        torch.compile(model, backend=backend)(torch.randn(6, 8))
+    except BackendCompilerFailed as error:
+        raise error.inner_exception from None
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("model", "moved"),
+    [
+        (Longer(), r"tanh \(tanh\) is new"),
+        (Net(), None),
+        (Doubled(), r"to \(to.dtype\) is new; to_1 \(to.dtype\) is new"),
+    ],
+)
+def test_a_plan_of_another_model_names_the_nodes_that_moved(
+    made: Rewritten, model: nn.Module, moved: str | None, strict: bool
+) -> None:
+    plan = made.plan
+    if moved is None:
+        # the same model, its plan with one node more and one of another op
+        extra = replace(plan.nodes[-1], name="late", op="tanh", module_path="tail")
+        plan = replace(plan, nodes=[replace(plan.nodes[0], op="mm"), *plan.nodes[1:], extra])
+        moved = r"linear \(block.0 mm\) is now .*linear \(block.0 linear\); late \(tail tanh\) is gone"
+    with pytest.raises(PlanError, match=moved), no_warnings():
+        compile_with(plan, model, strict=strict)
+
+
+def test_another_low_dtype_is_named(made: Rewritten) -> None:
+    with pytest.raises(
+        PlanError, match=r"linear \(block.0 linear\) has the low dtype float16, had bfloat16;.* more"
+    ):
+        follow(made.plan, dtype="float16")
+
+
+def test_another_dtype_is_named(made: Rewritten) -> None:
+    rows = [replace(row, traced=torch.float16) if row.op == "softmax.int" else row for row in made.plan.nodes]
+    with pytest.raises(
+        PlanError, match=r"softmax \(softmax.int\) has dtype float32, had float16\. Make a new plan"
+    ):
+        follow(replace(made.plan, nodes=rows))
+
+
+def test_the_graphs_of_a_report_are_told_apart_by_content(made: Rewritten, tmp_path: Path) -> None:
+    other = rewrite(Longer(), torch.randn(6, 8), options={"policy": RULES}).plan
+    report = Report([other, replace(made.plan, phase="backward"), made.plan])
+    path = report.save(tmp_path / "report.json")
+    for plans in (path, report.plans):
+        assert decisions(follow(plans).plan) == decisions(made.plan)
+        assert decisions(follow(plans, Longer()).plan) == decisions(other)
+
+
+def test_of_equal_graphs_the_one_trained_alike_then_of_equal_shapes_then_of_the_same_name_is_followed(
+    made: Rewritten,
+) -> None:
+    outline = replace(made.plan, graph="1/0", training=True)
+    far = replace(made.plan, training=False)
+    resized = replace(outline, inputs=[replace(row, shape=(1,)) for row in outline.inputs])
+    renamed, same = replace(outline, graph="0/0"), replace(outline)
+    assert choose_plan([far, resized, renamed, same], outline) is same
+    assert choose_plan([far, resized, renamed], outline) is renamed
+    assert choose_plan([far, resized], outline) is resized
+    assert choose_plan([far], outline) is far
+
+
+def test_a_file_without_forward_plans_fits_no_graph() -> None:
+    with pytest.raises(PlanError, match="holds no plan of a forward graph"):
+        follow([Plan(phase="backward")])
+
+
+def test_saving_and_loading_gives_the_same_plan(made: Rewritten, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    made.plan.save(path)
+    assert load_plans(path) == (made.plan,)
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def edited(plan: Plan, **changes: Any) -> dict[str, Any]:
+    return {**json.loads(plan.to_json()), **changes}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 1}, "plan has version 1; this amp_fx reads version 2"),
+        ({"nodes": {}}, "plan.nodes should be list"),
+        ({"nodes": [{"name": 1}]}, r"plan.nodes\[0\].op is missing"),
+        ({"nodes": [{"nam": "x"}]}, r"plan.nodes\[0\].nam is unknown; .* Did you mean 'name'\?"),
+        ({"casts": [{}]}, r"plan.casts\[0\].name is missing"),
+        ({"inputs": [3]}, r"plan.inputs\[0\] should be object; got 3"),
+        ({"training": 1}, "plan.training should be bool; got 1"),
+        ({"autocast": {"casts": "9"}}, "plan.autocast.casts should be int; got '9'"),
+        ({"polcy": "x"}, "plan.polcy is unknown"),
+    ],
+)
+def test_the_wrong_field_of_a_file_is_named(
+    made: Rewritten, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(edited(made.plan, **change)))
+    with pytest.raises(PlanError, match=rf"plan\.json'.*{message}"):
+        Options.parse(None, {"plan": path})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"op_class": "hot"}, r"nodes\[0\].op_class should be one of low, .*; got 'hot'"),
+        ({"dtype": "int33"}, r"nodes\[0\].dtype should be name of a dtype; got 'int33'"),
+        ({"dtype": "nn"}, r"nodes\[0\].dtype should be name of a dtype"),
+        ({"operands": [[1], 2]}, r"nodes\[0\].operands\[1\] should be list; got 2"),
+        ({"flops": True}, r"nodes\[0\].flops should be int; got True"),
+    ],
+)
+def test_the_wrong_field_of_a_node_is_named(made: Rewritten, row: dict[str, Any], message: str) -> None:
+    data = edited(made.plan)
+    data["nodes"][0] |= row
+    with pytest.raises(PlanError, match=message):
+        Plan.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not valid JSON"),
+        (b"[]", "a plan is a JSON object; got list"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b"\xff", "is not valid JSON"),
+        (b'{"plans": 3}', "plans should be a list of objects"),
+        (b"{}", "plan has version None"),
+    ],
+)
+def test_a_file_that_holds_no_plan_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError, match=rf"broken\.json'.*{message}"):
+        Options.parse(None, {"plan": str(path)})
+
+
+def test_a_file_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot read plan .*amp_fx\.explain"):
+        Options.parse(None, {"plan": str(tmp_path / "none.json")})
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amp_fx.plans.plan_files._MAX_FILE", 10)
+    path = tmp_path / "long.json"
+    path.write_text("{" + " " * 10 + "}")
+    with pytest.raises(PlanError, match=r"long\.json' has more than 10 bytes"):
+        load_plans(path)
+
+
+@pytest.mark.parametrize("value", [3, [3], {"nodes": []}, Report()])
+def test_another_kind_of_value_is_refused(value: object) -> None:
+    options: Mapping[str, Any] = {"plan": value}
+    with pytest.raises(
+        OptionsError, match=r"plan must be the path of a plan file, an amp_fx\.Plan or a list"
+    ):
+        Options.parse(None, options)

@@ -1,0 +1,229 @@
+"""Advice comes from the data, and a remedy that is pasted back does what it says."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_fx import Plan, Report
+from amp_fx.options import Options
+from amp_fx.reports.advice import Advice, advise, layout_advice, rank_risks, scaling_advice, weight_advice
+from graphs import Rewritten, rewrite
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Three equal blocks."""
+
+    def __init__(self, width: int = 16, inner: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, inner) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def kinds(plan: Plan) -> dict[str, list[Advice]]:
+    found: dict[str, list[Advice]] = {}
+    for row in advise([plan]):
+        found.setdefault(row.kind, []).append(row)
+    return found
+
+
+def pasted(text: str) -> dict[str, Any]:
+    """The options behind ``options=`` in a line that a report prints."""
+    options = ast.literal_eval(text.partition("options=")[2])
+    Options.parse(None, options)
+    return options
+
+
+def dtypes(found: Rewritten, op: str, module: str) -> set[torch.dtype | None]:
+    return {row.dtype for row in found.plan.nodes if row.op == op and row.module_path.endswith(module)}
+
+
+@pytest.mark.parametrize(
+    ("options", "riskiest"),
+    [
+        ({}, "down"),
+        ({"dtype": "float16"}, "down"),
+        # what is read in fp32 is riskier than a longer sum
+        ({"policy": {"base": "fast", "rules": [{"op": "gelu", "precision": "fp32"}]}}, "up"),
+    ],
+)
+def test_the_riskiest_nodes_are_in_fp32_with_the_remedy_of_the_first_screen(
+    options: dict[str, Any], riskiest: str
+) -> None:
+    other = {"up": "down", "down": "up"}[riskiest]
+    model, x = Stack(), torch.randn(4, 16)
+    before = rewrite(model, x, options=options)
+    assert dtypes(before, "linear", ".down") <= {torch.bfloat16, torch.float16}
+    screen = str(Report([before.plan])).splitlines()
+    at = screen.index("to keep the riskiest in fp32")
+    risk = rank_risks([before.plan])[0]
+    assert (risk.where, risk.op, risk.count) == (f"blocks.*.{riskiest}", "linear", 3)
+    assert str(risk) in "\n".join(screen)
+    after = rewrite(model, x, options={**options, **pasted(screen[at + 1])})
+    assert dtypes(after, "linear", riskiest) == {torch.float32}
+    # and nothing else changed, rules that were there included
+    assert dtypes(after, "linear", other) == dtypes(before, "linear", other)
+    if "policy" in options:
+        assert dtypes(after, "gelu", "") == {torch.float32}
+        assert after.plan.policy.startswith('{"base": "fast"')
+
+
+def test_sums_are_as_long_as_the_matmul_makes_them() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 16, 3)
+            self.weight, self.bias = nn.Parameter(torch.randn(36, 24)), nn.Parameter(torch.randn(24))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, self.conv(x).flatten(0, 1).flatten(1), self.weight)
+
+    plan = rewrite(Sums(), torch.randn(2, 8, 8, 8), options={"dtype": "float16"}).plan
+    why = {risk.op: risk.why for risk in rank_risks([plan])}
+    assert why["conv2d"].startswith("float16 sum of 72 products: safe while operands stay below 30")
+    assert why["addmm"].startswith("float16 sum of 36 products: safe while operands stay below 43")
+
+
+def test_what_the_user_forces_low_is_riskiest() -> None:
+    rule = {"op": "softmax", "precision": "low"}
+    plan = rewrite(
+        lambda x, w: F.softmax(x @ w, -1),
+        torch.randn(8, 8),
+        torch.randn(8, 8),
+        options={"policy": {"rules": [rule]}},
+    ).plan
+    risk = rank_risks([plan])[0]
+    assert (risk.op, risk.why) == ("softmax.int", "bfloat16 by your rule")
+
+
+def test_nothing_is_risky_in_fp32() -> None:
+    plan = rewrite(
+        Stack(), torch.randn(4, 16), options={"policy": {"rules": [{"module": ".*", "precision": "fp32"}]}}
+    ).plan
+    assert rank_risks([plan]) == []
+
+
+def test_dimensions_that_are_no_multiple_of_8_are_named_once() -> None:
+    rows = kinds(rewrite(Stack(16, 30), torch.randn(4, 16)).plan)["dimensions"]
+    assert [row.text for row in rows] == [
+        f"blocks.*.{name} linear x3: dimension 30 is no multiple of 8; 32 would run faster on tensor cores"
+        for name in ("up", "down")
+    ]
+    assert "dimensions" not in kinds(rewrite(Stack(16, 32), torch.randn(5, 16)).plan)
+
+
+def test_channels_count_in_convolutions() -> None:
+    plan = rewrite(nn.Sequential(nn.Conv1d(8, 12, 3)), torch.randn(2, 8, 9)).plan
+    assert [row.text.split(":")[1] for row in kinds(plan)["dimensions"]] == [
+        " dimension 12 is no multiple of 8; 16 would run faster on tensor cores"
+    ]
+
+
+def test_an_fp32_island_goes_low_with_its_remedy() -> None:
+    class Island(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(F.softmax(self.a(x), -1))
+
+    model, x = Island(), torch.randn(4, 16)
+    before = rewrite(model, x, device="cuda")
+    (row,) = kinds(before.plan)["island"]
+    assert row.text.startswith("softmax.int x1 is fp32 between low neighbours")
+    after = rewrite(model, x, device="cuda", options=pasted(str(row)))
+    assert dtypes(after, "softmax.int", "") == {torch.bfloat16}
+    assert len(after.plan.casts) < len(before.plan.casts)
+    assert "island" not in kinds(after.plan)
+
+
+def test_layers_too_small_to_gain_go_low_with_their_remedy() -> None:
+    model, x = Stack(), torch.randn(4, 16)
+    before = rewrite(model, x, options={"profile": "auto"})
+    assert dtypes(before, "linear", "") == {torch.float32}
+    (row,) = kinds(before.plan)["small"]
+    assert row.text.startswith("6 matmuls stay in fp32, too small to gain here (blocks.0.up, ...)")
+    after = rewrite(model, x, options={"profile": "auto", **pasted(str(row))})
+    assert dtypes(after, "linear", "") == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (70000.0, "up.weight holds 7e+04, beyond fp16's 65504"),
+        (float("inf"), "up.weight holds inf, beyond fp16's 65504"),
+        (float("nan"), "up.weight holds nan, beyond fp16's 65504"),
+    ],
+)
+def test_a_weight_beyond_fp16_stays_fp32_with_its_remedy(value: float, text: str) -> None:
+    model, x = Block(16, 32), torch.randn(4, 16)
+    with torch.no_grad():
+        model.up.weight[0, 0] = value
+    plan = rewrite(model, x, options={"dtype": "float16"}).plan
+    (row,) = weight_advice([plan], dict(model.named_parameters()))
+    assert row.text == text
+    after = rewrite(model, x, options={"dtype": "float16", **pasted(str(row))})
+    assert dtypes(after, "linear", "up") == {torch.float32}
+    assert dtypes(after, "linear", "down") == {torch.float16}
+    assert weight_advice([rewrite(model, x).plan], dict(model.named_parameters())) == []
+
+
+def test_weights_that_become_zero_are_counted() -> None:
+    model = Block(16, 32)
+    with torch.no_grad():
+        model.up.weight.fill_(1.0)[0] = 2.0**-25
+    plan = rewrite(model, torch.randn(4, 16), options={"dtype": "float16"}).plan
+    zeros = float((model.up.weight.half() == 0).float().mean())
+    (row,) = weight_advice(
+        [plan], {"up.weight": model.up.weight, "empty": torch.ones(0), "ids": torch.ones(3).long()}
+    )
+    assert row.text == f"{zeros:.1%} of up.weight becomes zero in fp16"
+
+
+def test_convolutions_that_are_trained_want_weights_that_are_channels_last() -> None:
+    net, x = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 1)), torch.randn(2, 8, 8, 8)
+    plan = rewrite(net, x).plan
+    plan.training = True
+    weights = dict(net.named_parameters())
+    # a kernel of one element has no layout
+    assert "not their weights (1, 0.0 MB)" in str(layout_advice([plan], weights)[0])
+    plan.training = False
+    assert not layout_advice([plan], weights)
+    plan.training = True
+    laid_out = {name: w.to(memory_format=torch.channels_last) for name, w in weights.items() if w.ndim == 4}
+    assert not layout_advice([plan], laid_out)
+
+
+def test_training_in_fp16_wants_a_scaler() -> None:
+    plan = rewrite(Stack(), torch.randn(4, 16), options={"dtype": "float16"}).plan
+    assert scaling_advice([plan]) == []
+    plan.training = True
+    (row,) = scaling_advice([plan])
+    assert pasted(str(row)) == {"dtype": "float16", "scaler": "default"}
+    assert scaling_advice([rewrite(Stack(), torch.randn(4, 16)).plan]) == []
+
+
+def test_fallbacks_and_graph_breaks_are_told() -> None:
+    rows = advise([Plan("0/0", fallback="no trace"), Plan("1/0", graph_break="print [a.py:1]")])
+    assert [(row.kind, row.options) for row in rows] == [("fallback", {}), ("graph break", {})]
+    assert "no trace" in rows[0].text
+    assert "print [a.py:1]" in rows[1].text

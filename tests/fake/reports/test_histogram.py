@@ -1,0 +1,192 @@
+"""Histograms by exponent: the shares are those that casting gives, and the loss scale is the best one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx import AmpFxError
+from amp_fx.reports.histograms import FORMATS, Counts
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+
+
+def every_magnitude() -> Tensor:
+    """Powers of two with their neighbours, and random values of all sizes, both signs; zeros at the end."""
+    powers = 2.0 ** torch.arange(-149.0, 15.0, dtype=torch.float64)
+    near = torch.cat([powers, powers * (1 - 2**-20), powers * (1 + 2**-20), powers * 1.5]).float()
+    random = torch.randn(4000) * 2.0 ** torch.randint(-60, 8, (4000,))
+    values = torch.cat([near, -near, random])
+    return torch.cat([values[values != 0], torch.zeros(7)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0, 5, 24])
+def test_what_becomes_zero_is_what_casting_makes_zero(dtype: str, scale: int) -> None:
+    values = every_magnitude()
+    counts = Counts()
+    counts.add(values)
+    assert (counts.zeros, counts.total) == (7, values.numel())
+    nonzero = values[values != 0].double()
+    cast = (nonzero * 2.0**scale).float().to(DTYPES[dtype]).double()
+    assert counts.lost(dtype, scale) == pytest.approx(float((cast == 0).double().mean()), abs=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_formats_are_those_of_torch(dtype: str) -> None:
+    row, info = FORMATS[dtype], torch.finfo(DTYPES[dtype])
+    assert row.largest == info.max
+    assert 2.0**row.normal == info.smallest_normal
+    assert 2.0**row.smallest == info.smallest_normal * info.eps
+
+
+def test_values_are_counted_by_exponent() -> None:
+    counts = Counts()
+    counts.add(torch.tensor([[0.75, -0.6, 1.0], [3.0, 0.0, float("inf")]]))
+    counts.add(torch.tensor([float("nan"), 3.5]))
+    # the upper end belongs to the exponent below
+    assert counts == Counts({-1: 3, 1: 2}, zeros=1, nonfinite=2, largest=3.5)
+    assert counts.merge(Counts({1: 1}, largest=4.0)) == Counts({-1: 3, 1: 3}, 1, 2, 4.0)
+    assert Counts().lost() == 0.0
+
+
+@pytest.mark.parametrize(
+    "values", [torch.randn(500) * 2.0**-27, torch.randn(500), torch.ones(3) * 60000, torch.zeros(2)]
+)
+def test_the_loss_scale_is_the_smallest_that_loses_least_and_does_not_overflow(values: Tensor) -> None:
+    counts = Counts()
+    counts.add(values)
+    lost = {}
+    for scale in range(65):
+        cast = (values.double() * 2.0**scale).half()
+        if float((values.double() * 2.0**scale).abs().max()) <= 65504:
+            lost[scale] = int(((cast == 0) & (values != 0)).sum())
+    best = min(lost.values())
+    assert counts.loss_scale() == min(scale for scale, n in lost.items() if n == best)
+
+
+def test_no_scale_helps_a_gradient_that_overflows() -> None:
+    counts = Counts()
+    counts.add(torch.tensor([70000.0, 1e-9]))
+    assert counts.overflows()
+    assert counts.loss_scale() is None
+
+
+class Net(nn.Module):
+    """With dropout, a buffer that is written to, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.spare = nn.Linear(2, 2)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.up(self.drop(self.norm(F.relu(self.up(x))))))
+
+
+def loss(outputs: Tensor) -> Tensor:
+    return outputs.square().mean() * 1e-6
+
+
+def test_the_numbers_are_those_of_the_gradients() -> None:
+    model, x = Net(), torch.randn(16, 8)
+    found = amp_fx.histogram(model, x, loss)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    amp_fx.histogram(model, x, loss)
+    assert torch.equal(torch.get_rng_state(), state)
+    loss(copy.deepcopy(model)(x)).backward()  # nothing of that is in the model
+    assert found.modules.keys() == {"up", "norm", "drop", "frozen"}
+    assert found.modules["up"]["activations"].total == 2 * 16 * 8
+    assert found.modules["up"]["activation_gradients"].total == 2 * 16 * 8
+    assert found.modules["up"]["weight_gradients"].total == 8 * 8 + 8
+    assert "weight_gradients" not in found.modules["frozen"]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.norm.num_batches_tracked == 0
+
+
+def test_weight_gradients_are_counted_exactly() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(16, 8)
+    found = amp_fx.histogram(model, (x,), loss)
+    loss(model(x)).backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    nonzero = gradients[gradients != 0]
+    assert 0 < found.total("weight_gradients").lost() < 1
+    assert found.total("weight_gradients").lost() == float((nonzero.half() == 0).double().mean())
+    total = found.total()
+    scale = found.loss_scale
+    assert scale is not None
+    assert f"{total.lost():.2%} become zero" in str(found)
+    assert f"= {scale:.0f}: {total.lost('float16', int(torch.tensor(scale).log2())):.2%} become zero" in str(
+        found
+    )
+
+
+def test_batches_and_losses_come_in_several_forms() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return Output(loss=F.mse_loss(self.linear(x), y))
+
+    class Output(dict[str, Tensor]):
+        @property
+        def loss(self) -> Tensor:
+            return self["loss"]
+
+    x, y = torch.randn(3, 4), torch.randn(3, 1)
+    model = Named()
+    assert str(amp_fx.histogram(model, {"x": x, "y": y})) == str(amp_fx.histogram(model, [x, y]))
+    assert amp_fx.histogram(torch.compile(model), (x, y)).modules.keys() == {"linear"}
+
+
+def test_what_is_no_loss_is_refused() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    with pytest.raises(AmpFxError, match=r"no loss: .* got \(3, 4\)\. Pass loss=lambda outputs"):
+        amp_fx.histogram(model, x)
+    with pytest.raises(AmpFxError, match=r"no loss: .* got dict"):
+        amp_fx.histogram(model, x, lambda outputs: {})  # type: ignore[arg-type,return-value]
+    with pytest.raises(AmpFxError, match="depends on no parameter"):
+        amp_fx.histogram(model, x, lambda outputs: outputs.sum().detach())
+    with pytest.raises(AmpFxError, match=r"needs a torch\.nn\.Module; got function"):
+        amp_fx.histogram(loss, x)  # type: ignore[arg-type]
+
+
+def test_numbers_are_json_and_the_figure_is_drawn(tmp_path: Path) -> None:
+    found = amp_fx.histogram(nn.Linear(4, 4), torch.randn(3, 4), loss)
+    path = found.save(tmp_path / "numbers.json")
+    assert json.loads(path.read_text()) == found.to_dict()
+    assert found.to_dict()["total"]["gradients"]["lost"]["float16"] == found.total().lost()
+    assert found.save(tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    text = found.save(tmp_path / "figure.svg").read_text()
+    assert "<svg" in text
+    titles = [axes.get_title() for axes in found.figure().axes]
+    assert titles[0].startswith(f"{found.total().lost():.2%} of the gradients become zero in fp16")
+    with pytest.raises(AmpFxError, match=r"cannot write 'figure.doc'; valid suffixes: .json, .*\.png"):
+        found.save(tmp_path / "figure.doc")
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = amp_fx.histogram(nn.Linear(4, 4), torch.randn(3, 4), loss)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(AmpFxError, match=r"pip install 'amp_fx\[plot\]'"):
+        found.save(tmp_path / "figure.png")
+    assert "become zero" in str(found)

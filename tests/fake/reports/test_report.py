@@ -1,0 +1,298 @@
+"""The report says what the plans say: first screen, table, JSON, HTML and Markdown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from amp_fx import AmpFxError, Plan, Report, record
+from amp_fx.plans.plan import dtype_name
+from amp_fx.plans.publish import publish
+from amp_fx.reports.report import SUFFIXES, Cost
+from graphs import Rewritten, casts_of, rewrite
+
+
+class Net(nn.Module):
+    """Low, fp32 and mixed ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(24, 40), nn.LayerNorm(40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.softmax(self.norm(self.up(x)), -1))
+
+
+@pytest.fixture(scope="module")
+def rewritten() -> Rewritten:
+    torch._dynamo.reset()
+    return rewrite(Net(), torch.randn(6, 24), device="cuda")
+
+
+@pytest.fixture
+def report(rewritten: Rewritten) -> Report:
+    broken = replace(
+        rewritten.plan, graph="0/0", graph_break="print [train.py:7]", autocast={"casts": 9, "bytes": 640}
+    )
+    return Report([broken, replace(broken, graph="1/0", graph_break="")], "net")
+
+
+def test_the_table_counts_what_is_in_the_graph(rewritten: Rewritten) -> None:
+    counted: dict[str, Counter[str]] = {}
+    for node in rewritten.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+        counted.setdefault("linear", Counter())[dtype_name(node.meta["val"].dtype)] += 1
+    for node in rewritten.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.softmax.int):
+        counted.setdefault("softmax.int", Counter())[dtype_name(node.meta["val"].dtype)] += 1
+    assert counted == {"linear": {"bfloat16": 2}, "softmax.int": {"float32": 1}}
+    lines = Report([rewritten.plan]).table().splitlines()
+    assert lines[0].split() == ["op", "bfloat16", "float32"]
+    rows = {line.split()[0]: line for line in lines[1:]}
+    bf16 = lines[0].index("bfloat16") + len("bfloat16")
+    for op, dtypes in counted.items():
+        assert rows[op].split()[1:] == [str(count) for count in dtypes.values()]
+        # right-aligned under the dtype
+        assert (len(rows[op]) == bf16) == ("bfloat16" in dtypes)
+
+
+def test_the_shares_are_those_of_the_arithmetic_and_of_the_results(rewritten: Rewritten) -> None:
+    counter = FlopCounterMode(display=False)
+    with counter:
+        Net()(torch.randn(6, 24))
+    shares = Report([rewritten.plan]).shares()
+    assert counter.get_total_flops() == sum(row.flops for row in rewritten.plan.nodes)
+    assert shares["bfloat16"]["flops"] == 1.0
+    assert shares["float32"]["flops"] == 0.0
+    stored: Counter[str] = Counter()
+    for node in rewritten.gm.graph.nodes:
+        value = node.meta.get("val")
+        if "amp_fx" in node.meta and isinstance(value, Tensor):
+            stored[dtype_name(value.dtype)] += value.nbytes
+    assert {d: share["bytes"] for d, share in shares.items()} == {
+        d: pytest.approx(size / stored.total()) for d, size in stored.items()
+    }
+
+
+def test_the_first_screen_has_the_casts_of_the_graph(rewritten: Rewritten) -> None:
+    plan = rewritten.plan
+    line = next(row for row in str(Report([plan])).splitlines() if "casts in the graphs" in row)
+    count = sum(casts_of(rewritten.gm).values())
+    assert f" {count}, {sum(cast.bytes for cast in plan.casts) / 1e3:.2f} kB" in line
+
+
+def test_casts_stand_beside_those_of_autocast_where_all_graphs_know_them(report: Report) -> None:
+    assert report.compared()["torch.autocast"] == Cost(18, 1280)
+    report.plans.append(Plan())
+    assert list(report.compared()) == ["amp_fx"]
+
+
+def test_measured_costs_replace_those_of_the_plans(report: Report) -> None:
+    report.costs = {"amp_fx": Cost(1, 2, 3, 4, 5_000_000_000), "torch.autocast": Cost(6, 7, 8, 9, 10)}
+    text = str(report)
+    assert "3, 4 B" in text
+    assert "8, 9 B" in text
+    assert "5.00 GB" in text
+
+
+def crowded() -> Report:
+    """Everything that a first screen may have, and more of it than fits."""
+    rows = []
+    plan = rewrite(nn.Linear(9, 9), torch.randn(2, 9)).plan.nodes[0]
+    for number, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32) * 8):
+        rows.append(
+            replace(
+                plan, dtype=dtype, low=dtype, module_path=f"some.rather.long.name.of.a.module{number}" * 3
+            )
+        )
+    plans = [Plan(f"{n}/0", nodes=rows, graph_break=f"reason {n} [train.py:{n}]" * 9) for n in range(6)]
+    cost = Cost(1, 2, 3, 4, 5)
+    return Report(plans, "crowded", {"amp_fx": cost, "torch.autocast": cost})
+
+
+def test_the_first_screen_has_at_most_25_lines() -> None:
+    lines = str(crowded()).splitlines()
+    assert 20 < len(lines) <= 25
+    assert any(line.startswith("advice") for line in lines)
+    # what is to be pasted stays whole
+    assert all(len(line) <= 118 for line in lines if "options={" not in line)
+    assert [line for line in lines if "options={" in line]
+    assert all(line.endswith("}") for line in lines if "options={" in line)
+
+
+def test_a_report_without_plans_prints() -> None:
+    assert "0 graphs" in str(Report())
+    assert "no floating computation" in str(Report([Plan()]))
+    assert Report().table().strip() == "op"
+
+
+def test_graph_breaks_are_named(report: Report) -> None:
+    assert report.graph_breaks == ["print [train.py:7]"]
+    assert "\n  print [train.py:7]\n" in str(report)
+    report.plans = [Plan(f"{n}/0", graph_break=f"{'why ' * 50}[train.py:{n // 2}]") for n in range(4)]
+    lines = [line for line in str(report).splitlines() if "why" in line]
+    assert [line[:9] for line in lines] == ["  2 times"] * 2
+    assert [line[-15:] for line in lines] == ["... [train.py:0]"[-15:], "... [train.py:1]"[-15:]]
+
+
+def test_a_report_goes_through_json_unchanged(report: Report, tmp_path: Path) -> None:
+    report.costs = {"amp_fx": Cost(1, 2)}
+    data = report.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert Report.from_dict(data) == report
+    assert Report.load(report.save(tmp_path / "report.json")) == report
+    assert data["summary"]["graph_breaks"] == report.graph_breaks
+    assert data["summary"]["shares"] == report.shares()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["version"], 7, "version 7; this amp_fx reads version 1"),
+        (["plans"], 3, "report.plans should be list; got 3"),
+        (["costs", "amp_fx", "cast_bytes"], "2", r"report.costs.amp_fx.cast_bytes should be int; got '2'"),
+        (["notes"], [{"kind": "x"}], r"report.notes\[0\].text is missing"),
+        (["plans", 0, "nodes", 0, "dtype"], "bf16", r"plan.nodes\[0\].dtype should be name of a dtype; got 'bf16'"),
+        (["plans", 0, "nodes", 0, "shape"], [1, "a"], r"plan.nodes\[0\].shape\[1\] should be int; got 'a'"),
+        (["plans", 0, "casts", 0, "readers"], [], r"plan.casts\[0\].readers is unknown; valid: name, .*"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_file_is_named(
+    report: Report, tmp_path: Path, path: list[str | int], value: object, message: str
+) -> None:
+    data = json.loads(json.dumps(report.to_dict()))
+    data["costs"] = {"amp_fx": {"casts": 1, "cast_bytes": 2}}
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(AmpFxError, match=rf"report\.json.*{message}"):
+        Report.load(file)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, '{"version": 1}', "\udcff"])
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "broken.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(AmpFxError, match=r"broken\.json"):
+        Report.load(file)
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amp_fx.reports.report._MAX_FILE", 10)
+    (tmp_path / "long.json").write_text("{" + " " * 10 + "}")
+    with pytest.raises(AmpFxError, match=r"long\.json has more than 10 bytes"):
+        Report.load(tmp_path / "long.json")
+
+
+@pytest.mark.parametrize("suffix", [".html", ".dot", ".json", ".md"])
+def test_a_report_is_saved_as_the_suffix_says(report: Report, tmp_path: Path, suffix: str) -> None:
+    path = report.save(tmp_path / f"report{suffix.upper()}")
+    assert (
+        path.read_text(encoding="utf-8").lstrip()[0]
+        in {".html": "<", ".dot": "d", ".json": "{", ".md": "#"}[suffix]
+    )
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_another_suffix_is_refused(report: Report, tmp_path: Path) -> None:
+    with pytest.raises(
+        AmpFxError,
+        match=rf"'report.htm'; valid suffixes: {', '.join(SUFFIXES)}, .model-explorer.json. Did you mean '.html'",
+    ):
+        report.save(tmp_path / "report.htm")
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """No file of this process can grow beyond 100 bytes: as on a full disk, a write fails half-way."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_where_there_is_no_room_the_old_file_stays(report: Report, tmp_path: Path, suffix: str) -> None:
+    if suffix in (".svg", ".png") and shutil.which("dot") is None:
+        pytest.skip("needs Graphviz")
+    path = tmp_path / f"report{suffix}"
+    path.write_text("old")
+    with no_room(), pytest.raises(OSError, match="File too large"):
+        report.save(path)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == [path.name]
+
+
+class Tags(HTMLParser):
+    """The tags and the text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_notebooks_show_an_escaped_table(report: Report) -> None:
+    report.title = "<script>alert(1)</script>&"
+    page = Tags(report._repr_html_())
+    assert set(page.tags) <= {"div", "table", "caption", "tr", "th", "td", "details", "summary", "pre"}
+    assert page.open == []
+    assert report.title in page.text
+    assert "bfloat16" in page.text
+    # nothing is loaded from elsewhere
+    assert not re.search(r"src=|href=|url\(", report._repr_html_())
+
+
+def test_markdown_tables_survive_any_name(report: Report) -> None:
+    cast = report.plans[0].casts[0]
+    report.plans[0].casts = [replace(cast, value="a|b<c>`\n", source="x | y")]
+    report.plans[1].casts = []
+    row = report.to_markdown().splitlines()[-1]
+    assert row.startswith(r"| a\|b&lt;c>")
+    assert len(re.findall(r"(?<!\\)\|", row)) == 7
+
+
+def test_the_plan_of_a_report_is_that_of_its_only_forward_graph(report: Report) -> None:
+    plan = Plan("0/0")
+    assert Report([plan, Plan("0/0", phase="backward")]).plan is plan
+    with pytest.raises(AmpFxError, match="2 forward graphs; take one from its plans"):
+        report.plan  # noqa: B018
+    with pytest.raises(AmpFxError, match="0 forward graphs"):
+        Report().plan  # noqa: B018
+
+
+def test_a_recording_gives_a_report_for_every_graph() -> None:
+    with record() as recording:
+        publish(Plan("0/0"))
+        publish(Plan("1/0"))
+    assert recording.reports == [Report([Plan("0/0")]), Report([Plan("1/0")])]
