@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from examples import hugging_face
 from examples.gpt import GPT, GPTConfig
 
 __all__ = ["WORKLOADS", "Batch", "Build", "Workload", "build_workload", "make"]
@@ -199,32 +199,15 @@ def llama_512(
 # --- Hugging Face transformers. Imported on use: it takes seconds. ---
 
 
-def _config(config_class: Callable[..., Any], **settings: Any) -> Any:
-    """Builds a config; its signature does not show the settings that it takes for its base class."""
-    return config_class(**settings)
-
-
 @_workload
 def bert(
     batch: int = 8, length: int = 128, layers: int = 2, width: int = 256, vocab: int = 512
 ) -> tuple[nn.Module, Batch]:
     """Encoder with a padding mask."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = _config(
-        BertConfig,
-        vocab_size=vocab,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        intermediate_size=4 * width,
-        max_position_embeddings=length,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=4,
-        attn_implementation="sdpa",
+    model = hugging_face.bert(
+        layers=layers, width=width, heads=width // 64, hidden=4 * width, vocab=vocab, length=length
     )
-    return BertForSequenceClassification(config), {
+    return model, {
         "input_ids": _tokens(batch, length, vocab=vocab),
         "attention_mask": _padding_mask(batch, length),
         "labels": _tokens(batch, vocab=4),
@@ -236,48 +219,17 @@ def gpt2(
     batch: int = 8, length: int = 128, layers: int = 2, width: int = 256, vocab: int = 512
 ) -> tuple[nn.Module, Batch]:
     """Decoder whose linears are ``addmm`` (Conv1D) and whose head is tied to the embedding."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = _config(
-        GPT2Config,
-        vocab_size=vocab,
-        n_positions=length,
-        n_embd=width,
-        n_layer=layers,
-        n_head=width // 64,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    model = hugging_face.gpt2(layers=layers, width=width, heads=width // 64, vocab=vocab, length=length)
     tokens = _tokens(batch, length, vocab=vocab)
-    model = GPT2LMHeadModel(config)
-    # otherwise transformers logs a warning about it, and that breaks the graph before the loss
-    model.loss_type = "ForCausalLM"
     return model, {"input_ids": tokens, "labels": tokens}
 
 
 def _hf_llama(attention: str) -> tuple[nn.Module, Batch]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = _config(
-        LlamaConfig,
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation=attention,
+    model = hugging_face.llama(
+        layers=2, width=256, heads=4, kv_heads=2, hidden=688, vocab=512, length=128, attention=attention
     )
     tokens = _tokens(8, 128, vocab=512)
-    return LlamaForCausalLM(config), {
+    return model, {
         "input_ids": tokens,
         "attention_mask": _padding_mask(8, 128),
         "labels": tokens,
@@ -301,23 +253,10 @@ def t5(
     batch: int = 8, length: int = 128, layers: int = 2, width: int = 256, vocab: int = 512
 ) -> tuple[nn.Module, Batch]:
     """Encoder, decoder with cross attention, relative position bias, norms that widen to fp32 themselves."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = _config(
-        T5Config,
-        vocab_size=vocab,
-        d_model=width,
-        d_kv=64,
-        d_ff=4 * width,
-        num_layers=layers,
-        num_decoder_layers=layers,
-        num_heads=width // 64,
-        dropout_rate=0.0,
-        use_cache=False,
-        decoder_start_token_id=0,
-        pad_token_id=0,
+    model = hugging_face.t5(
+        layers=layers, width=width, heads=width // 64, head_size=64, hidden=4 * width, vocab=vocab
     )
-    return T5ForConditionalGeneration(config), {
+    return model, {
         "input_ids": _tokens(batch, length, vocab=vocab),
         "attention_mask": _padding_mask(batch, length),
         "labels": _tokens(batch, length // 2, vocab=vocab),
@@ -341,17 +280,8 @@ def resnet50(batch: int, image: int = 32) -> tuple[nn.Module, Batch]:
 def _hf_resnet(
     batch: int, image: int, width: int, hidden: list[int], depths: list[int], kind: str
 ) -> tuple[nn.Module, Batch]:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = _config(
-        ResNetConfig,
-        embedding_size=width,
-        hidden_sizes=hidden,
-        depths=depths,
-        layer_type=kind,
-        num_labels=4,
-    )
-    return ResNetForImageClassification(config), {
+    model = hugging_face.resnet(width=width, hidden=hidden, depths=depths, kind=kind)
+    return model, {
         "pixel_values": torch.randn(batch, 3, image, image),
         "labels": _tokens(batch, vocab=4),
     }
@@ -362,21 +292,10 @@ def vit(
     batch: int = 8, image: int = 64, patch: int = 8, layers: int = 2, width: int = 256
 ) -> tuple[nn.Module, Batch]:
     """Patches by convolution, then an encoder."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = _config(
-        ViTConfig,
-        image_size=image,
-        patch_size=patch,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        intermediate_size=4 * width,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=4,
+    model = hugging_face.vit(
+        layers=layers, width=width, heads=width // 64, hidden=4 * width, image=image, patch=patch
     )
-    return ViTForImageClassification(config), {
+    return model, {
         "pixel_values": torch.randn(batch, 3, image, image),
         "labels": _tokens(batch, vocab=4),
     }

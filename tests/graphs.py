@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.exc import BackendCompilerFailed
@@ -29,6 +30,7 @@ from amp_fx.passes import PIPELINE, Pass, PassContext, run_passes
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 
 __all__ = [
+    "Block",
     "Rewritten",
     "agree",
     "captured",
@@ -51,6 +53,18 @@ PLACED = {torch.float32, torch.bfloat16, torch.float16}
 
 #: error a result may have beyond 1.25 times that of torch.autocast
 NOISE = 1e-3
+
+
+class Block(nn.Module):
+    """A norm, two linears and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 @dataclass(frozen=True)

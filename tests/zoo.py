@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from examples import hugging_face
+
 __all__ = ["CASES", "Batch", "Case", "make"]
 
 Batch = dict[str, Tensor]
@@ -82,12 +84,7 @@ def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- Hugging Face transformers: tiny configurations, random weights. Imported on use: it takes seconds. ---
-
-
-def _config(config_class: Callable[..., Any], **settings: Any) -> Any:
-    """Builds a config; its signature does not show the settings that it takes for its base class."""
-    return config_class(**settings)
+# --- Hugging Face transformers: tiny configurations, random weights. ---
 
 
 def _padding_mask(batch: int, length: int) -> Tensor:
@@ -97,20 +94,8 @@ def _padding_mask(batch: int, length: int) -> Tensor:
 
 
 def _bert(name: str, attention: str) -> Case:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = _config(
-        BertConfig,
-        vocab_size=128,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=128,
-        max_position_embeddings=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=4,
-        attn_implementation=attention,
+    model = hugging_face.bert(
+        layers=2, width=64, heads=2, hidden=128, vocab=128, length=64, attention=attention
     )
 
     def inputs(seed: int) -> Batch:
@@ -120,7 +105,7 @@ def _bert(name: str, attention: str) -> Case:
             "labels": _tokens(seed + 1, 4, vocab=4),
         }
 
-    return Case(name, BertForSequenceClassification(config).train(), inputs, _returned_loss)
+    return Case(name, model.train(), inputs, _returned_loss)
 
 
 @_case
@@ -138,54 +123,25 @@ def bert_eager_attention() -> Case:
 @_case
 def gpt2() -> Case:
     """Decoder whose linears are ``addmm`` (Conv1D) and whose head is tied to the embedding."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = _config(
-        GPT2Config,
-        vocab_size=128,
-        n_positions=64,
-        n_embd=64,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        loss_type="ForCausalLM",
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    model = hugging_face.gpt2(layers=2, width=64, heads=2, vocab=128, length=64)
 
     def inputs(seed: int) -> Batch:
         tokens = _tokens(seed, 4, 32)
         return {"input_ids": tokens, "labels": tokens}
 
-    return Case("gpt2", GPT2LMHeadModel(config).train(), inputs, _returned_loss)
+    return Case("gpt2", model.train(), inputs, _returned_loss)
 
 
 def _llama(name: str, attention: str) -> Case:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = _config(
-        LlamaConfig,
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation=attention,
+    model = hugging_face.llama(
+        layers=2, width=64, heads=4, kv_heads=2, hidden=128, vocab=128, length=64, attention=attention
     )
 
     def inputs(seed: int) -> Batch:
         tokens = _tokens(seed, 4, 32)
         return {"input_ids": tokens, "attention_mask": _padding_mask(4, 32), "labels": tokens}
 
-    return Case(name, LlamaForCausalLM(config).train(), inputs, _returned_loss)
+    return Case(name, model.train(), inputs, _returned_loss)
 
 
 @_case
@@ -203,22 +159,7 @@ def llama_eager_attention() -> Case:
 @_case
 def t5() -> Case:
     """Encoder, decoder with cross attention, relative position bias, norms that widen to fp32 themselves."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = _config(
-        T5Config,
-        vocab_size=128,
-        d_model=64,
-        d_kv=32,
-        d_ff=128,
-        num_layers=1,
-        num_decoder_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        use_cache=False,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
+    model = hugging_face.t5(layers=1, width=64, heads=2, head_size=32, hidden=128, vocab=128)
 
     def inputs(seed: int) -> Batch:
         return {
@@ -227,51 +168,29 @@ def t5() -> Case:
             "labels": _tokens(seed + 1, 4, 16),
         }
 
-    return Case("t5", T5ForConditionalGeneration(config).train(), inputs, _returned_loss)
+    return Case("t5", model.train(), inputs, _returned_loss)
 
 
 @_case
 def resnet() -> Case:
     """Residual convolutions with BatchNorm: training mode updates the running statistics."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = _config(
-        ResNetConfig,
-        embedding_size=16,
-        hidden_sizes=[16, 32],
-        depths=[1, 1],
-        layer_type="basic",
-        num_labels=4,
-    )
+    model = hugging_face.resnet(width=16, hidden=[16, 32], depths=[1, 1])
 
     def inputs(seed: int) -> Batch:
         return {"pixel_values": _normal(seed, 4, 3, 32, 32), "labels": _tokens(seed, 4, vocab=4)}
 
-    return Case("resnet", ResNetForImageClassification(config).train(), inputs, _returned_loss)
+    return Case("resnet", model.train(), inputs, _returned_loss)
 
 
 @_case
 def vit() -> Case:
     """Patches by convolution, then an encoder."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = _config(
-        ViTConfig,
-        image_size=32,
-        patch_size=8,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=128,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=4,
-    )
+    model = hugging_face.vit(layers=2, width=64, heads=2, hidden=128, image=32, patch=8)
 
     def inputs(seed: int) -> Batch:
         return {"pixel_values": _normal(seed, 4, 3, 32, 32), "labels": _tokens(seed, 4, vocab=4)}
 
-    return Case("vit", ViTForImageClassification(config).train(), inputs, _returned_loss)
+    return Case("vit", model.train(), inputs, _returned_loss)
 
 
 # --- Plain torch.nn ---

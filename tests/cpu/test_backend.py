@@ -29,22 +29,10 @@ from amp_fx import CaptureError, FallbackWarning, OptionsError, Plan, record
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
-from graphs import DEFAULTS, dynamo_graph
+from graphs import DEFAULTS, Block, dynamo_graph
 from versions import fails_in
 
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-class Net(nn.Module):
-    """Two linears, a norm and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def compiled(program: Callable[..., Any], dynamic: bool | None = None, **options: Any) -> Callable[..., Any]:
@@ -86,7 +74,7 @@ import json, sys, torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-class Net(nn.Module):
+class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.island, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
@@ -101,7 +89,7 @@ class Net(nn.Module):
             return self.last(x)
 
 imported = "amp_fx" in sys.modules
-model = Net()
+model = Block()
 out = torch.compile(model, backend="amp_fx", options={"profile": "off", "strict": True})(torch.randn(4, 8))
 out.sum().backward()
 print(json.dumps({
@@ -181,7 +169,7 @@ def test_torch_lists_the_backend() -> None:
 
 
 def test_a_module_compiles_itself() -> None:
-    model, x = Net(), torch.randn(4, 8)
+    model, x = Block(), torch.randn(4, 8)
     expected = model(x)
     model.compile(backend="amp_fx", options=dict(DEFAULTS))
     with record() as recording:
@@ -297,7 +285,7 @@ class Step:
 def step() -> Step:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Net()
+    model = Block()
     exact = copy.deepcopy(model).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = torch.randn(4, 8)
@@ -341,7 +329,7 @@ def test_an_optimizer_step_keeps_everything_in_fp32(step: Step) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_gives_the_eager_dtype_in_low_precision(mode: Callable[[], Any]) -> None:
-    model, x = Net().eval(), torch.randn(4, 8)
+    model, x = Block().eval(), torch.randn(4, 8)
     with mode(), record() as recording:
         got = compiled(model)(x)
         expected = model(x)
@@ -447,7 +435,7 @@ def test_the_backward_of_an_fp32_island_does_not_overflow() -> None:
 
 
 def test_dynamic_shapes_compile_once_for_all_sizes() -> None:
-    model = Net()
+    model = Block()
     own = compiled(model, dynamic=True)
     with record() as recording:
         for size in (3, 4, 7, 12):
@@ -584,7 +572,7 @@ def test_a_compiled_optimizer_step_passes_through(foreach: bool) -> None:
 
 
 def test_compiled_autograd_leaves_the_backward_as_it_is() -> None:
-    model, x = Net(), torch.randn(4, 8)
+    model, x = Block(), torch.randn(4, 8)
     exact = copy.deepcopy(model).double()
     exact(x.double()).sum().backward()
 

@@ -19,19 +19,9 @@ from amp_fx._torch import enable_autocast
 from amp_fx.graphs.capture import OUTPUT_META, REGION_META, capture
 from amp_fx.graphs.facts import module_path, source_line
 from amp_fx.graphs.regions import ambient_regions
-from graphs import captured, check, dynamo_graph, rewrite
+from graphs import Block, captured, check, dynamo_graph, rewrite
 
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
