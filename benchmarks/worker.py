@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import amp_fx
-import amp_fx.backend as backend_module
+import amp_fx.lowering as lowering
 from amp_fx.errors import FallbackWarning, OptionsError
 from amp_fx.options import Options
 from benchmarks import counts, errors, passes, timing
@@ -47,7 +47,7 @@ class Trial:
         if arm.backend == "amp_fx":
             Options.parse(None, arm.options)
         if not arm.epilogue:
-            backend_module.JOINT_PIPELINES = {**backend_module.JOINT_PIPELINES, "cuda": ()}
+            lowering.JOINT_PIPELINES = {**lowering.JOINT_PIPELINES, "cuda": ()}
         self._make_step()
 
     def _make_step(self) -> None:
