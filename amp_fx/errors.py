@@ -44,7 +44,7 @@ class OptionsError(AmpFxError, ValueError):
 
 
 class PlanError(AmpFxError, ValueError):
-    """A plan is not one, or the graph is not the one it was made for."""
+    """A file or value is not a plan, or the plan was made for another graph."""
 
 
 class ScalerError(AmpFxError, ValueError):

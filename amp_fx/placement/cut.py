@@ -1,9 +1,8 @@
 """Two labels for many values, exactly: one s-t minimum cut.
 
-Every value is stored in fp32 (``HIGH``) or in the low dtype (``LOW``). A :class:`Problem` says what each
-choice
-costs: per value, and per *conversion shared by several readers*, which is what makes the problem more than a
-sum of edges. All terms are submodular, so the optimum is a minimum cut (source side = HIGH, sink side = LOW):
+Every value is stored in fp32 (``HIGH``) or in the low dtype (``LOW``). A :class:`Problem` says what each choice costs:
+per value, and per *conversion shared by several readers*, which is what makes the problem more than a sum of edges.
+All terms are submodular, so the optimum is a minimum cut (source side = HIGH, sink side = LOW):
 
 * a cost of one value is an arc to the source or the sink;
 * "x is HIGH and at least one of r1..rk is LOW" costs c once: arcs ``x -> d`` (c) and ``d -> ri`` (infinite)

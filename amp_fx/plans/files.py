@@ -9,7 +9,7 @@ __all__ = ["TooLongError", "read_text", "write_bytes", "write_text"]
 
 
 class TooLongError(ValueError):
-    """A file is longer than anything that its reader could mean."""
+    """A file is longer than its reader allows."""
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -19,7 +19,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LayOutWeights(Pass):
-    """Runs on Inductor's graphs after partitioning, on CPU: a backward convolves where it recomputes.
+    """Runs on Inductor's graphs after partitioning, on CPU.
+
+    Backward graphs included: one that recomputes activations has convolutions, too.
 
     Inductor runs convolutions channels last and lays out their weights for that in every call. What it compiles for
     a cast that also changes the layout takes longer than the library's copies. It has to run after Inductor has
