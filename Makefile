@@ -84,8 +84,18 @@ test-suite: venv
 	@rm -rf build/inductor
 	$(PYTEST)
 
-demo: venv compiler
-	$(BIN)/python examples/train_gpt.py
+# The demo needs little: where the development environment is not there, it gets a small one of its own.
+DEMO_VENV := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-demo)
+
+.venv-demo/.installed: pyproject.toml constraints.txt
+	@echo "Installing torch and four small packages into .venv-demo; then a small GPT is trained for a minute."
+	@$(PYTHON) -m venv .venv-demo
+	@.venv-demo/bin/python -m pip install -q -c <($(CONSTRAINTS)) torch==$(TORCH) 'setuptools>=77'
+	@.venv-demo/bin/python -m pip install -q -c <($(CONSTRAINTS)) --no-build-isolation -e ".[demo]"
+	@touch $@
+
+demo: compiler $(DEMO_VENV)/.installed
+	@$(DEMO_VENV)/bin/python examples/train_gpt.py
 
 clean:
 	rm -rf $(VENV) .venv-* build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis torch_compile_debug

@@ -1,7 +1,7 @@
 """Trains a small GPT on made sums through ``backend="amp_fx"``, beside fp32 and ``torch.autocast``.
 
 The three runs start from the same weights, see the same batches and take turns at every step, so that their
-losses and their times can be compared. Takes one to two minutes, compiling included.
+losses and their times can be compared. Takes less than 90 seconds on two idle cores, compiling included.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import contextlib
 import copy
 import shutil
 import statistics
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -55,13 +57,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seconds", type=float, default=60, help="stop training after this long")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=70,
+        help="stop training so long after the start (default: %(default)s)",
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument(
         "--out", type=Path, default=Path("out"), help="folder of the pictures (default: %(default)s)"
     )
     arguments = parser.parse_args()
 
+    deadline = time.monotonic() + arguments.seconds
     torch.manual_seed(0)
     config = GPTConfig()
     model = GPT(config)
@@ -72,30 +80,64 @@ def main() -> None:
     ]
     size = sum(parameter.numel() for parameter in model.parameters())
     tokens = f"{arguments.batch} x {config.context} tokens a step"
-    print(f"GPT: {size / 1e6:.1f}M parameters, {config.layers} layers, {tokens}")
+    print(f"Training a GPT three times from the same weights: {', '.join(run.name for run in runs)}")
+    print(f"{size / 1e6:.1f}M parameters, {config.layers} layers, {tokens}; made data, nothing is downloaded")
 
     corpus = make_corpus()
     first = get_batch(corpus, 0, arguments.batch, config.context)
-    for run in runs:
-        run.step(*first)
-        print(f"compiled {run.name:<20} in {run.seconds.pop():5.1f} s")
-
-    deadline = time.monotonic() + arguments.seconds
-    bar = tqdm(range(1, arguments.steps), unit="step", desc="training")
-    for step in bar:
-        batch = get_batch(corpus, step, arguments.batch, config.context)
-        for turn in range(len(runs)):
-            runs[(turn + step) % len(runs)].step(*batch)
-        bar.set_postfix_str(", ".join(f"{run.name.split()[0]} {run.losses[-1]:.3f}" for run in runs))
-        if time.monotonic() > deadline:
-            break
-    bar.close()
+    with tqdm(total=len(runs) + arguments.steps - 1, unit="step", dynamic_ncols=True) as bar, ticking(bar):
+        for number, run in enumerate(runs, 1):
+            bar.set_description(f"compiling {number} of {len(runs)}, {run.name}")
+            run.step(*first)
+            bar.write(f"compiled {run.name:<20} in {run.seconds.pop():5.1f} s")
+            bar.update()
+        bar.set_description("training")
+        for step in range(1, arguments.steps):
+            batch = get_batch(corpus, step, arguments.batch, config.context)
+            for turn in range(len(runs)):
+                runs[(turn + step) % len(runs)].step(*batch)
+            bar.set_postfix_str(
+                ", ".join(f"{run.name.split()[0]} {run.losses[-1]:.3f}" for run in runs), refresh=False
+            )
+            bar.update()
+            if time.monotonic() > deadline:
+                break
 
     print_losses(runs)
     print_speed(runs)
+    print("\nWhat amp_fx decided, and what it costs (graphs only, a few seconds):", flush=True)
     report = amp_fx.explain(runs[-1].compiled, *first)
     print(f"\n{report}\n\n{report.table()}")
     write_pictures(arguments.out, runs, report)
+    print(f"\n{gain(runs)}")
+
+
+@contextlib.contextmanager
+def ticking(bar: tqdm) -> Iterator[None]:
+    """Redraws the bar twice a second, so that its clock runs while Inductor compiles."""
+    done = threading.Event()
+
+    def redraw() -> None:
+        while not done.wait(0.5):
+            bar.refresh()
+
+    thread = threading.Thread(target=redraw, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def gain(runs: list[Run]) -> str:
+    """What was gained, in one line."""
+    fp32, autocast, ours = (statistics.median(run.seconds) for run in runs)
+    loss = runs[2].losses[-1] / runs[0].losses[-1] - 1
+    return (
+        f"amp_fx took {ours / fp32:.2f} of fp32's time a step and {ours / autocast:.2f} of autocast's on this machine; "
+        f"its last loss differs from fp32's by {loss:+.2%}."
+    )
 
 
 def print_losses(runs: list[Run], rows: int = 8, window: int = 10) -> None:
