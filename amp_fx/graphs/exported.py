@@ -2,7 +2,8 @@
 
 ``torch.export`` speaks the IR that the passes work on, so nothing is traced again; inputs, constraints and
 names stay. What it writes as higher-order ops that only set a mode (``wrap_with_autocast``,
-``wrap_with_set_grad_enabled``) is spliced into the graph around it.
+``wrap_with_set_grad_enabled``) is spliced into the graph around it. What goes into a region without gradients is
+detached, so that none leaves it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ import torch.fx as fx
 from amp_fx._torch import HigherOrderOperator, OpOverload, enable_autocast, symbolic_kernels
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.capture import OPAQUE_BODIES, OUTPUT_META, REGION_META
-from amp_fx.graphs.facts import LOW_DTYPES, fake_arguments, is_eligible, output_nodes, source_line, tensors
+from amp_fx.graphs.facts import (
+    LOW_DTYPES,
+    fake_arguments,
+    in_place_target,
+    is_eligible,
+    output_nodes,
+    run_fake,
+    source_line,
+    tensors,
+)
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 
 __all__ = ["adopt", "ambient_dtype"]
@@ -83,6 +93,8 @@ class _Splice:
     def __init__(self, graph: fx.Graph, root: torch.nn.Module) -> None:
         self._graph = graph
         self._root = root
+        #: what a region without gradients sees -> what it is outside
+        self._detached: dict[fx.Node, fx.Node] = {}
 
     def run(self, gm: fx.GraphModule, env: dict[fx.Node, fx.Node], ambient: Mapping[str, Region]) -> Any:
         """Copies one graph whose inputs are in ``env``; returns what it outputs."""
@@ -96,8 +108,14 @@ class _Splice:
             if (wrapped := _wrapped(gm, node)) is not None:
                 body, operands, region = wrapped
                 given = [fx.map_arg(operand, env.__getitem__) for operand in operands]
+                if node.target.name() == "wrap_with_set_grad_enabled":  # type: ignore[union-attr]  # an op
+                    given = [
+                        self._switch_gradients(operand, bool(node.args[0]), regions[node])
+                        for operand in given
+                    ]
                 inner = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
-                opened[node] = self.run(body, inner, {**regions[node], **region})
+                result = self.run(body, inner, {**regions[node], **region})
+                opened[node] = fx.map_arg(result, self._written)
             elif node.op == "call_function" and node.args and node.args[0] in opened:
                 env[node] = opened[node.args[0]][node.args[1]]
             elif node.op == "get_attr":
@@ -107,6 +125,31 @@ class _Splice:
                 env[node] = self._graph.node_copy(node, env.__getitem__)
                 env[node].meta[REGION_META] = regions[node]
         raise CaptureError("an exported graph has no output")
+
+    def _switch_gradients(self, operand: Any, enabled: bool, region: Mapping[str, Region]) -> Any:
+        """A value as a region without gradients sees it, or as one with gradients inside such a region does."""
+        if not isinstance(operand, fx.Node):
+            return operand
+        if enabled:
+            return self._detached.get(operand, operand)
+        value = operand.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or operand in self._detached:
+            return operand
+        detached = self._graph.call_function(aten.detach.default, (operand,))
+        detached.meta = {
+            key: operand.meta[key] for key in ("nn_module_stack", "stack_trace") if key in operand.meta
+        }
+        detached.meta[REGION_META] = region
+        detached.meta["val"] = run_fake(detached)
+        self._detached[detached] = operand
+        return detached
+
+    def _written(self, result: fx.Node) -> fx.Node:
+        """What was written to without gradients has those it had before: a write returns what it wrote to."""
+        owner = result
+        while (target := in_place_target(owner)) is not None:
+            owner = target
+        return self._detached.get(owner, result) if owner is not result else result
 
     def _attribute(self, gm: fx.GraphModule, node: fx.Node, region: Mapping[str, Region]) -> fx.Node:
         value: Any = gm
@@ -171,7 +214,13 @@ def _differing(gm: fx.GraphModule, ambient: torch.dtype | None) -> Iterator[fx.N
             continue
         on, dtype = (region.enabled, region.dtype) if region.by_user else (ambient is not None, ambient)
         args, kwargs, mode = fake_arguments(node)
-        with mode, symbolic_kernels(), enable_autocast(value.device.type, on, dtype or region.dtype):
+        # with gradients, a write to a leaf that requires one would be refused, as a buffer does after a first write
+        with (
+            mode,
+            torch.no_grad(),
+            symbolic_kernels(),
+            enable_autocast(value.device.type, on, dtype or region.dtype),
+        ):
             result = node.target(*args, **kwargs)
         if result.dtype is not value.dtype:
             yield node

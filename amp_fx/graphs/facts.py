@@ -305,17 +305,34 @@ def cast_bytes(value: torch.Tensor, to: torch.dtype) -> int:
 
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], FakeTensorMode]:
-    """The fake values of the node's arguments, and the mode they belong to."""
+    """The fake values of the node's arguments, and the mode they belong to.
+
+    A call may run on them without harm to the graph: what changes a shape in place (``y.t_()``) changes that of an
+    alias.
+    """
+    reshapes = (
+        isinstance(node.target, OpOverload)
+        and torch.Tag.inplace_view in node.target.tags
+        # changes no shape, and refuses views
+        and node.target is not torch.ops.aten.detach_.default
+    )
     args, kwargs = fx.map_arg(
         (node.args, node.kwargs),  # type: ignore[arg-type]  # a tuple of arguments is one
-        lambda n: n.meta["val"],
+        lambda n: _aliased(n.meta["val"]) if reshapes else n.meta["val"],
     )
     modes = [t.fake_mode for t in tensors((args, kwargs)) if isinstance(t, FakeTensor)]
     return args, kwargs, modes[0] if modes else FakeTensorMode()  # type: ignore[return-value]  # of map_arg
 
 
+def _aliased(value: Any) -> Any:
+    with torch.no_grad():
+        return torch.ops.aten.alias.default(value) if isinstance(value, torch.Tensor) else value
+
+
 def run_fake(node: fx.Node) -> Any:
-    """Runs a call on the fake values of its arguments, autocast off.
+    """Runs a call on the fake values of its arguments, autocast and gradients off.
+
+    With gradients, a write to a leaf that requires one would be refused, though the program makes it without.
 
     Raises:
         VerifyError: the op does not take these dtypes; names node and source line.
@@ -324,6 +341,7 @@ def run_fake(node: fx.Node) -> Any:
     try:
         with (
             mode,
+            torch.no_grad(),
             ignore_fresh_symbols(mode),
             symbolic_kernels(),
             autocast_disabled(),

@@ -6,6 +6,7 @@ import copy
 import io
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,114 @@ def test_in_place_writes_through_views_survive_a_program_from_a_file() -> None:
     file.seek(0)
     ep = amp_fx.convert(torch.export.load(file), profile="off")
     assert error(ep.module()(x), model(x)) < 0.02
+
+
+class Writing(nn.Module):
+    """A linear layer around one kind of write."""
+
+    def __init__(self, write: Callable[[Writing, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("cache", torch.ones(4, 16))
+        self._write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._write(self, x)
+
+
+def static_key_value_cache(m: Writing, x: Tensor) -> Tensor:
+    m.cache[torch.arange(2)] = m.linear(x[:2])
+    return m.cache @ x.T
+
+
+def accumulate(m: Writing, x: Tensor) -> Tensor:
+    m.cache.add_(m.linear(x))
+    return m.linear(m.cache)
+
+
+def overwrite(m: Writing, x: Tensor) -> Tensor:
+    m.cache.copy_(m.linear(x))
+    m.cache.mul_(0.5)
+    return m.linear(m.cache)
+
+
+def slices(m: Writing, x: Tensor) -> Tensor:
+    m.cache[1:3] += m.linear(x)[1:3]
+    return m.linear(m.cache)
+
+
+def rows_by_index(m: Writing, x: Tensor) -> Tensor:
+    m.cache.index_copy_(0, torch.tensor([0, 1]), m.linear(x)[:2])
+    return m.linear(m.cache)
+
+
+def weight_without_gradients(m: Writing, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.linear.weight.mul_(0.5)
+    return m.linear(x) + m.cache
+
+
+def shape_in_place(m: Writing, x: Tensor) -> Tensor:
+    y = m.linear(x) + 1
+    y.t_()
+    y.unsqueeze_(0).transpose_(1, 2)
+    return y[0] @ m.cache.T
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        static_key_value_cache,
+        accumulate,
+        overwrite,
+        slices,
+        rows_by_index,
+        weight_without_gradients,
+        shape_in_place,
+    ],
+    ids=lambda write: write.__name__,
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_model_that_writes_is_exported_with_gradients_on(
+    write: Callable[[Writing, Tensor], Tensor], strict: bool
+) -> None:
+    x = torch.randn(4, 16)
+    model = Writing(write)
+    stock = torch.export.export(model, (x,), strict=strict)
+    ep = amp_fx.convert(stock, profile="off")
+    assert casts(ep), "something runs low"
+    exact = copy.deepcopy(model).double()
+    module = ep.module()
+    for _ in range(2):  # what the first call wrote, the second reads
+        assert error(module(x), exact(x.double())) < 0.01
+    for name, value in exact.state_dict().items():
+        assert error(module.state_dict()[name], value) < 0.01
+
+
+def test_no_gradient_leaves_a_region_without_gradients() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = self.a(x)
+                self.c.bias.mul_(0.5)
+                with torch.enable_grad():
+                    z = self.b(x)
+            return self.c(y) + z
+
+    model, x = Partly(), torch.randn(4, 16)
+    module = amp_fx.export(model, (x,), profile="off").module()
+    exact = copy.deepcopy(model).double()
+    module(x).sum().backward()
+    exact(x.double()).sum().backward()
+    for name, parameter in exact.named_parameters():
+        ours = module.get_parameter(name).grad
+        assert (ours is None) is (parameter.grad is None), name
+        if ours is not None and parameter.grad is not None:
+            assert error(ours, parameter.grad) < 0.01, name
 
 
 def test_a_dynamic_batch_stays_dynamic_and_bounded() -> None:

@@ -420,6 +420,18 @@ def test_a_key_value_cache_is_written_in_place(dtype: torch.dtype) -> None:
 # ---- dtypes and shapes ----
 
 
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
+def test_shapes_that_change_in_place(ambient: torch.dtype | None) -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = x @ w + 1
+        y.t_()
+        z = (y @ x).unsqueeze_(0).transpose_(1, 2)
+        z.squeeze_(0)
+        return y, z @ w.T
+
+    agree(program, torch.randn(4, 8), torch.randn(8, 16), ambient=ambient, tolerance=1e-2)
+
+
 def test_complex_and_fp64_islands_are_left_alone() -> None:
     def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h = x @ w
