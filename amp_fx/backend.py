@@ -20,14 +20,14 @@ from amp_fx.errors import CaptureError, PassError
 from amp_fx.graphs.capture import graph_devices
 from amp_fx.graphs.fallback import under_autocast, warn_fallback
 from amp_fx.graphs.regions import Region, ambient_regions, is_autocast_call
-from amp_fx.graphs.scope import not_ours
+from amp_fx.graphs.scope import not_ours, takes_own_gradients
 from amp_fx.lowering import lower
 from amp_fx.options import Options
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.publish import is_heard, publish
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import autocast_casts, rewrite
-from amp_fx.scaling.scaled_graph import is_scaled, warn_unscaled
+from amp_fx.scaling.scaled_graph import is_scaled, warn_taken_inside, warn_unscaled
 from amp_fx.weights.freezing import freeze
 from amp_fx.weights.inference import cached, copied_weights, in_inference_mode
 from amp_fx.weights.watch import counting
@@ -75,7 +75,10 @@ def amp_fx(
             raise
         return _fall_back(call, str(error))
     if call.training and call.scaler is None and is_scaled(call.ambient):
-        warn_unscaled(plan)
+        if opts.scaler is None:
+            warn_unscaled(plan)
+        else:
+            warn_taken_inside(opts.scaler)
     compiled = _COMPILE[_way(call, rewritten, plan)](call, rewritten)
     if call.training:
         compiled = counting(compiled)
@@ -93,7 +96,7 @@ class _Call:
     Attributes:
         ambient: autocast state at graph entry per device type.
         training: True if the graph will be differentiated.
-        scaler: name of the scaler of the graph's backward, or None.
+        scaler: name of the scaler of the graph's backward, or None. What takes its gradients itself has no backward.
     """
 
     def __init__(
@@ -108,7 +111,8 @@ class _Call:
         self.training = torch.is_grad_enabled() and any(
             value.requires_grad for value in example_inputs if isinstance(value, torch.Tensor)
         )
-        self.scaler = opts.scaler if self.training and is_scaled(ambient) else None
+        outside = self.training and not takes_own_gradients(gm)
+        self.scaler = opts.scaler if outside and is_scaled(ambient) else None
 
 
 class _Way(enum.Enum):

@@ -6,8 +6,9 @@ that the user did not write, while ``meta["val"]`` carries the dtypes of the eag
 dtypes* are the
 contract: outputs, aliases and mutations of the rewritten graph have exactly them.
 
-What make_fx cannot take is kept as it stands: higher-order ops (their bodies are captured by recursion) and
-functorch regions (vmap, grad), whose nodes are copied unchanged.
+What make_fx cannot take is kept as it stands: higher-order ops (their bodies are captured by recursion), functorch
+regions (vmap, grad), whose nodes are copied unchanged, and ``torch.autograd.grad``: AOTAutograd traces its backward
+later, from the graph as it then is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from amp_fx._torch import (
     track_tensor_tree,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.facts import output_nodes, source_line, tensors
+from amp_fx.graphs.facts import is_gradient_call, is_leaf_call, output_nodes, source_line, tensors
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 
 __all__ = ["OPAQUE_BODIES", "OUTPUT_META", "REGION_META", "capture", "graph_devices"]
@@ -212,6 +213,8 @@ class _Capture(fx.Interpreter):
             return self._copy_raw(n)
         if isinstance(n.target, HigherOrderOperator):
             return self._inline(n) if n.target.name() == _INLINED else self._keep_higher_order(n)
+        if is_gradient_call(n) or is_leaf_call(n):
+            return self._leave_raw(self._copy_raw(n))
         _check_rule(n, self._regions[n])
         with self._set_current_node(n):
             args, kwargs = tree_map(self._leave_raw, self.fetch_args_kwargs_from_env(n))
@@ -271,7 +274,10 @@ class _Capture(fx.Interpreter):
         return value
 
     def _copy_raw(self, n: fx.Node) -> _Raw:
-        """Case: a node inside a functorch region, or a switch around one, is copied as Dynamo wrote it."""
+        """Case: a node inside a functorch region, or a switch around one, is copied as Dynamo wrote it.
+
+        So are ``torch.autograd.grad`` and ``requires_grad_``.
+        """
         args, kwargs = tree_map(self._to_proxy, self.fetch_args_kwargs_from_env(n))
         proxy = self._tracer.create_proxy(n.op, n.target, args, kwargs, name=n.name)
         example = n.meta.get("example_value")

@@ -32,11 +32,14 @@ __all__ = [
     "argument_value",
     "arguments",
     "cast_bytes",
+    "differentiated",
     "fake_arguments",
     "grad_modes",
     "in_place_target",
     "is_cast",
     "is_eligible",
+    "is_gradient_call",
+    "is_leaf_call",
     "is_matmul",
     "is_parameter",
     "is_view",
@@ -204,6 +207,27 @@ def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
     return modes
 
 
+def is_gradient_call(node: fx.Node) -> bool:
+    """True for ``torch.autograd.grad``, as a train step has it that Dynamo captured whole."""
+    return node.target is torch.autograd.grad
+
+
+def is_leaf_call(node: fx.Node) -> bool:
+    """True for ``y.requires_grad_()``, which ATen does not have."""
+    return node.op == "call_method" and node.target == "requires_grad_"
+
+
+def differentiated(graph: fx.Graph) -> set[fx.Node]:
+    """What the graph itself takes gradients by, or makes a leaf for that. Readers must read this very node."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_gradient_call(node):
+            found.update(tensor_nodes(node.kwargs.get("inputs", node.args[1:2])))
+        elif is_leaf_call(node):
+            found.update((node, *node.all_input_nodes))
+    return found
+
+
 def in_place_target(node: fx.Node) -> fx.Node | None:
     """What an in-place op (``add_``) writes to and returns; None for other ops.
 
@@ -217,13 +241,15 @@ def in_place_target(node: fx.Node) -> fx.Node | None:
 
 def written_storages(node: fx.Node) -> set[int]:
     """Storages the node writes to. A call whose effects are unknown counts as writing to all it is given."""
-    if node.op != "call_function":
+    if node.op not in ("call_function", "call_method"):
         return set()
     if isinstance(node.target, OpOverload):
         switch = _WRITES_IF.get(node.target)
         only_reads = switch is not None and not argument_value(node, switch)
         sources = [] if only_reads else [source for _, source in written_arguments(node)]
-    elif getattr(node.target, "__module__", "") in ("_operator", "operator", "math"):
+    elif getattr(node.target, "__module__", "") in ("_operator", "operator", "math") or is_gradient_call(
+        node
+    ):
         sources = []
     else:
         sources = node.all_input_nodes

@@ -10,8 +10,9 @@ import torch.fx as fx
 
 from amp_fx._torch import in_compiled_autograd
 from amp_fx.graphs.capture import graph_devices
+from amp_fx.graphs.facts import is_gradient_call, tensors
 
-__all__ = ["not_ours"]
+__all__ = ["not_ours", "takes_own_gradients"]
 
 #: what a stack trace names when an optimizer of torch computes
 _OPTIMIZERS = os.path.join(os.path.dirname(torch.optim.__file__), "")
@@ -38,6 +39,16 @@ def not_ours(gm: fx.GraphModule, devices: Collection[str]) -> str:
     if not graph_devices(gm).intersection(devices):
         return f"autocast has no op list for {', '.join(sorted(graph_devices(gm)))}"
     return ""
+
+
+def takes_own_gradients(gm: fx.GraphModule) -> bool:
+    """True for a train step in one graph: it calls ``torch.autograd.grad``, and nothing it returns has a gradient."""
+    if not any(map(is_gradient_call, gm.graph.nodes)):
+        return False
+    returned = gm.graph.output_node().all_input_nodes
+    return not any(
+        value.requires_grad for node in returned for value in tensors(node.meta.get("example_value"))
+    )
 
 
 def _is_optimizer(gm: fx.GraphModule) -> bool:

@@ -27,7 +27,7 @@ from amp_fx.passes import ScaleBackward
 from amp_fx.plans.plan import Plan
 from amp_fx.scaling.scaler import find_scaler
 
-__all__ = ["ScaledGraph", "is_scaled", "warn_unscaled", "without_scaling"]
+__all__ = ["ScaledGraph", "is_scaled", "warn_taken_inside", "warn_unscaled", "without_scaling"]
 
 #: L['self']._modules['0']._parameters['weight'] -> 0.weight
 _ROOT = re.compile(r"^\w\['\w+'\]")
@@ -173,6 +173,17 @@ def warn_unscaled(plan: Plan) -> None:
         "amp_fx trains in float16 without loss scaling: gradients below 6e-8 become zero. "
         "Use options={'dtype': 'float16', 'scaler': 'default'} with scaler = amp_fx.GradScaler(device), "
         "or torch.amp.GradScaler, or dtype 'bfloat16', which needs no scaling.",
+        ScalingWarning,
+        stacklevel=3,
+    )
+
+
+def warn_taken_inside(scaler: str) -> None:
+    """Warns that a graph takes its gradients itself, where no scaler of amp_fx reaches them."""
+    warnings.warn(
+        f"scaler={scaler!r} does not scale the gradients that a compiled function takes inside itself, with "
+        "torch.autograd.grad or backward(): gradients below 6e-8 become zero. Compile the model or the loss and call "
+        "backward() outside, or use dtype 'bfloat16', which needs no scaling.",
         ScalingWarning,
         stacklevel=3,
     )

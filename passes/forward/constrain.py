@@ -11,7 +11,15 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensor, OpOverload, has_low_lstm
-from amp_fx.graphs.facts import arguments, is_cast, is_eligible, storage_of, tensors, written_arguments
+from amp_fx.graphs.facts import (
+    arguments,
+    differentiated,
+    is_cast,
+    is_eligible,
+    storage_of,
+    tensors,
+    written_arguments,
+)
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.plan import NodePlan, Takes, node_plan
 from amp_fx.policy import OpClass
@@ -63,6 +71,7 @@ class Constrain(Pass):
             for node, why in list(hazard(gm.graph)):
                 pinned += _to_fp32(node, why)
         _forbid_rounding(gm.graph)
+        _pin_differentiated(gm.graph)
         tied = _tie_storages(gm)
         return PassResult(gm, pinned + tied, f"{pinned} nodes to fp32, {tied} tied to a shared storage")
 
@@ -257,6 +266,18 @@ def _forbid_rounding(graph: fx.Graph) -> None:
             huge.add(node)
         if node in huge or node not in feeds_low:
             plan.may_round = False
+
+
+def _pin_differentiated(graph: fx.Graph) -> None:
+    """What the graph takes gradients by has its traced dtype for everybody, or the loss would not depend on it.
+
+    ``h = x @ w; g = torch.autograd.grad(loss(h), h)``: were the product bf16 for the loss and cast to fp32 for the
+    call, the call would raise.
+    """
+    for node in differentiated(graph):
+        plan = node_plan(node)
+        if plan is not None:
+            plan.pinned = plan.traced
 
 
 def _root(node: fx.Node) -> NodePlan | None:

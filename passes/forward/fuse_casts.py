@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.facts import grad_modes, is_cast, is_eligible, storage_of, written_storages
+from amp_fx.graphs.facts import differentiated, grad_modes, is_cast, is_eligible, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.plan import CAST_META
 
@@ -26,8 +26,8 @@ class FuseCasts(Pass):
     3. siblings: an inserted cast equal to an earlier cast of the same value reuses it.
     4. an inserted cast nobody reads goes.
 
-    No case applies to a storage that anything in the graph writes to, nor between code with gradients
-    and code without.
+    No case applies to a storage that anything in the graph writes to, to a value that the graph takes gradients by,
+    nor between code with gradients and code without.
 
     Before::
 
@@ -71,12 +71,17 @@ class FuseCasts(Pass):
         return PassResult(gm, removed, f"{removed} casts removed")
 
     def _fusible_casts(self, graph: fx.Graph) -> set[fx.Node]:
-        """Casts between placed dtypes, of storages that nobody writes to."""
+        """Casts between placed dtypes, of storages that nobody writes to.
+
+        The cast that a gradient is taken by stays, and so does what leads from it to the loss.
+        """
         written = {key for node in graph.nodes for key in written_storages(node)}
+        fixed = differentiated(graph)
         return {
             node
             for node in graph.nodes
             if is_cast(node)
+            and node not in fixed
             and all(is_eligible(n.meta.get("val")) for n in (node, node.all_input_nodes[0]))
             and not {storage_of(node), storage_of(node.all_input_nodes[0])} & written
         }

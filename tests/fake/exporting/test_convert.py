@@ -326,6 +326,8 @@ def test_in_place_writes_through_views_survive_a_program_from_a_file() -> None:
 class Writing(nn.Module):
     """A linear layer around one kind of write."""
 
+    cache: Tensor
+
     def __init__(self, write: Callable[[Writing, Tensor], Tensor]) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)

@@ -1,0 +1,191 @@
+"""Train steps in one graph: gradients that the compiled function takes itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_fx import GradScaler, ScalingWarning, record
+from graphs import DEFAULTS, agree, plans, without_inductor
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _gradients_in_graphs() -> Iterator[None]:
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+
+
+class Net(nn.Module):
+    """Two linear layers with a norm, and a step of one kind on them."""
+
+    def __init__(self, step: Callable[[Net, Tensor], object]) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)
+        self._step = step
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return F.gelu(self.up(x))
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.hidden(x))).square().mean()
+
+    def forward(self, x: Tensor) -> object:
+        return self._step(self, x)
+
+
+def gradients(net: Net, x: Tensor) -> object:
+    loss = net.loss(x)
+    return loss.detach(), torch.autograd.grad(loss, list(net.parameters()))
+
+
+def backward(net: Net, x: Tensor) -> object:
+    loss = net.loss(x)
+    loss.backward()
+    return loss.detach()
+
+
+def accumulated(net: Net, x: Tensor) -> object:
+    for part in x.chunk(2):
+        loss = net.loss(part) / 2
+        loss.backward()
+    return loss.detach()
+
+
+def of_a_low_value(net: Net, x: Tensor) -> object:
+    """The hidden value is the result of a matmul: as a bf16 value cast for the call, no loss would depend on it."""
+    h = net.up(x)
+    loss = net.down(net.norm(F.gelu(h))).square().mean()
+    return loss.detach(), torch.autograd.grad(loss, [h, *net.down.parameters()])
+
+
+def given_by_name(net: Net, x: Tensor) -> object:
+    h = x @ net.up.weight.T
+    y = h.relu() @ net.down.weight.T
+    return torch.autograd.grad(outputs=[y], inputs=[h, net.up.weight], grad_outputs=[torch.ones_like(y)])
+
+
+def used_again(net: Net, x: Tensor) -> object:
+    h = torch.tanh(x @ net.up.weight.T)
+    (g,) = torch.autograd.grad((h @ net.down.weight.T).square().sum(), [h], retain_graph=True)
+    return torch.autograd.grad((h - 0.01 * g).square().sum(), [net.up.weight])
+
+
+def gradient_penalty(net: Net, x: Tensor) -> object:
+    x = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(net.loss(x) * 100, [x], create_graph=True)
+    loss = ((g.norm(dim=1) - 1) ** 2).mean()
+    return torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
+
+
+def unused(net: Net, x: Tensor) -> object:
+    loss = net.hidden(x).square().mean()
+    return torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
+
+
+def descent(net: Net, x: Tensor) -> object:
+    found = torch.autograd.grad(net.loss(x), list(net.parameters()))
+    with torch.no_grad():
+        for parameter, gradient in zip(net.parameters(), found, strict=True):
+            parameter.sub_(gradient, alpha=10.0)
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+STEPS = (
+    gradients,
+    backward,
+    accumulated,
+    of_a_low_value,
+    given_by_name,
+    used_again,
+    gradient_penalty,
+    unused,
+    descent,
+)
+
+
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
+@pytest.mark.parametrize("policy", ["autocast", "fast"])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_step_is_one_graph_whose_matmuls_run_low(
+    step: Callable[[Net, Tensor], object], policy: str, ambient: torch.dtype | None
+) -> None:
+    if step is accumulated and ambient is not None:
+        pytest.skip("Dynamo refuses: both halves would go through autocast's one cast of a weight")
+    torch.manual_seed(0)
+    # "fast" rounds more than autocast does, which is what the result is compared with
+    tolerance = 1e-3 if policy == "autocast" else 2e-2
+    found = agree(
+        Net(step), torch.randn(16, 32), options={"policy": policy}, ambient=ambient, tolerance=tolerance
+    )
+    assert len(found) == 1
+    matmuls = [*plans(found[0], "linear"), *plans(found[0], "matmul")]
+    assert matmuls
+    assert {row.dtype for row in matmuls} == {BF16}
+
+
+def taken(net: Net, x: Tensor, *, inside: bool, dtype: str = "bfloat16") -> list[Tensor]:
+    """Gradients of the parameters, by a step in one graph or by two graphs of the backend."""
+    torch._dynamo.reset()
+    options = {**DEFAULTS, "dtype": dtype}
+    with without_inductor():
+        if inside:
+            return list(torch.compile(lambda v: gradients(net, v)[1], backend="amp_fx", options=options)(x))  # type: ignore[index]
+        loss = torch.compile(net.loss, backend="amp_fx", options=options)(x)
+        return list(torch.autograd.grad(loss, list(net.parameters())))
+
+
+def error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    pairs = zip(got, exact, strict=True)
+    return (
+        sum(float((g.double() - e).square().sum()) for g, e in pairs)
+        / sum(float(e.square().sum()) for e in exact)
+    ) ** 0.5
+
+
+def test_gradients_are_as_exact_as_those_of_separate_graphs() -> None:
+    torch.manual_seed(0)
+    net, x = Net(gradients), torch.randn(16, 32)
+    wide = copy.deepcopy(net).double()
+    exact = torch.autograd.grad(wide.loss(x.double()), list(wide.parameters()))
+    inside, outside = (error(taken(net, x, inside=where), exact) for where in (True, False))
+    assert 1e-4 < inside <= 1.01 * outside
+
+
+def test_a_scaler_that_cannot_scale_says_so() -> None:
+    net, x = Net(gradients), torch.randn(16, 32)
+    options = {**DEFAULTS, "dtype": "float16", "scaler": "inside"}
+    step = torch.compile(net, backend="amp_fx", options=options)
+    with (
+        without_inductor(),
+        record() as recording,
+        pytest.warns(ScalingWarning, match=r"scaler='inside' does not scale.*backward\(\) outside"),
+    ):
+        step(x)
+    assert {row.dtype for row in plans(recording.plans[0], "linear")} == {torch.float16}
+
+
+def test_the_backward_outside_is_scaled_where_a_gradient_is_taken_inside() -> None:
+    """A gradient penalty: its own gradient is the program's, the loss's the scaler's."""
+    net, x = Net(penalty), torch.randn(16, 32)
+    options = {**DEFAULTS, "dtype": "float16", "scaler": "outside"}
+    scaler = GradScaler("cpu", init_scale=256.0, name="outside")
+    with without_inductor():
+        loss = torch.compile(net, backend="amp_fx", options=options)(x)
+        scaler.scale(loss).backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.step_taken(optimizer)
+
+
+def penalty(net: Net, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(net.loss(x), [x], create_graph=True)
+    return net.loss(x) + (g.norm(dim=1) - 1).square().mean()
