@@ -5,6 +5,7 @@ Every message names the bad value, the valid ones, and what to do::
     AmpFxError
     |-- OptionsError (also ValueError)   the user passed an unknown key, a bad value or a contradiction
     |-- PlanError (also ValueError)      a plan file is wrong, or fits another model
+    |-- InputError (also TypeError)      an exported program is given an input in another dtype than it takes
     |-- ScalerError (also ValueError)    no scaler of that name, or parameters that cannot be scaled
     |-- WeightsError                     frozen weights have changed, and strict forbids to freeze them again
     |-- CaptureError                     the Dynamo graph cannot be turned into pre-dispatch ATen
@@ -24,6 +25,7 @@ __all__ = [
     "AmpFxError",
     "CaptureError",
     "FallbackWarning",
+    "InputError",
     "OptionsError",
     "PassError",
     "PlanError",
@@ -45,6 +47,10 @@ class OptionsError(AmpFxError, ValueError):
 
 class PlanError(AmpFxError, ValueError):
     """A file or value is not a plan, or the plan was made for another graph."""
+
+
+class InputError(AmpFxError, TypeError):
+    """A program that was exported with ``keep_io_dtypes=False`` is given an input in another dtype than it takes."""
 
 
 class ScalerError(AmpFxError, ValueError):

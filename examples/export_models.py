@@ -1,6 +1,6 @@
 """Models of transformers in their published sizes, with random weights, for ``python -m amp_fx export``.
 
-cd examples && python -m amp_fx export export_models:gpt2 -o gpt2.pt2 --dynamic-batch --profile off
+cd examples && python -m amp_fx export export_models:gpt2 -o gpt2.pt2 --dynamic-batch
 """
 
 from __future__ import annotations

@@ -46,7 +46,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="default: %(default)s")
     parser.add_argument("--policy", default="autocast", help="a base and rules, as in options=")
-    parser.add_argument("--profile", default="auto", help="'auto', 'off' or a file of the profile command")
+    parser.add_argument(
+        "--profile",
+        default="off",
+        help="'off' (default), 'auto' for the rates of this machine, or a file of the profile command",
+    )
     parser.add_argument(
         "--dynamic-batch", action="store_true", help="dimension 0 of every tensor input may change"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import amp_fx
-from amp_fx import AmpFxError, CaptureError, OptionsError, Plan
+from amp_fx import AmpFxError, CaptureError, InputError, OptionsError, Plan
 from amp_fx.cli.entry import main
 from amp_fx.placement.profile import DeviceProfile
 from graphs import rewrite
@@ -183,6 +184,46 @@ def test_low_precision_ends_on_request() -> None:
     assert error(result, model(x)) < 0.02
     assert ep.example_inputs is not None
     assert ep.example_inputs[0][0].dtype is BF16
+
+
+def test_a_low_input_that_is_given_in_fp32_is_named_with_the_fix() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, *, mask: Tensor, scale: Tensor) -> Tensor:
+            return x @ x.T * scale + mask
+
+    x, mask, scale = torch.randn(4, 16), torch.randn(4, 4), torch.ones((), dtype=torch.float64)
+    named = {"mask": mask, "scale": scale}
+    ep = amp_fx.convert(torch.export.export(Two(), (x,), named), keep_io_dtypes=False)
+    module, low = ep.module(), {"mask": mask.bfloat16(), "scale": scale}
+    assert module(x.bfloat16(), **low).dtype is BF16
+    assert module(x.bfloat16(), **dict(reversed(low.items()))).dtype is BF16
+    with pytest.raises(
+        InputError, match=r"'x' has dtype torch.float32; .*x\.to\(torch.bfloat16\).*keep_io_dtypes=True"
+    ):
+        module(x, **low)
+    with pytest.raises(InputError, match=r"'mask' has dtype torch\.float32"):
+        module(x.bfloat16(), **named)
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    with pytest.raises(RuntimeError, match="Expected: BFloat16, Got: float"):
+        loaded.module()(x, **named)
+    assert loaded.module()(x.bfloat16(), **low).dtype is BF16
+
+
+def test_an_input_that_the_program_writes_to_stays_fp32_beside_low_ones() -> None:
+    class Adds(nn.Module):
+        def forward(self, total: Tensor, x: Tensor) -> Tensor:
+            total.add_(x @ x)
+            return total * 2
+
+    total, x = torch.zeros(4, 4), torch.randn(4, 4)
+    ep = converted(Adds(), total, x, keep_io_dtypes=False)
+    assert ep.example_inputs is not None
+    assert [value.dtype for value in ep.example_inputs[0]] == [FP32, BF16]
+    assert ep.module()(total, x.bfloat16()).dtype is BF16
+    assert error(total, x @ x) < 0.02
 
 
 def test_a_tied_weight_is_stored_once_and_low_and_other_tables_stay_exact() -> None:
@@ -489,11 +530,48 @@ def test_weights_cost_no_cast_when_the_profile_decides(fast_bf16: str) -> None:
     assert plan.ops_by_dtype()["linear"] == {"float32": 1}
 
 
-def test_a_program_that_stays_in_fp32_says_so(fast_bf16: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_profile_keeps_in_fp32_is_counted(fast_bf16: str, caplog: pytest.LogCaptureFixture) -> None:
     ep = amp_fx.export(nn.Linear(2, 2).eval(), (torch.randn(2, 2),), profile=fast_bf16)
     assert stored_dtypes(ep)["weight"] is FP32
-    assert "nothing runs in torch.bfloat16" in caplog.text
+    assert "1 of 1 ops that could run in torch.bfloat16 stay in fp32: by the rates of made up" in caplog.text
     assert "profile='off'" in caplog.text
+    caplog.clear()
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = nn.Linear(2, 2), nn.Linear(512, 512)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return self.small(x), self.large(y)
+
+    ep = amp_fx.export(Both().eval(), (torch.randn(2, 2), torch.randn(512, 512)), profile=fast_bf16)
+    assert {BF16, FP32} <= set(stored_dtypes(ep).values())
+    assert "1 of 2 ops" in caplog.text
+
+
+def test_this_machines_profile_decides_nothing_unless_asked() -> None:
+    model, x = nn.Linear(2, 2).eval(), torch.randn(2, 2)
+    assert stored_dtypes(amp_fx.export(model, (x,)))["weight"] is BF16
+    assert stored_dtypes(amp_fx.convert(torch.export.export(model, (x,))))["weight"] is BF16
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (nn.Linear(8, 8).half(), {}),
+        (nn.Linear(8, 8).bfloat16(), {"profile": "auto"}),
+        (nn.ReLU(), {"profile": "auto"}),
+        (nn.Linear(8, 8), {"policy": {"rules": [{"op": "linear", "precision": "fp32"}]}, "profile": "auto"}),
+    ],
+    ids=["fp16", "bf16", "nothing to lower", "the user's own rule"],
+)
+def test_what_no_profile_has_decided_is_blamed_on_none(
+    model: nn.Module, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    dtype = next((parameter.dtype for parameter in model.parameters()), FP32)
+    amp_fx.export(model.eval(), (torch.randn(2, 8, dtype=dtype),), **options)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""The weights of a program: which there are, which are tied, and what is stored of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.export.graph_signature import InputKind, InputSpec
+
+from amp_fx.errors import OptionsError
+from amp_fx.graphs.facts import is_eligible, tensors
+
+__all__ = ["Weight", "beyond_range", "store_low", "stored_weights", "tied"]
+
+_WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One input of the graph that is stored with the program."""
+
+    name: str
+    spec: InputSpec
+    value: torch.Tensor
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for tied weights."""
+        value = self.value
+        storage = value.untyped_storage()._cdata
+        return storage, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
+
+
+def stored_weights(ep: torch.export.ExportedProgram) -> list[Weight]:
+    """Floating tensors that are stored with the program and that it does not write to."""
+    signature = ep.graph_signature
+    written = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
+    found = []
+    for spec in signature.input_specs:
+        if spec.kind not in _WEIGHT_KINDS or spec.target is None or spec.target in written:
+            continue
+        value = ep.state_dict.get(spec.target, ep.constants.get(spec.target))
+        if is_eligible(value):
+            found.append(Weight(spec.arg.name, spec, value))
+    return found
+
+
+def tied(weights: Iterable[Weight]) -> list[list[Weight]]:
+    """The weights, those that are one tensor together."""
+    groups: dict[tuple[Any, ...], list[Weight]] = {}
+    for weight in weights:
+        groups.setdefault(weight.key, []).append(weight)
+    return list(groups.values())
+
+
+def beyond_range(weights: Iterable[Weight], low: torch.dtype) -> list[Weight]:
+    """Weights with finite values that the low dtype cannot hold."""
+    return [weight for weight in weights if bool(_overflows(weight.value.detach(), low).any())]
+
+
+def _overflows(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
+    """Where a finite value is infinite in the low dtype."""
+    return value.isfinite() & value.to(low).isinf()
+
+
+def store_low(
+    gm: fx.GraphModule, groups: Iterable[Sequence[Weight]], when_beyond: str
+) -> dict[str, torch.Tensor]:
+    """The weights that change, by their names in the state dict or among the constants.
+
+    Args:
+        gm: the graph after the passes; its inputs have the dtypes to store.
+        groups: weights, tied ones together.
+        when_beyond: the option ``weights_beyond_range``.
+
+    Raises:
+        OptionsError: values that the low dtype cannot hold.
+    """
+    dtypes = {
+        node.name: node.meta["val"].dtype
+        for node in gm.graph.find_nodes(op="placeholder")
+        if tensors(node.meta.get("val"))
+    }
+    stored: dict[str, torch.Tensor] = {}
+    refused: list[str] = []
+    for group in groups:
+        value, dtype = group[0].value.detach(), dtypes[group[0].name]
+        if value.dtype is dtype:
+            continue
+        beyond = _overflows(value, dtype)
+        low = value.to(dtype)
+        if bool(beyond.any()):
+            names = " = ".join(str(weight.spec.target) for weight in group)
+            refused.append(f"{names} (largest magnitude {value[beyond].abs().max().item():g})")
+            low = torch.where(beyond, value.sign().to(dtype) * torch.finfo(dtype).max, low)
+        for weight in group:
+            is_parameter = isinstance(weight.value, torch.nn.Parameter)
+            stored[str(weight.spec.target)] = (
+                torch.nn.Parameter(low, weight.value.requires_grad) if is_parameter else low
+            )
+    if refused and when_beyond == "raise":
+        raise OptionsError(
+            f"weights beyond the range of the low dtype: {', '.join(refused)}. Use dtype='bfloat16', or say what to do "
+            "with weights_beyond_range='clamp' or 'keep' (in fp32, with the ops that read them)."
+        )
+    return stored
