@@ -97,9 +97,11 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
         fakes = [node.meta["example_value"] for node in placeholders]
     except KeyError as error:
         raise CaptureError("a graph input has no fake value; was the graph made by Dynamo?") from error
-    fake_mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
+    # a graph may make all its tensors itself
+    values = (value for node in gm.graph.nodes for value in tensors(node.meta.get("example_value")))
+    fake_mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
     if fake_mode is None:
-        raise CaptureError("the graph has no tensor input to take a fake tensor mode from")
+        raise CaptureError("the graph has no tensor to take a fake tensor mode from")
 
     regions = node_regions(gm.graph.nodes, ambient)
     bodies = _capture_bodies(gm, regions)

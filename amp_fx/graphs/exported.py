@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import HigherOrderOperator, OpOverload, enable_autocast, symbolic_kernels
+from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.capture import OPAQUE_BODIES, OUTPUT_META, REGION_META
 from amp_fx.graphs.facts import (
     LOW_DTYPES,
+    dtype_under_autocast,
     fake_arguments,
     in_place_target,
     is_eligible,
@@ -212,17 +213,9 @@ def _differing(gm: fx.GraphModule, ambient: torch.dtype | None) -> Iterator[fx.N
         region = node.meta[REGION_META].get(value.device.type)
         if region is None:
             continue
-        on, dtype = (region.enabled, region.dtype) if region.by_user else (ambient is not None, ambient)
-        args, kwargs, mode = fake_arguments(node)
-        # with gradients, a write to a leaf that requires one would be refused, as a buffer does after a first write
-        with (
-            mode,
-            torch.no_grad(),
-            symbolic_kernels(),
-            enable_autocast(value.device.type, on, dtype or region.dtype),
-        ):
-            result = node.target(*args, **kwargs)
-        if result.dtype is not value.dtype:
+        inside = region.dtype if region.enabled else None
+        dtype = dtype_under_autocast(node, value.device.type, inside if region.by_user else ambient)
+        if dtype is not value.dtype:
             yield node
 
 

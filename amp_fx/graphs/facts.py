@@ -33,6 +33,7 @@ __all__ = [
     "arguments",
     "cast_bytes",
     "differentiated",
+    "dtype_under_autocast",
     "fake_arguments",
     "grad_modes",
     "in_place_target",
@@ -380,6 +381,26 @@ def run_fake(node: fx.Node) -> Any:
         )
         where = source_line(node) or "no source line"
         raise VerifyError(f"{node.name} = {node.target}({dtypes}) does not run: {error} [{where}]") from error
+
+
+def dtype_under_autocast(node: fx.Node, device_type: str, low: torch.dtype | None) -> torch.dtype:
+    """The dtype in which torch.autocast itself returns the result of a call on its fake values.
+
+    Args:
+        node: a call that returns one tensor.
+        device_type: of that tensor.
+        low: autocast's dtype; None: autocast is off.
+    """
+    args, kwargs, mode = fake_arguments(node)
+    # with gradients, a write to a leaf that requires one would be refused, as a buffer does after a first write
+    with (
+        mode,
+        torch.no_grad(),
+        ignore_fresh_symbols(mode),
+        symbolic_kernels(),
+        enable_autocast(device_type, low is not None, low or torch.bfloat16),
+    ):
+        return node.target(*args, **kwargs).dtype  # type: ignore[operator]  # a call_function node
 
 
 @contextlib.contextmanager

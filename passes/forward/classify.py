@@ -16,6 +16,7 @@ from amp_fx.graphs.facts import (
     LOW_DTYPES,
     argument_value,
     arguments,
+    dtype_under_autocast,
     in_place_target,
     is_cast,
     is_eligible,
@@ -27,7 +28,7 @@ from amp_fx.graphs.facts import (
 from amp_fx.graphs.regions import Region
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.plan import PLAN_META, NodePlan, Takes
-from amp_fx.policy import OpClass, OpGroup
+from amp_fx.policy import OpClass, OpGroup, Origin
 from amp_fx.policy.fast import LOW_IO, MAY_ROUND
 from amp_fx.policy.rules import PRECISIONS
 from amp_fx.policy.table import lookup, op_name
@@ -43,6 +44,20 @@ _EACH_ITS_OWN = (
     torch.ops.aten.broadcast_tensors.default,
     torch.ops.aten.meshgrid.default,
     torch.ops.aten.meshgrid.indexing,
+)
+
+
+#: products that come down to a listed matmul for some shapes only
+_PRODUCTS = frozenset(
+    {
+        "chain_matmul",
+        "einsum",
+        "inner",
+        "linalg_matrix_power",
+        "linalg_multi_dot",
+        "matrix_power",
+        "tensordot",
+    }
 )
 
 
@@ -137,9 +152,6 @@ def _label(node: fx.Node, context: PassContext) -> NodePlan:
         return keep("already low as the program wrote it")
     if in_place_target(node) is not None:  # case 5
         return _label_write(plan, node, node.target)
-    if node.target is torch.ops.aten.einsum.default and region.by_user and plan.traced is torch.float32:
-        # it multiplies and sums sizes that broadcast, where autocast has nothing to cast
-        return keep("einsum without a matrix product: fp32 under the user's autocast")
     return _label_from_lists(plan, node, node.target, context, inputs or outputs)  # case 6
 
 
@@ -169,12 +181,29 @@ def _label_from_lists(
         return plan
     plan.op_class, plan.reason, plan.own_dtype_slots = row.op_class, row.reason, row.own_dtype_slots
     plan.takes = Takes.MIXED if row.mixes else Takes.DTYPE
+    if (
+        plan.op in _PRODUCTS
+        and row.origin is Origin.COMPOSITE
+        and not _rounds(node, values[0].device.type, plan)
+    ):
+        plan.op_class, plan.reason = (
+            OpClass.PROMOTE,
+            "no matrix product in these shapes: autocast casts nothing",
+        )
     if context.policy.base == "fast" and plan.op in MAY_ROUND:
         plan.may_round = True
         if plan.op in LOW_IO and plan.op_class is OpClass.FP32:
             plan.op_class, plan.own_dtype_slots = OpClass.PROMOTE, ("weight", "bias")
             plan.reason = f"{row.reason}; policy fast: fp32 inside the kernel, low in and out"
     return plan
+
+
+def _rounds(node: fx.Node, device_type: str, plan: NodePlan) -> bool:
+    """Whether torch.autocast casts inside a call, which depends on what it comes down to.
+
+    ``torch.inner`` of two vectors is ``dot``, which no list names; ``einsum("bi,bj->bij")`` is a multiplication.
+    """
+    return dtype_under_autocast(node, device_type, plan.low) is plan.low
 
 
 def _row(op: OpOverload | None, node: fx.Node) -> OpGroup | None:

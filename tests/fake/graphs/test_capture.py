@@ -19,7 +19,7 @@ from amp_fx._torch import enable_autocast
 from amp_fx.graphs.capture import OUTPUT_META, REGION_META, capture
 from amp_fx.graphs.facts import module_path, source_line
 from amp_fx.graphs.regions import ambient_regions
-from graphs import Block, captured, check, dynamo_graph, rewrite
+from graphs import Block, agree, captured, check, dynamo_graph, plans, rewrite
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -413,9 +413,33 @@ def test_a_graph_that_dynamo_did_not_make_is_an_error() -> None:
         capture(gm, ambient_regions({"cpu": BF16}))
 
 
-def test_a_graph_without_tensor_inputs_is_an_error() -> None:
-    def program() -> Tensor:
-        return torch.ones(4).exp()
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda: torch.arange(5.0),
+        lambda: torch.full((2, 2), 1.5),
+        lambda: torch.hann_window(8) + 1,
+        lambda: torch.linspace(0, 1, 5).exp(),
+    ],
+    ids=["arange", "full", "window", "arithmetic"],
+)
+def test_graphs_without_inputs_pass_through_in_silence(
+    program: Callable[[], Tensor], ambient: torch.dtype | None
+) -> None:
+    (plan,) = agree(program, ambient=ambient)
+    assert not plan.changed
+    assert not plan.fallback
 
-    with pytest.raises(CaptureError, match="no tensor input"):
-        captured(program)
+
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
+def test_a_graph_that_makes_all_its_tensors_runs_low_too(ambient: torch.dtype | None) -> None:
+    def program() -> Tensor:
+        return torch.randn(8, 8) @ torch.randn(8, 8)
+
+    def with_a_size(n: int) -> Tensor:
+        return torch.ones(n, 8) @ torch.eye(8)
+
+    for own, args in ((program, ()), (with_a_size, (4,))):
+        (plan,) = agree(own, *args, ambient=ambient, reference=torch.float32, tolerance=0.02)
+        assert plans(plan, "matmul")[0].dtype is BF16

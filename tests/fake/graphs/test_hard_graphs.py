@@ -103,6 +103,37 @@ def test_einsum_that_is_no_matrix_product_stays_fp32_under_autocast() -> None:
     assert plans(found[0], "einsum")[0].dtype is torch.float32
 
 
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
+@pytest.mark.parametrize(
+    ("product", "shapes", "rounds"),
+    [
+        (torch.inner, ((8,), (8,)), False),
+        (torch.inner, ((), (8,)), False),
+        (torch.inner, ((3, 8), (8,)), True),
+        (lambda a, b: torch.tensordot(a, b, 1), ((8,), (8,)), False),
+        (lambda a, b: torch.tensordot(a, b, 1), ((3, 8), (8, 3)), True),
+        (lambda a, b: torch.linalg.matrix_power(a, 1) + b, ((8, 8), (8,)), False),
+        (lambda a, b: torch.linalg.matrix_power(a, 3) + b, ((8, 8), (8,)), True),
+        (lambda a, b: torch.einsum("i,j->ij", a, b), ((8,), (8,)), False),
+        (lambda a, b: torch.einsum("i,i->", a, b), ((8,), (8,)), True),
+    ],
+    ids=["dot", "number", "inner", "tensordot-dot", "tensordot", "power-1", "power-3", "outer", "einsum-dot"],
+)
+def test_products_are_rounded_where_autocast_rounds_them(
+    product: Callable[..., Tensor],
+    shapes: tuple[tuple[int, ...], ...],
+    rounds: bool,
+    ambient: torch.dtype | None,
+) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(shape) for shape in shapes]
+    (plan,) = agree(product, *given, ambient=ambient)
+    computed = [
+        row for row in plan.nodes if row.op_class.value in ("low", "promote") and row.op != "add.Tensor"
+    ]
+    assert [row.dtype for row in computed] == [BF16 if rounds else torch.float32]
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_multi_head_attention(training: bool) -> None:
     class Model(nn.Module):

@@ -1,0 +1,214 @@
+"""Torch's own databases of ops and modules through the backend, beside eager autocast.
+
+``python tests/databases.py`` asks every op of ``op_db`` and every module of ``module_db`` (some minutes), with the
+first samples that torch has of each; ``tests/fake/test_databases.py`` asks a part. A sample is compiled by the
+backend, with AOTAutograd instead of Inductor, and asked twice: in the user's ``torch.autocast``, where it has to
+return what eager autocast does, and by itself, where it has to return the dtypes of eager fp32 and be no further from
+fp64 than autocast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.utils._pytree import tree_leaves, tree_map
+
+from graphs import DEFAULTS, NOISE, without_inductor
+
+__all__ = ["EXPLAINED", "Sample", "modules", "ops", "outcome"]
+
+#: samples of each op and of each module
+EACH = 2
+
+#: samples that differ on purpose, by name, and why
+EXPLAINED: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call.
+
+    Attributes:
+        name: of the op or module, with its number.
+        make: returns a new program and its inputs, the same ones each time.
+    """
+
+    name: str
+    make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+
+
+def ops(step: int = 1) -> Iterator[Sample]:
+    """Samples of every ``step``-th op."""
+    for op in op_db[::step]:
+        if torch.float32 not in op.dtypes:
+            continue
+        for number in range(EACH):
+            name = f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}"
+            yield Sample(f"{name} {number}", lambda op=op, number=number: _op_call(op, number))
+
+
+def _op_call(op: Any, number: int) -> Any:
+    torch.manual_seed(0)
+    sample = next(itertools.islice(op.sample_inputs("cpu", torch.float32), number, None))
+    return op.op, (sample.input, *sample.args), sample.kwargs
+
+
+def modules(step: int = 1) -> Iterator[Sample]:
+    """Samples of every ``step``-th module, each with its own arguments."""
+    for module in module_db[::step]:
+        for number in range(EACH):
+            yield Sample(
+                f"{module.name} {number}", lambda module=module, number=number: _module_call(module, number)
+            )
+
+
+def _module_call(module: Any, number: int) -> Any:
+    torch.manual_seed(0)
+    found = module.module_inputs_func(
+        module, device="cpu", dtype=torch.float32, requires_grad=False, training=True
+    )
+    sample = next(itertools.islice(found, number, None))
+    made = sample.constructor_input
+    instance = module.module_cls(*made.args, **made.kwargs)
+    return instance, sample.forward_input.args, sample.forward_input.kwargs
+
+
+def outcome(sample: Sample) -> str:
+    """``"agrees"``, ``"not asked: why"``, or what differs."""
+    try:
+        sample.make()
+    except StopIteration:
+        return "not asked: no more samples"
+    try:
+        autocast, eager = _run(sample, low=True), _run(sample)
+    except Exception as error:  # whatever a sample raises by itself is no question for us
+        return f"not asked: eager raises {type(error).__name__}"
+    try:
+        _run(sample, backend="aot_eager", low=True)
+        _run(sample, backend="aot_eager")
+    except Exception as error:  # as above, for torch.compile
+        return f"not asked: torch.compile raises {type(error).__name__}"
+    try:
+        inside, ours = _run(sample, backend="amp_fx", low=True), _run(sample, backend="amp_fx")
+    except Exception as error:  # this one is an answer
+        return f"raises {type(error).__name__}: {str(error)[:300]}"
+    return _compare(sample, inside, autocast, ours, eager)
+
+
+def _compare(sample: Sample, inside: Any, autocast: Any, ours: Any, eager: Any) -> str:
+    for got, wanted, where in ((inside, autocast, "autocast"), (ours, eager, "eager")):
+        dtypes = [[v.dtype if isinstance(v, Tensor) else type(v) for v in values] for values in (got, wanted)]
+        if dtypes[0] != dtypes[1]:
+            return f"returns {dtypes[0]}, {where} {dtypes[1]}"
+        if [getattr(v, "shape", None) for v in got] != [getattr(v, "shape", None) for v in wanted]:
+            return f"other shapes than {where}"
+    if not all(_equal(one, other) for one, other in zip(inside, autocast, strict=True)):
+        return "other values than autocast's"
+    try:
+        exact = _run(sample, double=True)
+    except Exception:  # as in outcome()
+        exact = eager
+    if len(exact) != len(ours):
+        exact = eager
+    for one, theirs, reference in zip(ours, autocast, exact, strict=True):
+        if isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex()):
+            allowed = 1.25 * _error(theirs, reference) + NOISE
+            if not (error := _error(one, reference)) <= allowed:
+                return f"error {error:.2e}, allowed {allowed:.2e}"
+    return "agrees"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or one.layout is not torch.strided:
+        return True
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _error(value: Tensor, exact: Tensor) -> float:
+    wide = torch.complex128 if value.is_complex() or exact.is_complex() else torch.float64
+    value, exact = value.to_dense().to(wide), exact.to_dense().to(wide)
+    same = torch.isclose(value, exact, equal_nan=True, rtol=0, atol=0)
+    left, right = torch.where(same, 0, value), torch.where(same, 0, exact)
+    if not left.numel() or bool(same.all()):
+        return 0.0
+    norm = torch.where(exact.isfinite(), exact, 0).abs().square().sum().sqrt().item()
+    return (left - right).abs().square().sum().sqrt().item() / max(norm, 1e-12)
+
+
+def _run(sample: Sample, backend: str = "", *, low: bool = False, double: bool = False) -> list[Any]:
+    """What a sample returns, its inputs included, for it may write to them."""
+    program, args, kwargs = sample.make()
+    if double:
+        args, kwargs = tree_map(_double, (args, kwargs))
+        program = program.double() if isinstance(program, nn.Module) else program
+    called = program
+    if backend:
+        torch._dynamo.reset()
+        options = {**DEFAULTS, "numerics": "eager"} if low else dict(DEFAULTS)
+        called = _wrapped(program)
+        called = torch.compile(called, backend=backend, options=options if backend == "amp_fx" else None)
+    region = torch.autocast("cpu", torch.bfloat16) if low else contextlib.nullcontext()
+    with warnings.catch_warnings(), without_inductor(), region:
+        warnings.simplefilter("ignore")
+        if backend == "amp_fx":
+            warnings.filterwarnings("error", message="amp_fx")
+        torch.manual_seed(1)
+        result = called(*args, **kwargs)
+    return tree_leaves((result, args, kwargs))
+
+
+def _wrapped(program: Callable[..., Any]) -> Callable[..., Any]:
+    """A frame of its own: Dynamo skips those in torch."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return program(*args, **kwargs)
+
+    return call
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return torch.float64 if value is torch.float32 else value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code says whether anything is unexplained."""
+    parser = argparse.ArgumentParser(
+        description="Torch's databases of ops and modules, beside eager autocast."
+    )
+    parser.add_argument("--step", type=int, default=1, help="every how many-th op and module")
+    parser.add_argument("--only", default="", help="those whose name starts with this")
+    given = parser.parse_args(arguments)
+    unexplained = 0
+    for kind, samples in (("op_db", ops(given.step)), ("module_db", modules(given.step))):
+        counts: Counter[str] = Counter()
+        for sample in samples:
+            if not sample.name.startswith(given.only):
+                continue
+            found = outcome(sample)
+            counts[
+                "agree" if found == "agrees" else found if found.startswith("not asked") else "differ"
+            ] += 1
+            if found != "agrees" and not found.startswith("not asked"):
+                name = sample.name.rpartition(" ")[0]
+                unexplained += name not in EXPLAINED
+                print(f"{sample.name}: {found} [{EXPLAINED.get(name, 'unexplained')}]", flush=True)
+        print(f"{kind}: {dict(counts)}", flush=True)
+    return int(bool(unexplained))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
