@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,7 +29,10 @@ from torch._C._autograd import (
 )
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import callback_handler as _callback_handler
 from torch._dynamo import compiled_autograd as _compiled_autograd
+from torch._dynamo import config as _dynamo_config
+from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import config as _functorch_config
 from torch._guards import CompileContext, TracingContext
 from torch._logging import trace_structured as _trace_structured
@@ -41,14 +46,17 @@ from torch.fx.experimental.proxy_tensor import (
 )
 
 __all__ = [
+    "DynamoWatch",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
     "JointRoles",
+    "LeftOut",
     "Lowered",
     "OpOverload",
     "autocast_disabled",
     "autocast_shield",
+    "breaks_without_graph",
     "compile_id",
     "compile_package",
     "compile_with_inductor",
@@ -66,6 +74,8 @@ __all__ = [
     "inductor_option_names",
     "is_functorch_wrapped",
     "is_hooks_switch",
+    "is_left_out_in_place",
+    "is_looked_up",
     "joint_roles",
     "lays_out_convolutions",
     "log_artifact",
@@ -74,6 +84,7 @@ __all__ = [
     "nesting_change",
     "observe_freezing",
     "replace_inner_compile",
+    "rest_left_out",
     "saved_tensors_shield",
     "size_hint",
     "source_hash",
@@ -491,14 +502,158 @@ def compile_id() -> str:
 
 def graph_break(gm: fx.GraphModule) -> str:
     """Why Dynamo ended a graph before the program did, with the source line, or an empty string."""
+    rest = rest_left_out(gm)
+    if rest is not None:
+        return f"{rest.cause}; the rest of {rest.function} runs eagerly{_bracketed(rest.place)}"
     cause = getattr(gm, "compile_subgraph_reason", None)
-    if cause is None or not cause.graph_break:
-        return ""
+    return _break_text(cause) if cause is not None and cause.graph_break else ""
+
+
+def _break_text(cause: Any) -> str:
     reason = str(cause.reason).strip().splitlines()[0]
-    if not cause.user_stack:
-        return reason
+    return f"{reason}{_bracketed(_place(cause.user_stack[-1]))}" if cause.user_stack else reason
+
+
+def breaks_without_graph() -> list[str]:
+    """Every graph break since the last ``torch.compiler.reset()``, also those before which there was no graph."""
+    from torch._dynamo.output_graph import graph_break_reasons
+
+    return list(dict.fromkeys(map(_break_text, graph_break_reasons)))
+
+
+def _place(frame: Any) -> str:
+    return "" if _is_entry(frame.filename) else f"{frame.filename}:{frame.lineno}"
+
+
+def _is_entry(filename: str) -> bool:
+    """True for the function that torch.compile puts around what has no Python frame of the user's."""
+    from torch._dynamo import external_utils
+
+    return filename == external_utils.__file__
+
+
+def _bracketed(place: str) -> str:
+    return f" [{place}]" if place else ""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Code that Dynamo was to compile and runs eagerly instead.
+
+    Attributes:
+        function: name of the function.
+        whole: False where a graph was made of what comes before ``place``.
+        place: ``"file:line"`` of what Dynamo cannot take; empty where that is the module which was compiled.
+        cause: what that is, in Dynamo's words.
+        hint: what Dynamo suggests, or an empty string.
+    """
+
+    function: str
+    whole: bool
+    place: str
+    cause: str
+    hint: str
+
+    @property
+    def reason(self) -> str:
+        """The cause and its place, as graph breaks are named."""
+        return f"{self.cause}{_bracketed(self.place)}"
+
+
+def _left_out(function: str, whole: bool, place: str, message: str) -> LeftOut:
+    """Reads a message of Dynamo's: the cause is its first line, hints have lines of their own."""
+    lines = [line.strip() for line in message.strip().splitlines()] or ["Dynamo gives no reason"]
+    hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
+    return LeftOut(function, whole, place, lines[0].rstrip("."), hints[0].rstrip(".") if hints else "")
+
+
+class DynamoWatch:
+    """Hears of functions that Dynamo gives up as a whole.
+
+    Dynamo says nothing of functions that it never looks at: those of torch's own modules, or inside
+    ``torch.compiler.disable``.
+
+    Args:
+        tell: called with each.
+        backend: only of functions that were to be compiled for it; None: of all.
+    """
+
+    #: messages of Dynamo's, with how often it gave them before the compile that is going on
+    _before: Counter[str] | None = None
+
+    def __init__(self, tell: Callable[[LeftOut], object], backend: Callable[..., Any] | None = None) -> None:
+        self._tell = tell
+        self._backend = backend
+
+    def start(self) -> None:
+        """Listens from now on, until :meth:`stop` or ``torch.compiler.reset()``; may be called again."""
+        if self._ended not in _callback_handler.end_callbacks:
+            _callback_handler.register_start_callback(self._started)
+            _callback_handler.register_end_callback(self._ended)
+
+    def stop(self) -> None:
+        """Listens no more."""
+        if self._ended in _callback_handler.end_callbacks:
+            _callback_handler.remove_start_callback(self._started)
+            _callback_handler.remove_end_callback(self._ended)
+
+    def _started(self, _: object) -> None:
+        DynamoWatch._before = Counter(_dynamo_counters["unimplemented"])
+
+    def _ended(self, _: object) -> None:
+        # called while the error, if there is one, is on its way to Dynamo's caller
+        error = sys.exc_info()[1]
+        stack = getattr(error, "real_stack", None)
+        if stack:
+            code, compiler = _compiling()
+            if code is not None and (self._backend is None or compiler is self._backend):
+                named = getattr(code, "co_qualname", code.co_name)
+                name = "the model" if _is_entry(code.co_filename) else named
+                self._tell(_left_out(name, True, _place(stack[-1]), getattr(error, "msg", str(error))))
+
+
+def _compiling() -> tuple[Any, Any]:
+    """The code object that Dynamo is compiling, and the function that was given as backend; None where not known."""
+    frame = sys._getframe()
+    while frame is not None:
+        known = frame.f_locals if frame.f_code.co_name == "_compile" else {}
+        if "compiler_fn" in known and "code" in known:
+            compiler = known["compiler_fn"]
+            while hasattr(compiler, "_torchdynamo_orig_backend"):
+                compiler = compiler._torchdynamo_orig_backend
+            # what torch.compile makes of a name and options
+            return known["code"], getattr(compiler, "compiler_fn", compiler)
+        frame = frame.f_back
+    return None, None
+
+
+def rest_left_out(gm: fx.GraphModule) -> LeftOut | None:
+    """The rest of the function, where Dynamo cannot go on compiling after a graph; None where it can."""
+    cause = getattr(gm, "compile_subgraph_reason", None)
+    if cause is None or cause.reason != "step_unsupported" or not cause.user_stack:
+        return None
     frame = cause.user_stack[-1]
-    return f"{reason} [{frame.filename}:{frame.lineno}]"
+    messages = _dynamo_counters["unimplemented"]
+    before = DynamoWatch._before if DynamoWatch._before is not None else messages
+    new = [message for message, count in messages.items() if count > before[message]]
+    return _left_out(frame.name, False, _place(frame), new[-1] if new else "")
+
+
+def is_left_out_in_place(module: torch.nn.Module) -> bool:
+    """True where ``module.compile()`` compiles nothing of the module itself: Dynamo skips functions of torch.
+
+    ``torch.compile(module)`` puts a function of its own around such modules.
+    """
+    from torch._dynamo import trace_rules
+
+    return not _dynamo_config.wrap_top_frame and bool(trace_rules.check(module.forward))
+
+
+def is_looked_up(name: str) -> bool:
+    """True if ``torch.compile`` was given this name as backend."""
+    from torch._dynamo.backends import registry
+
+    return name in registry._COMPILER_FNS
 
 
 @contextlib.contextmanager
@@ -556,8 +711,8 @@ def has_wide_addmm() -> bool:
 
 
 def nesting_change(target: object) -> int:
-    """+1 for a call that opens a functorch level, -1 for one that closes it, else 0."""
-    name = getattr(target, "__name__", "")
+    """+1 for a call, or the name of one, that opens a functorch level, -1 for one that closes it, else 0."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return next((step for part, step in _NESTING.items() if name.endswith(part)), 0)
 
 

@@ -21,10 +21,12 @@ from amp_fx.graphs.capture import graph_devices
 from amp_fx.graphs.fallback import under_autocast, warn_fallback
 from amp_fx.graphs.regions import Region, ambient_regions, is_autocast_call
 from amp_fx.graphs.scope import not_ours, takes_own_gradients
+from amp_fx.graphs.uncompiled import graph_arrived, watch
 from amp_fx.lowering import lower
 from amp_fx.options import Options
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.publish import is_heard, publish
+from amp_fx.plans.summary import summary
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import autocast_casts, rewrite
 from amp_fx.scaling.scaled_graph import is_scaled, warn_taken_inside, warn_unscaled
@@ -60,6 +62,7 @@ def amp_fx(
         CaptureError, PassError: the graph cannot be rewritten and ``strict`` is set.
         PlanError: none of the plans in the options is about this graph.
     """
+    graph_arrived(gm)
     opts = Options.parse(mode, options)
     devices = graph_devices(gm).intersection(supported_devices())
     reason = not_ours(gm, devices)
@@ -86,8 +89,15 @@ def amp_fx(
     if is_heard():
         plan.autocast = autocast_casts(gm, call.ambient, training=call.training)
     # last: Inductor may ask Dynamo to trace again, and then this graph never runs
-    publish(plan)
+    _say(plan)
     return compiled
+
+
+def _say(plan: Plan) -> None:
+    """One line in the log for each graph, and the plan to whoever listens."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("graph %s: %s", plan.graph, summary(plan))
+    publish(plan)
 
 
 class _Call:
@@ -180,5 +190,9 @@ def _fall_back(call: _Call, reason: str) -> Callable[..., Any]:
     fallback = under_autocast(call.gm, call.ambient)
     warn_fallback(reason, in_fp32=fallback is call.gm)
     compiled = lower(fallback, call.example_inputs, call.opts, call.scaler)
-    publish(Plan(compile_id(), str(call.opts.policy), fallback=reason, graph_break=graph_break(call.gm)))
+    _say(Plan(compile_id(), str(call.opts.policy), fallback=reason, graph_break=graph_break(call.gm)))
     return compiled
+
+
+# torch.compile loads this file when it is first given the name
+watch(amp_fx)

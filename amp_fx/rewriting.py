@@ -65,7 +65,7 @@ def rewrite(
             plan = run_passes(captured, pipeline, context)
         else:
             plan = _replay(captured, opts.plan, pipeline, context)
-    plan.training = training
+    plan.training, plan.profile = training, "" if profile is None else profile.name
     log_artifact("amp_fx_plan", plan.to_json)
     done = time.thread_time()
     logger.debug(

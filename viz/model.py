@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from amp_fx.plans.diff import diff_plans, keyed
+from amp_fx.plans.diff import Diff, keyed
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.policy import OpClass
 from amp_fx.viz.groups import add_group, complete
@@ -54,6 +54,10 @@ class Drawable(Protocol):
         """Costs by name, of amp_fx first."""
         ...
 
+    def diff(self, other: Any) -> Diff:
+        """What another report changes against this one."""
+        ...
+
 
 def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
     """Makes the model of a report's picture.
@@ -69,7 +73,7 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
         title=report.title or "amp_fx",
         policy=", ".join(dict.fromkeys(plan.policy for plan in report.plans)),
         text=str(report),
-        diff="" if against is None else str(diff_plans(against.plans, report.plans)),
+        diff="" if against is None else str(against.diff(report)),
         totals=[
             Total(
                 name=name,

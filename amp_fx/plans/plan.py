@@ -187,6 +187,7 @@ class Plan:
         autocast: casts and their bytes if torch.autocast had placed them, ``{"casts": 9, "bytes": 640}``;
             None where that was not asked for.
         training: True if the graph was to be differentiated.
+        profile: name of the device profile that weighed casts against arithmetic, or an empty string.
     """
 
     graph: str = "graph"
@@ -199,6 +200,7 @@ class Plan:
     graph_break: str = ""
     autocast: dict[str, int] | None = None
     training: bool = False
+    profile: str = ""
 
     @property
     def changed(self) -> bool:

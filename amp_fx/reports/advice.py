@@ -14,9 +14,22 @@ from typing import Any
 import torch
 
 from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name
+from amp_fx.plans.summary import TOO_SMALL, matmuls, untouched_matmuls
 from amp_fx.policy import OpClass, Policy
 
-__all__ = ["Advice", "Risk", "advise", "layout_advice", "rank_risks", "scaling_advice", "weight_advice"]
+__all__ = [
+    "NOT_COMPILED",
+    "Advice",
+    "Risk",
+    "advise",
+    "layout_advice",
+    "rank_risks",
+    "scaling_advice",
+    "weight_advice",
+]
+
+#: the kind of advice about code that never became a graph
+NOT_COMPILED = "not compiled"
 
 #: tensor cores read operands in rows of 16 bytes
 _ALIGNMENT = 8
@@ -24,27 +37,27 @@ _ALIGNMENT = 8
 #: share of a weight that may become zero in fp16 before it is worth a line
 _LOST = 0.01
 
-#: what :mod:`amp_fx.passes.forward.place` writes where a device profile keeps a matmul in fp32
-_TOO_SMALL = "casting would cost more"
-
 
 @dataclass(frozen=True)
 class Advice:
     """One thing worth changing.
 
     Attributes:
-        kind: ``"dimensions"``, ``"small"``, ``"island"``, ``"weights"``, ``"scaling"``, ``"layout"``,
-            ``"fallback"`` or ``"graph break"``.
+        kind: ``"not compiled"``, ``"torch.func"``, ``"dimensions"``, ``"small"``, ``"island"``, ``"weights"``,
+            ``"scaling"``, ``"layout"``, ``"fallback"`` or ``"graph break"``.
         text: what was found, and where.
         options: what to add to ``torch.compile(..., options=...)``; empty where code has to change.
+        remedy: what to change in the code; empty where ``options`` or ``text`` say it.
     """
 
     kind: str
     text: str
     options: dict[str, Any] = field(default_factory=dict)
+    remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.text}: options={self.options}" if self.options else self.text
+        text = f"{self.text}: options={self.options}" if self.options else self.text
+        return f"{text}. {self.remedy}" if self.remedy else text
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,7 @@ def advise(plans: Sequence[Plan]) -> list[Advice]:
         if plan.fallback
     ]
     forward = [plan for plan in plans if plan.phase == "forward"]
+    found += _untouched(forward)
     found += _islands(forward)
     found += _unaligned(forward)
     found += _small(forward)
@@ -253,6 +267,20 @@ def weight_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) ->
     return found
 
 
+def _untouched(plans: Sequence[Plan]) -> list[Advice]:
+    """Matmuls that no pass looks at, because their values exist inside ``vmap`` or ``torch.func`` only."""
+    rows = [node for plan in plans for node in untouched_matmuls(plan)]
+    if not rows:
+        return []
+    total = len(rows) + sum(len(matmuls(plan)) for plan in plans)
+    where = rows[0].module_path or rows[0].op
+    text = (
+        f"{len(rows)} of {total} matmuls are inside vmap or torch.func ({where}, ...): left as written, fp32 unless the"
+        " program casts"
+    )
+    return [Advice("torch.func", text)]
+
+
 def _islands(plans: Sequence[Plan]) -> list[Advice]:
     """fp32 nodes whose neighbours are all low, by op, dearest casts first."""
     found: dict[str, list[int]] = {}
@@ -318,7 +346,7 @@ def _unaligned(plans: Sequence[Plan]) -> list[Advice]:
 
 
 def _small(plans: Sequence[Plan]) -> list[Advice]:
-    small = [node for plan in plans for node in plan.nodes if _TOO_SMALL in node.reason]
+    small = [node for plan in plans for node in plan.nodes if TOO_SMALL in node.reason]
     if not small:
         return []
     where = small[0].module_path or small[0].op

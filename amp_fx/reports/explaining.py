@@ -8,7 +8,7 @@ reached. No code is generated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +16,15 @@ import torch.fx as fx
 from torch import nn
 
 from amp_fx._torch import (
+    DynamoWatch,
+    LeftOut,
     Lowered,
     OpOverload,
+    breaks_without_graph,
     compile_id,
     lower_with_inductor,
     replace_inner_compile,
+    rest_left_out,
     stock_inductor,
     unwrapped_errors,
 )
@@ -35,12 +39,14 @@ from amp_fx.graphs.facts import (
     tensor_nodes,
     tensors,
 )
+from amp_fx.graphs.uncompiled import listen_again, not_told
 from amp_fx.options import Options
 from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name, input_plan, measure
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import op_name, supported_devices
 from amp_fx.reports.advice import layout_advice, scaling_advice, weight_advice
 from amp_fx.reports.kernels import cast_kernels, conversion, conversions
+from amp_fx.reports.left_out import is_compiled_in_place, left_out_advice
 from amp_fx.reports.recording import record
 from amp_fx.reports.report import Cost, Report
 from amp_fx.reports.untouched import plain, untouched
@@ -59,13 +65,14 @@ def explain(
     ``torch._dynamo.explain``, code compiled earlier in this process is compiled again when it is next called.
 
     Args:
-        model: a module or a function; one that is compiled already is taken as it was before.
+        model: a module or a function. What ``torch.compile`` returned is taken as it was before; after
+            ``module.compile()`` the module is compiled in place here, too, which Dynamo does not do for all modules.
         *args: of one call.
         options: as in ``torch.compile(model, backend="amp_fx", options=...)``.
         **kwargs: of one call.
 
     Returns:
-        The report; every subgraph is in it, graph breaks are named.
+        The report; every subgraph is in it, graph breaks are named, and so is what never becomes a graph.
 
     Raises:
         OptionsError: bad options.
@@ -79,9 +86,9 @@ def explain(
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return amp_fx(gm, example_inputs, options=given)
 
-    with record() as recording, without_scaling(), unwrapped_errors(AmpFxError):
-        ours = _lowered(program, args, kwargs, backend)
-    plans = recording.plans
+    with record() as recording, without_scaling(), not_told(), unwrapped_errors(AmpFxError):
+        run = _lowered(program, args, kwargs, backend)
+    ours, plans = run.graphs, recording.plans
     # in the order of the forward graphs
     plans += [
         _backward_plan(graph.lowered.before, graph.name, plans) for graph in ours if graph.phase == "backward"
@@ -94,9 +101,10 @@ def explain(
     device = _device(program, args, kwargs)
     if device in supported_devices():
         with torch.autocast(device, parsed.low_dtype(device)):
-            costs["torch.autocast"] = _cost(_lowered(program, args, kwargs, stock_inductor))
+            costs["torch.autocast"] = _cost(_lowered(program, args, kwargs, stock_inductor).graphs)
     weights = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
-    notes = weight_advice(plans, weights) + layout_advice(plans, weights)
+    notes = left_out_advice(program, plans, run.left_out, run.breaks)
+    notes += weight_advice(plans, weights) + layout_advice(plans, weights)
     if parsed.scaler is None:
         notes += scaling_advice(plans)
     name = getattr(program, "__name__", type(program).__name__)
@@ -112,11 +120,27 @@ class _Graph:
     lowered: Lowered
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What Dynamo made of one call.
+
+    Attributes:
+        graphs: in the order of compilation.
+        left_out: functions that it gave up.
+        breaks: every graph break, also where there was no graph yet.
+    """
+
+    graphs: list[_Graph] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+
+
 def _lowered(
     program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backend: Callable[..., Any]
-) -> list[_Graph]:
-    """Every graph as Inductor would compile it, in the order of compilation. Runs them op by op."""
-    found: list[_Graph] = []
+) -> _Run:
+    """Every graph as Inductor would compile it. Runs them op by op."""
+    run = _Run()
+    found = run.graphs
 
     def inner_compile(
         gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
@@ -128,6 +152,8 @@ def _lowered(
 
     def compile_or_forget(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         before = len(found)
+        if (rest := rest_left_out(gm)) is not None:
+            run.left_out.append(rest)
         try:
             return backend(gm, example_inputs)
         except Exception:
@@ -135,15 +161,21 @@ def _lowered(
             del found[before:]
             raise
 
+    # as Module.compile does it
+    entry = program._call_impl if is_compiled_in_place(program) else program
     torch.compiler.reset()
+    watch = DynamoWatch(run.left_out.append)
+    watch.start()
     try:
         with untouched(program, args, kwargs) as (given, named), replace_inner_compile(inner_compile):
-            result = torch.compile(program, backend=compile_or_forget)(*given, **named)
+            result = torch.compile(entry, backend=compile_or_forget)(*given, **named)
             # the caller's autocast has nothing to do with the backward, as in a training loop
             _differentiate(program, given, named, result)
+        run.breaks.extend(breaks_without_graph())
     finally:
         torch.compiler.reset()
-    return found
+        listen_again()
+    return run
 
 
 def _differentiate(

@@ -1,0 +1,112 @@
+"""Code that was to be compiled for amp_fx and runs eagerly, in the precision of its weights: told once, in the log.
+
+A backend is called with graphs, so of code that never becomes a graph it hears nothing. What can be known without it:
+
+- Dynamo gives up a function: it calls back at the end of each attempt to compile one.
+- Dynamo compiles a function up to some line only: the graph says so.
+- ``torch.compile`` was given the name of this backend, and when an optimizer steps for the first time, there still was
+  no graph. This is what ``nn.Sequential(...).compile(backend="amp_fx")`` comes to in training: Dynamo does not look
+  at functions of torch.nn.
+
+Of the last there is no sign where no optimizer steps; :func:`amp_fx.explain` says it then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from amp_fx._torch import DynamoWatch, LeftOut, is_looked_up, rest_left_out
+
+__all__ = ["graph_arrived", "listen_again", "not_told", "watch"]
+
+logger = logging.getLogger(__name__)
+
+#: True while a model is only looked at
+_not_told: ContextVar[bool] = ContextVar("amp_fx_not_told", default=False)
+
+
+@dataclass
+class _Known:
+    """What this process knows."""
+
+    is_settled: bool = False  #: a graph has arrived, or it was told that none has
+    told: set[str] = field(default_factory=set)
+    watch: DynamoWatch | None = None
+
+
+_known = _Known()
+
+
+def watch(backend: Callable[..., Any]) -> None:
+    """Listens to Dynamo and to optimizers from now on; called when the backend is loaded.
+
+    Args:
+        backend: the function that ``torch.compile`` finds by the name ``"amp_fx"``.
+    """
+    _known.watch = DynamoWatch(_tell, backend)
+    _known.watch.start()
+    register_optimizer_step_post_hook(_stepped)
+
+
+def graph_arrived(gm: fx.GraphModule) -> None:
+    """Notes that amp_fx was called with a graph."""
+    if _not_told.get():
+        return
+    _known.is_settled = True
+    listen_again()
+    rest = rest_left_out(gm)
+    if rest is not None:
+        _tell(rest)
+
+
+def listen_again() -> None:
+    """``torch.compiler.reset()`` drops all listeners of Dynamo's."""
+    if _known.watch is not None:
+        _known.watch.start()
+
+
+@contextlib.contextmanager
+def not_told() -> Iterator[None]:
+    """Inside, models are looked at and not used: nothing is told, and no graph counts."""
+    token = _not_told.set(True)
+    try:
+        yield
+    finally:
+        _not_told.reset(token)
+
+
+def _tell(found: LeftOut) -> None:
+    text = _describe(found)
+    if _not_told.get() or text in _known.told:
+        return
+    _known.told.add(text)
+    logger.warning("not compiled: %s. Functions that it calls may still be compiled.", text)
+
+
+def _describe(found: LeftOut) -> str:
+    """What runs eagerly and why, in one sentence, with Dynamo's own remedy."""
+    what = found.function if found.whole else f"the rest of {found.function}"
+    hint = f". {found.hint}" if found.hint else ""
+    return f"{what} runs eagerly, in the dtypes of its weights. Dynamo's reason: {found.reason}{hint}"
+
+
+def _stepped(*_: Any) -> None:
+    """Optimizers call this after each step."""
+    if _known.is_settled:
+        return
+    if is_looked_up("amp_fx"):
+        _known.is_settled = True
+        logger.warning(
+            "torch.compile was given backend='amp_fx' and an optimizer has stepped, but no graph has reached amp_fx: "
+            "what was compiled runs eagerly, or was not called. model.compile() compiles nothing of torch's own "
+            "modules (nn.Sequential, nn.TransformerEncoderLayer): use model = torch.compile(model, backend='amp_fx'), "
+            "or set torch._dynamo.config.wrap_top_frame = True before. amp_fx.explain(model, *args) names the reason."
+        )

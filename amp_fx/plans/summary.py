@@ -1,0 +1,101 @@
+"""One line about a plan, for the log: how many matmuls are low, how many casts that took, and why others stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from amp_fx._torch import nesting_change
+from amp_fx.graphs.facts import LOW_DTYPES
+from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+
+__all__ = ["TOO_SMALL", "matmuls", "summary", "untouched_matmuls"]
+
+#: what :mod:`amp_fx.passes.forward.place` writes where a device profile keeps a matmul in fp32
+TOO_SMALL = "casting would cost more"
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+#: matmuls by their names in torch, of which the captured graph has no ATen call: inside vmap and torch.func
+_BY_NAME = frozenset(
+    {
+        "addbmm",
+        "addmm",
+        "addmv",
+        "baddbmm",
+        "bilinear",
+        "bmm",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "dot",
+        "einsum",
+        "linear",
+        "matmul",
+        "mm",
+        "mv",
+        "scaled_dot_product_attention",
+        "tensordot",
+    }
+)
+
+
+def summary(plan: Plan) -> str:
+    """What a compiled graph computes in which precision.
+
+    ``"12 of 14 matmuls in bf16, 9 casts; 2 in fp32: too small to gain on cpu avx512_bf16 zen5 (options={'profile':
+    'off'} forces them)"``. Matmuls are all calls with FLOPs: convolutions and attention, too.
+    """
+    if plan.fallback:
+        return f"under torch.autocast, because it could not be rewritten: {plan.fallback}"
+    casts = f"{len(plan.casts)} cast{'s' * (len(plan.casts) != 1)}"
+    outside, inside = matmuls(plan), untouched_matmuls(plan)
+    total = len(outside) + len(inside)
+    if not total:
+        return f"no matmuls, {casts}"
+    low = Counter(_dtype(row) for row in outside if row.dtype in LOW_DTYPES)
+    wide = Counter((_dtype(row), _why(row, plan)) for row in outside if row.dtype not in LOW_DTYPES)
+    lowered = " and ".join(f"{count} in {dtype}" for dtype, count in low.items())
+    if len(low) == 1:
+        ((dtype, count),) = low.items()
+        text = f"{count} of {total} matmuls in {dtype}, {casts}"
+    else:
+        text = f"{total} matmuls, {lowered or 'none in low precision'}, {casts}"
+    parts = [f"{count} in {dtype}: {why}" for (dtype, why), count in wide.items()]
+    if inside:
+        parts.append(f"{len(inside)} inside vmap or torch.func: left as written")
+    return "; ".join([text, *parts])
+
+
+def matmuls(plan: Plan) -> list[NodePlan]:
+    """Matmuls, convolutions and attention that amp_fx decides about, in graph order."""
+    return [node for node in plan.nodes if node.flops]
+
+
+def untouched_matmuls(plan: Plan) -> list[NodePlan]:
+    """Matmuls, convolutions and attention inside ``vmap`` and ``torch.func``, which stay as the program has them."""
+    return [node for node in _inside_torch_func(plan) if node.op.strip("_") in _BY_NAME]
+
+
+def _inside_torch_func(plan: Plan) -> Iterator[NodePlan]:
+    level = 0
+    for node in plan.nodes:
+        level += nesting_change(node.op)
+        if level:
+            yield node
+
+
+def _why(node: NodePlan, plan: Plan) -> str:
+    if TOO_SMALL in node.reason:
+        device = f" on {plan.profile}" if plan.profile else ""
+        return f"too small to gain{device} (options={{'profile': 'off'}} forces them)"
+    # the last word counts: what comes after the list's own reason overruled it
+    return node.reason.rpartition("; ")[2]
+
+
+def _dtype(node: NodePlan) -> str:
+    name = "mixed dtypes" if node.dtype is None else dtype_name(node.dtype)
+    return _SHORT.get(name, name)

@@ -1,0 +1,81 @@
+"""What never became a graph: why, in Dynamo's words where it gives any, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from amp_fx._torch import LeftOut, is_left_out_in_place
+from amp_fx.plans.plan import Plan
+from amp_fx.reports.advice import NOT_COMPILED, Advice
+
+__all__ = ["is_compiled_in_place", "left_out_advice"]
+
+#: one line of the first screen, whole
+_IN_PLACE_REMEDY = (
+    "Use torch.compile(module, backend='amp_fx') instead,"
+    " or set torch._dynamo.config.wrap_top_frame = True before"
+)
+
+_NO_REASON = (
+    "Dynamo makes no graph of it and gives no reason: look for torch.compiler.disable, torch.compiler.set_stance and"
+    " TORCHDYNAMO_DISABLE"
+)
+
+
+def is_compiled_in_place(program: Callable[..., Any]) -> bool:
+    """True after ``module.compile()``."""
+    return getattr(program, "_compiled_call_impl", None) is not None
+
+
+def left_out_advice(
+    program: Callable[..., Any], plans: Sequence[Plan], left_out: Sequence[LeftOut], breaks: Sequence[str]
+) -> list[Advice]:
+    """A note for everything that runs eagerly although it was to be compiled.
+
+    Args:
+        program: a module or function, as the user has it.
+        plans: of its graphs.
+        left_out: functions that Dynamo gave up.
+        breaks: all graph breaks, in Dynamo's order.
+    """
+    found = _in_place(program)
+    found += [
+        Advice(NOT_COMPILED, f"{_what(row)}: {row.reason}", remedy=row.hint)
+        for row in dict.fromkeys(left_out)
+    ]
+    # what a plan ends with, and what Dynamo cannot go on after, is told already
+    known = {plan.graph_break for plan in plans} | {row.reason for row in left_out}
+    early = [text for text in breaks if text not in known and not text.startswith("step_unsupported")]
+    if not plans and not found and not early:
+        found.append(Advice(NOT_COMPILED, _NO_REASON))
+    return [*found, *(Advice("graph break", text) for text in early)]
+
+
+def _what(row: LeftOut) -> str:
+    return row.function if row.whole else f"the rest of {row.function}"
+
+
+def _in_place(program: Callable[..., Any]) -> list[Advice]:
+    """Modules of torch's own that were compiled in place, by class."""
+    modules = dict(program.named_modules()) if isinstance(program, nn.Module) else {}
+    names: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        if is_compiled_in_place(module) and is_left_out_in_place(module):
+            names.setdefault(type(module).__name__, []).append(name)
+    return [
+        Advice(
+            NOT_COMPILED,
+            f"{kind}.compile(){_where(paths)} compiles nothing: Dynamo skips functions of torch's own modules",
+            remedy=_IN_PLACE_REMEDY,
+        )
+        for kind, paths in names.items()
+    ]
+
+
+def _where(paths: Sequence[str]) -> str:
+    first = next(filter(None, paths), "")
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f" ({first}{more})" if first else ""

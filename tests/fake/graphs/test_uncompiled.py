@@ -1,0 +1,208 @@
+"""What Dynamo does not compile is told in the log, once: functions that it gives up, and models of torch's own."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.graphs import uncompiled
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in which nothing was told yet; graphs run op by op."""
+    torch.compiler.reset()
+    monkeypatch.setattr(uncompiled, "_known", uncompiled._Known(watch=uncompiled._known.watch))
+    monkeypatch.setattr("amp_fx.backend.lower", lambda gm, *_: gm.forward)
+    uncompiled.listen_again()
+    yield
+    torch.compiler.reset()
+    uncompiled.listen_again()
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [row.getMessage() for row in caplog.records if row.levelno == logging.WARNING]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.first, self.cell, self.last = nn.Linear(8, 8), kind(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cell(x)[0])
+
+
+class LateRecurrent(Recurrent):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(self.cell(x)[0])
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Recurrent(nn.LSTM), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x))
+
+
+class OwnClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def compiled(model: nn.Module) -> Callable[..., Tensor]:
+    return torch.compile(model, backend="amp_fx")
+
+
+def compiled_in_place(model: nn.Module) -> Callable[..., Tensor]:
+    model.compile(backend="amp_fx")
+    return model
+
+
+@pytest.mark.parametrize("compile", [compiled, compiled_in_place])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_function_with_a_recurrent_layer_is_told_once_with_dynamos_reason_and_remedy(
+    caplog: pytest.LogCaptureFixture, kind: type[nn.RNNBase], compile: Callable[..., Callable[..., Tensor]]
+) -> None:
+    model = compile(Recurrent(kind))
+    with amp_fx.record() as recording:
+        for batch in (2, 3):
+            model(torch.randn(batch, 4, 8))
+    assert recording.plans == []
+    (text,) = warned(caplog)
+    assert "forward runs eagerly, in the dtypes of its weights" in text
+    assert "Attempted to wrap RNN, GRU, or LSTM [" in text
+    assert f"{__file__}:" in text
+    assert "Set torch._dynamo.config.allow_rnn=True" in text
+
+
+def test_the_rest_of_a_function_is_told_and_named_in_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    with amp_fx.record() as recording:
+        compiled(LateRecurrent(nn.LSTM))(torch.randn(2, 4, 8))
+    (plan,) = recording.plans
+    assert [row.op for row in plan.nodes] == ["linear", "relu"]
+    (text,) = warned(caplog)
+    assert "the rest of forward runs eagerly" in text
+    assert "allow_rnn=True" in text
+    assert plan.graph_break.startswith(
+        "Attempted to wrap RNN, GRU, or LSTM; the rest of forward runs eagerly ["
+    )
+
+
+def test_code_around_what_dynamo_gives_up_is_compiled_and_only_that_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with amp_fx.record() as recording:
+        compiled(Around())(torch.randn(2, 4, 8))
+    assert len(recording.plans) == 1
+    (text,) = warned(caplog)
+    assert "forward runs eagerly" in text
+
+
+def test_a_recurrent_layer_alone_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    compiled(nn.LSTM(8, 8))(torch.randn(2, 4, 8))
+    (text,) = warned(caplog)
+    assert "the model runs eagerly" in text
+
+
+def test_functions_compiled_for_other_backends_are_not_ours_to_tell(caplog: pytest.LogCaptureFixture) -> None:
+    compiled(OwnClass())(torch.randn(2, 8))
+    torch.compile(Recurrent(nn.LSTM), backend="eager")(torch.randn(2, 4, 8))
+    torch.compile(Recurrent(nn.GRU), backend=lambda gm, _: gm)(torch.randn(2, 4, 8))
+    assert warned(caplog) == []
+
+
+def test_explaining_tells_nothing_and_listening_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Recurrent(nn.LSTM), torch.randn(2, 4, 8)
+    amp_fx.explain(model, x)
+    assert warned(caplog) == []
+    compiled(model)(x)
+    assert len(warned(caplog)) == 1
+
+
+def train(model: nn.Module, x: Tensor, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+        nn.Linear(8, 8),
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_model_of_torchs_own_that_is_compiled_in_place_is_told_at_the_first_step(
+    caplog: pytest.LogCaptureFixture, model: nn.Module
+) -> None:
+    with amp_fx.record() as recording:
+        compiled_in_place(model)
+        train(model, torch.randn(2, 4, 8))
+    assert recording.plans == []
+    (text,) = warned(caplog)
+    assert "no graph has reached amp_fx" in text
+    assert "wrap_top_frame" in text
+
+
+def test_training_what_is_compiled_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = OwnClass()
+    compiled_in_place(model)
+    train(model, torch.randn(2, 8))
+    assert warned(caplog) == []
+
+
+def test_training_in_a_process_that_does_not_use_amp_fx_tells_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.backends import registry
+
+    monkeypatch.delitem(registry._COMPILER_FNS, "amp_fx", raising=False)
+    train(OwnClass(), torch.randn(2, 8))
+    assert warned(caplog) == []
+
+
+@pytest.mark.parametrize("remedy", ["torch.compile", "wrap_top_frame"])
+def test_the_remedies_that_are_named_compile_a_model_of_torchs_own(remedy: str) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
+    with amp_fx.record() as recording, torch._dynamo.config.patch(wrap_top_frame=remedy == "wrap_top_frame"):
+        run = compiled(model) if remedy == "torch.compile" else compiled_in_place(model)
+        run(x)
+    assert [row.op for row in recording.plans[0].nodes] == ["linear", "relu"]
+
+
+def test_a_deep_copy_of_a_model_compiled_in_place_is_not_compiled_and_one_that_is_compiled_again_is() -> None:
+    from torch.optim.swa_utils import AveragedModel
+
+    model, x = OwnClass(), torch.randn(2, 8)
+    compiled_in_place(model)
+    average = AveragedModel(model)
+    with amp_fx.record() as recording:
+        average(x)
+        assert recording.plans == []
+        average.module.compile(backend="amp_fx")
+        average(x)
+    assert len(recording.plans) == 1
+
+
+def test_nothing_is_told_by_a_warning_that_could_become_an_error() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(Recurrent(nn.LSTM))(torch.randn(2, 4, 8))

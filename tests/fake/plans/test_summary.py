@@ -1,0 +1,100 @@
+"""One line a graph says whether low precision happened, and why not."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from amp_fx import Plan, record
+from amp_fx.placement.devices import builtin
+from amp_fx.plans.summary import matmuls, summary, untouched_matmuls
+from graphs import rewrite
+
+
+class Net(nn.Module):
+    """Three matmuls of one size."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up, self.down, self.head = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.softmax(self.down(self.up(x)), -1)).square().mean()
+
+
+def line(options: dict[str, Any], model: nn.Module | None = None) -> str:
+    return summary(rewrite(model or Net(), torch.randn(4, 16), options=options).plan)
+
+
+def test_matmuls_are_counted_by_dtype_with_the_casts() -> None:
+    plan = rewrite(Net(), torch.randn(4, 16)).plan
+    assert summary(plan) == f"3 of 3 matmuls in bf16, {len(plan.casts)} casts"
+    assert line({"dtype": "float16"}).startswith("3 of 3 matmuls in fp16, ")
+
+
+def test_layers_too_small_to_gain_are_named_with_the_device_and_the_way_to_force_them() -> None:
+    assert line({"profile": "auto"}) == (
+        "3 matmuls, none in low precision, 0 casts; 3 in fp32: too small to gain on"
+        f" {builtin('cpu').name} (options={{'profile': 'off'}} forces them)"
+    )
+    # and that is the way
+    assert line({"profile": "off"}).startswith("3 of 3")
+
+
+def test_what_a_rule_keeps_in_fp32_names_the_rule() -> None:
+    text = line({"policy": {"rules": [{"module": "head", "precision": "fp32"}]}})
+    assert text.startswith("2 of 3 matmuls in bf16, ")
+    assert "; 1 in fp32: user rule " in text
+    assert "head" in text
+
+
+class Pinn(nn.Module):
+    """A network and the gradient of it by its input, point by point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(16, 16)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def value(point: Tensor) -> Tensor:
+            return self.net(point).squeeze(-1)
+
+        return (vmap(grad(value))(self.encoder(x)) ** 2).mean()
+
+
+def test_matmuls_inside_vmap_and_torch_func_are_counted_as_left() -> None:
+    plan = rewrite(Pinn(), torch.randn(4, 16)).plan
+    assert [row.module_path for row in matmuls(plan)] == ["encoder"]
+    assert [row.module_path for row in untouched_matmuls(plan)] == ["net.0", "net.2"]
+    assert summary(plan) == (
+        f"1 of 3 matmuls in bf16, {len(plan.casts)} casts; 2 inside vmap or torch.func: left as written"
+    )
+
+
+def test_graphs_without_matmuls_and_those_that_fall_back_say_so() -> None:
+    assert summary(Plan()) == "no matmuls, 0 casts"
+    assert (
+        summary(Plan(fallback="no trace"))
+        == "under torch.autocast, because it could not be rewritten: no trace"
+    )
+
+
+def test_the_log_has_one_line_for_each_compiled_graph(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("amp_fx.backend.lower", lambda gm, *_: gm.forward)
+    torch.compiler.reset()
+    model = torch.compile(Net().requires_grad_(False), backend="amp_fx", options={"profile": "off"})
+    with caplog.at_level(logging.INFO, "amp_fx.backend"), record() as recording:
+        for _ in range(2):
+            model(torch.randn(4, 16))
+    assert [row.getMessage() for row in caplog.records if row.name == "amp_fx.backend"] == [
+        f"graph 0/0: 3 of 3 matmuls in bf16, {len(recording.plans[0].casts)} casts"
+    ]
