@@ -6,13 +6,19 @@ import argparse
 import ast
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["PROG", "Command", "literal", "paint"]
+__all__ = ["MODULE", "Command", "literal", "paint", "program"]
 
-PROG = "python -m amp_fx"
+#: how the program is started without its script
+MODULE = "python -m amp_fx"
+
+#: the script that pip installs
+_SCRIPT = "amp-fx"
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,8 @@ class Command:
 
     Attributes:
         summary: one line for the list of commands.
-        text: what ``COMMAND --help`` says below that line; ends with examples.
+        text: what ``COMMAND --help`` says below that line; ends with examples, in which ``%(prog)s`` stands for the
+            program and the command.
         arguments: adds the command's arguments to its parser.
         run: does it; returns the exit code.
     """
@@ -30,6 +37,11 @@ class Command:
     text: str
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+def program() -> str:
+    """The name that the program was started by."""
+    return _SCRIPT if Path(sys.argv[0]).stem == _SCRIPT else MODULE
 
 
 def literal(text: str) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import amp_fx
-from amp_fx.cli.command import PROG
+from amp_fx.cli.command import MODULE, program
 from amp_fx.cli.export_command import EXPORT
 from amp_fx.cli.profile_command import PROFILE
 from amp_fx.cli.report_commands import REPORT_COMMANDS
@@ -36,13 +37,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _COMMANDS[args.command].run(args)
     except (AmpFxError, OSError) as error:
-        # one line, whatever an error of the operating system or of another library holds
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        # one line, whatever an error of another library holds
+        text = " ".join(_message(error).split())
+        print(f"error: {text.replace(MODULE, program())}", file=sys.stderr)
         return 1
 
 
+def _message(error: Exception) -> str:
+    """What went wrong, with the file first where the operating system says it."""
+    if not isinstance(error, OSError) or error.filename is None or isinstance(error, AmpFxError):
+        return str(error)
+    if isinstance(error, FileNotFoundError):
+        folder = Path(error.filename).parent
+        return (
+            f"there is no file {str(error.filename)!r}."
+            if folder.is_dir()
+            else f"there is no folder '{folder}'."
+        )
+    return f"{str(error.filename)!r}: {error.strerror}."
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROG, description="Tools for the amp_fx backend of torch.compile.")
+    parser = argparse.ArgumentParser(
+        prog=program(), description="Tools for the amp_fx backend of torch.compile."
+    )
     parser.add_argument("--version", action="version", version=f"amp_fx {amp_fx.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():

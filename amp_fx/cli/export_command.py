@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import compile_package
-from amp_fx.cli.command import PROG, Command
+from amp_fx.cli.command import Command
 from amp_fx.cli.models import Target, load_target
 from amp_fx.errors import AmpFxError
 from amp_fx.exporting.converting import export, extra_files
@@ -21,14 +21,14 @@ __all__ = ["EXPORT"]
 
 _SUMMARY = "write a model in mixed precision as a .pt2 file, an AOTInductor package, an ONNX file"
 
-_EXAMPLES = f"""
+_EXAMPLES = """
 The callable takes no arguments and returns (model, args) or (model, args, kwargs). The model is put into
 evaluation mode. Nothing that loads the files needs amp_fx.
 
 examples:
-  {PROG} export mypackage.models:make_gpt -o gpt.pt2 --dynamic-batch
-  {PROG} export mypackage.models:make_gpt -o gpt.pt2 --dtype float16 --onnx
-  {PROG} export mypackage.models:make_gpt -o gpt.pt2 --aoti
+  %(prog)s mypackage.models:make_gpt -o gpt.pt2 --dynamic-batch
+  %(prog)s mypackage.models:make_gpt -o gpt.pt2 --dtype float16 --onnx
+  %(prog)s mypackage.models:make_gpt -o gpt.pt2 --aoti
 """
 
 

@@ -8,22 +8,22 @@ import sys
 
 import torch
 
-from amp_fx.cli.command import PROG, Command
+from amp_fx.cli.command import Command
 from amp_fx.placement.devices import builtin
 from amp_fx.placement.measuring import measure
 from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
 
 __all__ = ["PROFILE"]
 
-_PROFILE_TEXT = f"""
+_PROFILE_TEXT = """
 The backend weighs casts against faster arithmetic with these numbers. By default it takes them from a
 built-in table, so that all runs and ranks decide alike; give it the written file where the table is wrong
 about your machine. Leave the machine idle meanwhile.
 
 examples:
-  {PROG} profile
-  {PROG} profile --device cuda --seconds 10 -o h200.json
-  {PROG} profile --json | jq .peak
+  %(prog)s
+  %(prog)s --device cuda --seconds 10 -o h200.json
+  %(prog)s --json | jq .peak
 """
 
 

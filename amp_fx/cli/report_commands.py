@@ -8,9 +8,10 @@ import sys
 from typing import Any
 
 import amp_fx
-from amp_fx.cli.command import PROG, Command, literal, paint
+from amp_fx.cli.command import Command, literal, paint
 from amp_fx.cli.models import Target, import_callable, load_program, load_target
 from amp_fx.errors import AmpFxError
+from amp_fx.reports.histograms import NoLossError
 from amp_fx.reports.report import SUFFIXES, Report
 
 __all__ = ["REPORT_COMMANDS"]
@@ -60,10 +61,10 @@ def _say(line: str) -> None:
 _EXPLAIN_TEXT = f"""{_REPORT}
 
 examples:
-  {PROG} explain train:build
-  {PROG} explain train:build --options '{{"dtype": "float16"}}' --table
-  {PROG} explain train:build -o before.json -o report.md
-  {PROG} explain model.pt2 --json | jq .summary.shares
+  %(prog)s train:build
+  %(prog)s train:build --options '{{"dtype": "float16"}}' --table
+  %(prog)s train:build -o before.json -o report.md
+  %(prog)s model.pt2 --json | jq .summary.shares
 """
 
 
@@ -94,9 +95,9 @@ def _explain(args: argparse.Namespace) -> int:
 _DRAW_TEXT = f"""{_REPORT}
 
 examples:
-  {PROG} draw train:build -o picture.html
-  {PROG} draw report.json -o picture.svg
-  {PROG} draw train:build --against before.json -o changed.html
+  %(prog)s train:build -o picture.html
+  %(prog)s report.json -o picture.svg
+  %(prog)s train:build --against before.json -o changed.html
 """
 
 
@@ -125,9 +126,9 @@ It is run once, forward and backward, without amp_fx. The model returns its loss
 otherwise --loss names a callable that takes what the model returns.
 
 examples:
-  {PROG} histogram train:build
-  {PROG} histogram train:build --loss train:loss -o histogram.png
-  {PROG} histogram train:build --json | jq .loss_scale
+  %(prog)s train:build
+  %(prog)s train:build --loss train:loss -o histogram.png
+  %(prog)s train:build --json | jq .loss_scale
 """
 
 
@@ -145,19 +146,31 @@ def _histogram(args: argparse.Namespace) -> int:
             "histogram takes a model called with positional or with keyword arguments, not both."
         )
     loss = import_callable(args.loss) if args.loss else None
-    found = amp_fx.histogram(loaded.model, loaded.kwargs or loaded.args, loss)
+    try:
+        found = amp_fx.histogram(loaded.model, loaded.kwargs or loaded.args, loss)
+    except NoLossError as error:
+        raise AmpFxError(_no_loss(error, args)) from error
     _print(str(found), found.to_dict(), args.json)
     if args.output:
         _say(f"wrote {found.save(args.output)}")
     return 0
 
 
+def _no_loss(error: NoLossError, args: argparse.Namespace) -> str:
+    if args.loss:
+        return f"--loss {args.loss} must return a tensor with one element; got {error.found}."
+    return (
+        f"no loss: {args.model} returns {error.found}. Name a function that makes a tensor with one element of it:"
+        " --loss package.module:callable."
+    )
+
+
 _DIFF_TEXT = f"""{_REPORT}
 
 examples:
-  {PROG} diff before.json train:build
-  {PROG} diff before.json after.json --json
-  {PROG} diff train:build train:build --after-options '{{"policy": "fast"}}'
+  %(prog)s before.json train:build
+  %(prog)s before.json after.json --json
+  %(prog)s train:build train:build --after-options '{{"policy": "fast"}}'
 """
 
 

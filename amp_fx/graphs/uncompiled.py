@@ -25,9 +25,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_fx._torch import DynamoWatch, LeftOut, is_looked_up, rest_left_out
 
-__all__ = ["graph_arrived", "listen_again", "not_told", "watch"]
+__all__ = ["graph_arrived", "listen_again", "not_told", "remedy", "watch"]
 
 logger = logging.getLogger(__name__)
+
+#: What Dynamo cannot take, by the beginning of its message, and what to do. Its own hint for recurrent layers is
+#: torch._dynamo.config.allow_rnn, with which Inductor fails on an LSTM in training (torch 2.13, CPU).
+_REMEDIES = {
+    "Attempted to wrap RNN, GRU, or LSTM": (
+        "Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
+    ),
+}
 
 #: True while a model is only looked at
 _not_told: ContextVar[bool] = ContextVar("amp_fx_not_told", default=False)
@@ -83,6 +91,12 @@ def not_told() -> Iterator[None]:
         _not_told.reset(token)
 
 
+def remedy(found: LeftOut) -> str:
+    """What to do about it: our own words where Dynamo's do not help, else its first hint, or an empty string."""
+    known = (text for cause, text in _REMEDIES.items() if found.cause.startswith(cause))
+    return next(known, found.hint)
+
+
 def _tell(found: LeftOut) -> None:
     text = _describe(found)
     if _not_told.get() or text in _known.told:
@@ -92,10 +106,10 @@ def _tell(found: LeftOut) -> None:
 
 
 def _describe(found: LeftOut) -> str:
-    """What runs eagerly and why, in one sentence, with Dynamo's own remedy."""
+    """What runs eagerly, why, and what to do."""
     what = found.function if found.whole else f"the rest of {found.function}"
-    hint = f". {found.hint}" if found.hint else ""
-    return f"{what} runs eagerly, in the dtypes of its weights. Dynamo's reason: {found.reason}{hint}"
+    then = f". {remedy(found)}" if remedy(found) else ""
+    return f"{what} runs eagerly, in the dtypes of its weights. Dynamo's reason: {found.reason}{then}"
 
 
 def _stepped(*_: Any) -> None:
@@ -108,5 +122,5 @@ def _stepped(*_: Any) -> None:
             "torch.compile was given backend='amp_fx' and an optimizer has stepped, but no graph has reached amp_fx: "
             "what was compiled runs eagerly, or was not called. model.compile() compiles nothing of torch's own "
             "modules (nn.Sequential, nn.TransformerEncoderLayer): use model = torch.compile(model, backend='amp_fx'), "
-            "or set torch._dynamo.config.wrap_top_frame = True before. amp_fx.explain(model, *args) names the reason."
+            "or a subclass with a forward of your own. amp_fx.explain(model, *args) names the reason."
         )

@@ -32,6 +32,9 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, target)
+    except OSError as error:
+        # the caller knows nothing of the draft
+        raise type(error)(error.errno, error.strerror, str(target)) from error
     finally:
         draft.unlink(missing_ok=True)
 

@@ -1,11 +1,10 @@
-"""What a report says beyond counting: which nodes are risky, and what the data suggests to change.
+"""What the data of plans suggests to change.
 
 Everything here is read off plans; what has a remedy carries it as options that can be pasted.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,17 +12,16 @@ from typing import Any
 
 import torch
 
-from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name
+from amp_fx.plans.plan import CastPlan, NodePlan, Plan
 from amp_fx.plans.summary import TOO_SMALL, matmuls, untouched_matmuls
-from amp_fx.policy import OpClass, Policy
+from amp_fx.policy import OpClass
+from amp_fx.reports.risks import origin_of, starred, with_rule
 
 __all__ = [
     "NOT_COMPILED",
     "Advice",
-    "Risk",
     "advise",
     "layout_advice",
-    "rank_risks",
     "scaling_advice",
     "weight_advice",
 ]
@@ -58,121 +56,6 @@ class Advice:
     def __str__(self) -> str:
         text = f"{self.text}: options={self.options}" if self.options else self.text
         return f"{text}. {self.remedy}" if self.remedy else text
-
-
-@dataclass(frozen=True)
-class Risk:
-    """Nodes of one kind whose precision is likeliest to matter.
-
-    Attributes:
-        where: module path, with ``*`` for the numbers of repeated blocks.
-        op: ATen name.
-        dtype: in which they compute.
-        count: how many.
-        why: what can go wrong.
-        score: to sort by; larger is riskier.
-        options: the remedy: these nodes in fp32.
-    """
-
-    where: str
-    op: str
-    dtype: str
-    count: int
-    why: str
-    score: float
-    options: dict[str, Any]
-
-    def __str__(self) -> str:
-        times = f" x{self.count}" if self.count > 1 else ""
-        return f"{self.where or '(no module)'} {self.op}{times}: {self.why}"
-
-
-def rank_risks(plans: Sequence[Plan]) -> list[Risk]:
-    """The riskiest kinds of nodes of the forward, riskiest first; the backward mirrors them."""
-    found: dict[tuple[str, str, str], list[tuple[float, str, NodePlan]]] = {}
-    for plan in plans:
-        if plan.phase != "forward":
-            continue
-        readers = _readers(plan)
-        for node in plan.nodes:
-            score, why = _risk(node, readers.get(node.name, []))
-            if score:
-                key = _starred(node.module_path), node.op, why
-                found.setdefault(key, []).append((score, why, node))
-    risks = []
-    for (where, op, why), rows in found.items():
-        score, _, node = max(rows, key=lambda row: row[0])
-        rule = {"op": op, "precision": "fp32"}
-        if where:
-            rule["module"] = f"^{re.escape(where)}$".replace(r"\*", r"\d+")
-        dtype = "" if node.dtype is None else dtype_name(node.dtype)
-        risks.append(Risk(where, op, dtype, len(rows), why, score, _with_rule(plans, rule)))
-    return sorted(risks, key=lambda risk: -risk.score)
-
-
-def _with_rule(plans: Sequence[Plan], rule: dict[str, str]) -> dict[str, Any]:
-    """The options that add a rule to the policy in use."""
-    policies = [Policy.parse(plan.policy) for plan in plans]
-    policy = policies[0] if policies else Policy()
-    base = {} if policy.base == Policy.base else {"base": policy.base}
-    return {"policy": {**base, "rules": [*(known.to_dict() for known in policy.rules), rule]}}
-
-
-def _risk(node: NodePlan, readers: list[NodePlan]) -> tuple[float, str]:
-    """(score, why): rules that overrule the lists, then sums that may overflow, then what feeds the loss."""
-    if node.dtype is None or node.dtype != node.low or node.op_class is OpClass.KEEP:
-        return 0.0, ""
-    low = dtype_name(node.dtype)
-    if node.reason.startswith("user rule") and not node.flops:
-        return 1000.0, f"{low} by your rule"
-    length = _summed(node) if node.flops else 0
-    if node.flops and node.dtype is torch.float16:
-        # |sum of K products| < 65504 holds for operands below sqrt(65504 / K)
-        bound = (65504 / max(length, 1)) ** 0.5
-        return (
-            100.0 + length**0.5,
-            f"float16 sum of {length} products: safe while operands stay below {bound:.0f}",
-        )
-    if node.flops and any(reader.op_class is OpClass.FP32 for reader in readers):
-        return (
-            50.0 + length**0.5,
-            f"its {low} result feeds {next(r.op for r in readers if r.op_class is OpClass.FP32)}, which works in fp32",
-        )
-    if node.flops:
-        return length**0.5 / 10, f"{low} sum of {length} products"
-    if node.may_round or "policy fast" in node.reason:
-        return 20.0, f"stored in {low} by policy fast, where autocast has fp32"
-    return 0.0, ""
-
-
-def _summed(node: NodePlan) -> int:
-    """How many products are added up for one element of a matmul's result; for attention, of the scores."""
-    if "attention" in node.op:
-        return node.operands[0][-1]
-    # two operations for every product
-    return node.flops // (2 * max(math.prod(node.shape), 1))
-
-
-def _readers(plan: Plan) -> dict[str, list[NodePlan]]:
-    """Who computes with a node's result, through casts and views."""
-    origin = {cast.name: cast.value for cast in plan.casts}
-    readers: dict[str, list[NodePlan]] = {}
-    # backwards, so that a view knows its readers
-    for node in reversed(plan.nodes):
-        rows = readers.get(node.name, []) if node.op_class is OpClass.FOLLOW else [node]
-        for name in node.inputs:
-            readers.setdefault(_origin(name, origin), []).extend(rows)
-    return readers
-
-
-def _origin(name: str, casts: dict[str, str]) -> str:
-    while name in casts:
-        name = casts[name]
-    return name
-
-
-def _starred(path: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def advise(plans: Sequence[Plan]) -> list[Advice]:
@@ -258,7 +141,7 @@ def weight_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) ->
         # half of the smallest subnormal, and everything below, rounds to zero
         lost = float(((values > 0) & (values <= range_.smallest_normal * range_.eps / 2)).float().mean())
         module = re.escape(name.rpartition(".")[0])
-        options = _with_rule(plans, {"module": f"^{module}$", "precision": "fp32"})
+        options = with_rule(plans, {"module": f"^{module}$", "precision": "fp32"})
         if not largest <= range_.max:
             text = f"{name} holds {largest:.3g}, beyond fp16's {range_.max:.0f}"
             found.append(Advice("weights", text, options))
@@ -295,12 +178,12 @@ def _islands(plans: Sequence[Plan]) -> list[Advice]:
             outgoing.setdefault(cast.value, []).append(cast)
         for node in plan.nodes:
             for name in node.inputs:
-                readers.setdefault(_origin(name, origin), []).append(node)
+                readers.setdefault(origin_of(name, origin), []).append(node)
         for node in plan.nodes:
             if node.dtype is not torch.float32 or not node.bytes or node.op_class is OpClass.KEEP:
                 continue
-            given = [name for name in node.inputs if _origin(name, origin) not in parameters]
-            sources = [nodes.get(_origin(name, origin)) for name in given]
+            given = [name for name in node.inputs if origin_of(name, origin) not in parameters]
+            sources = [nodes.get(origin_of(name, origin)) for name in given]
             after = readers.get(node.name, [])
             if sources and after and all(_is_low(row) for row in (*sources, *after)):
                 size = sum(casts[name].bytes for name in given if name in casts)
@@ -311,7 +194,7 @@ def _islands(plans: Sequence[Plan]) -> list[Advice]:
             "island",
             f"{op} x{len(sizes)} is fp32 between low neighbours ({sum(sizes) / 1e6:.1f} MB of casts)"
             "; if accuracy allows",
-            _with_rule(plans, {"op": op, "precision": "low"}),
+            with_rule(plans, {"op": op, "precision": "low"}),
         )
         for op, sizes in sorted(found.items(), key=lambda row: -sum(row[1]))
     ]
@@ -333,7 +216,7 @@ def _unaligned(plans: Sequence[Plan]) -> list[Advice]:
             given = next((shape for shape in node.operands if len(shape) >= 2), node.shape)
             sizes = [given[axis], node.shape[axis]]
             for size in dict.fromkeys(size for size in sizes if size % _ALIGNMENT):
-                key = _starred(node.module_path), node.op, size
+                key = starred(node.module_path), node.op, size
                 found[key] = found.get(key, 0) + 1
     return [
         Advice(

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from amp_fx._torch import LeftOut, is_left_out_in_place
+from amp_fx.graphs.uncompiled import remedy
 from amp_fx.plans.plan import Plan
 from amp_fx.reports.advice import NOT_COMPILED, Advice
 
@@ -15,8 +16,7 @@ __all__ = ["is_compiled_in_place", "left_out_advice"]
 
 #: one line of the first screen, whole
 _IN_PLACE_REMEDY = (
-    "Use torch.compile(module, backend='amp_fx') instead,"
-    " or set torch._dynamo.config.wrap_top_frame = True before"
+    "Use torch.compile(module, backend='amp_fx') instead, or a subclass with a forward of your own"
 )
 
 _NO_REASON = (
@@ -43,12 +43,12 @@ def left_out_advice(
     """
     found = _in_place(program)
     found += [
-        Advice(NOT_COMPILED, f"{_what(row)}: {row.reason}", remedy=row.hint)
+        Advice(NOT_COMPILED, f"{_what(row)}: {row.reason}", remedy=remedy(row))
         for row in dict.fromkeys(left_out)
     ]
-    # what a plan ends with, and what Dynamo cannot go on after, is told already
-    known = {plan.graph_break for plan in plans} | {row.reason for row in left_out}
-    early = [text for text in breaks if text not in known and not text.startswith("step_unsupported")]
+    # before a break without a graph there was nothing to compile; it counts where it is all that is known
+    known = {row.reason for row in left_out}
+    early = [] if plans else [text for text in breaks if text not in known]
     if not plans and not found and not early:
         found.append(Advice(NOT_COMPILED, _NO_REASON))
     return [*found, *(Advice("graph break", text) for text in early)]

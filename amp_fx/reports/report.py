@@ -72,7 +72,11 @@ class Report(ReportData):
         return report_text.notebook(self)
 
     def diff(self, other: Report) -> Diff:
-        """What ``other`` changes against this report. Casts are counted as on the first screen of both."""
+        """What ``other`` changes against this report.
+
+        Casts are counted as on the first screens, in what Inductor is given; by the plans alone, as
+        :func:`amp_fx.record` has them, where one of the two reports knows no more.
+        """
         found = diff_plans(self.plans, other.plans)
         if not (self.costs and other.costs):
             return found

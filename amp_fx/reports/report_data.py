@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from amp_fx.plans.plan import InputPlan, Plan, dtype_name
-from amp_fx.reports.advice import Advice, Risk, advise, rank_risks
+from amp_fx.reports.advice import Advice, advise
+from amp_fx.reports.risks import Risk, rank_risks
 
 __all__ = ["Cost", "ReportData"]
 

@@ -280,3 +280,120 @@ def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
     # the default, fp32 where nothing is gained, beside torch.autocast
     assert list(report.compared()) == ["amp_fx", "torch.autocast"]
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+
+
+class Recurrent(nn.Module):
+    """Dynamo gives up a function that touches an LSTM; ``late``: only from there on."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.first, self.cell, self.last = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late:
+            x = self.first(x).relu()
+        return self.last(self.cell(x)[0])
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Recurrent(late=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x))
+
+
+REMEDY = "    Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
+
+
+@pytest.mark.usefixtures("_no_code")
+@pytest.mark.parametrize(
+    ("model", "graphs", "what"),
+    [
+        (Recurrent(late=False), 0, "forward"),
+        (Recurrent(late=True), 1, "the rest of forward"),
+        (Around(), 1, "forward"),
+        (nn.LSTM(8, 8, batch_first=True), 0, "the model"),
+    ],
+    ids=["whole", "rest", "inner", "alone"],
+)
+def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(
+    model: nn.Module, graphs: int, what: str
+) -> None:
+    report = amp_fx.explain(model, torch.randn(2, 4, 8), options=OFF)
+    assert len(forward_plans(report)) == graphs
+    lines = str(report).splitlines()
+    at = lines.index("not compiled: runs eagerly, in the dtypes of its weights")
+    assert f"{what}: Attempted to wrap RNN, GRU, or LSTM" in lines[at + 1]
+    assert lines[at + 2] == REMEDY
+    assert ("casts in the graphs" in str(report)) == bool(graphs)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert Report.from_dict(data) == report
+    assert [row["kind"] for row in data["summary"]["advice"]][:1] == ["not compiled"]
+
+
+@pytest.mark.usefixtures("_no_code")
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+        nn.Linear(8, 8),
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_model_of_torchs_own_that_is_compiled_in_place_is_explained_as_it_runs(model: nn.Module) -> None:
+    x = torch.randn(2, 4, 8)
+    assert len(forward_plans(amp_fx.explain(model, x, options=OFF))) == 1
+    model.compile(backend="amp_fx")
+    report = amp_fx.explain(model, x, options=OFF)
+    assert report.plans == []
+    assert f"{type(model).__name__}.compile() compiles nothing" in str(report)
+    assert "Use torch.compile(module, backend='amp_fx') instead" in str(report)
+    with torch._dynamo.config.patch(wrap_top_frame=True):
+        report = amp_fx.explain(model, x, options=OFF)
+    assert len(forward_plans(report)) == 1
+    assert report.notes == []
+
+
+@pytest.mark.usefixtures("_no_code")
+def test_parts_of_torchs_own_that_are_compiled_in_place_are_named() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
+            self.head = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    model = Stack()
+    for module in (*model.blocks, model.head):
+        module.compile(backend="amp_fx")
+    (row,) = amp_fx.explain(model, torch.randn(2, 8), options=OFF).notes
+    assert row.text.startswith("Sequential.compile() (blocks.0 and 2 more) compiles nothing")
+
+
+@pytest.mark.usefixtures("_no_code")
+def test_a_program_that_dynamo_does_not_look_at_says_what_to_look_for() -> None:
+    with torch.compiler.set_stance("force_eager"):
+        text = str(amp_fx.explain(Net(), torch.randn(4, 8), options=OFF))
+    assert "0 graphs" in text
+    assert "Dynamo makes no graph of it and gives no reason" in text
+
+
+@pytest.mark.usefixtures("_no_code")
+def test_a_program_that_is_disabled_names_the_break() -> None:
+    class Disabled(Net):
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    report = amp_fx.explain(Disabled(), torch.randn(4, 8), options=OFF)
+    assert str(report).splitlines()[1] == "nothing was compiled"
+    (reason,) = report.graph_breaks
+    assert "torch.compiler.disable" in reason

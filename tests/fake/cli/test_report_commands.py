@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ def build():
 
 def loss(outputs):
     return outputs.square().mean()
+
+def identity(outputs):
+    return outputs
 
 def with_loss():
     class Model(nn.Module):
@@ -140,7 +145,46 @@ def test_gradients_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert f"= {data['loss_scale']:.0f}:" in out
     assert main(["histogram", "user_models:with_loss", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modules"].keys() == {"linear"}
-    assert "no loss" in error_of(capsys, "histogram", "user_models:build")
+    without = error_of(capsys, "histogram", "user_models:build")
+    assert "no loss: user_models:build returns a tensor of shape (6, 4)." in without
+    assert "--loss package.module:callable" in without
+    assert "lambda" not in without
+    identity = error_of(capsys, "histogram", "user_models:build", "--loss", "user_models:identity")
+    assert "--loss user_models:identity must return a tensor with one element" in identity
+
+
+def test_errors_of_the_operating_system_are_told_in_words(
+    capsys: pytest.CaptureFixture[str], saved: dict[str, str], tmp_path: Path
+) -> None:
+    assert "there is no file 'none.json'." in error_of(capsys, "diff", saved["low"], "none.json")
+    assert "there is no file 'no.json'." in error_of(capsys, "draw", saved["low"], "--against", "no.json")
+    # a file is written under another name first, which is not the user's business
+    assert (
+        error_of(capsys, "draw", saved["low"], "-o", "nowhere/a.html")
+        == "error: there is no folder 'nowhere'.\n"
+    )
+    (tmp_path / "folder.json").mkdir()
+    assert error_of(capsys, "explain", "folder.json") == "error: 'folder.json': Is a directory.\n"
+
+
+def test_explain_and_diff_count_the_casts_of_a_report_alike(
+    capsys: pytest.CaptureFixture[str], saved: dict[str, str]
+) -> None:
+    report = Report.load(saved["low"])
+    planned = sum(len(plan.casts) for plan in report.plans)
+    # Inductor's own passes may add casts to those that the plans have
+    report.costs["amp_fx"] = replace(report.costs["amp_fx"], casts=planned + 12)
+    report.save("more.json")
+    assert main(["explain", "more.json"]) == 0
+    assert re.search(rf"casts in the graphs +{planned + 12}, ", capsys.readouterr().out)
+    assert main(["diff", saved["low"], "more.json"]) == 0
+    before = Report.load(saved["low"]).costs["amp_fx"].casts
+    assert capsys.readouterr().out.startswith(f"casts {before} -> {planned + 12}, cast bytes")
+    # where one of them was not measured, both are counted by their plans
+    report.costs = {}
+    report.save("recorded.json")
+    assert main(["diff", "recorded.json", "more.json"]) == 0
+    assert capsys.readouterr().out.startswith(f"casts {planned} -> {planned}, cast bytes")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +196,8 @@ def test_gradients_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         ("user_models:wrong", "user_models:wrong must return (model, args)"),
         ("none.pt2", "there is no file 'none.pt2'"),
         ("user_models.py.pt2", "is no program that torch.export.save wrote"),
-        ("none.json", "none.json"),
+        ("none.json", "there is no file 'none.json'."),
+        ("nowhere/none.json", "there is no folder 'nowhere'."),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.export")
@@ -228,12 +273,30 @@ def test_colours_are_for_terminals_that_want_them(
 def test_both_programs_find_modules_in_the_working_directory(saved: dict[str, str]) -> None:
     script = Path(sys.executable).with_name("amp-fx")
     for program in ([sys.executable, "-m", "amp_fx"], [str(script)]):
-        done = subprocess.run(
-            [*program, "histogram", "user_models:with_loss", "--json"],
-            env={**os.environ, "NO_COLOR": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run(*program, "histogram", "user_models:with_loss", "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["title"] == "Model"
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env={**os.environ, "NO_COLOR": "1"}, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_program_calls_itself_by_the_name_it_was_started_by() -> None:
+    script = str(Path(sys.executable).with_name("amp-fx"))
+    for program, name in (([script], "amp-fx"), ([sys.executable, "-m", "amp_fx"], "python -m amp_fx")):
+        usage, help_, hint = (
+            run(*program, *arguments)
+            for arguments in (
+                ["nonsense"],
+                ["explain", "--help"],
+                ["explain", "user_models:build", "--options", '{"profile": "none.json"}'],
+            )
+        )
+        assert usage.stderr.startswith(f"usage: {name} ")
+        assert help_.stdout.count(f"\n  {name} explain train:build") == 3
+        assert f"`{name} profile -o FILE`" in hint.stderr
+        other = {"amp-fx": "python -m amp_fx", "python -m amp_fx": "amp-fx"}[name]
+        assert other not in usage.stderr + help_.stdout + hint.stderr

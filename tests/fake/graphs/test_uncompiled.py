@@ -31,7 +31,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
         super().__init__()
         self.first, self.cell, self.last = nn.Linear(8, 8), kind(8, 8, batch_first=True), nn.Linear(8, 8)
 
@@ -86,7 +86,7 @@ def test_a_function_with_a_recurrent_layer_is_told_once_with_dynamos_reason_and_
     assert "forward runs eagerly, in the dtypes of its weights" in text
     assert "Attempted to wrap RNN, GRU, or LSTM [" in text
     assert f"{__file__}:" in text
-    assert "Set torch._dynamo.config.allow_rnn=True" in text
+    assert "Call the layer in a method of its own with @torch.compiler.disable" in text
 
 
 def test_the_rest_of_a_function_is_told_and_named_in_the_plan(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +96,7 @@ def test_the_rest_of_a_function_is_told_and_named_in_the_plan(caplog: pytest.Log
     assert [row.op for row in plan.nodes] == ["linear", "relu"]
     (text,) = warned(caplog)
     assert "the rest of forward runs eagerly" in text
-    assert "allow_rnn=True" in text
+    assert "@torch.compiler.disable" in text
     assert plan.graph_break.startswith(
         "Attempted to wrap RNN, GRU, or LSTM; the rest of forward runs eagerly ["
     )
@@ -159,7 +159,7 @@ def test_a_model_of_torchs_own_that_is_compiled_in_place_is_told_at_the_first_st
     assert recording.plans == []
     (text,) = warned(caplog)
     assert "no graph has reached amp_fx" in text
-    assert "wrap_top_frame" in text
+    assert "a subclass with a forward of your own" in text
 
 
 def test_training_what_is_compiled_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -179,13 +179,38 @@ def test_training_in_a_process_that_does_not_use_amp_fx_tells_nothing(
     assert warned(caplog) == []
 
 
-@pytest.mark.parametrize("remedy", ["torch.compile", "wrap_top_frame"])
-def test_the_remedies_that_are_named_compile_a_model_of_torchs_own(remedy: str) -> None:
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
-    with amp_fx.record() as recording, torch._dynamo.config.patch(wrap_top_frame=remedy == "wrap_top_frame"):
-        run = compiled(model) if remedy == "torch.compile" else compiled_in_place(model)
+class OwnSequential(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "wrap_top_frame", "subclass"])
+def test_the_remedies_that_are_named_compile_a_model_of_torchs_own(way: str) -> None:
+    kind = OwnSequential if way == "subclass" else nn.Sequential
+    model, x = kind(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
+    with amp_fx.record() as recording, torch._dynamo.config.patch(wrap_top_frame=way == "wrap_top_frame"):
+        run = compiled(model) if way == "torch.compile" else compiled_in_place(model)
         run(x)
     assert [row.op for row in recording.plans[0].nodes] == ["linear", "relu"]
+
+
+def test_the_remedy_for_recurrent_layers_compiles_what_is_around_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Apart(LateRecurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.recur(self.first(x).relu()))
+
+        @torch.compiler.disable
+        def recur(self, x: Tensor) -> Tensor:
+            return self.cell(x)[0]
+
+    model, x = Apart(nn.LSTM), torch.randn(2, 4, 8)
+    with amp_fx.record() as recording:
+        compiled(model)(x).sum().backward()
+    assert [[row.op for row in plan.nodes] for plan in recording.plans] == [["linear", "relu"], ["linear"]]
+    assert warned(caplog) == []
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_deep_copy_of_a_model_compiled_in_place_is_not_compiled_and_one_that_is_compiled_again_is() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from amp_fx import Plan, Report
 from amp_fx.options import Options
-from amp_fx.reports.advice import Advice, advise, layout_advice, rank_risks, scaling_advice, weight_advice
+from amp_fx.reports.advice import Advice, advise, layout_advice, scaling_advice, weight_advice
+from amp_fx.reports.risks import rank_risks
 from graphs import Rewritten, rewrite
 
 
@@ -227,3 +228,18 @@ def test_fallbacks_and_graph_breaks_are_told() -> None:
     assert [(row.kind, row.options) for row in rows] == [("fallback", {}), ("graph break", {})]
     assert "no trace" in rows[0].text
     assert "print [a.py:1]" in rows[1].text
+
+
+def test_how_much_vmap_and_torch_func_leave_is_told() -> None:
+    class Pinn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.net = nn.Linear(16, 16), nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gradient = torch.func.vmap(torch.func.grad(lambda point: self.net(point).squeeze(-1)))
+            return gradient(self.encoder(x)).square().mean()
+
+    (row,) = kinds(rewrite(Pinn(), torch.randn(4, 16)).plan)["torch.func"]
+    assert row.text.startswith("1 of 2 matmuls are inside vmap or torch.func (net, ...): left as written")
+    assert "torch.func" not in kinds(rewrite(Stack(), torch.randn(4, 16)).plan)

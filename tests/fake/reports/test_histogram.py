@@ -158,7 +158,9 @@ def test_batches_and_losses_come_in_several_forms() -> None:
 
 def test_what_is_no_loss_is_refused() -> None:
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
-    with pytest.raises(AmpFxError, match=r"no loss: .* got \(3, 4\)\. Pass loss=lambda outputs"):
+    with pytest.raises(
+        AmpFxError, match=r"no loss: .* got a tensor of shape \(3, 4\)\. Pass loss=lambda outputs"
+    ):
         amp_fx.histogram(model, x)
     with pytest.raises(AmpFxError, match=r"no loss: .* got dict"):
         amp_fx.histogram(model, x, lambda outputs: {})  # type: ignore[arg-type,return-value]

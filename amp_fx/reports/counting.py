@@ -1,0 +1,132 @@
+"""Values counted by exponent, and what a floating format would lose of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["FORMATS", "Counts", "Format"]
+
+#: exponents counted, first and last: all of fp32, subnormals included
+_FIRST, _LAST = -150, 128
+
+#: loss scales beyond this are no use in fp32 either
+_LARGEST_SCALE = 64
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating format.
+
+    Attributes:
+        smallest: exponent of the smallest subnormal; what is at most half of it becomes zero.
+        normal: exponent of the smallest normal number; below it digits are lost.
+        largest: the largest finite number.
+    """
+
+    smallest: int
+    normal: int
+    largest: float
+
+
+#: IEEE 754 binary16; bfloat16; OCP 8-bit floating point specification 1.0
+FORMATS = {
+    "float16": Format(-24, -14, 65504.0),
+    "bfloat16": Format(-133, -126, torch.finfo(torch.bfloat16).max),
+    "float8_e4m3": Format(-9, -6, 448.0),
+    "float8_e5m2": Format(-16, -14, 57344.0),
+}
+
+
+@dataclass
+class Counts:
+    """How many values there are at each exponent.
+
+    Attributes:
+        exponents: e -> number of values with ``2**e < abs(value) <= 2**(e + 1)``: with the upper end included,
+            exactly the values below an exponent are those that round to zero.
+        zeros: values that are zero.
+        nonfinite: infinities and NaN.
+        largest: largest finite magnitude.
+    """
+
+    exponents: dict[int, int] = field(default_factory=dict)
+    zeros: int = 0
+    nonfinite: int = 0
+    largest: float = 0.0
+
+    @property
+    def nonzero(self) -> int:
+        """Number of finite values that are not zero."""
+        return sum(self.exponents.values())
+
+    @property
+    def total(self) -> int:
+        """Number of values."""
+        return self.nonzero + self.zeros + self.nonfinite
+
+    def add(self, values: torch.Tensor) -> None:
+        """Counts a tensor: fp32, bf16, fp16 or fp64, any shape."""
+        flat = (values.coalesce().values() if values.is_sparse else values).detach().float().flatten()
+        finite = flat.isfinite()
+        magnitude = flat[finite].abs()
+        self.nonfinite += int((~finite).sum())
+        self.zeros += int((magnitude == 0).sum())
+        magnitude = magnitude[magnitude > 0]
+        if not magnitude.numel():
+            return
+        self.largest = max(self.largest, float(magnitude.max()))
+        # magnitude = mantissa * 2**exponent, 0.5 <= mantissa < 1; a power of two is the upper end of its bin
+        mantissa, exponent = torch.frexp(magnitude)
+        bins = exponent.long() - 1 - (mantissa == 0.5).long()
+        found = torch.bincount(bins - _FIRST, minlength=_LAST - _FIRST).tolist()
+        for place, count in enumerate(found):
+            if count:
+                self.exponents[place + _FIRST] = self.exponents.get(place + _FIRST, 0) + count
+
+    def merge(self, other: Counts) -> Counts:
+        """The values of both."""
+        keys = sorted({*self.exponents, *other.exponents})
+        return Counts(
+            {e: self.exponents.get(e, 0) + other.exponents.get(e, 0) for e in keys},
+            self.zeros + other.zeros,
+            self.nonfinite + other.nonfinite,
+            max(self.largest, other.largest),
+        )
+
+    def lost(self, dtype: str = "float16", scale: int = 0) -> float:
+        """Share of the nonzero values that become zero in a format, multiplied by ``2**scale`` first."""
+        edge = FORMATS[dtype].smallest - 1 - scale
+        return sum(n for e, n in self.exponents.items() if e < edge) / max(self.nonzero, 1)
+
+    def subnormal(self, dtype: str = "float16", scale: int = 0) -> float:
+        """Share of the nonzero values that lose digits in a format without becoming zero."""
+        row = FORMATS[dtype]
+        edges = range(row.smallest - 1 - scale, row.normal - scale)
+        return sum(n for e, n in self.exponents.items() if e in edges) / max(self.nonzero, 1)
+
+    def overflows(self, dtype: str = "float16", scale: int = 0) -> bool:
+        """True if the largest value, multiplied by ``2**scale``, is beyond the format."""
+        return self.largest * 2.0**scale > FORMATS[dtype].largest
+
+    def loss_scale(self, dtype: str = "float16") -> int | None:
+        """Exponent of the loss scale: the smallest that loses least of all that do not overflow.
+
+        None where even a scale of 1 overflows.
+        """
+        fitting = [s for s in range(_LARGEST_SCALE + 1) if not self.overflows(dtype, s)]
+        return min(fitting, key=lambda s: (self.lost(dtype, s), s), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-like form, with the shares in every format."""
+        return {
+            "exponents": {str(e): self.exponents[e] for e in sorted(self.exponents)},
+            "zeros": self.zeros,
+            "nonfinite": self.nonfinite,
+            "largest": self.largest,
+            "lost": {dtype: self.lost(dtype) for dtype in FORMATS},
+            "subnormal": {dtype: self.subnormal(dtype) for dtype in FORMATS},
+            "overflows": {dtype: self.overflows(dtype) for dtype in FORMATS},
+        }

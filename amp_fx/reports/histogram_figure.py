@@ -1,0 +1,90 @@
+"""The figure of a histogram, with matplotlib: magnitudes by exponent above the ranges of the formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_fx.errors import AmpFxError
+from amp_fx.reports.counting import FORMATS, Counts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw"]
+
+#: colours that differ in lightness too, for those who do not see them
+_COLOURS = ("#0072b2", "#e69f00")
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3": "fp8 e4m3", "float8_e5m2": "fp8 e5m2"}
+
+
+def draw(title: str, gradients: Mapping[str, Counts], activations: Mapping[str, Counts]) -> Figure:
+    """Gradients above, activations below, the ranges of the formats underneath each.
+
+    Args:
+        title: of the figure.
+        gradients: what is counted -> counts; drawn on top of each other.
+        activations: the same for the second panel.
+
+    Raises:
+        AmpFxError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise AmpFxError(
+            "the figure needs matplotlib: pip install 'amp_fx[plot]'. The numbers do without it."
+        ) from error
+    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    figure.suptitle(f"{title}: magnitudes by exponent")
+    panels = figure.subplots(2, 1)
+    known = [e for series in (gradients, activations) for counts in series.values() for e in counts.exponents]
+    exponents = range(min([-30, *known]) - 2, max([17, *known]) + 3)
+    _panel(panels[0], "gradients", gradients, exponents)
+    _panel(panels[1], "activations", activations, exponents)
+    total = Counts()
+    for counts in gradients.values():
+        total = total.merge(counts)
+    scale = total.loss_scale()
+    saved = "" if scale is None else f"; a loss scale of 2^{scale} leaves {total.lost('float16', scale):.2%}"
+    panels[0].set_title(f"{total.lost():.2%} of the gradients become zero in fp16{saved}", fontsize=11)
+    return figure
+
+
+def _panel(axes: Axes, what: str, series: Mapping[str, Counts], exponents: range) -> None:
+    """One panel: share of all values per exponent, and a line per format below."""
+    first, last = exponents[0], exponents[-1]
+    total = max(sum(counts.total for counts in series.values()), 1)
+    bottom = [0.0] * len(exponents)
+    for colour, (label, counts) in zip(_COLOURS, series.items(), strict=False):
+        heights = [100 * counts.exponents.get(e, 0) / total for e in exponents]
+        zeros = f" ({counts.zeros / max(counts.total, 1):.1%} are zero)"
+        axes.bar(
+            [e + 0.5 for e in exponents], heights, 1.0, bottom, color=colour, label=label + zeros,
+            edgecolor="white", linewidth=0.3,
+        )  # fmt: skip
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    top = max([*bottom, 1.0])
+    row = FORMATS["float16"]
+    axes.axvspan(first, row.smallest - 1, color="#d55e00", alpha=0.12, label="zero in fp16", zorder=0)
+    step = 0.075 * top
+    for place, (dtype, row) in enumerate(FORMATS.items(), 1):
+        height = -place * step
+        end = min(torch.tensor(row.largest).log2().item(), last)
+        start = max(row.normal, first)
+        axes.plot([start, end], [height, height], color="black", linewidth=3, solid_capstyle="butt")
+        axes.plot([max(row.smallest - 1, first), start], [height, height], color="black", linewidth=1)
+        axes.annotate(
+            _SHORT[dtype], (last, height), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8,
+            annotation_clip=False,
+        )  # fmt: skip
+    axes.set(
+        xlim=(first, last), ylim=(-(len(FORMATS) + 0.7) * step, 1.1 * top),
+        xlabel="exponent: log2 of the magnitude (ranges: thick normal, thin subnormal)",
+        ylabel=f"% of all {what}",
+    )  # fmt: skip
+    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 1.1 * top])
+    axes.legend(loc="upper right", fontsize=9)
