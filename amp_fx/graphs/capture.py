@@ -122,7 +122,7 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
         # make_fx runs the user's program: whatever it raises is a fact about this graph, chained for the
         # reader
         raise CaptureError(
-            f"cannot trace {interpreter.at} to pre-dispatch ATen: {type(error).__name__}: {error}"
+            f"cannot trace {interpreter.where} to pre-dispatch ATen: {type(error).__name__}: {error}"
         ) from error
     _inline_constants(traced, fake_mode)
     _restore_placeholders(traced, placeholders)
@@ -180,11 +180,17 @@ class _Capture(fx.Interpreter):
         bodies: Mapping[str, fx.GraphModule],
     ) -> None:
         super().__init__(gm)
-        self.at = "the graph"
+        self._at: fx.Node | None = None
+        self._has_raw = False
         self._regions = regions
         self._bodies = bodies
         self._open: dict[fx.Node, contextlib.ExitStack] = {}
         self._level = 0
+
+    @property
+    def where(self) -> str:
+        """The node that is run, with its source line."""
+        return f"{self._at.name} ({source_line(self._at) or 'no source line'})" if self._at else "the graph"
 
     @property
     def _tracer(self) -> Any:
@@ -194,7 +200,7 @@ class _Capture(fx.Interpreter):
         return mode.tracer
 
     def run_node(self, n: fx.Node) -> Any:
-        self.at = f"{n.name} ({source_line(n) or 'no source line'})"
+        self._at = n
         graph = self._tracer.graph
         # Node.prev of the graph's root is the newest node
         last = graph._root.prev
@@ -219,8 +225,10 @@ class _Capture(fx.Interpreter):
             return self._leave_raw(self._copy_raw(n))
         _check_rule(n, self._regions[n])
         with self._set_current_node(n):
-            args, kwargs = tree_map(self._leave_raw, self.fetch_args_kwargs_from_env(n))
-            given = {id(t): (t, self._tracer.unwrap_proxy(t)) for t in tensors((args, kwargs))}
+            args, kwargs = self._arguments(n)
+            given = (
+                {id(t): (t, self._tracer.unwrap_proxy(t)) for t in tensors((args, kwargs))} if n.args else {}
+            )
             result = getattr(self, n.op)(n.target, args, kwargs)
         before = {key: proxy for key, (_, proxy) in given.items()}
         if type(result) in (list, tuple):
@@ -231,6 +239,10 @@ class _Capture(fx.Interpreter):
             # F.mse_loss broadcasts inside, and returns something else
             self._separate(value, proxy)
         return result
+
+    def _arguments(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found = self.fetch_args_kwargs_from_env(n)
+        return tree_map(self._leave_raw, found) if self._has_raw else found
 
     def _switch_autocast(self, n: fx.Node) -> Any:
         if n.target is torch.amp.autocast_mode._exit_autocast:
@@ -244,7 +256,7 @@ class _Capture(fx.Interpreter):
 
     def _inline(self, n: fx.Node) -> Any:
         """Case: ``y = invoke_subgraph(body, name, x)`` becomes what the body does."""
-        body, _, *operands = tree_map(self._leave_raw, self.fetch_args_kwargs_from_env(n)[0])
+        body, _, *operands = self._arguments(n)[0]
         regions = node_regions(body.graph.nodes, self._regions[n])
         return _Capture(body, regions, _capture_bodies(body, regions)).run(*operands)
 
@@ -258,7 +270,7 @@ class _Capture(fx.Interpreter):
                 f"higher-order op {name} inside torch.autocast cannot be rewritten"
                 f" ({OPAQUE_BODIES.get(name, 'it has no body')})"
             )
-        args, kwargs = tree_map(self._leave_raw, self.fetch_args_kwargs_from_env(n))
+        args, kwargs = self._arguments(n)
         proxy_args, proxy_kwargs = tree_map(self._to_proxy, (args, kwargs))
         proxy = self._tracer.create_proxy("call_function", n.target, proxy_args, proxy_kwargs, name=n.name)
         proxy.node.meta.update({k: n.meta[k] for k in ("stack_trace", "nn_module_stack") if k in n.meta})
@@ -286,6 +298,7 @@ class _Capture(fx.Interpreter):
         proxy.node.meta.update({k: n.meta[k] for k in ("stack_trace", "nn_module_stack") if k in n.meta})
         if not any(is_functorch_wrapped(leaf) for leaf in tree_leaves(example)):
             proxy.node.meta["val"] = example
+        self._has_raw = True
         return _Raw(proxy, example)
 
     def _leave_raw(self, value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import warnings
@@ -29,12 +30,14 @@ from amp_fx.errors import VerifyError
 __all__ = [
     "COPY_META",
     "LOW_DTYPES",
+    "RAN_META",
     "argument_value",
     "arguments",
     "cast_bytes",
     "differentiated",
     "dtype_under_autocast",
     "fake_arguments",
+    "fake_values",
     "grad_modes",
     "in_place_target",
     "is_cast",
@@ -63,6 +66,9 @@ _PLACED_DTYPES = (torch.float32, *LOW_DTYPES)
 
 #: node.meta key of an input that is a low copy of a weight: the name of the input that it is a copy of
 COPY_META = "amp_fx_copy_of"
+
+#: node.meta key of a call that a pass has run on fake values: those values
+RAN_META = "amp_fx_ran"
 
 #: Dynamo writes a module's path as Python source: L['self'].encoder._modules['layer']._modules['0']
 _FRAME_LOCAL = re.compile(r"^[LG]\['\w+'\]")
@@ -152,8 +158,11 @@ def is_cast(node: fx.Node) -> bool:
 def source_line(node: fx.Node) -> str:
     """The user's innermost source line, as ``file:line: code``, or an empty string."""
     trace = node.meta.get("stack_trace")
-    if not trace:
-        return ""
+    return _innermost_line(trace) if trace else ""
+
+
+@functools.lru_cache(maxsize=4096)  # repeated layers have the same lines
+def _innermost_line(trace: str) -> str:
     lines = [line.strip() for line in trace.strip().splitlines()]
     for index in range(len(lines) - 1, -1, -1):
         if lines[index].startswith("File "):
@@ -312,6 +321,9 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
         shapes = [[size_hint(size) for size in value.shape] for value in args[: 4 if backward else 3]]
         if all(len(shape) == 4 for shape in shapes):
             return sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
+    known = _known_flops(node, args)
+    if known is not None:
+        return known
     device = next((value.device.type for value in tensors((args, kwargs)) if is_eligible(value)), None)
     if device is None:
         return 0
@@ -324,6 +336,21 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
     ):
         node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function node
     return size_hint(counter.get_total_flops())
+
+
+def _known_flops(node: fx.Node, args: tuple[Any, ...]) -> int | None:
+    """Operations of the commonest calls, from their shapes; None for others. Asking torch takes ten times as long."""
+    name, value = getattr(node.target, "_opname", ""), node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or len(args) < 2:
+        return None
+    if name in ("linear", "matmul", "mm", "bmm") and min(args[0].ndim, args[1].ndim) > 1:
+        return 2 * numel(value) * size_hint(args[0].shape[-1])
+    if name in ("addmm", "baddbmm") and len(args) > 2:
+        return 2 * numel(value) * size_hint(args[1].shape[-1])
+    if name in ("conv1d", "conv2d", "conv3d"):
+        weight = args[1]
+        return 2 * numel(value) * numel(weight) // max(1, size_hint(weight.shape[0]))
+    return None
 
 
 def cast_bytes(value: torch.Tensor, to: torch.dtype) -> int:
@@ -381,6 +408,11 @@ def run_fake(node: fx.Node) -> Any:
         )
         where = source_line(node) or "no source line"
         raise VerifyError(f"{node.name} = {node.target}({dtypes}) does not run: {error} [{where}]") from error
+
+
+def fake_values(node: fx.Node) -> list[Any]:
+    """What :func:`run_fake` would run on, and what it gave: the same objects as long as nobody changes either."""
+    return [node.target, *(source.meta.get("val") for source in node.all_input_nodes), node.meta.get("val")]
 
 
 def dtype_under_autocast(node: fx.Node, device_type: str, low: torch.dtype | None) -> torch.dtype:

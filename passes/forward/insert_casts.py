@@ -12,7 +12,9 @@ import torch.fx as fx
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.capture import REGION_META
 from amp_fx.graphs.facts import (
+    RAN_META,
     arguments,
+    fake_values,
     grad_modes,
     in_place_target,
     is_eligible,
@@ -144,6 +146,7 @@ class _Casts:
         node.kwargs = dict(zip(names[positional:], cast[positional:], strict=True))
         if self._retyped(node):
             node.meta["val"] = run_fake(node)
+            node.meta[RAN_META] = fake_values(node)
             node.meta.pop("tensor_meta", None)
             _note_result(node, plan)
             self._keep_copy(node)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.fx as fx
 
@@ -11,7 +12,9 @@ from amp_fx._torch import OpOverload
 from amp_fx.errors import VerifyError
 from amp_fx.graphs.capture import OUTPUT_META
 from amp_fx.graphs.facts import (
+    RAN_META,
     arguments,
+    fake_values,
     is_eligible,
     output_nodes,
     run_fake,
@@ -33,7 +36,8 @@ class Verify(Pass):
 
     Checked:
 
-    1. every call that was re-typed runs and gives the dtypes its ``meta["val"]`` claims.
+    1. every call that was re-typed runs and gives the dtypes its ``meta["val"]`` claims. Those that ran on the very
+       same values when casts were inserted have shown it.
     2. ``low`` and ``fp32`` ops take and produce the planned dtype; fake tensors let a matmul have two.
     3. the graph's outputs have the dtypes of the program as traced.
 
@@ -51,16 +55,23 @@ class Verify(Pass):
         """See the class."""
         checked = 0
         for node in gm.graph.nodes:
-            plan = node_plan(node)
+            plan, ran = node_plan(node), node.meta.pop(RAN_META, None)
             if plan is None or not isinstance(node.target, OpOverload) or plan.op_class is OpClass.KEEP:
                 continue
-            if any(_is_retyped(source) for source in node.all_input_nodes):  # case 1
+            if not _has_run(node, ran) and any(
+                _is_retyped(source) for source in node.all_input_nodes
+            ):  # case 1
                 _check_runs(node)
             if plan.op_class in (OpClass.LOW, OpClass.FP32):  # case 2
                 _check_planned(node, plan)
             checked += 1
         _check_outputs(gm)  # case 3
         return PassResult(gm, 0, f"{checked} calls checked")
+
+
+def _has_run(node: fx.Node, ran: list[Any] | None) -> bool:
+    now = fake_values(node)
+    return ran is not None and len(ran) == len(now) and all(map(operator.is_, ran, now))
 
 
 def _is_retyped(source: fx.Node) -> bool:
