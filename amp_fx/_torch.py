@@ -601,10 +601,12 @@ class DynamoWatch:
         DynamoWatch._before = Counter(_dynamo_counters["unimplemented"])
 
     def _ended(self, _: object) -> None:
-        # called while the error, if there is one, is on its way to Dynamo's caller
+        from torch._dynamo.exc import Unsupported, UserError
+
+        # called while the error, if there is one, is on its way to Dynamo, which lets the function run eagerly then
         error = sys.exc_info()[1]
         stack = getattr(error, "real_stack", None)
-        if stack:
+        if isinstance(error, (Unsupported, UserError)) and stack:
             code, compiler = _compiling()
             if code is not None and (self._backend is None or compiler is self._backend):
                 named = getattr(code, "co_qualname", code.co_name)
@@ -613,10 +615,15 @@ class DynamoWatch:
 
 
 def _compiling() -> tuple[Any, Any]:
-    """The code object that Dynamo is compiling, and the function that was given as backend; None where not known."""
+    """The code object that Dynamo is compiling, and the function that was given as backend.
+
+    None where that is not known, and where failing is an error (``fullgraph=True``).
+    """
     frame = sys._getframe()
     while frame is not None:
         known = frame.f_locals if frame.f_code.co_name == "_compile" else {}
+        if known.get("one_graph"):
+            break
         if "compiler_fn" in known and "code" in known:
             compiler = known["compiler_fn"]
             while hasattr(compiler, "_torchdynamo_orig_backend"):

@@ -43,11 +43,15 @@ _BY_NAME = frozenset(
 )
 
 
+#: of these FLOPs are not counted
+_RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
+
+
 def summary(plan: Plan) -> str:
     """What a compiled graph computes in which precision.
 
     ``"12 of 14 matmuls in bf16, 9 casts; 2 in fp32: too small to gain on cpu avx512_bf16 zen5 (options={'profile':
-    'off'} forces them)"``. Matmuls are all calls with FLOPs: convolutions and attention, too.
+    'off'} forces them)"``. Matmuls are convolutions, attention and recurrent layers, too.
     """
     if plan.fallback:
         return f"under torch.autocast, because it could not be rewritten: {plan.fallback}"
@@ -63,7 +67,7 @@ def summary(plan: Plan) -> str:
         ((dtype, count),) = low.items()
         text = f"{count} of {total} matmuls in {dtype}, {casts}"
     else:
-        text = f"{total} matmuls, {lowered or 'none in low precision'}, {casts}"
+        text = f"{total} matmul{'s' * (total != 1)}, {lowered or 'none in low precision'}, {casts}"
     parts = [f"{count} in {dtype}: {why}" for (dtype, why), count in wide.items()]
     if inside:
         parts.append(f"{len(inside)} inside vmap or torch.func: left as written")
@@ -71,12 +75,12 @@ def summary(plan: Plan) -> str:
 
 
 def matmuls(plan: Plan) -> list[NodePlan]:
-    """Matmuls, convolutions and attention that amp_fx decides about, in graph order."""
-    return [node for node in plan.nodes if node.flops]
+    """Matmuls, convolutions, attention and recurrent layers that amp_fx decides about, in graph order."""
+    return [node for node in plan.nodes if node.flops or node.op.partition(".")[0] in _RECURRENT]
 
 
 def untouched_matmuls(plan: Plan) -> list[NodePlan]:
-    """Matmuls, convolutions and attention inside ``vmap`` and ``torch.func``, which stay as the program has them."""
+    """Matmuls, convolutions and attention inside ``vmap`` and ``torch.func``: they stay as the program has them."""
     return [node for node in _inside_torch_func(plan) if node.op.strip("_") in _BY_NAME]
 
 

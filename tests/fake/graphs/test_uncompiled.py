@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
 import amp_fx
 from amp_fx.graphs import uncompiled
@@ -116,6 +117,16 @@ def test_a_recurrent_layer_alone_is_told(caplog: pytest.LogCaptureFixture) -> No
     compiled(nn.LSTM(8, 8))(torch.randn(2, 4, 8))
     (text,) = warned(caplog)
     assert "the model runs eagerly" in text
+
+
+def test_what_is_an_error_is_not_told_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    whole = torch.compile(Recurrent(nn.LSTM), backend="amp_fx", fullgraph=True)
+    with pytest.raises(Unsupported):
+        whole(torch.randn(2, 4, 8))
+    refused = torch.compile(OwnClass(), backend="amp_fx", options={"polcy": 1})
+    with pytest.raises(BackendCompilerFailed, match="polcy"):
+        refused(torch.randn(2, 8))
+    assert warned(caplog) == []
 
 
 def test_functions_compiled_for_other_backends_are_not_ours_to_tell(caplog: pytest.LogCaptureFixture) -> None:

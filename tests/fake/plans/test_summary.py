@@ -98,3 +98,19 @@ def test_the_log_has_one_line_for_each_compiled_graph(
     assert [row.getMessage() for row in caplog.records if row.name == "amp_fx.backend"] == [
         f"graph 0/0: 3 of 3 matmuls in bf16, {len(recording.plans[0].casts)} casts"
     ]
+
+
+@pytest.mark.parametrize(("kind", "low"), [(nn.LSTM, 2), (nn.RNN, 2), (nn.GRU, 1)])
+def test_recurrent_layers_count_as_matmuls(kind: type[nn.RNNBase], low: int) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.last = kind(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.cell(x)[0])
+
+    with torch._dynamo.config.patch(allow_rnn=True), torch.no_grad():
+        plan = rewrite(Recurrent(), torch.randn(4, 2, 16), options={"weights": "cast"}).plan
+    # autocast has no rule for a GRU on a CPU
+    assert summary(plan).startswith(f"{low} of 2 matmuls in bf16, ")
