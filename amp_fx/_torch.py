@@ -44,6 +44,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "DynamoWatch",
@@ -62,6 +63,7 @@ __all__ = [
     "compile_with_inductor",
     "disable_proxy_modes_tracing",
     "enable_autocast",
+    "find_nonfinite_",
     "get_proxy_mode",
     "graph_break",
     "graph_pass",
@@ -76,7 +78,9 @@ __all__ = [
     "is_hooks_switch",
     "is_left_out_in_place",
     "is_looked_up",
+    "is_wrapper",
     "joint_roles",
+    "largest_magnitudes",
     "lays_out_convolutions",
     "log_artifact",
     "lower_with_inductor",
@@ -93,6 +97,7 @@ __all__ = [
     "track_tensor_tree",
     "unwrapped_errors",
     "update_scale",
+    "wrapped_tensors",
 ]
 
 _log = logging.getLogger(__name__)
@@ -755,3 +760,31 @@ def update_scale(
         growth_interval: see ``growth_factor``.
     """
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+
+
+def find_nonfinite_(values: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+    """Sets ``found`` (fp32, 0-d) to 1.0 if a value is inf or nan, by one kernel and without waiting.
+
+    Args:
+        values: of one floating dtype, on the device of ``found``.
+        found: keeps its value if nothing is found.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(list(values), found, torch.ones_like(found))
+
+
+def largest_magnitudes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest magnitude in each tensor, 0-d; inf or nan where an element is. On a GPU by one pass of kernels."""
+    return list(torch._foreach_norm(list(values), torch.inf))
+
+
+def is_wrapper(value: torch.Tensor) -> bool:
+    """True for tensors that consist of others, such as DTensors."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def wrapped_tensors(value: Any) -> list[torch.Tensor]:
+    """What a tensor that :func:`is_wrapper` consists of on this process."""
+    if hasattr(value, "trigger_wait"):
+        # a collective may still be writing it
+        return [value.trigger_wait()]
+    return [getattr(value, name) for name in value.__tensor_flatten__()[0]]

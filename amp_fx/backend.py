@@ -29,7 +29,7 @@ from amp_fx.plans.publish import is_heard, publish
 from amp_fx.plans.summary import summary
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import autocast_casts, rewrite
-from amp_fx.scaling.scaled_graph import is_scaled, warn_taken_inside, warn_unscaled
+from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
 from amp_fx.weights.freezing import freeze
 from amp_fx.weights.inference import cached, copied_weights, in_inference_mode
 from amp_fx.weights.watch import counting
@@ -77,11 +77,8 @@ def amp_fx(
         if opts.strict or (opts.plan is not None and isinstance(error, PassError)):
             raise
         return _fall_back(call, str(error))
-    if call.training and call.scaler is None and is_scaled(call.ambient):
-        if opts.scaler is None:
-            warn_unscaled(plan)
-        else:
-            warn_taken_inside(opts.scaler)
+    if call.training and call.scaler is None:
+        _say_what_scales(call, plan)
     compiled = _COMPILE[_way(call, rewritten, plan)](call, rewritten)
     if call.training:
         compiled = counting(compiled)
@@ -98,6 +95,17 @@ def _say(plan: Plan) -> None:
     if logger.isEnabledFor(logging.INFO):
         logger.info("graph %s: %s", plan.graph, summary(plan))
     publish(plan)
+
+
+def _say_what_scales(call: _Call, plan: Plan) -> None:
+    """Warns where no scaler of amp_fx scales the gradients of an fp16 graph, or of one that was given a scaler."""
+    if not is_scaled(call.ambient):
+        if call.opts.scaler is not None:
+            warn_ignored(call.opts.scaler, call.ambient)
+    elif call.opts.scaler is None:
+        expect_scaler(plan, call.example_inputs)
+    else:
+        warn_taken_inside(call.opts.scaler)
 
 
 class _Call:

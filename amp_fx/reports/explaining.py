@@ -50,7 +50,7 @@ from amp_fx.reports.left_out import is_compiled_in_place, left_out_advice
 from amp_fx.reports.recording import record
 from amp_fx.reports.report import Cost, Report
 from amp_fx.reports.untouched import plain, untouched
-from amp_fx.scaling.scaled_graph import without_scaling
+from amp_fx.scaling.unscaled import without_scaling
 
 __all__ = ["explain"]
 

@@ -1,15 +1,14 @@
-"""Scale gradients where they enter the backward, restore and check them where they leave it."""
+"""Scale gradients where they enter the backward, restore them where they leave it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import joint_roles
+from amp_fx._torch import joint_roles, size_hint
 from amp_fx.graphs.facts import LOW_DTYPES, run_fake
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
@@ -17,47 +16,51 @@ __all__ = ["ScaleBackward"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+#: ops that add rows to a tensor, and which argument the rows are
+_ADDED: dict[object, int] = {
+    aten._unsafe_masked_index_put_accumulate.default: 3,
+    aten.embedding_dense_backward.default: 0,
+    aten.index_add.default: 3,
+    aten.index_put.default: 2,
+    aten.scatter_add.default: 3,
+}
+
 
 @dataclass(frozen=True)
 class ScaleBackward(Pass):
     """Runs on Inductor's joint graph (forward and backward together), first.
 
-    The graph has two inputs more than the program: the loss scale (fp32, 0-d) and a vector that nothing reads
-    (fp32, one element per parameter). Loss scaling then happens inside the backward alone, and outside it every
-    gradient is true to scale. Cases:
+    The graph has one input more than the program: the loss scale (fp32, 0-d). Loss scaling then happens inside the
+    backward alone, and outside it every gradient is true to scale. Cases:
 
     1. a gradient that enters is multiplied by the scale, in fp32 or wider.
     2. a gradient that leaves is divided by it, in fp32 or wider, and keeps its dtype. A 16-bit value is widened by
        the division itself: a cast of its own would be one that ``gemm_epilogue`` moves into the matmul, and what
        the division reads and writes would double.
-    3. a parameter's gradient is looked through for inf and nan in the kernel that divides it. What was found, 1.0
-       or 0.0, is the parameter's element in the gradient of the vector, which autograd adds up over backwards.
+    3. a gradient that is rows added into zeros, such as an embedding table's, is divided row by row before: the
+       table is then not read and written once more.
     4. graphs without a backward, and bodies of higher-order ops, stay as they are.
 
     Before::
 
         mm = torch.ops.aten.mm.default(tangent_16, x)                                    # f16
         grad = torch.ops.prims.convert_element_type.default(mm, torch.float32)           # f32
-        return [y, grad, None]
+        return [y, grad]
 
     After::
 
         mul = torch.ops.aten.mul.Tensor(tangent, scale)                                  # f32, becomes tangent_16
         mm = torch.ops.aten.mm.default(tangent_16, x)                                    # f16
         grad = torch.ops.aten.div.Tensor(mm, scale_1x1)                                  # f32
-        bad = torch.ops.aten.bitwise_or.Tensor(isinf(grad), isnan(grad))                 # bool
-        flags = torch.ops.prims.convert_element_type.default(cat([any(bad)]), torch.float32)
-        return [y, grad, flags]
+        return [y, grad]
 
     Attributes:
-        scale: position of the scale among the graph's inputs; the vector comes after it.
-        leaves: positions of the parameters, in the order of the vector.
+        scale: position of the scale among the graph's inputs.
     """
 
     name: ClassVar[str] = "scale-backward"
 
     scale: int
-    leaves: tuple[int, ...] = ()
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
@@ -76,15 +79,10 @@ class ScaleBackward(Pass):
                 if isinstance(node, fx.Node) and _is_differentiable(node):
                     # one value may be the gradient of several inputs
                     values[position] = restored.get(node) or restored.setdefault(node, work.leave(node))
-            if self.leaves:
-                leaves = [[values[p] for p in roles.gradients[leaf]] for leaf in self.leaves]
-                (position,) = roles.gradients[self.scale + 1]
-                values[position] = work.flags(leaves)
         output.args = (values,)
-        summary = (
-            f"{len(roles.tangents)} gradients enter, {len(restored)} leave, {len(self.leaves)} are checked"
+        return PassResult(
+            gm, len(work.added), f"{len(roles.tangents)} gradients enter, {len(restored)} leave"
         )
-        return PassResult(gm, len(work.added), summary)
 
 
 @dataclass
@@ -125,34 +123,21 @@ class _Work:
             user.replace_input_with(tangent, scaled)
 
     def leave(self, node: fx.Node) -> fx.Node:
-        """Case 2."""
+        """Cases 2 and 3."""
+        position = _added_rows(node)
+        if position is not None:
+            with self.graph.inserting_before(node):
+                node.update_arg(position, self._divide(node.args[position]))  # type: ignore[arg-type]
+            return node
+        return self._divide(node)
+
+    def _divide(self, node: fx.Node) -> fx.Node:
         dtype = node.meta["val"].dtype
         wide = _before_widening(node)
         restored = self.call(aten.div.Tensor, wide, self._scale(wide), like=node)
         if restored.meta["val"].dtype is not dtype:
             restored = self.call(prims.convert_element_type.default, restored, dtype, like=node)
         return restored
-
-    def flags(self, leaves: Sequence[Sequence[fx.Node | None]]) -> fx.Node:
-        """Case 3."""
-        return self.call(
-            prims.convert_element_type.default,
-            self.call(aten.cat.default, [self._flag([part for part in parts if part]) for parts in leaves]),
-            torch.float32,
-        )
-
-    def _flag(self, parts: Sequence[fx.Node]) -> fx.Node:
-        """True, in one element, if one of the values has an inf or nan; a tensor subclass has several values."""
-        found: fx.Node | None = None
-        for part in parts:
-            # isfinite is both a fallback and a decomposition, which Inductor refuses at this stage
-            inf, nan = self.call(aten.isinf.default, part), self.call(aten.isnan.default, part)
-            bad = self.call(aten.any.default, self.call(aten.bitwise_or.Tensor, inf, nan))
-            found = bad if found is None else self.call(aten.bitwise_or.Tensor, found, bad)
-        if found is None:
-            # the graph computes no gradient for this parameter; no scale is negative, so this is never set
-            found = self.call(aten.lt.Scalar, self.scale, 0.0)
-        return self.call(aten.view.default, found, [1])
 
     def _scale(self, node: fx.Node) -> fx.Node:
         """The scale on the node's device, with as many dimensions: a 16-bit operand then does not outrank it."""
@@ -162,6 +147,26 @@ class _Work:
         if value.dtype in LOW_DTYPES and value.ndim:
             scale = self.call(aten.view.default, scale, [1] * value.ndim)
         return scale
+
+
+def _added_rows(node: fx.Node) -> int | None:
+    """Which argument the node adds into zeros, and nothing else, if that is smaller than the node; else None."""
+    position = _ADDED.get(node.target)
+    if position is None or len(node.users) != 1:
+        return None
+    rows = node.args[position]
+    if not isinstance(rows, fx.Node) or rows.meta["val"].dtype in LOW_DTYPES:
+        return None
+    if node.target is not aten.embedding_dense_backward.default and not _is_zeros(node.args[0]):
+        return None
+    if node.target is aten.index_put.default and node.args[3:] != (True,):
+        return None
+    smaller = size_hint(rows.meta["val"].numel()) < size_hint(node.meta["val"].numel())
+    return position if smaller else None
+
+
+def _is_zeros(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.full.default and node.args[1] in (0, 0.0)
 
 
 def _before_widening(node: fx.Node) -> fx.Node:

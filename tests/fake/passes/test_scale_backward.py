@@ -1,4 +1,4 @@
-"""The scaling pass on joint graphs: what is multiplied, divided and looked through, and what is not."""
+"""The scaling pass on joint graphs: what is multiplied and divided, and what is not."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def joint_graph(
 ) -> fx.GraphModule:
     """``program(*inputs, *tangents)`` returns one output, then the gradients of inputs; then comes the scale.
 
-    All values are 4x4. The gradients of inputs that are not differentiable are left out of the descriptors.
+    Inputs and tangents are 4x4. The gradients of inputs that are not differentiable are left out of the descriptors.
     """
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         values = [torch.empty(4, 4, dtype=dtype, device=device) for dtype in inputs]
-        values += [torch.empty((), device=device), torch.empty(len(inputs), device=device)]
+        values.append(torch.empty((), device=device))
         count = len(values)
         values += [torch.empty(4, 4, dtype=dtype, device=device) for dtype in tangents]
 
@@ -50,22 +50,21 @@ def joint_graph(
         output = PlainAOTOutput(position - count)
         node.meta["desc"] = PlainAOTInput(position) if position < count else TangentAOTInput(output)
     output = gm.graph.output_node()
-    output.args = ([*output.args[0], None, None],)  # type: ignore[misc]
+    output.args = ([*output.args[0], None],)  # type: ignore[misc]
     output.meta["desc"] = [
         PlainAOTOutput(0),
         *(GradAOTOutput(PlainAOTInput(p)) if p in differentiable else None for p in range(len(inputs))),
         None,
-        GradAOTOutput(PlainAOTInput(count - 1)),
     ]
     return gm
 
 
-def scaled(gm: fx.GraphModule, leaves: tuple[int, ...] = ()) -> list[str]:
+def scaled(gm: fx.GraphModule) -> list[str]:
     """The calls after the pass, by name and dtype."""
     inputs = len(
         [n for n in gm.graph.find_nodes(op="placeholder") if isinstance(n.meta["desc"], PlainAOTInput)]
     )
-    ScaleBackward(inputs - 2, leaves).call(gm, PassContext())
+    ScaleBackward(inputs - 1).call(gm, PassContext())
     gm.graph.lint()
     return [
         f"{node.target} {str(node.meta['val'].dtype).removeprefix('torch.')}"
@@ -116,44 +115,79 @@ def test_fp64_stays_fp64() -> None:
     assert scaled(gm) == ["aten.mul.Tensor float64", "aten.mul.Tensor float64", "aten.div.Tensor float64"]
 
 
-def test_one_flag_per_parameter_becomes_the_gradient_of_the_vector() -> None:
-    def program(x: Tensor, w: Tensor, tangent: Tensor) -> tuple[Tensor, ...]:
-        return x, aten.mm.default(tangent, w), aten.mm.default(x, tangent)
-
-    gm = joint_graph(program, [FP32, FP32], [FP32], [0, 1])
-    calls = scaled(gm, leaves=(1,))
-    assert calls.count("aten.div.Tensor float32") == 2
-    assert [call for call in calls if call.startswith(("aten.isnan", "aten.any", "aten.cat"))] == [
-        "aten.isnan.default bool",
-        "aten.any.default bool",
-        "aten.cat.default bool",
-    ]
-    flags = gm.graph.output_node().args[0][-1]  # type: ignore[index]
-    assert isinstance(flags, fx.Node)
-    assert (flags.meta["val"].dtype, tuple(flags.meta["val"].shape)) == (FP32, (1,))
-
-
 def test_what_the_pass_computes_is_right() -> None:
     def program(x: Tensor, w: Tensor, tangent: Tensor) -> tuple[Tensor, ...]:
         return x, aten.mm.default(tangent, w), aten.mm.default(x, tangent)
 
     gm = joint_graph(program, [FP32, FP32], [FP32], [0, 1])
-    scaled(gm, leaves=(0, 1))
+    scaled(gm)
     gm.recompile()
     x, w, tangent = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4)
-    x[0, 0] = torch.inf
-    _, of_x, of_w, _, flags = gm(x, w, torch.tensor(256.0), torch.zeros(2), tangent)
+    _, of_x, of_w, _ = gm(x, w, torch.tensor(256.0), tangent)
     assert torch.equal(of_x, tangent @ w)
-    assert flags.tolist() == [0.0, 1.0]
-    assert not of_w.isfinite().all()
+    assert torch.equal(of_w, x @ tangent)
 
 
-def test_a_parameter_without_a_gradient_has_a_flag_that_is_never_set() -> None:
-    gm = joint_graph(lambda x, w, tangent: (x, aten.mul.Tensor(tangent, x), None), [FP32] * 2, [FP32], [0, 1])
-    scaled(gm, leaves=(0, 1))
+ROWS = torch.tensor([1, 7, 1, 30])
+
+ADDING = {
+    "index_put": lambda zeros, rows: aten.index_put.default(zeros, [ROWS], rows, True),
+    "index_add": lambda zeros, rows: aten.index_add.default(zeros, 0, ROWS, rows),
+    "scatter_add": lambda zeros, rows: aten.scatter_add.default(zeros, 0, ROWS[:, None].expand(4, 4), rows),
+    "embedding": lambda _, rows: aten.embedding_dense_backward.default(rows, ROWS, 40, -1, False),
+    "masked_index_put": lambda zeros, rows: aten._unsafe_masked_index_put_accumulate.default(
+        zeros, torch.ones(4, 1, dtype=torch.bool), [ROWS], rows
+    ),
+}
+
+
+def table_gradient(
+    add: Callable[[Tensor, Tensor], Tensor], size: int = 40, fill: float = 0
+) -> fx.GraphModule:
+    def program(x: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        return x, add(torch.full((size, 4), fill, dtype=x.dtype), tangent * 2)
+
+    return joint_graph(program, [FP32], [FP32], [0])
+
+
+@pytest.mark.parametrize("add", ADDING.values(), ids=ADDING)
+def test_rows_are_divided_before_they_are_added_into_a_table_of_zeros(add: Callable[..., Tensor]) -> None:
+    gm = table_gradient(add)
+    scaled(gm)
+    (division,) = gm.graph.find_nodes(op="call_function", target=aten.div.Tensor)
+    assert division.meta["val"].shape == (4, 4)
     gm.recompile()
-    nan, one = torch.full((4, 4), torch.nan), torch.tensor(1.0)
-    assert gm(nan, nan, one, torch.zeros(2), nan)[-1].tolist() == [1.0, 0.0]
+    rows = torch.randn(4, 4)
+    gradient = gm(rows, torch.tensor(256.0), rows)[1]
+    assert torch.equal(gradient, torch.zeros(40, 4).index_add(0, ROWS, rows * 2))
+
+
+@pytest.mark.parametrize(
+    "gm",
+    [
+        table_gradient(lambda zeros, rows: aten.index_put.default(zeros, [ROWS], rows, False)),
+        table_gradient(ADDING["index_add"], fill=1),
+        table_gradient(lambda zeros, rows: aten.index_add.default(zeros, 0, ROWS % 2, rows), size=2),
+        joint_graph(
+            lambda x, t: (x, aten.mul.Tensor(ADDING["embedding"](x, t), t.sum())), [FP32], [FP32], [0]
+        ),
+    ],
+    ids=[
+        "rows that replace",
+        "a table that is not zero",
+        "a table smaller than the rows",
+        "a table used further",
+    ],
+)
+def test_other_tables_are_divided_whole(gm: fx.GraphModule) -> None:
+    scaled(gm)
+    (division,) = gm.graph.find_nodes(op="call_function", target=aten.div.Tensor)
+    assert division in gm.graph.output_node().all_input_nodes
+
+
+def test_rows_in_16_bits_are_not_divided() -> None:
+    gm = joint_graph(lambda x, tangent: (x, ADDING["embedding"](x, tangent)), [FP16], [FP16], [0])
+    assert scaled(gm)[-2:] == ["aten.div.Tensor float32", "prims.convert_element_type.default float16"]
 
 
 def test_one_value_that_is_the_gradient_of_two_inputs_is_divided_once() -> None:
@@ -170,7 +204,7 @@ def test_one_value_that_is_the_gradient_of_two_inputs_is_divided_once() -> None:
 def test_new_nodes_belong_to_the_backward() -> None:
     gm = joint_graph(linear, [FP32], [FP32], [0])
     before = set(gm.graph.nodes)
-    scaled(gm, leaves=(0,))
+    scaled(gm)
     new = [node for node in gm.graph.nodes if node not in before]
     assert {node.meta["partitioner_tag"] for node in new} == {"is_backward"}
 
@@ -182,7 +216,7 @@ def test_a_graph_without_a_backward_stays_as_it_is(description: str) -> None:
         for node in gm.graph.nodes:
             node.meta.pop("desc", None)
     else:
-        gm.graph.output_node().meta["desc"] = [PlainAOTOutput(0), None, None, None]
+        gm.graph.output_node().meta["desc"] = [PlainAOTOutput(0), None, None]
     before = str(gm.graph)
     assert ScaleBackward(1).call(gm, PassContext()).changed == 0
     assert str(gm.graph) == before

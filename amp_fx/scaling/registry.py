@@ -1,0 +1,61 @@
+"""Scalers by name: graphs carry a name, which is plain data, and find the scaler when they run."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from amp_fx.errors import ScalerError, did_you_mean
+from amp_fx.scaling.uses import CompiledGraph
+
+__all__ = ["Scaler", "find_scaler", "register"]
+
+
+class Scaler(Protocol):
+    """What a compiled graph knows of its scaler."""
+
+    @property
+    def name(self) -> str:
+        """What graphs find it by."""
+        ...
+
+    def enter_graph(self, graph: CompiledGraph, leaves: Sequence[nn.Parameter]) -> Tensor:
+        """The scale for one call of a graph with these parameters: fp32, 0-d, on the graph's device."""
+        ...
+
+
+_lock = threading.Lock()
+_scalers: weakref.WeakValueDictionary[str, Scaler] = weakref.WeakValueDictionary()
+
+
+def register(scaler: Scaler, *, replace: bool) -> None:
+    """Makes a scaler findable, while it lives.
+
+    Args:
+        scaler: under its name.
+        replace: whether it takes the place of a living one of that name.
+    """
+    with _lock:
+        if replace or scaler.name not in _scalers:
+            _scalers[scaler.name] = scaler
+
+
+def find_scaler(name: str) -> Scaler:
+    """The living scaler that was made last under a name.
+
+    Raises:
+        ScalerError: there is none.
+    """
+    scaler = _scalers.get(name)
+    if scaler is None:
+        known = sorted(_scalers.keys())
+        raise ScalerError(
+            f"No amp_fx.GradScaler is called {name!r}; known: {', '.join(map(repr, known)) or 'none'}."
+            f"{did_you_mean(name, known)} Make one before the first forward, and keep it: "
+            f"scaler = amp_fx.GradScaler(device, name={name!r})."
+        )
+    return scaler
