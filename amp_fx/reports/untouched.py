@@ -30,7 +30,7 @@ def untouched(
     gradients = [(value, value.grad) for value, _ in values]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     for module in modules:
-        # compiled in place: taken as it was before
+        # what Module.compile() made runs elsewhere: here every module is as it was before
         vars(module).pop("_compiled_call_impl", None)
     # a reducer that waits for gradients would refuse the next step
     alone = program.no_sync() if isinstance(program, DistributedDataParallel) else contextlib.nullcontext()
