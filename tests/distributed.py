@@ -1,4 +1,4 @@
-"""Programs that run on two processes with gloo, and :func:`on_two_processes`, which runs them from a test."""
+"""Programs that run on several processes with gloo, and :func:`on_processes`, which runs them from a test."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_fx import GradScaler, record
-from graphs import DEFAULTS
+from graphs import DEFAULTS, plans, without_inductor
 
 BF16 = {**DEFAULTS, "dtype": "bfloat16"}
 SCALED = {**DEFAULTS, "dtype": "float16", "scaler": "default"}
@@ -29,9 +30,17 @@ ROWS, WIDTH = 8, 256
 def on_two_processes(
     program: Callable[..., dict[str, Any]], folder: Path, *args: Any
 ) -> list[dict[str, Any]]:
-    """Runs a program of this file on two processes.
+    """Runs a program of this file on two processes; see :func:`on_processes`."""
+    return on_processes(2, program, folder, *args)
+
+
+def on_processes(
+    count: int, program: Callable[..., dict[str, Any]], folder: Path, *args: Any
+) -> list[dict[str, Any]]:
+    """Runs a program of this file.
 
     Args:
+        count: of processes.
         program: called with ``args`` in each process, within a process group.
         folder: where the processes meet and leave what they return.
         *args: for the program.
@@ -39,14 +48,16 @@ def on_two_processes(
     Returns:
         What each process returned, by rank.
     """
-    spawn(_process, (str(folder), program, args), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    spawn(_process, (count, str(folder), program, args), nprocs=count)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
-def _process(rank: int, folder: str, program: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> None:
+def _process(
+    rank: int, count: int, folder: str, program: Callable[..., dict[str, Any]], args: tuple[Any, ...]
+) -> None:
     # the loopback interface: a machine without a network has no other
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
     try:
         torch.save(program(*args), Path(folder, f"{rank}.pt"))
     finally:
@@ -238,4 +249,42 @@ def owned_by_fsdp() -> dict[str, Any]:
         "losses": losses,
         "weights": {given.dtype for given in inputs},
         "casts": [cast.value for plan in recording.plans for cast in plan.casts],
+    }
+
+
+def parallel_training(kind: str) -> dict[str, Any]:
+    """Three steps with tensor parallelism: over all processes (``"tp"``), or over pairs and FSDP2 across.
+
+    Without Inductor: what is asked is what amp_fx places, and what the collectives make of it.
+    """
+    model = new_model()
+    shards = {"tp": 1, "fsdp2 + tp": 2}[kind]
+    mesh = init_device_mesh("cpu", (shards, dist.get_world_size() // shards), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        block.compile(backend="amp_fx", options=BF16, fullgraph=True)
+        if shards > 1:
+            fully_shard(block, mesh=mesh["dp"])
+    if shards > 1:
+        fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
+    with without_inductor(), record() as recording:
+        for batch in global_batches(3):
+            rows = batch.chunk(shards)[mesh["dp"].get_local_rank()]
+            optimizer.zero_grad()
+            loss = model(rows).square().mean()
+            loss.backward()
+            optimizer.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item() / dist.get_world_size())
+    return {
+        "losses": losses,
+        "linears": {row.dtype for plan in recording.plans for row in plans(plan, "linear")},
+        "graphs": len(recording.plans),
+        "fallbacks": [plan.fallback for plan in recording.plans],
+        "parameters": {name: whole(p) for name, p in model.named_parameters()},
+        "dtypes": {p.dtype for p in model.parameters()}
+        | {p.grad.dtype for p in model.parameters() if p.grad is not None},
     }

@@ -42,6 +42,7 @@ from amp_fx._torch import (
     track_tensor_tree,
 )
 from amp_fx.errors import CaptureError
+from amp_fx.graphs.distributed import changes_layout, fake_mode_of, stand_in
 from amp_fx.graphs.facts import is_gradient_call, is_leaf_call, output_nodes, source_line, tensors
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 
@@ -99,7 +100,7 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
         raise CaptureError("a graph input has no fake value; was the graph made by Dynamo?") from error
     # a graph may make all its tensors itself
     values = (value for node in gm.graph.nodes for value in tensors(node.meta.get("example_value")))
-    fake_mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    fake_mode = next((mode for value in values if (mode := fake_mode_of(value)) is not None), None)
     if fake_mode is None:
         raise CaptureError("the graph has no tensor to take a fake tensor mode from")
 
@@ -115,7 +116,8 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
         ):
             for device_type, region in ambient.items():
                 states.enter_context(enable_autocast(device_type, region.by_user, region.dtype))
-            traced = make_fx(interpreter.run, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+            inputs = [stand_in(fake) for fake in fakes]
+            traced = make_fx(interpreter.run, pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
     except CaptureError:
         raise
     except Exception as error:
@@ -221,7 +223,7 @@ class _Capture(fx.Interpreter):
             return self._copy_raw(n)
         if isinstance(n.target, HigherOrderOperator):
             return self._inline(n) if n.target.name() == _INLINED else self._keep_higher_order(n)
-        if is_gradient_call(n) or is_leaf_call(n):
+        if is_gradient_call(n) or is_leaf_call(n) or changes_layout(n):
             return self._leave_raw(self._copy_raw(n))
         _check_rule(n, self._regions[n])
         with self._set_current_node(n):
@@ -290,14 +292,15 @@ class _Capture(fx.Interpreter):
     def _copy_raw(self, n: fx.Node) -> _Raw:
         """Case: a node inside a functorch region, or a switch around one, is copied as Dynamo wrote it.
 
-        So are ``torch.autograd.grad`` and ``requires_grad_``.
+        So are ``torch.autograd.grad``, ``requires_grad_``, and what changes the layout of a DTensor.
         """
         args, kwargs = tree_map(self._to_proxy, self.fetch_args_kwargs_from_env(n))
         proxy = self._tracer.create_proxy(n.op, n.target, args, kwargs, name=n.name)
         example = n.meta.get("example_value")
         proxy.node.meta.update({k: n.meta[k] for k in ("stack_trace", "nn_module_stack") if k in n.meta})
         if not any(is_functorch_wrapped(leaf) for leaf in tree_leaves(example)):
-            proxy.node.meta["val"] = example
+            with disable_proxy_modes_tracing():
+                proxy.node.meta["val"] = tree_map(stand_in, example)
         self._has_raw = True
         return _Raw(proxy, example)
 
@@ -305,7 +308,9 @@ class _Capture(fx.Interpreter):
         """Turns a functorch region's result into a fake tensor that make_fx can go on with."""
         if not isinstance(value, _Raw):
             return value
-        return track_tensor_tree(value.example, value.proxy, constant=None, tracer=self._tracer)
+        with disable_proxy_modes_tracing():
+            example = tree_map(stand_in, value.example)
+        return track_tensor_tree(example, value.proxy, constant=None, tracer=self._tracer)
 
     def _to_proxy(self, value: Any) -> Any:
         return value.proxy if isinstance(value, _Raw) else self._tracer.unwrap_proxy(value)

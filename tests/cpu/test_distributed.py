@@ -1,4 +1,4 @@
-"""DDP and FSDP2 on the real engine: two processes, gloo."""
+"""DDP and FSDP2 on the real engine, two processes, and tensor parallelism, four; gloo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from distributed import (
     global_batches,
     new_model,
+    on_processes,
     on_two_processes,
+    parallel_training,
     scaled_training,
     trained_and_resumed,
 )
@@ -92,3 +94,37 @@ def test_two_processes_train_as_one_does_and_resume_where_they_were(kind: str, t
         assert first["other"]["losses"] == pytest.approx(expected[:3], rel=1e-2)
         assert first["other"]["weights"] == {torch.bfloat16}
         assert not any("weight" in value for value in first["other"]["casts"])
+
+
+def trained_on_one_process(dtype: torch.dtype | None) -> tuple[list[float], dict[str, Tensor]]:
+    """What :func:`parallel_training` does, with the global batch, in fp32 or under eager autocast."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
+    for x in global_batches(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp", "fsdp2 + tp"])
+def test_four_processes_with_tensor_parallelism_train_as_one_does(kind: str, tmp_path: Path) -> None:
+    found = on_processes(4, parallel_training, tmp_path, kind)
+    losses, exact = trained_on_one_process(None)
+    _, autocast = trained_on_one_process(torch.bfloat16)
+    assert losses[0] - losses[2] > 0.02 * losses[0]
+    for each in found:
+        # fp32 weights, low matmuls, nothing left to autocast; equal blocks share their graphs
+        assert each["linears"] == {torch.bfloat16}
+        assert each["fallbacks"] == [""] * each["graphs"]
+        assert each["dtypes"] == {torch.float32}
+        assert each["losses"] == pytest.approx(losses, rel=2e-3)
+        # parameters moved as in fp32, no further off than autocast on one process
+        assert distance(each["parameters"], exact) <= 1.25 * distance(autocast, exact)
+        for name, value in each["parameters"].items():
+            assert torch.equal(value, found[0]["parameters"][name]), name
