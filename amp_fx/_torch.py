@@ -69,7 +69,6 @@ __all__ = [
     "graph_pass",
     "has_autocast_rule",
     "has_low_lstm",
-    "has_wide_addmm",
     "ignore_fresh_symbols",
     "in_compiled_autograd",
     "inductor_mode_options",
@@ -714,12 +713,6 @@ def has_low_lstm(dtype: torch.dtype) -> bool:
     if dtype is torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def has_wide_addmm() -> bool:
-    """False up to torch 2.12, whose decomposition of ``addmm.dtype`` takes the output dtype for ``beta``."""
-    major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (2, 13)
 
 
 def nesting_change(target: object) -> int:

@@ -22,7 +22,7 @@ verify            it runs, and its dtypes are the planned and the promised ones
 
 ================= =====================================================================
 scale_backward    (fp16) loss scaling and finite checks inside the backward
-gemm_epilogue     (CUDA) a matmul whose result is only widened returns fp32
+gemm_epilogue     (CUDA) a matmul returns fp32 where the graph does
 lay_out_gradients (CPU) gradients of convolutions in their weights' layout
 ================= =====================================================================
 

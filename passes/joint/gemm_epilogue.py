@@ -1,4 +1,4 @@
-"""Let a matmul return fp32 where its 16-bit result would only be widened."""
+"""Let a matmul return fp32 where its 16-bit result would only be widened and returned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import OpOverload, has_wide_addmm
+from amp_fx._torch import OpOverload
 from amp_fx.graphs.facts import LOW_DTYPES, run_fake
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
@@ -16,14 +16,14 @@ __all__ = ["GemmEpilogue"]
 
 aten = torch.ops.aten
 
-#: matmul -> the overload that takes an output dtype; they have CUDA kernels only
+#: matmul -> the overload that takes an output dtype; they have CUDA kernels only. There is an ``addmm.dtype``, too,
+#: but Inductor hands it to a lowering that takes no dtype (``tuned_addmm`` of torch 2.13), and fails
 _WIDE: dict[OpOverload, OpOverload] = {
     aten.mm.default: aten.mm.dtype,
     aten.bmm.default: aten.bmm.dtype,
-    **({aten.addmm.default: aten.addmm.dtype} if has_wide_addmm() else {}),
 }
 
-#: views that may stand between the matmul and the widening
+#: views that may stand between the matmul, the widening and the output
 _VIEWS = frozenset(
     {aten.view.default, aten.reshape.default, aten.permute.default, aten.t.default, aten.transpose.int}
 )
@@ -36,21 +36,25 @@ _CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.
 class GemmEpilogue(Pass):
     """Runs on Inductor's joint graph (forward and backward together), on CUDA.
 
-    Tensor cores add up in fp32; rounding to 16 bits is the last thing a matmul does. Where every reader
-    widens the result again, as with the gradient of an fp32 weight, the rounding loses digits and costs a
-    kernel: 2 bytes written, 2 read and 4 written per element instead of 4 written. Cases:
+    Tensor cores add up in fp32; rounding to 16 bits is the last thing a matmul does. Where the graph returns the
+    result in fp32, as it does the gradient of an fp32 weight, the rounding loses digits and the cast is a kernel of
+    its own: 2 bytes written, 2 read and 4 written per element instead of 4 written. Cases:
 
-    1. the matmul's only readers are casts to fp32.
-    2. as 1, with views in between.
+    1. the matmul's only readers are casts to fp32, which the graph returns and nobody else reads.
+    2. as 1, with views in between, before or after the cast.
+    3. a result that something in the graph reads, in whichever dtype, stays: the cast is part of its reader's kernel
+       and costs nothing there, while the matmul would write twice the bytes and the reader read them.
 
     Before::
 
         mm = torch.ops.aten.mm.default(grad_t, x)                                        # bf16
         wide = torch.ops.prims.convert_element_type.default(mm, torch.float32)           # f32
+        return [y, wide]
 
     After::
 
         mm = torch.ops.aten.mm.dtype(grad_t, x, torch.float32)                           # f32
+        return [y, mm]
     """
 
     name: ClassVar[str] = "gemm-epilogue"
@@ -80,7 +84,7 @@ def _is_low_cuda(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(views of the result, casts that end them); no casts if anybody reads the 16-bit result."""
+    """(views of the result, casts that end them); no casts unless all that leaves is the result in fp32."""
     views: list[fx.Node] = []
     casts: list[fx.Node] = []
     stack = [node]
@@ -89,8 +93,13 @@ def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
             if user.target in _VIEWS:
                 views.append(user)
                 stack.append(user)
-            elif user.target in _CASTS and user.meta["val"].dtype is torch.float32:
+            elif user.target in _CASTS and user.meta["val"].dtype is torch.float32 and _only_leaves(user):
                 casts.append(user)
             else:
                 return [], []
     return views, casts
+
+
+def _only_leaves(node: fx.Node) -> bool:
+    """True where a value, or a view of it, is returned and not read otherwise."""
+    return all(user.op == "output" or (user.target in _VIEWS and _only_leaves(user)) for user in node.users)

@@ -1,4 +1,4 @@
-"""The epilogue pass on joint graphs of fake CUDA tensors; end to end it runs in tests/gpu."""
+"""The epilogue pass on joint graphs of fake CUDA tensors. End to end: tests/fake/targets, tests/gpu."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_fx._torch import FakeTensorMode, has_wide_addmm
+from amp_fx._torch import FakeTensorMode
 from amp_fx.passes import GemmEpilogue, PassContext
 
 aten = torch.ops.aten
+CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def joint_graph(
@@ -32,7 +33,7 @@ def run(gm: fx.GraphModule) -> list[object]:
 
 
 def widen(x: Tensor) -> Tensor:
-    return torch.ops.prims.convert_element_type.default(x, torch.float32)
+    return CONVERT(x, torch.float32)
 
 
 def test_a_weight_gradient_that_is_only_widened_leaves_the_matmul_in_fp32() -> None:
@@ -47,22 +48,37 @@ def test_views_between_the_matmul_and_the_cast_are_kept_and_retyped() -> None:
     assert [n.meta["val"].dtype for n in gm.graph.nodes if n.op == "call_function"] == [torch.float32] * 2
 
 
+def test_views_after_the_cast_are_returned_in_fp32() -> None:
+    gm = joint_graph(lambda g, x: aten.permute.default(widen(aten.mm.default(g, x)), [1, 0]), (8, 4), (4, 6))
+    assert run(gm) == [aten.mm.dtype, aten.permute.default]
+    assert gm.graph.output_node().all_input_nodes[0].meta["val"].dtype is torch.float32
+
+
+def test_batched_matmuls_have_a_wide_overload_too() -> None:
+    gm = joint_graph(lambda a, b: widen(aten.bmm.default(a, b)), (2, 8, 4), (2, 4, 6))
+    assert run(gm) == [aten.bmm.dtype]
+
+
+def test_biased_matmuls_stay_because_inductor_lowers_no_wide_one() -> None:
+    gm = joint_graph(lambda *args: widen(aten.addmm.default(*args)), (6,), (8, 4), (4, 6))
+    assert run(gm) == [aten.addmm.default, CONVERT]
+
+
 @pytest.mark.parametrize(
-    ("op", "shapes"),
+    "read",
     [
-        (aten.bmm, [(2, 8, 4), (2, 4, 6)]),
-        pytest.param(
-            aten.addmm,
-            [(6,), (8, 4), (4, 6)],
-            marks=pytest.mark.skipif(not has_wide_addmm(), reason="torch up to 2.12 cannot trace it"),
-        ),
+        lambda wide: (wide.exp(),),
+        lambda wide: (wide, wide.exp()),
+        lambda wide: (wide, aten.view.default(wide, [-1]).exp()),
+        lambda wide: (wide.to(torch.bfloat16),),
     ],
+    ids=["an activation", "also returned", "through a view", "narrowed again"],
 )
-def test_batched_and_biased_matmuls_have_a_wide_overload_too(
-    op: object, shapes: list[tuple[int, ...]]
+def test_a_result_that_the_graph_reads_in_fp32_stays_because_its_cast_fuses(
+    read: Callable[[Tensor], tuple[Tensor, ...]],
 ) -> None:
-    gm = joint_graph(lambda *args: widen(op.default(*args)), *shapes)  # type: ignore[attr-defined]
-    assert run(gm) == [op.dtype]  # type: ignore[attr-defined]
+    targets = run(joint_graph(lambda g, x: read(widen(aten.mm.default(g, x))), (8, 4), (4, 6)))
+    assert targets[:2] == [aten.mm.default, CONVERT]
 
 
 def test_two_casts_of_one_matmul_become_the_matmul_itself() -> None:
@@ -82,10 +98,10 @@ def test_a_result_that_is_also_read_in_16_bits_stays() -> None:
 
     assert run(joint_graph(program, (8, 4), (4, 6))) == [
         aten.mm.default,
-        torch.ops.prims.convert_element_type.default,
+        CONVERT,
     ]
 
 
 def test_on_cpu_nothing_changes_because_there_is_no_kernel() -> None:
     gm = joint_graph(lambda g, x: widen(aten.mm.default(g, x)), (8, 4), (4, 6), device="cpu")
-    assert run(gm) == [aten.mm.default, torch.ops.prims.convert_element_type.default]
+    assert run(gm) == [aten.mm.default, CONVERT]
