@@ -8,8 +8,9 @@ VENV := .venv
 TORCH ?= 2.13.0
 # the last release of each minor version that pyproject.toml allows
 MATRIX ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
-# torch 2.11 and 2.12 do not take the setuptools of today
-CONSTRAINTS = sed -e 's/^torch==.*/torch==$(TORCH)/' $(if $(filter 2.11.% 2.12.%,$(TORCH)),-e '/^setuptools==/d') constraints.txt
+# torch 2.11 and 2.12 do not take the setuptools of today, and each has a Triton of its own
+CONSTRAINTS = sed -e 's/^torch==.*/torch==$(TORCH)/' $(if $(filter 2.11.% 2.12.%,$(TORCH)),-e '/^setuptools==/d') \
+	$(if $(filter-out 2.13.%,$(TORCH)),-e '/^triton==/d') constraints.txt
 BIN := $(VENV)/bin
 # CI machines differ in cores; two workers with one thread each is what the time limits are measured with.
 WORKERS ?= 2
@@ -17,7 +18,8 @@ PYTEST_ARGS ?=
 
 # Several processes share the cores: one thread each. Inductor compiles in the process itself, into build/,
 # so that a run neither reads what an older version compiled nor leaves anything outside the tree.
-TEST_ENV = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor
+TEST_ENV = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor \
+	TRITON_CACHE_DIR=$(CURDIR)/build/triton XDG_CACHE_HOME=$(CURDIR)/build/cache
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 CODE = $(wildcard amp_fx passes viz tests examples benchmarks)

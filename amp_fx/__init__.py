@@ -23,6 +23,7 @@ from amp_fx.errors import (
     PlanError,
     ScalerError,
     ScalingWarning,
+    TargetError,
     VerifyError,
     WeightsError,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "Rule",
     "ScalerError",
     "ScalingWarning",
+    "TargetError",
     "VerifyError",
     "WeightsError",
     "convert",

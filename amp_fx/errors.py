@@ -7,6 +7,7 @@ Every message names the bad value, the valid ones, and what to do::
     |-- PlanError (also ValueError)      a plan file is wrong, or fits another model
     |-- InputError (also TypeError)      an exported program is given an input in another dtype than it takes
     |-- ScalerError (also ValueError)    no scaler of that name, or parameters that cannot be scaled
+    |-- TargetError (also ValueError)    no device of that name to compile for, or this machine lacks what it takes
     |-- WeightsError                     frozen weights have changed, and strict forbids to freeze them again
     |-- CaptureError                     the Dynamo graph cannot be turned into pre-dispatch ATen
     `-- PassError                        a pass failed; names it and the passes that ran before it
@@ -31,6 +32,7 @@ __all__ = [
     "PlanError",
     "ScalerError",
     "ScalingWarning",
+    "TargetError",
     "VerifyError",
     "WeightsError",
     "did_you_mean",
@@ -55,6 +57,10 @@ class InputError(AmpFxError, TypeError):
 
 class ScalerError(AmpFxError, ValueError):
     """A graph finds no :class:`amp_fx.GradScaler` of its name, or a scaler cannot do what it is asked to do."""
+
+
+class TargetError(AmpFxError, ValueError):
+    """There is no device of that name to compile for, or this machine cannot compile for it."""
 
 
 class WeightsError(AmpFxError):

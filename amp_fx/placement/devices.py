@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 
 from amp_fx.errors import did_you_mean
+from amp_fx.placement.gpus import ROCM, Gpu, gpu_row
 from amp_fx.placement.profile import DeviceProfile, ProfileError, check_device_type
 
-__all__ = ["builtin", "resolve"]
+__all__ = ["builtin", "cuda_profile", "resolve"]
 
 
 def resolve(spec: str, device_type: str) -> DeviceProfile | None:
@@ -113,43 +114,8 @@ _CPU_LAUNCH = 5e-6
 #: oneDNN may round fp32 operands to bf16 (float32_matmul_precision "medium"): rate relative to bf16, measured
 _CPU_FLOAT32_AS_BFLOAT16 = 0.65
 
-
-class _Gpu(NamedTuple):
-    name: str
-    float32: float  # TFLOP/s without tensor cores
-    tf32: float  # TFLOP/s, where the user allows it
-    float16: float  # TFLOP/s, dense, accumulated in fp32
-    bfloat16: float  # TFLOP/s, dense
-    bandwidth: float  # GB/s
-
-
-#: Compute capability -> datasheet numbers of its common card. A capability between two rows is the lower one.
-_GPUS = {
-    # No tensor cores: cuBLAS computes 16-bit matmuls in fp32 FMAs; bf16 is emulated, half of that is assumed.
-    (5, 0): _Gpu("M40", 6.8, 6.8, 6.8, 3.4, 288),  # Tesla M40 datasheet
-    (6, 0): _Gpu("P100", 10.6, 10.6, 10.6, 5.3, 732),  # Tesla P100 SXM2 datasheet
-    (6, 1): _Gpu("P40", 11.8, 11.8, 11.8, 5.9, 346),  # Tesla P40 datasheet
-    # Tensor cores for fp16 only.
-    (7, 0): _Gpu("V100", 15.7, 15.7, 125, 7.8, 900),  # Tesla V100 SXM2 datasheet
-    (7, 5): _Gpu("T4", 8.1, 8.1, 65, 4.0, 320),  # T4 datasheet
-    # Tensor cores for fp16, bf16 and TF32.
-    (8, 0): _Gpu("A100", 19.5, 156, 312, 312, 1555),  # A100 datasheet, 40 GB
-    (8, 6): _Gpu("RTX 3090", 35.6, 35.6, 71, 71, 936),  # NVIDIA Ampere GA102 whitepaper, table 2
-    (8, 9): _Gpu("RTX 4090", 82.6, 82.6, 165.2, 165.2, 1008),  # NVIDIA Ada whitepaper, appendix A
-    (9, 0): _Gpu("H100", 66.9, 494.7, 989.4, 989.4, 3350),  # H100 datasheet, SXM5; an H200 has 4800 GB/s
-    (10, 0): _Gpu(
-        "B200", 75, 1100, 2250, 2250, 7700
-    ),  # Blackwell datasheet, HGX B200 (half of the sparse rates)
-    (12, 0): _Gpu(
-        "RTX 5090", 104.8, 104.8, 209.5, 209.5, 1792
-    ),  # NVIDIA RTX Blackwell whitepaper, appendix A
-}
-
-#: ROCm numbers its architectures otherwise. AMD Instinct MI200 datasheet, one die of an MI250X.
-_ROCM = _Gpu("MI250X", 47.9, 47.9, 191.5, 191.5, 1638)
-
 #: what a graph for CUDA is planned with where there is no CUDA device, such as an export on a build machine
-_ASSUMED = (8, 0)
+_ASSUMED = gpu_row((8, 0))
 
 #: large GEMMs and copies reach this part of the datasheet: on an H200 bf16 sustains about 790 of 989 TFLOP/s
 _SUSTAINED = 0.8
@@ -169,7 +135,7 @@ def builtin(device_type: str) -> DeviceProfile:
         ProfileError: not a device type with a table.
     """
     if check_device_type(device_type) == "cuda":
-        return _cuda_profile(*_cuda_row())
+        return cuda_profile(*_cuda_row())
     return _cpu_profile(_cpu_row(_cpu_flags()), torch.get_num_threads())
 
 
@@ -200,20 +166,22 @@ def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
     )
 
 
-def _cuda_row() -> tuple[str, _Gpu]:
+def _cuda_row() -> tuple[str, Gpu]:
     if not torch.cuda.is_available():
-        return f"sm_{_ASSUMED[0]}{_ASSUMED[1]} assumed, no device", _GPUS[_ASSUMED]
+        return f"sm_{''.join(map(str, _ASSUMED.capability))} assumed, no device", _ASSUMED
     if torch.version.hip is not None:
-        return "rocm", _ROCM
+        return "rocm", ROCM
     major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}", _gpu_row((major, minor))
+    return f"sm_{major}{minor}", gpu_row((major, minor), torch.cuda.get_device_name())
 
 
-def _gpu_row(capability: tuple[int, int]) -> _Gpu:
-    return _GPUS[max((known for known in _GPUS if known <= capability), default=min(_GPUS))]
+def cuda_profile(label: str, row: Gpu) -> DeviceProfile:
+    """The profile of a card.
 
-
-def _cuda_profile(label: str, row: _Gpu) -> DeviceProfile:
+    Args:
+        label: how it was found, for the profile's name.
+        row: published numbers.
+    """
     rates = {
         "float32": _float32_rate("cuda", row.float32, row.tf32),
         "bfloat16": row.bfloat16,

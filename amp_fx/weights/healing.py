@@ -69,7 +69,7 @@ def heal_kernel(
     chunk = tl.program_id(0).to(tl.int64)
     weight = tl.load(table + 3 * chunk)
     count = tl.load(table + 3 * chunk + 2).to(tl.int32)
-    bits = weight.to(tl.pointer_type(bits_type))
+    bits = weight.to(tl.pointer_type(bits_type))  # pyright: ignore[reportArgumentType]  # a constant is its value
     lane = tl.arange(0, sampled)
     spread = (lane * count) // sampled
     is_last = lane == sampled - 1
@@ -116,7 +116,7 @@ class _Group:
     def launch(self, *, everything: bool) -> None:
         with torch.accelerator.device_index(self.table.device.index):
             launch = heal_kernel[(len(self.table),)]  # pyright: ignore[reportIndexIssue]  # triton.jit's own
-            launch(self.table, self.seen, self.nonzero, int(everything), **self.constants, **OPTIONS)
+            launch(self.table, self.seen, self.nonzero, int(everything), **self.constants, **OPTIONS)  # pyright: ignore[reportArgumentType]  # of constants
 
 
 class HealedCopies:

@@ -17,7 +17,8 @@ from amp_fx.cli.entry import main
 from amp_fx.errors import AmpFxError
 from amp_fx.placement import devices as tables
 from amp_fx.placement import measuring
-from amp_fx.placement.devices import builtin, resolve
+from amp_fx.placement.devices import builtin, cuda_profile, resolve
+from amp_fx.placement.gpus import GPUS, ROCM, gpu_row
 from amp_fx.placement.measuring import measure
 from amp_fx.placement.profile import DTYPES, DeviceProfile, ProfileError
 
@@ -177,10 +178,10 @@ def test_a_device_type_without_a_table_is_an_error() -> None:
 
 
 def all_builtin() -> list[DeviceProfile]:
-    gpus = [*tables._GPUS.values(), tables._ROCM]
+    gpus = [*GPUS, ROCM]
     return [
         *(tables._cpu_profile(row, threads) for row in tables._CPUS for threads in (1, 64)),
-        *(tables._cuda_profile("x", row) for row in gpus),
+        *(cuda_profile("x", row) for row in gpus),
     ]
 
 
@@ -240,13 +241,30 @@ def test_instruction_flags_choose_the_row(flags: str, name: str) -> None:
 def test_an_unknown_compute_capability_counts_as_the_one_below(
     capability: tuple[int, int], name: str
 ) -> None:
-    assert tables._gpu_row(capability).name == name
+    assert gpu_row(capability).name == name
 
 
 def test_low_precision_gains_only_where_there_are_tensor_cores() -> None:
-    for capability, row in tables._GPUS.items():
-        assert (row.float16 > row.float32) is (capability >= (7, 0))
-        assert (row.bfloat16 > row.float32) is (capability >= (8, 0))
+    for row in GPUS:
+        assert (row.float16 > row.float32) is (row.capability >= (7, 0))
+        assert (row.bfloat16 > row.float32) is (row.capability >= (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "row"),
+    [
+        ("NVIDIA H200", (9, 0), "H200"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), "H100"),
+        ("NVIDIA GH200 480GB", (9, 0), "H100"),
+        ("NVIDIA L4", (8, 9), "L4"),
+        ("NVIDIA L40S", (8, 9), "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", (8, 9), "RTX 4090"),
+    ],
+)
+def test_the_name_of_a_card_chooses_among_rows_of_one_capability(
+    name: str, capability: tuple[int, int], row: str
+) -> None:
+    assert gpu_row(capability, name).name == row
 
 
 def test_the_built_in_profile_is_the_same_every_time() -> None:
@@ -274,7 +292,7 @@ def test_tf32_counts_where_the_user_allows_it(setting: str, expected: float) -> 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if setting == "tf32" else "highest")
     try:
-        peak = tables._cuda_profile("x", tables._GPUS[8, 0]).peak
+        peak = cuda_profile("x", gpu_row((8, 0))).peak
         assert peak["float32"] == pytest.approx(expected * 0.8)
         assert peak["bfloat16"] == pytest.approx(312e12 * 0.8)
     finally:

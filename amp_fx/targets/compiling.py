@@ -1,0 +1,83 @@
+"""Compiles traced graphs, forward and backward, for a target that need not be in this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import FakeTensor, FakeTensorMode, enable_autocast, replace_inner_compile
+from amp_fx.graphs.facts import tensors
+from amp_fx.targets._torch import compile_contexts, pretended
+from amp_fx.targets.moving import move
+from amp_fx.targets.tracing import TracedGraph
+
+__all__ = ["Backend", "InnerCompile", "compile_graph"]
+
+#: as in ``torch.compile``
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+#: gets the graphs after partitioning, see :func:`amp_fx._torch.replace_inner_compile`
+InnerCompile = Callable[..., Callable[[list[Any]], Any]]
+
+_CUDA = torch.device("cuda", 0)
+
+
+def compile_graph(traced: TracedGraph, backend: Backend, inner_compile: InnerCompile) -> None:
+    """Compiles a graph for this process's target as far as ``inner_compile`` goes: forward, and backward if it has one.
+
+    Args:
+        traced: on the CPU.
+        backend: gets the graph as Dynamo would have made it on the target; ends in Inductor.
+        inner_compile: stands in for Inductor's ``compile_fx_inner``. What it returns is called with fake values.
+
+    Raises:
+        TargetError: the process has no target, see :func:`amp_fx.targets.enter`.
+    """
+    gm = move(traced.gm, _CUDA)
+    inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
+    ambient = (
+        contextlib.nullcontext()
+        if traced.autocast is None
+        else enable_autocast("cuda", True, traced.autocast)
+    )
+    with (
+        pretended(),
+        compile_contexts(mode, traced.name),
+        replace_inner_compile(_run_under(mode, inner_compile)),
+        torch.set_grad_enabled(traced.grad),
+        ambient,
+    ):
+        compiled = backend(gm, inputs)
+        # the backward is compiled when it is first run
+        if traced.grad and any(value.requires_grad for value in tensors(inputs)):
+            _differentiate(compiled, inputs, mode)
+
+
+def _differentiate(compiled: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> None:
+    outputs = [value for value in tensors(compiled(*inputs)) if value.requires_grad]
+    if not outputs:
+        return
+    with mode:
+        seeds = [torch.empty_like(value) for value in outputs]
+    leaves = [value for value in tensors(inputs) if value.requires_grad]
+    torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
+
+
+def _run_under(mode: FakeTensorMode, inner_compile: InnerCompile) -> InnerCompile:
+    """Lowered graphs run op by op; only there, not in AOTAutograd around it, tensors are made that must be fake."""
+
+    def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        call = inner_compile(gm, example_inputs, **options)
+
+        def run(args: list[Any]) -> Any:
+            with mode:
+                return call(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
+        return run
+
+    return compile_inner

@@ -1,0 +1,93 @@
+"""What Dynamo makes of a program on the CPU: its graphs, as data that another process can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils._pytree import tree_map_only
+
+from amp_fx._torch import FakeTensor, compile_id, graph_break
+from amp_fx.targets._torch import graph_from_bytes, graph_to_bytes
+from amp_fx.targets.moving import SOURCE_META, fresh, rebuild
+
+__all__ = ["TracedGraph", "Tracer"]
+
+#: what of a node's metadata the passes and the reports read
+_META = ("example_value", "nn_module_stack", "source_fn_stack", "stack_trace")
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """One of Dynamo's graphs, with what a backend would find around it.
+
+    Attributes:
+        name: Dynamo's id, ``"0/0"``.
+        gm: a copy of the graph that holds nothing of the user's; its inputs say whether they require a gradient.
+        grad: whether gradients were enabled.
+        autocast: the dtype of an ambient ``torch.autocast("cpu")``, or None.
+        graph_break: why the graph ends before the program does, or an empty string.
+    """
+
+    name: str
+    gm: fx.GraphModule
+    grad: bool
+    autocast: torch.dtype | None
+    graph_break: str
+
+    def __reduce__(self) -> tuple[Callable[..., TracedGraph], tuple[Any, ...]]:
+        """Graphs and fake tensors need a pickler of their own."""
+        return _unpickled, (self.name, graph_to_bytes(self.gm), self.grad, self.autocast, self.graph_break)
+
+
+def _unpickled(name: str, gm: bytes, *rest: Any) -> TracedGraph:
+    return TracedGraph(name, graph_from_bytes(gm), *rest)
+
+
+@dataclass
+class Tracer:
+    """A backend of ``torch.compile`` that keeps the graphs, and runs them op by op where the program is.
+
+    Attributes:
+        graphs: in the order in which Dynamo made them.
+    """
+
+    graphs: list[TracedGraph] = field(default_factory=list)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Keeps a copy of the graph."""
+        traced = rebuild(gm, _as_data)
+        traced.meta.clear()
+        inputs = gm.graph.find_nodes(op="placeholder")
+        for node, original, value in zip(
+            traced.graph.find_nodes(op="placeholder"), inputs, example_inputs, strict=True
+        ):
+            if (source := getattr(original, "_dynamo_source", None)) is not None:
+                node.meta[SOURCE_META] = str(source.name)
+            # fake values do not say it of what is no parameter
+            if isinstance(value, torch.Tensor):
+                node.meta["example_value"].requires_grad_(value.requires_grad)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        self.graphs.append(TracedGraph(compile_id(), traced, torch.is_grad_enabled(), dtype, graph_break(gm)))
+        return gm.forward
+
+
+def _as_data(node: fx.Node) -> None:
+    """Leaves what can be sent to another process: names instead of the user's classes and functions."""
+    meta = {key: node.meta[key] for key in _META if key in node.meta}
+    if "example_value" in meta:
+        meta["example_value"] = tree_map_only(FakeTensor, fresh, meta["example_value"])
+    if "nn_module_stack" in meta:
+        meta["nn_module_stack"] = {
+            key: (path, _name(kind)) for key, (path, kind) in meta["nn_module_stack"].items()
+        }
+    if "source_fn_stack" in meta:
+        meta["source_fn_stack"] = [(name, _name(function)) for name, function in meta["source_fn_stack"]]
+    node.meta = meta
+
+
+def _name(value: Any) -> str:
+    return value if isinstance(value, str) else getattr(value, "__name__", str(value))

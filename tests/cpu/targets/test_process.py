@@ -1,0 +1,67 @@
+"""The process that compiles for a target: nothing is patched in the one that asks."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp_fx.errors import AmpFxError, TargetError
+from amp_fx.targets.process import TargetProcess
+from targets import needs_a_target, process
+
+pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
+
+
+def test_an_unknown_target_is_an_error_before_anything_is_started() -> None:
+    with pytest.raises(TargetError, match="Did you mean 'cuda:h100'"):
+        TargetProcess("cuda:h1000")
+
+
+def test_the_process_returns_what_a_function_returns_and_the_asking_one_stays_as_it_is() -> None:
+    assert process().call("operator:add", 2, 3) == 5
+    assert not torch.cuda.is_available()
+    assert process().call("amp_fx.targets.serving:enter", "cuda:h100") is None
+
+
+def test_errors_arrive_with_their_class_and_with_the_traceback_of_the_process() -> None:
+    with pytest.raises(AmpFxError, match="a reason") as raised:
+        process().call("targets:fail", "a reason")
+    assert "in fail" in str(raised.value.__cause__)
+
+
+def test_one_process_has_one_target() -> None:
+    with pytest.raises(TargetError, match="compiles for cuda:h100; cuda:a100 takes another process"):
+        process().call("amp_fx.targets.serving:enter", "cuda:a100")
+
+
+def test_a_process_that_dies_says_what_it_wrote_last() -> None:
+    message = "ended with code 3: what C\\+\\+ wrote"
+    with contextlib.closing(TargetProcess("cuda:h100")) as dying, pytest.raises(TargetError, match=message):
+        dying.call("targets:die")
+
+
+def start(code: str, **environment: str) -> str:
+    """The last line that a Python process writes."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    return done.stderr.strip().splitlines()[-1]
+
+
+ENTER = "from amp_fx.targets.serving import enter; enter('cuda:h100')"
+
+
+def test_a_machine_without_a_compiler_says_in_one_line_what_to_install(tmp_path: Path) -> None:
+    said = start(ENTER, PYTHONPATH=":".join(sys.path), CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
+    assert "TargetError: compiling for a GPU that is not there takes a C++ compiler" in said
+    assert "install g++" in said
+
+
+def test_a_machine_without_triton_says_in_one_line_what_to_install() -> None:
+    without = f"import sys; sys.modules['triton'] = None; {ENTER}"
+    assert "TargetError: compiling for CUDA takes Triton: pip install triton" in start(
+        without, PYTHONPATH=":".join(sys.path)
+    )

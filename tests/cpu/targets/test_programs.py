@@ -1,0 +1,67 @@
+"""Programs compiled for an H100 that is not there, forward and backward, as far as Inductor's fusion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_fx.targets.tracing import TracedGraph, Tracer
+from targets import Facts, needs_a_target, process
+
+pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
+
+OFF = {"profile": "off", "strict": True}
+
+
+def traced(program: nn.Module, *args: Tensor, **settings: Any) -> list[TracedGraph]:
+    tracer = Tracer()
+    torch.compile(program, backend=tracer, **settings)(*args)
+    return tracer.graphs
+
+
+def compiled(graphs: list[TracedGraph], options: dict[str, Any] | None) -> Facts:
+    return process().call("targets:compiled", graphs, options)
+
+
+class Head(nn.Module):
+    """A biased Linear whose result is read in fp32 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(F.gelu(self.body(x))), labels)
+
+
+@pytest.fixture(scope="module")
+def head() -> list[TracedGraph]:
+    torch._dynamo.reset()
+    return traced(Head(), torch.randn(128, 64), torch.randint(32, (128,)))
+
+
+def test_a_biased_linear_whose_result_is_only_widened_compiles(head: list[TracedGraph]) -> None:
+    facts = compiled(head, OFF)
+    assert facts.counts.extern_kernels == 5
+
+
+def test_weight_gradients_leave_matmuls_in_fp32_and_nothing_else_does(head: list[TracedGraph]) -> None:
+    facts = compiled(head, OFF)
+    assert facts.wide == ("output", "output")
+    assert facts.rounded == 0
+    assert "gradient" not in facts.casts
+
+
+def test_autocast_rounds_them_and_widens_them_again(head: list[TracedGraph]) -> None:
+    facts = compiled(head, None)
+    assert facts.wide == ()
+    assert facts.rounded == 2
+
+
+def test_no_kernel_only_casts_an_activation(head: list[TracedGraph]) -> None:
+    assert set(compiled(head, OFF).casts) == {"input"}

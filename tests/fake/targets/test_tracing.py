@@ -1,0 +1,120 @@
+"""Graphs that Dynamo traced on the CPU become data, and graphs for another device."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from amp_fx.targets.moving import move
+from amp_fx.targets.tracing import TracedGraph, Tracer
+
+CUDA = torch.device("cuda", 0)
+
+
+def traced(program: Callable[..., Any], *args: Any, **settings: Any) -> list[TracedGraph]:
+    tracer = Tracer()
+    torch.compile(program, backend=tracer, **settings)(*args)
+    return tracer.graphs
+
+
+def values(gm: fx.GraphModule) -> list[Any]:
+    return [node.meta["example_value"] for node in gm.graph.nodes if "example_value" in node.meta]
+
+
+def devices(gm: fx.GraphModule) -> set[str]:
+    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return {v.device.type for graph in graphs for v in values(graph) if isinstance(v, Tensor)}
+
+
+class Local(nn.Module):
+    """Makes tensors in every way that names a device, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(8, 8).tril() + torch.zeros(8, device="cpu") + torch.full((8,), 2.0, device=x.device)
+        return self.linear(x) @ mask + torch.arange(8) * torch.tensor(2.0).to("cpu")
+
+
+def test_everything_of_a_graph_moves() -> None:
+    (graph,) = traced(Local(), torch.randn(4, 8))
+    moved = move(graph.gm, CUDA)
+    assert devices(graph.gm) == {"cpu"}
+    assert devices(moved) == {"cuda"}
+
+
+def test_inputs_know_whether_they_are_parameters_and_require_gradients() -> None:
+    model = nn.Linear(8, 8)
+    model.bias.requires_grad_(False)
+    (graph,) = traced(model, torch.randn(4, 8, requires_grad=True))
+    moved = move(pickle.loads(pickle.dumps(graph)).gm, CUDA)
+    inputs = [node.meta["example_value"] for node in moved.graph.find_nodes(op="placeholder")]
+    assert [(isinstance(value, nn.Parameter), value.requires_grad) for value in inputs] == [
+        (True, True),
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_inputs_keep_the_names_that_parameters_have_in_the_program() -> None:
+    (graph,) = traced(Local(), torch.randn(4, 8))
+    moved = move(pickle.loads(pickle.dumps(graph)).gm, CUDA)
+    names = [str(node._dynamo_source.name) for node in moved.graph.find_nodes(op="placeholder")]  # type: ignore[attr-defined]
+    assert sum("linear" in name and "weight" in name for name in names) == 1
+
+
+def test_bodies_of_checkpoints_move_with_the_graph() -> None:
+    layer = nn.Linear(8, 8)
+
+    def program(x: Tensor) -> Any:
+        return checkpoint(lambda y: layer(y) + torch.ones(8), x, use_reentrant=False)
+
+    (graph,) = traced(program, torch.randn(4, 8, requires_grad=True))
+    copy = pickle.loads(pickle.dumps(graph))
+    bodies = [child for child in copy.gm.children() if isinstance(child, fx.GraphModule)]
+    assert bodies
+    assert devices(move(copy.gm, CUDA)) == {"cuda"}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_survives_the_way_to_another_process(dynamic: bool) -> None:
+    class Net(Local):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).flatten()[: x.shape[0]] * x.shape[0]
+
+    (graph,) = traced(Net(), torch.randn(4, 8), dynamic=dynamic)
+    copy = pickle.loads(pickle.dumps(graph))
+    assert str(copy.gm.graph) == str(graph.gm.graph)
+    assert [copy.name, copy.grad, copy.autocast] == [graph.name, True, None]
+    sizes = {type(size) for v in values(move(copy.gm, CUDA)) if isinstance(v, Tensor) for size in v.shape}
+    assert (torch.SymInt in sizes) is dynamic
+    with_stack = [node for node in copy.gm.graph.nodes if node.meta.get("nn_module_stack")]
+    assert with_stack
+    assert with_stack[0].meta["stack_trace"]
+
+
+def test_what_is_ambient_while_dynamo_traces_belongs_to_the_graph() -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        (graph,) = traced(nn.Linear(8, 8), torch.randn(4, 8))
+    assert (graph.grad, graph.autocast) == (False, torch.bfloat16)
+
+
+def test_a_program_runs_as_it_is_while_it_is_traced() -> None:
+    def program(x: Tensor) -> Tensor:
+        y = x + 1
+        # a graph break, and a decision by a value
+        return y * 2 if y.sum().item() > 0 else y * 3
+
+    tracer = Tracer()
+    result = torch.compile(program, backend=tracer)(torch.ones(3))
+    assert result.tolist() == [4.0] * 3
+    assert len(tracer.graphs) == 2
+    assert "item" in tracer.graphs[0].graph_break

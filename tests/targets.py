@@ -1,0 +1,128 @@
+"""What tests ask of a process that compiles for a target: functions that run there, and the process itself."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import stock_inductor
+from amp_fx.backend import amp_fx
+from amp_fx.errors import AmpFxError
+from amp_fx.reports.kernels import cast_kernels
+from amp_fx.targets.compiling import compile_graph
+from amp_fx.targets.process import TargetProcess
+from amp_fx.targets.tracing import TracedGraph
+from benchmarks.counts import Counter, Counts
+
+__all__ = ["Facts", "compiled", "needs_a_target", "process"]
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+#: Triton is there wherever there is one for the platform; g++ compiles for Inductor on a CPU as well
+needs_a_target = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or shutil.which(os.environ.get("CXX", "g++")) is None,
+    reason="needs Triton and a C++ compiler",
+)
+
+
+@functools.cache
+def process(target: str = "cuda:h100") -> TargetProcess:
+    """One process for each target; it lives as long as the tests."""
+    found = TargetProcess(target)
+    atexit.register(found.close)
+    return found
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a program became on a target.
+
+    Attributes:
+        counts: of all kernels, forward and backward.
+        casts: for each kernel that only casts, what it casts: ``"input"``, ``"gradient"`` or ``"activation"``.
+        wide: matmuls that return fp32, by whether ``"output"`` or something else reads them.
+        rounded: how many 16-bit matmul results a kernel widens to return them.
+    """
+
+    counts: Counts
+    casts: tuple[str, ...]
+    wide: tuple[str, ...]
+    rounded: int
+
+
+def compiled(
+    graphs: Sequence[TracedGraph], options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16
+) -> Facts:
+    """Runs in the process. Compiles with amp_fx, or under stock autocast to ``dtype`` without options."""
+    counter = Counter()
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if options is not None:
+            return amp_fx(gm, inputs, options=options)
+        with torch.autocast("cuda", dtype):
+            return stock_inductor(gm, inputs)
+
+    for graph in graphs:
+        compile_graph(graph, backend, counter.inner_compile)
+    lowered = [graph for _, graph in counter.graphs]
+    return Facts(
+        counter.total,
+        tuple(_what(cast) for graph in lowered for casts, _ in cast_kernels(graph) for cast in casts),
+        tuple(_reader(node) for graph in lowered for node in _calls(graph.after, _WIDE)),
+        sum(_is_rounded(node) for graph in lowered for node in _calls(graph.after, _MATMULS)),
+    )
+
+
+_WIDE = (aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype)
+_MATMULS = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+_VIEWS = (aten.permute.default, aten.view.default, aten.reshape.default, aten.expand.default)
+
+
+def _calls(gm: fx.GraphModule, targets: Sequence[Any]) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.target in targets]
+
+
+def _what(cast: fx.Node) -> str:
+    source = cast
+    while source.op == "call_function" and len(source.all_input_nodes) == 1:
+        source = source.all_input_nodes[0]
+    if source.op == "placeholder" and not source.name.startswith("tangents"):
+        return "input"
+    return "gradient" if _reader(cast) == "output" else "activation"
+
+
+def _reader(node: fx.Node) -> str:
+    """``"output"`` where a value, or a view of it, is returned and not read otherwise."""
+    leaves = all(
+        user.op == "output" or (user.target in _VIEWS and _reader(user) == "output") for user in node.users
+    )
+    return "output" if leaves else "activation"
+
+
+def _is_rounded(node: fx.Node) -> bool:
+    readers = list(node.users)
+    for reader in readers:
+        readers += list(reader.users) if reader.target in _VIEWS else []
+    casts = [r for r in readers if r.target is prims.convert_element_type.default]
+    return any(cast.meta["val"].dtype is torch.float32 and _reader(cast) == "output" for cast in casts)
+
+
+def fail(message: str) -> None:
+    """An error of amp_fx."""
+    raise AmpFxError(message)
+
+
+def die() -> None:
+    """Ends the process in the way that a C++ assertion does, but with a code of its own."""
+    os.write(2, b"what C++ wrote\n")
+    os._exit(3)
