@@ -86,6 +86,7 @@ __all__ = [
     "make_fx",
     "nesting_change",
     "observe_freezing",
+    "program_outputs",
     "replace_inner_compile",
     "rest_left_out",
     "saved_tensors_shield",
@@ -466,6 +467,16 @@ def joint_roles(gm: fx.GraphModule) -> JointRoles | None:
         if isinstance(descriptor, GradAOTOutput) and isinstance(descriptor.grad_of, PlainAOTInput):
             gradients.setdefault(descriptor.grad_of.idx, []).append(position)
     return JointRoles(inputs, tangents, gradients) if gradients else None
+
+
+def program_outputs(forward: fx.GraphModule) -> list[fx.Node]:
+    """What a forward graph returns to the program, and not, or not only, to its backward."""
+    from torch._functorch._aot_autograd import descriptors
+
+    saved = tuple(kind for name, kind in vars(descriptors).items() if name.startswith("SavedForBackwards"))
+    output = forward.graph.output_node()
+    described = zip(output.args[0], output.meta.get("desc") or (), strict=False)  # type: ignore[arg-type]  # a list
+    return [node for node, what in described if isinstance(node, fx.Node) and not isinstance(what, saved)]
 
 
 def source_hash(*modules: ModuleType) -> str:

@@ -1,9 +1,11 @@
 """What mixed precision costs, counted, not timed: casts, bytes moved, bytes saved for backward, kernels.
 
     python -m benchmarks.counts [--only NAME ...] [--arms NAME ...] [--modes MODE ...] [--json FILE]
+                                [--target cuda:h100]
 
 Every arm compiles through Inductor up to and including fusion, where counts are exact and free of noise; no
-code is generated, so nothing has to be compiled or timed. What each number is, is said at :class:`Counts`.
+code is generated, so nothing has to be compiled or timed. What each number is, is said at :class:`Counts`. The GPU of
+a ``--target`` need not be in the machine.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from amp_fx._torch import Lowered, lower_with_inductor, replace_inner_compile, size_hint
-from amp_fx.errors import FallbackWarning, OptionsError
+from amp_fx._torch import Lowered, lower_with_inductor, program_outputs, replace_inner_compile, size_hint
+from amp_fx.errors import FallbackWarning, OptionsError, TargetError
 from amp_fx.graphs.facts import cast_bytes
 from amp_fx.reports.kernels import cast_kernels, conversions
+from amp_fx.targets import TARGETS, find_target
+from amp_fx.targets.serving import enter
 from benchmarks.arms import ARMS, MODES, Arm, prepare
+from benchmarks.on_target import ASSUMED, compile_arm
 from benchmarks.results import describe, write
 from benchmarks.workloads import WORKLOADS, Workload, make
 
@@ -39,8 +44,8 @@ class Counts:
         conversions: of one floating dtype to another in the final graph, in registers for the most part.
         conversion_bytes: what they would read and write if each were a kernel of its own.
         bytes_moved: Inductor's estimate of what all kernels read and write, after fusion.
-        saved_bytes: storages that the forward returns for the backward. Inputs and parameters are not
-            counted, since they live on anyway, nor views of them.
+        saved_bytes: storages that the forward keeps for the backward. Inputs, parameters and what the program
+            returns are not counted, since they live on anyway, nor views of them.
         extern_kernels: calls of library kernels: matmuls, convolutions, attention.
         generated_kernels: kernels that Inductor would generate.
         casts: kernels that convert and move values and compute nothing.
@@ -129,21 +134,23 @@ def _saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
     AOTAutograd gives a saved value the same name in both graphs. Storages are counted once, and whole: a
     saved slice keeps all of it alive.
     """
-    inputs = {
-        node.meta["val"].untyped_storage()._cdata
-        for node in forward.graph.find_nodes(op="placeholder")
-        if isinstance(node.meta.get("val"), Tensor)
+    others = {
+        storage._cdata
+        for node in (*forward.graph.find_nodes(op="placeholder"), *program_outputs(forward))
+        if (storage := _storage(node)) is not None
     }
     returned = {node.name: node for node in forward.graph.output_node().all_input_nodes}
     storages: dict[int, int] = {}
     for node in backward.graph.find_nodes(op="placeholder"):
-        source = returned.get(node.name)
-        value = source.meta.get("val") if source is not None else None
         # neither tangents, which the forward does not return, nor symbolic sizes
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
+        if node.name in returned and (storage := _storage(returned[node.name])) is not None:
             storages[storage._cdata] = size_hint(storage.nbytes())
-    return sum(size for storage, size in storages.items() if storage not in inputs)
+    return sum(size for storage, size in storages.items() if storage not in others)
+
+
+def _storage(node: fx.Node) -> torch.UntypedStorage | None:
+    value = node.meta.get("val")
+    return value.untyped_storage() if isinstance(value, Tensor) else None
 
 
 #: what is counted unless asked for more
@@ -173,6 +180,12 @@ class Row:
 def measure(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Row:
     """Counts one workload, arm and mode. Leaves the workload's model as it was.
 
+    Args:
+        workload: what to run.
+        arm: how.
+        mode: of :data:`benchmarks.arms.MODES`.
+        device: where, or the target of this process.
+
     Raises:
         OptionsError: this version of amp_fx does not know the arm's options.
     """
@@ -185,6 +198,10 @@ def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple
     if mode == "inference" and arm.backend == "amp_fx":
         # where copies may live across calls there are two graphs, of which each call runs one
         arm = replace(arm, options={"weights": "cast", **(arm.options or {})})
+    if device in TARGETS:
+        counter = Counter()
+        notes = compile_arm(workload, arm, mode, counter.inner_compile)
+        return Row(workload.name, arm.name, mode, counter.forward, counter.backward, notes), counter
     prepared = prepare(workload, arm, mode, device)
     with warnings.catch_warnings(record=True) as caught, counting() as counter:
         warnings.simplefilter("always", FallbackWarning)
@@ -269,10 +286,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
     parser.add_argument("--json", metavar="FILE", help="write a header line and one line per row")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--target", metavar="NAME", help=f"instead of a device: {', '.join(TARGETS)}")
     args = parser.parse_args(argv)
 
-    header = describe(args.device)
-    print(", ".join(f"{key} {value}" for key, value in header.items()))
+    device = args.device
+    if args.target:
+        try:
+            device = find_target(args.target).name
+            enter(device)
+        except TargetError as error:
+            parser.error(str(error))
+    header = describe(device)
+    if args.target:
+        header["assumed"] = ASSUMED
+    for key, value in header.items():
+        print(f"{key}: {'; '.join(value) if isinstance(value, tuple) else value}")
     rows: list[Row] = []
     failed: list[str] = []
     for name in args.only:
@@ -281,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for arm in args.arms:
                 print(f"{name} {mode} {arm}", file=sys.stderr)
                 try:
-                    rows.append(measure(workload, ARMS[arm], mode, args.device))
+                    rows.append(measure(workload, ARMS[arm], mode, device))
                 except OptionsError as error:
                     print(f"  skipped: {error}", file=sys.stderr)
                 except Exception as error:  # the other rows are worth having

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from amp_fx.targets import TARGETS
 from benchmarks.spread import Spread, spread
 
 __all__ = ["TimingRow", "describe", "read", "read_timings", "write"]
@@ -93,6 +94,9 @@ def _output(*command: str) -> str:
 
 
 def _hardware(device: str) -> str:
+    if device in TARGETS:
+        target = TARGETS[device]
+        return f"{device} ({target.gpu.name}, {target.architecture}), not in the machine"
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

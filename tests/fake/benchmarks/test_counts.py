@@ -195,3 +195,16 @@ def test_rows_above_autocast_are_named() -> None:
     rows = [row("autocast", 4), row("bf16", 9), row("amp_fx", 5)]
     assert counts.above_autocast(rows) == ["toy training, amp_fx: casts 5 > 4"]
     assert "5 1.250" in counts.table(rows, "training")
+
+
+def test_what_the_program_returns_is_not_counted_as_saved() -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        return y, y.sin().sum()
+
+    with counting() as returned:
+        torch.compile(program)(*operands(requires_grad=True))[1].backward()
+    with counting() as kept:
+        torch.compile(lambda x, w: program(x, w)[1])(*operands(requires_grad=True)).backward()
+    # the backward of sin reads the product
+    assert (returned.total.saved_bytes, kept.total.saved_bytes) == (0, RESULT * FP32)
