@@ -16,6 +16,7 @@ from amp_fx.cli.command import MODULE, program
 from amp_fx.cli.export_command import EXPORT
 from amp_fx.cli.profile_command import PROFILE
 from amp_fx.cli.report_commands import REPORT_COMMANDS
+from amp_fx.cli.targets_command import TARGETS_COMMAND
 from amp_fx.errors import AmpFxError
 
 __all__ = ["main"]
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 _COMMANDS = {
     **REPORT_COMMANDS,
+    "targets": TARGETS_COMMAND,
     "profile": PROFILE,
     "export": EXPORT,
 }

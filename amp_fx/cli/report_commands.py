@@ -41,13 +41,19 @@ def _load(spec: str) -> Target:
     return load_program(spec) if spec.endswith(".pt2") else load_target(spec)
 
 
-def _report(spec: str, options: dict[str, Any]) -> Report:
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", metavar="NAME", help="a GPU that need not be in this machine; see the command targets"
+    )
+
+
+def _report(spec: str, options: dict[str, Any], target: str | None = None) -> Report:
     if spec.endswith(".json"):
-        if options:
-            raise AmpFxError(f"{spec!r} is a report already: options are for a MODEL.")
+        if options or target:
+            raise AmpFxError(f"{spec!r} is a report already: options are for a MODEL, and so is a target.")
         return Report.load(spec)
     loaded = _load(spec)
-    return amp_fx.explain(loaded.model, *loaded.args, options=options, **loaded.kwargs)
+    return amp_fx.explain(loaded.model, *loaded.args, options=options, target=target, **loaded.kwargs)
 
 
 def _print(text: str, data: Any, as_json: bool) -> None:
@@ -65,12 +71,14 @@ examples:
   %(prog)s train:build --options '{{"dtype": "float16"}}' --table
   %(prog)s train:build -o before.json -o report.md
   %(prog)s model.pt2 --json | jq .summary.shares
+  %(prog)s train:build --target cuda:h100
 """
 
 
 def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, "model")
     _add_options(parser, "--options", "options of the backend")
+    _add_target(parser)
     parser.add_argument("--table", action="store_true", help="also print calls by op and dtype")
     parser.add_argument(
         "-o",
@@ -84,7 +92,7 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    report = _report(args.model, args.options)
+    report = _report(args.model, args.options, args.target)
     table = f"\n\n{report.table()}" if args.table else ""
     _print(f"{report}{table}", report.to_dict(), args.json)
     for path in args.output:
@@ -104,6 +112,7 @@ examples:
 def _draw_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, "model")
     _add_options(parser, "--options", "options of the backend")
+    _add_target(parser)
     parser.add_argument(
         "-o", "--output", default="amp_fx.html", metavar="FILE",
         help=".html, .svg, .png or .dot (default: %(default)s)",
@@ -116,7 +125,7 @@ def _draw_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _draw(args: argparse.Namespace) -> int:
     earlier = Report.load(args.against) if args.against else None
-    path = _report(args.model, args.options).save(args.output, against=earlier)
+    path = _report(args.model, args.options, args.target).save(args.output, against=earlier)
     _print(f"wrote {path}", {"path": str(path)}, args.json)
     return 0
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.fx as fx
 from torch import nn
 
-from amp_fx._torch import LeftOut, is_left_out_in_place
-from amp_fx.graphs.uncompiled import remedy
+from amp_fx._torch import (
+    DynamoWatch,
+    LeftOut,
+    breaks_without_graph,
+    is_left_out_in_place,
+    rest_left_out,
+)
+from amp_fx.graphs.uncompiled import listen_again, remedy
 from amp_fx.plans.plan import Plan
 from amp_fx.reports.advice import NOT_COMPILED, Advice
 
-__all__ = ["is_compiled_in_place", "left_out_advice"]
+__all__ = ["NotCompiled", "entry_of", "is_compiled_in_place", "left_out_advice"]
 
 #: one line of the first screen, whole
 _IN_PLACE_REMEDY = (
@@ -30,17 +40,52 @@ def is_compiled_in_place(program: Callable[..., Any]) -> bool:
     return getattr(program, "_compiled_call_impl", None) is not None
 
 
+def entry_of(program: Callable[..., Any]) -> Callable[..., Any]:
+    """What to give to ``torch.compile`` so that a module is compiled as its own ``compile`` method does it."""
+    return program._call_impl if is_compiled_in_place(program) else program  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@dataclass
+class NotCompiled:
+    """What Dynamo says of what it does not compile, while it traces one call.
+
+    Attributes:
+        left_out: functions that it gave up.
+        breaks: every graph break, also where there was no graph yet.
+    """
+
+    left_out: list[LeftOut] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[None]:
+        """Inside, Dynamo compiles everything anew, and forgets it afterwards."""
+        torch.compiler.reset()
+        DynamoWatch(self.left_out.append).start()
+        try:
+            yield
+            self.breaks.extend(breaks_without_graph())
+        finally:
+            torch.compiler.reset()
+            listen_again()
+
+    def graph(self, gm: fx.GraphModule) -> None:
+        """Notes what a graph says of code after it."""
+        if (rest := rest_left_out(gm)) is not None:
+            self.left_out.append(rest)
+
+
 def left_out_advice(
-    program: Callable[..., Any], plans: Sequence[Plan], left_out: Sequence[LeftOut], breaks: Sequence[str]
+    program: Callable[..., Any], plans: Sequence[Plan], not_compiled: NotCompiled
 ) -> list[Advice]:
     """A note for everything that runs eagerly although it was to be compiled.
 
     Args:
         program: a module or function, as the user has it.
         plans: of its graphs.
-        left_out: functions that Dynamo gave up.
-        breaks: all graph breaks, in Dynamo's order.
+        not_compiled: what Dynamo said of it.
     """
+    left_out, breaks = not_compiled.left_out, not_compiled.breaks
     found = _in_place(program)
     found += [
         Advice(NOT_COMPILED, f"{_what(row)}: {row.reason}", remedy=remedy(row))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from amp_fx._torch import FakeTensor, compile_id, graph_break
-from amp_fx.targets._torch import graph_from_bytes, graph_to_bytes
+from amp_fx._torch import FakeTensor, FakeTensorMode, compile_id, graph_break
+from amp_fx.errors import TargetError
+from amp_fx.graphs.facts import tensors
 from amp_fx.targets.moving import SOURCE_META, fresh, rebuild
 
-__all__ = ["TracedGraph", "Tracer"]
+__all__ = ["TracedGraph", "Tracer", "on_meta", "without_data"]
 
 #: what of a node's metadata the passes and the reports read
 _META = ("example_value", "nn_module_stack", "source_fn_stack", "stack_trace")
@@ -40,10 +44,15 @@ class TracedGraph:
 
     def __reduce__(self) -> tuple[Callable[..., TracedGraph], tuple[Any, ...]]:
         """Graphs and fake tensors need a pickler of their own."""
+        # late, here and below: it imports Inductor, which takes over a second
+        from amp_fx.targets._torch import graph_to_bytes
+
         return _unpickled, (self.name, graph_to_bytes(self.gm), self.grad, self.autocast, self.graph_break)
 
 
 def _unpickled(name: str, gm: bytes, *rest: Any) -> TracedGraph:
+    from amp_fx.targets._torch import graph_from_bytes
+
     return TracedGraph(name, graph_from_bytes(gm), *rest)
 
 
@@ -72,7 +81,48 @@ class Tracer:
                 node.meta["example_value"].requires_grad_(value.requires_grad)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         self.graphs.append(TracedGraph(compile_id(), traced, torch.is_grad_enabled(), dtype, graph_break(gm)))
-        return gm.forward
+
+        def run(*args: Any) -> Any:
+            # what the graph makes is to be of the kind of what it gets
+            modes = [value.fake_mode for value in args if isinstance(value, FakeTensor)]
+            with modes[0] if modes else contextlib.nullcontext():
+                return gm.forward(*args)
+
+        return run
+
+
+def on_meta(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a tensor of the program or of the call has no data."""
+    return any(value.is_meta for value in _held(program, args, kwargs))
+
+
+def without_data(
+    program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Copies of a program and of its arguments, whose tensors are fake ones on the CPU.
+
+    Raises:
+        TargetError: the program cannot be copied.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copies: dict[int, Any] = {}
+    for value in _held(program, args, kwargs):
+        with mode:
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        is_parameter = isinstance(value, nn.Parameter)
+        requires_grad = value.requires_grad
+        copies[id(value)] = (
+            nn.Parameter(fake, requires_grad) if is_parameter else fake.requires_grad_(requires_grad)
+        )
+    try:
+        return copy.deepcopy((program, args, kwargs), copies)
+    except Exception as error:  # of the user's classes
+        raise TargetError(f"a model on the meta device is copied, and this one cannot be: {error}") from error
+
+
+def _held(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    own = [*program.parameters(), *program.buffers()] if isinstance(program, nn.Module) else []
+    return own + tensors((args, kwargs))
 
 
 def _as_data(node: fx.Node) -> None:

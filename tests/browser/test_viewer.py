@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import amp_fx
 from amp_fx._torch import Lowered
-from amp_fx.reports import explaining
+from amp_fx.reports import explaining, lowered
 from amp_fx.reports.report import Report
 from amp_fx.viz.model import drawing
 from amp_fx.viz.style import DTYPES, LOWER
@@ -149,7 +149,7 @@ def gpt2() -> Report:
     config = GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explaining, "lower_with_inductor", lower)
+        patch.setattr(lowered, "lower_with_inductor", lower)
         patch.setattr(explaining, "supported_devices", tuple)
         return amp_fx.explain(model, torch.randint(32, (2, 8)), options={"profile": "off"})
 

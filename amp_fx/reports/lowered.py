@@ -1,0 +1,166 @@
+"""Lowered graphs become what a report shows: plans of the backward, kernels that only cast, and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import Lowered, OpOverload, compile_id, lower_with_inductor
+from amp_fx.graphs.facts import (
+    arguments,
+    cast_bytes,
+    is_eligible,
+    module_path,
+    source_line,
+    tensor_nodes,
+    tensors,
+)
+from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name, input_plan, measure
+from amp_fx.policy import OpClass
+from amp_fx.policy.table import op_name
+from amp_fx.reports.kernels import cast_kernels, conversion, conversions
+from amp_fx.reports.report import Cost
+
+__all__ = ["LoweredGraph", "LoweredGraphs"]
+
+
+@dataclass(frozen=True)
+class LoweredGraph:
+    """One graph as Inductor would compile it, with Dynamo's id."""
+
+    name: str
+    phase: str
+    lowered: Lowered
+
+
+@dataclass
+class LoweredGraphs:
+    """Everything that was compiled, in the order of compilation; no code is generated.
+
+    Attributes:
+        graphs: forward and backward graphs.
+    """
+
+    graphs: list[LoweredGraph] = field(default_factory=list)
+
+    def inner_compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
+    ) -> Callable[..., Any]:
+        """Stands in for Inductor's; see :func:`amp_fx._torch.replace_inner_compile`."""
+        lowered = lower_with_inductor(gm, example_inputs, **options)
+        phase = "backward" if options.get("is_backward") else "forward"
+        self.graphs.append(LoweredGraph(compile_id(), phase, lowered))
+        return lowered.call
+
+    def complete(self, plans: list[Plan]) -> None:
+        """Adds the plans of the backward graphs, and says of each cast whether it is a kernel of its own.
+
+        Args:
+            plans: of the forward graphs.
+        """
+        # in the order of the forward graphs
+        plans += [
+            _backward_plan(graph.lowered.before, graph.name, plans)
+            for graph in self.graphs
+            if graph.phase == "backward"
+        ]
+        for plan in plans:
+            for graph in self.graphs:
+                if (graph.name, graph.phase) == (plan.graph, plan.phase):
+                    _mark_kernels(plan, graph.lowered)
+
+    @property
+    def cost(self) -> Cost:
+        """Of all graphs."""
+        casts = [pair for graph in self.graphs for pair in conversions(graph.lowered.after)]
+        kernels = [size for graph in self.graphs for _, size in cast_kernels(graph.lowered)]
+        return Cost(
+            casts=len(casts),
+            cast_bytes=sum(cast_bytes(before, after.dtype) for before, after in casts),
+            kernels=len(kernels),
+            kernel_bytes=sum(kernels),
+            moved=sum(graph.lowered.bytes_moved for graph in self.graphs),
+        )
+
+
+def _mark_kernels(plan: Plan, lowered: Lowered) -> None:
+    """Says of each cast whether a kernel of its own does it. Casts in bodies of higher-order ops are not found."""
+    alone = {
+        _planned_name(node) if plan.phase == "forward" else node.name
+        for casts, _ in cast_kernels(lowered)
+        for node in casts
+    }
+    for cast in plan.casts:
+        cast.kernel = cast.name in alone
+
+
+def _planned_name(node: fx.Node) -> str:
+    """The name in the plan of what AOTAutograd traced the node from."""
+    origin = node.meta.get("from_node")
+    return origin[-1].name if origin else node.name
+
+
+def _backward_plan(gm: fx.GraphModule, graph: str, forward: Sequence[Plan]) -> Plan:
+    """What the backward computes in which dtype: nothing is decided there, it mirrors the forward."""
+    origin = next((plan for plan in forward if plan.graph == graph), Plan(graph))
+    low = next((node.low for node in origin.nodes if node.low is not None), None)
+    plan = Plan(graph, origin.policy, phase="backward")
+    flops: dict[Any, int] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and (given := input_plan(node, "")) is not None:
+            # what AOTAutograd calls the forward's own inputs
+            given.parameter = node.name.startswith("primals")
+            plan.inputs.append(given)
+        if node.op != "call_function":
+            continue
+        if (values := conversion(node)) is not None:
+            plan.casts.append(_backward_cast(node, *values))
+            continue
+        row = _backward_node(node, low)
+        measure(row, node, "", flops)
+        plan.nodes.append(row)
+    return plan
+
+
+def _backward_cast(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> CastPlan:
+    return CastPlan(
+        name=node.name,
+        value=node.all_input_nodes[0].name,
+        from_dtype=before.dtype,
+        to_dtype=after.dtype,
+        bytes=cast_bytes(before, after.dtype),
+        users=tuple(user.name for user in node.users),
+        inserted=True,
+        source=source_line(node),
+    )
+
+
+def _backward_node(node: fx.Node, low: torch.dtype | None) -> NodePlan:
+    results = [value for value in tensors(node.meta.get("val")) if is_eligible(value)]
+    dtypes = {
+        source.meta["val"].dtype
+        for _, value in arguments(node)
+        for source in tensor_nodes(value)
+        if is_eligible(source.meta.get("val"))
+    }
+    dtype = results[0].dtype if results else None
+    origin = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
+    what = f"gradient of {getattr(origin[-1][1], '__name__', origin[-1][1])}" if origin else "gradient"
+    read = ", ".join(sorted(map(dtype_name, dtypes))) or "nothing floating"
+    return NodePlan(
+        name=node.name,
+        op=op_name(node.target)
+        if isinstance(node.target, OpOverload)
+        else getattr(node.target, "__name__", str(node.target)),
+        module_path=module_path(node),
+        op_class=OpClass.FOLLOW if len(dtypes) < 2 else OpClass.PROMOTE,
+        reason=f"{what}: reads {read}, as the forward left it",
+        source=source_line(node),
+        traced=dtype,
+        low=low,
+        dtype=dtype,
+    )

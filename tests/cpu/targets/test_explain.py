@@ -1,0 +1,131 @@
+"""``amp_fx.explain(..., target=...)``: the report of a GPU that is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.cli.entry import main
+from amp_fx.errors import TargetError
+from amp_fx.reports.report import Report
+from targets import needs_a_target
+
+pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
+
+
+class Net(nn.Module):
+    """A local class, a dictionary and a graph break, as in a notebook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 4096)
+        self.down = nn.Linear(4096, 64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.up(x).relu()
+        torch._dynamo.graph_break()
+        self.calls += 1
+        y = self.down(hidden)
+        return {"y": y, "loss": nn.functional.mse_loss(y, x if target is None else target)}
+
+
+OFF = {"profile": "off"}
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return amp_fx.explain(Net(), torch.randn(256, 64), options=OFF, target="cuda:h100")
+
+
+def test_the_report_has_plans_and_costs_of_forward_and_backward(report: Report) -> None:
+    assert report.title == "Net on cuda:h100"
+    assert sorted(plan.phase for plan in report.plans) == ["backward", "backward", "forward", "forward"]
+    assert {row.dtype for plan in report.plans for row in plan.nodes if row.op == "linear"} == {
+        torch.bfloat16
+    }
+    ours, autocast = report.costs["amp_fx"], report.costs["torch.autocast"]
+    assert ours.moved is not None
+    assert autocast.moved is not None
+    assert 0 < ours.moved < autocast.moved
+
+
+def test_the_report_names_graph_breaks_modules_and_source_lines(report: Report) -> None:
+    assert len(report.graph_breaks) == 1
+    assert "graph_break" in report.graph_breaks[0]
+    (up, down) = [row for plan in report.plans for row in plan.nodes if row.op == "linear"]
+    assert (up.module_path, down.module_path) == ("up", "down")
+    assert "test_explain.py" in up.source
+
+
+def test_a_report_of_a_target_is_drawn_and_kept_like_any_other(report: Report, tmp_path: Path) -> None:
+    again = Report.load(report.save(tmp_path / "report.json"))
+    assert again.to_dict() == report.to_dict()
+    assert "cuda:h100" in Path(report.save(tmp_path / "picture.html")).read_text(encoding="utf-8")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, x = Net(), torch.randn(8, 64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    amp_fx.explain(model, x, options=OFF, target="cuda:h100")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not torch.cuda.is_available()
+
+
+def test_a_model_on_the_meta_device_has_the_same_report(report: Report) -> None:
+    with torch.device("meta"):
+        model, x = Net(), torch.empty(256, 64)
+    found = amp_fx.explain(model, x, options=OFF, target="cuda:h100")
+    assert found.costs == report.costs
+    assert [plan.nodes for plan in found.plans] == [plan.nodes for plan in report.plans]
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def build() -> tuple[nn.Module, tuple[Tensor]]:
+    """Bound by the start of kernels on a fast card, by arithmetic on a slow one."""
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)), (torch.randn(512, 256),)
+
+
+def test_the_rates_are_those_of_the_target(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, args = build()
+    fast = amp_fx.explain(model, *args, target="cuda:h100")
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    assert main(["explain", "test_explain:build", "--target", "cuda:l4", "--json"]) == 0
+    slow = Report.from_dict(json.loads(capsys.readouterr().out))
+    assert slow.title == "Sequential on cuda:l4"
+    found = [[row.dtype for row in r.plan.nodes if row.op == "linear"] for r in (fast, slow)]
+    assert found == [[torch.float32] * 2, [torch.bfloat16] * 2]
+
+
+def test_an_unknown_target_names_the_nearest_one() -> None:
+    with pytest.raises(TargetError, match="Did you mean 'cuda:h100'"):
+        amp_fx.explain(nn.Linear(2, 2), torch.randn(1, 2), target="cuda:h101")
+
+
+def test_a_tensor_is_the_argument_of_the_model_that_is_called_target() -> None:
+    x = torch.randn(8, 64)
+    assert amp_fx.explain(Net(), x, target=torch.zeros(8, 64), options=OFF).title == "Net"
+
+
+def test_errors_of_the_other_process_are_those_of_this_one() -> None:
+    options = {"numerics": "eager", "plan": "no-such-file.json"}
+    with pytest.raises(amp_fx.PlanError, match="no-such-file"):
+        amp_fx.explain(nn.Linear(2, 2), torch.randn(1, 2), options=options, target="cuda:h100")
+
+
+def test_the_command_names_the_nearest_target_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    assert main(["explain", "test_explain:build", "--target", "cuda:a10"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: Unknown target 'cuda:a10'")
