@@ -6,19 +6,18 @@ import argparse
 import json
 import sys
 
-from amp_fx.cli.command import PROG, Command, paint
+from amp_fx.cli.command import Command, paint
 from amp_fx.targets import TARGETS, Target
 
 __all__ = ["TARGETS_COMMAND"]
 
-_TEXT = f"""
+_TEXT = """
 Published numbers of GPUs that need not be in this machine, as the cost model has them before it takes off what is not
 reached. Attention, padding and tuning are assumed; see docs/targets.md.
 
 examples:
-  {PROG} targets
-  {PROG} targets --json | jq '.[].name'
-  {PROG} explain train:build --target cuda:h100
+  %(prog)s
+  %(prog)s --json | jq '.[].name'
 """
 
 _COLUMNS = {
