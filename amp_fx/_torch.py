@@ -791,4 +791,6 @@ def wrapped_tensors(value: Any) -> list[torch.Tensor]:
     if hasattr(value, "trigger_wait"):
         # a collective may still be writing it
         return [value.trigger_wait()]
-    return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+    # a DTensor has its mesh among them
+    return [part for part in parts if isinstance(part, torch.Tensor)]

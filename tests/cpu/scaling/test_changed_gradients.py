@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from amp_fx import GradScaler
 from scaled import INF, Net, batch, compiled, loss_of, new_scaler, same, sgd, weights
@@ -240,6 +242,20 @@ def averaging_over_one_process() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def test_the_local_part_of_a_sharded_gradient_is_read() -> None:
+    with averaging_over_one_process():
+        mesh = init_device_mesh("cpu", (1,))
+        local = torch.ones(4, 4)
+        sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        model, scaler = Net(), new_scaler()
+        optimizer = torch.optim.SGD([*model.parameters(), sharded], lr=0.1)
+        scaler.scale(loss_of(compiled(model), batch())).backward()
+        local[3, 3] = NAN
+        sharded.grad = DTensor.from_local(local, mesh, [Shard(0)])
+        scaler.step(optimizer)
+        assert not scaler.step_taken(optimizer)
 
 
 def test_what_a_communication_hook_of_ddp_makes_of_gradients_is_read() -> None:
