@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ class LowInputsProgram(torch.export.ExportedProgram):
 
 
 def _check_inputs(
-    names: tuple[Any, ...],
+    names: Collection[Any],
     examples: Any,
     module: torch.nn.Module,
     args: tuple[Any, ...],

@@ -197,7 +197,7 @@ class OwnSequential(nn.Sequential):
 
 @pytest.mark.parametrize("way", ["torch.compile", "wrap_top_frame", "subclass"])
 def test_the_remedies_that_are_named_compile_a_model_of_torchs_own(way: str) -> None:
-    kind: type[nn.Sequential] = OwnSequential if way == "subclass" else nn.Sequential
+    kind: Callable[..., nn.Module] = OwnSequential if way == "subclass" else nn.Sequential
     model, x = kind(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
     with amp_fx.record() as recording, torch._dynamo.config.patch(wrap_top_frame=way == "wrap_top_frame"):
         run = compiled(model) if way == "torch.compile" else compiled_in_place(model)

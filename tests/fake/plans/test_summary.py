@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_the_log_has_one_line_for_each_compiled_graph(
 
 
 @pytest.mark.parametrize(("kind", "low"), [(nn.LSTM, 2), (nn.RNN, 2), (nn.GRU, 1)])
-def test_recurrent_layers_count_as_matmuls(kind: type[nn.RNNBase], low: int) -> None:
+def test_recurrent_layers_count_as_matmuls(kind: Callable[..., nn.Module], low: int) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
