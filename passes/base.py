@@ -22,6 +22,7 @@ from amp_fx.errors import PassError
 from amp_fx.graphs.capture import REGION_META
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.reading import add_graph
 from amp_fx.policy import Policy
 
 __all__ = ["Pass", "PassContext", "PassResult", "bodies", "run_in_order", "run_passes"]
@@ -112,7 +113,7 @@ def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContex
         plan.inputs += inner.inputs
     run_in_order(gm, pipeline, context)
     log_artifact(f"amp_fx_{context.path}rewritten", lambda: gm.print_readable(print_output=False))
-    plan.add_graph(gm, context.path)
+    add_graph(plan, gm, context.path)
     return plan
 
 

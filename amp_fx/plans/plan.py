@@ -1,7 +1,7 @@
 """The plan: what the passes decided, as plain data that viz, explain and export read.
 
 One :class:`NodePlan` per call in the graph, one :class:`CastPlan` per conversion that changes a floating
-dtype. A plan goes to JSON and back unchanged.
+dtype. A plan goes to JSON and back unchanged. How it is read off a graph is in ``reading.py``.
 """
 
 from __future__ import annotations
@@ -9,30 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import HigherOrderOperator, size_hint
 from amp_fx.errors import PlanError
-from amp_fx.graphs.facts import (
-    COPY_META,
-    cast_bytes,
-    is_cast,
-    is_eligible,
-    is_matmul,
-    is_parameter,
-    is_view,
-    matmul_flops,
-    numel,
-    output_nodes,
-    source_line,
-    tensor_nodes,
-    tensors,
-)
 from amp_fx.plans.files import write_text
 from amp_fx.plans.schema import SchemaError, decode
 from amp_fx.policy import OpClass
@@ -46,8 +30,6 @@ __all__ = [
     "Plan",
     "Takes",
     "dtype_name",
-    "input_plan",
-    "measure",
     "node_plan",
 ]
 
@@ -207,28 +189,6 @@ class Plan:
         """True when amp_fx cast anything: an untouched graph is compiled as Dynamo made it."""
         return any(cast.inserted for cast in self.casts)
 
-    def add_graph(self, gm: fx.GraphModule, path: str = "") -> None:
-        """Appends the decisions that a rewritten graph carries.
-
-        Args:
-            gm: a graph after the passes.
-            path: prefix of its node names, ``"wrap_body_0."`` for a body.
-        """
-        aliases: dict[str, str] = {}
-        flops: dict[Any, int] = {}
-        for node in gm.graph.nodes:
-            row = node_plan(node)
-            if node.op == "placeholder" and (given := input_plan(node, path)) is not None:
-                self.inputs.append(given)
-            if row is not None:
-                measure(row, node, path, flops)
-                self.nodes.append(row)
-                row.inputs += _connect_body(gm, node, path, aliases)
-            if is_cast(node) and _changes_dtype(node):
-                self.casts.append(_cast_plan(node, path))
-        for given in self.inputs:
-            given.alias = aliases.get(given.name, given.alias)
-
     def node(self, name: str) -> NodePlan:
         """The plan of one node.
 
@@ -304,92 +264,6 @@ class Plan:
 def node_plan(node: fx.Node) -> NodePlan | None:
     """The node's plan; None for nodes that are not calls."""
     return node.meta.get(PLAN_META)
-
-
-def measure(row: NodePlan, node: fx.Node, path: str, seen: dict[Any, int]) -> None:
-    """Fills in what the row says about sizes and neighbours.
-
-    Args:
-        row: plan of the node.
-        node: in its final graph.
-        path: prefix of node names.
-        seen: FLOPs of calls so far, by op and shapes: repeated layers are looked at once.
-    """
-    results = tensors(node.meta.get("val"))
-    row.shape = _shape(results[0]) if results else ()
-    if not is_view(node):
-        row.bytes = sum(numel(value) * value.dtype.itemsize for value in results if value.is_floating_point())
-    row.inputs = tuple(f"{path}{source.name}" for source in node.all_input_nodes)
-    row.operands = tuple(
-        _shape(value)
-        for source in tensor_nodes((node.args, node.kwargs))
-        if is_eligible(value := source.meta.get("val"))
-    )
-    if row.operands and is_matmul(node):
-        key = node.target, row.operands, row.shape
-        if key not in seen:
-            seen[key] = matmul_flops(node)
-        row.flops = seen[key]
-
-
-def _shape(value: torch.Tensor) -> tuple[int, ...]:
-    return tuple(size_hint(size) for size in value.shape)
-
-
-def input_plan(node: fx.Node, path: str) -> InputPlan | None:
-    """The plan of a graph input; None for inputs that are not tensors."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return None
-    return InputPlan(
-        name=f"{path}{node.name}",
-        parameter=is_parameter(node),
-        dtype=value.dtype if value.is_floating_point() else None,
-        shape=_shape(value),
-        bytes=numel(value) * value.dtype.itemsize,
-        copy_of=node.meta.get(COPY_META, ""),
-    )
-
-
-def _connect_body(gm: fx.GraphModule, node: fx.Node, path: str, aliases: dict[str, str]) -> tuple[str, ...]:
-    """Notes which outer values a higher-order op's body is given; returns what the body hands back."""
-    if not isinstance(node.target, HigherOrderOperator):
-        return ()
-    found: Sequence[fx.Node] = node.all_input_nodes
-    bodies = [arg for arg in found if isinstance(getattr(gm, str(arg.target), None), fx.GraphModule)]
-    results: list[str] = []
-    given = [arg for arg in tensor_nodes(node.args) if arg not in bodies]
-    for body in bodies:
-        inner = getattr(gm, str(body.target))
-        prefix = f"{path}{body.target}."
-        # operands are handed on in order; where there are more or fewer, the op has a meaning of its own
-        placeholders = inner.graph.find_nodes(op="placeholder")
-        if len(placeholders) == len(given):
-            aliases.update(
-                {f"{prefix}{p.name}": f"{path}{g.name}" for p, g in zip(placeholders, given, strict=True)}
-            )
-        results += [f"{prefix}{output.name}" for output in output_nodes(inner)]
-    return tuple(results)
-
-
-def _changes_dtype(cast: fx.Node) -> bool:
-    before, after = cast.all_input_nodes[0].meta.get("val"), cast.meta.get("val")
-    return is_eligible(before) and is_eligible(after) and before.dtype is not after.dtype
-
-
-def _cast_plan(cast: fx.Node, path: str) -> CastPlan:
-    value, after = cast.all_input_nodes[0], cast.meta["val"].dtype
-    before = value.meta["val"]
-    return CastPlan(
-        name=f"{path}{cast.name}",
-        value=f"{path}{value.name}",
-        from_dtype=before.dtype,
-        to_dtype=after,
-        bytes=cast_bytes(before, after),
-        users=tuple(f"{path}{user.name}" for user in cast.users),
-        inserted=CAST_META in cast.meta,
-        source=source_line(cast),
-    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

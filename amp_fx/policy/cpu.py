@@ -6,7 +6,8 @@ Rows of origin ``autocast`` follow ``KERNEL_CPU`` in ``aten/src/ATen/autocast_mo
 from __future__ import annotations
 
 from .classes import OpClass, OpGroup, Origin
-from .common import FFT, LINALG, LINALG_SINCE_2_14, LINALG_UNTIL_2_14
+from .common import FFT, LINALG, LINALG_UNTIL_2_14
+from .listed import LISTED_GROUPS
 
 __all__ = ["CPU_GROUPS"]
 
@@ -15,31 +16,25 @@ _UNLISTED = "not listed by CPU autocast"
 _NEEDS_DIGITS = f"linear algebra: needs the digits, {_LISTED}"
 
 CPU_GROUPS: tuple[OpGroup, ...] = (
+    *LISTED_GROUPS,
     # ---- KERNEL_CPU(..., lower_precision_fp) ----
     OpGroup(
         op_class=OpClass.LOW,
         reason=f"matrix product with low-precision instructions, {_LISTED}",
         origin=Origin.AUTOCAST,
-        ops=(
-            "_addmm_activation", "addbmm", "addmm", "baddbmm", "bmm", "linalg_vecdot", "linear", "matmul",
-            "mm",
-        ),
+        ops=("_addmm_activation",),
     ),
     OpGroup(
         op_class=OpClass.LOW,
         reason=f"convolution with low-precision instructions, {_LISTED}",
         origin=Origin.AUTOCAST,
-        ops=(
-            "_convolution.deprecated", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d",
-            "conv3d.padding", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
-            "conv_transpose3d.input",
-        ),
+        ops=("conv1d.padding", "conv2d.padding", "conv3d.padding"),
     ),
     OpGroup(
         op_class=OpClass.LOW,
         reason=f"attention: its softmax is in fp32 inside the kernel, {_LISTED}",
         origin=Origin.AUTOCAST,
-        ops=("_native_multi_head_attention", "scaled_dot_product_attention"),
+        ops=("_native_multi_head_attention",),
     ),
     OpGroup(
         op_class=OpClass.LOW,
@@ -47,23 +42,14 @@ CPU_GROUPS: tuple[OpGroup, ...] = (
         origin=Origin.AUTOCAST,
         ops=("mkldnn_rnn_layer",),
     ),
-    OpGroup(
-        op_class=OpClass.LOW,
-        reason=f"its weight has to match the activation, {_LISTED}",
-        origin=Origin.AUTOCAST,
-        ops=("prelu",),
-    ),
     # ---- KERNEL_CPU(..., fp32) ----
     OpGroup(
         op_class=OpClass.FP32,
         reason=f"loss: small differences, long sums, {_LISTED}",
         origin=Origin.AUTOCAST,
         ops=(
-            "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
-            "cross_entropy_loss", "ctc_loss.IntList", "ctc_loss.Tensor", "hinge_embedding_loss", "huber_loss",
-            "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss", "multi_margin_loss",
-            "multilabel_margin_loss", "multilabel_margin_loss_forward", "nll_loss", "nll_loss2d",
-            "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss",
+            "binary_cross_entropy", "cross_entropy_loss", "ctc_loss.IntList", "ctc_loss.Tensor",
+            "multilabel_margin_loss_forward",
         ),
     ),
     OpGroup(
@@ -79,16 +65,9 @@ CPU_GROUPS: tuple[OpGroup, ...] = (
     ),
     OpGroup(
         op_class=OpClass.FP32,
-        reason=f"product: range, {_LISTED}",
-        origin=Origin.AUTOCAST,
-        unless_given=("dtype",),
-        ops=("prod", "prod.dim_int"),
-    ),
-    OpGroup(
-        op_class=OpClass.FP32,
         reason=f"statistics or distance, {_LISTED}",
         origin=Origin.AUTOCAST,
-        ops=("cdist", "nanquantile", "nanquantile.scalar", "quantile", "quantile.scalar", "trace"),
+        ops=("nanquantile", "nanquantile.scalar", "quantile", "quantile.scalar", "trace"),
     ),
     OpGroup(
         op_class=OpClass.FP32,
@@ -108,13 +87,6 @@ CPU_GROUPS: tuple[OpGroup, ...] = (
         origin=Origin.AUTOCAST,
         until="2.14",
         ops=LINALG_UNTIL_2_14,
-    ),
-    OpGroup(
-        op_class=OpClass.FP32,
-        reason=_NEEDS_DIGITS,
-        origin=Origin.AUTOCAST,
-        since="2.14",
-        ops=LINALG_SINCE_2_14,
     ),
     OpGroup(
         op_class=OpClass.FP32,
@@ -145,12 +117,6 @@ CPU_GROUPS: tuple[OpGroup, ...] = (
             "chain_matmul", "einsum", "inner", "linalg_multi_dot", "rnn_relu_cell", "rnn_tanh_cell",
             "tensordot",
         ),
-    ),
-    OpGroup(
-        op_class=OpClass.FP32,
-        reason="loss: its inner nll_loss is listed as fp32",
-        origin=Origin.COMPOSITE,
-        ops=("nll_loss_nd",),
     ),
     # ---- listed on CUDA, left in the dtype of their inputs here ----
     OpGroup(

@@ -6,39 +6,33 @@ Rows of origin ``autocast`` follow the macros of ``ATen/autocast_mode.h``, which
 from __future__ import annotations
 
 from .classes import OpClass, OpGroup, Origin
-from .common import LINALG_SINCE_2_14
+from .listed import LISTED_GROUPS
 
 __all__ = ["CUDA_GROUPS"]
 
 _LISTED = "listed by CUDA autocast"
 
 CUDA_GROUPS: tuple[OpGroup, ...] = (
+    *LISTED_GROUPS,
     # ---- AT_FORALL_LOWER_PRECISION_FP ----
     OpGroup(
         op_class=OpClass.LOW,
         reason=f"matrix product on the tensor cores, {_LISTED}",
         origin=Origin.AUTOCAST,
-        ops=(
-            "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum",
-            "linalg_multi_dot", "linalg_vecdot", "linear", "matmul", "mm", "mv",
-        ),
+        ops=("addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv"),
     ),
     OpGroup(
         op_class=OpClass.LOW,
         reason=f"convolution on the tensor cores, {_LISTED}",
         origin=Origin.AUTOCAST,
         # the cudnn ones are registered beside the macro, for CUDA only
-        ops=(
-            "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc",
-            "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution",
-            "cudnn_convolution", "cudnn_convolution_transpose",
-        ),
+        ops=("_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose"),
     ),
     OpGroup(
         op_class=OpClass.LOW,
         reason=f"attention: its softmax is in fp32 inside the kernel, {_LISTED}",
         origin=Origin.AUTOCAST,
-        ops=("_scaled_dot_product_flash_attention", "scaled_dot_product_attention"),
+        ops=("_scaled_dot_product_flash_attention",),
     ),
     OpGroup(
         op_class=OpClass.LOW,
@@ -48,12 +42,6 @@ CUDA_GROUPS: tuple[OpGroup, ...] = (
             "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "gru_cell", "lstm_cell", "rnn_relu_cell",
             "rnn_tanh_cell",
         ),
-    ),
-    OpGroup(
-        op_class=OpClass.LOW,
-        reason=f"its weight has to match the activation, {_LISTED}",
-        origin=Origin.AUTOCAST,
-        ops=("prelu",),
     ),
     # ---- AT_FORALL_FP32 ----
     OpGroup(
@@ -88,29 +76,11 @@ CUDA_GROUPS: tuple[OpGroup, ...] = (
     ),
     OpGroup(
         op_class=OpClass.FP32,
-        reason=f"linear algebra: needs the digits, {_LISTED}",
-        origin=Origin.AUTOCAST,
-        since="2.14",
-        ops=LINALG_SINCE_2_14,
-    ),
-    OpGroup(
-        op_class=OpClass.FP32,
         reason=f"norm or distance: sums of powers, {_LISTED}",
         origin=Origin.AUTOCAST,
         ops=(
-            "cdist", "cosine_similarity", "dist", "frobenius_norm.dim", "logsumexp", "nuclear_norm",
+            "cosine_similarity", "dist", "frobenius_norm.dim", "logsumexp", "nuclear_norm",
             "nuclear_norm.dim", "pdist", "renorm",
-        ),
-    ),
-    OpGroup(
-        op_class=OpClass.FP32,
-        reason=f"loss: small differences, long sums, {_LISTED}",
-        origin=Origin.AUTOCAST,
-        ops=(
-            "binary_cross_entropy_with_logits", "cosine_embedding_loss", "hinge_embedding_loss", "huber_loss",
-            "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss", "multi_margin_loss",
-            "multilabel_margin_loss", "nll_loss", "nll_loss2d", "poisson_nll_loss", "smooth_l1_loss",
-            "soft_margin_loss", "triplet_margin_loss",
         ),
     ),
     OpGroup(
@@ -140,7 +110,7 @@ CUDA_GROUPS: tuple[OpGroup, ...] = (
         unless_given=("dtype",),
         ops=(
             "cumprod", "cumsum", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_vector_norm",
-            "log_softmax.int", "prod", "prod.dim_int", "softmax.int", "sum", "sum.dim_IntList",
+            "log_softmax.int", "softmax.int", "sum", "sum.dim_IntList",
         ),
     ),
     OpGroup(
@@ -186,7 +156,7 @@ CUDA_GROUPS: tuple[OpGroup, ...] = (
         op_class=OpClass.FP32,
         reason="loss: its inner log_softmax and nll_loss are listed as fp32",
         origin=Origin.COMPOSITE,
-        ops=("cross_entropy_loss", "nll_loss_nd"),
+        ops=("cross_entropy_loss",),
     ),
     OpGroup(
         op_class=OpClass.FP32,

@@ -19,7 +19,8 @@ from amp_fx.graphs.facts import (
     tensor_nodes,
     tensors,
 )
-from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name, input_plan, measure
+from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name
+from amp_fx.plans.reading import input_plan, measure
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import op_name
 from amp_fx.reports.kernels import cast_kernels, conversion, conversions

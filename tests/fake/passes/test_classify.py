@@ -224,4 +224,4 @@ def test_a_plan_row_says_where_it_comes_from() -> None:
     assert row.traced is torch.float32
     assert row.dtype is None
     assert row.source.endswith("return torch.matmul(x, w)  # this line")
-    assert "listed by CPU autocast" in row.reason
+    assert "listed by CPU and CUDA autocast" in row.reason
