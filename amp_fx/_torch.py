@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import operator
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from unittest import mock
 
 import torch
@@ -34,7 +35,7 @@ from torch._dynamo import compiled_autograd as _compiled_autograd
 from torch._dynamo import config as _dynamo_config
 from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import config as _functorch_config
-from torch._guards import CompileContext, TracingContext
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._logging import trace_structured as _trace_structured
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -53,6 +54,7 @@ __all__ = [
     "HigherOrderOperator",
     "JointRoles",
     "LeftOut",
+    "Lifting",
     "Lowered",
     "OpOverload",
     "autocast_disabled",
@@ -86,6 +88,8 @@ __all__ = [
     "make_fx",
     "nesting_change",
     "observe_freezing",
+    "on_dynamo_compile",
+    "packed_memory",
     "program_outputs",
     "replace_inner_compile",
     "rest_left_out",
@@ -95,6 +99,7 @@ __all__ = [
     "stock_inductor",
     "symbolic_kernels",
     "track_tensor_tree",
+    "tunes_kernels",
     "unwrapped_errors",
     "update_scale",
     "wrapped_tensors",
@@ -106,6 +111,9 @@ _freezing = threading.RLock()
 
 #: functorch levels are opened and closed by these calls in a Dynamo graph (torch/_functorch/predispatch.py)
 _NESTING = {"_increment_nesting": 1, "_decrement_nesting": -1, "_enter_dual_level": 1, "_exit_dual_level": -1}
+
+#: marks inputs that were packed constants
+_LIFTED = "amp_fx_lifted"
 
 #: a device type no graph of ours runs on: see autocast_shield
 _UNUSED_DEVICE = "xla"
@@ -182,23 +190,35 @@ def compile_with_inductor(
         return compile_fx(gm, list(example_inputs), config_patches=config_patches)  # type: ignore[return-value]
 
 
+class Lifting(Protocol):
+    """Which constants of a frozen graph are inputs of the compiled one instead, and what they are in each call."""
+
+    def choose(self, gm: fx.GraphModule) -> Sequence[Sequence[fx.Node]]:
+        """The ``get_attr`` nodes of each of these constants."""
+        ...
+
+    @property
+    def values(self) -> Callable[[], Sequence[torch.Tensor]]:
+        """Returns the constants of the call that is going on in this thread. Kept as long as the compiled graph."""
+        ...
+
+
 @contextlib.contextmanager
 def observe_freezing(
-    folded: Callable[[fx.GraphModule, fx.Node, torch.Tensor], None],
-    held: Callable[[Sequence[torch.Tensor]], None],
+    folded: Callable[[fx.GraphModule, fx.Node, torch.Tensor], None], lifting: Lifting
 ) -> Iterator[None]:
-    """Tells what Inductor's freezing computes inside the block, in whichever thread.
+    """Tells what Inductor's freezing computes inside the block, in whichever thread, and lifts constants.
 
     Args:
         folded: called before a node of a graph is replaced by a constant, with the graph, the node and the constant.
-        held: called with all constants that the code of a compiled graph refers to.
+        lifting: is asked once for each frozen graph.
     """
-    from torch._inductor import constant_folding, freezing, output_code
+    from torch._inductor import compile_fx, constant_folding, freezing
 
     # what is replaced is put back at the end, so blocks of two threads must not overlap
     with _freezing:
         replace = constant_folding.replace_node_with_constant
-        post_compile = output_code.CompiledFxGraph.post_compile
+        compile_frozen = compile_fx.fw_compiler_freezing
 
         def replace_node_with_constant(
             gm: fx.GraphModule, node: fx.Node, constant: torch.Tensor | None = None, name: str | None = None
@@ -207,16 +227,109 @@ def observe_freezing(
                 folded(gm, node, constant)
             replace(gm, node, constant, name)
 
-        def post_compiled(self: Any, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
-            held([value for value in constants.unwrap(self).values() if isinstance(value, torch.Tensor)])
-            post_compile(self, example_inputs, constants, graph_kwargs)
+        def fw_compiler_freezing(*args: Any, inner_compile: Callable[..., Any], **kwargs: Any) -> Any:
+            return compile_frozen(*args, inner_compile=_lifted(inner_compile, lifting), **kwargs)
 
         with (
             mock.patch.object(constant_folding, "replace_node_with_constant", replace_node_with_constant),
             mock.patch.object(freezing, "replace_node_with_constant", replace_node_with_constant),
-            mock.patch.object(output_code.CompiledFxGraph, "post_compile", post_compiled),
+            mock.patch.object(compile_fx, "fw_compiler_freezing", fw_compiler_freezing),
         ):
             yield
+
+
+def _lifted(inner_compile: Callable[..., Any], lifting: Lifting) -> Callable[..., Any]:
+    """An ``inner_compile`` whose result gets the chosen constants as inputs, after all others."""
+    from torch._inductor import config
+
+    def compile_lifted(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        chosen = lifting.choose(gm)
+        if not chosen:
+            return inner_compile(gm, example_inputs, **kwargs)
+        with detect_fake_mode(example_inputs) or FakeTensorMode():
+            examples = [*example_inputs, *(_lift(gm, nodes) for nodes in chosen)]
+        static = [*kwargs.pop("static_input_idxs", ()), *range(len(example_inputs), len(examples))]
+        # tensors that oneDNN has packed have no strides
+        with config.patch(size_asserts=False), _constant_to_lowerings(gm):
+            compiled = inner_compile(gm, examples, static_input_idxs=static, **kwargs)
+        values = lifting.values
+
+        def run(args: list[Any]) -> Any:
+            args.extend(values())
+            return compiled(args)
+
+        return run
+
+    return compile_lifted
+
+
+@contextlib.contextmanager
+def _constant_to_lowerings(gm: fx.GraphModule) -> Iterator[None]:
+    """Inputs of this graph that were constants still count as such where Inductor lowers oneDNN's calls.
+
+    It asserts that packed weights are constants, and reads them only to tune kernels.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    lifted = {
+        node.name: torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta")
+        for node in gm.graph.find_nodes(op="placeholder")
+        if node.meta.get(_LIFTED)
+    }
+    lower = GraphLowering.placeholder
+
+    def placeholder(self: Any, target: Any, *args: Any) -> Any:
+        if target in lifted:
+            self.constants[target] = lifted[target]
+        return lower(self, target, *args)
+
+    with mock.patch.object(GraphLowering, "placeholder", placeholder):
+        yield
+
+
+def _lift(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> torch.Tensor:
+    """Makes one input of some nodes with the same constant; returns its value, under a fake mode a fake one."""
+    first = nodes[0]
+    constant: torch.Tensor = operator.attrgetter(str(first.target))(gm)
+    value = torch.empty(constant.shape, dtype=constant.dtype, device=constant.device)
+    # what is packed has no strides, and whoever reads it does not ask for them
+    if not constant.is_mkldnn:
+        value = torch.empty_strided(
+            constant.shape, constant.stride(), dtype=constant.dtype, device=constant.device
+        )
+    inputs = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_after(inputs[-1]) if inputs else gm.graph.inserting_before():
+        lifted = gm.graph.placeholder(f"{first.name}_lifted")
+    lifted.meta = {**first.meta, "val": value, _LIFTED: constant.is_mkldnn}
+    for node in nodes:
+        node.replace_all_uses_with(lifted)
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return value
+
+
+def packed_memory(constant: torch.Tensor) -> tuple[int, int]:
+    """Address and bytes of a tensor that oneDNN has packed."""
+    return int(torch.ops.mkldnn.data_ptr(constant)), int(torch.ops.mkldnn._nbytes(constant))
+
+
+class _Kept(list[Any]):
+    """Callbacks of which ``torch.compiler.reset()`` keeps the first."""
+
+    def clear(self) -> None:
+        del self[1:]
+
+
+def on_dynamo_compile(started: Callable[[str], None]) -> None:
+    """Calls back, from now on, when Dynamo begins to compile: with the compile id, in the mode of the program's call.
+
+    Call it once.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.start_callbacks = _Kept(
+        [lambda args: started(args.compile_id), *callback_handler.start_callbacks]
+    )
 
 
 def compile_package(ep: torch.export.ExportedProgram, path: str) -> None:
@@ -425,6 +538,13 @@ def lays_out_convolutions() -> bool:
         and torch.backends.mkldnn.enabled
         and torch.backends.mkldnn.is_available()
     )
+
+
+def tunes_kernels() -> bool:
+    """Whether Inductor, with the options it has now, chooses among kernels of its own for matmuls."""
+    from torch._inductor import config
+
+    return config.max_autotune or config.max_autotune_gemm
 
 
 @dataclass(frozen=True)

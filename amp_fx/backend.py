@@ -63,7 +63,7 @@ def amp_fx(
         PlanError: none of the plans in the options is about this graph.
     """
     graph_arrived(gm)
-    opts = Options.parse(mode, options)
+    opts = _settled(Options.parse(mode, options))
     devices = graph_devices(gm).intersection(supported_devices())
     reason = not_ours(gm, devices)
     if reason:
@@ -88,6 +88,12 @@ def amp_fx(
     # last: Inductor may ask Dynamo to trace again, and then this graph never runs
     _say(plan)
     return compiled
+
+
+def _settled(opts: Options) -> Options:
+    """With ``weights="auto"`` settled where it means "cast": Dynamo compiles for each mode by itself."""
+    is_cast = opts.weights == "auto" and not in_inference_mode()
+    return replace(opts, weights="cast") if is_cast else opts
 
 
 def _say(plan: Plan) -> None:
@@ -147,7 +153,9 @@ def _way(call: _Call, rewritten: fx.GraphModule, plan: Plan) -> _Way:
     if not torch.is_grad_enabled():
         # folding BatchNorm does not round where eager autocast rounds
         packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager"
-        if opts.weights == "freeze" or (opts.weights == "cache" and packs):
+        # by default only what takes the place of a low copy
+        asked = opts.weights == "cache" or (opts.weights == "auto" and copied_weights(rewritten))
+        if opts.weights == "freeze" or (packs and asked):
             return _Way.FROZEN
     if copied_weights(rewritten):
         return _Way.COPIES
@@ -166,13 +174,7 @@ def _rewritten(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _copies(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    opts = call.opts
-    compiled = cached(rewritten, call.example_inputs, lambda graph, inputs: lower(graph, inputs, opts))
-    if opts.weights != "auto":
-        return compiled
-    # under no_grad weights are cast in the graph: what gains from copies that live may lose by a cast per call
-    casting, _ = rewrite(call.gm, call.ambient, replace(opts, weights="cast"), training=call.training)
-    return in_inference_mode(compiled, lower(casting, call.example_inputs, opts))
+    return cached(rewritten, call.example_inputs, lambda graph, inputs: lower(graph, inputs, call.opts))
 
 
 def _frozen(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
@@ -182,7 +184,11 @@ def _frozen(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
     inductor = {**opts.inductor, "freezing": True, "always_keep_tensor_constants": may_change}
     frozen = replace(opts, inductor=inductor)
     return freeze(
-        rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, frozen), may_change=may_change
+        rewritten,
+        call.example_inputs,
+        lambda g, inputs: lower(g, inputs, frozen),
+        may_change=may_change,
+        packs_wide=opts.weights != "auto",
     ) or lower(rewritten, call.example_inputs, opts)
 
 

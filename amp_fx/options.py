@@ -38,7 +38,7 @@ NUMERICS = {
 
 #: name -> where the low copies of weights live in graphs without gradients
 WEIGHTS = {
-    "auto": "across calls under torch.inference_mode, within the call under torch.no_grad",
+    "auto": "'cache' under torch.inference_mode, 'cast' under torch.no_grad",
     "cast": "within the call: the graph casts them",
     "cache": "across calls; on a CPU folded and packed by Inductor's freezing",
     "freeze": "across calls, folded and packed by Inductor's freezing",

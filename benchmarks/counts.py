@@ -196,7 +196,7 @@ def measure(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Row
 def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple[Row, Counter]:
     """As :func:`measure`, with the graphs behind the counts."""
     if mode == "inference" and arm.backend == "amp_fx":
-        # where copies may live across calls there are two graphs, of which each call runs one
+        # counted with the casts of the weights, as autocast has them in each call
         arm = replace(arm, options={"weights": "cast", **(arm.options or {})})
     if device in TARGETS:
         counter = Counter()

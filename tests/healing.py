@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from amp_fx.weights import LowCopies, copies
-from amp_fx.weights.healing import CHUNK, HealedCopies
-from amp_fx.weights.watch import advance, is_dense
+from amp_fx.weights import LowCopies, copies, touch
+from amp_fx.weights.healing import CHUNK, PERIOD, HealedCopies
+from amp_fx.weights.memory import is_dense
 
 LOW = torch.float16
 
@@ -75,16 +75,57 @@ def low_copies_heal_in_place() -> list[bool]:
     return found
 
 
-def after_an_event_elsewhere() -> list[bool]:
-    """A step of any optimizer: all copies are made again, by the same launches as before."""
+def large_writes_are_healed_at_once() -> list[bool]:
+    """A contiguous 1/16, wherever it is, and each slice along the first dimension, in whatever order of memory."""
+    torch.manual_seed(0)
+    weights = [
+        torch.randn(8, 64, 64),
+        torch.randn(64, 96),
+        torch.randn(96, 64).t(),
+        torch.randn(2 * CHUNK + 77),
+    ]
+    copies = [torch.empty_like(w, dtype=LOW) for w in weights]
+    healed = HealedCopies(weights, copies)
+    healed.make()
+    found = []
+    for weight in weights:
+        flat = weight.as_strided((weight.numel(),), (1,))
+        size = -(-len(flat) // 16)
+        pieces = [flat[at : at + size] for at in range(0, len(flat) - size + 1, max(1, len(flat) // 13))]
+        for piece in (*pieces, *(weight if len(weight) <= 64 else ())):
+            piece.mul_(1.5)
+            healed.heal()
+            found.append(current(copies, weights))
+    return [all(found)]
+
+
+def a_write_to_one_element_is_healed_within_the_period() -> list[bool]:
+    weight = torch.randn(3 * CHUNK)
+    copy = torch.empty_like(weight, dtype=LOW)
+    healed = HealedCopies([weight], [copy])
+    healed.make()
+    found = []
+    for at in (5, CHUNK + 7, 3 * CHUNK - 2):
+        weight[at] += 1.0
+        healed.heal()
+        found.append(not current([copy], [weight]))
+        for _ in range(PERIOD - 1):
+            healed.heal()
+        found.append(current([copy], [weight]))
+    return found
+
+
+def after_touch() -> list[bool]:
+    """All copies of what was touched are made again, by the same launches as before."""
     parameters: list[Tensor] = [*map(nn.Parameter, values())]
     low = LowCopies(range(len(parameters)), [LOW] * len(parameters))
     low.of(parameters)
     [before] = low._found.values()
     # no sample has it
     parameters[0].data.view(-1)[-2] += 1.0
-    advance()
-    found = [current(low.of(parameters), parameters)]
+    found = [not current(low.of(parameters), parameters)]
+    touch(parameters[0])
+    found.append(current(low.of(parameters), parameters))
     [after] = low._found.values()
     parameters[0].data = torch.randn_like(parameters[0])
     found += [after.healed is before.healed, current(low.of(parameters), parameters)]
@@ -101,7 +142,9 @@ if __name__ == "__main__":
                 "every write is healed": every_write_is_healed(),
                 "chunks made again": chunks_made_again(),
                 "low copies heal in place": low_copies_heal_in_place(),
-                "after an event elsewhere": after_an_event_elsewhere(),
+                "large writes are healed at once": large_writes_are_healed_at_once(),
+                "a write to one element": a_write_to_one_element_is_healed_within_the_period(),
+                "after touch": after_touch(),
             }
         )
     )

@@ -1,7 +1,7 @@
 """Low-precision copies of weights in graphs without gradients.
 
-Here: copies that live across calls, how a changed weight is noticed, copies on a GPU that renew themselves, weights
-that Inductor folds and packs as constants, and how these follow the weights.
+Here: copies that live across calls, how a changed weight is noticed, copies on a GPU that renew themselves, what
+Inductor folds and packs weights to, and how that follows the weights.
 Not here: the passes that make weights inputs or fold them (``passes/forward``), and weights of exported programs
 (``amp_fx.exporting``).
 Open ``watch.py`` first, then ``copies.py``.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from amp_fx.weights.copies import LowCopies, clear, held_bytes
 from amp_fx.weights.freezing import FrozenGraph, freeze
 from amp_fx.weights.inference import cached, copied_weights, in_inference_mode, weight_inputs
+from amp_fx.weights.watch import touch
 
 __all__ = [
     "FrozenGraph",
@@ -22,5 +23,6 @@ __all__ = [
     "freeze",
     "held_bytes",
     "in_inference_mode",
+    "touch",
     "weight_inputs",
 ]

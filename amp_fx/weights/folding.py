@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from amp_fx._torch import autocast_disabled, observe_freezing
+from amp_fx._torch import autocast_disabled, observe_freezing, tunes_kernels
 from amp_fx.graphs.facts import LOW_DTYPES
-from amp_fx.weights.constants import LiveConstants
+from amp_fx.weights.constants import Constants
 
 __all__ = ["FoldingRecord"]
 
@@ -34,14 +34,16 @@ _MOVES = frozenset(
 
 
 class FoldingRecord:
-    """Writes down what Inductor computes its constants from, while one graph is compiled.
+    """Writes down what Inductor computes its constants from, while one graph is compiled, and makes inputs of them.
 
     Args:
-        weights: in the order in which :meth:`LiveConstants.renew` takes them.
+        weights: in the order in which :meth:`Constants.of` takes them.
+        values: what the constants are in a call, as long as it goes on.
     """
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
+    def __init__(self, weights: Sequence[Tensor], values: Callable[[], Sequence[Tensor]]) -> None:
         self._weights = weights
+        self.values = values
         self._root, self._graph = nn.Module(), fx.Graph()
         self._inputs = [self._graph.placeholder(f"w{at}") for at in range(len(weights))]
         # ids are those of the constants as long as the constants live
@@ -49,7 +51,8 @@ class FoldingRecord:
         self._positions: dict[int, int] = {}
         #: constant -> what computes it; None if no weight is in it
         self._known: dict[int, fx.Node | None] = {}
-        self._held: list[Tensor] | None = None
+        #: what computes the inputs, once they are known
+        self._inputs_of: list[fx.Node] | None = None
 
     def value(self, position: int, dtype: torch.dtype) -> Tensor:
         """A weight as a constant of the graph that is going to be frozen."""
@@ -60,35 +63,37 @@ class FoldingRecord:
 
     def observe(self) -> contextlib.AbstractContextManager[None]:
         """Within this context the graph is compiled."""
-        return observe_freezing(self._see, self._hold)
+        return observe_freezing(self._see, self)
 
-    def finish(self) -> LiveConstants | None:
-        """What was recorded; None if the compiled graph has constants of which it is not known what computes them.
+    def choose(self, gm: fx.GraphModule) -> list[list[fx.Node]]:
+        """The constants of a frozen graph that weights are in: they become inputs.
 
-        Inductor makes some while it generates code: those that ``max-autotune`` packs for its own kernels, for one.
-        Weights that it has not made constants of are inputs of the compiled graph, and stay what they are.
+        None, if the code that is generated may need them: ``max-autotune`` packs weights for its own kernels. Nor
+        elsewhere than on a CPU, or if there are constants of which it is not known what computes them.
         """
-        if self._held is None or not self._positions.keys() <= self._known.keys():
+        nodes: dict[int, list[fx.Node]] = {}
+        for node in gm.graph.find_nodes(op="get_attr"):
+            value = _constant(gm, node)
+            if isinstance(value, Tensor):
+                nodes.setdefault(id(value), []).append(node)
+        # one that was not seen may be something that a weight has become
+        unknown = (nodes.keys() | self._positions.keys()) - self._known.keys()
+        if unknown or tunes_kernels() or any(weight.device.type != "cpu" for weight in self._weights):
+            return []
+        chosen = [(each, computed) for key, each in nodes.items() if (computed := self._known[key])]
+        self._inputs_of = [computed for _, computed in chosen]
+        return [each for each, _ in chosen]
+
+    def finish(self) -> Constants | None:
+        """What computes the inputs that were constants; None if they are constants still."""
+        if self._inputs_of is None:
             return None
-        # elsewhere than on a CPU, a recorded CUDA graph would go on with the memory of the old values
-        if any(id(value) not in self._known or value.device.type != "cpu" for value in self._held):
-            return None
-        constants = {node: value for value in self._held if (node := self._known[id(value)])}
-        self._graph.output(tuple(constants))
+        self._graph.output(tuple(self._inputs_of))
         self._graph.eliminate_dead_code()
         program = fx.GraphModule(self._root, self._graph)
-        weights = {weight.untyped_storage().data_ptr() for weight in self._weights}
-        nbytes = sum(
-            value.nbytes
-            for value in constants.values()
-            if value.is_mkldnn or value.untyped_storage().data_ptr() not in weights
-        )
-        live = LiveConstants(program, constants, nbytes)
         with torch.inference_mode(False), torch.no_grad(), autocast_disabled():
-            is_better = _round_once(program, self._weights) > 0
-        if is_better:
-            live.renew(self._weights, [True] * len(self._weights))
-        return live
+            _round_once(program, self._weights)
+        return Constants(program, self._inputs_of)
 
     def _see(self, gm: fx.GraphModule, node: fx.Node, constant: Tensor) -> None:
         """Before ``node`` of a graph that is being frozen is replaced by ``constant``."""
@@ -98,9 +103,6 @@ class FoldingRecord:
             self._known[id(constant)] = None if position is None else self._read(position, constant.dtype)
         else:
             self._known[id(constant)] = self._copy(gm, node, {})
-
-    def _hold(self, constants: Sequence[Tensor]) -> None:
-        self._held = [*(self._held or ()), *constants]
 
     def _read(self, position: int, dtype: torch.dtype) -> fx.Node:
         weight = self._graph.call_function(torch.ops.aten.detach.default, (self._inputs[position],))
@@ -189,5 +191,5 @@ def _dtypes(program: fx.GraphModule, weights: Sequence[Tensor]) -> dict[fx.Node,
     return dtypes
 
 
-def _constant(gm: fx.GraphModule, node: fx.Node) -> Tensor:
+def _constant(gm: fx.GraphModule, node: fx.Node) -> Any:
     return operator.attrgetter(str(node.target))(gm)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,35 +12,38 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from amp_fx.errors import WeightsError
-from amp_fx.graphs.facts import COPY_META, is_parameter, storage_of, written_storages
-from amp_fx.weights.constants import LiveConstants
+from amp_fx.graphs.facts import COPY_META, is_matmul, is_parameter, storage_of, written_storages
+from amp_fx.weights.constants import Constant, Constants
 from amp_fx.weights.folding import FoldingRecord
 from amp_fx.weights.inference import Compile, is_plain
-from amp_fx.weights.watch import OnDeath, Watch
+from amp_fx.weights.watch import Key, OnDeath, Watch, key_of, look_at
 
 __all__ = ["FrozenGraph", "freeze"]
 
 logger = logging.getLogger(__name__)
 
-#: seconds between two looks at whether the calls of other threads have ended
-_PAUSE = 1e-4
-
 
 def freeze(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, *, may_change: bool
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_graph: Compile,
+    *,
+    may_change: bool,
+    packs_wide: bool,
 ) -> FrozenGraph | None:
-    """Compiles a graph with its weights as constants.
+    """Compiles a graph with its weights folded and packed.
 
     Args:
         gm: rewritten, perhaps with inputs for low copies.
         example_inputs: one for each of the program's inputs.
         compile_graph: compiles a graph with Inductor's freezing switched on.
         may_change: see :class:`FrozenGraph`.
+        packs_wide: likewise.
 
     Returns:
         The compiled graph; None if it has no weights, as between two graph breaks.
     """
-    graph = FrozenGraph(gm, compile_graph, may_change=may_change)
+    graph = FrozenGraph(gm, compile_graph, may_change=may_change, packs_wide=packs_wide)
     if not graph.has_weights:
         return None
     graph.freeze(example_inputs)
@@ -50,34 +51,48 @@ def freeze(
 
 
 class FrozenGraph:
-    """A graph whose weights are constants.
+    """A graph whose weights are folded and packed.
 
-    When weights change, the constants are computed again, or, where it is not known how, the graph is frozen again.
+    What they become is computed once and given to the compiled graph in each call. Where it is not known what that is
+    computed from, it is part of the compiled graph, which is compiled again when weights change.
 
     Args:
         gm: rewritten, perhaps with inputs for low copies. Kept, to freeze again.
         compile_graph: compiles a graph with Inductor's freezing switched on.
         may_change: False: a changed weight is an error.
+        packs_wide: False: weights of matmuls in fp32 stay as they are; packed, they would take twice a low copy.
     """
 
-    def __init__(self, gm: fx.GraphModule, compile_graph: Compile, *, may_change: bool) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, compile_graph: Compile, *, may_change: bool, packs_wide: bool
+    ) -> None:
         self._gm = gm
         self._compile_graph = compile_graph
         self._may_change = may_change
         placeholders = self._placeholders = gm.graph.find_nodes(op="placeholder")
-        written = {key for node in gm.graph.nodes for key in written_storages(node)}
+        left = {key for node in gm.graph.nodes for key in written_storages(node)}
+        if not packs_wide:
+            left |= {
+                storage_of(arg)
+                for node in gm.graph.nodes
+                if is_matmul(node) and node.meta["val"].dtype is torch.float32
+                for arg in node.all_input_nodes
+            }
         self._weights = [
             at
             for at, node in enumerate(placeholders)
-            if _is_weight(node) and is_plain(node) and storage_of(node) not in written
+            if _is_weight(node) and is_plain(node) and storage_of(node) not in left
         ]
         self._others = [
             at
             for at, node in enumerate(placeholders)
             if at not in self._weights and COPY_META not in node.meta
         ]
-        # by id of the first weight: models of one class share their graphs
-        self._found: dict[int, _Frozen] = {}
+        # models of one class share their graphs
+        self._found: dict[Key, _Frozen] = {}
+        #: what is common to all models, if the weights are inputs of the compiled graph
+        self._shared: tuple[Callable[..., Any], Constants] | None = None
+        self._call = _Call()
         self._lock = threading.RLock()
 
     @property
@@ -85,26 +100,29 @@ class FrozenGraph:
         """False for a graph in which nothing can be frozen, between two graph breaks, say."""
         return bool(self._weights)
 
-    def freeze(self, args: Sequence[Any]) -> _Frozen:
+    def freeze(self, args: Sequence[Any]) -> tuple[_Frozen, Sequence[Tensor]]:
         """Freezes the graph with the weights among ``args``.
 
         Args:
             args: while Dynamo compiles, its example inputs; later, those of a call.
+
+        Returns:
+            What the graph with these weights is, and its constants.
         """
         weights = [args[at] for at in self._weights]
-        watch = self._watch(weights)
-        # inference tensors could not be given other values outside inference mode
-        with torch.inference_mode(False), torch.no_grad():
-            record = FoldingRecord(weights)
-            gm = self._with_constants(record)
-            with record.observe():
-                compiled = self._compile_graph(gm, [self._example(at, args[at]) for at in self._others])
-        found = _Frozen(compiled, record.finish(), watch)
-        if found.constants is None or not self._may_change:
-            # the weights are looked at closely before anybody has to wait, or to handle an error
-            watch.sum_up(weights)
-        self._found[id(weights[0])] = found
-        return found
+        key = key_of(weights)
+        # looked at before: a write in between is seen at the next call
+        looks = [*map(look_at, weights)]
+        watch = Watch(weights, looks, OnDeath(self._found, key))
+        compiled, constants = self._shared or self._compile(args, weights)
+        frozen, tensors = _Frozen(compiled, watch), []
+        if constants is not None:
+            self._shared = compiled, constants
+            tensors = constants.give(frozen, weights, looks)
+        watch.confirm(weights)
+        # other threads find it only now
+        self._found[key] = frozen
+        return frozen, tensors
 
     def __call__(self, *args: Any) -> Any:
         """One call, with all inputs of the program.
@@ -113,35 +131,42 @@ class FrozenGraph:
             WeightsError: a weight has changed, and may not.
         """
         weights = [args[at] for at in self._weights]
-        found = self._found.get(id(weights[0]))
-        is_new = False
-        while found is None or not found.enter(weights, is_new=is_new):
-            with self._lock:
-                # another thread may have been first
-                found = self._found.get(id(weights[0]))
-                if found is None or not found.is_current(weights):
-                    found = self._renew(found, weights, args)
-            # what was made a moment ago is used even if yet another thread writes to the weights all the time
-            is_new = True
+        frozen = self._found.get(key_of(weights))
+        # the list of this call: another thread may make the constants again meanwhile
+        tensors = None if frozen is None else frozen.tensors
+        if frozen is None or tensors is None or not frozen.watch.is_current(weights):
+            frozen, tensors = self._renew(weights, args)
+        self._call.tensors = tensors
         try:
-            return found.compiled(*(args[at] for at in self._others))
+            return frozen.compiled(*[args[at] for at in self._others])
         finally:
-            found.leave()
+            self._call.tensors = ()
 
-    def _renew(self, found: _Frozen | None, weights: Sequence[Tensor], args: Sequence[Any]) -> _Frozen:
-        if found is not None and not self._may_change:
-            raise WeightsError(
-                "weights have changed since the graph was frozen, and strict=True forbids to freeze it again. Use "
-                "weights='cache' for weights that change, or torch.compiler.reset() after changing them."
-            )
-        if found is None or found.constants is None:
-            logger.info("weights changed or belong to another model: freezing %d again", len(weights))
-            return self.freeze(args)
-        found.renew(weights, self._watch(weights))
-        return found
+    def _renew(self, weights: Sequence[Tensor], args: Sequence[Any]) -> tuple[_Frozen, Sequence[Tensor]]:
+        with self._lock:
+            frozen = self._found.get(key_of(weights))
+            if frozen is not None and not self._may_change and not frozen.still_holds(weights):
+                raise WeightsError(
+                    "weights have changed since the graph was frozen, and strict=True forbids to freeze it again. "
+                    "Use weights='cache' for weights that change, or torch.compiler.reset() after changing them."
+                )
+            # another thread may have been first, or they may not have changed after all
+            tensors = None if frozen is None else frozen.tensors
+            if frozen is None or tensors is None or not frozen.still_holds(weights):
+                return self.freeze(args)
+            return frozen, tensors
 
-    def _watch(self, weights: Sequence[Tensor]) -> Watch:
-        return Watch(weights, OnDeath(self._found, id(weights[0])))
+    def _compile(
+        self, args: Sequence[Any], weights: Sequence[Tensor]
+    ) -> tuple[Callable[..., Any], Constants | None]:
+        logger.debug("freezing %d weights", len(weights))
+        # inference tensors could not be given other values outside inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            record = FoldingRecord(weights, self._call.of_now)
+            gm = self._with_constants(record)
+            with record.observe():
+                compiled = self._compile_graph(gm, [self._example(at, args[at]) for at in self._others])
+        return compiled, record.finish()
 
     def _example(self, at: int, arg: Any) -> Any:
         """The argument, or what Dynamo traced if that has any size."""
@@ -177,61 +202,44 @@ class FrozenGraph:
         return fx.GraphModule(holder, graph)
 
 
+class _Call(threading.local):
+    """What the call that is going on in this thread gives to the compiled graph."""
+
+    tensors: Sequence[Tensor] = ()
+
+    def of_now(self) -> Sequence[Tensor]:
+        """The constants."""
+        return self.tensors
+
+
 class _Frozen:
     """The graph with the constants of one model.
 
     Args:
         compiled: takes the inputs that are no weights.
-        constants: None if they are not known well enough to be computed again.
         watch: over the weights.
+
+    Attributes:
+        tensors: the constants; None: to be made again.
     """
 
-    def __init__(self, compiled: Callable[..., Any], constants: LiveConstants | None, watch: Watch) -> None:
+    def __init__(self, compiled: Callable[..., Any], watch: Watch) -> None:
         self.compiled = compiled
-        self.constants = constants
-        self._watch = watch
-        #: the thread of each call that is going on; a list may be changed in any thread
-        self._calls: list[int] = []
-        self._is_changing = False
-        if constants is not None:
-            # Inductor keeps the modules that it generates, and what they refer to, as long as the process runs
-            weakref.finalize(self, constants.drop).atexit = False
+        self.watch = watch
+        self.tensors: Sequence[Tensor] | None = ()
+        self._constants: Sequence[Constant] = ()
 
-    def is_current(self, weights: Sequence[Tensor]) -> bool:
-        """True if the weights are those whose constants these are, and have not changed."""
-        return self._watch.is_current(weights)
+    def hold(self, constants: Sequence[Constant], tensors: Sequence[Tensor]) -> None:
+        """Keeps these alive, until one of them is going to be computed again."""
+        self._constants, self.tensors = constants, tensors
 
-    def enter(self, weights: Sequence[Tensor], *, is_new: bool) -> bool:
-        """Begins a call; False if it cannot begin before the constants are computed again."""
-        self._calls.append(threading.get_ident())
-        if not self._is_changing and (is_new or self.is_current(weights)):
-            return True
-        self.leave()
-        return False
+    def give_up(self) -> None:
+        """A constant is going to be computed again."""
+        self.tensors = None
 
-    def leave(self) -> None:
-        """Ends a call."""
-        self._calls.remove(threading.get_ident())
-
-    def renew(self, weights: Sequence[Tensor], watch: Watch) -> None:
-        """Computes the constants from ``weights``.
-
-        Args:
-            weights: all of them.
-            watch: that looked at them before.
-        """
-        if self.constants is None:
-            raise AssertionError("constants that are not known cannot be computed again")
-        # in this order: a call that has begun without seeing it is among those that are waited for
-        self._is_changing = True
-        try:
-            while any(thread != threading.get_ident() for thread in list(self._calls)):
-                time.sleep(_PAUSE)
-            self.constants.renew(weights, watch.changed_since(self._watch))
-            watch.confirm(weights)
-            self._watch = watch
-        finally:
-            self._is_changing = False
+    def still_holds(self, weights: Sequence[Tensor]) -> bool:
+        """True if the weights have not changed; looks more closely than in every call."""
+        return all(look_at(w) is look for w, look in zip(weights, self.watch.looks, strict=True))
 
 
 def _is_weight(node: fx.Node) -> bool:

@@ -4,32 +4,41 @@ Whether a weight was written to is asked where it lies. A weight and its copy ar
 runs before the graph with one program for each chunk::
 
     now = load(weight[sampled])
-    if any(now != load(seen)):
+    if any(now != load(seen)) or it is its turn:
         store(copy, load(weight).to(low))
         store(seen, now)
 
-A chunk that is not written to costs the loads of its sample. The sample is spread over the chunk, and has the first
-element that is not zero: zeros stay what they are under many writes.
+A chunk that is not written to costs the loads of its sample. The sample is spread over the chunk: every contiguous run
+of 1/16 of a weight has some of it, and every slice along the first dimension of a weight with up to 64 slices. The
+first element of a chunk that is not zero is in it, too: zeros stay what they are under many writes. Every
+:data:`PERIOD` calls a chunk is cast again whatever its sample says, each chunk at another call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # comes with builds of torch for GPUs
 import triton.language as tl  # pyright: ignore[reportMissingImports]  # as above
+from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["CHUNK", "OPTIONS", "HealedCopies", "constants", "heal_kernel"]
+__all__ = ["CHUNK", "OPTIONS", "PERIOD", "HealedCopies", "constants", "heal_kernel"]
 
-#: elements; of a chunk in float32, 1.6 % of the lines of 32 bytes are read to compare it
+#: elements; of a chunk in float32, 3 % of the sectors of 32 bytes are read to compare it
 CHUNK = 16384
 _BLOCK = 2048
-#: sampled elements of a chunk; a power of two
-_SAMPLED = 32
+#: sampled elements of a chunk, spread evenly; a power of two
+_SPREAD = 64
+#: slices along the first dimension of which each has a sampled element
+_SLICES = 64
+
+#: calls after which each chunk has been cast again
+PERIOD = 256
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 #: integers by bytes of an element
@@ -39,43 +48,52 @@ _BITS = {4: (tl.int32, torch.int32), 2: (tl.int16, torch.int16)}
 OPTIONS = {"enable_fp_fusion": False}
 
 
-@triton.jit(do_not_specialize=["everything"])
+@triton.jit
 def heal_kernel(
     table,
+    offsets,
     seen,
     nonzero,
-    everything,
+    seen_nonzero,
+    turns,
     weight_type: tl.constexpr,
     bits_type: tl.constexpr,
     low_type: tl.constexpr,
     sampled: tl.constexpr,
     chunk_size: tl.constexpr,
     block_size: tl.constexpr,
+    period: tl.constexpr,
 ):
     """One program for each chunk.
 
     Args:
         table: int64 [chunks, 3]: addresses in the weight and in the copy, elements.
+        offsets: int32 [chunks, sampled]: which elements of the chunk are sampled.
         seen: [chunks, sampled], integers of the size of a weight's elements: the bits of the sample.
-        nonzero: int32 [chunks]: where the first element is that is not zero, the last one of the sample.
-        everything: 1: every chunk is cast.
+        nonzero: int32 [chunks]: where the first element is that is not zero.
+        seen_nonzero: [chunks], as ``seen``: the bits of that.
+        turns: int32 [chunks]: calls until the chunk is cast whatever its sample says.
         weight_type: of the weight's elements.
         bits_type: integers of their size.
         low_type: of the copy's elements.
         sampled: elements of a sample, a power of two.
         chunk_size: elements.
         block_size: elements that are cast at a time.
+        period: what a turn is after the chunk was cast in its turn.
     """
     chunk = tl.program_id(0).to(tl.int64)
     weight = tl.load(table + 3 * chunk)
     count = tl.load(table + 3 * chunk + 2).to(tl.int32)
     bits = weight.to(tl.pointer_type(bits_type))  # pyright: ignore[reportArgumentType]  # a constant is its value
-    lane = tl.arange(0, sampled)
-    spread = (lane * count) // sampled
-    is_last = lane == sampled - 1
-    now = tl.load(bits + tl.where(is_last, tl.load(nonzero + chunk), spread))
-    before = tl.load(seen + chunk * sampled + lane)
-    if tl.max((now != before).to(tl.int32), axis=0) + everything > 0:
+    lanes = chunk * sampled + tl.arange(0, sampled)
+    now = tl.load(bits + tl.load(offsets + lanes))
+    now_nonzero = tl.load(bits + tl.load(nonzero + chunk))
+    differs = tl.max((now != tl.load(seen + lanes)).to(tl.int32), axis=0)
+    differs += (now_nonzero != tl.load(seen_nonzero + chunk)).to(tl.int32)
+    turn = tl.load(turns + chunk) - 1
+    is_due = (turn <= 0).to(tl.int32)
+    tl.store(turns + chunk, tl.where(turn <= 0, period, turn))
+    if differs + is_due > 0:
         source = weight.to(tl.pointer_type(weight_type))
         target = tl.load(table + 3 * chunk + 1).to(tl.pointer_type(low_type))
         first = count
@@ -86,37 +104,77 @@ def heal_kernel(
             tl.store(target + at, value.to(tl.float32).to(low_type), mask=inside)
             first = tl.minimum(first, tl.min(tl.where(value != 0, at, count), axis=0))
         first = tl.minimum(first, count - 1)
-        # what was loaded before the cast: a write in between is seen at the next call
-        now = tl.where(is_last, tl.load(bits + first), now)
+        # the sample was loaded before the cast: a write in between is seen at the next call
+        tl.store(seen + lanes, now)
         tl.store(nonzero + chunk, first)
-        tl.store(seen + chunk * sampled + lane, now)
+        tl.store(seen_nonzero + chunk, tl.load(bits + first))
 
 
-def constants(weight: torch.dtype, low: torch.dtype) -> dict[str, Any]:
+def constants(weight: torch.dtype, low: torch.dtype, sampled: int = _SPREAD) -> dict[str, Any]:
     """What the kernel is compiled for."""
     return {
         "weight_type": _TYPES[weight],
         "bits_type": _BITS[weight.itemsize][0],
         "low_type": _TYPES[low],
-        "sampled": _SAMPLED,
+        "sampled": sampled,
         "chunk_size": CHUNK,
         "block_size": _BLOCK,
+        "period": PERIOD,
     }
 
 
-@dataclass(frozen=True)
+class _Chunk(NamedTuple):
+    """A piece of a weight.
+
+    Attributes:
+        weight: position of the weight.
+        row: of the table.
+        offsets: of the elements that are sampled.
+    """
+
+    weight: int
+    row: tuple[int, int, int]
+    offsets: NDArray[np.int32]
+
+
 class _Group:
     """Chunks that one launch looks at."""
 
-    constants: dict[str, Any]
-    table: Tensor
-    seen: Tensor
-    nonzero: Tensor
+    def __init__(
+        self, device: torch.device, weight: torch.dtype, low: torch.dtype, chunks: Sequence[_Chunk]
+    ) -> None:
+        count, sampled = len(chunks), len(chunks[0].offsets)
+        bits = _BITS[weight.itemsize][1]
+        self._constants = constants(weight, low, sampled)
+        self._weights = [chunk.weight for chunk in chunks]
+        self._tensors = (
+            torch.tensor([chunk.row for chunk in chunks], dtype=torch.int64, device=device),
+            torch.from_numpy(np.stack([chunk.offsets for chunk in chunks])).to(device),
+            torch.zeros(count, sampled, dtype=bits, device=device),
+            torch.zeros(count, dtype=torch.int32, device=device),
+            torch.zeros(count, dtype=bits, device=device),
+        )
+        #: all at the first call; after :meth:`take_turns`, each at another
+        self._turns = torch.zeros(count, dtype=torch.int32, device=device)
 
-    def launch(self, *, everything: bool) -> None:
-        with torch.accelerator.device_index(self.table.device.index):
-            launch = heal_kernel[(len(self.table),)]  # pyright: ignore[reportIndexIssue]  # triton.jit's own
-            launch(self.table, self.seen, self.nonzero, int(everything), **self.constants, **OPTIONS)  # pyright: ignore[reportArgumentType]  # of constants
+    def launch(self) -> None:
+        with torch.accelerator.device_index(self._turns.device.index):
+            launch: Any = heal_kernel[(len(self._turns),)]  # pyright: ignore[reportIndexIssue]  # triton.jit's own
+            launch(*self._tensors, self._turns, **self._constants, **OPTIONS)
+
+    def take_turns(self) -> None:
+        """From now on, so many chunks at each call that all are cast again within the period."""
+        chunks = torch.arange(len(self._turns), dtype=torch.int32, device=self._turns.device)
+        self._turns.copy_(PERIOD - chunks % PERIOD)
+
+    def are_due(self, is_stale: Sequence[bool]) -> None:
+        """The chunks of these weights are cast at the next call."""
+        first = 0
+        for weight, chunks in itertools.groupby(self._weights):
+            count = len(list(chunks))
+            if is_stale[weight]:
+                self._turns[first : first + count].zero_()
+            first += count
 
 
 class HealedCopies:
@@ -130,12 +188,13 @@ class HealedCopies:
     """
 
     def __init__(self, weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[int, int, int]]] = {}
-        for weight, copy in zip(weights, copies, strict=True):
-            rows = groups.setdefault((weight.device, weight.dtype, copy.dtype), [])
-            rows += _chunks(weight, copy)
+        groups: dict[tuple[torch.device, torch.dtype, torch.dtype, int], list[_Chunk]] = {}
+        for at, (weight, copy) in enumerate(zip(weights, copies, strict=True)):
+            for chunk in _chunks(at, weight, copy):
+                key = weight.device, weight.dtype, copy.dtype, len(chunk.offsets)
+                groups.setdefault(key, []).append(chunk)
         with torch.inference_mode(False):
-            self._groups = [_group(*key, rows) for key, rows in groups.items()]
+            self._groups = [_Group(*key[:3], chunks) for key, chunks in groups.items()]
         self._lies = _where(weights, copies)
 
     def fits(self, weights: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
@@ -143,14 +202,21 @@ class HealedCopies:
         return self._lies == _where(weights, copies)
 
     def make(self) -> None:
-        """Makes all copies."""
+        """Makes all copies, for the first time."""
+        self.heal()
         for group in self._groups:
-            group.launch(everything=True)
+            group.take_turns()
 
-    def heal(self) -> None:
-        """Makes the chunks again whose weights have changed."""
+    def heal(self, is_stale: Sequence[bool] = ()) -> None:
+        """Makes the chunks again whose weights have changed.
+
+        Args:
+            is_stale: for each weight, whether all its chunks are made again; all False by default.
+        """
         for group in self._groups:
-            group.launch(everything=False)
+            if any(is_stale):
+                group.are_due(is_stale)
+            group.launch()
 
 
 def _where(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> list[tuple[object, ...]]:
@@ -162,23 +228,24 @@ def _where(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> list[tuple[ob
     ]
 
 
-def _chunks(weight: Tensor, copy: Tensor) -> list[tuple[int, int, int]]:
-    return [
-        (
+def _chunks(at: int, weight: Tensor, copy: Tensor) -> Iterator[_Chunk]:
+    for start in range(0, weight.numel(), CHUNK):
+        count = min(CHUNK, weight.numel() - start)
+        row = (
             weight.data_ptr() + start * weight.element_size(),
             copy.data_ptr() + start * copy.element_size(),
-            min(CHUNK, weight.numel() - start),
+            count,
         )
-        for start in range(0, weight.numel(), CHUNK)
-    ]
+        spread = np.arange(_SPREAD, dtype=np.int32) * count // _SPREAD
+        yield _Chunk(at, row, np.concatenate([spread, _of_slices(weight, start, count)]))
 
 
-def _group(
-    device: torch.device, weight: torch.dtype, low: torch.dtype, rows: list[tuple[int, int, int]]
-) -> _Group:
-    return _Group(
-        constants(weight, low),
-        torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3),
-        torch.zeros(len(rows), _SAMPLED, dtype=_BITS[weight.itemsize][1], device=device),
-        torch.zeros(len(rows), dtype=torch.int32, device=device),
-    )
+def _of_slices(weight: Tensor, start: int, count: int) -> NDArray[np.int32]:
+    """An element of each slice along the first dimension, where slices are not pieces of memory."""
+    if weight.ndim < 2 or not 1 < weight.shape[0] <= _SLICES or weight.stride(0) == max(weight.stride()):
+        return np.empty(0, np.int32)
+    positions = np.arange(start, start + count) // weight.stride(0) % weight.shape[0]
+    _, first = np.unique(positions, return_index=True)
+    found = np.zeros(_SLICES, np.int32)
+    found[: len(first)] = first
+    return found

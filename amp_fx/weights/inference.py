@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor
+from amp_fx._torch import FakeTensor, compile_id, on_dynamo_compile
 from amp_fx.graphs.facts import COPY_META, is_parameter
 from amp_fx.weights.copies import LowCopies
 
@@ -50,13 +51,29 @@ def cached(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Com
     return lambda *args: compiled(*args, *copies.of(args))
 
 
-def in_inference_mode(yes: Callable[..., Any], no: Callable[..., Any]) -> Callable[..., Any]:
-    """One of two compiled graphs, by the mode of each call: while Dynamo compiles, nothing tells the mode."""
+class _Started(threading.local):
+    """The compilation that Dynamo has begun last in this thread, and the mode in which the program called."""
 
-    def run(*args: Any) -> Any:
-        return (yes if torch.is_inference_mode_enabled() else no)(*args)
+    id = ""
+    in_inference_mode = False
 
-    return run
+    def note(self, compile_id: str) -> None:
+        """Dynamo begins to compile: soon it switches the mode off."""
+        self.id, self.in_inference_mode = compile_id, torch.is_inference_mode_enabled()
+
+
+_started = _Started()
+on_dynamo_compile(_started.note)
+
+
+def in_inference_mode() -> bool:
+    """True if the graph that is being compiled will be called under ``torch.inference_mode``.
+
+    Dynamo's guards are on the dispatch keys of tensors, which differ there, so it compiles again for the other mode.
+    """
+    if _started.id and _started.id == compile_id():
+        return _started.in_inference_mode
+    return torch.is_inference_mode_enabled()
 
 
 def is_plain(node: fx.Node) -> bool:

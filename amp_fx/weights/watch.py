@@ -1,180 +1,276 @@
 """How a changed weight is noticed.
 
 Nothing in PyTorch tells that a weight was written to: fused optimizers and ``p.data.mul_()`` do not move its version,
-``p.data = q`` keeps the version, numpy moves nothing. So a weight counts as unchanged only if all of this holds:
+``p.data = q`` keeps the version, numpy moves nothing. So in each call a weight counts as unchanged only if all of this
+holds:
 
 * it is the same object, at the same address, with the same version;
-* no optimizer of ``torch.optim`` has made a step, and no graph with gradients has been called;
-* a sample of its elements has the same bits. Writes to the whole weight change the sample, whatever makes them.
+* no optimizer of ``torch.optim`` has made a step with it, and no graph with gradients has been called with it;
+  after the latter all its elements are compared, as whatever trains it may write to a few;
+* a sample of its elements has the same bits: see :mod:`amp_fx.weights.memory` for what that cannot miss;
+* so has the part of all elements whose turn it is.
 
-What this cannot see is a write to a few elements through ``.data`` or numpy. After one, call
-:func:`amp_fx.weights.clear`. Nor does it see another thread's writes through ``.data`` that begin and are undone while
-copies are being made.
+What makes many copies of weights that have not changed is avoided: events are those of single weights.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-__all__ = ["OnDeath", "Watch", "advance", "counting", "is_dense"]
+from amp_fx._torch import is_wrapper
+from amp_fx.errors import WeightsError
+from amp_fx.weights.memory import Elements, Glance
 
-#: sampled elements of a weight: lines spread over it, and neighbours in each, which share a line of the cache
-_LINES, _RUN = 4, 8
-
-#: integers by element size
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["Key", "Look", "OnDeath", "Watch", "counting", "forget", "key_of", "look_at", "touch"]
 
 #: of a tensor; without a loop of Python when mapped
 _ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
-#: an epoch that does not come
-_NEVER = -1
+#: which weights, in which order; while somebody watches them they live, and no other tensor has their ids
+Key = tuple[int, ...]
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+
+
+class Look:
+    """What one weight looked like at one moment. Whatever is made from it then, belongs to this object.
+
+    Args:
+        weight: a plain tensor.
+        elements: False: somebody else looks at its elements.
+    """
+
+    def __init__(self, weight: Tensor, *, elements: bool) -> None:
+        #: the weight may have been written to
+        self.is_stale = False
+        #: some of its elements may have been written to
+        self.is_doubtful = False
+        self.marks = _marks(weight)
+        self.elements = Elements(weight) if elements else None
+        self.storage = weight.untyped_storage().data_ptr()
+
+    def holds(self, weight: Tensor) -> bool:
+        """True if the weight still looks so. Not in every call: this takes longer than :class:`Watch`."""
+        if self.is_stale or self.marks != _marks(weight):
+            return False
+        if self.elements is None:
+            # its elements are looked at elsewhere; but who is in doubt has to make sure
+            return not self.is_doubtful
+        if not (self.elements.are_same() if self.is_doubtful else self.elements.sample_is_same()):
+            return False
+        self.is_doubtful = False
+        return True
 
 
 @dataclass
-class _Epoch:
-    """Counts the events after which any weight may have changed."""
+class _Weights:
+    """All weights that are watched, and what happens to them."""
 
+    #: events so far, of any of them
     count: int = 0
     is_hooked: bool = False
+    #: by id of the weight
+    looks: dict[int, Look] = field(default_factory=dict)
+    refs: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
 
     def hook(self) -> None:
-        """Counts optimizer steps from now on."""
-        with _lock:
-            if not self.is_hooked:
-                register_optimizer_step_post_hook(lambda *_: advance())
-                self.is_hooked = True
+        """Hears of optimizer steps from now on."""
+        if not self.is_hooked:
+            hook: Any = torch.compiler.disable(_stepped)
+            register_optimizer_step_post_hook(hook)
+            self.is_hooked = True
+
+    def register(self, weight: Tensor, look: Look) -> None:
+        """From now on, this is what the weight looks like."""
+        key = id(weight)
+        before = self.looks.get(key)
+        if before is not None:
+            self.is_stale(before)
+        else:
+            # before a dying weight's id is another's
+            self.refs[key] = weakref.ref(weight, lambda _: self._forget(key))
+        self.looks[key] = look
+
+    def is_stale(self, look: Look) -> None:
+        """What was made from this look must not be used any more."""
+        look.is_stale = True
+        self.count += 1
+
+    def is_doubtful(self, look: Look) -> None:
+        """All elements are to be compared before what was made from this look is used again."""
+        look.is_doubtful = True
+        self.count += 1
+
+    def in_storages(self, storages: set[int]) -> list[Look]:
+        """Those that lie there."""
+        return [look for look in list(self.looks.values()) if look.storage in storages]
+
+    def _forget(self, key: int) -> None:
+        self.looks.pop(key, None)
+        self.refs.pop(key, None)
 
 
-_epoch = _Epoch()
+_weights = _Weights()
 
 
-def advance() -> None:
-    """Any weight may have changed: copies are made again before they are used again."""
-    _epoch.count += 1
+def look_at(weight: Tensor, *, elements: bool = True) -> Look:
+    """What a weight looks like now; the same object as before if that has not changed.
+
+    Args:
+        weight: a plain tensor.
+        elements: False: somebody else looks at its elements.
+    """
+    with _lock:
+        _weights.hook()
+        look = _weights.looks.get(id(weight))
+        if look is None or (elements and look.elements is None) or not look.holds(weight):
+            look = Look(weight, elements=elements)
+            _weights.register(weight, look)
+        return look
+
+
+def touch(*parameters: Tensor) -> None:
+    """Says that weights were written to: what was made from them is made again before it is used again.
+
+    Args:
+        parameters: of a module, or tensors in the same memory.
+
+    Raises:
+        WeightsError: one of them is no tensor.
+    """
+    for parameter in parameters:
+        if not isinstance(parameter, Tensor):
+            raise WeightsError(
+                f"touch() takes parameters and other tensors; got {type(parameter).__name__}. For all of a model: "
+                "touch(*model.parameters())."
+            )
+    if not all(map(_is_plain, parameters)):
+        # where the memory of these is, is not known here
+        forget()
+        return
+    with _lock:
+        for look in _weights.in_storages(_storages(parameters)):
+            _weights.is_stale(look)
+
+
+def forget() -> None:
+    """All weights count as written to."""
+    with _lock:
+        for look in list(_weights.looks.values()):
+            _weights.is_stale(look)
 
 
 def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph with gradients, each call of which may precede a change of weights."""
+    """A graph with gradients: whatever trains the weights that it is called with may write to them afterwards."""
 
     def run(*args: Any) -> Any:
-        advance()
+        # nearly always there are none
+        for key in _weights.looks.keys() & map(id, args):
+            look, weight = _weights.looks.get(key), _weights.refs.get(key)
+            if look is not None and weight is not None and getattr(weight(), "requires_grad", False):
+                _weights.is_doubtful(look)
         return compiled(*args)
 
     return run
 
 
+def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """After a step: the weights of this optimizer have changed, others have not."""
+    if not _weights.looks:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    plain = [*filter(_is_plain, parameters)]
+    changed = _storages([p for p in plain if p.grad is not None])
+    # without a gradient, or without one any more; of sharded parameters it is not known where they are gathered
+    perhaps = _storages(plain) if len(plain) == len(parameters) else None
+    with _lock:
+        for look in list(_weights.looks.values()):
+            if look.storage in changed:
+                _weights.is_stale(look)
+            elif perhaps is None or look.storage in perhaps:
+                _weights.is_doubtful(look)
+
+
 class Watch:
-    """What some weights looked like at one moment.
+    """Tells in little time whether some weights still look as they did.
 
     Args:
         weights: plain tensors.
+        looks: one for each.
         on_death: called when one of them dies. The watch must be dropped then: it keeps their storages alive.
-        healed: those of them whose elements somebody else looks at.
+        healed: those whose elements somebody else looks at.
     """
 
     def __init__(
         self,
         weights: Sequence[Tensor],
+        looks: Sequence[Look],
         on_death: Callable[[object], None],
-        healed: Sequence[Tensor] = (),
+        healed: Sequence[bool] | None = None,
     ) -> None:
-        _epoch.hook()
-        self._epoch = _epoch.count
-        # while the watch is in use, they live, and no other tensor has their ids
+        self.looks = list(looks)
+        self._count = _weights.count
         self._refs = [weakref.ref(w, on_death) for w in weights]
-        self._ids = [*map(id, weights)]
         # inference tensors have none
         self._have_versions = [not w.is_inference() for w in weights]
-        self._marks = self._marks_of(weights)
-        others = set(map(id, healed))
-        self._samples = [None if id(w) in others else _sample(w) for w in weights]
-        samples = [sample for sample in self._samples if sample is not None]
-        # read as plain memory where that is possible: a call of torch for each weight would cost more than it finds
-        self._lines = [line for sample in samples if _is_plain_memory(sample) for line in _lines(sample)]
-        groups: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
-        for sample in samples:
-            if not _is_plain_memory(sample):
-                groups.setdefault((sample.dtype, sample.device, sample.shape[1]), []).append(sample)
-        self._groups = list(groups.values())
-        self._seen_lines, self._seen_groups = self._read_lines(), self._read_groups()
-        self._sums: list[Tensor] = []
-        self._looks = [
-            (id(w), w.data_ptr(), None if w.is_inference() else w._version, sample.tolist())
-            if sample is not None and _is_plain_memory(sample)
-            else None
-            for w, sample in zip(weights, self._samples, strict=True)
-        ]
-
-    def confirm(self, weights: Sequence[Tensor]) -> None:
-        """After copies were made: had a write begun meanwhile, they may be torn, even if it is undone later."""
-        if not self._looks_same(weights):
-            self._epoch = _NEVER
-
-    def changed_since(self, earlier: Watch) -> list[bool]:
-        """For each weight, whether it may be another than in an earlier watch over the same model."""
-        if self._epoch != earlier._epoch:
-            return [True] * len(self._looks)
-        return [now is None or now != before for now, before in zip(self._looks, earlier._looks, strict=True)]
-
-    def sum_up(self, weights: Sequence[Tensor]) -> None:
-        """Notes a sum over all bits, for :meth:`is_current`. Reads every element."""
-        self._sums = [_sum(w) for w in weights]
+        addresses = [look.marks[0] for look in looks]
+        self._marks = [*addresses, *(look.marks[1] for look in compress(looks, self._have_versions))]
+        is_healed = healed or [False] * len(self.looks)
+        self._elements = {
+            look.elements: look
+            for look, elsewhere in zip(looks, is_healed, strict=True)
+            if look.elements is not None and not elsewhere
+        }
+        self._glance = Glance(list(self._elements))
+        # a look of before may have become stale while this was made
+        self._is_alarmed = any(look.is_stale or look.is_doubtful for look in looks)
 
     def is_current(self, weights: Sequence[Tensor]) -> bool:
-        """True if the weights are the same and nothing says that one was written to.
+        """True if nothing says that one was written to.
 
-        After an event elsewhere, such as an optimizer's step, that is so only if all bits still have the sum noted.
+        Args:
+            weights: those of the watch.
         """
-        epoch = _epoch.count
-        if not self._looks_same(weights):
-            return False
-        if self._epoch != epoch:
-            if not self._sums or any(_sum(w) != total for w, total in zip(weights, self._sums, strict=True)):
-                return False
-            self._epoch = epoch
-        return True
-
-    def _looks_same(self, weights: Sequence[Tensor]) -> bool:
         # in each call, and without loops of Python, which would take longer than what they look at
-        if [*map(id, weights)] != self._ids or self._marks_of(weights) != self._marks:
+        if self._count != _weights.count or self._is_alarmed:
+            count = _weights.count
+            if any(look.is_stale or look.is_doubtful for look in self.looks):
+                return False
+            self._count, self._is_alarmed = count, False
+        if [*map(_ADDRESS, weights), *map(_VERSION, compress(weights, self._have_versions))] != self._marks:
             return False
         # the addresses are those of the watch, so what lies there is still the weights'
-        if self._read_lines() != self._seen_lines:
+        if not self._glance.is_same():
             return False
-        return all(map(torch.equal, self._read_groups(), self._seen_groups))
+        changed = self._glance.changed()
+        if changed is not None:
+            with _lock:
+                _weights.is_stale(self._elements[changed])
+        return changed is None
 
-    def _marks_of(self, weights: Sequence[Tensor]) -> list[int]:
-        """Addresses and versions."""
-        return [*map(_ADDRESS, weights), *map(_VERSION, compress(weights, self._have_versions))]
-
-    def _read_lines(self) -> bytes:
-        """The samples in plain memory."""
-        return b"".join(self._lines)
-
-    def _read_groups(self) -> list[Tensor]:
-        """The other samples, one tensor and so one comparison for each group."""
-        return [torch.cat(group) for group in self._groups]
+    def confirm(self, weights: Sequence[Tensor]) -> None:
+        """After something was made of them: had a write begun meanwhile, that may be torn, even if it is undone."""
+        with _lock:
+            for weight, look in zip(weights, self.looks, strict=True):
+                if not look.holds(weight):
+                    _weights.is_stale(look)
 
 
 class OnDeath:
     """Drops an entry of a table when a weight of it dies."""
 
-    def __init__(self, table: dict[int, Any], key: int) -> None:
+    def __init__(self, table: dict[Key, Any], key: Key) -> None:
         self._table, self._key = table, key
 
     def __call__(self, _: object) -> None:
@@ -182,44 +278,21 @@ class OnDeath:
         self._table.pop(self._key, None)
 
 
-def _sample(weight: Tensor) -> Tensor:
-    """A view of some elements, as integers; two-dimensional."""
-    value, count = _bits(weight), weight.numel()
-    if not is_dense(value):
-        # some row of it
-        while value.ndim > 1:
-            value = value[0]
-        return value[:_RUN].unsqueeze(0)
-    start, step = value.storage_offset(), (count - _RUN) // (_LINES - 1)
-    if step < _RUN:
-        return value.as_strided((1, count), (count, 1), start)
-    sample = value.as_strided((_LINES, _RUN), (step, 1), start)
-    if not sample.any():
-        # zeros stay what they are under many writes: is there anything else?
-        first = int((value.as_strided((count,), (1,), start) != 0).to(torch.uint8).argmax())
-        sample = value.as_strided((1, _RUN), (_RUN, 1), start + min(first, count - _RUN))
-    return sample
+def key_of(weights: Sequence[Tensor]) -> Key:
+    """What stands for some weights in a table."""
+    return (*map(id, weights),)
 
 
-def _is_plain_memory(sample: Tensor) -> bool:
-    return sample.device.type == "cpu" and sample.stride(1) == 1
+def _marks(weight: Tensor) -> tuple[int, int]:
+    """Address and version; inference tensors have no version."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
-def _lines(sample: Tensor) -> list[ctypes.Array[ctypes.c_char]]:
-    """The rows of a sample as memory. Whoever reads them has to keep the sample."""
-    size = sample.shape[1] * sample.element_size()
-    return [(ctypes.c_char * size).from_address(row.data_ptr()) for row in sample]
+def _is_plain(parameter: Tensor) -> bool:
+    """False for subclasses of tensors that have no memory of their own, and for sparse ones."""
+    return not is_wrapper(parameter) and parameter.layout is torch.strided
 
 
-def _sum(weight: Tensor) -> Tensor:
-    return _bits(weight).sum()
-
-
-def _bits(weight: Tensor) -> Tensor:
-    """The values as integers: nan is not equal to itself."""
-    return weight.detach().view(_INTEGERS[weight.element_size()])
-
-
-def is_dense(value: Tensor) -> bool:
-    """True if the elements fill one piece of memory, in whatever order."""
-    return value.numel() == 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+def _storages(parameters: Sequence[Tensor]) -> set[int]:
+    """Where they lie."""
+    return {parameter.untyped_storage().data_ptr() for parameter in parameters}

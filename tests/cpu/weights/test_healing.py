@@ -36,7 +36,13 @@ def interpreted() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("what", "looks"),
-    [("every write is healed", 8), ("low copies heal in place", 10), ("after an event elsewhere", 4)],
+    [
+        ("every write is healed", 8),
+        ("low copies heal in place", 10),
+        ("large writes are healed at once", 1),
+        ("a write to one element", 6),
+        ("after touch", 5),
+    ],
 )
 def test_copies_follow_their_weights(interpreted: dict[str, Any], what: str, looks: int) -> None:
     assert interpreted[what] == [True] * looks
@@ -55,7 +61,15 @@ def test_the_kernel_compiles_and_rounds_to_nearest(dtype: torch.dtype, capabilit
     from amp_fx.weights import healing
 
     constants = healing.constants(dtype, torch.bfloat16)
-    pointers = {"table": "*i64", "seen": f"*i{8 * dtype.itemsize}", "nonzero": "*i32", "everything": "i32"}
+    bits = f"*i{8 * dtype.itemsize}"
+    pointers = {
+        "table": "*i64",
+        "offsets": "*i32",
+        "seen": bits,
+        "nonzero": "*i32",
+        "seen_nonzero": bits,
+        "turns": "*i32",
+    }
     source = ASTSource(
         fn=healing.heal_kernel,
         signature={**pointers, **dict.fromkeys(constants, "constexpr")},

@@ -1,4 +1,4 @@
-"""Low copies of weights: every write to a whole weight is noticed, and copies die with their weights."""
+"""Low copies of weights: large writes are noticed at once, others in turn, and copies die with their weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_fx import weights
+from amp_fx import WeightsError, weights
 from amp_fx.weights import LowCopies, watch
-from amp_fx.weights.watch import Watch
+from amp_fx.weights.watch import Look, Watch, look_at
 
 SHAPES = ((64, 48), (48,), (3,), (8, 4, 3, 3))
 
@@ -91,7 +91,8 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> No
 )
 def test_a_step_of_an_optimizer_is_noticed(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # not even the hook is needed, as every element moves
-    monkeypatch.setattr(watch, "advance", lambda: None)
+    monkeypatch.setattr(watch._weights, "is_hooked", True)
+    monkeypatch.setattr(watch._weights, "is_stale", lambda look: setattr(look, "is_stale", True))
     parameters = new_weights()
     copies = copies_for(parameters)
     optimizer = OPTIMIZERS[name](parameters, lr=0.1, **FORMS[form])
@@ -244,9 +245,9 @@ def test_a_weight_that_is_nearly_all_zeros_is_watched_where_it_is_not() -> None:
 
 def test_weights_in_any_order_of_memory_are_watched() -> None:
     base = torch.randn(64, 64)
-    parameters = [
-        nn.Parameter(value) for value in (base.t(), base[::2], base[:, 3:5], base[5], torch.randn(()))
-    ]
+    # each in memory of its own
+    views = (base.t(), base.clone()[::2], base.clone()[:, 3:5], base.clone()[5], torch.randn(()))
+    parameters = [*map(nn.Parameter, views)]
     copies = copies_for(parameters)
     for parameter in parameters:
         assert are_current(copies, parameters)
@@ -263,15 +264,216 @@ def test_a_weight_in_another_order_of_memory_gets_a_copy_in_that_order() -> None
     assert copies.of([parameter])[0].stride() == parameter.stride()
 
 
-def test_a_write_to_a_few_elements_through_data_needs_clear() -> None:
+# ---- large writes are seen by the next call, any write in a while ----
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "packed experts": lambda: torch.randn(8, 64, 64),
+    "a vector": lambda: torch.randn(1000),
+    "a matrix": lambda: torch.randn(64, 48),
+    "a transposed matrix": lambda: torch.randn(48, 64).t(),
+    "many rows": lambda: torch.randn(300, 7),
+    "channels last": lambda: torch.randn(24, 16, 3, 3).to(memory_format=torch.channels_last),
+    "bfloat16": lambda: torch.randn(33, 20).bfloat16(),
+    "every second column": lambda: torch.randn(40, 60)[:, ::2],
+    "half of it zeros": lambda: torch.randn(16, 128).relu(),
+    "nearly all of it zeros": lambda: torch.zeros(16, 128).index_fill_(1, torch.tensor([3, 125]), 2.0),
+    "a view that lies between others": lambda: torch.randn(1001)[1:].view(8, 125),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_write_to_a_sixteenth_or_to_a_slice_is_seen_by_the_next_call(layout: str) -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(LAYOUTS[layout]())
+    copies = copies_for([parameter])
+    order = sorted(range(parameter.ndim), key=lambda at: -parameter.stride(at))
+    flat = parameter.data.permute(order).view(-1) if layout != "every second column" else parameter.data[:0]
+    size = -(-len(flat) // 16)
+    pieces = [flat[at : at + size] for at in range(0, len(flat) - size + 1, max(1, len(flat) // 97))]
+    slices = list(parameter.data) if len(parameter) <= 64 else []
+    for piece in (*pieces, *slices):
+        assert are_current(copies, [parameter])
+        before = piece.clone()
+        piece.mul_(3.0)
+        if not torch.equal(piece, before):
+            assert are_current(copies, [parameter])
+        piece.copy_(before)
+
+
+@pytest.mark.parametrize("start", range(0, 30000, 1999))
+def test_a_write_to_a_third_of_a_weight_is_seen_by_the_next_call(start: int) -> None:
+    parameter = nn.Parameter(torch.randn(8, 64, 64))
+    copies = copies_for([parameter])
+    copies.of([parameter])
+    parameter.data.view(-1)[start : start + 10760].mul_(3)
+    assert are_current(copies, [parameter])
+
+
+def calls_until_seen(copies: LowCopies, parameters: list[Any]) -> int:
+    """How many calls still had the copies of before."""
+    looks = watch._weights.count
+    for call in range(3000):
+        copies.of(parameters)
+        if watch._weights.count != looks:
+            assert are_current(copies, parameters)
+            return call
+    raise AssertionError("never seen")
+
+
+def swap_two(p: nn.Parameter) -> None:
+    first, second = p.data[3].clone(), p.data[5].clone()
+    p.data[3], p.data[5] = second, first
+
+
+SMALL_WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "a row": lambda p: p.data[33].mul_(300.0),
+    "one element": lambda p: p.data[57, 3].add_(1.0),
+    "the last element": lambda p: p.data[-1, -1].neg_(),
+    "two rows change places": swap_two,
+    "numpy": lambda p: p.detach().numpy()[99].fill(0.0),
+}
+
+
+@pytest.mark.parametrize("write", SMALL_WRITES)
+@pytest.mark.parametrize("width", [16, 1024])
+def test_any_write_to_a_model_of_two_layers_is_seen_within_257_calls(write: str, width: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 600), nn.Linear(600, width))
+    parameters = list(model.parameters())
+    copies = copies_for(parameters)
+    for parameter in (parameters[0], parameters[2]):
+        if len(parameter) < 100:
+            continue
+        assert are_current(copies, parameters)
+        before = parameter.detach().clone()
+        SMALL_WRITES[write](parameter)
+        assert not torch.equal(parameter, before)
+        assert calls_until_seen(copies, parameters) <= 257
+
+
+def test_of_larger_models_any_write_is_seen_within_2049_calls() -> None:
+    parameters = [nn.Parameter(torch.randn(2100, 2048)) for _ in range(5)]
+    copies = copies_for(parameters)
+    copies.of(parameters)
+    parameters[3].data[2000, 5] += 1.0
+    assert 1 <= calls_until_seen(copies, parameters) <= 2049
+
+
+def test_touch_says_at_once_that_a_weight_was_written_to() -> None:
+    parameters = [nn.Parameter(torch.randn(1000, 16)), nn.Parameter(torch.randn(1000, 16))]
+    copies = copies_for(parameters)
+    assert are_current(copies, parameters)
+    parameters[0].data[501, 3] = 0.0
+    parameters[1].data[501, 3] = 0.0
+    assert not are_current(copies, parameters)
+    weights.touch(parameters[0], parameters[1].data)
+    assert are_current(copies, parameters)
+    with pytest.raises(WeightsError, match=r"touch\(\*model.parameters\(\)\)"):
+        weights.touch(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
+
+
+def test_clear_says_it_of_all_weights() -> None:
     parameter = nn.Parameter(torch.randn(1000, 16))
     copies = copies_for([parameter])
     assert are_current(copies, [parameter])
     parameter.data[501] = 0.0
-    # what the documentation says
-    assert not are_current(copies, [parameter])
     weights.clear()
     assert are_current(copies, [parameter])
+
+
+# ---- events elsewhere ----
+
+
+class Casts:
+    """Counts the weights that are cast."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        original = Tensor.copy_
+
+        def copy_(self_: Tensor, source: Tensor, *args: Any) -> Tensor:
+            self.count += self_.dtype is torch.bfloat16
+            return original(self_, source, *args)
+
+        monkeypatch.setattr(Tensor, "copy_", copy_)
+
+
+def train(parameters: list[nn.Parameter]) -> None:
+    """One call of a graph with gradients."""
+    watch.counting(lambda *args: None)(*parameters, torch.ones(3))
+
+
+def test_a_step_of_a_student_costs_its_teacher_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, student = new_weights(), new_weights()
+    of_teacher, of_student = copies_for(teacher), copies_for(student)
+    first = of_teacher.of(teacher)
+    of_student.of(student)
+    optimizer = torch.optim.SGD(student, lr=0.1)
+    casts, looks = Casts(monkeypatch), watch._weights.count
+    for _ in range(3):
+        train(teacher[:0] + student)
+        step(optimizer, student)
+        assert of_teacher.of(teacher) is first
+    assert casts.count == 0
+    assert watch._weights.count > looks
+    assert are_current(of_student, student)
+    assert casts.count == len(student)
+
+
+def test_only_the_weights_of_a_step_are_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = new_weights()
+    copies = copies_for(parameters)
+    copies.of(parameters)
+    casts = Casts(monkeypatch)
+    step(torch.optim.SGD(parameters[:1], lr=0.1), parameters[:1])
+    assert are_current(copies, parameters)
+    assert casts.count == 1
+    # an optimizer that has it, but no gradient
+    torch.optim.SGD(parameters, lr=0.1).step()
+    assert are_current(copies, parameters)
+    assert casts.count == 1
+
+
+def test_a_call_with_gradients_has_its_weights_compared_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [nn.Parameter(torch.randn(1000, 16)), nn.Parameter(torch.randn(1000, 16))]
+    parameters[1].requires_grad_(False)
+    copies = copies_for(parameters)
+    copies.of(parameters)
+    casts = Casts(monkeypatch)
+    train(parameters)
+    # an optimizer of one's own, that is no torch.optim.Optimizer and writes to one row
+    parameters[0].data[501] -= 1.0
+    assert are_current(copies, parameters)
+    assert casts.count == 1
+    train(parameters)
+    assert are_current(copies, parameters)
+    assert casts.count == 1
+
+
+def test_an_optimizer_of_a_flat_piece_of_memory_is_noticed() -> None:
+    flat = torch.randn(2000)
+    parameters = [nn.Parameter(flat[:1000].view(10, 100)), nn.Parameter(flat[1000:].view(100, 10))]
+    copies = copies_for(parameters)
+    copies.of(parameters)
+    flat.requires_grad_(True)
+    flat.grad = torch.zeros(2000)
+    flat.grad[[501, 1501]] = 1.0
+    torch.optim.SGD([flat], lr=0.1, fused=True).step()
+    assert are_current(copies, parameters)
+
+
+def test_two_models_that_share_weights_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, own = nn.Parameter(torch.randn(64, 64)), new_weights()
+    models = [[shared, own[0]], [shared, nn.Parameter(torch.randn(64, 48))]]
+    copies = copies_for(models[0])
+    first = [copies.of(model) for model in models]
+    casts = Casts(monkeypatch)
+    for _ in range(3):
+        assert all(copies.of(model) is kept for model, kept in zip(models, first, strict=True))
+    assert first[0][0] is first[1][0]
+    shared.data.mul_(2.0)
+    assert all(are_current(copies, model) for model in models)
+    assert casts.count == 1
 
 
 # ---- lives ----
@@ -335,34 +537,39 @@ def test_threads_see_current_copies() -> None:
     assert all(turns)
 
 
-def test_a_thorough_watch_is_not_disturbed_by_steps_of_other_models() -> None:
-    parameters, other = new_weights(), new_weights()
-    watch, glance = Watch(parameters, lambda _: None), Watch(parameters, lambda _: None)
-    watch.sum_up(parameters)
-    step(torch.optim.SGD(other, lr=0.1), other)
-    assert not glance.is_current(parameters)
-    assert watch.is_current(parameters)
-    parameters[0].data.mul_(2.0)
-    assert not watch.is_current(parameters)
+def watch_over(parameters: list[nn.Parameter]) -> tuple[Watch, list[Look]]:
+    looks = [*map(look_at, parameters)]
+    return Watch(parameters, looks, lambda _: None), looks
 
 
-def test_a_watch_names_the_weights_that_changed() -> None:
+def test_a_look_says_which_weight_has_changed() -> None:
     parameters = new_weights()
-    before = Watch(parameters, lambda _: None)
+    watch, before = watch_over(parameters)
+    assert watch.is_current(parameters)
     parameters[1].data.mul_(2.0)
-    assert Watch(parameters, lambda _: None).changed_since(before) == [
+    assert not watch.is_current(parameters)
+    _, now = watch_over(parameters)
+    assert [look is not earlier for look, earlier in zip(now, before, strict=True)] == [
         at == 1 for at in range(len(parameters))
     ]
-    # whose step it was is not known
-    step(torch.optim.SGD(parameters[:1], lr=0.0), parameters)
-    assert all(Watch(parameters, lambda _: None).changed_since(before))
 
 
 def test_a_write_during_a_copy_counts_even_if_it_is_undone() -> None:
     parameters = new_weights()
-    watch = Watch(parameters, lambda _: None)
+    watch, before = watch_over(parameters)
     parameters[1].data.mul_(2.0)
     watch.confirm(parameters)
     parameters[1].data.mul_(0.5)
     assert not watch.is_current(parameters)
-    assert all(Watch(parameters, lambda _: None).changed_since(watch))
+    _, now = watch_over(parameters)
+    assert now[1] is not before[1]
+
+
+def test_nothing_is_left_of_a_weight_that_has_died() -> None:
+    before = set(watch._weights.looks)
+    parameters = new_weights()
+    copies = copies_for(parameters)
+    copies.of(parameters)
+    assert len(watch._weights.looks) == len(before) + len(parameters)
+    del parameters
+    assert set(watch._weights.looks) == set(watch._weights.refs) == before

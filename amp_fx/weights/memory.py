@@ -1,0 +1,258 @@
+"""The elements of weights, as bits where they lie: a sample of them, and digests of all of them.
+
+A sample is small enough to be compared in each call. Every contiguous run of 1/16 of a weight's memory has elements of
+it, and every slice along the first dimension of a weight with up to :data:`_SLICES` slices: evenly spaced ones. Zeros
+stay what they are under many writes, so if one of these is zero, there are more pieces, and in each an element is
+sampled that is not zero where there is any.
+
+A digest tells a chunk of memory from what it was before. A few chunks are compared in each call, in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import cycle
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["Elements", "Glance", "is_dense", "sampled_offsets"]
+
+#: a run of 1/16 has the middle of one of so many equal pieces, and all of one of so many
+_MIDDLES, _PIECES = 18, 32
+
+_SLICES = 64
+
+#: bytes of a word of a sample. Words lie at multiples of it; sampled are pairs, of one line of the cache
+_WORD = 8
+
+#: bytes of the chunks of one weight: at most so many, and between these sizes
+_CHUNKS, _SMALLEST, _LARGEST = 256, 1024, 32768
+
+#: of all weights, the part that is compared in one call: at least, or at least while that is no more than _LARGEST
+_LARGE_PART, _PART = 2048, 256
+
+#: integers by element size
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: of digests on other devices than a CPU; even
+_STEP = 0x3C6EF372FE94F82A
+
+
+def is_dense(value: Tensor) -> bool:
+    """True if the elements fill one piece of memory, in whatever order."""
+    return value.numel() == _span(value)
+
+
+class Elements:
+    """The bits of one weight at one moment.
+
+    Args:
+        weight: a plain tensor. Its storage is kept alive.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        #: everything from the first element to the last; what lies between the elements of a view counts, too
+        span = _bits(weight).as_strided((_span(weight) if weight.numel() else 0,), (1,))
+        self.span = span
+        offsets = sampled_offsets(weight)
+        self._start = span.data_ptr()
+        self.is_plain = span.device.type == "cpu"
+        if self.is_plain:
+            self.sample = _words(span, offsets)
+        else:
+            self.sample = torch.from_numpy(offsets).to(span.device)
+        self.seen = self.look()
+        self.size = span.numel() * span.element_size()
+        #: bytes
+        self.chunk = min(max(-(-self.size // _CHUNKS), _SMALLEST), _LARGEST) // _WORD * _WORD
+        self.starts = range(0, self.size, self.chunk)
+        self._digests = [self._digest(start) for start in self.starts]
+
+    def look(self) -> NDArray[np.int64] | Tensor:
+        """The sample as it is now."""
+        if isinstance(self.sample, Tensor):
+            return self.span.index_select(0, self.sample)
+        return _memory(self.sample)[1]
+
+    def sample_is_same(self) -> bool:
+        """True if the sampled elements have the bits that they had."""
+        now, seen = self.look(), self.seen
+        if isinstance(now, Tensor):
+            return isinstance(seen, Tensor) and torch.equal(now, seen)
+        return np.array_equal(now, seen)
+
+    def chunk_is_same(self, at: int) -> bool:
+        """True if the chunk with this number has the bits that it had."""
+        return self._digest(self.starts[at]) == self._digests[at]
+
+    def are_same(self) -> bool:
+        """True if all elements have the bits that they had. Reads all of them."""
+        return all(map(self.chunk_is_same, range(len(self.starts))))
+
+    def _digest(self, start: int) -> int:
+        if self.is_plain:
+            size = min(self.chunk, self.size - start)
+            return zlib.crc32((ctypes.c_char * size).from_address(self._start + start))
+        width = self.span.element_size()
+        part = self.span[start // width : (start + self.chunk) // width].to(torch.int64)
+        return int((part * _keys(len(part), part.device)).sum())
+
+
+class Glance:
+    """Compares samples of several weights, and a part of all their elements, in little time.
+
+    Args:
+        elements: of the weights, as they were.
+    """
+
+    def __init__(self, elements: Sequence[Elements]) -> None:
+        plain = [each for each in elements if each.is_plain]
+        words = [each.sample for each in plain if isinstance(each.sample, np.ndarray)]
+        # all samples in memory by one call, whatever lies between
+        self._read, _ = _memory(np.concatenate(words)) if words else (bytes, None)
+        self._seen = b"".join(each.seen.tobytes() for each in plain if isinstance(each.seen, np.ndarray))
+        #: elsewhere, one tensor and so one comparison for each device and dtype
+        groups: dict[tuple[torch.device, torch.dtype], list[Elements]] = {}
+        for each in elements:
+            if not each.is_plain:
+                groups.setdefault((each.span.device, each.span.dtype), []).append(each)
+        self._others = list(groups.values())
+        self._turns = cycle(_turns(elements))
+
+    def is_same(self) -> bool:
+        """True if no sample has changed."""
+        if self._read() != self._seen:
+            return False
+        return all(
+            torch.equal(
+                torch.cat([torch.as_tensor(each.look()) for each in group]),
+                torch.cat([torch.as_tensor(each.seen) for each in group]),
+            )
+            for group in self._others
+        )
+
+    def changed(self) -> Elements | None:
+        """Compares the next part of all elements; returns where it has changed."""
+        for elements, at in next(self._turns):
+            if not elements.chunk_is_same(at):
+                return elements
+        return None
+
+
+def sampled_offsets(weight: Tensor) -> NDArray[np.int64]:
+    """Which elements are sampled: how many elements after the first each lies, in order."""
+    count = weight.numel()
+    if not count:
+        return np.empty(0, np.int64)
+    slices = weight.shape[0] if weight.ndim and weight.shape[0] <= _SLICES else 1
+    order = sorted(range(weight.ndim), key=lambda at: (-weight.stride(at), -weight.shape[at]))
+    bits = _bits(weight).permute(order)
+    lies_apart = slices == 1 or order[0] == 0
+    # each slice in as many pieces as make enough
+    found = [_spread(bits, slices if lies_apart else 1)]
+    if not lies_apart:
+        at = order.index(0)
+        for index in range(slices):
+            inside = _nonzero(bits.select(at, index), 1)
+            found.append(inside + index * weight.stride(0))
+    return np.unique(np.concatenate(found))
+
+
+def _spread(bits: Tensor, slices: int) -> NDArray[np.int64]:
+    """Elements of each slice and of each run of 1/16: offsets in memory."""
+    few, many = (slices * -(-pieces // slices) for pieces in (_MIDDLES, _PIECES))
+    if bits.numel() > _MIDDLES * _PIECES:
+        _, middles = _middles(bits.numel(), few)
+        if bool((bits.reshape(-1)[middles.to(bits.device)] != 0).all()):
+            return _offsets(bits, middles)
+    return _nonzero(bits, many)
+
+
+def _nonzero(bits: Tensor, pieces: int) -> NDArray[np.int64]:
+    """An element of each of so many equal pieces, one that is not zero where there is any: offsets in memory."""
+    flat = bits.reshape(-1)
+    bounds, positions = _middles(bits.numel(), pieces)
+    is_zero = (flat[positions.to(flat.device)] == 0).cpu()
+    for piece in is_zero.nonzero().flatten().tolist():
+        first, last = int(bounds[piece]), int(bounds[piece + 1])
+        positions[piece] = first + int((flat[first:last] != 0).to(torch.uint8).argmax())
+    return _offsets(bits, positions)
+
+
+def _middles(count: int, pieces: int) -> tuple[Tensor, Tensor]:
+    """The bounds and the middles of equal pieces."""
+    bounds = torch.linspace(0, count, min(pieces, count) + 1, dtype=torch.float64).round().long()
+    return bounds, (bounds[:-1] + bounds[1:]) // 2
+
+
+def _offsets(bits: Tensor, positions: Tensor) -> NDArray[np.int64]:
+    """Where in memory elements lie that are counted in the order of the dimensions."""
+    offsets = np.zeros(len(positions), np.int64)
+    rest = positions.numpy()
+    for size, stride in zip(reversed(bits.shape), reversed(bits.stride()), strict=True):
+        offsets += rest % size * stride
+        rest = rest // size
+    return offsets
+
+
+def _words(span: Tensor, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Addresses of the pairs of words with these elements."""
+    start, end = span.data_ptr(), span.data_ptr() + span.numel() * span.element_size()
+    words = (start + offsets * span.element_size()) // _WORD * _WORD
+    beside = words ^ _WORD
+    return np.unique(np.concatenate([words, beside[(beside >= start) & (beside + _WORD <= end)]]))
+
+
+def _memory(words: NDArray[np.int64]) -> tuple[Callable[[], bytes], NDArray[np.int64]]:
+    """Reads words at these addresses: a function that does, and what it reads now. Whoever calls keeps them alive."""
+    if not len(words):
+        return bytes, np.empty(0, np.int64)
+    first = int(words.min())
+    size = int(words.max()) + _WORD - first
+    memory = np.frombuffer(memoryview((ctypes.c_char * size).from_address(first)), np.int64)
+    index = (words - first) // _WORD
+
+    def read() -> bytes:
+        return memory.take(index, mode="clip").tobytes()
+
+    return read, memory[index]
+
+
+def _turns(elements: Sequence[Elements]) -> list[list[tuple[Elements, int]]]:
+    """The chunks that are compared in each call."""
+    total = sum(each.size for each in elements)
+    enough = max(min(total // _PART, _LARGEST), total // _LARGE_PART)
+    turns: list[list[tuple[Elements, int]]] = [[]]
+    size = 0
+    for each in elements:
+        for at, start in enumerate(each.starts):
+            if size > enough:
+                turns.append([])
+                size = 0
+            turns[-1].append((each, at))
+            size += min(each.chunk, each.size - start)
+    return turns
+
+
+def _keys(count: int, device: torch.device) -> Tensor:
+    """A factor for each place, odd: no change of a single element is lost."""
+    return torch.arange(count, device=device) * _STEP + 1
+
+
+def _span(value: Tensor) -> int:
+    """Elements of memory from the first to the last."""
+    return 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+
+
+def _bits(weight: Tensor) -> Tensor:
+    """The values as integers: nan is not equal to itself."""
+    value = weight.detach()
+    if value.element_size() not in _INTEGERS:
+        # complex numbers of two doubles
+        value = torch.view_as_real(value)
+    return value.view(_INTEGERS[value.element_size()])
