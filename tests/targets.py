@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import importlib.util
 import os
@@ -21,10 +22,11 @@ from amp_fx.errors import AmpFxError
 from amp_fx.reports.kernels import cast_kernels
 from amp_fx.targets.compiling import compile_graph
 from amp_fx.targets.process import TargetProcess
-from amp_fx.targets.tracing import TracedGraph
+from amp_fx.targets.tracing import TracedGraph, Tracer
 from benchmarks.counts import Counter, Counts
+from zoo import Case
 
-__all__ = ["Facts", "compiled", "needs_a_target", "process"]
+__all__ = ["Facts", "compiled", "needs_a_target", "process", "trace_case"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -43,19 +45,37 @@ def process(target: str = "cuda:h100") -> TargetProcess:
     return found
 
 
+def trace_case(case: Case, mode: str, **settings: Any) -> list[TracedGraph]:
+    """A case of the zoo as Dynamo makes it on the CPU; ``settings`` are those of ``torch.compile``."""
+    torch._dynamo.reset()
+    tracer = Tracer()
+    model = copy.deepcopy(case.model).train(mode == "train")
+    # a float that is an input of the graph has its value in Dynamo's fake tensor alone
+    dynamo = torch._dynamo.config.patch(specialize_float=True, **case.dynamo)
+    for part in case.parts:
+        model.set_submodule(part, torch.compile(model.get_submodule(part), backend=tracer, **settings))  # pyright: ignore[reportArgumentType]
+    run = model if case.parts else torch.compile(model, backend=tracer, **settings)
+    with dynamo, torch.set_grad_enabled(mode == "train"):
+        case.run(run, case.inputs(0))  # pyright: ignore[reportArgumentType]
+    return tracer.graphs
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a program became on a target.
 
     Attributes:
         counts: of all kernels, forward and backward.
-        casts: for each kernel that only casts, what it casts: ``"input"``, ``"gradient"`` or ``"activation"``.
-        wide: matmuls that return fp32, by whether ``"output"`` or something else reads them.
-        rounded: how many 16-bit matmul results a kernel widens to return them.
+        casts: for each kernel that only casts, what it casts: ``"input"``, ``"result"``, ``"gradient"`` (of a parameter
+            or an input) or ``"activation"`` (anything else).
+        result_bytes: what the kernels move that cast a result of the program; autocast returns 16 bits.
+        wide: matmuls that return fp32, by whether they are a ``"gradient"``, a ``"result"`` or something else.
+        rounded: gradients that leave a matmul in 16 bits and are widened.
     """
 
     counts: Counts
     casts: tuple[str, ...]
+    result_bytes: int
     wide: tuple[str, ...]
     rounded: int
 
@@ -74,12 +94,24 @@ def compiled(
 
     for graph in graphs:
         compile_graph(graph, backend, counter.inner_compile)
-    lowered = [graph for _, graph in counter.graphs]
+    casts = [
+        (_what(kind, cast), size)
+        for kind, lowered in counter.graphs
+        for calls, size in cast_kernels(lowered)
+        for cast in list(calls)[:1]
+    ]
+    wide = [_what(kind, node) for kind, graph in counter.graphs for node in _calls(graph.after, _WIDE)]
     return Facts(
         counter.total,
-        tuple(_what(cast) for graph in lowered for casts, _ in cast_kernels(graph) for cast in casts),
-        tuple(_reader(node) for graph in lowered for node in _calls(graph.after, _WIDE)),
-        sum(_is_rounded(node) for graph in lowered for node in _calls(graph.after, _MATMULS)),
+        tuple(what for what, _ in casts),
+        sum(size for what, size in casts if what == "result"),
+        tuple(wide),
+        sum(
+            _is_rounded(node)
+            for kind, graph in counter.graphs
+            if kind == "backward"
+            for node in _calls(graph.after, _MATMULS)
+        ),
     )
 
 
@@ -92,21 +124,20 @@ def _calls(gm: fx.GraphModule, targets: Sequence[Any]) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.target in targets]
 
 
-def _what(cast: fx.Node) -> str:
-    source = cast
+def _what(kind: str, node: fx.Node) -> str:
+    source = node
     while source.op == "call_function" and len(source.all_input_nodes) == 1:
         source = source.all_input_nodes[0]
     if source.op == "placeholder" and not source.name.startswith("tangents"):
         return "input"
-    return "gradient" if _reader(cast) == "output" else "activation"
+    if _only_leaves(node):
+        return "gradient" if kind == "backward" else "result"
+    return "activation"
 
 
-def _reader(node: fx.Node) -> str:
-    """``"output"`` where a value, or a view of it, is returned and not read otherwise."""
-    leaves = all(
-        user.op == "output" or (user.target in _VIEWS and _reader(user) == "output") for user in node.users
-    )
-    return "output" if leaves else "activation"
+def _only_leaves(node: fx.Node) -> bool:
+    """True where a value, or a view of it, is returned and not read otherwise."""
+    return all(user.op == "output" or (user.target in _VIEWS and _only_leaves(user)) for user in node.users)
 
 
 def _is_rounded(node: fx.Node) -> bool:
@@ -114,7 +145,7 @@ def _is_rounded(node: fx.Node) -> bool:
     for reader in readers:
         readers += list(reader.users) if reader.target in _VIEWS else []
     casts = [r for r in readers if r.target is prims.convert_element_type.default]
-    return any(cast.meta["val"].dtype is torch.float32 and _reader(cast) == "output" for cast in casts)
+    return any(cast.meta["val"].dtype is torch.float32 and _only_leaves(cast) for cast in casts)
 
 
 def fail(message: str) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
+from amp_fx._torch import FakeTensor
 from amp_fx.errors import WeightsError
 from amp_fx.graphs.facts import COPY_META, is_matmul, is_parameter, storage_of, written_storages
 from amp_fx.weights.constants import Constant, Constants
@@ -42,10 +43,18 @@ def freeze(
 
     Returns:
         The compiled graph; None if it has no weights, as between two graph breaks.
+
+    Raises:
+        WeightsError: the weights are fake: compiled for a GPU that is not there, they hold nothing to fold.
     """
     graph = FrozenGraph(gm, compile_graph, may_change=may_change, packs_wide=packs_wide)
     if not graph.has_weights:
         return None
+    if any(isinstance(value, FakeTensor) and isinstance(value, nn.Parameter) for value in example_inputs):
+        raise WeightsError(
+            "weights='freeze' folds what weights hold, and fake ones hold nothing. For a GPU that is not there use "
+            "weights='cache', whose graph is the same but for what Inductor folds."
+        )
     graph.freeze(example_inputs)
     return graph
 

@@ -52,7 +52,7 @@ def test_a_biased_linear_whose_result_is_only_widened_compiles(head: list[Traced
 
 def test_weight_gradients_leave_matmuls_in_fp32_and_nothing_else_does(head: list[TracedGraph]) -> None:
     facts = compiled(head, OFF)
-    assert facts.wide == ("output", "output")
+    assert facts.wide == ("gradient", "gradient")
     assert facts.rounded == 0
     assert "gradient" not in facts.casts
 

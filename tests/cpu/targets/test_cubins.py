@@ -1,0 +1,52 @@
+"""Every kernel that Inductor generates for CUDA compiles to machine code, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zoo
+from amp_fx.targets.tracing import TracedGraph, Tracer
+from targets import needs_a_target, process, trace_case
+
+pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
+
+OFF = {"profile": "off", "strict": True}
+
+
+class Block(nn.Module):
+    """A norm, a convolution, a residual add and a loss: kernels of every kind that amp_fx casts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = (x + F.gelu(self.conv(x))).mean((2, 3))
+        return F.cross_entropy(self.head(self.norm(x)), labels)
+
+
+def sizes(graphs: list[TracedGraph], architectures: tuple[int, ...]) -> dict[str, dict[int, int]]:
+    codes = process().call("generated:sources", graphs, OFF)
+    return process().call("generated:cubins", codes, architectures)
+
+
+def test_kernels_of_a_small_net_compile_for_hopper() -> None:
+    tracer = Tracer()
+    torch.compile(Block(), backend=tracer)(torch.randn(4, 8, 16, 16), torch.randint(16, (4,)))
+    found = sizes(tracer.graphs, (90,))
+    assert len(found) >= 6
+    assert all(size > 1000 for by_architecture in found.values() for size in by_architecture.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_kernels_of_a_model_compile_for_ampere_hopper_and_blackwell(name: str) -> None:
+    found = sizes(trace_case(zoo.make(name), "train"), (80, 90, 100))
+    assert len(found) >= 20
+    assert all(set(sizes) == {80, 90, 100} for sizes in found.values())
+    assert all(size > 1000 for by_architecture in found.values() for size in by_architecture.values())
