@@ -8,6 +8,7 @@ Every message names the bad value, the valid ones, and what to do::
     |-- InputError (also TypeError)      an exported program is given an input in another dtype than it takes
     |-- ScalerError (also ValueError)    no scaler of that name, or parameters that cannot be scaled
     |-- TargetError (also ValueError)    no device of that name to compile for, or this machine lacks what it takes
+    |-- MissingLibraryError (also ModuleNotFoundError)  an integration's library is not installed
     |-- WeightsError                     frozen weights have changed, and strict forbids to freeze them again
     |-- CaptureError                     the Dynamo graph cannot be turned into pre-dispatch ATen
     `-- PassError                        a pass failed; names it and the passes that ran before it
@@ -27,6 +28,7 @@ __all__ = [
     "CaptureError",
     "FallbackWarning",
     "InputError",
+    "MissingLibraryError",
     "OptionsError",
     "PassError",
     "PlanError",
@@ -61,6 +63,10 @@ class ScalerError(AmpFxError, ValueError):
 
 class TargetError(AmpFxError, ValueError):
     """There is no device of that name to compile for, or this machine cannot compile for it."""
+
+
+class MissingLibraryError(AmpFxError, ModuleNotFoundError):
+    """``amp_fx.integrations.x`` is imported without the library x."""
 
 
 class WeightsError(AmpFxError):

@@ -20,7 +20,7 @@ FLOORS = (
     ("amp_fx.scaling",),
     ("amp_fx.rewriting", "amp_fx.lowering", "amp_fx.exporting"),
     ("amp_fx.backend",),
-    ("amp_fx.reports",),
+    ("amp_fx.integrations", "amp_fx.reports"),
     ("amp_fx",),
     ("amp_fx.cli",),
     ("amp_fx.__main__",),

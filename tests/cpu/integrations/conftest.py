@@ -1,0 +1,16 @@
+"""Accelerate keeps its state in singletons: each test starts without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()

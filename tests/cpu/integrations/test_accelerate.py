@@ -1,0 +1,214 @@
+"""Accelerate, the real one: its Accelerator compiles with amp_fx, steps with our scaler, and knows what was skipped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import amp_fx
+from amp_fx.integrations.accelerate import AmpFxPlugin, GradScaler
+
+FP16 = {"dtype": "float16", "scaler": "default", "profile": "off"}
+INF = float("inf")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+def fp16(**arguments: Any) -> Any:
+    accelerator = Accelerator(cpu=True, dynamo_plugin=AmpFxPlugin(options=FP16), **arguments)
+    accelerator.scaler = GradScaler("cpu", init_scale=128.0)
+    return accelerator
+
+
+def data(*bad: int, count: int = 4) -> DataLoader[Any]:
+    batches = [torch.randn(4, 8) for _ in range(count)]
+    for step in bad:
+        batches[step] *= INF
+    return DataLoader(batches, batch_size=None)  # pyright: ignore[reportArgumentType]
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(model: nn.Module, before: list[Tensor]) -> bool:
+    return all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True))
+
+
+# ---- the plugin ----
+
+
+def test_accelerate_has_no_name_for_other_backends() -> None:
+    # when this fails, dynamo_backend="amp_fx" may work by itself
+    with pytest.raises(ValueError, match="'AMP_FX' is not a valid DynamoBackend"):
+        Accelerator(cpu=True, dynamo_backend="amp_fx")
+
+
+def test_the_plugin_compiles_with_amp_fx() -> None:
+    plugin = AmpFxPlugin(options={"policy": "fast"}, dynamic=True, fullgraph=True)
+    assert isinstance(plugin, TorchDynamoPlugin)
+    assert plugin.backend is DynamoBackend.INDUCTOR
+    assert plugin.to_kwargs() == {
+        "backend": "amp_fx",
+        "options": {"policy": "fast"},
+        "dynamic": True,
+        "fullgraph": True,
+    }
+
+
+def test_a_mode_becomes_options() -> None:
+    kwargs = AmpFxPlugin(mode="max-autotune", options={"policy": "fast"}).to_kwargs()
+    assert kwargs.keys() == {"backend", "options"}
+    assert kwargs["options"]["policy"] == "fast"
+    assert kwargs["options"]["max_autotune"] is True
+    torch.compile(Net(), **kwargs)
+
+
+def test_the_environment_of_accelerate_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "max-autotune")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "True")
+    kwargs = AmpFxPlugin().to_kwargs()
+    assert kwargs["dynamic"] is True
+    assert kwargs["options"]["max_autotune"] is True
+    assert kwargs["backend"] == "amp_fx"
+
+
+def test_bad_options_are_errors_before_anything_is_compiled() -> None:
+    with pytest.raises(amp_fx.OptionsError, match="Did you mean 'policy'"):
+        AmpFxPlugin(options={"polcy": "fast"})
+
+
+def test_the_plugin_is_plain_data() -> None:
+    plugin = AmpFxPlugin(options=FP16, dynamic=True)
+    for twin in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
+        assert twin.to_kwargs() == plugin.to_kwargs()
+
+
+def test_regional_compilation_compiles_the_repeated_blocks() -> None:
+    plugin = AmpFxPlugin(use_regional_compilation=True, options={"profile": "off"})
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    model: Any = accelerator.prepare(nn.Sequential(nn.Linear(8, 8), nn.ModuleList([Net(), Net()])))
+    blocks = model[1]
+    assert all(isinstance(block, torch._dynamo.OptimizedModule) for block in blocks)
+    with amp_fx.record() as recording:
+        blocks[0](torch.randn(4, 8)).square().mean().backward()
+        blocks[1](torch.randn(4, 8)).square().mean().backward()
+    assert len(recording.plans) == 1
+
+
+# ---- training ----
+
+
+def test_bf16_training_needs_the_plugin_alone() -> None:
+    accelerator = Accelerator(cpu=True, dynamo_plugin=AmpFxPlugin(options={"profile": "off"}))
+    own = Net()
+    model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), data())
+    before = weights(own)
+    with amp_fx.record() as recording:
+        for x in loader:
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.bfloat16 in {node.dtype for plan in recording.plans for node in plan.nodes}
+    assert not same(own, before)
+    assert all(p.dtype is torch.float32 for p in own.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_bad_step_is_skipped_and_accelerate_knows(fused: bool) -> None:
+    accelerator = fp16()
+    own = Net()
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.1, fused=fused)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, loader, scheduler = accelerator.prepare(own, optimizer, data(1), scheduler)
+    skipped, rates = [], []
+    for x in loader:
+        before = weights(own)
+        accelerator.backward(model(x).square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        assert skipped[-1] == same(own, before)
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.zero_grad()
+    assert skipped == [False, True, False, False]
+    assert rates == [0.05, 0.05, 0.025, 0.0125]
+    assert accelerator.scaler.get_scale() == 64.0
+    assert accelerator.scaler.skipped_steps == 1
+
+
+def test_gradients_are_true_to_scale_and_clipped_as_in_fp32() -> None:
+    accelerator = fp16()
+    own = Net()
+    plain = copy.deepcopy(own)
+    model: Any = accelerator.prepare(own)
+    x = torch.randn(4, 8)
+    accelerator.backward(model(x).square().mean())
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
+    plain(x).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    torch.testing.assert_close(norm, expected, rtol=1e-2, atol=0)
+    for p, q in zip(own.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=1e-5)
+
+
+def test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of() -> None:
+    accelerator = fp16(gradient_accumulation_steps=2)
+    own = Net()
+    model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), data(0))
+    taken = []
+    for x in loader:
+        before = weights(own)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        taken.append(not same(own, before))
+    assert taken == [False, False, False, True]
+    assert accelerator.scaler.get_scale() == 64.0
+
+
+def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
+    accelerator = fp16()
+    own = Net()
+    model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), data(0, 1))
+    for x in loader:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    saved, state = weights(own), accelerator.scaler.state_dict()
+    assert state["scale"] == 32.0
+    accelerator.save_state(str(tmp_path))
+
+    again = fp16()
+    other = Net()
+    model, optimizer = again.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    again.load_state(str(tmp_path))
+    assert same(other, saved)
+    again.backward(model(torch.randn(4, 8)).square().mean())
+    assert again.scaler.state_dict() == state
+    optimizer.step()
+    assert not again.optimizer_step_was_skipped
+
+
+def test_the_unwrapped_model_is_the_model() -> None:
+    own = Net()
+    accelerator = fp16()
+    assert accelerator.unwrap_model(accelerator.prepare(own), keep_torch_compile=False) is own

@@ -1,0 +1,238 @@
+"""The Trainer of transformers, the real one, with TRL and PEFT: training, evaluation, generation, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import amp_fx
+from amp_fx.integrations.metrics import ScalerMetrics
+from amp_fx.integrations.transformers import AmpFxCallback, AmpFxTrainerMixin, MetricsCallback
+
+OPTIONS = {"profile": "off"}
+INF = float("inf")
+
+
+class Net(nn.Module):
+    """As models of transformers: its batch is a dict, its result has the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.down(self.up(x).relu())
+        return {"loss": F.mse_loss(logits, labels), "logits": logits}
+
+
+def data(*bad: int, count: int = 8) -> Any:
+    """Rows; batches have two, in this order."""
+    rows = [{"x": torch.randn(8), "labels": torch.randn(8)} for _ in range(count)]
+    for row in bad:
+        rows[row]["x"] *= INF
+    return rows
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    return TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "use_cpu": True,
+            "report_to": [],
+            "disable_tqdm": True,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "num_train_epochs": 1,
+            "learning_rate": 0.1,
+            "save_strategy": "no",
+            "train_sampling_strategy": "sequential",
+            **more,
+        }
+    )
+
+
+class Watch(TrainerCallback):
+    """Notes the weights and the learning rate after each step."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[Tensor]] = []
+        self.rates: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note(**kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note(**kwargs)
+
+    def _note(self, model: nn.Module, lr_scheduler: Any, **kwargs: Any) -> None:
+        self.weights.append([p.detach().clone() for p in model.parameters()])
+        self.rates.append(lr_scheduler.get_last_lr()[0])
+
+    @property
+    def moved(self) -> list[bool]:
+        return [
+            not all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+            for before, after in zip(self.weights, self.weights[1:], strict=False)
+        ]
+
+
+def low(recording: amp_fx.Recording) -> set[torch.dtype | None]:
+    return {node.dtype for plan in recording.plans for node in plan.nodes} - {torch.float32}
+
+
+# ---- names that do not work ----
+
+
+def test_the_trainer_takes_only_the_backends_of_accelerate(tmp_path: Path) -> None:
+    # when this fails, torch_compile_backend="amp_fx" may work by itself
+    args = arguments(tmp_path, torch_compile_backend="amp_fx")
+    with pytest.raises(ValueError, match="'AMP_FX' is not a valid DynamoBackend"):
+        Trainer(Net(), args, train_dataset=data())
+
+
+# ---- training ----
+
+
+def test_bf16_training_evaluation_and_prediction_are_compiled(tmp_path: Path) -> None:
+    trainer = Trainer(
+        Net(),
+        arguments(tmp_path),
+        train_dataset=data(),
+        eval_dataset=data(),
+        callbacks=[AmpFxCallback(OPTIONS, dtype="bfloat16")],
+    )
+    with amp_fx.record() as evaluation:
+        metrics = trainer.evaluate()
+    assert low(evaluation) == {torch.bfloat16}
+    assert metrics["eval_loss"] > 0
+    with amp_fx.record() as training:
+        trainer.train()
+    assert low(training) == {torch.bfloat16}
+    predictions: Any = trainer.predict(data()).predictions
+    assert predictions.shape == (8, 8)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_a_bad_step_is_skipped_and_the_learning_rate_waits(tmp_path: Path, optim: str) -> None:
+    scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
+    watch, rows = Watch(), []
+    trainer = Trainer(
+        Net(),
+        arguments(tmp_path, optim=optim, lr_scheduler_type="linear"),
+        train_dataset=data(2),
+        callbacks=[
+            AmpFxCallback(OPTIONS, dtype="float16", scaler=scaler),
+            watch,
+            MetricsCallback(ScalerMetrics(scaler, rows.append)),
+        ],
+    )
+    trainer.train()
+    assert watch.moved == [True, False, True, True]
+    assert watch.rates == pytest.approx([0.1, 0.075, 0.075, 0.05, 0.025])
+    assert [row["amp_fx/loss_scale"] for row in rows] == [128.0, 64.0, 64.0, 64.0]
+    assert [row["amp_fx/skipped_steps"] for row in rows] == [0, 1, 1, 1]
+    assert [row.get("amp_fx/first_nonfinite") for row in rows] == [None, "down.bias", None, None]
+
+
+def test_training_follows_fp32(tmp_path: Path) -> None:
+    model, rows = Net(), data()
+    plain = copy.deepcopy(model)
+    args = arguments(tmp_path, optim="sgd", max_grad_norm=0.1)
+    scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
+    Trainer(
+        model, args, train_dataset=rows, callbacks=[AmpFxCallback(OPTIONS, dtype="float16", scaler=scaler)]
+    ).train()
+    Trainer(plain, args, train_dataset=rows).train()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
+
+
+def test_accumulated_micro_batches_are_judged_together(tmp_path: Path) -> None:
+    scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
+    watch = Watch()
+    Trainer(
+        Net(),
+        arguments(tmp_path, gradient_accumulation_steps=2, optim="sgd"),
+        train_dataset=data(0),
+        callbacks=[AmpFxCallback(OPTIONS, dtype="float16", scaler=scaler), watch],
+    ).train()
+    assert watch.moved == [False, True]
+    assert scaler.get_scale() == 64.0
+
+
+# ---- checkpoints ----
+
+
+def test_a_checkpoint_has_clean_keys_and_the_scale_and_is_resumed(tmp_path: Path) -> None:
+    scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
+    model = Net()
+    callback = AmpFxCallback(OPTIONS, dtype="float16", scaler=scaler)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, optim="sgd")
+    Trainer(model, args, train_dataset=data(2), callbacks=[callback]).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    assert load_file(checkpoint / "model.safetensors").keys() == model.state_dict().keys()
+
+    again = amp_fx.GradScaler("cpu", init_scale=2.0**16, name="again")
+    resumed = AmpFxCallback(OPTIONS, dtype="float16", scaler=again)
+    Trainer(Net(), args, train_dataset=data(), callbacks=[resumed]).train(
+        resume_from_checkpoint=str(checkpoint)
+    )
+    assert again.get_scale() == 64.0
+
+
+def test_a_callback_that_the_trainer_restores_finds_its_scaler(tmp_path: Path) -> None:
+    scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
+    callback = AmpFxCallback(OPTIONS, dtype=torch.float16, scaler=scaler)
+    saved = callback.state()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
+    twin = AmpFxCallback.from_state(saved)
+    assert twin.scaler is scaler
+    assert twin.options == {**OPTIONS, "dtype": "torch.float16", "scaler": "default"}
+    assert scaler.state_dict()["scale"] == 128.0
+
+
+# ---- errors ----
+
+
+def test_a_contradiction_is_an_error() -> None:
+    with pytest.raises(amp_fx.OptionsError, match="contradicts"):
+        AmpFxCallback({"dtype": "bfloat16"}, dtype="float16")
+    with pytest.raises(amp_fx.ScalerError, match="nobody"):
+        AmpFxCallback(dtype="float16", scaler="nobody")
+
+
+def test_two_scalers_are_an_error(tmp_path: Path) -> None:
+    trainer = Trainer(
+        Net(),
+        arguments(tmp_path),
+        train_dataset=data(),
+        callbacks=[AmpFxCallback(OPTIONS, dtype="float16", scaler=amp_fx.GradScaler("cpu"))],
+    )
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(amp_fx.ScalerError, match="leave fp16=False"):
+        trainer.train()
+
+
+# ---- a Trainer of one's own ----
+
+
+def test_a_trainer_of_ones_own_compiles_through_accelerate(tmp_path: Path) -> None:
+    class Own(AmpFxTrainerMixin, Trainer):
+        amp_fx_options: ClassVar[Any] = {"dtype": "bfloat16", **OPTIONS}
+
+    model = Net()
+    trainer = Own(model, arguments(tmp_path), train_dataset=data())
+    with amp_fx.record() as recording:
+        trainer.train()
+    assert low(recording) == {torch.bfloat16}
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
