@@ -50,7 +50,8 @@ class Options:
     """Validated options; see the README for the user's view.
 
     Attributes:
-        dtype: the low dtype, or None for "auto": bfloat16 where the device has it, else float16.
+        dtype: the low dtype, or None for "auto": bfloat16 where the device has it, else float16. A policy such as
+            "mixed_float16" names its own.
         policy: op lists and user rules.
         numerics: a key of :data:`NUMERICS`.
         profile: ``"auto"`` for the built-in rates of the device, ``"off"`` to send every listed op low as
@@ -115,6 +116,7 @@ class Options:
                 )
             inductor["emulate_precision_casts"] = True
         policy = Policy.parse(values.get("policy", "autocast"))
+        dtype = _with_policy(dtype, policy)
         plan = _parse_plan(values.get("plan"))
         scaler = _parse_scaler(values.get("scaler"), dtype)
         weights = _parse_weights(values.get("weights", "auto"))
@@ -139,6 +141,19 @@ def _parse_dtype(value: object) -> torch.dtype | None:
         f"Unknown dtype {value!r}; valid: 'auto', 'bfloat16', 'float16', torch.bfloat16, torch.float16."
         + did_you_mean(str(value), DTYPES)
     )
+
+
+def _with_policy(dtype: torch.dtype | None, policy: Policy) -> torch.dtype | None:
+    """The low dtype: of the options, or of the policy where that names one."""
+    if policy.dtype is None:
+        return dtype
+    named = DTYPES[policy.dtype]
+    if dtype not in (None, named):
+        raise OptionsError(
+            f"dtype={str(dtype).removeprefix('torch.')!r} contradicts policy {str(policy)!r}, which means "
+            f"{policy.dtype}; drop one of the two."
+        )
+    return named
 
 
 def _parse_plan(value: object) -> tuple[Plan, ...] | None:

@@ -7,7 +7,8 @@ A policy is ``"autocast"`` or, with rules, an object (or its JSON text)::
                {"module": r"decoder\.layers\.0\..*", "precision": "fp32"},
                {"op": "layer_norm", "module": "encoder", "precision": "low"}]}
 
-The last rule that matches a node wins. ``str(policy)`` prints the form it parses.
+The last rule that matches a node wins. A name of another system, ``"mixed_bfloat16"`` or ``"O1"``, is a policy, too
+(``presets.py``). ``str(policy)`` prints the form it parses.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from amp_fx.errors import OptionsError, did_you_mean
 from amp_fx.policy.classes import OpClass
+from amp_fx.policy.presets import PRESETS, dtypes_preset, preset
 
 __all__ = ["BASES", "PRECISIONS", "Policy", "Rule"]
 
@@ -33,7 +35,10 @@ BASES = {
 PRECISIONS = {"fp32": OpClass.FP32, "low": OpClass.LOW}
 
 _RULE_KEYS = ("op", "module", "precision")
-_POLICY_KEYS = ("base", "rules")
+_POLICY_KEYS = ("base", "dtype", "rules")
+
+#: a policy may name the low dtype, which is then the one of the options
+_POLICY_DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -115,10 +120,14 @@ class Policy:
     Attributes:
         base: a key of :data:`BASES`.
         rules: the last one that matches a node wins.
+        dtype: the low dtype, "bfloat16" or "float16", or None where the options say it.
+        name: what it was given as, if that is a name of another system.
     """
 
     base: str = "autocast"
     rules: tuple[Rule, ...] = ()
+    dtype: str | None = None
+    name: str | None = field(default=None, compare=False)
 
     def rule_for(self, op_name: str, module_path: str) -> Rule | None:
         """The rule that decides this node, or None where the base list does."""
@@ -127,17 +136,20 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as JSON-like data, in the form :meth:`parse` reads."""
-        return {"base": self.base, "rules": [rule.to_dict() for rule in self.rules]}
+        dtype = {} if self.dtype is None else {"dtype": self.dtype}
+        return {"base": self.base, **dtype, "rules": [rule.to_dict() for rule in self.rules]}
 
     def __str__(self) -> str:
-        return json.dumps(self.to_dict()) if self.rules else self.base
+        if self.name is not None:
+            return self.name
+        return json.dumps(self.to_dict()) if self.rules or self.dtype else self.base
 
     @classmethod
     def parse(cls, data: object) -> Policy:
         """Builds a policy from its name, its object form, or the object's JSON text.
 
         Raises:
-            OptionsError: unknown base or key, or a bad rule.
+            OptionsError: unknown base, name, dtype or key, or a bad rule.
         """
         if isinstance(data, Policy):
             return data
@@ -146,6 +158,11 @@ class Policy:
                 data = json.loads(data)
             except json.JSONDecodeError as error:
                 raise OptionsError(f"policy {data!r} is not valid JSON: {error}.") from error
+        named = preset(data) if isinstance(data, str) else None
+        if isinstance(data, Mapping):
+            named = dtypes_preset(data)
+        if named is not None:
+            return replace(cls.parse(named[1]), name=named[0])
         if isinstance(data, str):
             data = {"base": data}
         if not isinstance(data, Mapping):
@@ -157,13 +174,18 @@ class Policy:
         base = data.get("base", "autocast")
         if not isinstance(base, str) or base not in BASES:
             raise OptionsError(
-                f"Unknown policy {base!r}; valid: {', '.join(map(repr, BASES))}."
-                + did_you_mean(str(base), BASES)
+                f"Unknown policy {base!r}; valid: {', '.join(map(repr, BASES))}, or a name of another system: "
+                f"{', '.join(PRESETS)}." + did_you_mean(str(base), [*BASES, *PRESETS])
+            )
+        dtype = data.get("dtype")
+        if dtype is not None and dtype not in _POLICY_DTYPES:
+            raise OptionsError(
+                f"Unknown dtype {dtype!r} in policy {dict(data)!r}; valid: {', '.join(_POLICY_DTYPES)}."
             )
         rules = data.get("rules", ())
         if not isinstance(rules, (list, tuple)):
             raise OptionsError(f"'rules' of a policy must be a list of rules; got {rules!r}.")
-        return cls(base, tuple(Rule.parse(rule) for rule in rules))
+        return cls(base, tuple(Rule.parse(rule) for rule in rules), dtype)
 
 
 def _check_keys(data: Mapping[Any, Any], valid: tuple[str, ...], what: str) -> None:

@@ -70,8 +70,8 @@ def with_rule(plans: Sequence[Plan], rule: dict[str, str]) -> dict[str, Any]:
     """The options that add a rule to the policy in use."""
     policies = [Policy.parse(plan.policy) for plan in plans]
     policy = policies[0] if policies else Policy()
-    base = {} if policy.base == Policy.base else {"base": policy.base}
-    return {"policy": {**base, "rules": [*(known.to_dict() for known in policy.rules), rule]}}
+    form = {key: value for key, value in policy.to_dict().items() if (key, value) != ("base", Policy.base)}
+    return {"policy": {**form, "rules": [*form["rules"], rule]}}
 
 
 def _risk(node: NodePlan, readers: list[NodePlan]) -> tuple[float, str]:

@@ -146,7 +146,10 @@ def test_options_win_over_the_mode() -> None:
             {"policy": "autocats"},
             r"Unknown policy 'autocats'; valid: 'autocast'.*\. Did you mean 'autocast'\?",
         ),
-        ({"policy": 3}, r"policy must be one of 'autocast'.* or an object with keys base, rules; got 3"),
+        (
+            {"policy": 3},
+            r"policy must be one of 'autocast'.* or an object with keys base, dtype, rules; got 3",
+        ),
         ({"policy": "{oops"}, r"is not valid JSON"),
         ({"policy": {"bse": "autocast"}}, r"Unknown key 'bse' in policy .* Did you mean 'base'\?"),
         ({"policy": {"rules": {"op": "mm"}}}, r"'rules' of a policy must be a list"),

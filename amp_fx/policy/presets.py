@@ -1,0 +1,125 @@
+"""Names of policies that other systems use, as what they mean here: a base list, rules, and the low dtype.
+
+Keras: https://keras.io/api/mixed_precision/policy, layers compute and hand on in the low dtype, variables are float32.
+Apex: https://nvidia.github.io/apex/amp.html, ``O1`` has op lists, ``O2`` a low model with master weights, ``O3`` runs
+all low; here, what may overflow stays float32 even so.
+JMP: https://github.com/google-deepmind/jmp, parameters and inputs are cast to the compute dtype.
+FSDP and DeepSpeed: as JMP, ``param_dtype`` is what parameters are cast to for compute.
+
+Where a whole model is low there, the base is ``fast``: it stores as much low, and keeps losses and sums in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from amp_fx.errors import OptionsError, did_you_mean
+
+__all__ = ["PRESETS", "dtypes_preset", "preset"]
+
+_EVERYTHING = {"module": ".*"}
+_FLOAT32: dict[str, Any] = {"base": "autocast", "rules": [{**_EVERYTHING, "precision": "fp32"}]}
+
+#: name -> the policy in its object form
+PRESETS: dict[str, dict[str, Any]] = {
+    # Keras
+    "float32": _FLOAT32,
+    "mixed_float16": {"base": "fast", "dtype": "float16"},
+    "mixed_bfloat16": {"base": "fast", "dtype": "bfloat16"},
+    # Apex
+    "O0": _FLOAT32,
+    "O1": {"base": "autocast", "dtype": "float16"},
+    "O2": {"base": "fast", "dtype": "float16"},
+    "O3": {"base": "fast", "dtype": "float16", "rules": [{**_EVERYTHING, "precision": "low"}]},
+}
+
+#: what JMP, FSDP and DeepSpeed call the dtypes -> what they are about
+_KEYS = {
+    "params": "params",
+    "p": "params",
+    "compute": "compute",
+    "c": "compute",
+    "output": "output",
+    "o": "output",
+    "param_dtype": "compute",
+    "reduce_dtype": "reduce",
+    "buffer_dtype": "buffer",
+    "output_dtype": "output",
+}
+
+#: why each of these can only be float32
+_FIXED = {
+    "params": "parameters stay as the model has them, which is what the optimizer sees",
+    "output": "a compiled model returns the dtypes that the eager program returns",
+    "reduce": "gradients leave in float32; FSDP's own reduce_dtype or a communication hook narrows what is sent",
+    "buffer": "buffers stay as the model has them",
+}
+
+_DTYPES = {
+    "float32": "float32",
+    "f32": "float32",
+    "full": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "f16": "float16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "half": "float16",
+}
+
+
+def preset(text: str) -> tuple[str, dict[str, Any]] | None:
+    """What a text means as the name of a policy.
+
+    Args:
+        text: a key of :data:`PRESETS`, or dtypes by name, ``"params=float32,compute=bfloat16,output=float32"``.
+
+    Returns:
+        The text as it is printed back, and the policy in its object form; None for another text.
+
+    Raises:
+        OptionsError: dtypes by name with an unknown name or a dtype that cannot be.
+    """
+    if text in PRESETS:
+        return text, PRESETS[text]
+    if "=" not in text:
+        return None
+    parts = [part.partition("=") for part in text.split(",")]
+    return dtypes_preset({key.strip(): value.strip() for key, _, value in parts})
+
+
+def dtypes_preset(dtypes: Mapping[Any, Any]) -> tuple[str, dict[str, Any]] | None:
+    """As :func:`preset`, of a mapping such as ``{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}``.
+
+    Returns:
+        None if no key is one of those of JMP, FSDP or DeepSpeed.
+    """
+    if not _KEYS.keys() & dtypes.keys():
+        return None
+    meant: dict[str, str] = {}
+    given: dict[str, str] = {}
+    for key, value in dtypes.items():
+        if key not in _KEYS:
+            raise OptionsError(
+                f"Unknown key {key!r} in policy {dict(dtypes)!r}; valid: {', '.join(_KEYS)}."
+                + did_you_mean(str(key), _KEYS)
+            )
+        if value is None:  # FSDP: left as it is
+            continue
+        dtype = _DTYPES.get(str(value).removeprefix("torch."))
+        if dtype is None:
+            raise OptionsError(
+                f"Unknown dtype {value!r} for {key!r} in policy {dict(dtypes)!r}; valid: "
+                f"{', '.join(_DTYPES)}." + did_you_mean(str(value), _DTYPES)
+            )
+        about = _KEYS[key]
+        if about in _FIXED and dtype != "float32":
+            raise OptionsError(
+                f"{key}={dtype} cannot be: {_FIXED[about]}. Give {key}=float32, or leave it out."
+            )
+        meant[about], given[key] = dtype, dtype
+    text = ",".join(f"{key}={dtype}" for key, dtype in given.items())
+    compute = meant.get("compute", "float32")
+    return text, _FLOAT32 if compute == "float32" else {"base": "fast", "dtype": compute}

@@ -1,0 +1,152 @@
+"""Policies by the names that Keras, Apex, JMP, FSDP and DeepSpeed give them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_fx import OptionsError, Policy
+from amp_fx.options import Options
+from amp_fx.policy.presets import PRESETS
+from graphs import rewrite
+
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+
+#: text -> base and low dtype
+NAMES = {
+    "mixed_float16": ("fast", FLOAT16),
+    "mixed_bfloat16": ("fast", BFLOAT16),
+    "O1": ("autocast", FLOAT16),
+    "O2": ("fast", FLOAT16),
+    "O3": ("fast", FLOAT16),
+    "params=float32,compute=bfloat16,output=float32": ("fast", BFLOAT16),
+    "compute=float16": ("fast", FLOAT16),
+    "param_dtype=bfloat16,reduce_dtype=float32,buffer_dtype=float32": ("fast", BFLOAT16),
+}
+
+NOTHING_LOW = ["float32", "O0", "compute=float32", "params=float32", "param_dtype=float32"]
+
+
+class Block(nn.Module):
+    """A residual stream, a norm and a softmax: what the names differ in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.linear(self.norm(x))
+        return (x + self.linear(self.norm(x))).exp().sum()
+
+
+def dtypes(policy: Any) -> dict[str, set[str]]:
+    plan = rewrite(Block(), torch.randn(2, 8), options={"policy": policy}).plan
+    return {
+        op: {str(node.dtype).removeprefix("torch.") for node in plan.nodes if node.op == op}
+        for op in ("layer_norm", "linear", "add.Tensor", "exp")
+    }
+
+
+@pytest.mark.parametrize("name", [*NAMES, *NOTHING_LOW])
+def test_a_name_prints_itself_back(name: str) -> None:
+    policy = Policy.parse(name)
+    assert str(policy) == name
+    assert Policy.parse(str(policy)) == policy
+    assert Policy.parse(policy.to_dict()) == policy
+    assert Policy.parse(json.dumps(policy.to_dict())) == policy
+
+
+def test_every_preset_is_tested() -> None:
+    assert PRESETS.keys() <= {*NAMES, *NOTHING_LOW}
+
+
+@pytest.mark.parametrize(("name", "expected"), NAMES.items())
+def test_a_name_means_a_base_and_a_dtype(name: str, expected: tuple[str, torch.dtype]) -> None:
+    options = Options.parse(options={"policy": name})
+    assert (options.policy.base, options.dtype) == expected
+
+
+@pytest.mark.parametrize("name", NOTHING_LOW)
+def test_float32_leaves_nothing_low(name: str) -> None:
+    assert dtypes(name) == {op: {"float32"} for op in ("layer_norm", "linear", "add.Tensor", "exp")}
+
+
+def test_o1_is_autocast_and_o2_stores_the_residual_stream_low() -> None:
+    assert dtypes("O1") == dtypes({"base": "autocast", "dtype": "float16"})
+    assert dtypes("O1")["add.Tensor"] == {"float32"}
+    # the last one feeds an exponential
+    assert dtypes("O2")["add.Tensor"] == {"float16", "float32"}
+    assert dtypes("O2") == dtypes("mixed_float16") == dtypes("compute=float16")
+
+
+def test_o3_runs_all_low_but_what_may_overflow() -> None:
+    low = {op: {"float16"} for op in ("layer_norm", "linear", "add.Tensor")}
+    assert dtypes("O3") == {**low, "exp": {"float32"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("p=f32,c=bf16,o=f32", "p=float32,c=bfloat16,o=float32"),
+        (" params = float32 , compute = half ", "params=float32,compute=float16"),
+    ],
+)
+def test_short_forms_print_as_the_long_ones(text: str, printed: str) -> None:
+    assert str(Policy.parse(text)) == printed
+
+
+def test_the_fields_of_fsdp_and_deepspeed_are_taken_as_a_mapping() -> None:
+    policy = Policy.parse(
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": None}
+    )
+    assert policy == Policy.parse("param_dtype=bfloat16")
+    assert str(policy) == "param_dtype=bfloat16,reduce_dtype=float32"
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            "params=bfloat16,compute=bfloat16",
+            "params=bfloat16 cannot be: parameters stay as the model has them",
+        ),
+        ("compute=bfloat16,output=bfloat16", "a compiled model returns the dtypes that the eager program"),
+        ("param_dtype=bfloat16,reduce_dtype=bfloat16", "gradients leave in float32"),
+        ("param_dtype=bfloat16,buffer_dtype=bfloat16", "buffers stay as the model has them"),
+        ("compute=bfloat8", "Unknown dtype 'bfloat8' for 'compute'.*Did you mean 'bfloat16'"),
+        ("compute=bfloat16,outptu=float32", "Unknown key 'outptu'.*Did you mean 'output'"),
+        ("mixed_bfloat", "Unknown policy 'mixed_bfloat'.*Did you mean 'mixed_bfloat16'"),
+        ({"base": "fast", "dtype": "float64"}, "Unknown dtype 'float64' in policy"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_says_why(policy: Any, message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        Policy.parse(policy)
+
+
+def test_two_dtypes_are_an_error() -> None:
+    with pytest.raises(OptionsError, match="dtype='bfloat16' contradicts policy 'O1', which means float16"):
+        Options.parse(options={"policy": "O1", "dtype": "bfloat16"})
+    assert Options.parse(options={"policy": "O1", "dtype": "float16"}).dtype is FLOAT16
+    with pytest.raises(OptionsError, match="needs no loss scaling"):
+        Options.parse(options={"policy": "mixed_bfloat16", "scaler": "default"})
+
+
+def test_rules_go_on_top_of_the_object_form() -> None:
+    form = Policy.parse("O2").to_dict()
+    form["rules"].append({"op": "layer_norm", "precision": "fp32"})
+    assert dtypes(form)["layer_norm"] == {"float32"}
+    assert dtypes("O2")["layer_norm"] == {"float16"}
+
+
+def test_the_loss_stays_in_fp32_where_its_inputs_are_low() -> None:
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(F.linear(x, x), y)
+
+    plan = rewrite(program, torch.randn(4, 4), torch.randn(4, 4), options={"policy": "mixed_float16"}).plan
+    assert {node.dtype for node in plan.nodes if node.op == "mse_loss"} == {torch.float32}
