@@ -1,0 +1,34 @@
+"""The table of docs/integrations.md names tests that exist, and has every claim."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+import integrations
+
+CLAIMS = [
+    (library, what, test) for library, claims in integrations.CLAIMS.items() for what, test in claims.items()
+]
+
+
+@pytest.mark.parametrize("test", sorted({test for _, _, test in CLAIMS}))
+def test_what_a_claim_names_is_a_test(test: str) -> None:
+    file, _, name = test.partition("::")
+    tree = ast.parse((integrations.FOLDER / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_document_has_every_claim() -> None:
+    rows = [line.split(" | ") for line in integrations.DOCUMENT.read_text(encoding="utf-8").splitlines()]
+    written = {(row[0].removeprefix("| "), row[2]) for row in rows if len(row) == 4}
+    assert {(library, what) for library, what, _ in CLAIMS} <= written
+
+
+def test_a_table_is_put_in_its_place() -> None:
+    text = f"a\n{integrations.START}\nold\n{integrations.END}\nb\n"
+    new = integrations.with_table(text, ["| new |"])
+    assert new == f"a\n{integrations.START}\n| new |\n{integrations.END}\nb\n"
+    skipped = dict.fromkeys((test for _, _, test in CLAIMS), True)
+    assert all(line.endswith("not tested here |") for line in integrations.table(skipped)[2:])

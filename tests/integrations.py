@@ -1,0 +1,142 @@
+"""The table "library, version, what works" of docs/integrations.md, from the tests that show it.
+
+    python tests/integrations.py --write
+
+It runs the tests, with the libraries that are installed, and writes the table with their versions. Without ``--write``
+it prints it. A test that fails ends the command; what is skipped is in the table as not tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+__all__ = ["CLAIMS", "DOCUMENT", "FOLDER", "table", "with_table"]
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "integrations.md"
+FOLDER = Path(__file__).parent / "cpu" / "integrations"
+
+START, END = "<!-- works: start -->", "<!-- works: end -->"
+
+#: library -> what works -> file and function of the test that shows it
+CLAIMS: dict[str, dict[str, str]] = {
+    "accelerate": {
+        "bf16 training, with the plugin alone": "test_accelerate.py::test_bf16_training_needs_the_plugin_alone",
+        "fp16: a bad step is skipped, `optimizer_step_was_skipped` and schedulers know it, fused optimizers too": (
+            "test_accelerate.py::test_a_bad_step_is_skipped_and_accelerate_knows"
+        ),
+        "clipping": "test_accelerate.py::test_gradients_are_true_to_scale_and_clipped_as_in_fp32",
+        "gradient accumulation": (
+            "test_accelerate.py::test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of"
+        ),
+        "`save_state`, `load_state`": "test_accelerate.py::test_state_is_saved_and_loaded",
+        "regional compilation": (
+            "test_accelerate.py::test_regional_compilation_compiles_the_repeated_blocks"
+        ),
+    },
+    "transformers": {
+        "`Trainer`: bf16 training, evaluation, prediction": (
+            "test_transformers.py::test_bf16_training_evaluation_and_prediction_are_compiled"
+        ),
+        "fp16: a bad step is skipped, the learning rate waits, fused optimizers too": (
+            "test_transformers.py::test_a_bad_step_is_skipped_and_the_learning_rate_waits"
+        ),
+        "gradient accumulation": "test_transformers.py::test_accumulated_micro_batches_are_judged_together",
+        "checkpoints with clean keys and the scale, resumed": (
+            "test_transformers.py::test_a_checkpoint_has_clean_keys_and_the_scale_and_is_resumed"
+        ),
+        "a Trainer of one's own": (
+            "test_transformers.py::test_a_trainer_of_ones_own_compiles_through_accelerate"
+        ),
+        "`generate`": "test_generation.py::test_generation_gives_the_tokens_of_the_eager_model",
+    },
+    "trl": {"`SFTTrainer` with LoRA, bf16": "test_trl.py::test_lora_is_tuned_in_bf16_and_saved"},
+    "peft": {"LoRA adapters, saved with clean keys": "test_trl.py::test_lora_is_tuned_in_bf16_and_saved"},
+    "lightning": {
+        "`Trainer`: bf16 training and validation, with the plugin alone": (
+            "test_lightning.py::test_bf16_training_and_validation_need_the_plugin_alone"
+        ),
+        "fp16: a bad step is skipped, gradients are clipped, fused optimizers too": (
+            "test_lightning.py::test_a_bad_step_is_skipped_and_gradients_are_clipped"
+        ),
+        "gradient accumulation": (
+            "test_lightning.py::test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of"
+        ),
+        "checkpoints": "test_lightning.py::test_checkpoints_have_clean_keys_and_the_state_of_the_scaler",
+        "Fabric, bf16": "test_lightning.py::test_fabric_trains_in_bf16",
+        "Fabric, fp16": "test_lightning.py::test_fabric_skips_a_bad_step",
+    },
+    "diffusers": {
+        "the training loop of its examples, bf16": (
+            "test_recipes.py::test_the_loop_of_diffusers_trains_a_unet"
+        )
+    },
+    "timm": {"`NativeScaler`, fp16": "test_recipes.py::test_timms_native_scaler_skips_a_bad_step"},
+    "torchtitan": {"the `compile` section": "test_recipes.py::test_torchtitan_compiles_the_blocks"},
+}
+
+
+class _Outcomes:
+    """A pytest plugin: what became of each test, parameters together."""
+
+    def __init__(self) -> None:
+        self.skipped: dict[str, bool] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("[")[0].rpartition("/")[2]
+        if report.when == "call" or report.skipped:
+            self.skipped[name] = report.skipped
+
+
+def table(skipped: Mapping[str, bool]) -> list[str]:
+    """The lines of the table.
+
+    Args:
+        skipped: by file and function, whether the test was skipped.
+    """
+    lines = ["| library | version | what works | shown by |", "|---|---|---|---|"]
+    for library, claims in CLAIMS.items():
+        for what, test in claims.items():
+            tested = f"`{test.rpartition('::')[2]}`" if not skipped[test] else "not tested here"
+            lines.append(f"| {library} | {_version(library)} | {what} | {tested} |")
+    return lines
+
+
+def with_table(text: str, lines: Sequence[str]) -> str:
+    """A document with the table in its place."""
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    return "\n".join([before + START, *lines, END + after])
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "-"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    arguments = parser.parse_args(argv)
+    tests = sorted({str(FOLDER / test) for claims in CLAIMS.values() for test in claims.values()})
+    outcomes = _Outcomes()
+    if pytest.main(["-q", "-n", "0", *tests], plugins=[outcomes]) != pytest.ExitCode.OK:
+        print("a test failed: no table", file=sys.stderr)
+        return 1
+    lines = table(outcomes.skipped)
+    if arguments.write:
+        DOCUMENT.write_text(with_table(DOCUMENT.read_text(encoding="utf-8"), lines), encoding="utf-8")
+    else:
+        print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
