@@ -14,7 +14,9 @@ import torch
 
 from amp_fx._torch import inductor_mode_options, inductor_option_names
 from amp_fx.errors import OptionsError, did_you_mean
-from amp_fx.plans.plan import Plan
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.harm import Harm
+from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.policy import Policy
 
@@ -55,7 +57,8 @@ class Options:
         policy: op lists and user rules.
         numerics: a key of :data:`NUMERICS`.
         profile: ``"auto"`` for the built-in rates of the device, ``"off"`` to send every listed op low as
-            autocast would, or a file that ``python -m amp_fx profile`` wrote.
+            autocast would, or a file that ``python -m amp_fx profile`` wrote. ``amp_fx.calibrate`` puts the rates
+            themselves here.
         plan: plans that graphs follow, whatever policy and profile say; see :mod:`amp_fx.plans.plan_files`. Given as
             the path of a plan file or of a report, an :class:`amp_fx.Plan`, or a list of them. None: amp_fx plans.
         scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs, or None. It may be given with dtype "auto",
@@ -63,17 +66,19 @@ class Options:
         weights: a key of :data:`WEIGHTS`; where low copies of weights live in graphs without gradients.
         strict: raise where the backend would fall back to torch.autocast's semantics.
         inductor: options handed to Inductor, from ``mode=`` and by their own names.
+        harm: what the file that the policy names holds, or None.
     """
 
     dtype: torch.dtype | None = None
     policy: Policy = Policy()
     numerics: str = "compiled"
-    profile: str = "auto"
+    profile: str | DeviceProfile = "auto"
     plan: tuple[Plan, ...] | None = None
     scaler: str | None = None
     weights: str = "auto"
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    harm: Harm | None = None
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
@@ -85,9 +90,9 @@ class Options:
 
         Raises:
             OptionsError: unknown key, bad value, or a contradiction.
-            PlanError: the plan file cannot be read, or holds no plan.
+            PlanError: the plan or harm file cannot be read, or holds no plan or harm.
         """
-        own = {f.name for f in fields(cls)} - {"inductor"}
+        own = {f.name for f in fields(cls)} - {"inductor", "harm"}
         values: dict[str, Any] = {}
         inductor = _mode_options(mode)
         for key, value in (options or {}).items():
@@ -118,14 +123,17 @@ class Options:
         policy = Policy.parse(values.get("policy", "autocast"))
         dtype = _with_policy(dtype, policy)
         plan = _parse_plan(values.get("plan"))
+        harm = _load_harm(policy, dtype, numerics)
         scaler = _parse_scaler(values.get("scaler"), dtype)
         weights = _parse_weights(values.get("weights", "auto"))
-        return cls(dtype, policy, numerics, profile, plan, scaler, weights, strict, inductor)
+        return cls(dtype, policy, numerics, profile, plan, scaler, weights, strict, inductor, harm)
 
     def low_dtype(self, device_type: str) -> torch.dtype:
         """The low dtype on a device type: the one asked for, or what "auto" means there."""
         if self.dtype is not None:
             return self.dtype
+        if self.harm is not None:
+            return self.harm.dtype
         if device_type == "cuda" and torch.cuda.is_available():
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             return torch.bfloat16 if native else torch.float16
@@ -167,6 +175,23 @@ def _parse_plan(value: object) -> tuple[Plan, ...] | None:
             f"plan must be the path of a plan file, an amp_fx.Plan or a list of them; got {value!r}."
         )
     return tuple(plan for plan in plans if plan.phase == "forward")
+
+
+def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str) -> Harm | None:
+    if policy.harm is None:
+        return None
+    if numerics == "eager":
+        raise OptionsError(
+            f"policy harm {policy.harm!r} is about rounding in compiled code, numerics='eager' rounds as eager "
+            "autocast does; drop one of the two."
+        )
+    harm = Harm.load(policy.harm)
+    if dtype not in (None, harm.dtype):
+        raise OptionsError(
+            f"policy harm {policy.harm!r} was measured for {dtype_name(harm.dtype)}, dtype is {dtype_name(dtype)}; "
+            f"calibrate with dtype={dtype_name(dtype)!r}, or change one of the two."
+        )
+    return harm
 
 
 def _parse_weights(value: object) -> str:

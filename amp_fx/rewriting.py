@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.fx as fx
 
 from amp_fx._torch import compile_id, log_artifact, saved_tensors_shield
-from amp_fx.errors import CaptureError, PassError
+from amp_fx.errors import CaptureError, PassError, PlanError
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
@@ -19,12 +20,14 @@ from amp_fx.passes import (
     PIPELINE,
     Pass,
     PassContext,
+    PlaceByHarm,
     Replay,
     cached_pipeline,
     replay_pipeline,
     run_passes,
 )
 from amp_fx.placement.devices import resolve
+from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan
 from amp_fx.weights.inference import weight_inputs
@@ -35,7 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 def rewrite(
-    gm: fx.GraphModule, ambient: Mapping[str, Region], opts: Options, *, training: bool = False
+    gm: fx.GraphModule,
+    ambient: Mapping[str, Region],
+    opts: Options,
+    *,
+    training: bool = False,
+    weight: float | None = None,
 ) -> tuple[fx.GraphModule, Plan]:
     """Captures a Dynamo graph and runs the passes on the capture.
 
@@ -44,10 +52,12 @@ def rewrite(
         ambient: autocast state at graph entry per device type.
         opts: validated options.
         training: True if the graph will be differentiated; costs count the backward too.
+        weight: with harm in the options: what it is worth, see :class:`amp_fx.passes.PlaceByHarm`; None: the policy's
+            budget decides.
 
     Raises:
         CaptureError, PassError: the graph cannot be rewritten.
-        PlanError: none of the plans in the options is about this graph.
+        PlanError: none of the plans, or no harm, in the options is about this graph.
     """
     start = time.thread_time()
     log_artifact("amp_fx_dynamo", lambda: gm.print_readable(print_output=False))
@@ -61,10 +71,12 @@ def rewrite(
             pipeline, folded = cached_pipeline(PIPELINE), weight_inputs(captured)
         profile = resolve(opts.profile, device)
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
-        if opts.plan is None:
-            plan = run_passes(captured, pipeline, context)
-        else:
+        if opts.plan is not None:
             plan = _replay(captured, opts.plan, pipeline, context)
+        elif opts.harm is not None:
+            plan = _place_by_harm(captured, opts.harm, weight, pipeline, context)
+        else:
+            plan = run_passes(captured, pipeline, context)
     plan.training, plan.profile = training, "" if profile is None else profile.name
     log_artifact("amp_fx_plan", plan.to_json)
     done = time.thread_time()
@@ -101,3 +113,37 @@ def _replay(
     plan = run_passes(captured, replay_pipeline(Replay(rows), pipeline), context)
     plan.policy = chosen.policy
     return plan
+
+
+def _place_by_harm(
+    captured: fx.GraphModule,
+    harm: Harm,
+    weight: float | None,
+    pipeline: Sequence[Pass],
+    context: PassContext,
+) -> Plan:
+    """Runs the passes with what was measured of this graph."""
+    try:
+        rows = _measured(captured, harm, context)
+    except PlanError:
+        if context.training:
+            raise
+        # calibration is about gradients: what is only evaluated need not have been seen
+        logger.info("graph %s was not calibrated: placed by the policy's base list", compile_id())
+        return run_passes(captured, pipeline, context)
+    step = PlaceByHarm(rows, context.policy.budget, weight)
+    return run_passes(captured, replay_pipeline(step, pipeline), context)
+
+
+def _measured(captured: fx.GraphModule, harm: Harm, context: PassContext) -> dict[str, CallHarm]:
+    """What was measured of the graph's calls, by the names that they have now.
+
+    Raises:
+        PlanError: the graph was not measured; names what has moved.
+    """
+    outline = run_passes(captured, OUTLINE, context)
+    outline.graph, outline.training = compile_id(), context.training
+    found = choose_plan([graph.outline for graph in harm.graphs], outline, "harm")
+    graph = next(graph for graph in harm.graphs if graph.outline is found)
+    names = {saved.name: row.name for row, saved in zip(outline.nodes, found.nodes, strict=True)}
+    return {names[call.name]: replace(call, name=names[call.name]) for call in graph.calls}

@@ -10,6 +10,7 @@ classify          op lists and user rules: low, fp32, promote, follow, keep
 constrain         hazards that lists cannot see; storages that must not be re-typed
 keep_weights      (export) ops whose weights do not fit into the low dtype
 place             the precision of every value
+place_by_harm     (with harm) the precision of every value, by time and measured accuracy
 replay            (with a plan) the precision of every value, as the plan has it
 insert_casts      casts, each once per value and dtype
 cache_weights     (inference) low copies of weights are inputs, and their casts go
@@ -50,6 +51,7 @@ from amp_fx.passes.forward.insert_casts import InsertCasts
 from amp_fx.passes.forward.keep_weights import KeepWeights
 from amp_fx.passes.forward.pin_dtypes import PinDtypes
 from amp_fx.passes.forward.place import Place
+from amp_fx.passes.forward.place_by_harm import PlaceByHarm
 from amp_fx.passes.forward.replay import Replay
 from amp_fx.passes.forward.verify import Verify
 from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
@@ -77,6 +79,7 @@ __all__ = [
     "PassResult",
     "PinDtypes",
     "Place",
+    "PlaceByHarm",
     "Replay",
     "ScaleBackward",
     "Verify",
@@ -123,6 +126,6 @@ def export_pipeline(keep: KeepWeights, fold: FoldWeights) -> tuple[Pass, ...]:
     return tuple(step for base in PIPELINE for step in (base, after.get(type(base))) if step is not None)
 
 
-def replay_pipeline(replay: Replay, pipeline: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:
-    """The forward passes where a plan says what :class:`Place` would choose."""
-    return tuple(replay if isinstance(step, Place) else step for step in pipeline)
+def replay_pipeline(step_in: Replay | PlaceByHarm, pipeline: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:
+    """The forward passes where a plan, or measured harm, says what :class:`Place` would choose."""
+    return tuple(step_in if isinstance(step, Place) else step for step in pipeline)

@@ -35,6 +35,8 @@ __all__ = ["CostModel"]
 
 #: without a profile only bytes are compared; one byte is one unit
 _UNIT = 1
+#: operations in fp32 and in 16 bits for each byte of memory traffic (H100 datasheet, SXM5)
+_FLOPS_A_BYTE = 20, 295
 #: their gradients do not depend on their inputs
 _LINEAR_OPS = frozenset({"add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "neg", "sum", "mean"})
 #: matmuls with a weight, and its position among the arguments
@@ -152,18 +154,27 @@ class CostModel:
         """Time of a matmul-like op in (fp32, low); None without a profile or a formula for the op."""
         if self.profile is None or dtype_name(low) not in self.profile.peak:
             return None
-        # repeated layers have the same shapes, and asking torch for a formula takes a millisecond
-        args, kwargs, _ = fake_arguments(node)
-        call = repr((node.target, tree_map(_signature, (args, kwargs))))
-        if call not in self._flops:
-            self._flops[call] = matmul_flops(node, low)
-        flops = self._flops[call] * (3 if self.training else 1)
+        flops = self._operations(node, low)
         if not flops:
             return None
         high, fast = (
             round(1e12 * self.profile.matmul_seconds(flops, name)) for name in ("float32", dtype_name(low))
         )
         return high + self._packing(node), fast
+
+    def nominal_arithmetic(self, node: fx.Node, low: torch.dtype) -> tuple[int, int]:
+        """What a matmul-like op is worth in (fp32, low) without a profile: bytes that an H100 moves meanwhile."""
+        flops = self._operations(node, low)
+        return round(flops / _FLOPS_A_BYTE[0]), round(flops / _FLOPS_A_BYTE[1])
+
+    def _operations(self, node: fx.Node, low: torch.dtype) -> int:
+        """Floating-point operations of a call and of its backward; 0 without a formula."""
+        # repeated layers have the same shapes, and asking torch for a formula takes a millisecond
+        args, kwargs, _ = fake_arguments(node)
+        call = repr((node.target, tree_map(_signature, (args, kwargs))))
+        if call not in self._flops:
+            self._flops[call] = matmul_flops(node, low)
+        return self._flops[call] * (3 if self.training else 1)
 
     def _packing(self, node: fx.Node) -> int:
         """Time in which an fp32 kernel on a CPU copies its weight, and a low one does not.

@@ -30,6 +30,7 @@ __all__ = [
     "Plan",
     "Takes",
     "dtype_name",
+    "named_dtypes",
     "node_plan",
 ]
 
@@ -212,7 +213,7 @@ class Plan:
         """JSON-like form; dtypes by name."""
         data = asdict(self)
         data["version"] = _VERSION
-        return _named_dtypes(data)
+        return named_dtypes(data)
 
     def to_json(self) -> str:
         """The plan as indented JSON text."""
@@ -271,13 +272,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _named_dtypes(value: Any) -> Any:
+def named_dtypes(value: Any) -> Any:
+    """Plain data in its JSON-like form: dtypes and classes by name."""
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if isinstance(value, OpClass):
         return value.value
     if isinstance(value, dict):
-        return {key: _named_dtypes(item) for key, item in value.items()}
+        return {key: named_dtypes(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_named_dtypes(item) for item in value]
+        return [named_dtypes(item) for item in value]
     return value

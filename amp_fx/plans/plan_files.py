@@ -55,12 +55,13 @@ def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
     return tuple(plan for plan in plans if plan.phase == "forward")
 
 
-def choose_plan(plans: Sequence[Plan], outline: Plan) -> Plan:
+def choose_plan(plans: Sequence[Plan], outline: Plan, what: str = "plan") -> Plan:
     """The plan to follow in a graph.
 
     Args:
         plans: what the user gave.
         outline: the graph's calls with their classes; nothing is placed yet.
+        what: what messages call it.
 
     Raises:
         PlanError: none of the plans is about this graph; the message says which nodes moved.
@@ -71,13 +72,13 @@ def choose_plan(plans: Sequence[Plan], outline: Plan) -> Plan:
         # of equal graphs: the one that was trained alike, of equal shapes, of the same name
         return min(matching, key=lambda plan: _distance(plan, outline))
     if not plans:
-        raise PlanError(f"graph {outline.graph}: the plan file holds no plan of a forward graph.")
+        raise PlanError(f"graph {outline.graph}: the {what} file holds no {what} of a forward graph.")
     nearest = max(plans, key=lambda plan: difflib.SequenceMatcher(None, _calls(plan), calls).quick_ratio())
     moved = moved_nodes(nearest, outline)
     more = f"; and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
     raise PlanError(
-        f"graph {outline.graph} is not the one that plan {nearest.graph} was made for: "
-        f"{'; '.join(moved[:_SHOWN])}{more}. Make a new plan, or drop the option."
+        f"graph {outline.graph} is not the one that {what} {nearest.graph} was made for: "
+        f"{'; '.join(moved[:_SHOWN])}{more}. Make a new {what}, or drop the option."
     )
 
 

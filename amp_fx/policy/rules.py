@@ -8,12 +8,18 @@ A policy is ``"autocast"`` or, with rules, an object (or its JSON text)::
                {"op": "layer_norm", "module": "encoder", "precision": "low"}]}
 
 The last rule that matches a node wins. A name of another system, ``"mixed_bfloat16"`` or ``"O1"``, is a policy, too
-(``presets.py``). ``str(policy)`` prints the form it parses.
+(``presets.py``). ``str(policy)`` prints the form it parses. With ``"harm"``, the file that
+``amp_fx.calibrate(...).save(...)`` wrote, measured harm decides instead of the base list; ``"budget"`` is how much
+error a graph may have, relative to torch.autocast's::
+
+    {"base": "autocast", "harm": "harm.json", "budget": 1.0}
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -35,7 +41,7 @@ BASES = {
 PRECISIONS = {"fp32": OpClass.FP32, "low": OpClass.LOW}
 
 _RULE_KEYS = ("op", "module", "precision")
-_POLICY_KEYS = ("base", "dtype", "rules")
+_POLICY_KEYS = ("base", "dtype", "rules", "harm", "budget")
 
 #: a policy may name the low dtype, which is then the one of the options
 _POLICY_DTYPES = ("bfloat16", "float16")
@@ -122,12 +128,16 @@ class Policy:
         rules: the last one that matches a node wins.
         dtype: the low dtype, "bfloat16" or "float16", or None where the options say it.
         name: what it was given as, if that is a name of another system.
+        harm: path of a harm file, or None; rules hold beside it, the base list does not.
+        budget: with harm: the error that a graph may have, relative to torch.autocast's.
     """
 
     base: str = "autocast"
     rules: tuple[Rule, ...] = ()
     dtype: str | None = None
     name: str | None = field(default=None, compare=False)
+    harm: str | None = None
+    budget: float = 1.0
 
     def rule_for(self, op_name: str, module_path: str) -> Rule | None:
         """The rule that decides this node, or None where the base list does."""
@@ -137,12 +147,13 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """The policy as JSON-like data, in the form :meth:`parse` reads."""
         dtype = {} if self.dtype is None else {"dtype": self.dtype}
-        return {"base": self.base, **dtype, "rules": [rule.to_dict() for rule in self.rules]}
+        harm = {} if self.harm is None else {"harm": self.harm, "budget": self.budget}
+        return {"base": self.base, **dtype, "rules": [rule.to_dict() for rule in self.rules], **harm}
 
     def __str__(self) -> str:
         if self.name is not None:
             return self.name
-        return json.dumps(self.to_dict()) if self.rules or self.dtype else self.base
+        return self.base if self == Policy(self.base) else json.dumps(self.to_dict())
 
     @classmethod
     def parse(cls, data: object) -> Policy:
@@ -185,7 +196,25 @@ class Policy:
         rules = data.get("rules", ())
         if not isinstance(rules, (list, tuple)):
             raise OptionsError(f"'rules' of a policy must be a list of rules; got {rules!r}.")
-        return cls(base, tuple(Rule.parse(rule) for rule in rules), dtype)
+        harm, budget = _parse_harm(data)
+        return cls(base, tuple(Rule.parse(rule) for rule in rules), dtype, harm=harm, budget=budget)
+
+
+def _parse_harm(data: Mapping[Any, Any]) -> tuple[str | None, float]:
+    harm, budget = data.get("harm"), data.get("budget", 1.0)
+    if harm is None:
+        if "budget" in data:
+            raise OptionsError(
+                f"'budget' of a policy needs 'harm', a file of amp_fx.calibrate(...).save(...); got {dict(data)!r}."
+            )
+        return None, 1.0
+    if not isinstance(harm, (str, os.PathLike)):
+        raise OptionsError(f"'harm' of a policy must be the path of a harm file; got {harm!r}.")
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget < math.inf:
+        raise OptionsError(
+            f"'budget' of a policy must be a number from 0 on, times torch.autocast's error; got {budget!r}."
+        )
+    return os.fspath(harm), float(budget)
 
 
 def _check_keys(data: Mapping[Any, Any], valid: tuple[str, ...], what: str) -> None:

@@ -24,7 +24,10 @@ from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.plan import NodePlan, Takes, node_plan
 from amp_fx.policy import OpClass
 
-__all__ = ["HAZARDS", "Constrain"]
+__all__ = ["HAZARDS", "HAZARD_META", "Constrain"]
+
+#: node.meta key of a call that a hazard has moved to fp32: why
+HAZARD_META = "amp_fx_hazard"
 
 aten = torch.ops.aten
 
@@ -238,6 +241,7 @@ def _to_fp32(node: fx.Node, why: str) -> int:
                 root.pinned, root.reason = torch.float32, why
     else:
         plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
+        node.meta[HAZARD_META] = why
     plan.reason = why
     return 1
 

@@ -23,10 +23,10 @@ from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
 from amp_fx.plans.plan import NodePlan, Takes, node_plan
 from amp_fx.policy import OpClass
 
-__all__ = ["Place"]
+__all__ = ["ALWAYS", "Network", "Place", "assign_as_autocast", "is_shaped", "named_arguments", "rounded"]
 
 #: variables of the cut whose label is known
-_ALWAYS = {HIGH: ("always fp32",), LOW: ("always low",)}
+ALWAYS = {HIGH: ("always fp32",), LOW: ("always low",)}
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,19 @@ class Place(Pass):
         """See the class."""
         placed = [(node, plan) for node in gm.graph.nodes if (plan := node_plan(node)) is not None]
         for node, plan in placed:
-            _assign(node, plan)
+            assign_as_autocast(node, plan)
         moved = 0
         lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
         if context.numerics != "eager" and len(lows) == 1:
             low = lows.pop()
             cost = CostModel(gm.graph, context.profile, context.training, context.folded)
-            network = _Network(gm.graph, cost, low)
+            network = Network(gm.graph, cost, low)
             moved = _apply(solve(network.build()), placed, low)
         low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)
         return PassResult(gm, low_nodes, f"{low_nodes} nodes in the low dtype, {moved} moved by the cut")
 
 
-def _assign(node: fx.Node, plan: NodePlan) -> None:
+def assign_as_autocast(node: fx.Node, plan: NodePlan) -> None:
     """The dtype eager autocast would give."""
     if plan.op_class is OpClass.LOW:
         plan.dtype = plan.low
@@ -106,7 +106,7 @@ def _widest(node: fx.Node, plan: NodePlan) -> torch.dtype | None:
     ]
     if not inputs:
         return plan.traced
-    shaped = [dtype for source, dtype in inputs if _is_shaped(source)] or [dtype for _, dtype in inputs]
+    shaped = [dtype for source, dtype in inputs if is_shaped(source)] or [dtype for _, dtype in inputs]
     return functools.reduce(torch.promote_types, shaped)
 
 
@@ -120,7 +120,8 @@ def _slots(node: fx.Node, plan: NodePlan) -> list[tuple[str, fx.Node]]:
     ]
 
 
-def _is_shaped(node: fx.Node) -> bool:
+def is_shaped(node: fx.Node) -> bool:
+    """False for 0-d tensors, which promote nothing."""
     value = node.meta.get("val")
     return not isinstance(value, torch.Tensor) or value.ndim > 0
 
@@ -131,7 +132,7 @@ def _apply(labels: dict[Var, bool], placed: list[tuple[fx.Node, NodePlan]], low:
     for node, plan in placed:
         if node not in labels or plan.dtype is None or plan.op_class is OpClass.KEEP:
             continue
-        if labels.get(_rounded(node), HIGH) is LOW:
+        if labels.get(rounded(node), HIGH) is LOW:
             plan.pinned, plan.reason = low, f"{plan.reason}; policy fast: rounded at once to {low}"
             moved += 1
         dtype = torch.float32 if labels[node] is HIGH else low
@@ -152,19 +153,19 @@ def _why(plan: NodePlan, dtype: torch.dtype) -> str:
     )
 
 
-def _rounded(node: fx.Node) -> Var:
+def rounded(node: fx.Node) -> Var:
     """The variable of a result that is computed in fp32 and may be rounded at once."""
     return ("rounded", node)
 
 
-class _Network:
+class Network:
     """Builds the cut's problem from a graph whose plans hold autocast's placement."""
 
     def __init__(self, graph: fx.Graph, cost: CostModel, low: torch.dtype) -> None:
         self._graph = graph
         self._cost = cost
         self._low = low
-        self._problem = Problem(pins={var: label for label, var in _ALWAYS.items()})
+        self._problem = Problem(pins={var: label for label, var in ALWAYS.items()})
         self._itemsize = {HIGH: torch.float32.itemsize, LOW: low.itemsize}
         sizes = [
             cost.cast_bytes(node, low)
@@ -210,15 +211,15 @@ class _Network:
         """The variable of the dtype a value is stored in: a pinned or given one, or its node's."""
         plan = node_plan(node)
         if plan is not None and plan.pinned is None and plan.dtype is not None:
-            return _rounded(node) if plan.may_round and self._cost.accumulates_backward(node) else node
-        return _ALWAYS[_placed_dtype(node) is not self._low]
+            return rounded(node) if plan.may_round and self._cost.accumulates_backward(node) else node
+        return ALWAYS[_placed_dtype(node) is not self._low]
 
     def _demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
         """The variable whose label is the dtype in which ``reader`` wants ``value``; None: as it is."""
         plan = node_plan(reader)
         if plan is None or plan.takes == Takes.TRACED:
             traced = value.meta.get("val")
-            return _ALWAYS[traced.dtype is not self._low] if is_eligible(traced) else None
+            return ALWAYS[traced.dtype is not self._low] if is_eligible(traced) else None
         if name in plan.own_dtype_slots or plan.takes == Takes.ANY or _writes_into(reader, value):
             return None
         if plan.takes == Takes.MIXED and self._widens(reader, plan, value):
@@ -227,16 +228,19 @@ class _Network:
 
     def _widens(self, reader: fx.Node, plan: NodePlan, value: fx.Node) -> bool:
         """True where another input makes the kernel compute in fp32, so that ``value`` needs no cast."""
-        if in_place_target(reader) is not None or not _is_shaped(value):
+        if in_place_target(reader) is not None or not is_shaped(value):
             return True
-        others = [source for _, source in _slots(reader, plan) if source is not value and _is_shaped(source)]
+        others = [source for _, source in _slots(reader, plan) if source is not value and is_shaped(source)]
         return _placed_dtype(value) is self._low and any(_placed_dtype(o) is torch.float32 for o in others)
 
     def _add_value(self, value: fx.Node) -> None:
         """What it costs to store and convert one value."""
         stored = self._stored(value)
         slots = [
-            (user, name) for user in value.users for name, arg in _named(user) if value in tensor_nodes(arg)
+            (user, name)
+            for user in value.users
+            for name, arg in named_arguments(user)
+            if value in tensor_nodes(arg)
         ]
         demands = [(reader, self._demand(reader, name, value)) for reader, name in slots]
         self._add_exactness(value, demands)
@@ -281,7 +285,7 @@ class _Network:
                 continue
             if want is None and (other := node_plan(reader)) and other.op_class is OpClass.FOLLOW:
                 continue
-            self._problem.implies.append((_ALWAYS[HIGH] if want is None else want, self._stored(value)))
+            self._problem.implies.append((ALWAYS[HIGH] if want is None else want, self._stored(value)))
 
     def _add_casts(self, value: fx.Node, stored: Var, wants: list[Var]) -> None:
         """The tie-break: fewer casts, then fewer bytes cast."""
@@ -306,7 +310,8 @@ class _Network:
             self._problem.shared.append(term)
 
 
-def _named(node: fx.Node) -> list[tuple[str, object]]:
+def named_arguments(node: fx.Node) -> list[tuple[str, object]]:
+    """What a node reads, by name; what a graph returns is read as ``"output"``."""
     return [("output", node.args[0])] if node.op == "output" else list(arguments(node))
 
 

@@ -1,0 +1,99 @@
+"""Two prices in one cut: the placements that no other beats in both time and harm.
+
+For a weight w, a cut gives the placement of least ``time + w * harm``. Those are the corners of the lower convex hull
+of all placements; harm falls along it as w grows. A placement inside the hull is never the best for any weight, and is
+not found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["Choice", "cheapest_within", "hull"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """One corner.
+
+    Attributes:
+        time: of the placement.
+        harm: the same.
+        weight: for which it is the best; infinite for the least harm.
+        placement: whatever the caller calls one.
+    """
+
+    time: float
+    harm: float
+    weight: float
+    placement: T
+
+
+Solve = Callable[[float], Choice[T]]
+
+
+def cheapest_within(solve: Solve[T], limit: float) -> Choice[T]:
+    """The corner of least time whose harm is at most ``limit``; the one of least harm if none is.
+
+    Args:
+        solve: weight -> its corner.
+        limit: of the harm.
+    """
+    cheap = solve(0.0)
+    if cheap.harm <= limit:
+        return cheap
+    exact = solve(math.inf)
+    while exact.harm <= limit and (middle := _between(solve, cheap, exact)) is not None:
+        if middle.harm <= limit:
+            exact = middle
+        else:
+            cheap = middle
+    return exact
+
+
+def hull(solve: Solve[T], most: int) -> list[Choice[T]]:
+    """Corners from the least time to the least harm: all, or ``most`` of them where the hull bends most.
+
+    Args:
+        solve: weight -> its corner.
+        most: at least 2.
+    """
+    corners = [solve(0.0), solve(math.inf)]
+    flat: set[int] = set()
+    while len(corners) < most:
+        gaps = [at for at in range(len(corners) - 1) if id(corners[at]) not in flat]
+        if not gaps:
+            break
+        at = max(gaps, key=lambda at: _gap(corners[at], corners[at + 1], corners))
+        middle = _between(solve, corners[at], corners[at + 1])
+        if middle is None:
+            flat.add(id(corners[at]))
+        else:
+            corners.insert(at + 1, middle)
+    return [corner for at, corner in enumerate(corners) if at == 0 or corner.harm < corners[at - 1].harm]
+
+
+def _between(solve: Solve[T], cheap: Choice[T], exact: Choice[T]) -> Choice[T] | None:
+    """A corner between two, or None where the hull runs straight."""
+    if not (exact.harm < cheap.harm and cheap.time < exact.time and math.isfinite(cheap.harm)):
+        return None
+    weight = (exact.time - cheap.time) / (cheap.harm - exact.harm)
+    found = solve(weight)
+    line = cheap.time + weight * cheap.harm
+    below = line - (found.time + weight * found.harm)
+    # what is below by no more than rounding lies on the line
+    if below <= 1e-9 * abs(line) or not exact.harm < found.harm < cheap.harm:
+        return None
+    return found
+
+
+def _gap(cheap: Choice[T], exact: Choice[T], corners: list[Choice[T]]) -> float:
+    """How far apart two neighbours are, harm by its logarithm."""
+    span = max(corners[-1].time - corners[0].time, 1e-30)
+    ratio = math.log(max(cheap.harm, 1e-300) / max(exact.harm, 1e-300))
+    return (exact.time - cheap.time) / span + ratio

@@ -1,0 +1,197 @@
+"""What rounding costs in accuracy, as plain data: measured by ``amp_fx.calibrate``, read by the placement.
+
+One number, *harm*, is what one rounding adds to the squared relative L2 error of the gradient of all parameters. Harms
+of several roundings add up. They are kept by call and argument, not by device: the placement decides which of the
+roundings happen, and what they save.
+
+A harm that is None is infinite: some value was beyond the range of the low dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx.errors import PlanError
+from amp_fx.graphs.facts import arguments, is_eligible, tensor_nodes
+from amp_fx.plans.files import TooLongError, read_text, write_text
+from amp_fx.plans.plan import Plan, dtype_name, named_dtypes
+from amp_fx.plans.schema import SchemaError, decode
+
+__all__ = ["CallHarm", "GraphHarm", "Harm", "ReadHarm", "as_number", "slots"]
+
+#: bumped when the JSON form changes incompatibly
+_VERSION = 1
+
+#: bytes; a graph has about a kilobyte a call
+_MAX_FILE = 256 * 1024 * 1024
+
+
+@dataclass
+class ReadHarm:
+    """One value on its way into one call.
+
+    Attributes:
+        value: harm if the call reads the value rounded.
+        gradient: harm if the call hands the gradient of the value back rounded.
+    """
+
+    value: float | None = 0.0
+    gradient: float | None = 0.0
+
+
+@dataclass
+class CallHarm:
+    """One call.
+
+    Attributes:
+        name: of the call, as in its plan.
+        value: harm if the result is rounded for all who read it.
+        gradient: harm if the gradient of the result, all its parts added up, is rounded.
+        reads: argument, as :func:`slots` names it -> what rounding it on the way in costs.
+    """
+
+    name: str
+    value: float | None = 0.0
+    gradient: float | None = 0.0
+    reads: dict[str, ReadHarm] = field(default_factory=dict)
+
+
+@dataclass
+class GraphHarm:
+    """One graph of the model.
+
+    Attributes:
+        outline: the graph's calls, as ``classify`` labels them; a graph is found by them.
+        calls: those that were measured.
+    """
+
+    outline: Plan
+    calls: list[CallHarm] = field(default_factory=list)
+
+
+@dataclass
+class Harm:
+    """What :func:`amp_fx.calibrate` measured.
+
+    Attributes:
+        model: name of the model's class.
+        dtype: the low dtype.
+        scale: loss scale at which gradients were rounded; 1 where there is none.
+        batches: number of batches whose harms were averaged.
+        kinks: calls whose derivative jumps (ReLU and its kin): predictions are orders of magnitude where they count.
+        graphs: in order of their first call.
+    """
+
+    model: str
+    dtype: torch.dtype
+    scale: float = 1.0
+    batches: int = 1
+    kinks: int = 0
+    graphs: list[GraphHarm] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-like form."""
+        rows = [
+            {"outline": graph.outline.to_dict(), "calls": [asdict(call) for call in graph.calls]}
+            for graph in self.graphs
+        ]
+        data = {**vars(self), "graphs": rows}
+        return {"format": "amp_fx harm", "version": _VERSION, **named_dtypes(data)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Harm:
+        """Reads what :meth:`to_dict` wrote.
+
+        Raises:
+            PlanError: another format or version, or a field that is missing, unknown or of another type.
+        """
+        fields = dict(data)
+        found = fields.pop("format", None), fields.pop("version", None)
+        if found != ("amp_fx harm", _VERSION):
+            raise PlanError(
+                f"not a harm file of this amp_fx: format {found[0]!r}, version {found[1]!r}; expected 'amp_fx harm', "
+                f"{_VERSION}. Write one with amp_fx.calibrate(...).save('harm.json')."
+            )
+        graphs = fields.pop("graphs", None)
+        if not isinstance(graphs, list) or not all(isinstance(row, dict) for row in graphs):
+            raise PlanError("not a harm file: harm.graphs should be a list of objects.")
+        try:
+            harm = decode(cls, {**fields, "graphs": []}, "harm")
+            for number, row in enumerate(graphs):
+                calls = decode(_Calls, {"calls": row.get("calls")}, f"harm.graphs[{number}]").calls
+                harm.graphs.append(GraphHarm(Plan.from_dict(row.get("outline") or {}), calls))
+        except SchemaError as error:
+            raise PlanError(f"not a harm file: {error}") from error
+        return harm
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file that ``options={"policy": {"harm": path}}`` reads: all of it, or the old file stays.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_text(path, json.dumps(self.to_dict()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Harm:
+        """Reads a file that :meth:`save` wrote.
+
+        Raises:
+            PlanError: the file cannot be read, or is no harm file.
+        """
+        name = os.fspath(path)
+        try:
+            data = json.loads(read_text(path, _MAX_FILE))
+        except OSError as error:
+            raise PlanError(
+                f"cannot read harm {name!r}: {error.strerror}. Write it with amp_fx.calibrate(...).save({name!r})."
+            ) from error
+        except TooLongError as error:
+            raise PlanError(f"harm {name!r} {error}: no harm file.") from error
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"harm {name!r} is not valid JSON: {error}.") from error
+        if not isinstance(data, dict):
+            raise PlanError(f"harm {name!r}: a harm file is a JSON object; got {type(data).__name__}.")
+        try:
+            return cls.from_dict(data)
+        except PlanError as error:
+            raise PlanError(f"harm {name!r}: {error}") from error
+
+    def __str__(self) -> str:
+        calls = sum(len(graph.calls) for graph in self.graphs)
+        return f"harm of {self.model} in {dtype_name(self.dtype)}: {calls} calls in {len(self.graphs)} graphs"
+
+
+@dataclass
+class _Calls:
+    """The part of a graph's JSON form that is not a plan."""
+
+    calls: list[CallHarm]
+
+
+def as_number(harm: float | None) -> float:
+    """A harm to calculate with: None is infinite."""
+    return math.inf if harm is None else harm
+
+
+def slots(node: fx.Node) -> list[tuple[str, str, fx.Node]]:
+    """The floating tensors that a call reads, each value once: (slot, argument, node).
+
+    The slot is the argument's name, with a position where the argument is a list: ``"tensors.1"`` of ``cat``.
+    """
+    found: dict[fx.Node, tuple[str, str, fx.Node]] = {}
+    for name, value in arguments(node):
+        sources = tensor_nodes(value)
+        for position, source in enumerate(sources):
+            slot = f"{name}.{position}" if isinstance(value, (list, tuple)) else name
+            if is_eligible(source.meta.get("val")):
+                found.setdefault(source, (slot, name, source))
+    return list(found.values())

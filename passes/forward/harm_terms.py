@@ -1,0 +1,330 @@
+"""What roundings cost in accuracy, as terms of the cut: which of them happen in compiled code, and what they add.
+
+A fused kernel computes in fp32, whatever the dtypes of its graph say. So a value is rounded where it is written to
+memory low, or where a library kernel (matmul, convolution, attention) reads it low:
+
+1. the result of a library kernel that runs low, for all who read it;
+2. an operand of such a kernel that is stored in fp32;
+3. a fused value that is written low, for those who read it from memory.
+
+The gradient of a value is rounded where it is handed back by a library kernel that runs low (4), where such a kernel
+takes it as the gradient of its result (5), and where it is kept in memory between two kernels in the dtype of a value
+that is stored low (6). A gradient that arrives rounded is not rounded again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import OpOverload
+from amp_fx.graphs.facts import in_place_target, is_parameter
+from amp_fx.passes.forward.place import ALWAYS, Network, is_shaped, named_arguments, rounded
+from amp_fx.placement.cost import CostModel
+from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
+from amp_fx.plans.harm import CallHarm, as_number, slots
+from amp_fx.plans.plan import NodePlan, node_plan
+from amp_fx.policy import OpClass
+from amp_fx.policy.fast import LOW_IO, MAY_ROUND
+
+__all__ = ["HarmNetwork", "HarmTerm", "Priced", "free_nodes", "labels_of"]
+
+#: pass their gradient on as it is to each operand of their own shape
+_PASS_ON = frozenset({"add.Tensor", "add_.Tensor"})
+
+#: operands whose gradient is a sum in a fused kernel, not the result of a library kernel: (op, argument)
+_SUMMED = frozenset({("addmm", "self"), ("baddbmm", "self")})
+
+
+@dataclass(frozen=True)
+class HarmTerm:
+    """``harm`` is done if ``var`` has ``label`` and ``against`` (where given) has the other one.
+
+    Attributes:
+        harm: what it adds to the squared relative error of the gradient; infinite where something overflows.
+        label: HIGH or LOW.
+        var: variable of the cut.
+        against: the same, or None.
+        call: name of the call whose result, operand or gradient is rounded.
+        slot: the operand, as :func:`amp_fx.plans.harm.slots` names it; empty for the result.
+        backward: True where the gradient is rounded.
+    """
+
+    harm: float
+    label: bool
+    var: Var
+    against: Var | None
+    call: str
+    slot: str
+    backward: bool
+
+    def is_done(self, labels: Mapping[Var, bool]) -> bool:
+        """True where the labels round here; variables without a label are fp32."""
+        if labels.get(self.var, HIGH) is not self.label:
+            return False
+        return self.against is None or labels.get(self.against, HIGH) is not self.label
+
+
+def free_nodes(
+    graph: fx.Graph, rows: Mapping[str, CallHarm], fixed: frozenset[fx.Node] = frozenset()
+) -> set[fx.Node]:
+    """The calls whose dtype harm decides: measured, and either on a low list or computed in fp32 inside their kernel.
+
+    Args:
+        graph: classified, hazards pinned.
+        rows: what was measured, by the call's name.
+        fixed: calls that the user's rules or a hazard have pinned.
+    """
+    return {
+        node
+        for node in graph.nodes
+        if (plan := node_plan(node)) is not None
+        and plan.name in rows
+        and node not in fixed
+        and not plan.tied
+        and plan.pinned is None
+        and plan.traced is torch.float32
+        and plan.low is not None
+        and plan.op_class is not OpClass.KEEP
+        and (plan.op_class in (OpClass.LOW, OpClass.FOLLOW) or _is_generated(node, plan))
+    }
+
+
+def _is_generated(node: fx.Node, plan: NodePlan) -> bool:
+    """True for calls that Inductor writes code for: it computes in fp32, whatever the calls read and write."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    tags = {torch.Tag.pointwise, torch.Tag.reduction}
+    return plan.op in MAY_ROUND or not tags.isdisjoint(node.target.tags)
+
+
+class HarmNetwork(Network):
+    """The cut's problem where measured harm, not the op lists, says what may be low."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        cost: CostModel,
+        low: torch.dtype,
+        rows: Mapping[str, CallHarm],
+        free: set[fx.Node],
+    ) -> None:
+        super().__init__(graph, cost, low)
+        self._rows = rows
+        self._free = free
+        self.terms: list[HarmTerm] = []
+        self._carries: dict[fx.Node, bool] = {}
+        for node in free:
+            plan = node.meta["amp_fx"]
+            plan.may_round = True
+            if plan.op in LOW_IO:
+                plan.own_dtype_slots = tuple(dict.fromkeys((*plan.own_dtype_slots, "weight", "bias")))
+        for node in graph.nodes:
+            self._carries[node] = self._carries_gradient(node)
+
+    @property
+    def scale(self) -> int:
+        """Units of the problem that are one unit of time; less than that only breaks ties."""
+        return self._scale
+
+    def _widens(self, reader: fx.Node, plan: NodePlan, value: fx.Node) -> bool:
+        # what the other inputs are is not known before the cut
+        return in_place_target(reader) is not None or not is_shaped(value)
+
+    def operations(self) -> dict[Var, tuple[int, int]]:
+        """What library kernels compute where no profile says how long that takes, in bytes moved meanwhile."""
+        return {
+            node: self._cost.nominal_arithmetic(node, self._low)
+            for node in self._free
+            if node.meta["amp_fx"].op_class is OpClass.LOW
+        }
+
+    def _add_value(self, value: fx.Node) -> None:
+        super()._add_value(value)
+        stored = self._stored(value)
+        for reader in value.users:
+            self._charge_read(value, reader, stored)
+        self._charge_result(value, stored)
+
+    def _charge_read(self, value: fx.Node, reader: fx.Node, stored: Var) -> None:
+        """Cases 2, 3 and 4."""
+        plan = node_plan(reader)
+        row = None if plan is None else self._rows.get(plan.name)
+        found = next((slot for slot in slots(reader) if slot[2] is value), None)
+        if plan is None or row is None or found is None or found[0] not in row.reads:
+            return
+        slot, argument, _ = found
+        harm, want = row.reads[slot], self._demand(reader, argument, value)
+        if self._cost.is_stored(value):
+            if want is not None and self._converts_alone(reader):
+                self._charge(as_number(harm.value), LOW, want, stored, plan.name, slot, backward=False)
+        elif self._cost.reads_memory(reader, value):
+            self._charge(as_number(harm.value), LOW, want or stored, None, plan.name, slot, backward=False)
+        is_library = plan.op_class is OpClass.LOW and want is not None
+        if is_library and not self._is_summed(plan, argument) and not self._leaves_wide(value, plan):
+            self._charge(as_number(harm.gradient), LOW, want, None, plan.name, slot, backward=True)
+
+    def _charge_result(self, value: fx.Node, stored: Var) -> None:
+        """Cases 1, 5 and 6."""
+        plan = node_plan(value)
+        row = None if plan is None else self._rows.get(plan.name)
+        if plan is None or row is None:
+            return
+        if plan.op_class is OpClass.LOW:
+            self._charge(as_number(row.value), LOW, stored, None, plan.name, "", backward=False)
+        if not self._carries[value]:
+            return
+        gradient = as_number(row.gradient)
+        reader = next(iter(value.users)) if len(value.users) == 1 else None
+        want = None if reader is None else self._rounded_by(reader, value)
+        if want is not None:
+            self._charge(gradient, HIGH, want, stored, plan.name, "", backward=True)
+        else:
+            self._charge(gradient, LOW, stored, None, plan.name, "", backward=True)
+
+    def _rounded_by(self, reader: fx.Node, value: fx.Node) -> Var | None:
+        """The variable of the only reader of a value, where that hands back a rounded gradient if it is low itself."""
+        plan = node_plan(reader)
+        if plan is None or plan.dtype is None:
+            return None
+        if plan.op_class is OpClass.LOW:
+            names = [name for name, given in named_arguments(reader) if given is value]
+            return None if any(self._is_summed(plan, name) for name in names) else reader
+        moves = self._cost.is_view(reader)
+        adds = plan.op in _PASS_ON and _same_shape(reader, value)
+        return self._stored(reader) if (moves or adds) and self._carries[reader] else None
+
+    def _carries_gradient(self, node: fx.Node) -> bool:
+        """True where the gradient of the result is written to memory in the dtype of the result."""
+        plan = node_plan(node)
+        if plan is None:
+            return False
+        if self._cost.is_view(node):
+            return self._carries[node.all_input_nodes[0]]
+        if plan.op_class is OpClass.LOW:
+            return True
+        return any(
+            self._cost.reads_memory(user, node) and not self._cost.is_external(user) for user in node.users
+        )
+
+    def _is_summed(self, plan: NodePlan, argument: str) -> bool:
+        return argument == "bias" or (plan.op, argument) in _SUMMED
+
+    def _leaves_wide(self, value: fx.Node, plan: NodePlan) -> bool:
+        """On CUDA the gradient of a matmul's weight leaves its kernel in fp32 (``gemm_epilogue``)."""
+        if "conv" in plan.op or "attention" in plan.op:
+            return False
+        while self._cost.is_view(value):
+            value = value.all_input_nodes[0]
+        tensor = value.meta.get("val")
+        return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" and is_parameter(value)
+
+    def _charge(
+        self, harm: float, label: bool, var: Var, against: Var | None, call: str, slot: str, *, backward: bool
+    ) -> None:
+        if harm:
+            self.terms.append(HarmTerm(harm, label, var, against, call, slot, backward))
+
+
+def _same_shape(reader: fx.Node, value: fx.Node) -> bool:
+    given, result = value.meta.get("val"), reader.meta.get("val")
+    return (
+        isinstance(given, torch.Tensor) and isinstance(result, torch.Tensor) and given.shape == result.shape
+    )
+
+
+class Priced:
+    """One graph with time and harm: placements of least ``time + weight * harm``, exactly, for any weight.
+
+    Attributes:
+        terms: what roundings cost, and when they happen.
+
+    Time is in picoseconds with a device profile, in bytes moved without; then ``by_operations`` counts arithmetic, too.
+    """
+
+    def __init__(self, network: HarmNetwork, *, by_operations: bool = False) -> None:
+        self._base = network.build()
+        self._scale = network.scale
+        if by_operations:
+            for var, (high, low) in network.operations().items():
+                self._base.add_unary(var, high * self._scale, low * self._scale)
+        self.terms = network.terms
+        dearest = sum(max(costs) for costs in self._base.unary.values())
+        self._all = dearest + sum(term.cost for term in self._base.shared) + 1
+        finite = [term.harm for term in self.terms if math.isfinite(term.harm)]
+        self._smallest = max(finite, default=1.0) * 1e-12
+
+    def solve(self, weight: float) -> dict[Var, bool]:
+        """Labels of least cost.
+
+        Args:
+            weight: units of time that a squared relative error of 1 is worth; infinite: the least harm.
+        """
+        return solve(self.problem(weight))
+
+    def problem(self, weight: float) -> Problem:
+        """What :meth:`solve` minimises."""
+        base = self._base
+        problem = Problem(dict(base.unary), base.pins, list(base.shared), base.implies, base.equal)
+        prices = [self._price(term.harm, weight) for term in self.terms]
+        # an overflow is dearer than everything else together
+        beyond = self._all + sum(price for price in prices if price is not None)
+        for term, known in zip(self.terms, prices, strict=True):
+            price = beyond if known is None else known
+            if term.against is not None:
+                problem.shared.append(Shared(price, term.label, (term.var,), term.against))
+            elif term.label is LOW:
+                problem.add_unary(term.var, 0, price)
+            else:
+                problem.add_unary(term.var, price, 0)
+        return problem
+
+    def _price(self, harm: float, weight: float) -> int | None:
+        """None for an overflow."""
+        if math.isinf(harm):
+            return None
+        if math.isinf(weight):
+            # the smallest difference of harms that counts beats any time
+            return round(harm / self._smallest) * self._all
+        return round(harm * weight * self._scale)
+
+    def time(self, labels: Mapping[Var, bool]) -> int:
+        """Time of a placement in units, whether or not the constraints allow it; casts that tie are left out."""
+        total = sum(
+            high if labels.get(var, HIGH) is HIGH else low for var, (high, low) in self._base.unary.items()
+        )
+        for term in self._base.shared:
+            wanted = any(labels.get(reader, HIGH) is term.label for reader in term.readers)
+            if wanted and (term.value is None or labels.get(term.value, HIGH) is not term.label):
+                total += term.cost
+        return total // self._scale
+
+    def harm(self, labels: Mapping[Var, bool]) -> float:
+        """Squared relative error of the gradient that a placement adds."""
+        return sum(term.harm for term in self.terms if term.is_done(labels))
+
+    def blame(self, labels: Mapping[Var, bool]) -> list[HarmTerm]:
+        """The roundings of a placement, worst first."""
+        return sorted((term for term in self.terms if term.is_done(labels)), key=lambda term: -term.harm)
+
+
+def labels_of(graph: fx.Graph, plans: Mapping[str, NodePlan], low: torch.dtype) -> dict[Var, bool]:
+    """The labels that a plan gives to the calls of a graph.
+
+    Args:
+        graph: classified.
+        plans: call of the graph -> what the plan has for it.
+        low: the low dtype.
+    """
+    labels: dict[Var, bool] = {var: label for label, var in ALWAYS.items()}
+    for node in graph.nodes:
+        plan = node_plan(node)
+        if plan is not None:
+            placed = plans[plan.name]
+            labels[node] = placed.dtype is not low
+            labels[rounded(node)] = (placed.pinned or placed.dtype) is not low
+    return labels

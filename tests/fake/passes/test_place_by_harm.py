@@ -1,0 +1,226 @@
+"""Placement by measured harm: exact, monotone, fp32 in the limit, and within what hazards and rules pin."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from amp_fx import Policy
+from amp_fx.passes import PIPELINE, Classify, Constrain, PassContext, PinDtypes, PlaceByHarm, run_passes
+from amp_fx.passes import replay_pipeline as with_place
+from amp_fx.passes.base import run_in_order
+from amp_fx.passes.forward.place_by_harm import PricedGraph, price
+from amp_fx.placement.cut import LOW, evaluate
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.harm import CallHarm, ReadHarm, slots
+from amp_fx.plans.plan import Plan, node_plan
+from amp_fx.policy import OpClass
+from graphs import captured
+
+#: rates at which the matmuls below gain in low precision
+FAST_LOW = DeviceProfile("test", "cpu", {"float32": 1e10, "bfloat16": 1e12, "float16": 1e12}, 1e11, 1e-9)
+CONTEXT = PassContext(profile=FAST_LOW, training=True)
+
+
+def variance(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """A matmul, a difference of squares, a matmul."""
+    h = torch.matmul(x, w)
+    spread = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True).square()
+    return torch.matmul(h * spread.rsqrt(), v)
+
+
+ARGS = torch.randn(64, 16), torch.randn(16, 16), torch.randn(16, 16)
+
+
+def uniform(
+    gm: fx.GraphModule, value: float | None = 1e-6, gradient: float | None = 1e-6
+) -> dict[str, CallHarm]:
+    """The same harm everywhere."""
+    run_in_order(gm, (PinDtypes(), Classify()), CONTEXT)
+    return {
+        plan.name: CallHarm(
+            plan.name, value, gradient, {slot: ReadHarm(value, gradient) for slot, _, _ in slots(node)}
+        )
+        for node in gm.graph.nodes
+        if (plan := node_plan(node)) is not None and plan.op_class is not OpClass.KEEP
+    }
+
+
+def priced(gm: fx.GraphModule, rows: Mapping[str, CallHarm], context: PassContext = CONTEXT) -> PricedGraph:
+    run_in_order(gm, (PinDtypes(), Classify(), Constrain()), context)
+    found = price(gm, context, rows)
+    assert found is not None
+    return found
+
+
+def placed(
+    program: Callable[..., Any],
+    *args: Any,
+    harm: Mapping[str, float | None] | None = None,
+    context: PassContext = CONTEXT,
+    low: torch.dtype = torch.bfloat16,
+    **goal: Any,
+) -> Plan:
+    """The plan where single calls harm otherwise than the rest, which does 1e-6 in each rounding."""
+    rows = uniform(captured(program, *args, low=low))
+    for name, value in (harm or {}).items():
+        rows[name] = CallHarm(name, value, value, dict.fromkeys(rows[name].reads, ReadHarm(value, value)))
+    return run_passes(
+        captured(program, *args, low=low), with_place(PlaceByHarm(rows, **goal), PIPELINE), context
+    )
+
+
+GRAPH = captured(variance, *ARGS)
+ROWS = uniform(GRAPH)
+harms = st.sampled_from([0.0, 1e-8, 1e-6, 3e-5, 1e-3, None])
+
+
+@st.composite
+def measured(draw: st.DrawFn) -> dict[str, CallHarm]:
+    """Random harms of the graph's calls; some calls were not measured."""
+    return {
+        name: CallHarm(
+            name, draw(harms), draw(harms), {slot: ReadHarm(draw(harms), draw(harms)) for slot in row.reads}
+        )
+        for name, row in ROWS.items()
+        if draw(st.integers(0, 9))
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(measured(), st.sampled_from([0.0, 1e6, 1e9, 1e12, math.inf]))
+def test_the_cut_with_harm_is_the_brute_force_optimum(rows: dict[str, CallHarm], weight: float) -> None:
+    problem = priced(GRAPH, rows).priced.problem(weight)
+    found = priced(GRAPH, rows).priced.solve(weight)
+    free = sorted(problem.variables() - problem.pins.keys(), key=str)
+    assert len(free) <= 14
+    costs = (
+        evaluate(problem, {**problem.pins, **dict(zip(free, choice, strict=True))})
+        for choice in itertools.product([True, False], repeat=len(free))
+    )
+    assert evaluate(problem, found) == min(cost for cost in costs if cost is not None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(measured())
+def test_error_falls_and_time_grows_with_the_weight(rows: dict[str, CallHarm]) -> None:
+    graph = priced(GRAPH, rows)
+    corners = [graph.choose(weight) for weight in (0.0, 1e3, 1e6, 1e8, 1e10, 1e13, 1e16, math.inf)]
+    for before, after in itertools.pairwise(corners):
+        assert after.harm <= before.harm * (1 + 1e-9)
+        assert after.time >= before.time
+
+
+def test_the_harm_of_a_placement_is_the_sum_of_the_roundings_that_happen() -> None:
+    graph = priced(GRAPH, ROWS)
+    nothing = graph.choose(math.inf)
+    assert nothing.harm == 0
+    # both matmuls: a result, two operands, their gradients and the gradient of the result that arrives in fp32;
+    # all arithmetic between them is one kernel, whose result the second matmul reads
+    assert graph.autocast_harm == pytest.approx(12e-6)
+
+
+def test_an_infinite_weight_gives_fp32() -> None:
+    plan = placed(variance, *ARGS, weight=math.inf)
+    assert not plan.changed
+    assert {row.dtype for row in plan.nodes} == {torch.float32}
+
+
+def test_without_a_weight_on_harm_what_is_cheapest_goes_low() -> None:
+    assert {row.dtype for row in placed(variance, *ARGS, weight=0.0).nodes} >= {torch.bfloat16}
+
+
+def test_a_matmul_whose_rounding_harms_stays_in_fp32_and_says_what_it_would_cost() -> None:
+    plan = placed(variance, *ARGS, harm={"matmul": 1e-2}, budget=0.1)
+    assert plan.node("matmul").dtype is torch.float32
+    assert plan.node("matmul_1").dtype is torch.bfloat16
+    assert "rounding would add" in plan.node("matmul").reason
+    assert "rounding adds" in plan.node("matmul_1").reason
+
+
+def test_an_op_of_the_fp32_list_goes_low_where_that_is_harmless() -> None:
+    def stream(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + F.linear(F.layer_norm(x, (64,), scale), w)
+        return F.linear(x, w)
+
+    args = torch.randn(256, 64), torch.randn(64), torch.randn(64, 64)
+    rows = uniform(captured(stream, *args, device="cuda"), 0.0, 0.0)
+    for row in rows.values():
+        if "linear" in row.name:
+            row.value = 1e-6
+    gm = captured(stream, *args, device="cuda")
+    plan = run_passes(gm, with_place(PlaceByHarm(rows), PIPELINE), CONTEXT)
+    norms = [row for row in plan.nodes if row.op == "layer_norm"]
+    assert any(row.dtype is torch.bfloat16 for row in norms)
+    assert any(row.dtype is torch.bfloat16 for row in plan.nodes if row.op == "add.Tensor")
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e9])
+def test_a_call_that_overflows_is_never_low(weight: float) -> None:
+    plan = placed(variance, *ARGS, harm={"matmul_1": None}, weight=weight, low=torch.float16)
+    assert plan.node("matmul_1").dtype is torch.float32
+
+
+def test_a_users_rule_holds_whatever_was_measured() -> None:
+    for precision, dtype in (("low", torch.bfloat16), ("fp32", torch.float32)):
+        policy = Policy.parse({"rules": [{"op": "matmul", "precision": precision}]})
+        context = PassContext(policy, profile=FAST_LOW, training=True)
+        harm = {"matmul": 1.0 if precision == "low" else 0.0}
+        assert placed(variance, *ARGS, harm=harm, context=context).node("matmul").dtype is dtype
+
+
+def test_a_hazard_holds_whatever_was_measured() -> None:
+    def softmax_by_hand(x: Tensor, w: Tensor) -> Tensor:
+        e = torch.matmul(x, w).exp()
+        return torch.matmul(e / e.sum(-1, keepdim=True), w)
+
+    args = torch.randn(64, 16), torch.randn(16, 16)
+    plan = placed(softmax_by_hand, *args, harm={"exp": 0.0, "sum_1": 0.0}, weight=0.0)
+    assert plan.node("exp").dtype is plan.node("sum_1").dtype is torch.float32
+
+
+def test_what_was_not_measured_is_as_autocast_has_it() -> None:
+    plain = run_passes(captured(variance, *ARGS), PIPELINE, PassContext(training=True))
+    blind = run_passes(
+        captured(variance, *ARGS), with_place(PlaceByHarm({}), PIPELINE), PassContext(training=True)
+    )
+    assert [row.dtype for row in blind.nodes] == [row.dtype for row in plain.nodes]
+
+
+def test_arithmetic_inside_one_kernel_is_charged_nothing() -> None:
+    def between(x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(torch.matmul(x, w).exp().sin().mul(2.0), w)
+
+    gm = captured(between, torch.randn(64, 16), torch.randn(16, 16))
+    graph = priced(gm, uniform(gm))
+    assert {term.call for term in graph.priced.terms} == {"matmul", "matmul_1"}
+
+
+def test_a_gradient_that_arrives_rounded_is_not_charged_again() -> None:
+    def chain(x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(torch.matmul(x, w).view(64, 16), w)
+
+    gm = captured(chain, torch.randn(64, 16), torch.randn(16, 16))
+    graph = priced(gm, uniform(gm))
+    low = dict.fromkeys(graph.priced.problem(0.0).variables(), LOW)
+    mine = [term for term in graph.priced.blame(low) if term.call == "matmul" and term.backward]
+    # of its operands; that of the result is what the second matmul hands back
+    assert {term.slot for term in mine} == {"self", "other"}
+
+
+def test_a_graph_beyond_its_budget_at_any_weight_has_the_least_error() -> None:
+    policy = Policy.parse({"rules": [{"op": "matmul", "precision": "low"}]})
+    context = PassContext(policy, profile=FAST_LOW, training=True)
+    plan = placed(variance, *ARGS, context=context, budget=0.0)
+    others = [row for row in plan.nodes if row.op != "matmul" and row.dtype is not None]
+    assert {row.dtype for row in others} == {torch.float32}
