@@ -13,6 +13,7 @@ _HERE = Path(__file__).resolve().parent
 if not (_HERE / "passes").is_dir() and (_HERE.parent / "passes" / "base.py").is_file():
     __path__.append(str(_HERE.parent))
 
+from amp_fx.calibration import CalibratedPlan, Calibration, Point, calibrate
 from amp_fx.errors import (
     AmpFxError,
     CaptureError,
@@ -36,6 +37,8 @@ from amp_fx.scaling import GradScaler
 
 __all__ = [
     "AmpFxError",
+    "CalibratedPlan",
+    "Calibration",
     "CaptureError",
     "CastPlan",
     "FallbackWarning",
@@ -47,6 +50,7 @@ __all__ = [
     "PassError",
     "Plan",
     "PlanError",
+    "Point",
     "Policy",
     "Recording",
     "Report",
@@ -56,6 +60,7 @@ __all__ = [
     "TargetError",
     "VerifyError",
     "WeightsError",
+    "calibrate",
     "convert",
     "explain",
     "export",

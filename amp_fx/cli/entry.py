@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import amp_fx
+from amp_fx.cli.calibrate_command import CALIBRATE
 from amp_fx.cli.command import MODULE, program
 from amp_fx.cli.export_command import EXPORT
 from amp_fx.cli.profile_command import PROFILE
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 _COMMANDS = {
     **REPORT_COMMANDS,
+    "calibrate": CALIBRATE,
     "targets": TARGETS_COMMAND,
     "profile": PROFILE,
     "export": EXPORT,

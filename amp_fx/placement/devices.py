@@ -13,7 +13,7 @@ from amp_fx.errors import did_you_mean
 from amp_fx.placement.gpus import ROCM, Gpu, gpu_row
 from amp_fx.placement.profile import DeviceProfile, ProfileError, check_device_type
 
-__all__ = ["builtin", "cuda_profile", "named", "resolve"]
+__all__ = ["builtin", "cuda_profile", "resolve"]
 
 
 def resolve(spec: str | DeviceProfile, device_type: str) -> DeviceProfile | None:
@@ -49,24 +49,6 @@ def resolve(spec: str | DeviceProfile, device_type: str) -> DeviceProfile | None
             f"measure that one with `python -m amp_fx profile --device {device_type} -o FILE`, or use 'auto'."
         )
     return profile
-
-
-def named(target: str) -> DeviceProfile:
-    """The built-in profile of a device by name: ``"cpu"`` and ``"cuda"`` of this machine, ``"cuda:h100"`` of any.
-
-    Raises:
-        ProfileError: no such row.
-    """
-    device_type, _, name = target.partition(":")
-    rows = {row.name.lower().replace(" ", ""): row for row in (*_GPUS.values(), _ROCM)}
-    if device_type == "cuda" and name.lower() in rows:
-        return _cuda_profile(name.lower(), rows[name.lower()])
-    if name:
-        valid = ["cpu", "cuda", *(f"cuda:{row}" for row in rows)]
-        raise ProfileError(
-            f"Unknown target {target!r}; valid: {', '.join(map(repr, valid))}." + did_you_mean(target, valid)
-        )
-    return builtin(device_type)
 
 
 def _near_profile(spec: str) -> str:

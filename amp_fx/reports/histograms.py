@@ -30,7 +30,7 @@ from amp_fx.reports.untouched import plain, untouched
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "Histogram", "NoLossError", "histogram"]
+__all__ = ["KINDS", "Histogram", "NoLossError", "call_of", "histogram", "loss_of"]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
@@ -185,7 +185,7 @@ def histogram(
     program = getattr(model, "_orig_mod", model)
     if not isinstance(program, nn.Module):
         raise AmpFxError(f"histogram needs a torch.nn.Module; got {type(model).__name__}.")
-    args, kwargs = _call(batch)
+    args, kwargs = call_of(batch)
     found: dict[str, dict[str, Counts]] = {}
 
     def count(name: str, kind: str, value: torch.Tensor) -> None:
@@ -208,7 +208,7 @@ def histogram(
             if next(module.children(), None) is None
         ]
         try:
-            value = _loss(program(*given, **named), loss)
+            value = loss_of(program(*given, **named), loss)
         finally:
             for handle in handles:
                 handle.remove()
@@ -220,13 +220,19 @@ def histogram(
     return Histogram(found, type(program).__name__)
 
 
-def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as the arguments of a call: a tuple or list, a mapping, or the only argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
 
 
-def _loss(result: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+def loss_of(result: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    """The loss in what a model returned.
+
+    Raises:
+        AmpFxError: there is none, or it depends on no parameter.
+    """
     value = getattr(result, "loss", result) if loss is None else loss(result)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise NoLossError(

@@ -3,9 +3,10 @@
 A fused kernel computes in fp32, whatever the dtypes of its graph say. So a value is rounded where it is written to
 memory low, or where a library kernel (matmul, convolution, attention) reads it low:
 
-1. the result of a library kernel that runs low, for all who read it;
-2. an operand of such a kernel that is stored in fp32;
-3. a fused value that is written low, for those who read it from memory.
+1. the result of a library kernel that runs low, and a fused value that is written low: for all who read it, as the
+   backward of those that are fused with it reads it from memory;
+2. an operand of such a kernel that is kept in fp32 elsewhere;
+3. a fused value that is kept in fp32, and written low for one reader.
 
 The gradient of a value is rounded where it is handed back by a library kernel that runs low (4), where such a kernel
 takes it as the gradient of its result (5), and where it is kept in memory between two kernels in the dtype of a value
@@ -160,10 +161,11 @@ class HarmNetwork(Network):
         slot, argument, _ = found
         harm, want = row.reads[slot], self._demand(reader, argument, value)
         if self._cost.is_stored(value):
-            if want is not None and self._converts_alone(reader):
-                self._charge(as_number(harm.value), LOW, want, stored, plan.name, slot, backward=False)
-        elif self._cost.reads_memory(reader, value):
-            self._charge(as_number(harm.value), LOW, want or stored, None, plan.name, slot, backward=False)
+            converts = self._converts_alone(reader)
+        else:
+            converts = self._cost.reads_memory(reader, value)
+        if converts and want is not None:
+            self._charge(as_number(harm.value), LOW, want, stored, plan.name, slot, backward=False)
         is_library = plan.op_class is OpClass.LOW and want is not None
         if is_library and not self._is_summed(plan, argument) and not self._leaves_wide(value, plan):
             self._charge(as_number(harm.gradient), LOW, want, None, plan.name, slot, backward=True)
@@ -174,7 +176,7 @@ class HarmNetwork(Network):
         row = None if plan is None else self._rows.get(plan.name)
         if plan is None or row is None:
             return
-        if plan.op_class is OpClass.LOW:
+        if plan.op_class is OpClass.LOW or self._is_written(value):
             self._charge(as_number(row.value), LOW, stored, None, plan.name, "", backward=False)
         if not self._carries[value]:
             return
@@ -209,6 +211,12 @@ class HarmNetwork(Network):
             return True
         return any(
             self._cost.reads_memory(user, node) and not self._cost.is_external(user) for user in node.users
+        )
+
+    def _is_written(self, value: fx.Node) -> bool:
+        """True for fused values that some reader finds in memory; the backward of the others reads them there, too."""
+        return not self._cost.is_stored(value) and any(
+            self._cost.reads_memory(user, value) for user in value.users
         )
 
     def _is_summed(self, plan: NodePlan, argument: str) -> bool:

@@ -21,6 +21,7 @@ FLOORS = (
     ("amp_fx.rewriting", "amp_fx.lowering", "amp_fx.exporting"),
     ("amp_fx.backend",),
     ("amp_fx.integrations", "amp_fx.reports"),
+    ("amp_fx.calibration",),
     ("amp_fx",),
     ("amp_fx.cli",),
     ("amp_fx.__main__",),

@@ -1,0 +1,90 @@
+"""Who is to blame for the error of torch.autocast, on one screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from amp_fx.calibration.points import Point
+from amp_fx.passes.forward.harm_terms import HarmTerm
+from amp_fx.passes.forward.place_by_harm import PricedGraph
+from amp_fx.plans.harm import Harm
+from amp_fx.plans.plan import NodePlan, dtype_name
+
+__all__ = ["blame_lines"]
+
+#: roundings that are listed
+_SHOWN = 12
+
+#: above it a prediction says only that the error is large
+_LARGE = 5e-2
+
+
+def blame_lines(
+    harm: Harm,
+    parts: Sequence[PricedGraph],
+    calls: Mapping[str, NodePlan],
+    known: Mapping[str, Point],
+) -> list[str]:
+    """The lines of ``print(calibration)``.
+
+    Args:
+        harm: what was measured.
+        parts: graphs with their prices.
+        calls: what is known of each call, by name.
+        known: placements to compare with.
+    """
+    terms = [term for part in parts for term in part.priced.blame(part.autocast)]
+    terms.sort(key=lambda term: -term.harm)
+    measured = sum(len(graph.calls) for graph in harm.graphs)
+    low = dtype_name(harm.dtype)
+    lines = [
+        f"{harm.model} in {low}: {measured} calls, graphs: {len(harm.graphs)}, batches: {harm.batches}"
+        + (f", loss scale {harm.scale:g}" if harm.scale != 1 else ""),
+        "",
+        "gradient error, predicted",
+        *(f"  {_point(point)}" for point in known.values()),
+        "",
+        "what torch.autocast's error is made of",
+    ]
+    total = sum(term.harm for term in terms if math.isfinite(term.harm))
+    lines += [f"  {_row(term, total, calls)}" for term in terms[:_SHOWN]]
+    if len(terms) > _SHOWN:
+        rest = sum(term.harm for term in terms[_SHOWN:] if math.isfinite(term.harm)) / (total or 1)
+        lines.append(f"  {rest:>8.1%}  {len(terms) - _SHOWN} other roundings")
+    return [*lines, "", *_notes(harm, known)]
+
+
+def _point(point: Point) -> str:
+    time = "" if point.time is None else f"  {point.time * 1e3:9.3f} ms"
+    error = "overflows" if math.isinf(point.error) else f"{point.error:.2e}"
+    return f"{point.name!s:<10}{error:>10}{time}  {point.bytes_moved / 1e6:9.1f} MB moved"
+
+
+def _row(term: HarmTerm, total: float, calls: Mapping[str, NodePlan]) -> str:
+    share = "overflow" if math.isinf(term.harm) else f"{term.harm / (total or 1):.1%}"
+    call = calls[term.call]
+    way = "gradient of " if term.backward else ""
+    what = f"{way}{call.op} {term.slot or 'result'}"
+    return f"{share:>8}  {what:<36.36}  {call.module_path:<24.24}  {_where(call.source)}".rstrip()
+
+
+def _where(source: str) -> str:
+    """``train.py:7: y = f(x)`` for a source line with its whole path."""
+    path, colon, rest = source.partition(":")
+    return f"{Path(path).name}{colon}{rest}"[:60]
+
+
+def _notes(harm: Harm, known: Mapping[str, Point]) -> list[str]:
+    notes = [
+        "Harm changes while a model trains: calibrate a trained checkpoint, and again when it has moved on."
+    ]
+    if harm.kinks:
+        notes.append(
+            f"{harm.kinks} calls have a derivative that jumps (ReLU): their flips are not predicted, and errors may be "
+            "an order of magnitude larger. The check of a plan by a compiled step counts them."
+        )
+    if known["autocast"].error > _LARGE:
+        notes.append(f"An error above {_LARGE:g} is only known to be large.")
+    return notes

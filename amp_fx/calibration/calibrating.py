@@ -1,0 +1,211 @@
+"""``amp_fx.calibrate(model, batches)``: from a model and data to what each rounding costs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+from amp_fx._torch import compile_id, graph_break, unwrapped_errors
+from amp_fx.calibration.calibration import Calibration
+from amp_fx.calibration.measuring import Meter, differentiate, run_measured
+from amp_fx.calibration.step import Step
+from amp_fx.calibration.traced import TracedGraph
+from amp_fx.errors import AmpFxError, CaptureError, OptionsError, ScalerError
+from amp_fx.graphs.capture import capture, graph_devices
+from amp_fx.graphs.regions import ambient_regions
+from amp_fx.graphs.scope import not_ours
+from amp_fx.options import Options
+from amp_fx.passes import OUTLINE, PassContext, run_passes
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.harm import CallHarm, GraphHarm, Harm, ReadHarm
+from amp_fx.policy.table import supported_devices
+from amp_fx.scaling import find_scaler
+from amp_fx.targets import find_target
+
+__all__ = ["calibrate"]
+
+logger = logging.getLogger(__name__)
+
+#: ops whose derivative jumps where their input changes its sign
+_KINKS = frozenset({"relu", "relu_", "relu6", "leaky_relu", "leaky_relu_", "hardtanh", "threshold", "prelu"})
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    profile: str | DeviceProfile = "auto",
+    target: str | None = None,
+    scale: float | None = None,
+    policy: Any = "autocast",
+    seed: int = 0,
+) -> Calibration:
+    """Measures what each rounding to the low dtype does to the gradient of a model.
+
+    One forward, backward and double backward per batch, in the precision of the model's weights. The model is not
+    changed: parameters, buffers, gradients and the states of the random generators are what they were. Code compiled
+    earlier in this process is compiled again when it is next called.
+
+    Args:
+        model: fp32, in the mode it is trained in; a checkpoint that has been trained for a while, since harms of the
+            first steps say little about later ones. One that is compiled is taken as it was before.
+        batches: a batch or an iterable of them, whose harms are averaged. A batch is a tuple of positional arguments,
+            a mapping of keyword arguments, or the only argument, a tensor.
+        loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``.
+        dtype: the low dtype, as in ``options=`` of the backend.
+        profile: rates by which time is counted: a :class:`DeviceProfile`, or as in ``options=`` of the backend.
+        target: name of the device whose rates count instead: ``"cuda:h100"``, or ``"cuda"`` for this machine's.
+        scale: loss scale of fp16; None: that of the :class:`amp_fx.GradScaler` named "default" if there is one, else
+            65536, where such a scaler starts.
+        policy: base list and rules; rules hold, whatever is measured.
+        seed: of the random signs.
+
+    Raises:
+        OptionsError: bad options.
+        AmpFxError: not a module, no loss, a gradient that is zero or not finite, or an op without a second derivative.
+    """
+    program = getattr(model, "_orig_mod", model)
+    if not isinstance(program, nn.Module):
+        raise AmpFxError(f"calibrate needs a torch.nn.Module; got {type(model).__name__}.")
+    given = {"dtype": dtype, "policy": policy}
+    opts = Options.parse(None, given if not isinstance(profile, str) else {**given, "profile": profile})
+    if opts.policy.harm is not None:
+        raise OptionsError(f"calibrate measures harm; take 'harm' out of policy {policy!r}.")
+    parameters = [parameter for parameter in program.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise AmpFxError("the model has no parameter that requires a gradient.")
+    low = opts.low_dtype(parameters[0].device.type)
+    opts = replace(opts, dtype=low, profile=_profile(profile, target))
+    scale = _scale(scale, low)
+    steps = [Step(program, batch, loss) for batch in _each(batches)]
+    if not steps:
+        raise AmpFxError("calibrate needs at least one batch; got none.")
+    harm, graphs = _measure(program, steps, parameters, opts, scale, seed)
+    return Calibration(harm, graphs, opts, steps[0])
+
+
+def _measure(
+    program: nn.Module,
+    steps: Sequence[Step],
+    parameters: Sequence[nn.Parameter],
+    opts: Options,
+    scale: float,
+    seed: int,
+) -> tuple[Harm, list[TracedGraph]]:
+    """Runs every step under a backend that watches each value."""
+    low = opts.low_dtype(parameters[0].device.type)
+    meters: list[Meter] = []
+    graphs: list[TracedGraph] = []
+    found: list[GraphHarm] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        devices = graph_devices(gm).intersection(supported_devices())
+        reason = not_ours(gm, devices)
+        if reason:
+            logger.debug("graph is not measured: %s", reason)
+            return gm.forward
+        ambient = ambient_regions(dict.fromkeys(devices, low))
+        try:
+            captured = capture(gm, ambient)
+        except CaptureError as error:
+            logger.warning("graph %s is not measured: %s", compile_id(), error)
+            return gm.forward
+        outline = run_passes(captured, OUTLINE, PassContext(opts.policy, training=True))
+        outline.graph, outline.training, outline.graph_break = compile_id(), True, graph_break(gm)
+        number = len(found)
+        found.append(GraphHarm(outline))
+        graphs.append(TracedGraph(gm, ambient, outline.graph))
+        return lambda *args: run_measured(captured, meters[-1], number, args)
+
+    torch.compiler.reset()
+    try:
+        with unwrapped_errors(AmpFxError):
+            compiled = torch.compile(program, backend=backend, dynamic=False)
+            for number, step in enumerate(_progress(steps)):
+                meter = Meter(low, scale)
+                meters.append(meter)
+                with step.untouched() as run:
+                    differentiate(meter, lambda run=run: run(compiled), parameters, seed + number)
+    finally:
+        torch.compiler.reset()
+    if not found:
+        raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was measured.")
+    for number, graph in enumerate(found):
+        graph.calls = _mean([meter.rows(number) for meter in meters])
+    kinks = sum(row.op in _KINKS for graph in found for row in graph.outline.nodes)
+    return Harm(type(program).__name__, low, scale, len(steps), kinks, found), graphs
+
+
+def _mean(rows: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:
+    """Harms over batches; a graph that some batches did not run has the mean of the others."""
+    seen = [{row.name: row for row in batch} for batch in rows if batch]
+    if not seen:
+        return []
+    return [
+        CallHarm(
+            name,
+            _average([batch[name].value for batch in seen if name in batch]),
+            _average([batch[name].gradient for batch in seen if name in batch]),
+            {
+                slot: ReadHarm(
+                    _average([batch[name].reads[slot].value for batch in seen if name in batch]),
+                    _average([batch[name].reads[slot].gradient for batch in seen if name in batch]),
+                )
+                for slot in row.reads
+            },
+        )
+        for name, row in seen[0].items()
+    ]
+
+
+def _average(harms: Sequence[float | None]) -> float | None:
+    known = [harm for harm in harms if harm is not None]
+    return sum(known) / len(known) if len(known) == len(harms) else None
+
+
+def _each(batches: Any) -> list[Any]:
+    if isinstance(batches, (tuple, Mapping, torch.Tensor)):
+        return [batches]
+    if not isinstance(batches, Iterable):
+        raise AmpFxError(
+            f"batches should be a tuple, a mapping, a tensor or an iterable of them; got {type(batches).__name__}."
+        )
+    return list(batches)
+
+
+def _progress(steps: Sequence[Step]) -> Iterator[Step]:
+    """A bar where tqdm is installed and there is more than one batch."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return iter(steps)
+    return iter(tqdm(steps, desc="calibrate", unit="batch", disable=None if len(steps) > 1 else True))
+
+
+def _scale(scale: float | None, low: torch.dtype) -> float:
+    if low is torch.bfloat16:
+        return 1.0
+    if scale is None:
+        try:
+            return float(find_scaler("default").get_scale())
+        except ScalerError:
+            return 65536.0
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise OptionsError(f"scale must be a positive number; got {scale!r}.")
+    return float(scale)
+
+
+def _profile(profile: str | DeviceProfile, target: str | None) -> str | DeviceProfile:
+    if target is None:
+        return profile
+    if profile != "auto":
+        raise OptionsError(f"target={target!r} and profile={profile!r} both say which rates count; drop one.")
+    return find_target(target).profile

@@ -1,0 +1,68 @@
+"""A Dynamo graph that was measured: priced again for any device, rewritten for any weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch.fx as fx
+
+from amp_fx.graphs.capture import capture
+from amp_fx.graphs.regions import Region
+from amp_fx.options import Options
+from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_in_order
+from amp_fx.passes.base import bodies
+from amp_fx.passes.forward.place_by_harm import PricedGraph, price
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.harm import CallHarm
+from amp_fx.plans.plan import Plan
+from amp_fx.rewriting import rewrite
+
+__all__ = ["TracedGraph"]
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """One graph of a model.
+
+    Attributes:
+        gm: Dynamo's graph; not changed.
+        ambient: autocast state at its entry, per device type.
+        name: Dynamo's id.
+    """
+
+    gm: fx.GraphModule
+    ambient: Mapping[str, Region]
+    name: str
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device that it runs on."""
+        return "cuda" if "cuda" in self.ambient else next(iter(sorted(self.ambient)))
+
+    def priced(
+        self, opts: Options, profile: DeviceProfile | None, rows: Mapping[str, CallHarm]
+    ) -> list[PricedGraph]:
+        """The graph and the bodies inside it, each with its prices.
+
+        Args:
+            opts: policy and rules.
+            profile: rates by which time is counted; None: bytes moved.
+            rows: what was measured, by the call's name.
+        """
+        context = PassContext(opts.policy, opts.numerics, profile, training=True)
+        return list(_priced(capture(self.gm, self.ambient), context, rows))
+
+    def plan(self, opts: Options, weight: float | None = None) -> Plan:
+        """What the backend would do with these options; see :func:`amp_fx.rewriting.rewrite`."""
+        _, plan = rewrite(self.gm, self.ambient, opts, training=True, weight=weight)
+        plan.graph = self.name
+        return plan
+
+
+def _priced(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]) -> Iterator[PricedGraph]:
+    for name, body in bodies(gm):
+        yield from _priced(body, replace(context, path=f"{context.path}{name}."), rows)
+    run_in_order(gm, (PinDtypes(), Classify(), Constrain()), context)
+    if (found := price(gm, context, rows)) is not None:
+        yield found

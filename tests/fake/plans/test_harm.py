@@ -1,0 +1,157 @@
+"""Harm files: written and read back, refused where they are wrong, and found by the calls of a graph."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx.rewriting
+from amp_fx import OptionsError, PlanError, Policy
+from amp_fx.graphs.regions import ambient_regions
+from amp_fx.options import Options
+from amp_fx.passes import OUTLINE, PassContext, run_passes
+from amp_fx.plans.harm import CallHarm, GraphHarm, Harm, ReadHarm, slots
+from graphs import captured, dynamo_graph, rewrite
+
+
+def measured(program: Callable[..., Any], *args: Any, value: float | None = 1e-6) -> Harm:
+    """The same harm for every call of a program's one graph."""
+    gm = captured(program, *args)
+    outline = run_passes(gm, OUTLINE, PassContext(training=True))
+    outline.training = True
+    calls = [
+        CallHarm(node.name, value, value, {slot: ReadHarm(value, value) for slot, _, _ in slots(node)})
+        for node in gm.graph.nodes
+        if node.op == "call_function"
+    ]
+    return Harm("program", torch.bfloat16, graphs=[GraphHarm(outline, calls)])
+
+
+def two_matmuls(x: Tensor, w: Tensor) -> Tensor:
+    return torch.matmul(torch.matmul(x, w).relu(), w)
+
+
+ARGS = torch.randn(8, 8), torch.randn(8, 8)
+
+
+def test_a_harm_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    harm = measured(two_matmuls, *ARGS, value=1 / 3)
+    harm.graphs[0].calls[0].gradient = None
+    harm.save(tmp_path / "harm.json")
+    assert Harm.load(tmp_path / "harm.json") == harm
+    # an overflow is null, which every JSON reader takes; it has no rates
+    text = (tmp_path / "harm.json").read_text()
+    assert "Infinity" not in text
+    assert not {"bandwidth", "peak", "launch"} & set(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(version=0), "version 0"),
+        (lambda data: data.update(format="amp_fx plan"), "not a harm file"),
+        (lambda data: data.update(dtype="bf17"), "harm.dtype should be name of a dtype"),
+        (lambda data: data.update(graphs={}), "harm.graphs should be a list"),
+        (lambda data: data["graphs"][0].pop("calls"), r"harm.graphs\[0\].calls should be list"),
+        (lambda data: data["graphs"][0]["calls"][0].update(value="x"), r"calls\[0\].value should be float"),
+        (lambda data: data["graphs"][0]["calls"][0].update(valu=1.0), "Did you mean 'value'"),
+        (lambda data: data["graphs"][0].pop("outline"), "version None"),
+    ],
+)
+def test_a_wrong_harm_file_is_refused_by_the_place_of_the_fault(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    data = measured(two_matmuls, *ARGS).to_dict()
+    data = json.loads(json.dumps(data))
+    change(data)
+    (tmp_path / "harm.json").write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=message):
+        Harm.load(tmp_path / "harm.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null"])
+def test_what_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "harm.json").write_text(text)
+    with pytest.raises(PlanError, match="harm"):
+        Harm.load(tmp_path / "harm.json")
+
+
+def test_a_missing_file_says_how_to_write_it() -> None:
+    with pytest.raises(PlanError, match=r"calibrate\(...\).save\('nowhere.json'\)"):
+        Options.parse(None, {"policy": {"harm": "nowhere.json"}})
+
+
+def test_a_policy_with_harm_prints_the_form_it_parses(tmp_path: Path) -> None:
+    policy = Policy.parse({"base": "autocast", "harm": str(tmp_path / "harm.json"), "budget": 0.5})
+    assert Policy.parse(str(policy)) == policy
+    assert policy.budget == 0.5
+    # plans of a policy without harm are what they were
+    assert str(Policy()) == "autocast"
+    assert Policy().to_dict() == {"base": "autocast", "rules": []}
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"budget": 1.0}, "needs 'harm'"),
+        ({"harm": 7}, "must be the path"),
+        ({"harm": "harm.json", "budget": -1}, "must be a number from 0 on"),
+        ({"harm": "harm.json", "budget": True}, "must be a number from 0 on"),
+        ({"harm": "harm.json", "budget": float("nan")}, "must be a number from 0 on"),
+        ({"harm": "harm.json", "budgt": 1.0}, "Did you mean 'budget'"),
+    ],
+)
+def test_a_wrong_policy_is_refused(policy: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        Policy.parse(policy)
+
+
+def test_contradictions_with_harm_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "harm.json")
+    measured(two_matmuls, *ARGS).save(path)
+    with pytest.raises(OptionsError, match="was measured for bfloat16, dtype is float16"):
+        Options.parse(None, {"policy": {"harm": path}, "dtype": "float16"})
+    with pytest.raises(OptionsError, match="drop one of the two"):
+        Options.parse(None, {"policy": {"harm": path}, "numerics": "eager"})
+    assert Options.parse(None, {"policy": {"harm": path}}).low_dtype("cpu") is torch.bfloat16
+
+
+def test_a_graph_is_found_by_its_calls_and_other_batch_sizes_do_not_matter(tmp_path: Path) -> None:
+    path = str(tmp_path / "harm.json")
+    harm = measured(two_matmuls, *ARGS)
+    harm.graphs[0].calls[0].value = None
+    harm.save(path)
+    options = {"policy": {"harm": path, "budget": 1.0}}
+    found = rewrite(two_matmuls, torch.randn(64, 8), torch.randn(8, 8), options=options)
+    assert found.dtypes("matmul") == ["float32", "bfloat16"]
+
+
+def test_a_model_that_has_moved_on_is_told_by_name(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu())
+
+    class Changed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh())
+
+    path = str(tmp_path / "harm.json")
+    measured(Net(), torch.randn(4, 8)).save(path)
+    opts = Options.parse(None, {"policy": {"harm": path}})
+    gm = dynamo_graph(Changed(), torch.randn(4, 8))
+    regions = ambient_regions({"cpu": torch.bfloat16})
+    with pytest.raises(PlanError, match=r"harm graph was made for: relu .* is now tanh"):
+        amp_fx.rewriting.rewrite(gm, regions, opts, training=True)
+    # calibration is about gradients: what is only evaluated is placed by the policy's list
+    _, plan = amp_fx.rewriting.rewrite(gm, regions, opts)
+    assert any(row.dtype is torch.bfloat16 for row in plan.nodes)
