@@ -46,6 +46,7 @@ def calibrate(
     target: str | None = None,
     scale: float | None = None,
     policy: Any = "autocast",
+    probes: int = 2,
     seed: int = 0,
 ) -> Calibration:
     """Measures what each rounding to the low dtype does to the gradient of a model.
@@ -66,6 +67,8 @@ def calibrate(
         scale: loss scale of fp16; None: that of the :class:`amp_fx.GradScaler` named "default" if there is one, else
             65536, where such a scaler starts.
         policy: base list and rules; rules hold, whatever is measured.
+        probes: vectors of random signs per batch, each a double backward. More of them, or more batches, make the
+            numbers surer where few values decide, as in a classifier's last layer.
         seed: of the random signs.
 
     Raises:
@@ -85,10 +88,12 @@ def calibrate(
     low = opts.low_dtype(parameters[0].device.type)
     opts = replace(opts, dtype=low, profile=_profile(profile, target))
     scale = _scale(scale, low)
+    if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
+        raise OptionsError(f"probes must be an integer from 1 on; got {probes!r}.")
     steps = [Step(program, batch, loss) for batch in _each(batches)]
     if not steps:
         raise AmpFxError("calibrate needs at least one batch; got none.")
-    harm, graphs = _measure(program, steps, parameters, opts, scale, seed)
+    harm, graphs = _measure(program, steps, parameters, opts, scale, (probes, seed))
     return Calibration(harm, graphs, opts, steps[0])
 
 
@@ -98,9 +103,10 @@ def _measure(
     parameters: Sequence[nn.Parameter],
     opts: Options,
     scale: float,
-    seed: int,
+    signs: tuple[int, int],
 ) -> tuple[Harm, list[TracedGraph]]:
-    """Runs every step under a backend that watches each value."""
+    """Runs every step under a backend that watches each value; ``signs`` are vectors a batch and their seed."""
+    probes, seed = signs
     low = opts.low_dtype(parameters[0].device.type)
     meters: list[Meter] = []
     graphs: list[TracedGraph] = []
@@ -133,7 +139,7 @@ def _measure(
                 meter = Meter(low, scale)
                 meters.append(meter)
                 with step.untouched() as run:
-                    differentiate(meter, lambda run=run: run(compiled), parameters, seed + number)
+                    differentiate(meter, lambda run=run: run(compiled), parameters, seed + number, probes)
     finally:
         torch.compiler.reset()
     if not found:

@@ -39,6 +39,10 @@ SAMPLES = 65536
 _CALLS_BODY = frozenset({"tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"})
 
 
+#: graph, call, slot; the slot is empty for the call's result
+_Key = tuple[int, str, str]
+
+
 @dataclass
 class Meter:
     """Adds up what the hooks of one step see.
@@ -47,7 +51,8 @@ class Meter:
         low: the low dtype.
         scale: loss scale at which gradients are rounded.
         phase: 0 in the forward, 1 in the backward, 2 in the double backward.
-        values: (graph, call, slot, or "" for the call's result) -> harm of rounding the value.
+        weight: of what one double backward finds.
+        values: harm of rounding a value.
         gradients: the same, of rounding its gradient.
         leaves: values that need no gradient, made to have one so that their harm is known.
     """
@@ -55,11 +60,12 @@ class Meter:
     low: torch.dtype
     scale: float
     phase: int = 0
-    values: dict[tuple[int, str, str], float] = field(default_factory=dict)
-    gradients: dict[tuple[int, str, str], float] = field(default_factory=dict)
+    weight: float = 1.0
+    values: dict[_Key, float] = field(default_factory=dict)
+    gradients: dict[_Key, float] = field(default_factory=dict)
     leaves: list[torch.Tensor] = field(default_factory=list)
 
-    def watch(self, value: torch.Tensor, key: tuple[int, str, str]) -> None:
+    def watch(self, value: torch.Tensor, key: _Key) -> None:
         """Measures what rounding costs here; ``value`` has to be an alias of its own."""
         self.values.setdefault(key, 0.0)
         self.gradients.setdefault(key, 0.0)
@@ -68,13 +74,15 @@ class Meter:
 
         def hook(gradient: torch.Tensor) -> torch.Tensor | None:
             if self.phase == 2:
-                _add(self.values, key, gradient.detach(), error, stride)
+                self._add(self.values, key, gradient.detach(), error, stride)
                 return None
             if not gradient.requires_grad:
                 return None
             rounding = self._rounding(_sample(gradient.detach(), stride), self.scale)
             alias = gradient.view_as(gradient)
-            alias.register_hook(lambda second: _add(self.gradients, key, second.detach(), rounding, stride))
+            alias.register_hook(
+                lambda second: self._add(self.gradients, key, second.detach(), rounding, stride)
+            )
             return alias
 
         value.register_hook(hook)
@@ -82,6 +90,20 @@ class Meter:
     def _rounding(self, sample: torch.Tensor, scale: float) -> torch.Tensor:
         """Error of each element; infinite where a finite one becomes infinite."""
         return (sample * scale).to(self.low).to(sample.dtype) / scale - sample
+
+    def _add(
+        self,
+        table: dict[_Key, float],
+        key: _Key,
+        sensitivity: torch.Tensor,
+        error: torch.Tensor,
+        stride: int,
+    ) -> None:
+        if not bool(error.isfinite().all()):
+            table[key] = math.inf
+            return
+        change = sensitivity.reshape(-1)[::stride] * error
+        table[key] = table.get(key, 0.0) + torch.dot(change, change).item() * stride * self.weight
 
     def rows(self, graph: int) -> list[CallHarm]:
         """What was found in one graph."""
@@ -116,20 +138,6 @@ def _stride(value: torch.Tensor) -> int:
 def _sample(value: torch.Tensor, stride: int) -> torch.Tensor:
     # a copy: a view would keep the whole tensor
     return value.reshape(-1)[::stride].clone()
-
-
-def _add(
-    table: dict[tuple[int, str, str], float],
-    key: tuple[int, str, str],
-    sensitivity: torch.Tensor,
-    error: torch.Tensor,
-    stride: int,
-) -> None:
-    if not bool(error.isfinite().all()):
-        table[key] = math.inf
-        return
-    change = sensitivity.reshape(-1)[::stride] * error
-    table[key] = table.get(key, 0.0) + torch.dot(change, change).item() * stride
 
 
 class _Measured(fx.Interpreter):
@@ -248,7 +256,11 @@ def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[An
 
 
 def differentiate(
-    meter: Meter, run: Callable[[], torch.Tensor], parameters: Sequence[torch.Tensor], seed: int
+    meter: Meter,
+    run: Callable[[], torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    seed: int,
+    probes: int = 1,
 ) -> None:
     """One step: the loss, its gradient, and the gradient of what rounding does to that.
 
@@ -257,6 +269,7 @@ def differentiate(
         run: computes the loss.
         parameters: whose gradients count.
         seed: of the random signs.
+        probes: vectors of random signs, each a double backward; what they find is averaged.
 
     Raises:
         AmpFxError: the loss or its gradient is not finite, or the model cannot be differentiated twice.
@@ -273,12 +286,16 @@ def differentiate(
                 f"the gradient of the loss has norm {norm}: calibrate on a step whose gradient is finite and not zero."
             )
         generator = torch.Generator().manual_seed(seed)
-        total = torch.zeros((), device=used[0].device)
-        for gradient in used:
-            signs = torch.empty(gradient.shape).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
-            total = total + (gradient * signs.to(gradient.device)).sum().to(total.device) / norm
         meter.phase = 2
-        torch.autograd.grad(total, [*parameters, *meter.leaves], allow_unused=True)
+        meter.weight = 1 / probes
+        for probe in range(probes):
+            total = torch.zeros((), device=used[0].device)
+            for gradient in used:
+                signs = torch.empty(gradient.shape).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+                total = total + (gradient * signs.to(gradient.device)).sum().to(total.device) / norm
+            torch.autograd.grad(
+                total, [*parameters, *meter.leaves], allow_unused=True, retain_graph=probe + 1 < probes
+            )
 
 
 @contextlib.contextmanager

@@ -147,7 +147,7 @@ def test_a_model_that_has_moved_on_is_told_by_name(tmp_path: Path) -> None:
 
     path = str(tmp_path / "harm.json")
     measured(Net(), torch.randn(4, 8)).save(path)
-    opts = Options.parse(None, {"policy": {"harm": path}})
+    opts = Options.parse(None, {"policy": {"harm": path}, "profile": "off"})
     gm = dynamo_graph(Changed(), torch.randn(4, 8))
     regions = ambient_regions({"cpu": torch.bfloat16})
     with pytest.raises(PlanError, match=r"harm graph was made for: relu .* is now tanh"):
