@@ -26,6 +26,7 @@ from amp_fx.passes import (
     replay_pipeline,
     run_passes,
 )
+from amp_fx.passes.forward.place_by_harm import Placement
 from amp_fx.placement.devices import resolve
 from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.plan import Plan
@@ -43,7 +44,7 @@ def rewrite(
     opts: Options,
     *,
     training: bool = False,
-    weight: float | None = None,
+    placement: Placement | None = None,
 ) -> tuple[fx.GraphModule, Plan]:
     """Captures a Dynamo graph and runs the passes on the capture.
 
@@ -52,8 +53,7 @@ def rewrite(
         ambient: autocast state at graph entry per device type.
         opts: validated options.
         training: True if the graph will be differentiated; costs count the backward too.
-        weight: with harm in the options: what it is worth, see :class:`amp_fx.passes.PlaceByHarm`; None: the policy's
-            budget decides.
+        placement: with harm in the options: where each call is; None: the policy's budget decides.
 
     Raises:
         CaptureError, PassError: the graph cannot be rewritten.
@@ -74,7 +74,7 @@ def rewrite(
         if opts.plan is not None:
             plan = _replay(captured, opts.plan, pipeline, context)
         elif opts.harm is not None:
-            plan = _place_by_harm(captured, opts.harm, weight, pipeline, context)
+            plan = _place_by_harm(captured, opts.harm, placement, pipeline, context)
         else:
             plan = run_passes(captured, pipeline, context)
     plan.training, plan.profile = training, "" if profile is None else profile.name
@@ -118,7 +118,7 @@ def _replay(
 def _place_by_harm(
     captured: fx.GraphModule,
     harm: Harm,
-    weight: float | None,
+    placement: Placement | None,
     pipeline: Sequence[Pass],
     context: PassContext,
 ) -> Plan:
@@ -131,7 +131,7 @@ def _place_by_harm(
         # calibration is about gradients: what is only evaluated need not have been seen
         logger.info("graph %s was not calibrated: placed by the policy's base list", compile_id())
         return run_passes(captured, pipeline, context)
-    step = PlaceByHarm(rows, context.policy.budget, weight)
+    step = PlaceByHarm(rows, context.policy.budget, placement=placement)
     return run_passes(captured, replay_pipeline(step, pipeline), context)
 
 

@@ -94,7 +94,7 @@ def calibrate(
     if not steps:
         raise AmpFxError("calibrate needs at least one batch; got none.")
     harm, graphs = _measure(program, steps, parameters, opts, scale, (probes, seed))
-    return Calibration(harm, graphs, opts, steps[0])
+    return Calibration(harm, graphs, opts, steps)
 
 
 def _measure(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,19 +20,16 @@ from amp_fx.calibration.verifying import Verifier
 from amp_fx.errors import OptionsError, PlanError
 from amp_fx.options import Options
 from amp_fx.passes.forward.harm_terms import labels_of
-from amp_fx.passes.forward.place_by_harm import PricedGraph
-from amp_fx.placement.cut import Var
+from amp_fx.passes.forward.place_by_harm import Labels, PricedGraph, choose, within
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.placement.tradeoff import Choice, cheapest_within, hull
+from amp_fx.placement.tradeoff import Choice, hull
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import choose_plan, load_plans
 from amp_fx.policy import Policy
 
 __all__ = ["Calibration"]
-
-Labels = list[Mapping[Var, bool]]
 
 #: corners of the frontier that are shown
 _CORNERS = 12
@@ -55,11 +52,13 @@ class Calibration:
         harm: what was measured, as plain data.
     """
 
-    def __init__(self, harm: Harm, graphs: Sequence[TracedGraph], opts: Options, step: Step) -> None:
+    def __init__(
+        self, harm: Harm, graphs: Sequence[TracedGraph], opts: Options, steps: Sequence[Step]
+    ) -> None:
         self.harm = harm
         self._graphs = list(graphs)
         self._opts = opts
-        self._step = step
+        self._steps = list(steps)
 
     # --- what any placement costs ---
 
@@ -79,17 +78,9 @@ class Calibration:
         return resolve(self._opts.profile, device_type)
 
     def _choose(self, weight: float) -> Choice[Labels]:
-        parts = [part.choose(weight) for part in self._parts]
-        return Choice(
-            sum(part.time for part in parts),
-            sum(part.harm for part in parts),
-            weight,
-            [part.placement for part in parts],
-        )
+        return choose(self._parts, weight)
 
-    def _point(
-        self, name: str | None, labels: Labels, make: Callable[[], list[Plan]], weight: float | None = None
-    ) -> Point:
+    def _point(self, name: str | None, labels: Labels, make: Callable[[], list[Plan]]) -> Point:
         pairs = list(zip(self._parts, labels, strict=True))
         time = sum(part.priced.time(chosen) for part, chosen in pairs)
         timed = all(self._profile(graph.device_type) is not None for graph in self._graphs)
@@ -98,13 +89,11 @@ class Calibration:
             time=time * 1e-12 if timed else None,
             bytes_moved=sum(part.moved(chosen) for part, chosen in pairs),
             error=math.sqrt(sum(part.priced.harm(chosen) for part, chosen in pairs)),
-            weight=weight,
             make=make,
         )
 
     def _corner(self, choice: Choice[Labels]) -> Point:
-        weight = choice.weight
-        return self._point(None, choice.placement, lambda: self._plans_at(weight), weight)
+        return self._point(None, choice.placement, lambda: self._plans_of(choice.placement))
 
     def _labels(self, plans: Sequence[Plan]) -> Labels:
         """The labels that plans give, one mapping for each priced graph or body.
@@ -138,14 +127,19 @@ class Calibration:
             for name, plans in plans_of.items()
         }
 
-    def _plans_at(self, weight: float) -> list[Plan]:
-        return [
-            graph.plan(
-                replace(self._opts, harm=replace(self.harm, graphs=[found])),
-                weight,
-            )
-            for graph, found in zip(self._graphs, self.harm.graphs, strict=True)
-        ]
+    def _plans_of(self, labels: Labels) -> list[Plan]:
+        """The plans of a placement, made by the passes."""
+        placed: list[dict[str, tuple[bool, bool]]] = []
+        rest = iter(labels)
+        for parts in self._priced:
+            placed.append({})
+            for part in parts:
+                placed[-1].update(part.placement(next(rest)))
+        with torch.enable_grad():
+            return [
+                graph.plan(replace(self._opts, harm=replace(self.harm, graphs=[found])), placement)
+                for graph, found, placement in zip(self._graphs, self.harm.graphs, placed, strict=True)
+            ]
 
     @property
     def autocast_error(self) -> float:
@@ -210,7 +204,7 @@ class Calibration:
             else:
                 factor = 1.0 if budget in (None, "autocast") else _positive("budget", budget)
                 limit = factor * self.autocast_error
-            chosen = cheapest_within(self._choose, limit**2)
+            chosen = within(self._parts, limit**2)
             return self._finish(chosen, limit, verify)
 
     def _within_time(self, time: float) -> Choice[Labels]:
@@ -232,14 +226,14 @@ class Calibration:
             if limit is None or self._verifier.keeps(measured, limit, self.autocast_error):
                 return found
             tried.append((point.error, measured))
-            stricter = cheapest_within(self._choose, chosen.harm * min(0.5, (limit / measured) ** 2))
+            stricter = within(self._parts, chosen.harm * min(0.5, (limit / measured) ** 2))
             if len(tried) == _TRIES or stricter.harm >= chosen.harm:
                 return found
             chosen = stricter
 
     @functools.cached_property
     def _verifier(self) -> Verifier:
-        return Verifier(self._step, self._opts, self.harm.scale)
+        return Verifier(self._steps, self._opts, self.harm.scale)
 
     # --- what a reader sees ---
 

@@ -23,7 +23,6 @@ class Point:
         time: seconds of a step's matmuls, memory traffic and casts by the device profile; None without a profile.
         bytes_moved: what a step's kernels read and write, by the cost model.
         error: predicted relative L2 error of the gradient.
-        weight: what harm is worth where this corner is the best; None for a named placement.
         make: makes the plans.
     """
 
@@ -31,7 +30,6 @@ class Point:
     time: float | None
     bytes_moved: int
     error: float
-    weight: float | None
     make: Callable[[], list[Plan]] = field(repr=False, compare=False)
 
     @functools.cached_property

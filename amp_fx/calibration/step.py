@@ -41,16 +41,15 @@ class Step:
         with untouched(self.program, args, kwargs) as (given, named), torch.enable_grad():
             yield lambda program: loss_of(program(*given, **named), self.loss)
 
-    def gradients(self, wrap: Callable[[nn.Module], Callable[..., Any]], scale: float = 1.0) -> Gradients:
+    def gradients(self, program: Callable[..., Any], scale: float = 1.0) -> Gradients:
         """Gradients of the parameters by name, in fp64.
 
         Args:
-            wrap: model -> what is called instead, such as ``torch.compile``.
+            program: the model, or what ``torch.compile`` made of it.
             scale: loss scale; taken out again.
         """
         with self.untouched() as run:
-            loss = run(wrap(self.program))
-            return _gradients(loss, self.program, scale)
+            return _gradients(run(program), self.program, scale)
 
     def exact_gradients(self) -> Gradients:
         """The same of a copy of the model in fp64."""

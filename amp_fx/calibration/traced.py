@@ -12,7 +12,7 @@ from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_in_order
 from amp_fx.passes.base import bodies
-from amp_fx.passes.forward.place_by_harm import PricedGraph, price
+from amp_fx.passes.forward.place_by_harm import Placement, PricedGraph, price
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.plan import Plan
@@ -53,9 +53,9 @@ class TracedGraph:
         context = PassContext(opts.policy, opts.numerics, profile, training=True)
         return list(_priced(capture(self.gm, self.ambient), context, rows))
 
-    def plan(self, opts: Options, weight: float | None = None) -> Plan:
+    def plan(self, opts: Options, placement: Placement | None = None) -> Plan:
         """What the backend would do with these options; see :func:`amp_fx.rewriting.rewrite`."""
-        _, plan = rewrite(self.gm, self.ambient, opts, training=True, weight=weight)
+        _, plan = rewrite(self.gm, self.ambient, opts, training=True, placement=placement)
         plan.graph = self.name
         return plan
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,6 +14,9 @@ from amp_fx.scaling import without_scaling
 
 __all__ = ["Verifier"]
 
+#: batches that a plan is checked on; they share one compile
+_MOST_STEPS = 4
+
 #: how far a compiled step may miss its budget
 _SLACK = 1.3
 
@@ -21,18 +25,18 @@ _MOST_FP64 = 2**30
 
 
 class Verifier:
-    """Compiles plans and measures the error of their gradients on the batch that was calibrated on."""
+    """Compiles plans and measures the error of their gradients on batches that were calibrated on."""
 
-    def __init__(self, step: Step, opts: Options, scale: float) -> None:
-        self._step = step
+    def __init__(self, steps: Sequence[Step], opts: Options, scale: float) -> None:
+        self._steps = list(steps[:_MOST_STEPS])
         self._opts = opts
         self._scale = scale
-        self._reference: Gradients | None = None
+        self._exact: list[Gradients] = []
         self._autocast: float | None = None
 
     def error(self, plans: Sequence[Plan]) -> float:
         """Relative L2 error of the gradient of a step compiled by Inductor with these plans."""
-        return self._compiled({"plan": list(plans)})
+        return self.compiled({"plan": list(plans)})
 
     def keeps(self, measured: float, limit: float, predicted: float) -> bool:
         """True where a compiled step is within 1.3 times its budget.
@@ -47,28 +51,28 @@ class Verifier:
         if measured <= _SLACK * limit:
             return True
         if self._autocast is None:
-            self._autocast = self._compiled({"policy": "autocast", "profile": "off"})
+            self._autocast = self.compiled({"policy": "autocast", "profile": "off"})
         return predicted > 0 and measured <= _SLACK * limit / predicted * self._autocast
 
-    def _compiled(self, options: dict[str, object]) -> float:
+    def compiled(self, options: Mapping[str, object]) -> float:
+        """The error with options of the backend: root of the mean square over the batches."""
         low = self._opts.dtype
         given = {"dtype": "auto" if low is None else dtype_name(low), **options}
         torch.compiler.reset()
         try:
             with without_scaling():
-                gradients = self._step.gradients(
-                    lambda program: torch.compile(program, backend="amp_fx", options=given), self._scale
-                )
+                program = torch.compile(self._steps[0].program, backend="amp_fx", options=given)
+                found = [step.gradients(program, self._scale) for step in self._steps]
         finally:
             torch.compiler.reset()
-        return distance(gradients, self._exact)
+        squares = [distance(*pair) ** 2 for pair in zip(found, self._references(), strict=True)]
+        return math.sqrt(sum(squares) / len(squares))
 
-    @property
-    def _exact(self) -> Gradients:
-        if self._reference is None:
-            size = sum(p.numel() * p.element_size() for p in self._step.program.parameters())
-            fits = size <= _MOST_FP64
-            self._reference = (
-                self._step.exact_gradients() if fits else self._step.gradients(lambda program: program)
-            )
-        return self._reference
+    def _references(self) -> list[Gradients]:
+        if not self._exact:
+            program = self._steps[0].program
+            fits = sum(p.numel() * p.element_size() for p in program.parameters()) <= _MOST_FP64
+            self._exact = [
+                step.exact_gradients() if fits else step.gradients(program) for step in self._steps
+            ]
+        return self._exact

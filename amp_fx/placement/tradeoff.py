@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Choice", "cheapest_within", "hull"]
+__all__ = ["Choice", "bracket", "hull"]
 
 T = TypeVar("T")
 
@@ -37,23 +37,27 @@ class Choice(Generic[T]):
 Solve = Callable[[float], Choice[T]]
 
 
-def cheapest_within(solve: Solve[T], limit: float) -> Choice[T]:
-    """The corner of least time whose harm is at most ``limit``; the one of least harm if none is.
+def bracket(solve: Solve[T], limit: float) -> tuple[Choice[T] | None, Choice[T]]:
+    """The two corners around a limit of the harm: the last beyond it, and the first, the cheapest, within it.
 
     Args:
         solve: weight -> its corner.
         limit: of the harm.
+
+    Returns:
+        The first is None where the cheapest placement of all is within. Where nothing is within, the second is the
+        placement of least harm.
     """
     cheap = solve(0.0)
     if cheap.harm <= limit:
-        return cheap
+        return None, cheap
     exact = solve(math.inf)
     while exact.harm <= limit and (middle := _between(solve, cheap, exact)) is not None:
         if middle.harm <= limit:
             exact = middle
         else:
             cheap = middle
-    return exact
+    return cheap, exact
 
 
 def hull(solve: Solve[T], most: int) -> list[Choice[T]]:

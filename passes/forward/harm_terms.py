@@ -15,10 +15,13 @@ that is stored low (6). A gradient that arrives rounded is not rounded again.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import networkx as nx
 import torch
 import torch.fx as fx
 
@@ -26,7 +29,7 @@ from amp_fx._torch import OpOverload
 from amp_fx.graphs.facts import in_place_target, is_parameter
 from amp_fx.passes.forward.place import ALWAYS, Network, is_shaped, named_arguments, rounded
 from amp_fx.placement.cost import CostModel
-from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
+from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, evaluate, solve
 from amp_fx.plans.harm import CallHarm, as_number, slots
 from amp_fx.plans.plan import NodePlan, node_plan
 from amp_fx.policy import OpClass
@@ -305,10 +308,7 @@ class Priced:
         total = sum(
             high if labels.get(var, HIGH) is HIGH else low for var, (high, low) in self._base.unary.items()
         )
-        for term in self._base.shared:
-            wanted = any(labels.get(reader, HIGH) is term.label for reader in term.readers)
-            if wanted and (term.value is None or labels.get(term.value, HIGH) is not term.label):
-                total += term.cost
+        total += sum(term.cost for term in self._base.shared if _is_paid(term, labels))
         return total // self._scale
 
     def harm(self, labels: Mapping[Var, bool]) -> float:
@@ -318,6 +318,53 @@ class Priced:
     def blame(self, labels: Mapping[Var, bool]) -> list[HarmTerm]:
         """The roundings of a placement, worst first."""
         return sorted((term for term in self.terms if term.is_done(labels)), key=lambda term: -term.harm)
+
+    def allows(self, labels: Mapping[Var, bool]) -> bool:
+        """True where a placement breaks no pin, no implication and no equality."""
+        return evaluate(self._base, labels) is not None
+
+    def groups(self, first: Mapping[Var, bool], second: Mapping[Var, bool]) -> list[set[Var]]:
+        """The variables in which two placements differ, those together that constraints tie."""
+        differ = {var for var in self._base.variables() if first.get(var, HIGH) is not second.get(var, HIGH)}
+        ties = nx.Graph()
+        ties.add_nodes_from(sorted(differ, key=str))
+        pairs = (*self._base.equal, *self._base.implies)
+        ties.add_edges_from((a, b) for a, b in pairs if a in differ and b in differ)
+        return list(nx.connected_components(ties))
+
+    def flipped(self, labels: Mapping[Var, bool], group: set[Var]) -> tuple[float, float]:
+        """How time and harm change when the variables of a group take their other labels."""
+        after = ChainMap({var: not labels.get(var, HIGH) for var in group}, labels)  # type: ignore[arg-type]  # only read
+        time = 0
+        for var in group:
+            high, low = self._base.unary.get(var, (0, 0))
+            time += (high - low) if after[var] is HIGH else (low - high)
+        copies = {id(term): term for var in group for term in self._shared_of.get(var, ())}
+        time += sum(term.cost * (_is_paid(term, after) - _is_paid(term, labels)) for term in copies.values())
+        terms = {id(term): term for var in group for term in self._terms_of.get(var, ())}
+        harm = sum(term.harm * (term.is_done(after) - term.is_done(labels)) for term in terms.values())
+        return time / self._scale, harm
+
+    @functools.cached_property
+    def _shared_of(self) -> dict[Var, list[Shared]]:
+        found: dict[Var, list[Shared]] = {}
+        for term in self._base.shared:
+            for var in {*term.readers, *(() if term.value is None else (term.value,))}:
+                found.setdefault(var, []).append(term)
+        return found
+
+    @functools.cached_property
+    def _terms_of(self) -> dict[Var, list[HarmTerm]]:
+        found: dict[Var, list[HarmTerm]] = {}
+        for term in self.terms:
+            for var in {term.var, *(() if term.against is None else (term.against,))}:
+                found.setdefault(var, []).append(term)
+        return found
+
+
+def _is_paid(term: Shared, labels: Mapping[Var, bool]) -> bool:
+    wanted = any(labels.get(reader, HIGH) is term.label for reader in term.readers)
+    return wanted and (term.value is None or labels.get(term.value, HIGH) is not term.label)
 
 
 def labels_of(graph: fx.Graph, plans: Mapping[str, NodePlan], low: torch.dtype) -> dict[Var, bool]:

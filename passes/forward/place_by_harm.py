@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,12 +18,18 @@ from amp_fx.passes.forward.place import Network, Place, assign_as_autocast, roun
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.placement.tradeoff import Choice, cheapest_within
+from amp_fx.placement.tradeoff import Choice, bracket
 from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.plan import NodePlan, node_plan
 from amp_fx.policy import OpClass
 
-__all__ = ["PlaceByHarm", "PricedGraph", "price"]
+__all__ = ["Labels", "PlaceByHarm", "Placement", "PricedGraph", "choose", "price", "within"]
+
+
+#: call -> whether it computes in fp32, and whether its result is stored so
+Placement = Mapping[str, tuple[bool, bool]]
+
+Labels = list[Mapping[Var, bool]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,23 @@ class PricedGraph:
         """The placement of least time and weighted harm."""
         labels = self.priced.solve(weight)
         return Choice(self.priced.time(labels), self.priced.harm(labels), weight, labels)
+
+    def placement(self, labels: Mapping[Var, bool]) -> Placement:
+        """Labels in a form that holds for the same graph captured again."""
+        return {
+            plan.name: (labels[node], labels.get(rounded(node), HIGH))
+            for node in self.graph.nodes
+            if (plan := node_plan(node)) is not None and node in labels
+        }
+
+    def labels(self, placement: Placement) -> dict[Var, bool]:
+        """The labels of a placement."""
+        found: dict[Var, bool] = {}
+        for node in self.graph.nodes:
+            plan = node_plan(node)
+            if plan is not None and plan.name in placement:
+                found[node], found[rounded(node)] = placement[plan.name]
+        return found
 
     def moved(self, labels: Mapping[Var, bool]) -> int:
         """Bytes that a placement reads and writes, by the cost model."""
@@ -95,6 +118,78 @@ def price(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]
     return PricedGraph(gm.graph, low, priced, autocast, network)
 
 
+def choose(parts: Sequence[PricedGraph], weight: float) -> Choice[Labels]:
+    """The placement of several graphs of least time and weighted harm."""
+    found = [part.choose(weight) for part in parts]
+    time, harm = sum(each.time for each in found), sum(each.harm for each in found)
+    return Choice(time, harm, weight, [each.placement for each in found])
+
+
+def within(parts: Sequence[PricedGraph], limit: float) -> Choice[Labels]:
+    """The cheapest placement found of several graphs whose harm is at most ``limit``; if none is, that of least harm.
+
+    Corners of the hull are exact, but may lie far apart. Between the last that is beyond the limit and the first that
+    is within it, or autocast's own placement, as few calls as possible are moved.
+    """
+
+    # autocast's own placement is within its own error
+    limit *= 1 + 1e-9
+
+    def solve_all(weight: float) -> Choice[Labels]:
+        return choose(parts, weight)
+
+    beyond, exact = bracket(solve_all, limit)
+    if beyond is None or exact.harm > limit:
+        return exact
+    found = [exact, _moved_towards(parts, beyond.placement, exact.placement, limit)]
+    theirs: Labels = [
+        {var: part.autocast.get(var, HIGH) for var in placed}
+        for part, placed in zip(parts, exact.placement, strict=True)
+    ]
+    pairs = list(zip(parts, theirs, strict=True))
+    if all(part.priced.allows(labels) for part, labels in pairs):
+        found.append(_moved_towards(parts, beyond.placement, theirs, limit))
+    return min((each for each in found if each.harm <= limit), key=lambda each: (each.time, each.harm))
+
+
+def _moved_towards(
+    parts: Sequence[PricedGraph], start: Sequence[Mapping[Var, bool]], goal: Labels, limit: float
+) -> Choice[Labels]:
+    """From one placement towards another, until it is within the limit: first what lowers harm most for its time."""
+    state = [dict(labels) for labels in start]
+    moves: list[tuple[float, int, set[Var]]] = []
+    for at, part in enumerate(parts):
+        for group in part.priced.groups(state[at], goal[at]):
+            time, harm = part.priced.flipped(state[at], group)
+            moves.append((-harm / max(time, 1e-3), at, group))
+    moves.sort(key=lambda move: -move[0])
+    total = sum(part.priced.harm(labels) for part, labels in zip(parts, state, strict=True))
+    done: list[tuple[int, set[Var]]] = []
+    for _, at, group in moves:
+        if total <= limit:
+            break
+        total += parts[at].priced.flipped(state[at], group)[1]
+        _flip(state[at], group)
+        done.append((at, group))
+    for at, group in done:
+        time, harm = parts[at].priced.flipped(state[at], group)
+        if time < 0 and total + harm <= limit:
+            total += harm
+            _flip(state[at], group)
+    pairs = list(zip(parts, state, strict=True))
+    return Choice(
+        sum(part.priced.time(labels) for part, labels in pairs),
+        sum(part.priced.harm(labels) for part, labels in pairs),
+        math.nan,
+        list(state),
+    )
+
+
+def _flip(labels: dict[Var, bool], group: set[Var]) -> None:
+    for var in group:
+        labels[var] = not labels.get(var, HIGH)
+
+
 @dataclass(frozen=True)
 class PlaceByHarm(Pass):
     """Stands where ``place`` does when the user gives measured harm.
@@ -118,6 +213,7 @@ class PlaceByHarm(Pass):
         budget: how much error the graph may have, relative to torch.autocast's; the cheapest such placement is taken.
         weight: instead of a budget, what a squared relative error of 1 is worth, in picoseconds (bytes without a
             device profile).
+        placement: instead of both, where each call is, as :meth:`PricedGraph.placement` gave it.
     """
 
     name: ClassVar[str] = "place-by-harm"
@@ -127,18 +223,21 @@ class PlaceByHarm(Pass):
     rows: Mapping[str, CallHarm] = field(hash=False)
     budget: float = 1.0
     weight: float | None = None
+    placement: Placement | None = field(default=None, hash=False)
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
         found = price(gm, context, self.rows)
         if found is None:
             return Place().call(gm, context)
-        if self.weight is None:
-            chosen = cheapest_within(found.choose, self.budget**2 * found.autocast_harm)
+        if self.placement is not None:
+            labels = found.labels(self.placement)
+        elif self.weight is not None:
+            labels = found.choose(self.weight).placement
         else:
-            chosen = found.choose(self.weight)
-        low_nodes = _apply(chosen.placement, found)
-        error, theirs = math.sqrt(chosen.harm), math.sqrt(found.autocast_harm)
+            (labels,) = within([found], self.budget**2 * found.autocast_harm).placement
+        low_nodes = _apply(labels, found)
+        error, theirs = math.sqrt(found.priced.harm(labels)), math.sqrt(found.autocast_harm)
         return PassResult(
             gm, low_nodes, f"{low_nodes} nodes in the low dtype, error {error:.2e}, of autocast {theirs:.2e}"
         )

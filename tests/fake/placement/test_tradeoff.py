@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_fx.placement.tradeoff import Choice, cheapest_within, hull
+from amp_fx.placement.tradeoff import Choice, bracket, hull
 
 points = st.lists(
     st.tuples(st.integers(0, 50).map(float), st.integers(0, 50).map(float)), min_size=1, max_size=12
@@ -56,7 +56,8 @@ def test_the_hull_is_every_point_that_some_weight_prefers(given_points: list[tup
 def test_the_cheapest_corner_within_a_limit_is_found(
     given_points: list[tuple[float, float]], limit: int
 ) -> None:
-    found = cheapest_within(solver(given_points), limit)
+    beyond, found = bracket(solver(given_points), limit)
+    assert beyond is None or beyond.harm > limit
     fitting = [corner for corner in corners(given_points) if corner[1] <= limit]
     if fitting:
         assert (found.time, found.harm) == min(fitting)

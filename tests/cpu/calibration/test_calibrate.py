@@ -1,0 +1,365 @@
+"""``amp_fx.calibrate`` on whole programs: blame, frontier, plans and files; nothing is compiled by Inductor here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import GPT, SpreadNorm, tokens, train
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_fx
+from amp_fx import AmpFxError, OptionsError, Plan, PlanError
+from amp_fx.cli import main
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.harm import Harm
+from amp_fx.plans.plan import dtype_name
+from graphs import without_inductor
+
+#: rates at which small matmuls gain
+RATES = DeviceProfile("test", "cpu", {"float32": 1e9, "bfloat16": 1e11, "float16": 1e11}, 1e11, 1e-9)
+
+
+def features(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(128, 64, generator=generator)
+    return x, x[:, :16].argmax(-1)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return train(GPT(), tokens, 20)
+
+
+@pytest.fixture(scope="module")
+def cal(gpt: nn.Module) -> amp_fx.Calibration:
+    return amp_fx.calibrate(gpt, [tokens(0), tokens(1)], profile=RATES)
+
+
+def low_calls(plans: list[Plan]) -> list[str]:
+    return [row.name for plan in plans for row in plan.nodes if row.dtype is row.low is not None]
+
+
+def test_the_frontier_trades_time_for_error_and_knows_the_usual_placements(cal: amp_fx.Calibration) -> None:
+    points = cal.frontier()
+    named = {point.name: point for point in points if point.name}
+    assert named.keys() == {"autocast", "fast", "fp32"}
+    assert named["fp32"].error == 0
+    assert 0 < named["autocast"].error < named["fast"].error < 5e-2
+    corners = [point for point in points if point.name is None]
+    assert len(corners) > 3
+    for cheap, exact in itertools.pairwise(corners):
+        assert cheap.time is not None
+        assert exact.time is not None
+        assert cheap.time < exact.time
+        assert cheap.error > exact.error
+    assert named["autocast"].error == pytest.approx(cal.autocast_error)
+    # no corner is beaten by a placement that is not one
+    for point in named.values():
+        for corner in corners:
+            assert not (point.time < corner.time and point.error < corner.error)  # pyright: ignore[reportOptionalOperand]
+
+
+def test_plans_keep_their_budget(cal: amp_fx.Calibration) -> None:
+    for plan, limit in (
+        (cal.plan(verify=False), cal.autocast_error),
+        (cal.plan(0.5, verify=False), 0.5 * cal.autocast_error),
+        (cal.plan(error=1e-3, verify=False), 1e-3),
+    ):
+        assert plan.point.error <= limit * (1 + 1e-6)
+        assert cal.predict(plan) == pytest.approx(plan.point.error)
+        assert plan.budget == pytest.approx(limit)
+    autocast = next(point for point in cal.frontier() if point.name == "autocast")
+    cheap = cal.plan(verify=False).point
+    assert cheap.time is not None
+    assert autocast.time is not None
+    assert cheap.time < autocast.time
+    within = cal.plan(time=cheap.time, verify=False).point
+    assert within.error <= cheap.error
+    assert within.time is not None
+    assert within.time <= cheap.time
+    assert low_calls(cal.plan(0.0, verify=False).plans) == []
+
+
+def test_a_saved_plan_is_replayed_and_predicted_alike(
+    cal: amp_fx.Calibration, gpt: nn.Module, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    plan = cal.plan(0.7, verify=False)
+    plan.save(path)
+    assert cal.predict(path) == pytest.approx(plan.point.error)
+    assert cal.predict(plan.plans[0]) == cal.predict(plan.plans) == cal.predict(plan)
+    with amp_fx.record() as recording, without_inductor():
+        torch.compile(gpt, backend="amp_fx", options={"plan": str(path), "strict": True})(*tokens(0))
+    assert low_calls(recording.plans) == low_calls(plan.plans)
+    torch.compiler.reset()
+
+
+def test_a_policy_with_harm_places_as_the_plan_of_the_same_budget(gpt: nn.Module, tmp_path: Path) -> None:
+    path = str(tmp_path / "harm.json")
+    cal = amp_fx.calibrate(gpt, tokens(0), profile="off")
+    cal.save(path)
+    assert Harm.load(path) == cal.harm
+    options = {"policy": {"base": "autocast", "harm": path, "budget": 0.5}, "profile": "off", "strict": True}
+    with amp_fx.record() as recording, without_inductor():
+        compiled = torch.compile(gpt, backend="amp_fx", options=options)
+        # another batch size and length
+        compiled(*tokens(3, rows=2, length=16))
+    torch.compiler.reset()
+    (plan,) = recording.plans
+    assert low_calls([plan])
+    assert any("harm: rounding would add" in row.reason for row in plan.nodes)
+    with amp_fx.record() as recording, without_inductor():
+        torch.compile(gpt, backend="amp_fx", options=options)(*tokens(0))
+    torch.compiler.reset()
+    assert low_calls(recording.plans) == low_calls(cal.plan(0.5, verify=False).plans)
+
+
+def test_calibration_leaves_no_trace() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.drop, self.out = nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.drop(self.norm(x))).square().mean()
+
+    torch.manual_seed(0)
+    model = Noisy()
+    model.out.weight.grad = torch.ones(1, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    amp_fx.calibrate(model, torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), profile="off")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.out.weight.grad, torch.ones(1, 8))
+    assert model.norm.weight.grad is None
+
+
+def harms(found: amp_fx.Calibration) -> list[float]:
+    """Of every call, in the order of names and sizes."""
+    return sorted(
+        call.value + call.gradient  # pyright: ignore[reportOperatorIssue]
+        for graph in found.harm.graphs
+        for call in graph.calls
+    )
+
+
+class TwoGraphs(nn.Module):
+    """A graph break, and a loss outside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return {"logits": self.second(h)}
+
+
+def test_graph_breaks_and_a_loss_of_the_caller_are_measured_as_one_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = TwoGraphs(), torch.randn(32, 16)
+    cal = amp_fx.calibrate(model, (x,), lambda out: out["logits"].square().mean(), profile="off")
+    assert len(cal.harm.graphs) == 2
+    assert all(any(call.value for call in graph.calls) for graph in cal.harm.graphs)
+
+    class Joined(TwoGraphs):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.second(torch.tanh(self.first(x)))}
+
+    joined = Joined()
+    joined.load_state_dict(model.state_dict())
+    whole = amp_fx.calibrate(joined, (x,), lambda out: out["logits"].square().mean(), profile="off")
+    # the break does not change what rounding does
+    assert harms(cal) == pytest.approx(harms(whole), rel=1e-3)
+    plan = cal.plan(0.5, verify=False)
+    plan.save(tmp_path / "plan.json")
+    assert cal.predict(tmp_path / "plan.json") == pytest.approx(plan.point.error)
+    with amp_fx.record() as recording, without_inductor():
+        options = {"plan": str(tmp_path / "plan.json"), "strict": True}
+        torch.compile(model, backend="amp_fx", options=options)(x)["logits"].sum().backward()
+    torch.compiler.reset()
+    assert low_calls(recording.plans) == low_calls(plan.plans)
+
+
+def test_what_is_checkpointed_is_measured_too() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+            self.out = nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.inner(x)).square().mean()
+
+        def inner(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    class Checkpointed(Net):
+        def inner(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+    torch.manual_seed(0)
+    plain, again, x = Net(), Checkpointed(), torch.randn(32, 16)
+    again.load_state_dict(plain.state_dict())
+    found = [amp_fx.calibrate(model, x, profile="off") for model in (plain, again)]
+    assert harms(found[0]) == pytest.approx(harms(found[1]), rel=1e-3)
+    # what a body is given and hands back is in memory: a little more is rounded
+    assert found[0].autocast_error == pytest.approx(found[1].autocast_error, rel=0.1)
+
+
+def test_blame_fits_one_screen_and_names_op_operand_module_and_line() -> None:
+    torch.manual_seed(0)
+    cal = amp_fx.calibrate(train(SpreadNorm(), features, 5), features(0), profile="off")
+    lines = str(cal).splitlines()
+    assert len(lines) <= 30
+    assert all(len(line) <= 160 for line in lines)
+    worst = next(line for line in lines if "%" in line)
+    assert "linear result" in worst
+    assert "up" in worst
+    assert "small_models.py" in worst
+    # every share is of the whole
+    shares = [float(line.split("%")[0]) for line in lines if "%" in line]
+    assert sum(shares) == pytest.approx(100, abs=1)
+
+
+def test_relus_are_told_apart() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).square().mean()
+
+    text = str(amp_fx.calibrate(Net(), torch.randn(8, 16), profile="off"))
+    assert "1 calls have a derivative that jumps" in text
+    assert "calibrate a trained checkpoint" in text
+
+
+def test_fp16_where_autocast_overflows_has_a_finite_plan() -> None:
+    class Hot(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 1)
+            nn.init.constant_(self.up.bias, 1e5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            return self.down((h - h.mean(-1, keepdim=True)).tanh()).square().mean()
+
+    torch.manual_seed(0)
+    cal = amp_fx.calibrate(Hot(), torch.randn(32, 64), dtype="float16", scale=1024.0, profile="off")
+    named = {point.name: point for point in cal.frontier() if point.name}
+    assert math.isinf(named["autocast"].error)
+    plan = cal.plan(verify=False)
+    assert plan.point.error < 1e-2
+    assert low_calls(plan.plans)
+    assert "linear" not in low_calls(plan.plans)
+    assert "overflow" in str(cal)
+
+
+def test_batches_are_averaged(gpt: nn.Module) -> None:
+    each = [amp_fx.calibrate(gpt, tokens(s), profile="off", seed=s).autocast_error ** 2 for s in range(2)]
+    both = amp_fx.calibrate(gpt, (tokens(s) for s in range(2)), profile="off").autocast_error ** 2
+    assert both == pytest.approx(sum(each) / 2, rel=1e-3)
+    named = {"ids": tokens(0)[0], "targets": tokens(0)[1]}
+    assert amp_fx.calibrate(gpt, named, profile="off").autocast_error ** 2 == pytest.approx(each[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
+def test_the_frontier_is_drawn(cal: amp_fx.Calibration, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = cal.save(tmp_path / f"frontier{suffix}")
+    data = path.read_bytes()
+    assert len(data) > 5_000
+    if suffix == ".html":
+        assert b"<svg" in data
+        assert b"what torch.autocast&#x27;s error is made of" in data
+
+
+def test_wrong_arguments_are_named(gpt: nn.Module, cal: amp_fx.Calibration, tmp_path: Path) -> None:
+    batch = tokens(0)
+    for given, message in (
+        ({"dtype": "bf17"}, "Unknown dtype 'bf17'"),
+        ({"profile": "of"}, "Unknown profile 'of'"),
+        ({"target": "cuda:h1000"}, "Did you mean 'cuda:h100'"),
+        ({"target": "cuda:h100", "profile": "off"}, "drop one"),
+        ({"dtype": "float16", "scale": -1.0}, "scale must be a positive number"),
+        ({"probes": 0}, "probes must be an integer"),
+        ({"policy": {"harm": "harm.json"}}, "harm"),
+    ):
+        with pytest.raises(AmpFxError, match=message):
+            str(amp_fx.calibrate(gpt, batch, **given))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AmpFxError, match="got function"):
+        amp_fx.calibrate(lambda x: x, batch)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AmpFxError, match="at least one batch"):
+        amp_fx.calibrate(gpt, [])
+    with pytest.raises(AmpFxError, match="no loss"):
+        amp_fx.calibrate(nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(AmpFxError, match="norm 0"):
+        amp_fx.calibrate(nn.Linear(4, 1), torch.zeros(1, 4), lambda out: (out * 0).sum())
+    with pytest.raises(OptionsError, match="takes one of budget"):
+        cal.plan(0.5, error=1e-3)
+    for bad in (-1.0, math.inf, math.nan, "autocas", True):
+        with pytest.raises(OptionsError, match="budget must be 'autocast' or a number"):
+            cal.plan(bad)
+    with pytest.raises(PlanError, match="is new"):
+        cal.predict(Plan())
+    with pytest.raises(PlanError, match="predict takes a plan"):
+        cal.predict(7)
+    with pytest.raises(AmpFxError, match=r"valid suffixes: \.json, \.html"):
+        cal.save(tmp_path / "frontier.docx")
+
+
+MODELS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 1)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+def build():
+    torch.manual_seed(0)
+    return Net(), torch.randn(32, 16)
+
+def batches():
+    return [(torch.randn(32, 16),) for _ in range(2)]
+
+def loss(out):
+    return out.square().mean()
+"""
+
+
+def test_the_command_writes_harm_plan_and_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "calibrated_models.py").write_text(MODELS)
+    arguments: list[Any] = ["calibrate", "calibrated_models:build", "--loss", "calibrated_models:loss"]
+    arguments += ["--batches", "calibrated_models:batches", "--profile", "off", "--budget", "0.5"]
+    arguments += ["-o", "harm.json", "--plan", "plan.json", "--figure", "frontier.svg", "--no-verify"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "Net in bfloat16: 3 calls, graphs: 1, batches: 2" in out
+    assert "predicted gradient error" in out
+    assert "wrote plan.json" in err
+    assert dtype_name(Harm.load("harm.json").dtype) == "bfloat16"
+    assert json.loads(Path("plan.json").read_text())["nodes"]
+    assert Path("frontier.svg").stat().st_size > 5_000
+    assert main(["calibrate", "calibrated_models:build"]) == 1
+    assert "no loss" in capsys.readouterr().err
