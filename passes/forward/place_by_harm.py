@@ -131,7 +131,6 @@ def within(parts: Sequence[PricedGraph], limit: float) -> Choice[Labels]:
     Corners of the hull are exact, but may lie far apart. Between the last that is beyond the limit and the first that
     is within it, or autocast's own placement, as few calls as possible are moved.
     """
-
     # autocast's own placement is within its own error
     limit *= 1 + 1e-9
 
