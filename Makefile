@@ -11,6 +11,9 @@ MATRIX ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 # torch 2.11 and 2.12 do not take the setuptools of today, and each has a Triton of its own
 CONSTRAINTS = sed -e 's/^torch==.*/torch==$(TORCH)/' $(if $(filter 2.11.% 2.12.%,$(TORCH)),-e '/^setuptools==/d') \
 	$(if $(filter-out 2.13.%,$(TORCH)),-e '/^triton==/d') constraints.txt
+# of `make gpu`
+MINUTES ?= 9
+CAMPAIGN ?= out/campaign
 BIN := $(VENV)/bin
 # CI machines differ in cores; two workers with one thread each is what the time limits are measured with.
 WORKERS ?= 2
@@ -24,13 +27,14 @@ PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PY
 
 CODE = $(wildcard amp_fx passes viz tests examples benchmarks)
 
-.PHONY: help venv lint format typecheck test test-fast test-slow test-matrix test-suite demo clean compiler
+.PHONY: help gpu venv lint format typecheck test test-fast test-slow test-matrix test-suite demo clean compiler
 
 help:
 	@echo "make test       lint, type check and all tests but the slow ones"
 	@echo "make test-slow  DDP and FSDP2 on two processes, whole trainings, a large page in the browser"
 	@echo "make test-fast  the tests that need fake tensors only"
 	@echo "make test-matrix  the tests on each supported torch, in environments of their own (large downloads)"
+	@echo "make gpu        on a machine with a GPU: its tests and all benchmarks, nine minutes a call, until none is left"
 	@echo "make demo       train a small GPT in mixed precision"
 	@echo "make lint | format | typecheck | venv | clean"
 
@@ -98,6 +102,11 @@ DEMO_VENV := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-demo)
 
 demo: compiler $(DEMO_VENV)/.installed
 	@$(DEMO_VENV)/bin/python examples/train_gpt.py
+
+# Nothing is installed: the Python that is there has torch, triton and networkx. Each call takes less than ten minutes and
+# goes on where the one before stopped.
+gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks.campaign --minutes $(MINUTES) --out $(CAMPAIGN)
 
 clean:
 	rm -rf $(VENV) .venv-* build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis torch_compile_debug

@@ -17,10 +17,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
 
 from benchmarks.arms import ARMS
-from benchmarks.cases import CASES, SIZES, sizes_for
+from benchmarks.cases import CASES, SIZES, Case, sizes_for
 from benchmarks.compare import comparison
 from benchmarks.plots import draw
 from benchmarks.results import TimingRow, describe, read_timings, write
@@ -94,10 +95,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> tuple[dict[str, object], list[TimingRow]]:
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("benchmarks need tqdm: pip install 'amp_fx[bench]'", name="tqdm") from error
     started = time.monotonic()
     settings = Settings(
         device=args.device,
@@ -124,7 +121,7 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, object], list[TimingRow]]:
         if settings.sizes in case.sizes and (not args.only or {case.name, case.family} & set(args.only))
     ]
     rows: list[TimingRow] = []
-    bar = tqdm(cases, unit="case", disable=None)
+    bar = _bar(cases)
     for case in bar:
         if settings.late:
             bar.write(f"{case.name}: no time left")
@@ -140,6 +137,33 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, object], list[TimingRow]]:
                 args.json, {**header, "load_at_end": load, "minutes": (time.monotonic() - started) / 60}, rows
             )
     return header, rows
+
+
+class _Quiet:
+    """What is used of tqdm's bar where there is none."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self._cases = cases
+
+    def __iter__(self) -> Iterator[Case]:
+        return iter(self._cases)
+
+    def write(self, text: str, file: TextIO | None = None) -> None:
+        print(text, file=file, flush=True)
+
+    def set_description(self, text: str) -> None:
+        pass
+
+    def set_postfix_str(self, text: str) -> None:
+        pass
+
+
+def _bar(cases: Sequence[Case]) -> Any:
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        return _Quiet(cases)
+    return tqdm(cases, unit="case", disable=None)
 
 
 def _tables(rows: Sequence[TimingRow]) -> list[str]:

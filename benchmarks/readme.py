@@ -1,9 +1,10 @@
 """Writes the README's numbers from committed results, so that none is typed.
 
-    python -m benchmarks.readme benchmarks/results/counts_*.jsonl benchmarks/results/errors_*.jsonl \\
-        benchmarks/results/timings_*.jsonl
+    python -m benchmarks.readme benchmarks/results/counts_cpu_*.jsonl benchmarks/results/errors_*.jsonl \\
+        benchmarks/results/counts_cuda_h100_*.jsonl benchmarks/results/timings_*.jsonl
 
-Counts and errors go between ``<!-- numbers:begin -->`` and ``<!-- numbers:end -->``; the timings, if given, between
+Counts and errors go between ``<!-- numbers:begin -->`` and ``<!-- numbers:end -->``; the counts for a target, if given,
+between ``<!-- target:begin -->`` and ``<!-- target:end -->``; the timings, if given, between
 ``<!-- speed:begin -->`` and ``<!-- speed:end -->``.
 """
 
@@ -73,6 +74,22 @@ def tables(
         "Accuracy of one step, relative L2 error of all gradients against fp64 (fp32 itself: below 1e-5):",
         "",
         *_errors_table(errors),
+    ]
+    return "\n".join(lines)
+
+
+def target_tables(head: Mapping[str, Any], counts: Sequence[dict[str, Any]]) -> str:
+    """The counts for a GPU that is not in the machine, as Markdown."""
+    target = str(head["hardware"]).partition(" ")[0]
+    lines = [
+        f"The same for {head['hardware']}, torch {head['torch']}; reproduce with",
+        f"`python -m benchmarks.counts --target {target}`. Assumed: {'; '.join(head['assumed'])}.",
+        "",
+        *_counts_table(counts, "training", ("bytes_moved", "saved_bytes")),
+        "",
+        "Inference, bytes moved:",
+        "",
+        *_counts_table(counts, "inference", ("bytes_moved",)),
     ]
     return "\n".join(lines)
 
@@ -219,14 +236,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = list(sys.argv[1:] if argv is None else argv)
     if len(paths) < 2:
         print(
-            "usage: python -m benchmarks.readme COUNTS.jsonl ERRORS.jsonl [TIMINGS.jsonl ...]",
+            "usage: python -m benchmarks.readme COUNTS.jsonl ERRORS.jsonl [TARGET_COUNTS.jsonl] [TIMINGS.jsonl ...]",
             file=sys.stderr,
         )
         return 2
     head, counts = read(paths[0])
     text = _replace(_README.read_text(encoding="utf-8"), "numbers", tables(head, counts, read(paths[1])[1]))
-    if len(paths) > 2:
-        text = _replace(text, "speed", speed(*_joined(paths[2:])))
+    timed = []
+    for path in paths[2:]:
+        head, rows = read(path)
+        if "assumed" in head:
+            text = _replace(text, "target", target_tables(head, rows))
+        else:
+            timed.append(path)
+    if timed:
+        text = _replace(text, "speed", speed(*_joined(timed)))
     _README.write_text(text, encoding="utf-8")
     return 0
 

@@ -35,6 +35,7 @@ class TimingRow:
         nodes: of the captured graph.
         peak_bytes: what a step needs beyond what is there between steps: activations, gradients, casts.
         host_reads: values that the host read from tensors in a step; on a GPU it waits at each.
+        predicted: seconds that forward and backward should take, see :func:`benchmarks.predicted.seconds`.
         counts: sums over a step of :class:`benchmarks.counts.Counts`, by name.
         output_error: relative distance of the loss, or of the output, to fp64.
         gradient_error: relative L2 distance of all gradients to fp64.
@@ -53,6 +54,7 @@ class TimingRow:
     nodes: int | None = None
     peak_bytes: int | None = None
     host_reads: int | None = None
+    predicted: float | None = None
     counts: Mapping[str, int] | None = None
     output_error: float | None = None
     gradient_error: float | None = None

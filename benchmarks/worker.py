@@ -22,7 +22,8 @@ import amp_fx
 import amp_fx.lowering as lowering
 from amp_fx.errors import FallbackWarning, OptionsError
 from amp_fx.options import Options
-from benchmarks import counts, errors, passes, timing
+from amp_fx.placement.devices import builtin
+from benchmarks import counts, errors, passes, predicted, timing
 from benchmarks.arms import ARMS, Arm, Prepared, prepare
 from benchmarks.cases import CASES, Case
 from benchmarks.floor import only_matmuls
@@ -98,8 +99,9 @@ class Trial:
     def counts(self) -> dict[str, Any]:
         if self.arm.backend is None:
             return {}
-        row = counts.measure(self.workload, self.arm, self.case.mode, self.device)
-        return {"counts": asdict(row.total)}
+        row, counter = counts.count(self.workload, self.arm, self.case.mode, self.device)
+        seconds = predicted.seconds([lowered for _, lowered in counter.graphs], builtin(self.device))
+        return {"counts": asdict(row.total), "predicted": self.case.micro_batches * seconds}
 
     def errors(self) -> dict[str, Any]:
         if self.arm.floor or self.arm.scaler:

@@ -35,7 +35,7 @@ def sources(graphs: Sequence[TracedGraph], options: dict[str, Any]) -> list[str]
             self.wrapper_code.push_codegened_graph(self)
             self.scheduler.codegen()
             code, _ = self.wrapper_code.generate(self.is_inference)
-            found.append(getattr(code, "value", code))
+            found.append(str(getattr(code, "value", code)))
             return counted
 
         # counting comes after fusion, which is where code generation begins

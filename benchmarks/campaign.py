@@ -1,0 +1,141 @@
+"""Everything there is to measure on a device, in slices, for machines that are lent for minutes.
+
+    python -m benchmarks.campaign [--device cuda] [--minutes 9] [--out FOLDER]
+
+Each step is a process of its own and leaves a file in the folder; the next call goes on with the steps that have none.
+Nothing has to be installed but torch, triton and networkx: what needs more is skipped, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import workloads
+from benchmarks.cases import CASES, sizes_for
+from benchmarks.results import TimingRow, read_timings
+
+__all__ = ["Step", "main", "steps", "table"]
+
+#: models that come from Hugging Face transformers
+_OF_TRANSFORMERS = (
+    workloads.bert, workloads.gpt2, workloads.resnet, workloads.resnet50, workloads.t5, workloads.vit,
+)  # fmt: skip
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process of the campaign.
+
+    Attributes:
+        name: of its file.
+        command: arguments of Python; ``{out}`` stands for the file that it writes.
+        needs: packages without which it is skipped.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> list[str]:
+        """Packages that are needed and not there."""
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+
+def steps(device: str, minutes: float) -> list[Step]:
+    """All steps, those that matter most first; none takes longer than ``minutes``."""
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "--junit-xml={out}")
+    profile = ("-m", "amp_fx", "profile", "--device", device, "-o", "{out}")
+    found = [Step("tests.xml", tests, ("pytest",))] if device == "cuda" else []
+    found.append(Step("profile.json", profile))
+    limit = ("--minutes", str(0.8 * minutes))
+    for case in CASES.values():
+        if sizes_for(device) in case.sizes:
+            needs = ("transformers",) if case.build in _OF_TRANSFORMERS else ()
+            command = ("-m", "benchmarks", "--device", device, "--only", case.name, *limit, "--json", "{out}")
+            found.append(Step(f"timings_{case.name}.jsonl", command, needs))
+    return found
+
+
+def run(step: Step, folder: Path, seconds: float) -> str:
+    """Runs one step; returns what became of it."""
+    path, log = folder / step.name, folder / f"{step.name}.log"
+    # in a file of its own until it is whole
+    partial = folder / f"partial_{step.name}"
+    command = [argument.replace("{out}", str(partial)) for argument in step.command]
+    with log.open("w", encoding="utf-8") as output:
+        try:
+            done = subprocess.run(
+                [sys.executable, *command],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=_ROOT,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            partial.unlink(missing_ok=True)
+            return f"took longer than {seconds:.0f} s, see {log.name}"
+    if not partial.exists():
+        return f"failed with code {done.returncode}, see {log.name}"
+    partial.replace(path)
+    return "done" if done.returncode == 0 else f"done with code {done.returncode}, see {log.name}"
+
+
+def table(rows: Sequence[TimingRow]) -> str:
+    """Predicted beside measured times, as Markdown."""
+    lines = ["| case | arm | predicted | measured | measured / predicted |", "|---|---|---|---|---|"]
+    for row in rows:
+        if row.times and row.predicted:
+            measured = row.time.median
+            lines.append(
+                f"| {row.workload} | {row.arm} | {1e3 * row.predicted:.3f} ms | {1e3 * measured:.3f} ms |"
+                f" {measured / row.predicted:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.campaign", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call; default: %(default)s")
+    parser.add_argument("--out", default="out/campaign", metavar="FOLDER", help="default: %(default)s")
+    args = parser.parse_args(argv)
+    folder = Path(args.out).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * args.minutes
+    left = []
+    for step in steps(args.device, args.minutes):
+        if (folder / step.name).exists():
+            continue
+        if step.missing:
+            print(f"{step.name}: skipped, as there is no {' and no '.join(step.missing)}")
+            continue
+        seconds = end - time.monotonic()
+        # a step that is cut off has to begin again: none is begun late
+        if seconds < 30 * args.minutes:
+            left.append(step.name)
+            continue
+        print(f"{step.name}: {run(step, folder, seconds)}", flush=True)
+    rows = [row for path in sorted(folder.glob("timings_*.jsonl")) for row in read_timings(path)[1]]
+    (folder / "predicted.md").write_text(table(rows) + "\n", encoding="utf-8")
+    print(json.dumps({"folder": str(folder), "left": left}))
+    if left:
+        print(f"{len(left)} steps are left: run it again")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
