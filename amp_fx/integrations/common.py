@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from amp_fx.errors import MissingLibraryError, OptionsError
 from amp_fx.options import Options
 from amp_fx.scaling import GradScaler
 
-__all__ = ["backend_options", "needed"]
+__all__ = ["backend_options", "compile_in_place", "needed"]
 
 
 @contextlib.contextmanager
@@ -66,3 +67,21 @@ def backend_options(
         merged[key] = value
     Options.parse(mode, merged)
     return merged
+
+
+def compile_in_place(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """``module.compile(backend="amp_fx", options=options)``, for modules of torch.nn too.
+
+    Dynamo skips functions of torch itself, so ``nn.Sequential(...).compile()`` compiles nothing. A function of ours
+    that calls the module is compiled instead.
+    """
+    if not type(module).__module__.startswith("torch."):
+        module.compile(backend="amp_fx", options=dict(options))
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    # Dynamo counts recompiles by code object: each module has one of its own
+    call.__code__ = call.__code__.replace()
+    module._compiled_call_impl = torch.compile(call, backend="amp_fx", options=dict(options))

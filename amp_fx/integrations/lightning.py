@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_fx.errors import OptionsError, did_you_mean
-from amp_fx.integrations.common import backend_options, needed
+from amp_fx.integrations.common import backend_options, compile_in_place, needed
 from amp_fx.integrations.metrics import ScalerMetrics
 from amp_fx.scaling import GradScaler
 
@@ -85,7 +85,7 @@ class AmpFxPrecision(MixedPrecision):
                 forward = torch.compile(module.forward, backend="amp_fx", options=self.options)
                 module.__dict__["forward"] = forward
             for child in _called(module):
-                child.compile(backend="amp_fx", options=self.options)
+                compile_in_place(child, self.options)
         return module
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +141,7 @@ class AmpFxFabricPrecision(FabricMixedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Compiles a module in place."""
         if self._compile and not _is_compiled(module):
-            module.compile(backend="amp_fx", options=self.options)
+            compile_in_place(module, self.options)
         return module
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from amp_fx.errors import ScalerError
-from amp_fx.integrations.common import backend_options, needed
+from amp_fx.integrations.common import backend_options, compile_in_place, needed
 from amp_fx.integrations.metrics import ScalerMetrics
 from amp_fx.scaling import GradScaler, find_scaler
 
@@ -101,7 +101,7 @@ class AmpFxCallback(TrainerCallback, ExportableState):
 
     def _compile(self, model: Any) -> None:
         if model is not None and model._compiled_call_impl is None:
-            model.compile(backend="amp_fx", options=self.options)
+            compile_in_place(model, self.options)
 
     # ---- checkpoints: trainer_state.json ----
 

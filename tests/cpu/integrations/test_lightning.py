@@ -201,6 +201,30 @@ def test_what_calls_itself_is_one_graph_and_stays_out_of_checkpoints(tmp_path: P
     assert plugin.scaler.get_scale() == 64.0
 
 
+def test_modules_of_torch_itself_are_compiled(tmp_path: Path) -> None:
+    # Dynamo skips functions of torch: nn.Sequential(...).compile() compiles nothing
+    class OfTorch(LitNet):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+            self.head = nn.Linear(8, 8)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.head(self.net(batch)).square().mean()
+
+    model, plugin = OfTorch(), fp16()
+    with amp_fx.record() as recording:
+        trainer(tmp_path, plugins=[plugin]).fit(model, data(0))
+    assert len(recording.plans) == 2
+    assert plugin.scaler is not None
+    assert plugin.scaler.get_scale() == 64.0
+    assert list(copy.deepcopy(model).state_dict()) == [
+        "net.0.weight",
+        "net.0.bias",
+        "head.weight",
+        "head.bias",
+    ]
+
+
 def test_modules_in_lists_are_compiled(tmp_path: Path) -> None:
     class InList(LitNet):
         def __init__(self) -> None:
@@ -262,6 +286,13 @@ def test_fabric_trains_in_bf16() -> None:
         assert fabric_steps(AmpFxFabricPrecision("bf16-mixed", options=OPTIONS), model) == [True] * 4
     assert low(recording) == {torch.bfloat16}
     assert model.state_dict().keys() == Net().state_dict().keys()
+
+
+def test_fabric_compiles_modules_of_torch_itself() -> None:
+    plugin = AmpFxFabricPrecision("bf16-mixed", options=OPTIONS)
+    with amp_fx.record() as recording:
+        assert fabric_steps(plugin, nn.Sequential(nn.Linear(8, 8), nn.ReLU())) == [True] * 4
+    assert low(recording) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("fused", [False, True])
