@@ -14,7 +14,7 @@ is compiled in place. The state of the scaler is in ``trainer_state.json``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -56,7 +56,9 @@ class AmpFxCallback(TrainerCallback, ExportableState):
         dtype: str | torch.dtype | None = None,
         scaler: GradScaler | str | None = None,
     ) -> None:
-        self.scaler = find_scaler(scaler) if isinstance(scaler, str) else scaler
+        if isinstance(scaler, str):
+            scaler = cast(GradScaler, find_scaler(scaler))
+        self.scaler = scaler
         self.options = backend_options(options, dtype=dtype, scaler=self.scaler)
 
     def on_init_end(

@@ -12,7 +12,7 @@ from examples import hugging_face
 
 
 @pytest.mark.slow
-def test_generation_gives_the_tokens_of_the_eager_model() -> None:
+def test_generation_is_low_and_the_second_call_compiles_nothing() -> None:
     model: Any = hugging_face.llama(
         layers=1, width=32, heads=2, kv_heads=1, hidden=32, vocab=32, length=32
     ).eval()
