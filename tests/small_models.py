@@ -73,6 +73,7 @@ class Fragile(nn.Module):
             nn.init.normal_(linear.weight, std=0.35)
         nn.init.normal_(self.head.weight, std=0.05)
         size = width // heads
+        self.frequency: Tensor
         self.register_buffer("frequency", 1.0 / 10000 ** (torch.arange(0, size, 2).float() / size))
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ __all__ = ["Scaler", "find_scaler", "register"]
 
 
 class Scaler(Protocol):
-    """What a compiled graph knows of its scaler."""
+    """What a compiled graph, and whoever finds a scaler by its name, knows of it."""
 
     @property
     def name(self) -> str:
@@ -25,6 +25,10 @@ class Scaler(Protocol):
 
     def enter_graph(self, graph: CompiledGraph, leaves: Sequence[nn.Parameter]) -> Tensor:
         """The scale for one call of a graph with these parameters: fp32, 0-d, on the graph's device."""
+        ...
+
+    def get_scale(self) -> float:
+        """The scale now; waits for the device."""
         ...
 
 

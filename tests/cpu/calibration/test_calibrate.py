@@ -64,7 +64,9 @@ def test_the_frontier_trades_time_for_error_and_knows_the_usual_placements(cal: 
     # no corner is beaten by a placement that is not one
     for point in named.values():
         for corner in corners:
-            assert not (point.time < corner.time and point.error < corner.error)  # pyright: ignore[reportOptionalOperand]
+            assert point.time is not None
+            assert corner.time is not None
+            assert not (point.time < corner.time and point.error < corner.error)
 
 
 def test_plans_keep_their_budget(cal: amp_fx.Calibration) -> None:
