@@ -1,0 +1,146 @@
+"""Calibrated plans in Inductor's own code: what was predicted, what autocast has, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.calibration.step import Step
+from amp_fx.calibration.verifying import Verifier
+from amp_fx.options import Options
+from examples import hugging_face
+from small_models import GPT, SpreadNorm, tokens, train
+
+AUTOCAST = {"policy": "autocast", "profile": "off"}
+
+pytestmark = pytest.mark.slow
+
+
+def ids(seed: int, *shape: int) -> Tensor:
+    return torch.randint(128, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def text(seed: int) -> dict[str, Tensor]:
+    tokens = ids(seed, 8, 32)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def labelled_text(seed: int) -> dict[str, Tensor]:
+    tokens = ids(seed, 64, 16)
+    return {"input_ids": tokens, "labels": tokens[:, 0] % 4}
+
+
+def labelled_images(seed: int) -> dict[str, Tensor]:
+    labels = torch.randint(4, (64,), generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+    return {"pixel_values": noise + 0.3 * labels[:, None, None, None], "labels": labels}
+
+
+SIZE: dict[str, Any] = {"layers": 2, "width": 64, "heads": 2}
+MODELS = {
+    "gpt2": (lambda: hugging_face.gpt2(**SIZE, vocab=128, length=64), text),
+    "llama": (
+        lambda: hugging_face.llama(
+            layers=2, width=64, heads=4, kv_heads=2, hidden=128, vocab=128, length=64, attention="sdpa"
+        ),
+        text,
+    ),
+    "bert": (
+        lambda: hugging_face.bert(**SIZE, hidden=128, vocab=128, length=64, attention="sdpa"),
+        labelled_text,
+    ),
+    "vit": (lambda: hugging_face.vit(**SIZE, hidden=128, image=32, patch=8), labelled_images),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_error_of_a_compiled_plan_is_the_predicted_one(name: str) -> None:
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    model = make().train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for step in range(30):
+        optimizer.zero_grad()
+        model(**batch(100 + step)).loss.backward()
+        optimizer.step()
+    cal = amp_fx.calibrate(model, [batch(seed) for seed in range(4)], profile="off")
+    for budget in (1.0, 0.4):
+        plan = cal.plan(budget)
+        assert plan.measured is not None
+        assert 0.8 <= plan.point.error / plan.measured <= 1.25, budget
+
+
+def bytes_moved(model: nn.Module, batch: tuple[Tensor, ...], options: dict[str, Any]) -> int:
+    """What Inductor's kernels read and write in a step."""
+    moved = amp_fx.explain(model, *batch, options=options).costs["amp_fx"].moved
+    assert moved is not None
+    return moved
+
+
+def unseen(model: nn.Module, batches: list[tuple[Tensor, Tensor]], scale: float = 1.0) -> Verifier:
+    """Measures errors on batches that were not calibrated on."""
+    dtype = {} if scale == 1.0 else {"dtype": "float16"}
+    return Verifier([Step(model, batch, None) for batch in batches], Options.parse(None, dtype), scale)
+
+
+def test_a_trained_gpt_moves_less_than_autocast_with_no_more_error_on_data_it_has_not_seen() -> None:
+    torch.manual_seed(0)
+    model = train(
+        GPT(layers=2, width=128, heads=4, vocab=512, length=64), lambda s: tokens(s, 4, 64, 512), 100
+    )
+    cal = amp_fx.calibrate(model, [tokens(s, 4, 64, 512) for s in range(2)], profile="off")
+    plan = cal.plan(verify=False)
+    others = [tokens(50 + s, 4, 64, 512) for s in range(3)]
+    verifier = unseen(model, others)
+    ours, theirs = verifier.error(plan.plans), verifier.compiled(AUTOCAST)
+    moved = [bytes_moved(model, others[0], options) for options in ({"plan": plan.plans}, AUTOCAST)]
+    print(f"error {ours:.2e} of {theirs:.2e}, bytes {moved[0] / moved[1]:.3f}")
+    assert ours <= theirs
+    assert moved[0] <= 0.93 * moved[1]
+
+
+def test_a_variance_by_squares_has_a_third_of_autocasts_error_for_little_time() -> None:
+    def batch(seed: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(512, 64, generator=torch.Generator().manual_seed(seed))
+        return x, x[:, :16].argmax(-1)
+
+    torch.manual_seed(0)
+    model = train(SpreadNorm(), batch, 20)
+    cal = amp_fx.calibrate(model, batch(0), target="cuda:h100")
+    plan = cal.plan(1 / 3.5)
+    autocast = next(point for point in cal.frontier() if point.name == "autocast")
+    assert plan.point.time is not None
+    assert autocast.time is not None
+    assert plan.point.time <= 1.02 * autocast.time
+    verifier = unseen(model, [batch(1), batch(2)])
+    ours, theirs = verifier.error(plan.plans), verifier.compiled(AUTOCAST)
+    print(f"error {ours:.2e} of {theirs:.2e}")
+    assert ours <= theirs / 3
+
+
+def test_fp16_where_autocast_is_infinite_is_finite() -> None:
+    class Hot(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 1)
+            nn.init.constant_(self.up.bias, 1e5)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            h = self.up(x)
+            h = torch.tanh(h - h.mean(-1, keepdim=True))
+            return nn.functional.mse_loss(self.down(h).squeeze(-1), target)
+
+    torch.manual_seed(0)
+    model = Hot()
+    batch = torch.randn(128, 64), torch.randn(128)
+    cal = amp_fx.calibrate(model, batch, dtype="float16", scale=1024.0, profile="off")
+    plan = cal.plan()
+    verifier = unseen(model, [batch], 1024.0)
+    assert verifier.compiled(AUTOCAST) == float("inf")
+    assert plan.measured is not None
+    assert plan.measured < 5e-3
+    assert any(row.dtype is torch.float16 for row in plan.plans[0].nodes)
