@@ -52,7 +52,7 @@ def amp_fx(
         gm: Dynamo's graph. Not changed.
         example_inputs: tensors and symbolic integers, one per placeholder.
         mode: a ``torch.compile`` mode, handed to Inductor.
-        options: see the README or :class:`amp_fx.options.Options`.
+        options: see docs/options.md or :class:`amp_fx.options.Options`.
 
     Returns:
         A callable with the graph's signature, whose outputs have the dtypes Dynamo traced.

@@ -49,7 +49,7 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Options:
-    """Validated options; see the README for the user's view.
+    """Validated options; see docs/options.md for the user's view.
 
     Attributes:
         dtype: the low dtype, or None for "auto": bfloat16 where the device has it, else float16. A policy such as

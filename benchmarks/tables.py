@@ -1,4 +1,4 @@
-"""Timing results as text: for the terminal, and as Markdown for the README."""
+"""Timing results as text: for the terminal, and as Markdown for the docs."""
 
 from __future__ import annotations
 

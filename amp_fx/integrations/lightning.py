@@ -50,7 +50,7 @@ class AmpFxPrecision(MixedPrecision):
         precision: "16-mixed" or "bf16-mixed".
         device: device type of the scaler that is made.
         scaler: for "16-mixed"; made if not given. Checkpoints have its state.
-        options: of the backend; see the README.
+        options: of the backend; see docs/options.md.
         compile: False leaves compiling to you.
 
     Attributes:
@@ -103,7 +103,7 @@ class AmpFxFabricPrecision(FabricMixedPrecision):
         precision: "16-mixed" or "bf16-mixed".
         device: device type of the scaler that is made.
         scaler: for "16-mixed"; made if not given. Save ``plugin.state_dict()`` in your checkpoints.
-        options: of the backend; see the README.
+        options: of the backend; see docs/options.md.
         compile: False leaves compiling to you, as for ``fabric.setup(torch.compile(model, ...))``.
 
     Attributes:

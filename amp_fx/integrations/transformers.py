@@ -39,7 +39,7 @@ class AmpFxCallback(TrainerCallback, ExportableState):
     """Compiles the Trainer's model in place, for training, evaluation and generation.
 
     Args:
-        options: of the backend; see the README.
+        options: of the backend; see docs/options.md.
         dtype: the low dtype, if it is not among the options.
         scaler: an :class:`amp_fx.GradScaler` or its name, for float16. The Trainer steps with it: a step with inf or
             nan in its gradients is skipped, and the learning rate does not advance. A checkpoint has its state.

@@ -31,7 +31,7 @@ from amp_fx.policy.presets import PRESETS, dtypes_preset, preset
 
 __all__ = ["BASES", "PRECISIONS", "Policy", "Rule"]
 
-#: name -> one line for the README and the error message
+#: name -> one line for the docs and the error message
 BASES = {
     "autocast": "the numerics of torch.autocast on that device, with cheaper casts",
     "fast": "as autocast, but sums of mixed precision may be stored low, and nothing is saved twice",

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import readme, running
+from benchmarks import page, running
 from benchmarks.__main__ import main
 from benchmarks.arms import ARMS, MODES, arms_for
 from benchmarks.cases import CASES, SIZES
@@ -134,9 +134,9 @@ def test_plots_are_drawn_of_whatever_was_measured(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
-def test_the_readme_section_names_ratios_and_where_they_are_from() -> None:
+def test_the_section_names_ratios_and_where_they_are_from() -> None:
     rows = [row("autocast", QUIET), row("amp_fx", scaled(0.5)), row("fp32", scaled(2))]
-    text = readme.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
+    text = page.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
     assert "toy" in text
     [line] = [line for line in text.splitlines() if line.startswith("| mlp")]
     assert "1000.0 ms" in line
@@ -144,17 +144,17 @@ def test_the_readme_section_names_ratios_and_where_they_are_from() -> None:
     assert "2.00" in line
 
 
-def test_the_readme_says_how_compiling_grows_with_depth() -> None:
+def test_the_page_says_how_compiling_grows_with_depth() -> None:
     autocast = TimingRow("depth_layers6", "depth", "training", "autocast", {"layers": 6}, QUIET, 10.0)
     rows = [autocast, replace(autocast, arm="off", compile_cold=12.0, pass_seconds=1.5, nodes=300)]
-    text = readme.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
+    text = page.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
     assert "| 6 | 300 | 1.50 s | 5.00 ms | 10.0 s | 1.20 |" in text
     assert "Training:" not in text
 
 
-def test_a_case_that_time_cut_short_is_not_in_the_readme() -> None:
+def test_a_case_that_time_cut_short_is_not_on_the_page() -> None:
     rows = [row("autocast", QUIET, notes=("time was up before round 6",)), row("amp_fx", QUIET)]
-    text = readme.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
+    text = page.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
     assert "| mlp" not in text
 
 
@@ -163,14 +163,14 @@ def test_files_of_two_machines_are_not_joined(tmp_path: Path) -> None:
     for path, torch_version in zip(paths, ("9", "10"), strict=True):
         write(path, {**describe("cpu"), "torch": torch_version}, [row("autocast", QUIET)])
     with pytest.raises(ValueError, match=r"b\.jsonl has torch '10'"):
-        readme._joined([str(path) for path in paths])
+        page._joined([str(path) for path in paths])
 
 
 def test_of_several_files_the_last_one_counts(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     write(paths[0], describe("cpu"), [row("autocast", QUIET), row("amp_fx", QUIET, workload="gpt2")])
     write(paths[1], describe("cpu"), [row("autocast", scaled(2))])
-    _, joined = readme._joined([str(path) for path in paths])
+    _, joined = page._joined([str(path) for path in paths])
     assert [(some.workload, some.times) for some in joined] == [("gpt2", QUIET), ("mlp", scaled(2))]
 
 

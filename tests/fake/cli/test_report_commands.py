@@ -296,7 +296,7 @@ def test_a_program_calls_itself_by_the_name_it_was_started_by() -> None:
             )
         )
         assert usage.stderr.startswith(f"usage: {name} ")
-        assert help_.stdout.count(f"\n  {name} explain train:build") == 3
+        assert help_.stdout.count(f"\n  {name} explain train:build") == 4
         assert f"`{name} profile -o FILE`" in hint.stderr
         other = {"amp-fx": "python -m amp_fx", "python -m amp_fx": "amp-fx"}[name]
         assert other not in usage.stderr + help_.stdout + hint.stderr

@@ -1,6 +1,6 @@
-"""Writes the README's numbers from committed results, so that none is typed.
+"""Writes the numbers of docs/benchmarks.md from committed results, so that none is typed.
 
-    python -m benchmarks.readme benchmarks/results/counts_cpu_*.jsonl benchmarks/results/errors_*.jsonl \\
+    python -m benchmarks.page benchmarks/results/counts_cpu_*.jsonl benchmarks/results/errors_*.jsonl \\
         benchmarks/results/counts_cuda_h100_*.jsonl benchmarks/results/timings_*.jsonl
 
 Counts and errors go between ``<!-- numbers:begin -->`` and ``<!-- numbers:end -->``; the counts for a target, if given,
@@ -22,9 +22,9 @@ from benchmarks.tables import relative
 
 __all__ = ["speed", "tables"]
 
-_README = Path(__file__).resolve().parent.parent / "README.md"
+_PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
-#: arm in the results -> column in the README
+#: arm in the results -> column on the page
 _ARMS = {
     "autocast": "autocast + compile",
     "off": "amp_fx",
@@ -228,7 +228,7 @@ def _replace(text: str, name: str, section: str) -> str:
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
-        raise ValueError(f"README.md has no {begin} ... {end} to write to")
+        raise ValueError(f"{_PAGE.name} has no {begin} ... {end} to write to")
     return f"{before}{begin}\n{section}\n{end}{after}"
 
 
@@ -236,12 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = list(sys.argv[1:] if argv is None else argv)
     if len(paths) < 2:
         print(
-            "usage: python -m benchmarks.readme COUNTS.jsonl ERRORS.jsonl [TARGET_COUNTS.jsonl] [TIMINGS.jsonl ...]",
+            "usage: python -m benchmarks.page COUNTS.jsonl ERRORS.jsonl [TARGET_COUNTS.jsonl] [TIMINGS.jsonl ...]",
             file=sys.stderr,
         )
         return 2
     head, counts = read(paths[0])
-    text = _replace(_README.read_text(encoding="utf-8"), "numbers", tables(head, counts, read(paths[1])[1]))
+    text = _replace(_PAGE.read_text(encoding="utf-8"), "numbers", tables(head, counts, read(paths[1])[1]))
     timed = []
     for path in paths[2:]:
         head, rows = read(path)
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             timed.append(path)
     if timed:
         text = _replace(text, "speed", speed(*_joined(timed)))
-    _README.write_text(text, encoding="utf-8")
+    _PAGE.write_text(text, encoding="utf-8")
     return 0
 
 
