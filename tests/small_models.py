@@ -103,13 +103,10 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
 class SpreadNorm(nn.Module):
     """A network whose norm computes its variance as E[x^2] - E[x]^2, of values far from zero, out of a matmul."""
 
-    def __init__(self, width: int = 64, classes: int = 16) -> None:
+    def __init__(self, width: int = 64, wide: int = 64, classes: int = 16) -> None:
         super().__init__()
-        self.up, self.mid, self.head = (
-            nn.Linear(width, width),
-            nn.Linear(width, width),
-            nn.Linear(width, classes),
-        )
+        self.up, self.head = nn.Linear(width, width), nn.Linear(wide, classes)
+        self.mid = nn.Sequential(nn.Linear(width, wide), nn.Tanh(), nn.Linear(wide, wide))
         nn.init.constant_(self.up.bias, 4.0)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
