@@ -22,7 +22,7 @@ import torch
 
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.plans.files import TooLongError, read_text, write_text
-from amp_fx.plans.schema import SchemaError, decode
+from amp_fx.plans.schema import SchemaError, decode, parse_object
 
 __all__ = ["DEVICE_TYPES", "DTYPES", "DeviceProfile", "ProfileError", "check_device_type"]
 
@@ -136,11 +136,9 @@ class DeviceProfile:
         if len(text) > _MAX_FILE:
             raise ProfileError(f"not a device profile: more than {_MAX_FILE} characters.")
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ProfileError(f"a device profile is JSON: {error}.") from error
-        if not isinstance(data, dict):
-            raise ProfileError(f"a device profile is a JSON object; got {type(data).__name__}.")
+            data = parse_object(text, "a device profile")
+        except SchemaError as error:
+            raise ProfileError(str(error)) from error
         return cls.from_dict(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -23,7 +23,7 @@ from amp_fx.errors import PlanError
 from amp_fx.graphs.facts import arguments, is_eligible, tensor_nodes
 from amp_fx.plans.files import TooLongError, read_text, write_text
 from amp_fx.plans.plan import Plan, dtype_name, named_dtypes
-from amp_fx.plans.schema import SchemaError, decode
+from amp_fx.plans.schema import SchemaError, decode, parse_object
 
 __all__ = ["CallHarm", "GraphHarm", "Harm", "ReadHarm", "as_number", "slots"]
 
@@ -149,17 +149,17 @@ class Harm:
         """
         name = os.fspath(path)
         try:
-            data = json.loads(read_text(path, _MAX_FILE))
+            data = parse_object(read_text(path, _MAX_FILE), "a harm file")
         except OSError as error:
             raise PlanError(
                 f"cannot read harm {name!r}: {error.strerror}. Write it with amp_fx.calibrate(...).save({name!r})."
             ) from error
         except TooLongError as error:
             raise PlanError(f"harm {name!r} {error}: no harm file.") from error
-        except (ValueError, RecursionError) as error:
+        except UnicodeDecodeError as error:
             raise PlanError(f"harm {name!r} is not valid JSON: {error}.") from error
-        if not isinstance(data, dict):
-            raise PlanError(f"harm {name!r}: a harm file is a JSON object; got {type(data).__name__}.")
+        except SchemaError as error:
+            raise PlanError(f"harm {name!r}: {error}") from error
         try:
             return cls.from_dict(data)
         except PlanError as error:

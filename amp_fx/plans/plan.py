@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from amp_fx.errors import PlanError
 from amp_fx.plans.files import write_text
-from amp_fx.plans.schema import SchemaError, decode
+from amp_fx.plans.schema import SchemaError, decode, parse_object
 from amp_fx.policy import OpClass
 
 __all__ = [
@@ -246,11 +246,9 @@ class Plan:
             PlanError: the text is not JSON or not a plan.
         """
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"plan is not valid JSON: {error}.") from error
-        if not isinstance(data, dict):
-            raise PlanError(f"a plan is a JSON object; got {type(data).__name__}.")
+            data = parse_object(text, "a plan")
+        except SchemaError as error:
+            raise PlanError(str(error)) from error
         return cls.from_dict(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -7,7 +7,6 @@ Shapes do not count, so that a plan holds for other batch sizes.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from amp_fx.errors import PlanError
 from amp_fx.plans.files import TooLongError, read_text
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.plans.schema import SchemaError, parse_object
 
 __all__ = ["choose_plan", "load_plans", "moved_nodes"]
 
@@ -33,17 +33,17 @@ def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
     """
     name = os.fspath(path)
     try:
-        data = json.loads(read_text(path, _MAX_FILE))
+        data = parse_object(read_text(path, _MAX_FILE), "a plan")
     except OSError as error:
         raise PlanError(
             f"cannot read plan {name!r}: {error.strerror}. Write one with amp_fx.explain(...).plan.save({name!r})."
         ) from error
     except TooLongError as error:
         raise PlanError(f"plan {name!r} {error}: not a plan.") from error
-    except (ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
         raise PlanError(f"plan {name!r} is not valid JSON: {error}.") from error
-    if not isinstance(data, dict):
-        raise PlanError(f"plan {name!r}: a plan is a JSON object; got {type(data).__name__}.")
+    except SchemaError as error:
+        raise PlanError(f"plan {name!r}: {error}") from error
     # a report holds the plans of several graphs
     rows = data.get("plans", [data])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import types
 import typing
 from collections.abc import Mapping
@@ -14,13 +15,32 @@ import torch
 
 from amp_fx.errors import AmpFxError, did_you_mean
 
-__all__ = ["SchemaError", "decode"]
+__all__ = ["SchemaError", "decode", "parse_object"]
 
 T = TypeVar("T")
 
 
 class SchemaError(AmpFxError, ValueError):
     """A JSON document does not have the form it should have."""
+
+
+def parse_object(text: str, what: str) -> dict[str, Any]:
+    """The JSON object that a text holds.
+
+    Args:
+        text: of any length and content.
+        what: it should be, for messages: ``"a plan"``.
+
+    Raises:
+        SchemaError: not JSON, or not an object.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SchemaError(f"{what} is not valid JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise SchemaError(f"{what} is a JSON object; got {type(data).__name__}.")
+    return data
 
 
 def decode(hint: type[T], value: object, where: str) -> T:

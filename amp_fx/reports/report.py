@@ -21,7 +21,7 @@ from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.plans.diff import Diff, diff_plans
 from amp_fx.plans.files import TooLongError, read_text, write_text
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.schema import SchemaError, decode
+from amp_fx.plans.schema import SchemaError, decode, parse_object
 from amp_fx.reports import report_text
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.report_data import Cost, ReportData
@@ -134,13 +134,13 @@ class Report(ReportData):
             OSError: the file cannot be read.
         """
         try:
-            data = json.loads(read_text(path, _MAX_FILE))
+            data = parse_object(read_text(path, _MAX_FILE), "a report")
         except TooLongError as error:
             raise AmpFxError(f"{path} {error}: not a report.") from error
-        except (ValueError, RecursionError) as error:
+        except UnicodeDecodeError as error:
             raise AmpFxError(f"{path} is not valid JSON: {error}.") from error
-        if not isinstance(data, dict):
-            raise AmpFxError(f"{path} holds no report: a report is a JSON object.")
+        except SchemaError as error:
+            raise AmpFxError(f"{path}: {error}") from error
         try:
             return cls.from_dict(data)
         except AmpFxError as error:

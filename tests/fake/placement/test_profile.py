@@ -99,12 +99,12 @@ def test_no_field_may_be_missing(key: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is JSON"),
-        (b"{", "is JSON"),
+        (b"", "is not valid JSON"),
+        (b"{", "is not valid JSON"),
         (b"[1]", "JSON object; got list"),
         (b"{}", "format None"),
-        (b"[" * 60_000, "is JSON"),
-        (b'{"version": ' + b"9" * 50_000 + b"}", "is JSON"),
+        (b"[" * 60_000, "is not valid JSON"),
+        (b'{"version": ' + b"9" * 50_000 + b"}", "is not valid JSON"),
         (b" " * 70_000, "more than 65536 bytes"),
         (b"\xff\xfe\x00", "not UTF-8"),
     ],
