@@ -19,7 +19,7 @@ from amp_fx.calibration.traced import TracedGraph
 from amp_fx.calibration.verifying import Verifier
 from amp_fx.errors import OptionsError, PlanError
 from amp_fx.options import Options
-from amp_fx.passes.forward.harm_terms import labels_of
+from amp_fx.passes.forward.harm_prices import labels_of
 from amp_fx.passes.forward.place_by_harm import Labels, PricedGraph, choose, within
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.profile import DeviceProfile

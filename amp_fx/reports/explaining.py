@@ -7,6 +7,7 @@ reached. No code is generated.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +21,11 @@ from amp_fx.errors import AmpFxError
 from amp_fx.graphs.facts import tensors
 from amp_fx.graphs.uncompiled import not_told
 from amp_fx.options import Options
+from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import Plan
 from amp_fx.policy.table import supported_devices
 from amp_fx.reports.advice import layout_advice, scaling_advice, weight_advice
+from amp_fx.reports.harms import add_harms
 from amp_fx.reports.left_out import NotCompiled, entry_of, left_out_advice
 from amp_fx.reports.lowered import LoweredGraphs
 from amp_fx.reports.recording import record
@@ -40,6 +43,7 @@ def explain(
     *args: Any,
     options: Mapping[str, Any] | None = None,
     target: Any = None,
+    harm: Any = None,
     **kwargs: Any,
 ) -> Report:
     """Says what amp_fx would do to a model, forward and backward, on one call.
@@ -57,6 +61,8 @@ def explain(
         target: a GPU that need not be in this machine, ``"cuda:h100"``; ``amp-fx targets`` lists them. The model is on
             the CPU or on ``meta``. None: the device that the model is on. What is no string is the model's own
             argument of that name.
+        harm: what :func:`amp_fx.calibrate` found, or the path of its file: every call's reason says what rounding it
+            costs. What is neither is the model's own argument of that name.
         **kwargs: of one call.
 
     Returns:
@@ -66,7 +72,14 @@ def explain(
         OptionsError: bad options.
         TargetError: no such target, or this machine lacks what it takes to compile for it.
         CaptureError, PassError: with ``strict``, a graph cannot be rewritten.
+        PlanError: a graph was not calibrated.
     """
+    measured = getattr(harm, "harm", None)
+    if isinstance(harm, (str, os.PathLike)):
+        measured = Harm.load(harm)
+    elif harm is not None and not isinstance(measured, Harm):
+        kwargs["harm"] = harm
+        measured = None
     if target is not None and not isinstance(target, str):
         kwargs["target"] = target
         target = None
@@ -79,6 +92,8 @@ def explain(
         plans, costs = _here(program, args, kwargs, given, not_compiled)
     else:
         plans, costs = explain_for(target, program, args, kwargs, given, not_compiled)
+    if measured is not None:
+        add_harms([plan for plan in plans if plan.phase == "forward" and not plan.fallback], measured)
     weights = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
     notes = left_out_advice(program, plans, not_compiled)
     notes += weight_advice(plans, weights) + layout_advice(plans, weights)

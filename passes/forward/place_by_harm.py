@@ -13,7 +13,8 @@ import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.constrain import HAZARD_META
-from amp_fx.passes.forward.harm_terms import HarmNetwork, Priced, free_nodes
+from amp_fx.passes.forward.harm_prices import Priced
+from amp_fx.passes.forward.harm_terms import HarmNetwork, free_nodes
 from amp_fx.passes.forward.place import Network, Place, assign_as_autocast, rounded
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve

@@ -148,7 +148,7 @@ def test_options_win_over_the_mode() -> None:
         ),
         (
             {"policy": 3},
-            r"policy must be one of 'autocast'.* or an object with keys base, dtype, rules; got 3",
+            r"policy must be one of 'autocast'.* or an object with keys base, dtype, rules, harm, budget; got 3",
         ),
         ({"policy": "{oops"}, r"is not valid JSON"),
         ({"policy": {"bse": "autocast"}}, r"Unknown key 'bse' in policy .* Did you mean 'base'\?"),

@@ -275,6 +275,19 @@ def test_batches_are_averaged(gpt: nn.Module) -> None:
     assert amp_fx.calibrate(gpt, named, profile="off").autocast_error ** 2 == pytest.approx(each[0], rel=1e-3)
 
 
+def test_a_report_says_what_every_rounding_costs(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    x = torch.randn(8, 16)
+    cal = amp_fx.calibrate(model, x, lambda out: out.square().mean(), profile="off")
+    path = tmp_path / "harm.json"
+    cal.save(path)
+    for given in (cal, str(path)):
+        report = amp_fx.explain(model, x, options={"profile": "off"}, harm=given)
+        assert all("harm: rounding adds up to" in row.reason for row in report.plan.nodes)
+    with pytest.raises(PlanError, match="is now relu"):
+        amp_fx.explain(nn.Sequential(model[0], nn.ReLU(), model[2]), x, harm=cal)
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
 def test_the_frontier_is_drawn(cal: amp_fx.Calibration, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
