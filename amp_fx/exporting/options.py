@@ -47,4 +47,10 @@ class ExportOptions:
                     f"torch._inductor.aoti_compile_and_package.{did_you_mean(str(key), valid)}"
                 )
         # a file is for other machines: this one's rates say nothing about them
-        return cls(Options.parse(None, {"profile": "off", **shared}), **own)
+        parsed = Options.parse(None, {"profile": "off", **shared})
+        if parsed.policy.harm is not None:
+            raise OptionsError(
+                f"export does not place by measured harm; got a policy with harm={parsed.policy.harm!r}. Give the base "
+                "list, or rules that keep the calls in fp32 that amp_fx.calibrate(...) blames."
+            )
+        return cls(parsed, **own)

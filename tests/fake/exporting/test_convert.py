@@ -21,6 +21,7 @@ import amp_fx
 from amp_fx import AmpFxError, CaptureError, InputError, OptionsError, Plan
 from amp_fx.cli.entry import main
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.harm import Harm
 from graphs import rewrite
 
 aten = torch.ops.aten
@@ -587,6 +588,13 @@ def test_what_no_profile_has_decided_is_blamed_on_none(
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionsError, match=message):
         amp_fx.export(MLP(), (torch.randn(4, 16),), **options)
+
+
+def test_measured_harm_is_refused_not_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "harm.json"
+    Harm("MLP", torch.bfloat16).save(path)
+    with pytest.raises(OptionsError, match="export does not place by measured harm"):
+        amp_fx.export(MLP(), (torch.randn(4, 16),), policy={"base": "autocast", "harm": str(path)})
 
 
 SCRIPT = """
