@@ -6,14 +6,11 @@ model = torch.compile(model, backend="amp_fx")
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-# In a source tree, passes/ and viz/ lie beside this folder; an installed package has them inside.
-_HERE = Path(__file__).resolve().parent
-if not (_HERE / "passes").is_dir() and (_HERE.parent / "passes" / "base.py").is_file():
-    __path__.append(str(_HERE.parent))
+from amp_fx._neighbours import find_neighbours
 
-from amp_fx.calibration import CalibratedPlan, Calibration, Point, calibrate
+find_neighbours()
+
 from amp_fx.errors import (
     AmpFxError,
     CaptureError,

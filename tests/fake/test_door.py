@@ -98,6 +98,15 @@ def test_neighbours_of_another_package_are_not_taken_in(tmp_path: Path, wheel: P
     assert found(tmp_path, isolated=True)[1] == tmp_path / "amp_fx" / "passes" / "__init__.py"
 
 
+def test_whoever_walks_the_package_walks_the_package() -> None:
+    # TORCH_LOGS=+amp_fx does, before anything else runs
+    command = [sys.executable, "-c", "import torch, logging; print(logging.getLogger('amp_fx').level)"]
+    env = {**os.environ, "TORCH_LOGS": "+amp_fx", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "10"
+
+
 def test_the_command_line_runs_in_the_root() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "amp_fx", "--version"], cwd=ROOT, capture_output=True, text=True, check=False
