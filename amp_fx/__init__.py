@@ -11,6 +11,7 @@ from amp_fx._neighbours import find_neighbours
 
 find_neighbours()
 
+from amp_fx.calibration import CalibratedPlan, Calibration, Point, calibrate
 from amp_fx.errors import (
     AmpFxError,
     CaptureError,

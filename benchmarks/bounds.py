@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -34,7 +35,7 @@ __all__ = ["BOUNDS", "Measured", "rounds"]
 #: rounds, and calls in each
 _ROUNDS, _CALLS = 300, 5
 
-_LOW = {"profile": "off"}
+_LOW: dict[str, Any] = {"profile": "off"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _linears(width: int, layers: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
 
-def _ours(model: nn.Module, **options: object) -> Callable[..., Tensor]:
+def _ours(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
     return torch.compile(model, backend="amp_fx", options={**_LOW, **options})
 
 
