@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from amp_fx.targets.tracing import TracedGraph, Tracer
 from benchmarks.counts import Counter, Counts
 from zoo import Case
 
-__all__ = ["Facts", "compiled", "needs_a_target", "process", "trace_case"]
+__all__ = ["Facts", "compiled", "needs_a_target", "process", "threads", "trace_case"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -113,6 +114,25 @@ def compiled(
             for node in _calls(graph.after, _MATMULS)
         ),
     )
+
+
+def threads(graphs: Sequence[TracedGraph]) -> list[str]:
+    """Runs in the process. The threads that the compiled forward and backward of the graphs run in."""
+    counter, names = Counter(), list[str]()
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        call = counter.inner_compile(gm, example_inputs, **options)
+
+        def run(args: list[Any]) -> Any:
+            names.append(threading.current_thread().name)
+            return call(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
+        return run
+
+    for graph in graphs:
+        compile_graph(graph, stock_inductor, inner_compile)
+    return names
 
 
 _WIDE = (aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype)

@@ -64,7 +64,10 @@ def _differentiate(compiled: Callable[..., Any], inputs: Sequence[Any], mode: Fa
     with mode:
         seeds = [torch.empty_like(value) for value in outputs]
     leaves = [value for value in tensors(inputs) if value.requires_grad]
-    torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
+    # In this thread. Autograd's thread for the device frees Python objects after the call has returned; where the
+    # process ends meanwhile, Python ends that thread within C++ code that must not throw, and the process aborts.
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
 
 
 def _run_under(mode: FakeTensorMode, inner_compile: InnerCompile) -> InnerCompile:

@@ -50,6 +50,11 @@ def test_a_biased_linear_whose_result_is_only_widened_compiles(head: list[Traced
     assert facts.counts.extern_kernels == 5
 
 
+def test_the_backward_runs_in_the_thread_that_asks(head: list[TracedGraph]) -> None:
+    # a thread of autograd's own may still free Python objects while the process ends, which aborts it
+    assert process().call("targets:threads", head) == ["MainThread", "MainThread"]
+
+
 def test_weight_gradients_leave_matmuls_in_fp32_and_nothing_else_does(head: list[TracedGraph]) -> None:
     facts = compiled(head, OFF)
     assert facts.wide == ("gradient", "gradient")

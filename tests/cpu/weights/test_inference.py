@@ -23,10 +23,22 @@ from amp_fx.placement.profile import DeviceProfile
 from graphs import DEFAULTS
 
 
+class Held:
+    """Bytes that the models of one test make the process hold."""
+
+    def __init__(self) -> None:
+        # models of other tests that are garbage
+        gc.collect()
+        self._before = weights.held_bytes()
+
+    def bytes(self) -> int:
+        return weights.held_bytes() - self._before
+
+
 @pytest.fixture(autouse=True)
-def _no_copies() -> Iterator[None]:
+def held() -> Iterator[Held]:
     weights.clear()
-    yield
+    yield Held()
     weights.clear()
 
 
@@ -97,19 +109,19 @@ def test_outputs_are_those_of_the_weights_of_the_moment(mode: str) -> None:
         assert close_to_autocast(run(x), net, x, FOLDED)
 
 
-def test_by_default_copies_live_across_calls_under_inference_mode_only() -> None:
+def test_by_default_copies_live_across_calls_under_inference_mode_only(held: Held) -> None:
     net, x = new_net(), tokens()
     run = compiled(net, "auto")
     with torch.no_grad(), amp_fx.record() as recording:
         within = run(x)
-    assert weights.held_bytes() == 0
+    assert held.bytes() == 0
     assert "low copies of weights kept" not in str(recording.reports[0])
     with torch.inference_mode(), amp_fx.record() as recording:
         across = run(x)
         assert "low copies of weights kept" in str(recording.reports[0])
         assert sum(given.bytes for given in recording.reports[0].held) == 2 * (16 * 16 * 3 + 16 + 24 * 16)
         # the convolution and the table, for the head; rows are looked up in the fp32 table
-        assert weights.held_bytes() == 2 * (16 * 16 * 3 + 16 + 24 * 16)
+        assert held.bytes() == 2 * (16 * 16 * 3 + 16 + 24 * 16)
         net.table.weight.data.mul_(2.0)
         assert close_to_autocast(run(x), net, x, FOLDED)
         # folding rounds elsewhere
@@ -121,6 +133,7 @@ def test_by_default_copies_live_across_calls_under_inference_mode_only() -> None
 
 
 def test_each_mode_is_compiled_once_and_graphs_and_models_share_what_is_packed(
+    held: Held,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
@@ -137,43 +150,43 @@ def test_each_mode_is_compiled_once_and_graphs_and_models_share_what_is_packed(
     with torch.inference_mode():
         assert close_to_autocast(run(nets[0], x), nets[0], x)
     assert compiles.count == 1
-    assert weights.held_bytes() == low_copies
+    assert held.bytes() == low_copies
     with torch.no_grad():
         assert close_to_autocast(run(nets[0], x), nets[0], x)
     assert compiles.count == 2
-    assert weights.held_bytes() == low_copies
+    assert held.bytes() == low_copies
     with torch.inference_mode():
         # of another batch size, and with it of any
         for rows in (3, 5):
             x = torch.randn(rows, 64)
             assert close_to_autocast(run(nets[0], x), nets[0], x)
         assert compiles.count == 3
-        assert weights.held_bytes() == low_copies
+        assert held.bytes() == low_copies
         assert close_to_autocast(run(nets[1], x), nets[1], x)
         assert compiles.count == 3
-        assert weights.held_bytes() == 2 * low_copies
+        assert held.bytes() == 2 * low_copies
         for net in nets:
             next(net.parameters()).data.mul_(1.5)
             for rows in (16, 3):
                 x = torch.randn(rows, 64)
                 assert close_to_autocast(run(net, x), net, x)
     assert compiles.count == 3
-    assert weights.held_bytes() == 2 * low_copies
+    assert held.bytes() == 2 * low_copies
 
 
-def test_by_default_weights_of_matmuls_in_fp32_are_not_kept() -> None:
+def test_by_default_weights_of_matmuls_in_fp32_are_not_kept(held: Held) -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 128)).eval(), torch.randn(16, 64)
     policy = {"rules": [{"module": r"^0$", "op": "linear", "precision": "fp32"}]}
     run = compiled(net, "auto", policy=policy)
     with torch.inference_mode():
         assert torch.allclose(run(x), net(x), atol=0.1)
-    assert weights.held_bytes() == 2 * (64 * 128 + 128)
+    assert held.bytes() == 2 * (64 * 128 + 128)
     net, nothing = nn.Linear(64, 64), {"rules": [{"op": "linear", "precision": "fp32"}]}
     run = compiled(net, "auto", policy=nothing)
     with torch.inference_mode():
         assert torch.allclose(run(x), net(x), rtol=1e-5, atol=1e-5)
-    assert weights.held_bytes() == 0
+    assert held.bytes() == 0
 
 
 def test_train_evaluate_train() -> None:
@@ -191,15 +204,15 @@ def test_train_evaluate_train() -> None:
 
 
 @pytest.mark.parametrize("mode", ["cache", "freeze"])
-def test_a_graph_without_weights_has_nothing_to_keep(mode: str) -> None:
+def test_a_graph_without_weights_has_nothing_to_keep(held: Held, mode: str) -> None:
     x = torch.randn(4, 4)
     run = torch.compile(lambda x: (x @ x).tanh(), backend="amp_fx", options={**DEFAULTS, "weights": mode})
     with torch.inference_mode():
         assert torch.allclose(run(x), (x @ x).tanh(), atol=0.1)
-    assert weights.held_bytes() == 0
+    assert held.bytes() == 0
 
 
-def test_models_of_one_class_and_dropped_models() -> None:
+def test_models_of_one_class_and_dropped_models(held: Held) -> None:
     x = tokens()
     nets = [new_net(0), new_net(1)]
 
@@ -210,12 +223,12 @@ def test_models_of_one_class_and_dropped_models() -> None:
     with torch.inference_mode():
         for net in nets * 2:
             assert close_to_autocast(run(net, x), net, x, FOLDED)
-    held = weights.held_bytes()
+    both = held.bytes()
     dropped = weakref.ref(nets[0])
     del nets[0], net
     gc.collect()
     assert dropped() is None
-    assert weights.held_bytes() == held // 2
+    assert held.bytes() == both // 2
 
 
 def test_with_strict_a_change_of_frozen_weights_is_an_error() -> None:
@@ -261,7 +274,7 @@ class Compiles:
         monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", count)
 
 
-def test_packed_weights_follow_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_follow_without_compiling(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.LayerNorm(256), nn.Linear(256, 64)).eval()
     x = torch.randn(16, 256)
@@ -269,7 +282,7 @@ def test_packed_weights_follow_without_compiling(monkeypatch: pytest.MonkeyPatch
     with torch.inference_mode():
         assert close_to_autocast(run(x), net, x)
         # the matrices and the biases, not the fp32 weights of the norm
-        assert weights.held_bytes() == 2 * (256 * 256 + 256 + 256 * 64 + 64)
+        assert held.bytes() == 2 * (256 * 256 + 256 + 256 * 64 + 64)
     for weight in net.parameters():
         weight.data = weight.data * 1.5
         with torch.inference_mode():
@@ -280,7 +293,7 @@ def test_packed_weights_follow_without_compiling(monkeypatch: pytest.MonkeyPatch
     del net, weight, run
     gc.collect()
     assert dropped() is None
-    assert weights.held_bytes() == 0
+    assert held.bytes() == 0
     assert all(value.numel() == 1 for value in packed())
 
 
@@ -301,13 +314,13 @@ def test_batch_norm_is_folded_into_the_convolution_before_it() -> None:
     assert (folded != exact).double().mean() < 0.01
 
 
-def test_with_eager_numerics_nothing_is_folded() -> None:
+def test_with_eager_numerics_nothing_is_folded(held: Held) -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16)).eval(), torch.randn(2, 8, 8, 8)
     run = compiled(net, "cache", numerics="eager")
     with torch.inference_mode():
         assert "batch_norm" in "".join(run_and_get_code(lambda: run(x))[1])
-    assert weights.held_bytes() == 2 * (16 * 8 * 3 * 3 + 16)
+    assert held.bytes() == 2 * (16 * 8 * 3 * 3 + 16)
 
 
 def packed() -> list[Tensor]:
