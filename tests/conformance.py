@@ -54,9 +54,7 @@ REQUIRED = 0.98
 #: calls that differ on purpose, by device and name, and why
 EXPLAINED: dict[tuple[str, str], str] = {
     ("cpu", "_grid_sampler_2d_cpu_fallback"): "an inner call without a fake kernel, which no graph can hold",
-    ("cpu", "gru.input"): "autocast rounds what the inner products read; the layer runs in the dtype given",
-    ("cpu", "gru_cell"): "autocast rounds what the inner products read; the cell runs in the dtype given",
-    ("cpu", "lstm_cell"): "autocast rounds what the inner products read; the cell runs in the dtype given",
+    ("cpu", "gru.input"): "the same roundings; its steps are split and joined by other ops",
     ("cuda", "lstm.input"): "computed in fp16 by both; traced, and so returned, in fp32 without cudnn",
 }
 

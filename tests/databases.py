@@ -38,11 +38,6 @@ EXPLAINED: dict[str, str] = {
         ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
         "memory that nobody has written to",
     ),
-    # as in tests/conformance.py
-    **dict.fromkeys(
-        ("nn.LSTMCell", "nn.GRUCell"),
-        "autocast rounds what the inner products read; the cell runs in the dtype given",
-    ),
 }
 
 

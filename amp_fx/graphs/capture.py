@@ -42,6 +42,7 @@ from amp_fx._torch import (
     track_tensor_tree,
 )
 from amp_fx.errors import CaptureError
+from amp_fx.graphs.composites import CPU_COMPOSITES
 from amp_fx.graphs.distributed import changes_layout, fake_mode_of, stand_in
 from amp_fx.graphs.facts import is_gradient_call, is_leaf_call, output_nodes, source_line, tensors
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
@@ -117,7 +118,12 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
             for device_type, region in ambient.items():
                 states.enter_context(enable_autocast(device_type, region.by_user, region.dtype))
             inputs = [stand_in(fake) for fake in fakes]
-            traced = make_fx(interpreter.run, pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+            traced = make_fx(
+                interpreter.run,
+                decomposition_table=CPU_COMPOSITES,
+                pre_dispatch=True,
+                _allow_non_fake_inputs=True,
+            )(*inputs)
     except CaptureError:
         raise
     except Exception as error:

@@ -65,6 +65,16 @@ def test_recurrent_layers_compile_whole(
     assert low(found, "linear")
 
 
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell], ids=lambda cell: cell.__name__)
+def test_products_inside_recurrent_cells_are_low(
+    cell: Callable[..., nn.RNNCellBase], ambient: torch.dtype | None
+) -> None:
+    found = agree(cell(4, 8), torch.randn(2, 4, requires_grad=True), ambient=ambient)
+    assert not any(plans(plan, f"{kind}_cell") for plan in found for kind in ("lstm", "gru"))
+    assert low(found, "rnn_tanh_cell" if cell is nn.RNNCell else "linear")
+
+
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU], ids=lambda layer: layer.__name__)
 def test_recurrent_layers_that_dynamo_leaves_to_eager_stay_fp32(layer: Callable[..., nn.RNNBase]) -> None:
     class Model(nn.Module):
