@@ -28,7 +28,7 @@ from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
 from amp_fx.rewriting import rewrite
 from amp_fx.scaling.unscaled import expect_scaler
-from benchmarks import workloads
+from benchmarks import many_nodes, workloads
 
 __all__ = ["BOUNDS", "Measured", "rounds"]
 
@@ -216,8 +216,12 @@ def objects() -> list[Measured]:
 def capture() -> list[Measured]:
     """Capture and passes, per node of Dynamo's graph: processor time of this process."""
     found = []
-    for name in ("gpt2", "bert", "llama", "t5", "vit", "resnet"):
-        work = workloads.make(name)
+    for name in ("gpt2", "bert", "llama", "t5", "vit", "resnet", *many_nodes.MODELS):
+        if name in many_nodes.MODELS:
+            model, batch = many_nodes.MODELS[name]()
+        else:
+            work = workloads.make(name)
+            model, batch = work.model, work.batch
         graphs: list[fx.GraphModule] = []
         torch._dynamo.reset()
 
@@ -227,7 +231,7 @@ def capture() -> list[Measured]:
             graphs.append(gm)
             return gm.forward
 
-        torch.compile(work.model, backend=keep)(**work.batch)
+        torch.compile(model, backend=keep)(**batch)
         nodes = sum(len(gm.graph.nodes) for gm in graphs)
         regions, times = ambient_regions({"cpu": torch.bfloat16}), []
         for _ in range(5):
