@@ -115,6 +115,9 @@ _NESTING = {"_increment_nesting": 1, "_decrement_nesting": -1, "_enter_dual_leve
 #: marks inputs that were packed constants
 _LIFTED = "amp_fx_lifted"
 
+#: of all elements of a frozen graph's constants, those that folding may add
+_EXPANDED = 1 / 32
+
 #: a device type no graph of ours runs on: see autocast_shield
 _UNUSED_DEVICE = "xla"
 
@@ -209,6 +212,9 @@ def observe_freezing(
 ) -> Iterator[None]:
     """Tells what Inductor's freezing computes inside the block, in whichever thread, and lifts constants.
 
+    What has more elements than what it is computed from, as embeddings that are expanded to a batch, is folded up to
+    :data:`_EXPANDED` of all elements: each batch size has constants of its own.
+
     Args:
         folded: called before a node of a graph is replaced by a constant, with the graph, the node and the constant.
         lifting: is asked once for each frozen graph.
@@ -230,7 +236,34 @@ def observe_freezing(
         def fw_compiler_freezing(*args: Any, inner_compile: Callable[..., Any], **kwargs: Any) -> Any:
             return compile_frozen(*args, inner_compile=_lifted(inner_compile, lifting), **kwargs)
 
+        class Folder(constant_folding.ConstantFolder):
+            def __init__(self, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+                super().__init__(gm, *args, **kwargs)
+                self._at: fx.Node | None = None
+                self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
+                self._left = sum(map(self._elements, gm.graph.find_nodes(op="get_attr"))) * _EXPANDED
+
+            def run_node(self, node: fx.Node) -> Any:
+                inputs = [self._sources.get(arg, frozenset()) for arg in node.all_input_nodes]
+                self._sources[node] = frozenset({node} if node.op == "get_attr" else ()).union(*inputs)
+                self._at = node
+                return super().run_node(node)
+
+            def insertable_tensor_check(self, tensor: torch.Tensor) -> bool:
+                if self._at is None:
+                    raise AssertionError("asked between two nodes")
+                more = tensor.numel() - sum(map(self._elements, self._sources[self._at]))
+                if more > self._left:
+                    return False
+                self._left -= max(more, 0)
+                return True
+
+            def _elements(self, node: fx.Node) -> int:
+                value = self.fetch_attr(str(node.target))
+                return value.numel() if isinstance(value, torch.Tensor) else 0
+
         with (
+            mock.patch.object(constant_folding, "ConstantFolder", Folder),
             mock.patch.object(constant_folding, "replace_node_with_constant", replace_node_with_constant),
             mock.patch.object(freezing, "replace_node_with_constant", replace_node_with_constant),
             mock.patch.object(compile_fx, "fw_compiler_freezing", fw_compiler_freezing),

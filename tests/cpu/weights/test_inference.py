@@ -174,6 +174,28 @@ def test_each_mode_is_compiled_once_and_graphs_and_models_share_what_is_packed(
     assert held.bytes() == 2 * low_copies
 
 
+class Positions(nn.Module):
+    """Adds the same rows of a table to each element of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 64), nn.Linear(64, 64)
+        self.register_buffer("ids", torch.arange(8).unsqueeze(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.table(self.get_buffer("ids").expand(len(x), -1)))
+
+
+@pytest.mark.parametrize("mode", ["auto", "freeze"])
+def test_what_a_batch_makes_larger_than_the_weights_is_not_kept(held: Held, mode: str) -> None:
+    net, x = Positions().eval(), torch.randn(32, 8, 64)
+    run = compiled(net, mode)
+    with torch.inference_mode():
+        assert close_to_autocast(run(x), net, x)
+    # for each batch size it would be eight times a low copy
+    assert 0 < held.bytes() <= 1.1 * sum(2 * p.numel() for p in net.parameters())
+
+
 def test_by_default_weights_of_matmuls_in_fp32_are_not_kept(held: Held) -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 128)).eval(), torch.randn(16, 64)
