@@ -47,9 +47,6 @@ _TIMED = {
         "freezing": "autocast + freezing",
         "bf16": "bf16 model + compile",
         "amp_fx": "amp_fx",
-        "cast": 'amp_fx `weights="cast"`',
-        "cache": 'amp_fx `weights="cache"`',
-        "freeze": 'amp_fx `weights="freeze"`',
     },
 }
 
@@ -133,7 +130,7 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
         "medians over interleaved rounds, each arm in processes of its own. Training steps include backward and SGD;",
         "inference runs under `torch.inference_mode`.",
         f"{head['hardware']}, {head['processor']}, threads: {head['threads']}, torch {head['torch']}; reproduce with",
-        "`python -m benchmarks`.",
+        f"`{_command(head)}`.",
     ]
     if head.get("sizes") == "cpu":
         lines.append("This CPU has instructions for bf16.")
@@ -149,6 +146,12 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
         lines += ["", "A small GPT by depth, compiled from nothing, forward and backward:", ""]
         lines += _depth_table(depth, rows)
     return "\n".join(lines)
+
+
+def _command(head: Mapping[str, Any]) -> str:
+    cpu = " --clock cpu" if head.get("clock") == "cpu" else ""
+    one = "OMP_NUM_THREADS=1 " if head.get("threads") == 1 else ""
+    return f"{one}python -m benchmarks{cpu}"
 
 
 def _depth_table(ours: Sequence[TimingRow], rows: Sequence[TimingRow]) -> list[str]:
@@ -202,8 +205,10 @@ def _timings_table(rows: Sequence[TimingRow], arms: Mapping[str, str]) -> list[s
     return lines
 
 
-def _joined(paths: Sequence[str]) -> tuple[dict[str, Any], list[TimingRow]]:
-    """The rows of several files of one kind of machine; a case that is in several of them has the rows of the last.
+def _joined(paths: Sequence[str]) -> list[tuple[dict[str, Any], list[TimingRow]]]:
+    """The rows of several files of one kind of machine, by what was measured: wall or processor time, and the threads.
+
+    A case that is in several files has the rows of the last.
 
     Raises:
         ValueError: the machines differ.
@@ -211,11 +216,16 @@ def _joined(paths: Sequence[str]) -> tuple[dict[str, Any], list[TimingRow]]:
     files = [read_timings(path) for path in paths]
     head = files[0][0]
     for path, (other, _) in zip(paths, files, strict=True):
-        for key in ("hardware", "processor", "torch", "threads", "sizes", "clock"):
+        for key in ("hardware", "processor", "torch", "sizes"):
             if other.get(key) != head.get(key):
                 raise ValueError(f"{path} has {key} {other.get(key)!r}, {paths[0]} has {head.get(key)!r}")
     last = {row.workload: rows for _, rows in files for row in rows}
-    return head, [row for _, rows in files for row in rows if last[row.workload] is rows]
+    groups: dict[tuple[Any, Any], tuple[dict[str, Any], list[TimingRow]]] = {}
+    for head, rows in files:
+        kept = [row for row in rows if last[row.workload] is rows]
+        if kept:
+            groups.setdefault((head.get("clock"), head.get("threads")), (head, []))[1].extend(kept)
+    return list(groups.values())
 
 
 def _replace(text: str, name: str, section: str) -> str:
@@ -250,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             timed.append(path)
     if timed:
-        text = _replace(text, "speed", speed(*_joined(timed)))
+        text = _replace(text, "speed", "\n\n".join(speed(*group) for group in _joined(timed)))
     _PAGE.write_text(text, encoding="utf-8")
     return 0
 

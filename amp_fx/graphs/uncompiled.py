@@ -4,15 +4,16 @@ A backend is called with graphs, so of code that never becomes a graph it hears 
 
 - Dynamo gives up a function: it calls back at the end of each attempt to compile one.
 - Dynamo compiles a function up to some line only: the graph says so.
-- ``torch.compile`` was given the name of this backend, and when an optimizer steps for the first time, there still was
-  no graph. This is what ``nn.Sequential(...).compile(backend="amp_fx")`` comes to in training: Dynamo does not look
-  at functions of torch.nn.
+- ``torch.compile`` was given the name of this backend, and when an optimizer steps for the first time, or else when the
+  process ends, there still was no graph. This is what ``nn.Sequential(...).compile(backend="amp_fx")`` comes to:
+  Dynamo does not look at functions of torch.nn.
 
-Of the last there is no sign where no optimizer steps; :func:`amp_fx.explain` says it then.
+:func:`amp_fx.explain` says it at once.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
@@ -62,6 +63,8 @@ def watch(backend: Callable[..., Any]) -> None:
     _known.watch = DynamoWatch(_tell, backend)
     _known.watch.start()
     register_optimizer_step_post_hook(_stepped)
+    # without an optimizer, as in serving; before logging itself ends
+    atexit.register(_ending)
 
 
 def graph_arrived(gm: fx.GraphModule) -> None:
@@ -114,13 +117,24 @@ def _describe(found: LeftOut) -> str:
 
 def _stepped(*_: Any) -> None:
     """Optimizers call this after each step."""
-    if _known.is_settled:
-        return
+    if not _known.is_settled:
+        _tell_of_none("an optimizer has stepped")
+
+
+def _ending() -> None:
+    """Python calls this when the process ends."""
+    # what Dynamo gave up says more
+    if not _known.is_settled and not _known.told:
+        _tell_of_none("the process ends")
+
+
+def _tell_of_none(event: str) -> None:
     if is_looked_up("amp_fx"):
         _known.is_settled = True
         logger.warning(
-            "torch.compile was given backend='amp_fx' and an optimizer has stepped, but no graph has reached amp_fx: "
-            "what was compiled runs eagerly, or was not called. model.compile() compiles nothing of torch's own "
-            "modules (nn.Sequential, nn.TransformerEncoderLayer): use model = torch.compile(model, backend='amp_fx'), "
-            "or a subclass with a forward of your own. amp_fx.explain(model, *args) names the reason."
+            "torch.compile was given backend='amp_fx' and %s, but no graph has reached amp_fx: what was compiled runs "
+            "eagerly, or was not called. model.compile() compiles nothing of torch's own modules (nn.Sequential, "
+            "nn.TransformerEncoderLayer): use model = torch.compile(model, backend='amp_fx'), or a subclass with a "
+            "forward of your own. amp_fx.explain(model, *args) names the reason.",
+            event,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -243,3 +245,28 @@ def test_nothing_is_told_by_a_warning_that_could_become_an_error() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled(Recurrent(nn.LSTM))(torch.randn(2, 4, 8))
+
+
+IN_PLACE = """
+import torch
+net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+net.compile(backend={backend!r})
+with torch.inference_mode():
+    net(torch.ones(2, 4))
+"""
+
+
+@pytest.mark.parametrize(("backend", "told"), [("amp_fx", 1), ("eager", 0)])
+def test_a_process_that_ends_without_a_graph_says_so_if_amp_fx_was_asked_for(backend: str, told: int) -> None:
+    code = "import amp_fx\n" + IN_PLACE.format(backend=backend)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("the process ends, but no graph has reached amp_fx") == told
+
+
+def test_at_the_end_nothing_is_told_that_was_told_before(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.compile(backend="amp_fx")
+    model(torch.ones(2, 4))
+    uncompiled._ending()
+    uncompiled._ending()
+    assert len(warned(caplog)) == 1
