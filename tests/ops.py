@@ -20,6 +20,7 @@ from amp_fx.policy import table
 from amp_fx.policy.classes import OpGroup
 from amp_fx.policy.cpu import CPU_GROUPS
 from amp_fx.policy.cuda import CUDA_GROUPS
+from amp_fx.policy.mps import MPS_GROUPS
 from versions import UP_TO_2_12
 
 __all__ = [
@@ -44,8 +45,8 @@ __all__ = [
 ]
 
 
-LISTS = {"cpu": CPU_GROUPS, "cuda": CUDA_GROUPS}
-LOW = {"cpu": torch.bfloat16, "cuda": torch.float16}
+LISTS = {"cpu": CPU_GROUPS, "cuda": CUDA_GROUPS, "mps": MPS_GROUPS}
+LOW = {"cpu": torch.bfloat16, "cuda": torch.float16, "mps": torch.float16}
 
 # ------------------------------------------------------------------------------------------------------------
 # Arguments for every op: fp32 CPU tensors, cast and moved by the tests.
@@ -606,14 +607,14 @@ def run(name: str, call: Call) -> Any:
 
 
 @contextlib.contextmanager
-def autocast_cuda() -> Iterator[None]:
+def autocast_there(device: str) -> Iterator[None]:
     """torch.autocast("cuda") refuses to start without CUDA; its dispatch key does not."""
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", LOW["cuda"])
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, LOW[device])
     try:
         yield
     finally:
-        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_enabled(device, False)
         torch.clear_autocast_cache()
 
 
@@ -622,14 +623,14 @@ def under_autocast(device: str, name: str, call: Call) -> Any:
         with torch.autocast("cpu", LOW["cpu"]):
             return run(name, call)
 
-    def on_cuda(value: Any) -> Any:
+    def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
     with FakeTensorMode():
-        args, kwargs = tree_map(on_cuda, call)
-        with autocast_cuda():
+        args, kwargs = tree_map(move, call)
+        with autocast_there(device):
             return run(name, (args, kwargs))
 
 
@@ -656,6 +657,7 @@ def row(device: str, name: str) -> OpGroup:
 # ------------------------------------------------------------------------------------------------------------
 
 NO_CUDA = "its CUDA code path needs a GPU build"
+NO_MPS = "its MPS code path needs a build for it"
 NO_DRIVER = "a CUDA build asks the driver about cudnn, even for fake tensors"
 NO_META = "no meta kernel, so fake tensors cannot run it"
 NO_LSTM = "oneDNN has no such kernel for this CPU, and autocast raises"
@@ -696,6 +698,25 @@ NOT_ASKED: dict[str, dict[str, str]] = {
             else (),
             NO_META,
         ),
+    },
+    "mps": {
+        **dict.fromkeys(("_thnn_fused_gru_cell", "geqrf"), NO_META),
+        **dict.fromkeys(
+            (
+                *("combinations", "ctc_loss.IntList", "ctc_loss.Tensor", "linalg_lstsq", "masked_select"),
+                *("narrow.Tensor", "nonzero"),
+            ),
+            DATA,
+        ),
+        **dict.fromkeys(
+            (
+                *("batch_norm", "grid_sampler", "grid_sampler_2d", "im2col", "instance_norm"),
+                *("native_batch_norm", "scaled_dot_product_attention"),
+            ),
+            NO_MPS,
+        ),
+        "_mps_convolution": "has no arguments in these tables: its kernel is in MPS builds alone",
+        "tensor_split.tensor_indices_or_sections": "takes CPU indices only",
     },
     "cpu": dict.fromkeys(() if has_low_lstm(LOW["cpu"]) else ("lstm.input", "mkldnn_rnn_layer"), NO_LSTM),
 }

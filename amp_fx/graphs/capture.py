@@ -42,7 +42,7 @@ from amp_fx._torch import (
     track_tensor_tree,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.composites import CPU_COMPOSITES
+from amp_fx.graphs.composites import COMPOSITES
 from amp_fx.graphs.distributed import changes_layout, fake_mode_of, stand_in
 from amp_fx.graphs.facts import is_gradient_call, is_leaf_call, output_nodes, source_line, tensors
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
@@ -120,7 +120,7 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
             inputs = [stand_in(fake) for fake in fakes]
             traced = make_fx(
                 interpreter.run,
-                decomposition_table=CPU_COMPOSITES,
+                decomposition_table=COMPOSITES,
                 pre_dispatch=True,
                 _allow_non_fake_inputs=True,
             )(*inputs)

@@ -1,8 +1,7 @@
 """Composite ops that are captured as the ops they are made of, as autocast sees them.
 
 Pre-dispatch tracing records a composite op as one node. ``torch.autocast`` on a CPU does not list these composites, but
-the linears inside of them: eager code rounds what the linears read, and the gates stay in fp32. On CUDA the composites
-themselves are listed.
+the linears inside of them: eager code rounds what the linears read. On CUDA the composites themselves are listed.
 
 Before::
 
@@ -27,19 +26,26 @@ from torch import Tensor
 
 from amp_fx._torch import OpOverload
 
-__all__ = ["CPU_COMPOSITES"]
+__all__ = ["COMPOSITES"]
 
 aten = torch.ops.aten
 
 
-def _parts_on_cpu(op: OpOverload) -> Callable[..., Any]:
+def _parts(op: OpOverload, devices: tuple[str, ...]) -> Callable[..., Any]:
     def decompose(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return op.decompose(x, *args, **kwargs) if x.device.type == "cpu" else NotImplemented
+        return op.decompose(x, *args, **kwargs) if x.device.type in devices else NotImplemented
 
     return decompose
 
 
-#: what :func:`make_fx` takes as ``decomposition_table``
-CPU_COMPOSITES: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
-    {op: _parts_on_cpu(op) for op in (aten.lstm_cell.default, aten.gru_cell.default, aten.gru.input)}
+#: what :func:`make_fx` takes as ``decomposition_table``: ops, and on which devices autocast does not list them
+COMPOSITES: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
+    {
+        op: _parts(op, devices)
+        for op, devices in {
+            aten.lstm_cell.default: ("cpu",),
+            aten.gru_cell.default: ("cpu", "mps"),
+            aten.gru.input: ("cpu", "mps"),
+        }.items()
+    }
 )

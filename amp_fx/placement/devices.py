@@ -11,7 +11,7 @@ import torch
 
 from amp_fx.errors import did_you_mean
 from amp_fx.placement.gpus import ROCM, Gpu, gpu_row
-from amp_fx.placement.profile import DeviceProfile, ProfileError, check_device_type
+from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile, ProfileError, check_device_type
 
 __all__ = ["builtin", "cuda_profile", "resolve"]
 
@@ -26,8 +26,11 @@ def resolve(spec: str | DeviceProfile, device_type: str) -> DeviceProfile | None
     Raises:
         ProfileError: no such file, not a profile, or one of another device type.
 
-    With a file of a GPU, a graph on the CPU has the built-in profile: graph breaks leave such pieces.
+    With a file of a GPU, a graph on the CPU has the built-in profile: graph breaks leave such pieces. Device types that
+    have no profiles (XPU, MPS) have none with ``"auto"``: every listed op goes low.
     """
+    if spec in ("auto", "off") and device_type not in DEVICE_TYPES:
+        return None
     check_device_type(device_type)
     if isinstance(spec, DeviceProfile):
         return spec

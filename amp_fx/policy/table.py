@@ -11,15 +11,18 @@ from .classes import OpClass, OpGroup, Origin
 from .common import COMMON_GROUPS
 from .cpu import CPU_GROUPS
 from .cuda import CUDA_GROUPS
+from .mps import MPS_GROUPS
 
 __all__ = ["all_names", "lookup", "op_name", "supported_devices"]
 
-#: xpu, mtia, maia and hpu autocast expand the macros that CUDA autocast expands.
+#: xpu, mtia and maia autocast register what CUDA autocast registers, without cudnn's ops; hpu's registrations are in
+#: a package of its own, and taken to be the same.
 _DEVICE_GROUPS: Mapping[str, tuple[OpGroup, ...]] = {
     "cpu": CPU_GROUPS,
     "cuda": CUDA_GROUPS,
     "hpu": CUDA_GROUPS,
     "maia": CUDA_GROUPS,
+    "mps": MPS_GROUPS,
     "mtia": CUDA_GROUPS,
     "xpu": CUDA_GROUPS,
 }

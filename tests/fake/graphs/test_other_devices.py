@@ -1,0 +1,57 @@
+"""Graphs on devices that have op lists and no profile; nothing of them is in the machine, so values are fake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import nn
+
+from amp_fx.graphs.regions import ambient_regions
+from amp_fx.options import Options
+from amp_fx.placement.devices import builtin
+from amp_fx.placement.profile import ProfileError
+from amp_fx.policy.table import supported_devices
+from amp_fx.rewriting import rewrite
+from amp_fx.targets.moving import move
+
+OTHERS = sorted({*supported_devices()} - {"cpu", "cuda"})
+
+
+def graph(device: str) -> fx.GraphModule:
+    """Two Linears around a norm, as Dynamo makes it, on a device."""
+    graphs: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, _: object) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    net = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU(), nn.Linear(512, 512))
+    torch.compile(net.requires_grad_(False), backend=keep)(torch.randn(256, 512))
+    return move(graphs[0], torch.device(device, 0))
+
+
+def rewritten(gm: fx.GraphModule, device: str, **options: Any) -> Any:
+    parsed = Options.parse(None, {"dtype": "float16", "weights": "cast", **options})
+    with torch.no_grad():
+        return rewrite(gm, ambient_regions({device: torch.float16}), parsed, training=False)
+
+
+@pytest.mark.parametrize("profile", ["auto", "off"])
+@pytest.mark.parametrize("device", OTHERS)
+def test_every_listed_op_goes_low(device: str, profile: str) -> None:
+    gm, plan = rewritten(graph(device), device, profile=profile)[:2]
+    dtypes = {
+        str(node.target): node.meta["val"].dtype for node in gm.graph.nodes if node.op == "call_function"
+    }
+    assert dtypes["aten.linear.default"] is torch.float16
+    assert dtypes["aten.layer_norm.default"] is torch.float32
+    assert plan.profile == ""
+
+
+def test_a_profile_of_another_device_is_an_error(tmp_path: Any) -> None:
+    builtin("cpu").save(tmp_path / "cpu.json")
+    with pytest.raises(ProfileError, match="'xpu'; valid: 'cpu', 'cuda'"):
+        rewritten(graph("xpu"), "xpu", profile=str(tmp_path / "cpu.json"))
