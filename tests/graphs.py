@@ -121,9 +121,11 @@ def on_cuda(gm: fx.GraphModule) -> fx.GraphModule:
             value = original.meta.get("example_value")
             if node.op == "placeholder" and isinstance(value, Tensor):
                 # no requires_grad: autograd's metadata asks for the device, fake or not
-                node.meta["example_value"] = torch.empty_strided(
+                fake = torch.empty_strided(
                     tuple(value.shape), value.stride(), dtype=value.dtype, device="cuda"
                 )
+                is_parameter = isinstance(value, nn.Parameter)
+                node.meta["example_value"] = nn.Parameter(fake, False) if is_parameter else fake
             node.args, node.kwargs = tree_map(_cpu_to_cuda, (node.args, node.kwargs))
     return fx.GraphModule(gm, moved.graph)
 

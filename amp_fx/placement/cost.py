@@ -10,7 +10,8 @@ What the model believes about Inductor, checked against its generated code by ``
   reads and writes the whole value.
 * Views move nothing, and fuse where what they look at does. A cast behind a view handles the view's elements,
   not its base's.
-* Training doubles every byte, for gradients take the way back, and triples a matmul's arithmetic.
+* Training doubles every byte, for gradients take the way back, and triples a matmul's arithmetic. On CUDA the gradient
+  of a weight is an exception: it leaves its matmul in fp32, and no kernel widens it.
 
 Sizes are in elements, traffic in bytes, time in picoseconds; symbolic sizes count with the hint they were
 traced with.
@@ -25,7 +26,14 @@ import torch.fx as fx
 from torch.utils._pytree import tree_map
 
 from amp_fx._torch import OpOverload, size_hint
-from amp_fx.graphs.facts import fake_arguments, is_eligible, is_view, matmul_flops, numel
+from amp_fx.graphs.facts import (
+    fake_arguments,
+    is_eligible,
+    is_parameter,
+    is_view,
+    matmul_flops,
+    numel,
+)
 from amp_fx.placement.layout import is_convolution, is_relaid
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import dtype_name, node_plan
@@ -41,6 +49,8 @@ _FLOPS_A_BYTE = 20, 295
 _LINEAR_OPS = frozenset({"add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "neg", "sum", "mean"})
 #: matmuls with a weight, and its position among the arguments
 _WEIGHTED = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
+#: views that a matmul's epilogue sees through (``amp_fx.passes.GemmEpilogue``)
+_RESHAPED = frozenset({"mT", "numpy_T", "permute", "reshape", "t", "transpose.int", "view"})
 #: they read as many elements as they return, however large the table
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "take", "index.Tensor"})
 
@@ -141,13 +151,33 @@ class CostModel:
         """Time for ``reader`` to read the value: all of it, or what a lookup picks."""
         plan = node_plan(reader)
         picks = plan is not None and plan.op in _LOOKUPS and is_eligible(reader.meta.get("val"))
+        if self.has_wide_gradient(value):
+            return self._time(numel(value.meta["val"]) * (itemsize + torch.float32.itemsize))
         return self.traffic(reader if picks else value, itemsize)
 
     def cast_kernel(self, node: fx.Node, low: torch.dtype) -> int:
-        """Time of a stand-alone cast of the value between fp32 and the low dtype, either way."""
+        """Time of a stand-alone cast of the value between fp32 and the low dtype, either way, and of its gradient."""
         launch = 0 if self.profile is None else round(self.profile.launch * 1e12)
-        return self.traffic(node, torch.float32.itemsize + low.itemsize) + launch * (
-            2 if self.training else 1
+        kernels = 2 if self.training and not self.has_wide_gradient(node) else 1
+        return self._time(self.cast_bytes(node, low) * kernels) + launch * kernels
+
+    def has_wide_gradient(self, value: fx.Node) -> bool:
+        """True for a weight whose gradient leaves a matmul in fp32, whatever the matmul multiplies.
+
+        On CUDA, where one matmul alone reads the weight: several gradients would be added up in the low dtype first.
+        """
+        if not self.training or len(value.users) != 1:
+            return False
+        reader, base = next(iter(value.users)), value
+        plan = node_plan(reader)
+        position = -1 if plan is None else _WEIGHTED.get(plan.op, -1)
+        if not 0 <= position < len(reader.args) or reader.args[position] is not value:
+            return False
+        while (plan := node_plan(base)) is not None and plan.op in _RESHAPED and len(base.users) == 1:
+            base = base.all_input_nodes[0]
+        tensor = value.meta["val"]
+        return (
+            is_parameter(base) and len(base.users) == 1 and tensor.ndim == 2 and tensor.device.type == "cuda"
         )
 
     def arithmetic(self, node: fx.Node, low: torch.dtype) -> tuple[int, int] | None:

@@ -40,7 +40,8 @@ class Place(Pass):
     1. a ``promote`` op that autocast runs low may run in fp32.
     2. a ``follow`` op may run in either, as long as nobody who would have read fp32 reads a rounded value.
     3. a ``low`` op may run in fp32 where the device profile says that its casts cost more than it gains.
-    4. under policy ``fast``, ops of ``amp_fx/policy/fast.py`` may store low what autocast has in fp32.
+    4. under policy ``fast``, ops of ``amp_fx/policy/fast.py`` may store low what autocast has in fp32, but not what
+       the same kernel reads in fp32.
 
     Costs are those of :class:`amp_fx.placement.cost.CostModel`: copies that reach memory, stand-alone casts,
     arithmetic. A tie goes to fewer casts, then to fewer bytes cast, then to fp32.
@@ -266,10 +267,26 @@ class Network:
                 # what is in memory anyway is what the backward reads: a second precision would be saved
                 # beside it
                 in_memory += [(reader, want) for reader, want in demands if cost.saves_input(reader)]
+            self._add_rounding(value, stored, demands)
             copies = [stored if want is None else want for _, want in in_memory]
             for label in (HIGH, LOW):
                 write = cost.traffic(value, self._itemsize[label]) * self._scale
                 self._add_shared(Shared(write, label, tuple(copies)))
+
+    def _add_rounding(self, value: fx.Node, stored: Var, demands: list[tuple[fx.Node, Var | None]]) -> None:
+        """Case 4: rounding what a reader in the same kernel wants in fp32 saves nothing there.
+
+        Its gradient is rounded as well, which splits kernels of the backward: counted as one pass over it.
+        """
+        plan = node_plan(value)
+        if plan is not None and plan.may_round:
+            fused = [
+                want
+                for reader, want in demands
+                if want is not None and not self._cost.reads_memory(reader, value)
+            ]
+            passed = self._cost.traffic(value, self._low.itemsize)
+            self._add_shared(Shared(passed * self._scale, HIGH, tuple(fused), stored))
 
     def _converts_alone(self, reader: fx.Node) -> bool:
         """True where a conversion in front of the reader is a kernel: nothing around it fuses with it."""

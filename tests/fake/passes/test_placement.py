@@ -189,6 +189,20 @@ def test_policy_fast_keeps_the_norms_stream_low_under_the_cuda_list() -> None:
     assert plan.node("add").dtype is torch.float32
 
 
+def test_policy_fast_rounds_nothing_that_the_same_kernel_reads_in_fp32() -> None:
+    # as in a state-space model: small factors that cost less in 16 bits, a large product, its exponential
+    def scan(x: Tensor, w: Tensor, bias: Tensor, rates: Tensor, v: Tensor) -> Tensor:
+        steps = F.softplus(F.linear(x, w) + bias)
+        decays = torch.exp(-rates.exp()[None, None] * steps[..., None])
+        inputs = steps[..., None] * F.linear(x, v)[:, :, None]
+        return torch.cumsum(decays, 1) @ inputs.mT
+
+    args = randn(4, 16, 8), randn(8, 8), randn(8), randn(8, 4), randn(4, 8)
+    _, plan = place(scan, *args, policy=Policy("fast"), training=True)
+    assert plan.node("mul_1").dtype is torch.bfloat16
+    assert plan.node("mul").dtype is torch.float32
+
+
 # --- the device decides whether a matmul gains ---
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.plan import node_plan
 from benchmarks.counts import counting
 from graphs import captured
 
@@ -100,9 +101,10 @@ def model(
     training: bool = False,
     profile: DeviceProfile | None = None,
     dynamic: bool | None = None,
+    device: str = "cpu",
 ) -> tuple[CostModel, dict]:
     """The cost model of a program, and its nodes by name."""
-    gm = captured(program, *args, dynamic=dynamic)
+    gm = captured(program, *args, dynamic=dynamic, device=device)
     run_passes(gm, (PinDtypes(), Classify(), Constrain()), PassContext())
     return CostModel(gm.graph, profile, training), {node.name: node for node in gm.graph.nodes}
 
@@ -123,6 +125,45 @@ def test_traffic_is_in_bytes_and_training_doubles_it(training: bool, factor: int
     cost, nodes = model(lambda x, w: x @ w, x(), w(torch.float32), training=training)
     assert cost.traffic(nodes["matmul"], 2) == factor * 2 * N
     assert cost.cast_kernel(nodes["matmul"], BF16) == factor * 6 * N
+
+
+class Weighted(torch.nn.Module):
+    """One weight, read by one matmul or by two, as it is or in another shape."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "transposed":
+            return x @ self.weight.t()
+        y = torch.nn.functional.linear(x, self.weight)
+        return torch.nn.functional.linear(y.relu(), self.weight) if self.how == "shared" else y
+
+
+@pytest.mark.parametrize(
+    ("device", "how", "kernels"),
+    [
+        ("cuda", "read", 1),
+        ("cuda", "transposed", 1),
+        ("cuda", "shared", 2),
+        ("cpu", "read", 2),
+    ],
+)
+def test_on_cuda_no_kernel_widens_the_gradient_of_a_weight(device: str, how: str, kernels: int) -> None:
+    # one byte a second; a kernel takes a second to start
+    profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
+    cost, nodes = model(Weighted(how), x(), training=True, profile=profile, device=device)
+    reader = next(
+        node for node in nodes.values() if getattr(node_plan(node), "op", "") in ("linear", "matmul")
+    )
+    weight = reader.args[1]
+    assert cost.cast_kernel(weight, BF16) == kernels * (6 * W + 1) * 10**12
+    # the forward reads it, and the backward writes its gradient
+    gradient = 4 if kernels == 1 else 2
+    assert cost.read(reader, weight, 2) == (2 + gradient) * W * 10**12
+    assert cost.read(reader, weight, 4) == 8 * W * 10**12
 
 
 @pytest.mark.parametrize(("device", "rows", "passes"), [("cpu", 1, 0), ("cpu", 2, 2), ("cuda", 2, 0)])
