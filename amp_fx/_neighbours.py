@@ -1,7 +1,8 @@
 """In a source tree ``passes/`` and ``viz/`` lie beside the package's folder; here ``import amp_fx`` finds them.
 
-An installed package has them inside, and an editable install knows them: this is asked last. It is not done by
-``amp_fx.__path__``: whoever walks the package, as ``TORCH_LOGS`` does, would walk everything that lies beside it.
+An installed package has them inside. An editable install of another checkout knows that one's: this is asked first.
+It is not done by ``amp_fx.__path__``: whoever walks the package, as ``TORCH_LOGS`` does, would walk everything that
+lies beside it.
 """
 
 from __future__ import annotations
@@ -34,5 +35,6 @@ class _Neighbours(importlib.abc.MetaPathFinder):
 
 def find_neighbours() -> None:
     """From now on ``amp_fx.passes`` and ``amp_fx.viz`` are found beside the package, where it has none inside."""
-    if all((folder / "__init__.py").is_file() for folder in _FOLDERS.values()):
-        sys.meta_path.append(_Neighbours())
+    inside = Path(__file__).with_name("passes")
+    if not inside.exists() and all((folder / "__init__.py").is_file() for folder in _FOLDERS.values()):
+        sys.meta_path.insert(0, _Neighbours())

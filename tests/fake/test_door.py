@@ -83,6 +83,12 @@ def test_an_editable_install_imports_from_elsewhere(tmp_path: Path) -> None:
     assert found(tmp_path) == in_tree(ROOT)
 
 
+def test_a_source_tree_comes_before_an_editable_install_of_another(tmp_path: Path) -> None:
+    for folder in ("amp_fx", "passes", "viz"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    assert found(tmp_path) == in_tree(tmp_path)
+
+
 def test_a_wheel_has_every_file(wheel: Path) -> None:
     installed = {str(path.relative_to(wheel / "amp_fx")) for path in (wheel / "amp_fx").rglob("*.py")}
     here = {str(path.relative_to(ROOT / "amp_fx")) for path in (ROOT / "amp_fx").rglob("*.py")}
