@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from amp_fx._torch import FakeTensor, FakeTensorMode, compile_id, graph_break
+from amp_fx._torch import FakeTensor, FakeTensorMode, compile_id, graph_break, is_functorch_wrapped
 from amp_fx.errors import TargetError
 from amp_fx.graphs.facts import tensors
 from amp_fx.targets.moving import SOURCE_META, fresh, rebuild
@@ -128,6 +128,9 @@ def _held(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def _as_data(node: fx.Node) -> None:
     """Leaves what can be sent to another process: names instead of the user's classes and functions."""
     meta = {key: node.meta[key] for key in _META if key in node.meta}
+    if any(is_functorch_wrapped(value) for value in tensors(meta.get("example_value"))):
+        # inside vmap; nobody asks for it outside
+        del meta["example_value"]
     if "example_value" in meta:
         meta["example_value"] = tree_map_only(FakeTensor, fresh, meta["example_value"])
     if "nn_module_stack" in meta:
