@@ -4,52 +4,81 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.fx as fx
 
 from amp_fx._torch import lower_with_inductor
-from amp_fx.backend import amp_fx
 from amp_fx.targets._torch import pretended
 from amp_fx.targets.compiling import compile_graph
 from amp_fx.targets.tracing import TracedGraph
+from targets import arm
 
-__all__ = ["cubins", "sources"]
+__all__ = ["Code", "cubins", "sources"]
 
 #: in generated code: name = async_compile.triton('name', '''...''', ...)
 _KERNEL = re.compile(r"(triton_\w+) = async_compile\.triton\('\w+', '''\n(.*?)'''", re.DOTALL)
 
 
-def sources(graphs: Sequence[TracedGraph], options: dict[str, Any]) -> list[str]:
-    """Python code of every forward and backward graph, as Inductor would load it."""
-    found: list[str] = []
+@dataclass(frozen=True)
+class Code:
+    """One graph, forward or backward, as Inductor would load it.
+
+    Attributes:
+        text: a Python module, with a function ``call`` that takes its arguments in one list.
+        inputs: names of the arguments, as AOTAutograd gave them.
+        kinds: shape and dtype of each argument.
+        outputs: names of what it returns; the backward reads what has the same name in the forward.
+    """
+
+    text: str
+    inputs: tuple[str, ...]
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    outputs: tuple[str | None, ...]
+
+
+def sources(
+    graphs: Sequence[TracedGraph], options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16
+) -> list[Code]:
+    """Code of every forward and backward graph, in order; as :func:`targets.compiled`, with stock autocast as None."""
+    found: list[Code] = []
 
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         from torch._inductor.graph import GraphLowering
 
-        count_bytes = GraphLowering.count_bytes
+        count_bytes, texts = GraphLowering.count_bytes, list[str]()
 
         def count_and_generate(self: GraphLowering) -> Any:
             counted = count_bytes(self)
             self.wrapper_code.push_codegened_graph(self)
             self.scheduler.codegen()
             code, _ = self.wrapper_code.generate(self.is_inference)
-            found.append(str(getattr(code, "value", code)))
+            texts.append(str(getattr(code, "value", code)))
             return counted
 
         # counting comes after fusion, which is where code generation begins
         with mock.patch.object(GraphLowering, "count_bytes", count_and_generate):
-            return lower_with_inductor(gm, example_inputs, **kwargs).call
+            lowered = lower_with_inductor(gm, example_inputs, **kwargs)
+        graph = lowered.before.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        kinds = tuple((tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in placeholders)
+        outputs = tuple(value and value.name for value in graph.output_node().args[0])  # type: ignore[union-attr]
+        found.append(Code(texts[0], tuple(node.name for node in placeholders), kinds, outputs))
+        return lowered.call
 
     for graph in graphs:
-        compile_graph(graph, lambda gm, inputs: amp_fx(gm, inputs, options=options), inner_compile)
+        compile_graph(graph, arm(options, dtype), inner_compile)
     return found
 
 
-def cubins(codes: Sequence[str], architectures: Sequence[int]) -> dict[str, dict[int, int]]:
+def cubins(codes: Sequence[Code], architectures: Sequence[int]) -> dict[str, dict[int, int]]:
     """Bytes of machine code for each kernel and architecture, 90 for sm_90; kernels that differ by name are one."""
-    kernels = {body.replace(name, "kernel"): name for code in codes for name, body in _KERNEL.findall(code)}
+    kernels = {
+        body.replace(name, "kernel"): name for code in codes for name, body in _KERNEL.findall(code.text)
+    }
     with pretended():
         return {name: _compiled(name, body, architectures) for body, name in kernels.items()}
 

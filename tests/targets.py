@@ -21,13 +21,13 @@ from amp_fx._torch import stock_inductor
 from amp_fx.backend import amp_fx
 from amp_fx.errors import AmpFxError
 from amp_fx.reports.kernels import cast_kernels
-from amp_fx.targets.compiling import compile_graph
+from amp_fx.targets.compiling import Backend, compile_graph
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import TracedGraph, Tracer
 from benchmarks.counts import Counter, Counts
 from zoo import Case
 
-__all__ = ["Facts", "compiled", "needs_a_target", "process", "threads", "trace_case"]
+__all__ = ["Facts", "arm", "compiled", "needs_a_target", "process", "threads", "trace_case"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -81,11 +81,8 @@ class Facts:
     rounded: int
 
 
-def compiled(
-    graphs: Sequence[TracedGraph], options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16
-) -> Facts:
-    """Runs in the process. Compiles with amp_fx, or under stock autocast to ``dtype`` without options."""
-    counter = Counter()
+def arm(options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16) -> Backend:
+    """The backend amp_fx, or stock Inductor under autocast to ``dtype`` without options."""
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if options is not None:
@@ -93,8 +90,16 @@ def compiled(
         with torch.autocast("cuda", dtype):
             return stock_inductor(gm, inputs)
 
+    return backend
+
+
+def compiled(
+    graphs: Sequence[TracedGraph], options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16
+) -> Facts:
+    """Runs in the process. Compiles for an :func:`arm`."""
+    counter = Counter()
     for graph in graphs:
-        compile_graph(graph, backend, counter.inner_compile)
+        compile_graph(graph, arm(options, dtype), counter.inner_compile)
     casts = [
         (_what(kind, cast), size)
         for kind, lowered in counter.graphs

@@ -1,0 +1,259 @@
+"""The numbers that generated CUDA code gives, without a GPU: Triton kernels interpreted, library kernels emulated.
+
+Judged against fp64, beside what stock Inductor generates under autocast.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreted import Step
+from torch import Tensor, nn
+
+from amp_fx._torch import find_nonfinite_
+from amp_fx.targets.tracing import Tracer
+from examples.gpt import GPT, GPTConfig
+from generated import Code
+from targets import needs_a_target, process
+
+pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
+
+PROGRAM = Path(__file__).parents[2] / "interpreted.py"
+OFF = {"profile": "off", "strict": True}
+SCALE = 2.0**12
+
+
+class ConvNet(nn.Module):
+    """A convolution, BatchNorm, a residual add and a biased head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = x + F.relu(self.norm(self.conv(x)))
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class Mlp(nn.Module):
+    """Two biased linears, a GELU and a norm between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 48), nn.LayerNorm(48), nn.Linear(48, 8)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        y = self.down(self.norm(F.gelu(self.up(x))))
+        return y if labels is None else F.cross_entropy(y, labels)
+
+
+def make(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if name == "gpt":
+            tokens = torch.randint(32, (2, 17))
+            config = GPTConfig(vocab=32, context=16, layers=1, heads=2, width=32)
+            return GPT(config), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        if name == "conv_net":
+            return ConvNet(), (torch.randn(4, 4, 8, 8), torch.randint(8, (4,)))
+        return Mlp(), (torch.randn(24, 16), torch.randint(8, (24,)))
+
+
+@dataclass
+class Keeper(Tracer):
+    """Keeps the values that a graph came with as well."""
+
+    def __call__(self, gm: Any, example_inputs: Sequence[Any]) -> Any:
+        self.values = list(example_inputs)
+        return super().__call__(gm, example_inputs)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to compile.
+
+    Attributes:
+        options: of amp_fx, or None for stock Inductor under autocast.
+        dtype: the low one.
+    """
+
+    options: dict[str, Any] | None
+    dtype: torch.dtype = torch.bfloat16
+
+
+FP16 = {**OFF, "dtype": "float16", "scaler": "default"}
+ARMS = {
+    "autocast": Arm(None),
+    "amp_fx": Arm(OFF),
+    "fast": Arm({**OFF, "policy": "fast"}),
+    "autocast fp16": Arm(None, torch.float16),
+    "amp_fx fp16": Arm(FP16, torch.float16),
+    "fast fp16": Arm({**FP16, "policy": "fast"}, torch.float16),
+}
+#: what is run of each model
+TRAINED = {"mlp": tuple(ARMS), "conv_net": ("autocast", "amp_fx"), "gpt": tuple(ARMS)}
+
+
+def generated(keeper: Keeper, arm: Arm) -> list[Code]:
+    """Code for an H100."""
+    return process().call("generated:sources", keeper.graphs, arm.options, arm.dtype)
+
+
+def traced(model: nn.Module, *args: Tensor) -> Keeper:
+    torch._dynamo.reset()
+    keeper = Keeper()
+    torch.compile(model, backend=keeper)(*args)
+    return keeper
+
+
+def trained(name: str, arm: str, scale: float = SCALE) -> Step:
+    """A training step, in fp16 with that loss scale."""
+    model, args = make(name)
+    keeper = traced(model, *args)
+    forward, backward = generated(keeper, ARMS[arm])
+    values = [value.detach() for value in keeper.values]
+    is_inside = len(forward.inputs) > len(values)
+    values += [torch.tensor(scale)] if is_inside else []
+    is_outside = arm == "autocast fp16"
+    return Step(forward, backward, values, [torch.tensor(scale if is_outside else 1.0)])
+
+
+def inferred(weights: str) -> Step:
+    """A call without gradients."""
+    model, (x, _) = make("mlp")
+    with torch.no_grad():
+        keeper = traced(model, x)
+        (code,) = generated(keeper, Arm({**OFF, "weights": weights}))
+    values = [value.detach() for value in keeper.values]
+    # low copies come after the program's inputs; no two parameters have the same shape
+    for shape, dtype in code.kinds[len(values) :]:
+        values.append(next(value.to(dtype) for value in values if tuple(value.shape) == shape))
+    return Step(code, None, values)
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All steps, in one process: whether Triton interprets is decided when it is imported."""
+    steps = {f"{name}, {arm}": trained(name, arm) for name, arms in TRAINED.items() for arm in arms}
+    # gradients leave fp16
+    steps["overflow"] = trained("mlp", "amp_fx fp16", 2.0**24)
+    steps |= {weights: inferred(weights) for weights in ("cast", "cache")}
+    folder = tmp_path_factory.mktemp("interpreted")
+    torch.save(steps, folder / "steps.pt")
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder / "steps.pt"), str(folder / "results.pt")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return torch.load(folder / "results.pt", weights_only=False)
+
+
+def reference(name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradients in fp64."""
+    model, args = make(name)
+    loss = model.double()(*(arg.double() if arg.is_floating_point() else arg for arg in args))
+    loss.backward()
+    return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def by_name(name: str, gradients: Sequence[Tensor | None], scale: float = 1.0) -> dict[str, Tensor]:
+    """Gradients of the parameters, in the order in which the graph has its inputs."""
+    model, args = make(name)
+    names = {id(value): key for key, value in model.named_parameters()}
+    values = traced(model, *args).values
+    return {
+        names[id(value)]: grad / scale
+        for value, grad in zip(values, gradients, strict=False)
+        if id(value) in names and grad is not None
+    }
+
+
+def error(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    assert found.keys() == true.keys()
+    assert all(value.dtype is torch.float32 for value in found.values())
+    distance = sum((found[key].double() - value).square().sum() for key, value in true.items())
+    return float((distance / sum(value.square().sum() for value in true.values())) ** 0.5)
+
+
+def step_errors(interpreted: dict[str, Any], name: str, arm: str) -> tuple[float, float]:
+    """Relative errors of the loss and of all gradients."""
+    (loss,), gradients = interpreted[f"{name}, {arm}"]
+    true_loss, true = reference(name)
+    found = by_name(name, gradients, SCALE if arm == "autocast fp16" else 1.0)
+    return float((loss - true_loss).abs() / true_loss), error(found, true)
+
+
+#: what a rounding to the low dtype may cost, and what no rounding explains
+BOUND = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"), [(name, arm) for name, arms in TRAINED.items() for arm in arms if "amp_fx" in arm]
+)
+def test_a_step_is_as_exact_as_autocasts(interpreted: dict[str, Any], name: str, arm: str) -> None:
+    ours = step_errors(interpreted, name, arm)
+    theirs = step_errors(interpreted, name, arm.replace("amp_fx", "autocast"))
+    assert ours[1] <= 1.02 * theirs[1]
+    assert ours[0] <= theirs[0] + 0.1 * BOUND[ARMS[arm].dtype]
+    assert theirs[1] < BOUND[ARMS[arm].dtype]
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"), [(name, arm) for name, arms in TRAINED.items() for arm in arms if "fast" in arm]
+)
+def test_policy_fast_rounds_more_and_nothing_else(interpreted: dict[str, Any], name: str, arm: str) -> None:
+    loss, gradients = step_errors(interpreted, name, arm)
+    assert loss < BOUND[ARMS[arm].dtype]
+    assert gradients < 1.5 * BOUND[ARMS[arm].dtype]
+
+
+def is_rounded(value: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(value.to(dtype).float(), value)
+
+
+def test_gradients_of_weights_leave_their_matmul_in_fp32_and_autocasts_are_rounded(
+    interpreted: dict[str, Any],
+) -> None:
+    weights = ("up.weight", "down.weight")
+    ours = by_name("mlp", interpreted["mlp, amp_fx"][1])
+    theirs = by_name("mlp", interpreted["mlp, autocast"][1])
+    assert not any(is_rounded(ours[name], torch.bfloat16) for name in weights)
+    assert all(is_rounded(theirs[name], torch.bfloat16) for name in weights)
+
+
+def test_scaled_gradients_leave_the_backward_true_to_scale(interpreted: dict[str, Any]) -> None:
+    # the scale is a power of two: what torch's scaler divides outside has the same bits
+    ours = by_name("mlp", interpreted["mlp, amp_fx fp16"][1])
+    theirs = by_name("mlp", interpreted["mlp, autocast fp16"][1], SCALE)
+    for name in ("up.weight", "down.weight"):
+        assert is_rounded(ours[name] * SCALE, torch.float16)
+        torch.testing.assert_close(ours[name], theirs[name], rtol=2e-3, atol=1e-6)
+
+
+def test_gradients_beyond_fp16_are_found_and_others_are_not(interpreted: dict[str, Any]) -> None:
+    for step, is_bad in (("overflow", 1.0), ("mlp, amp_fx fp16", 0.0)):
+        found = torch.zeros(())
+        find_nonfinite_([g for g in interpreted[step][1] if g is not None], found)
+        assert found.item() == is_bad
+
+
+def test_a_call_with_low_copies_gives_the_bits_of_one_that_casts(interpreted: dict[str, Any]) -> None:
+    cast, cached = (interpreted[weights][0][0] for weights in ("cast", "cache"))
+    assert torch.equal(cast, cached)
+    model, (x, _) = make("mlp")
+    true = model.double()(x.double())
+    assert 1e-4 < (cast - true).norm() / true.norm() < BOUND[torch.bfloat16]
