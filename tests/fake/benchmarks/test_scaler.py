@@ -1,12 +1,14 @@
-"""How many launches a pass over many tensors takes, against hand-made lists."""
+"""What loss scaling costs on a GPU beside the compiled graphs: counted op by op, launches by hand-made lists."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.scaler import launches
+from benchmarks.scaler import Cost, beside, launches
 
 CHUNK = 65536
+SMALL = [64 * 64, 64] * 3
+LARGE = [4096 * 4096] * 30
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,16 @@ CHUNK = 65536
 )
 def test_a_launch_takes_so_many_tensors_and_blocks(sizes: list[int], count: int) -> None:
     assert launches(sizes) == count
+
+
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+def test_a_step_takes_no_more_kernels_than_torchs_scaler_and_half_the_bytes(sizes: list[int]) -> None:
+    ours, theirs = beside("amp_fx", sizes), beside("torch", sizes)
+    assert ours.kernels <= theirs.kernels
+    # every gradient is read once, and one number for each; torch writes them, too
+    assert ours.moved == 4 * sum(sizes) + 8 * len(sizes)
+    assert theirs.moved == 8 * sum(sizes)
+
+
+def test_without_a_scaler_there_is_nothing() -> None:
+    assert beside("", SMALL) == Cost()
