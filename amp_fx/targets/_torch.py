@@ -1,7 +1,7 @@
 """Every private API that stands between a machine without a GPU and code for one, in one place.
 
-Tried on torch 2.13.0 (CPU build). Nothing here is run on data: what is patched are questions that AOTAutograd, Inductor
-and Triton ask about a device while they compile.
+Tried on torch 2.13.0 (CPU build) and 2.14.1 (CUDA build, no driver). Nothing here is run on data: what is patched are
+questions that AOTAutograd, Inductor and Triton ask about a device while they compile.
 """
 
 # what is imported here is private on purpose
