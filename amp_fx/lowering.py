@@ -11,7 +11,15 @@ import torch.fx as fx
 from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, source_hash
 from amp_fx.graphs.capture import graph_devices
 from amp_fx.options import Options
-from amp_fx.passes import JOINT_PIPELINES, POST_GRAD_PIPELINES, Pass, PassContext, run_in_order
+from amp_fx.passes import (
+    JOINT_PIPELINES,
+    POST_GRAD_PIPELINES,
+    KeepStatistics,
+    Pass,
+    PassContext,
+    run_in_order,
+)
+from amp_fx.passes.joint.keep_statistics import is_low_norm
 from amp_fx.placement import layout
 from amp_fx.scaling.scaled_graph import ScaledGraph
 
@@ -37,14 +45,22 @@ def lower(
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
         joint.append(scaled.rewriting)
-    # on a CPU the passes are about convolutions
-    devices = [device for device in sorted(graph_devices(gm)) if device != "cpu" or layout.convolves(gm)]
+    devices = [device for device in sorted(graph_devices(gm)) if device != "cpu" or _concerns_cpu(gm)]
     joint += [step for device in devices for step in JOINT_PIPELINES.get(device, ())]
+    if opts.numerics == "eager":
+        # bit for bit what the decompositions give, which do not know whether eager PyTorch rounds here
+        joint = [step for step in joint if not isinstance(step, KeepStatistics)]
     post_grad = [step for device in devices for step in POST_GRAD_PIPELINES.get(device, ())]
     own = {**_hook("joint", joint, opts), **_hook("post_grad", post_grad, opts)}
     with autocast_shield():
         compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)
+
+
+def _concerns_cpu(gm: fx.GraphModule) -> bool:
+    """True if the passes for CPU have something to do: they are about convolutions and low norms."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return layout.convolves(gm) or any(is_low_norm(node) for graph in graphs for node in graph.nodes)
 
 
 def _hook(stage: Literal["joint", "post_grad"], passes: Sequence[Pass], opts: Options) -> dict[str, Any]:

@@ -24,6 +24,7 @@ verify            it runs, and its dtypes are the planned and the promised ones
 ================= =====================================================================
 scale_backward    (fp16) loss scaling and finite checks inside the backward
 gemm_epilogue     (CUDA) a matmul returns fp32 where the graph does
+keep_statistics   norms keep what their backward needs in fp32
 lay_out_gradients (CPU) gradients of convolutions in their weights' layout
 ================= =====================================================================
 
@@ -55,6 +56,7 @@ from amp_fx.passes.forward.place_by_harm import PlaceByHarm
 from amp_fx.passes.forward.replay import Replay
 from amp_fx.passes.forward.verify import Verify
 from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
+from amp_fx.passes.joint.keep_statistics import KeepStatistics
 from amp_fx.passes.joint.lay_out_gradients import LayOutGradients
 from amp_fx.passes.joint.scale_backward import ScaleBackward
 from amp_fx.passes.partitioned.lay_out_weights import LayOutWeights
@@ -71,6 +73,7 @@ __all__ = [
     "FuseCasts",
     "GemmEpilogue",
     "InsertCasts",
+    "KeepStatistics",
     "KeepWeights",
     "LayOutGradients",
     "LayOutWeights",
@@ -105,7 +108,10 @@ PIPELINE: tuple[Pass, ...] = (
 OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())
 
 #: device type -> passes on Inductor's joint graphs, in order
-JOINT_PIPELINES: dict[str, tuple[Pass, ...]] = {"cuda": (GemmEpilogue(),), "cpu": (LayOutGradients(),)}
+JOINT_PIPELINES: dict[str, tuple[Pass, ...]] = {
+    "cuda": (GemmEpilogue(), KeepStatistics()),
+    "cpu": (LayOutGradients(), KeepStatistics()),
+}
 
 #: device type -> passes on Inductor's graphs after partitioning, in order
 POST_GRAD_PIPELINES: dict[str, tuple[Pass, ...]] = {"cpu": (LayOutWeights(),)}
