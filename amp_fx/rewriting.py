@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 import torch.fx as fx
@@ -143,7 +142,4 @@ def _measured(captured: fx.GraphModule, harm: Harm, context: PassContext) -> dic
     """
     outline = run_passes(captured, OUTLINE, context)
     outline.graph, outline.training = compile_id(), context.training
-    found = choose_plan([graph.outline for graph in harm.graphs], outline, "harm")
-    graph = next(graph for graph in harm.graphs if graph.outline is found)
-    names = {saved.name: row.name for row, saved in zip(outline.nodes, found.nodes, strict=True)}
-    return {names[call.name]: replace(call, name=names[call.name]) for call in graph.calls}
+    return {call.name: call for call in harm.graph(outline).renamed(outline)}

@@ -41,6 +41,7 @@ def blame_lines(
     low = dtype_name(harm.dtype)
     lines = [
         f"{harm.model} in {low}: {measured} calls, graphs: {len(harm.graphs)}, batches: {harm.batches}"
+        + (f", the worst of {harm.states} states" if harm.states > 1 else "")
         + (f", loss scale {harm.scale:g}" if harm.scale != 1 else ""),
         "",
         "gradient error, predicted",
@@ -79,11 +80,12 @@ def _where(source: str) -> str:
 def _notes(harm: Harm, known: Mapping[str, Point]) -> list[str]:
     notes = [
         "Harm changes while a model trains: calibrate a trained checkpoint, and again when it has moved on."
+        + ("" if harm.states > 1 else " Calibration.worst plans for several.")
     ]
     if harm.kinks:
         notes.append(
-            f"{harm.kinks} calls have a derivative that jumps (ReLU): their flips are not predicted, and errors may be "
-            "an order of magnitude larger. The check of a plan by a compiled step counts them."
+            f"{harm.kinks} calls have a derivative that jumps (ReLU): flips are predicted within a factor of about "
+            "three for ReLU, and not for the others. The check of a plan by a compiled step counts them."
         )
     if known["autocast"].error > _LARGE:
         notes.append(f"An error above {_LARGE:g} is only known to be large.")

@@ -13,7 +13,8 @@ from torch import nn
 
 from amp_fx._torch import compile_id, graph_break, unwrapped_errors
 from amp_fx.calibration.calibration import Calibration
-from amp_fx.calibration.measuring import Meter, differentiate, run_measured
+from amp_fx.calibration.measuring import differentiate, run_measured
+from amp_fx.calibration.meter import Meter
 from amp_fx.calibration.step import Step
 from amp_fx.calibration.traced import TracedGraph
 from amp_fx.errors import AmpFxError, CaptureError, OptionsError, ScalerError
@@ -24,6 +25,7 @@ from amp_fx.options import Options
 from amp_fx.passes import OUTLINE, PassContext, run_passes
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.harm import CallHarm, GraphHarm, Harm, ReadHarm
+from amp_fx.plans.plan import Plan
 from amp_fx.policy.table import supported_devices
 from amp_fx.scaling import find_scaler
 from amp_fx.targets import find_target
@@ -46,7 +48,7 @@ def calibrate(
     target: str | None = None,
     scale: float | None = None,
     policy: Any = "autocast",
-    probes: int = 2,
+    probes: int = 1,
     seed: int = 0,
 ) -> Calibration:
     """Measures what each rounding to the low dtype does to the gradient of a model.
@@ -63,12 +65,13 @@ def calibrate(
         loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``.
         dtype: the low dtype, as in ``options=`` of the backend.
         profile: rates by which time is counted: a :class:`DeviceProfile`, or as in ``options=`` of the backend.
-        target: name of the device whose rates count instead: ``"cuda:h100"``, or ``"cuda"`` for this machine's.
+        target: a GPU to plan for, ``"cuda:h100"``, which need not be in this machine: its rates and its op lists count,
+            and what its kernels round. The model is on the CPU, and compiled steps are checked there.
         scale: loss scale of fp16; None: that of the :class:`amp_fx.GradScaler` named "default" if there is one, else
             65536, where such a scaler starts.
         policy: base list and rules; rules hold, whatever is measured.
-        probes: vectors of random signs per batch, each a double backward. More of them, or more batches, make the
-            numbers surer where few values decide, as in a classifier's last layer.
+        probes: vectors of random signs per batch, each a double backward; the gradient's own direction is one more.
+            More of them, or more batches, make the numbers surer where few values decide, as in a classifier's head.
         seed: of the random signs.
 
     Raises:
@@ -85,7 +88,7 @@ def calibrate(
     parameters = [parameter for parameter in program.parameters() if parameter.requires_grad]
     if not parameters:
         raise AmpFxError("the model has no parameter that requires a gradient.")
-    low = opts.low_dtype(parameters[0].device.type)
+    low = opts.low_dtype(parameters[0].device.type if target is None else "cuda")
     opts = replace(opts, dtype=low, profile=_profile(profile, target))
     scale = _scale(scale, low)
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
@@ -93,7 +96,7 @@ def calibrate(
     steps = [Step(program, batch, loss) for batch in _each(batches)]
     if not steps:
         raise AmpFxError("calibrate needs at least one batch; got none.")
-    harm, graphs = _measure(program, steps, parameters, opts, scale, (probes, seed))
+    harm, graphs = _measure(program, steps, parameters, opts, scale, (probes, seed), moves=target is not None)
     return Calibration(harm, graphs, opts, steps)
 
 
@@ -104,13 +107,26 @@ def _measure(
     opts: Options,
     scale: float,
     signs: tuple[int, int],
+    *,
+    moves: bool,
 ) -> tuple[Harm, list[TracedGraph]]:
-    """Runs every step under a backend that watches each value; ``signs`` are vectors a batch and their seed."""
+    """Runs every step under a backend that watches each value.
+
+    Args:
+        program: the model.
+        steps: one a batch.
+        parameters: whose gradients count.
+        opts: with the low dtype.
+        scale: of the loss.
+        signs: vectors of random signs a batch, and their seed.
+        moves: True where the graphs are planned for a GPU, and measured on the CPU.
+    """
     probes, seed = signs
     low = opts.low_dtype(parameters[0].device.type)
     meters: list[Meter] = []
     graphs: list[TracedGraph] = []
     found: list[GraphHarm] = []
+    measured: list[Plan] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         devices = graph_devices(gm).intersection(supported_devices())
@@ -127,8 +143,14 @@ def _measure(
         outline = run_passes(captured, OUTLINE, PassContext(opts.policy, training=True))
         outline.graph, outline.training, outline.graph_break = compile_id(), True, graph_break(gm)
         number = len(found)
+        graph = TracedGraph(gm, ambient, outline.graph)
+        measured.append(outline)
+        if moves and "cuda" not in devices:
+            graph = TracedGraph.on_target(gm, example_inputs, ambient, low)
+            outline = graph.outline(opts)
+            outline.graph_break = measured[-1].graph_break
         found.append(GraphHarm(outline))
-        graphs.append(TracedGraph(gm, ambient, outline.graph))
+        graphs.append(graph)
         return lambda *args: run_measured(captured, meters[-1], number, args)
 
     torch.compiler.reset()
@@ -144,10 +166,12 @@ def _measure(
         torch.compiler.reset()
     if not found:
         raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was measured.")
-    for number, graph in enumerate(found):
-        graph.calls = _mean([meter.rows(number) for meter in meters])
+    for number, (graph, outline) in enumerate(zip(found, measured, strict=True)):
+        rows = GraphHarm(outline, _mean([meter.rows(number) for meter in meters]))
+        graph.calls = rows.renamed(graph.outline)
     kinks = sum(row.op in _KINKS for graph in found for row in graph.outline.nodes)
-    return Harm(type(program).__name__, low, scale, len(steps), kinks, found), graphs
+    harm = Harm(type(program).__name__, low, scale, batches=len(steps), kinks=kinks, graphs=found)
+    return harm, graphs
 
 
 def _mean(rows: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:

@@ -60,6 +60,29 @@ class Calibration:
         self._opts = opts
         self._steps = list(steps)
 
+    @staticmethod
+    def worst(*calibrations: Calibration) -> Calibration:
+        """One calibration for several states of a model: of each rounding, the largest harm that any of them found.
+
+        Harm changes while a model trains. A plan made from this keeps its budget in all of the states::
+
+            early, late = (amp_fx.calibrate(load(path), batches) for path in paths)
+            plan = amp_fx.Calibration.worst(early, late).plan()
+
+        Args:
+            *calibrations: of one program, at least one, with the same low dtype; profile, target and rules are those of
+                the last. Plans are checked in each state that is a module of its own.
+
+        Raises:
+            PlanError: they are not of one program; names what differs.
+        """
+        if not calibrations:
+            raise OptionsError("worst takes at least one calibration; got none.")
+        last = calibrations[-1]
+        steps = [step for calibration in calibrations for step in calibration._steps]
+        harm = Harm.worst([calibration.harm for calibration in calibrations])
+        return Calibration(harm, last._graphs, last._opts, steps)
+
     # --- what any placement costs ---
 
     @functools.cached_property

@@ -1,12 +1,7 @@
 """Measure harm: a forward, a backward and a double backward of the captured graphs, with real values.
 
-With gradients G of all parameters and s = <u, G> / |G| for one vector u of random signs, the gradient of s with
-respect to a value is a, and with respect to the gradient of that value it is b. Rounding errors d of the value and c of
-its gradient then add a^2 d^2 + b^2 c^2 to the squared relative error of G, summed over elements: errors of different
-elements and different values have no sign in common. One double backward gives a and b of all values at once.
-
-A value has an alias for each call that reads it, so that the way into one call has a gradient of its own. Tensors with
-many elements are sampled at equal strides.
+A value has an alias for each call that reads it, so that the way into one call has a gradient of its own. What is added
+up there, and why, is in ``meter.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,130 +18,34 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
+from amp_fx.calibration.attention import attend, is_attention
+from amp_fx.calibration.kinks import noise, smoothed
+from amp_fx.calibration.meter import Key, Meter
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.facts import is_eligible, is_view, storage_of, written_storages
-from amp_fx.plans.harm import CallHarm, ReadHarm, slots
+from amp_fx.plans.harm import slots
 from amp_fx.plans.plan import node_plan
 from amp_fx.policy import OpClass
 
-__all__ = ["Meter", "differentiate", "run_measured"]
-
-#: elements of a tensor that are looked at
-SAMPLES = 65536
+__all__ = ["differentiate", "run_measured"]
 
 #: calls that run their first argument, a graph, on the others; a checkpoint is not computed again here
 _CALLS_BODY = frozenset({"tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"})
 
 
-#: graph, call, slot; the slot is empty for the call's result
-_Key = tuple[int, str, str]
-
-
-@dataclass
-class Meter:
-    """Adds up what the hooks of one step see.
-
-    Attributes:
-        low: the low dtype.
-        scale: loss scale at which gradients are rounded.
-        phase: 0 in the forward, 1 in the backward, 2 in the double backward.
-        weight: of what one double backward finds.
-        values: harm of rounding a value.
-        gradients: the same, of rounding its gradient.
-        leaves: values that need no gradient, made to have one so that their harm is known.
-    """
-
-    low: torch.dtype
-    scale: float
-    phase: int = 0
-    weight: float = 1.0
-    values: dict[_Key, float] = field(default_factory=dict)
-    gradients: dict[_Key, float] = field(default_factory=dict)
-    leaves: list[torch.Tensor] = field(default_factory=list)
-
-    def watch(self, value: torch.Tensor, key: _Key) -> None:
-        """Measures what rounding costs here; ``value`` has to be an alias of its own."""
-        self.values.setdefault(key, 0.0)
-        self.gradients.setdefault(key, 0.0)
-        stride = _stride(value)
-        error = self._rounding(_sample(value.detach(), stride), 1.0)
-
-        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
-            if self.phase == 2:
-                self._add(self.values, key, gradient.detach(), error, stride)
-                return None
-            if not gradient.requires_grad:
-                return None
-            rounding = self._rounding(_sample(gradient.detach(), stride), self.scale)
-            alias = gradient.view_as(gradient)
-            alias.register_hook(
-                lambda second: self._add(self.gradients, key, second.detach(), rounding, stride)
-            )
-            return alias
-
-        value.register_hook(hook)
-
-    def _rounding(self, sample: torch.Tensor, scale: float) -> torch.Tensor:
-        """Error of each element; infinite where a finite one becomes infinite."""
-        return (sample * scale).to(self.low).to(sample.dtype) / scale - sample
-
-    def _add(
-        self,
-        table: dict[_Key, float],
-        key: _Key,
-        sensitivity: torch.Tensor,
-        error: torch.Tensor,
-        stride: int,
-    ) -> None:
-        if not bool(error.isfinite().all()):
-            table[key] = math.inf
-            return
-        change = sensitivity.reshape(-1)[::stride] * error
-        table[key] = table.get(key, 0.0) + torch.dot(change, change).item() * stride * self.weight
-
-    def rows(self, graph: int) -> list[CallHarm]:
-        """What was found in one graph."""
-        found: dict[str, CallHarm] = {}
-        for key, value in self.values.items():
-            number, name, slot = key
-            if number != graph:
-                continue
-            row = found.setdefault(name, CallHarm(name))
-            harms = _finite(value), _finite(self.gradients[key])
-            if slot:
-                row.reads[slot] = ReadHarm(*harms)
-            else:
-                row.value, row.gradient = harms
-        return list(found.values())
-
-
-def _finite(harm: float) -> float | None:
-    return harm if math.isfinite(harm) else None
-
-
-def _stride(value: torch.Tensor) -> int:
-    """Steps between sampled elements, with no factor in common with a size: no row or column is left out."""
-    if value.numel() <= SAMPLES:
-        return 1
-    stride = value.numel() // SAMPLES + 1
-    while any(math.gcd(stride, size) > 1 for size in value.shape if size > 1):
-        stride += 1
-    return stride
-
-
-def _sample(value: torch.Tensor, stride: int) -> torch.Tensor:
-    # a copy: a view would keep the whole tensor
-    return value.reshape(-1)[::stride].clone()
-
-
 class _Measured(fx.Interpreter):
     """Runs a captured and classified graph with real values, watched by a meter."""
 
-    def __init__(self, gm: fx.GraphModule, meter: Meter, graph: int) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, meter: Meter, graph: int, noise_of: Mapping[fx.Node, float]
+    ) -> None:
         super().__init__(gm)
         self._meter = meter
         self._graph = graph
+        self._noise_of = noise_of
         self._written = frozenset[int]().union(*map(written_storages, gm.graph.nodes))
+        #: where the harm of a value, for all who read it, is added up
+        self._keys: dict[fx.Node, Key] = {}
         #: values whose gradient the program itself asks for
         self._differentiable: set[fx.Node] = set()
 
@@ -164,28 +62,54 @@ class _Measured(fx.Interpreter):
         read = self._aliases(n) if plan is not None and plan.op_class is not OpClass.KEEP else {}
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda source: read.get(source, self.env[source]))
         result = self._leaf(n, self._call(n, args, kwargs))
-        if plan is not None and self._is_watched(n, result):
-            result = result.view_as(result)
-            self._meter.watch(result, (self._graph, plan.name, ""))
+        if plan is None or not self._is_watched(n, result):
+            return result
+        key = self._graph, plan.name, ""
+        if (known := self._known_of_view(n, result)) is not None:
+            self._keys[n] = self._meter.share(key, known)
+            return result
+        result = result.view_as(result)
+        self._keys[n] = key
+        self._meter.watch(result, key)
         return result
 
+    def _known_of_view(self, n: fx.Node, result: torch.Tensor) -> Key | None:
+        """Where the harm of what a view looks at is known: that of a view which repeats no element is the same."""
+        plan = n.meta["amp_fx"]
+        if not is_view(n) or plan.op_class is OpClass.KEEP:
+            return None
+        found = [(slot, self.env[source]) for slot, _, source in slots(n)]
+        if len(found) != 1 or result.numel() > found[0][1].numel():
+            return None
+        return self._meter.known((self._graph, plan.name, found[0][0]))
+
     def _call(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Runs a call so that it can be differentiated twice: of attention, only the math kernel can."""
+        """Runs a call so that it can be differentiated twice; fused kernels of attention cannot."""
+        plan = node_plan(n)
+        if is_attention(n) and plan is not None and plan.op_class is not OpClass.KEEP:
+            result = attend(self._meter, (self._graph, plan.name), *args, **kwargs)
+            return _laid_out(result, n.meta["val"])
+        if sigma := self._noise_of.get(n):
+            return smoothed(n, args[0], sigma)
         if "scaled_dot_product" not in str(n.target):
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         with sdpa_kernel([SDPBackend.MATH]):
             return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]
 
     def _aliases(self, n: fx.Node) -> dict[fx.Node, torch.Tensor]:
-        """What the call reads, each value under a name of its own."""
+        """What the call reads, each value under a name of its own; a value's only reader needs none."""
         plan = n.meta["amp_fx"]
         found: dict[fx.Node, torch.Tensor] = {}
         for slot, _, source in slots(n):
             value = self.env[source]
             if not self._is_watched(source, value):
                 continue
+            key = self._graph, plan.name, slot
+            if len(source.users) == 1 and source in self._keys:
+                self._meter.share(key, self._keys[source])
+                continue
             found[source] = value.view_as(value)
-            self._meter.watch(found[source], (self._graph, plan.name, slot))
+            self._meter.watch(found[source], key)
         return found
 
     def _is_watched(self, n: fx.Node, value: Any) -> bool:
@@ -230,8 +154,8 @@ class _Measured(fx.Interpreter):
         """Case: ``checkpoint(body, x)`` runs the body, whose calls are watched like others."""
         body, *operands = n.args
         inner = getattr(self.module, str(body.target))  # type: ignore[union-attr]  # a get_attr node
-        result = _Measured(inner, self._meter, self._graph).run(*fx.map_arg(operands, self.env.__getitem__))
-        return self._note(n, result)
+        given = fx.map_arg(operands, self.env.__getitem__)
+        return self._note(n, run_measured(inner, self._meter, self._graph, given))
 
 
 def _laid_out(result: Any, like: Any) -> Any:
@@ -252,7 +176,7 @@ def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[An
         graph: number of the graph in the meter's keys.
         args: one per placeholder.
     """
-    return _Measured(gm, meter, graph).run(*args)
+    return _Measured(gm, meter, graph, noise(gm, meter.low, args)).run(*args)
 
 
 def differentiate(
@@ -269,7 +193,7 @@ def differentiate(
         run: computes the loss.
         parameters: whose gradients count.
         seed: of the random signs.
-        probes: vectors of random signs, each a double backward; what they find is averaged.
+        probes: vectors of random signs; what they find is averaged.
 
     Raises:
         AmpFxError: the loss or its gradient is not finite, or the model cannot be differentiated twice.
@@ -285,17 +209,29 @@ def differentiate(
             raise AmpFxError(
                 f"the gradient of the loss has norm {norm}: calibrate on a step whose gradient is finite and not zero."
             )
-        generator = torch.Generator().manual_seed(seed)
+        inputs = [*parameters, *meter.leaves]
         meter.phase = 2
+        own = [gradient.detach() / norm for gradient in used]
+        torch.autograd.grad(_along(used, own) / norm, inputs, allow_unused=True, retain_graph=True)
+        generator = torch.Generator().manual_seed(seed)
         meter.weight = 1 / probes
         for probe in range(probes):
-            total = torch.zeros((), device=used[0].device)
-            for gradient in used:
-                signs = torch.empty(gradient.shape).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
-                total = total + (gradient * signs.to(gradient.device)).sum().to(total.device) / norm
-            torch.autograd.grad(
-                total, [*parameters, *meter.leaves], allow_unused=True, retain_graph=probe + 1 < probes
-            )
+            signs = [_signs(gradient, generator) for gradient in used]
+            share = _along(signs, own)
+            across = [sign.sub_(share.to(sign.device) * unit) for sign, unit in zip(signs, own, strict=True)]
+            total = _along(used, across) / norm
+            torch.autograd.grad(total, inputs, allow_unused=True, retain_graph=probe + 1 < probes)
+
+
+def _along(values: Sequence[torch.Tensor], direction: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The inner product of two vectors in pieces."""
+    pieces = [(value * unit).sum() for value, unit in zip(values, direction, strict=True)]
+    return torch.stack([piece.to(pieces[0].device) for piece in pieces]).sum()
+
+
+def _signs(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    signs = torch.empty(like.shape).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    return signs.to(like.device)
 
 
 @contextlib.contextmanager

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 import torch.fx as fx
 
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
-from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_in_order
+from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, run_in_order, run_passes
 from amp_fx.passes.base import bodies
 from amp_fx.passes.forward.place_by_harm import Placement, PricedGraph, price
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.plan import Plan
 from amp_fx.rewriting import rewrite
+from amp_fx.targets.moving import move
+from amp_fx.targets.tracing import Tracer
 
 __all__ = ["TracedGraph"]
 
@@ -35,6 +39,28 @@ class TracedGraph:
     ambient: Mapping[str, Region]
     name: str
 
+    @classmethod
+    def on_target(
+        cls, gm: fx.GraphModule, inputs: Sequence[Any], ambient: Mapping[str, Region], low: torch.dtype
+    ) -> TracedGraph:
+        """The same graph on a GPU, with that device's op lists; the GPU need not be in this machine.
+
+        Args:
+            gm: on the CPU; not changed.
+            inputs: real ones.
+            ambient: autocast state at its entry, per device type.
+            low: the low dtype.
+        """
+        tracer = Tracer()
+        tracer(gm, inputs)
+        (kept,) = tracer.graphs
+        for node in kept.gm.graph.find_nodes(op="placeholder"):
+            if isinstance(value := node.meta["example_value"], torch.Tensor):
+                # autograd would ask for the device, and ends the process where there is none
+                value.requires_grad_(False)
+        region = ambient.get("cpu", Region(True, low, by_user=False))
+        return cls(move(kept.gm, torch.device("cuda", 0)), {"cuda": region}, kept.name)
+
     @property
     def device_type(self) -> str:
         """Type of the device that it runs on."""
@@ -52,6 +78,12 @@ class TracedGraph:
         """
         context = PassContext(opts.policy, opts.numerics, profile, training=True)
         return list(_priced(capture(self.gm, self.ambient), context, rows))
+
+    def outline(self, opts: Options) -> Plan:
+        """The graph's calls as ``classify`` labels them."""
+        outline = run_passes(capture(self.gm, self.ambient), OUTLINE, PassContext(opts.policy, training=True))
+        outline.graph, outline.training = self.name, True
+        return outline
 
     def plan(self, opts: Options, placement: Placement | None = None) -> Plan:
         """What the backend would do with these options; see :func:`amp_fx.rewriting.rewrite`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -25,13 +26,17 @@ _MOST_FP64 = 2**30
 
 
 class Verifier:
-    """Compiles plans and measures the error of their gradients on batches that were calibrated on."""
+    """Compiles plans and measures the error of their gradients on batches that were calibrated on.
+
+    Of several states of a model, each a module of its own, the largest error counts.
+    """
 
     def __init__(self, steps: Sequence[Step], opts: Options, scale: float) -> None:
-        self._steps = list(steps[:_MOST_STEPS])
+        states: dict[int, list[Step]] = {}
+        for step in steps:
+            states.setdefault(id(step.program), []).append(step)
+        self._states = [_State(found[:_MOST_STEPS], scale) for found in states.values()]
         self._opts = opts
-        self._scale = scale
-        self._exact: list[Gradients] = []
         self._autocast: float | None = None
 
     def error(self, plans: Sequence[Plan]) -> float:
@@ -58,10 +63,22 @@ class Verifier:
         """The error with options of the backend: root of the mean square over the batches."""
         low = self._opts.dtype
         given = {"dtype": "auto" if low is None else dtype_name(low), **options}
+        return max(state.error(given) for state in self._states)
+
+
+class _State:
+    """A model with the batches that its compiled steps are judged on."""
+
+    def __init__(self, steps: Sequence[Step], scale: float) -> None:
+        self._steps = steps
+        self._scale = scale
+        self._exact: list[Gradients] = []
+
+    def error(self, options: dict[str, Any]) -> float:
         torch.compiler.reset()
         try:
             with without_scaling():
-                program = torch.compile(self._steps[0].program, backend="amp_fx", options=given)
+                program = torch.compile(self._steps[0].program, backend="amp_fx", options=options)
                 found = [step.gradients(program, self._scale) for step in self._steps]
         finally:
             torch.compiler.reset()

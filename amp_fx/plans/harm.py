@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,17 @@ from amp_fx.errors import PlanError
 from amp_fx.graphs.facts import arguments, is_eligible, tensor_nodes
 from amp_fx.plans.files import TooLongError, read_text, write_text
 from amp_fx.plans.plan import Plan, dtype_name, named_dtypes
+from amp_fx.plans.plan_files import choose_plan
 from amp_fx.plans.schema import SchemaError, decode, parse_object
 
-__all__ = ["CallHarm", "GraphHarm", "Harm", "ReadHarm", "as_number", "slots"]
+__all__ = ["INSIDE", "CallHarm", "GraphHarm", "Harm", "ReadHarm", "as_number", "slots"]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
+
+#: slots of what a kernel of attention rounds inside if it runs low: the probabilities on their way to the values,
+#: scores and their gradient, and the result, from which its backward takes sums
+INSIDE = PROBABILITIES, SCORES, RESULT = "probabilities", "scores", "stored result"
 
 #: bytes; a graph has about a kilobyte a call
 _MAX_FILE = 256 * 1024 * 1024
@@ -55,7 +60,7 @@ class CallHarm:
         name: of the call, as in its plan.
         value: harm if the result is rounded for all who read it.
         gradient: harm if the gradient of the result, all its parts added up, is rounded.
-        reads: argument, as :func:`slots` names it -> what rounding it on the way in costs.
+        reads: argument, as :func:`slots` names it -> what rounding it on the way in costs; and slots of :data:`INSIDE`.
     """
 
     name: str
@@ -76,6 +81,15 @@ class GraphHarm:
     outline: Plan
     calls: list[CallHarm] = field(default_factory=list)
 
+    def renamed(self, outline: Plan) -> list[CallHarm]:
+        """The calls by the names that they have in another capture of the graph.
+
+        Args:
+            outline: of that capture; the same calls in the same order.
+        """
+        names = {saved.name: row.name for row, saved in zip(outline.nodes, self.outline.nodes, strict=True)}
+        return [replace(call, name=names[call.name]) for call in self.calls]
+
 
 @dataclass
 class Harm:
@@ -86,6 +100,7 @@ class Harm:
         dtype: the low dtype.
         scale: loss scale at which gradients were rounded; 1 where there is none.
         batches: number of batches whose harms were averaged.
+        states: number of states of the model that were measured; of each rounding, the largest harm counts.
         kinks: calls whose derivative jumps (ReLU and its kin): predictions are orders of magnitude where they count.
         graphs: in order of their first call.
     """
@@ -94,8 +109,47 @@ class Harm:
     dtype: torch.dtype
     scale: float = 1.0
     batches: int = 1
+    states: int = 1
     kinks: int = 0
     graphs: list[GraphHarm] = field(default_factory=list)
+
+    def graph(self, outline: Plan) -> GraphHarm:
+        """What was measured of a graph.
+
+        Args:
+            outline: the graph's calls.
+
+        Raises:
+            PlanError: the graph was not measured; names what has moved.
+        """
+        found = choose_plan([graph.outline for graph in self.graphs], outline, "harm")
+        return next(graph for graph in self.graphs if graph.outline is found)
+
+    @classmethod
+    def worst(cls, harms: Sequence[Harm]) -> Harm:
+        """Of each rounding the largest harm, for a model that was measured in several states.
+
+        Args:
+            harms: of one model, at least one; names, and the loss scale, are those of the last.
+
+        Raises:
+            PlanError: they have different low dtypes, or a graph of one was not measured in another.
+        """
+        last = harms[-1]
+        dtypes = {harm.dtype for harm in harms}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(map(dtype_name, dtypes)))
+            raise PlanError(
+                f"harms of different low dtypes ({names}) are not comparable; calibrate in one of them."
+            )
+        graphs = [
+            GraphHarm(
+                graph.outline, _largest([harm.graph(graph.outline).renamed(graph.outline) for harm in harms])
+            )
+            for graph in last.graphs
+        ]
+        batches, states = sum(harm.batches for harm in harms), sum(harm.states for harm in harms)
+        return replace(last, batches=batches, states=states, graphs=graphs)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form."""
@@ -175,6 +229,25 @@ class _Calls:
     """The part of a graph's JSON form that is not a plan."""
 
     calls: list[CallHarm]
+
+
+def _largest(measured: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:
+    """The largest harm of every rounding. What only some of them have measured counts as they have it."""
+    found: dict[str, CallHarm] = {}
+    for call in (call for calls in measured for call in calls):
+        known = found.setdefault(call.name, CallHarm(call.name))
+        known.value = _larger(known.value, call.value)
+        known.gradient = _larger(known.gradient, call.gradient)
+        for slot, read in call.reads.items():
+            before = known.reads.get(slot, ReadHarm())
+            known.reads[slot] = ReadHarm(
+                _larger(before.value, read.value), _larger(before.gradient, read.gradient)
+            )
+    return list(found.values())
+
+
+def _larger(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else max(first, second)
 
 
 def as_number(harm: float | None) -> float:

@@ -11,6 +11,8 @@ memory low, or where a library kernel (matmul, convolution, attention) reads it 
 The gradient of a value is rounded where it is handed back by a library kernel that runs low (4), where such a kernel
 takes it as the gradient of its result (5), and where it is kept in memory between two kernels in the dtype of a value
 that is stored low (6). A gradient that arrives rounded is not rounded again.
+
+Kernels of attention round operands of the matmuls inside them (7; ``amp_fx/calibration/attention.py``).
 """
 
 from __future__ import annotations
@@ -23,18 +25,16 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.facts import in_place_target, is_parameter
+from amp_fx.passes.forward.harm_memory import Memory
 from amp_fx.passes.forward.place import Network, is_shaped, named_arguments
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var
-from amp_fx.plans.harm import CallHarm, as_number, slots
+from amp_fx.plans.harm import INSIDE, CallHarm, as_number, slots
 from amp_fx.plans.plan import NodePlan, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.fast import LOW_IO, MAY_ROUND
 
 __all__ = ["HarmNetwork", "HarmTerm", "free_nodes"]
-
-#: pass their gradient on as it is to each operand of their own shape
-_PASS_ON = frozenset({"add.Tensor", "add_.Tensor"})
 
 #: operands whose gradient is a sum in a fused kernel, not the result of a library kernel: (op, argument)
 _SUMMED = frozenset({("addmm", "self"), ("baddbmm", "self")})
@@ -117,14 +117,12 @@ class HarmNetwork(Network):
         self._rows = rows
         self._free = free
         self.terms: list[HarmTerm] = []
-        self._carries: dict[fx.Node, bool] = {}
+        self._memory = Memory(graph, cost, rows)
         for node in free:
             plan = node.meta["amp_fx"]
             plan.may_round = True
             if plan.op in LOW_IO:
                 plan.own_dtype_slots = tuple(dict.fromkeys((*plan.own_dtype_slots, "weight", "bias")))
-        for node in graph.nodes:
-            self._carries[node] = self._carries_gradient(node)
 
     @property
     def scale(self) -> int:
@@ -169,64 +167,57 @@ class HarmNetwork(Network):
         if is_library and not self._is_summed(plan, argument) and not self._leaves_wide(value, plan):
             self._charge(as_number(harm.gradient), LOW, want, None, plan.name, slot, backward=True)
 
+    def _charge_inside(self, node: fx.Node, plan: NodePlan, row: CallHarm) -> None:
+        """Case 7."""
+        for slot in INSIDE:
+            if found := row.reads.get(slot):
+                for harm, backward in ((found.value, False), (found.gradient, True)):
+                    self._charge(as_number(harm), LOW, node, None, plan.name, slot, backward=backward)
+
     def _charge_result(self, value: fx.Node, stored: Var) -> None:
         """Cases 1, 5 and 6."""
         plan = node_plan(value)
         row = None if plan is None else self._rows.get(plan.name)
         if plan is None or row is None:
             return
-        if plan.op_class is OpClass.LOW or self._is_written(value):
+        self._charge_inside(value, plan, row)
+        if plan.op_class is OpClass.LOW or self._memory.writes_value(value):
             self._charge(as_number(row.value), LOW, stored, None, plan.name, "", backward=False)
-        if not self._carries[value]:
+        if not self._memory.writes_gradient(value):
             return
-        gradient = as_number(row.gradient)
-        reader = next(iter(value.users)) if len(value.users) == 1 else None
-        want = None if reader is None else self._rounded_by(reader, value)
+        gradient, want = as_number(row.gradient), self._rounded_by(value)
         if want is not None:
             self._charge(gradient, HIGH, want, stored, plan.name, "", backward=True)
         else:
             self._charge(gradient, LOW, stored, None, plan.name, "", backward=True)
 
-    def _rounded_by(self, reader: fx.Node, value: fx.Node) -> Var | None:
-        """The variable of the only reader of a value, where that hands back a rounded gradient if it is low itself."""
+    def _rounded_by(self, value: fx.Node) -> Var | None:
+        """The variable of the call behind a value from which its gradient comes rounded, if that call is low."""
+        if len(value.users) != 1:
+            return None
+        (reader,) = value.users
         plan = node_plan(reader)
         if plan is None or plan.dtype is None:
             return None
         if plan.op_class is OpClass.LOW:
             names = [name for name, given in named_arguments(reader) if given is value]
             return None if any(self._is_summed(plan, name) for name in names) else reader
-        moves = self._cost.is_view(reader)
-        adds = plan.op in _PASS_ON and _same_shape(reader, value)
-        return self._stored(reader) if (moves or adds) and self._carries[reader] else None
-
-    def _carries_gradient(self, node: fx.Node) -> bool:
-        """True where the gradient of the result is written to memory in the dtype of the result."""
-        plan = node_plan(node)
-        if plan is None:
-            return False
-        if self._cost.is_view(node):
-            return self._carries[node.all_input_nodes[0]]
-        if plan.op_class is OpClass.LOW:
-            return True
-        return any(
-            self._cost.reads_memory(user, node) and not self._cost.is_external(user) for user in node.users
-        )
-
-    def _is_written(self, value: fx.Node) -> bool:
-        """True for fused values that some reader finds in memory; the backward of the others reads them there, too."""
-        return not self._cost.is_stored(value) and any(
-            self._cost.reads_memory(user, value) for user in value.users
-        )
+        if not self._memory.passes_on(reader, value):
+            return None
+        return self._stored(reader) if self._memory.writes_gradient(reader) else self._rounded_by(reader)
 
     def _is_summed(self, plan: NodePlan, argument: str) -> bool:
         return argument == "bias" or (plan.op, argument) in _SUMMED
 
     def _leaves_wide(self, value: fx.Node, plan: NodePlan) -> bool:
-        """On CUDA the gradient of a matmul's weight leaves its kernel in fp32 (``gemm_epilogue``)."""
-        if "conv" in plan.op or "attention" in plan.op:
+        """On CUDA the gradient of a matmul's weight leaves its kernel in fp32 (``gemm_epilogue``).
+
+        That of a weight with several readers is a sum of gradients, which another kernel reads.
+        """
+        if "conv" in plan.op or "attention" in plan.op or len(value.users) > 1:
             return False
-        while self._cost.is_view(value):
-            value = value.all_input_nodes[0]
+        if self._cost.is_view(value):
+            return self._leaves_wide(value.all_input_nodes[0], plan)
         tensor = value.meta.get("val")
         return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" and is_parameter(value)
 
@@ -235,10 +226,3 @@ class HarmNetwork(Network):
     ) -> None:
         if harm:
             self.terms.append(HarmTerm(harm, label, var, against, call, slot, backward))
-
-
-def _same_shape(reader: fx.Node, value: fx.Node) -> bool:
-    given, result = value.meta.get("val"), reader.meta.get("val")
-    return (
-        isinstance(given, torch.Tensor) and isinstance(result, torch.Tensor) and given.shape == result.shape
-    )

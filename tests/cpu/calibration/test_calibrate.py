@@ -19,6 +19,8 @@ from amp_fx.cli import main
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import dtype_name
+from amp_fx.viz import html
+from amp_fx.viz.model import drawing
 from graphs import without_inductor
 from small_models import GPT, SpreadNorm, tokens, train
 
@@ -284,6 +286,8 @@ def test_a_report_says_what_every_rounding_costs(tmp_path: Path) -> None:
     for given in (cal, str(path)):
         report = amp_fx.explain(model, x, options={"profile": "off"}, harm=given)
         assert all("harm: rounding adds up to" in row.reason for row in report.plan.nodes)
+        assert report.harms[report.plan.graph].keys() == {row.name for row in report.plan.nodes}
+        assert "gradient's error" in html.render(drawing(report))
     with pytest.raises(PlanError, match="is now relu"):
         amp_fx.explain(nn.Sequential(model[0], nn.ReLU(), model[2]), x, harm=cal)
 

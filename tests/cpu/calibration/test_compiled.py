@@ -80,8 +80,16 @@ def test_the_error_of_a_compiled_plan_is_the_predicted_one(name: str) -> None:
         plan = cal.plan(budget)
         assert plan.measured is not None
         print(f"{name} at {budget}: predicted {plan.point.error:.2e}, compiled {plan.measured:.2e}")
-        # what is stored low costs up to a quarter more than predicted: GPT-2 has 0.796, the others 0.90 to 1.23
-        assert 0.75 <= plan.point.error / plan.measured <= 1.25, budget
+        assert 0.8 <= plan.point.error / plan.measured <= 1.25, budget
+
+
+def test_the_error_of_policy_fast_is_the_predicted_one_where_norms_stand_behind_the_residual_adds() -> None:
+    model, batches = trained("bert", 30), [labelled_text(seed) for seed in range(4)]
+    cal = amp_fx.calibrate(model, batches, profile="off")
+    fast = next(point for point in cal.frontier() if point.name == "fast")
+    found = unseen(model, batches).compiled({"policy": "fast", "profile": "off"})
+    print(f"predicted {fast.error:.2e}, compiled {found:.2e}")
+    assert 0.8 <= fast.error / found <= 1.25
 
 
 def bytes_moved(model: nn.Module, batch: dict[str, Tensor], options: dict[str, Any]) -> int:

@@ -24,6 +24,8 @@ def test_the_documents_model_recovers_its_loss(tmp_path: Path, monkeypatch: pyte
     assert names["spoiled"] > 10 * names["exact"]
     assert names["recovered"] < 1.3 * names["exact"]
     cal: amp_fx.Calibration = names["cal"]
+    (printed,) = re.findall(r"^  autocast +(\S+)", DOCUMENT.read_text(), re.MULTILINE)
+    assert float(printed) == pytest.approx(cal.autocast_error, rel=0.15)
     worst = next(line for line in str(cal).splitlines() if "%" in line)
     assert "linear" in worst
     assert "read" in worst

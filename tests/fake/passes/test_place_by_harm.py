@@ -21,7 +21,7 @@ from amp_fx.passes.base import run_in_order
 from amp_fx.passes.forward.place_by_harm import PricedGraph, price
 from amp_fx.placement.cut import LOW, evaluate
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.harm import CallHarm, ReadHarm, slots
+from amp_fx.plans.harm import INSIDE, CallHarm, ReadHarm, slots
 from amp_fx.plans.plan import Plan, node_plan
 from amp_fx.policy import OpClass
 from graphs import captured
@@ -224,3 +224,96 @@ def test_a_graph_beyond_its_budget_at_any_weight_has_the_least_error() -> None:
     plan = placed(variance, *ARGS, context=context, budget=0.0)
     others = [row for row in plan.nodes if row.op != "matmul" and row.dtype is not None]
     assert {row.dtype for row in others} == {torch.float32}
+
+
+def charged(gm: fx.GraphModule, rows: Mapping[str, CallHarm] | None = None) -> set[tuple[str, str, bool]]:
+    """(call, slot, whether a gradient) of every rounding that happens where all that may be low is low."""
+    graph = priced(gm, uniform(gm) if rows is None else rows)
+    labels = dict.fromkeys(graph.priced.problem(0.0).variables(), LOW)
+    return {(term.call, term.slot, term.backward) for term in graph.priced.blame(labels)}
+
+
+SQUARE = torch.randn(64, 16), torch.randn(16, 16)
+
+
+def test_the_gradient_of_a_residual_add_waits_in_memory_for_the_kernel_that_completes_it() -> None:
+    def stream(x: Tensor, w: Tensor) -> Tensor:
+        first = torch.matmul(x, w).sin()
+        # the gradient of the sum is there before that of its first summand, which the matmul reads, too
+        last = first + torch.matmul(first, w)
+        return last.exp().sum()
+
+    terms = charged(captured(stream, *SQUARE))
+    assert ("add", "", True) in terms
+    # complete within one kernel, from the two parts on
+    assert ("sin", "", True) not in terms
+    assert ("exp", "", True) not in terms
+    # comes from the add, rounded there
+    assert ("matmul_1", "", True) not in terms
+
+
+def test_what_joins_two_values_is_kept_for_the_backward_and_what_follows_from_one_is_computed_again() -> None:
+    def joined(x: Tensor, w: Tensor) -> Tensor:
+        return (torch.matmul(x, w) + torch.matmul(w, x.mT).mT).exp().sum()
+
+    def followed(x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(x, w).sin().exp().sum()
+
+    def unused(x: Tensor, w: Tensor) -> Tensor:
+        # the backward of a sum needs nothing
+        return (torch.matmul(x, w) + torch.matmul(w, x.mT).mT).sum()
+
+    assert ("add", "", False) in charged(captured(joined, *SQUARE))
+    assert not {("sin", "", False), ("exp", "", False)} & charged(captured(followed, *SQUARE))
+    assert ("add", "", False) not in charged(captured(unused, *SQUARE))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_dropout_that_drops_nothing_hands_a_gradient_on_as_it_is(p: float) -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        first = torch.matmul(x, w).sin()
+        last = first + F.dropout(torch.matmul(first, w), p)
+        return last.exp().sum()
+
+    assert (("matmul_1", "", True) in charged(captured(program, *SQUARE))) == (p > 0)
+
+
+def test_a_gradient_that_adds_up_in_a_table_is_read_from_memory() -> None:
+    def program(table: Tensor, w: Tensor) -> Tensor:
+        ids = torch.arange(8)
+        return torch.matmul(F.embedding(ids, table).sin(), w).sum()
+
+    rows = uniform(captured(program, *SQUARE))
+    assert ("embedding", "", True) in charged(captured(program, *SQUARE), rows)
+
+
+def test_where_no_gradient_flows_none_waits() -> None:
+    def program(x: Tensor, w: Tensor, angle: Tensor) -> Tensor:
+        cos = angle.cos()
+        h = torch.matmul(x, w) * cos
+        return torch.matmul(h * cos, w).sum()
+
+    args = *SQUARE, torch.randn(64, 16)
+    rows = uniform(captured(program, *args))
+    flows = charged(captured(program, *args), rows)
+    for row in rows.values():
+        for slot in row.reads:
+            if "mul" in row.name and "mat" not in row.name and slot == "other":
+                row.reads[slot] = ReadHarm(1e-6, 0.0)
+    assert ("mul", "", True) not in charged(captured(program, *args), rows)
+    assert charged(captured(program, *args), rows) <= flows
+
+
+def test_what_attention_rounds_inside_is_charged_where_it_runs_low() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.matmul(x, w).view(1, 2, 32, 16)
+        return F.scaled_dot_product_attention(h, h, h).sum()
+
+    gm = captured(program, *SQUARE)
+    rows = uniform(gm)
+    for slot in INSIDE:
+        rows["scaled_dot_product_attention"].reads[slot] = ReadHarm(1e-6, 0.0)
+    inside = {("scaled_dot_product_attention", slot, False) for slot in INSIDE}
+    assert inside <= charged(gm, rows)
+    high = priced(captured(program, *SQUARE), rows).choose(math.inf)
+    assert high.harm == 0

@@ -1,0 +1,117 @@
+"""Several states of one model in one calibration."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx import Calibration, OptionsError, PlanError
+from amp_fx.calibration.verifying import Verifier
+from amp_fx.plans.harm import CallHarm, Harm, as_number
+
+BATCH = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """Its first layer is hard in one state, its second in the other."""
+
+    def __init__(self, first: float, second: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+        nn.init.constant_(self.up.bias, first)
+        nn.init.constant_(self.down.bias, second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        h = self.down(torch.tanh(h - h.mean(0)))
+        return torch.tanh(h - h.mean(0)).square().mean()
+
+
+@pytest.fixture(scope="module")
+def states() -> tuple[Calibration, Calibration]:
+    early, late = (amp_fx.calibrate(Net(*biases), BATCH, profile="off") for biases in ((64, 0), (0, 64)))
+    return early, late
+
+
+def rows(cal: Calibration) -> dict[str, CallHarm]:
+    return {row.name: row for graph in cal.harm.graphs for row in graph.calls}
+
+
+def low_linears(plan: amp_fx.CalibratedPlan) -> list[str]:
+    return [row.name for row in plan.plans[0].nodes if row.op == "linear" and row.dtype is torch.bfloat16]
+
+
+def test_of_each_rounding_the_largest_harm_counts(states: tuple[Calibration, Calibration]) -> None:
+    worst = Calibration.worst(*states)
+    early, late, both = map(rows, (*states, worst))
+    assert early.keys() == late.keys() == both.keys()
+    for name, row in both.items():
+        assert as_number(row.value) == max(as_number(early[name].value), as_number(late[name].value))
+        assert as_number(row.gradient) == max(as_number(early[name].gradient), as_number(late[name].gradient))
+        for slot, read in row.reads.items():
+            parts = early[name].reads[slot], late[name].reads[slot]
+            assert as_number(read.value) == max(as_number(part.value) for part in parts)
+            assert as_number(read.gradient) == max(as_number(part.gradient) for part in parts)
+    assert (worst.harm.states, worst.harm.batches) == (2, 2)
+    assert "the worst of 2 states" in str(worst)
+
+
+def test_a_plan_for_several_states_keeps_its_budget_in_each(states: tuple[Calibration, Calibration]) -> None:
+    limit = 0.2 * min(cal.autocast_error for cal in states)
+    early, late = (cal.plan(error=limit, verify=False) for cal in states)
+    both = Calibration.worst(*states).plan(error=limit, verify=False)
+    assert low_linears(early) == ["linear_1"]
+    assert low_linears(late) == ["linear"]
+    assert low_linears(both) == []
+    for cal in states:
+        assert cal.predict(both) <= both.point.error <= limit * (1 + 1e-6)
+        assert cal.predict(early if cal is states[1] else late) > limit
+
+
+def test_an_overflow_in_one_state_is_one_in_all(states: tuple[Calibration, Calibration]) -> None:
+    other = copy.deepcopy(states[1].harm)
+    call = next(row for row in other.graphs[0].calls if row.name == "linear")
+    call.value = None
+    merged = Harm.worst([states[0].harm, other, states[0].harm])
+    assert next(row for row in merged.graphs[0].calls if row.name == "linear").value is None
+    assert merged.states == 3
+
+
+def test_plans_are_checked_in_each_state_that_is_a_module_of_its_own(
+    states: tuple[Calibration, Calibration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def error(self: object, options: object) -> float:
+        seen.append(len(seen))
+        return 1e-3 * len(seen)
+
+    monkeypatch.setattr("amp_fx.calibration.verifying._State.error", error)
+    plan = Calibration.worst(*states).plan(error=1.0)
+    assert seen == [0, 1]
+    assert plan.measured == 2e-3
+    assert Verifier(states[0]._steps * 2, states[0]._opts, 1.0).error([]) == 3e-3
+
+
+def test_states_of_different_programs_are_told_apart(
+    states: tuple[Calibration, Calibration], tmp_path: Path
+) -> None:
+    other = amp_fx.calibrate(nn.Linear(16, 16), BATCH, lambda out: out.square().mean(), profile="off")
+    with pytest.raises(PlanError, match=r"is gone|is new|is now"):
+        Calibration.worst(states[0], other)
+    halves = copy.deepcopy(states[1].harm)
+    halves.dtype = torch.float16
+    with pytest.raises(PlanError, match="bfloat16, float16"):
+        Harm.worst([states[0].harm, halves])
+    with pytest.raises(OptionsError, match="at least one"):
+        Calibration.worst()
+    Calibration.worst(*states).save(tmp_path / "harm.json")
+    assert Harm.load(tmp_path / "harm.json").states == 2
+    assert math.isfinite(Calibration.worst(states[0]).autocast_error)

@@ -1,0 +1,113 @@
+"""Calibration on the CPU, plans for a GPU that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.plans.harm import Harm
+from amp_fx.targets import find_target
+from small_models import GPT, tokens, train
+
+
+class Net(nn.Module):
+    """``softplus`` is on CUDA's fp32 list, not on that of the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.softplus(self.up(x))).square().mean()
+
+
+BATCH = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[amp_fx.Calibration, amp_fx.Calibration]:
+    here = amp_fx.calibrate(Net(), BATCH, profile="off")
+    return here, amp_fx.calibrate(Net(), BATCH, target="cuda:h100")
+
+
+def dtypes(point: amp_fx.Point) -> dict[str, torch.dtype | None]:
+    return {row.name: row.dtype for plan in point.plan.plans for row in plan.nodes}
+
+
+def known(cal: amp_fx.Calibration, name: str = "autocast") -> amp_fx.Point:
+    return next(point for point in cal.frontier() if point.name == name)
+
+
+def test_a_targets_op_lists_and_rates_count(pair: tuple[amp_fx.Calibration, amp_fx.Calibration]) -> None:
+    here, there = map(known, pair)
+    assert dtypes(here)["softplus"] is torch.bfloat16
+    assert dtypes(there)["softplus"] is torch.float32
+    assert here.time is None
+    assert there.time is not None
+    # no kernel of an H100 is started in less
+    assert there.time > find_target("cuda:h100").profile.launch
+    assert there.plan.plans[0].profile == ""
+    assert pair[1].plan(verify=False).plans[0].profile == find_target("cuda:h100").profile.name
+
+
+def test_what_was_measured_is_the_same_wherever_it_is_planned_for(
+    pair: tuple[amp_fx.Calibration, amp_fx.Calibration],
+) -> None:
+    here, there = ({row.name: row for row in cal.harm.graphs[0].calls} for cal in pair)
+    assert here == there
+
+
+def charged(cal: amp_fx.Calibration) -> set[tuple[str, str]]:
+    """(call, operand) whose gradient is rounded on the way back."""
+    terms = [term for part in cal._parts for term in part.priced.terms]
+    return {(term.call, term.slot) for term in terms if term.backward and term.slot}
+
+
+def test_gradients_of_weights_that_leave_their_matmul_in_fp32_are_not_charged(
+    pair: tuple[amp_fx.Calibration, amp_fx.Calibration],
+) -> None:
+    weights = {("linear", "weight"), ("linear_1", "weight")}
+    assert weights <= charged(pair[0])
+    assert not weights & charged(pair[1])
+    assert ("linear_1", "input") in charged(pair[1])
+
+
+def test_gradients_of_a_weight_with_two_readers_are_added_and_charged() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.tanh(self.layer(x))).square().mean()
+
+    cal = amp_fx.calibrate(Tied(), BATCH, target="cuda:h100")
+    assert {("linear", "weight"), ("linear_1", "weight")} <= charged(cal)
+
+
+def test_a_plan_for_a_target_is_replayed_there_and_its_harm_serves_explain(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = train(GPT(layers=1), tokens, 5)
+    batch = tokens(0)
+    cal = amp_fx.calibrate(model, batch, target="cuda:h100")
+    plan = cal.plan(1.0, verify=False)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    cal.save(tmp_path / "harm.json")
+    report = amp_fx.explain(
+        model, *batch, target="cuda:h100", options={"plan": str(path), "strict": True}, harm=cal
+    )
+    placed = {row.name: row.dtype for row in plan.plans[0].nodes}
+    assert {row.name: row.dtype for row in report.plan.nodes} == placed
+    assert report.harms[report.plan.graph]
+    # the same file under a policy: the cut is solved in the process that compiles
+    policy = {"base": "autocast", "harm": str(tmp_path / "harm.json"), "budget": 1.0}
+    again = amp_fx.explain(model, *batch, target="cuda:h100", options={"policy": policy, "strict": True})
+    assert {row.name: row.dtype for row in again.plan.nodes} == placed
+    assert Harm.load(tmp_path / "harm.json") == cal.harm
