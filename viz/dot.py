@@ -16,12 +16,14 @@ from amp_fx.viz.style import (
     CHANGED,
     CLASSES,
     DTYPES,
+    HEAT,
     LOWER,
     MIXED,
     PLAIN,
     WIDEN,
     cast_lines,
     graph_label,
+    heat_samples,
     is_lowering,
     size,
     total_line,
@@ -100,7 +102,8 @@ def source(model: Drawing, depth: int = DEPTH) -> graphviz.Digraph:
     )
     for index, graph in enumerate(model["graphs"]):
         shown = view(graph, depth)
-        _draw_group(picture, graph, shown, index, 0, graph_label(model, graph))
+        fills = _fills(model, graph)
+        _draw_group(picture, graph, shown, index, 0, graph_label(model, graph), fills)
         for (tail, head), casts in shown.edges.items():
             picture.edge(_name(index, tail), _name(index, head), **_cast_look(list(casts.values())))
     _draw_legend(picture, model)
@@ -124,35 +127,48 @@ def _cluster(picture: graphviz.Digraph, name: str, label: str) -> Iterator[graph
     picture.subgraph(inside)
 
 
+def _fills(model: Drawing, graph: Graph) -> list[str]:
+    """The colour of every node: what rounding it costs where that was measured, else its dtype."""
+    if heat_samples(model):
+        return [HEAT[node["heat"]][1] for node in graph["nodes"]]
+    return [DTYPES.get(node["dtype"], PLAIN) for node in graph["nodes"]]
+
+
 def _draw_group(
-    picture: graphviz.Digraph, graph: Graph, shown: View, index: int, group: int, label: str
+    picture: graphviz.Digraph,
+    graph: Graph,
+    shown: View,
+    index: int,
+    group: int,
+    label: str,
+    fills: list[str],
 ) -> None:
     with _cluster(picture, f"{index}_{group}", label) as cluster:
         for node in shown.nodes:
             if graph["nodes"][node]["group"] == group:
-                _draw_node(cluster, graph["nodes"][node], _name(index, ("node", node)))
+                _draw_node(cluster, graph["nodes"][node], _name(index, ("node", node)), fills[node])
         for closed in shown.closed:
             if graph["groups"][closed]["parent"] == group:
                 _draw_closed(cluster, graph, closed, _name(index, ("group", closed)))
         for inner in shown.open:
             if graph["groups"][inner]["parent"] == group:
-                _draw_group(cluster, graph, shown, index, inner, _times(graph["groups"][inner]))
+                _draw_group(cluster, graph, shown, index, inner, _times(graph["groups"][inner]), fills)
 
 
 def _times(group: Group) -> str:
     return group["title"] + (f"  x{group['times']}" if group["times"] > 1 else "")
 
 
-def _draw_node(picture: graphviz.Digraph, node: Node, name: str) -> None:
+def _draw_node(picture: graphviz.Digraph, node: Node, name: str, fill: str) -> None:
     dtype = short_dtype(node["dtype"])
     if node["was"]:
         dtype = f"{short_dtype(node['was'])} => {dtype or 'none'}"
     picture.node(
         name,
-        _text("\n".join(line for line in (node["label"], dtype) if line)),
+        _text("\n".join(line for line in (node["label"], dtype, node["harm"]) if line)),
         tooltip=_text(f"{node['reason']}\n{node['source']}"),
         shape="box" if node["kind"] == "call" else "ellipse",
-        fillcolor=DTYPES.get(node["dtype"], PLAIN),
+        fillcolor=fill,
         **_border(node["op_class"], changed=bool(node["was"])),
     )
 
@@ -166,6 +182,8 @@ def _draw_closed(picture: graphviz.Digraph, graph: Graph, group: int, name: str)
         label += f": {nodes[row['main']]['op']}"
     mix = ", ".join(f"{count} in {short_dtype(dtype)}" for dtype, count in found.most_common())
     fill = DTYPES.get(next(iter(found)), PLAIN) if len(found) == 1 else MIXED if found else PLAIN
+    if hot := max((nodes[leaf]["heat"] for leaf in row["leaves"]), default=0):
+        fill = HEAT[hot][1]
     border = _border(
         nodes[row["main"]]["op_class"] if row["main"] is not None else "keep",
         changed=any(nodes[leaf]["was"] for leaf in row["leaves"]),
@@ -208,13 +226,16 @@ def _draw_legend(picture: graphviz.Digraph, model: Drawing) -> None:
     nodes = [node for graph in model["graphs"] for node in graph["nodes"]]
     casts = [cast for graph in model["graphs"] for edge in graph["edges"] for cast in edge["casts"]]
     present = {node["dtype"] for node in nodes}
-    samples = [
-        (f'BGCOLOR="{colour}"', "", f"computes in {short_dtype(dtype)}")
-        for dtype, colour in DTYPES.items()
-        if dtype in present
+    fills = [
+        *(
+            (colour, f"computes in {short_dtype(dtype)}")
+            for dtype, colour in DTYPES.items()
+            if dtype in present
+        ),
+        (MIXED, "a closed module, several dtypes"),
+        (PLAIN, "no floating dtype"),
     ]
-    samples.append((f'BGCOLOR="{MIXED}"', "", "a closed module, several dtypes"))
-    samples.append((f'BGCOLOR="{PLAIN}"', "", "no floating dtype"))
+    samples = [(f'BGCOLOR="{colour}"', "", text) for colour, text in heat_samples(model) or fills]
     present = {node["op_class"] for node in nodes}
     samples += [
         (f'BORDER="{round(border.width)}" STYLE="{border.dot}"', "", f"{name}: {border.meaning}")

@@ -126,6 +126,7 @@ def _looks(node: Node, casts: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
         node["label"],
         node["dtype"],
         node["was"],
+        node["heat"],
         tuple(node["shape"]),
         tuple(sorted(casts)),
     )

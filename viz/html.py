@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from amp_fx.viz.schema import Drawing
-from amp_fx.viz.style import CHANGED, CLASSES, DTYPES, LOWER, MIXED, PLAIN, WIDEN
+from amp_fx.viz.style import CHANGED, CLASSES, DTYPES, HEAT, LOWER, MIXED, PLAIN, WIDEN, heat_samples
 from amp_fx.viz.view import DEPTH
 
 __all__ = ["render"]
@@ -28,6 +28,8 @@ def render(model: Drawing) -> str:
         "widen": WIDEN,
         "changed": CHANGED,
         "classes": {name: [border.meaning, border.dashes, border.width] for name, border in CLASSES.items()},
+        "heat": [colour for _, colour in HEAT],
+        "heatSamples": heat_samples(model),
         "depth": DEPTH,
     }
     parts = {

@@ -11,13 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from amp_fx.plans.diff import Diff, keyed
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.policy import OpClass
 from amp_fx.viz.groups import add_group, complete
 from amp_fx.viz.schema import Cast, Drawing, Edge, Graph, Group, Node, Total, short_dtype
+from amp_fx.viz.style import heat
 
 __all__ = ["drawing"]
 
@@ -49,6 +50,8 @@ class Drawable(Protocol):
 
     plans: list[Plan]
     title: str
+    #: graph -> call -> error of the gradient that rounding adds, None for an overflow; empty where none was measured
+    harms: dict[str, dict[str, float | None]]
 
     def compared(self) -> Mapping[str, Cost]:
         """Costs by name, of amp_fx first."""
@@ -84,7 +87,11 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
             )
             for name, cost in report.compared().items()
         ],
-        graphs=[_Builder(plan, names, earlier).build() for plan in report.plans],
+        graphs=[
+            _Builder(plan, names, earlier, harms if plan.phase == "forward" else {}).build()
+            for plan in report.plans
+            for harms in [report.harms.get(plan.graph, {})]
+        ],
     )
 
 
@@ -110,6 +117,13 @@ def _names(plans: Sequence[Plan]) -> dict[int, _Name]:
     return {id(row): key for key, row in keyed(plans).items()}
 
 
+class _Heat(TypedDict):
+    """What rounding a call costs, in the form of :class:`amp_fx.viz.schema.Node`."""
+
+    harm: str
+    heat: int
+
+
 @dataclass
 class _Builder:
     """Builds one graph of the drawing."""
@@ -117,6 +131,8 @@ class _Builder:
     plan: Plan
     names: Mapping[int, _Name]
     earlier: _Earlier | None
+    #: call -> error of the gradient that rounding it adds
+    harms: Mapping[str, float | None] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
@@ -191,6 +207,7 @@ class _Builder:
                 bytes=node.bytes,
                 flops=node.flops,
                 was=self._was(node),
+                **self._harm(node),
             )
         )
 
@@ -212,6 +229,12 @@ class _Builder:
         before = self.earlier.dtypes.get(self.names[id(node)], "new")
         return before if before != _dtype(node) else ""
 
+    def _harm(self, node: NodePlan) -> _Heat:
+        if node.name not in self.harms:
+            return _Heat(harm="", heat=0)
+        error = self.harms[node.name]
+        return _Heat(harm="overflows" if error is None else f"harm {error:.0e}", heat=heat(error))
+
     def _add_value(self, kind: str, given: InputPlan, label: str, group: int, reason: str) -> int:
         """An ellipse: a value that no call of the graph computes, or that leaves it."""
         self.nodes.append(
@@ -230,6 +253,8 @@ class _Builder:
                 bytes=given.bytes,
                 flops=0,
                 was="",
+                harm="",
+                heat=0,
             )
         )
         return len(self.nodes) - 1

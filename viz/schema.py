@@ -26,7 +26,11 @@ class Cast(TypedDict):
 
 
 class Node(TypedDict):
-    """A call, an input, a parameter or a result; ``group`` is a position in ``Graph.groups``."""
+    """A call, an input, a parameter or a result; ``group`` is a position in ``Graph.groups``.
+
+    ``harm`` says what rounding the call costs, and is empty where that was not measured; ``heat`` is its position in
+    ``style.HEAT``.
+    """
 
     name: str
     label: str
@@ -42,6 +46,8 @@ class Node(TypedDict):
     bytes: int
     flops: int
     was: str
+    harm: str
+    heat: int
 
 
 class Edge(TypedDict):

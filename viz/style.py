@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ __all__ = [
     "CHANGED",
     "CLASSES",
     "DTYPES",
+    "HEAT",
     "LOWER",
     "MIXED",
     "PLAIN",
@@ -18,6 +20,8 @@ __all__ = [
     "Border",
     "cast_lines",
     "graph_label",
+    "heat",
+    "heat_samples",
     "is_lowering",
     "size",
     "total_line",
@@ -29,6 +33,16 @@ DTYPES = {
     "float16": "#a5dfc9",
     "float32": "#fbdc94",
 }
+
+#: fill colours by what rounding a call adds to the relative error of the gradient: (below, colour). Lightness tells
+#: them apart, too. The first is for what was not measured
+HEAT = (
+    (0.0, "#eeeeee"),
+    (1e-4, "#fff7e0"),
+    (1e-3, "#fdd9a0"),
+    (1e-2, "#fbaa6c"),
+    (math.inf, "#ef7350"),
+)
 
 #: several dtypes in one closed module
 MIXED = "#e4dcf0"
@@ -67,6 +81,26 @@ CLASSES = {
 def is_lowering(cast: Cast) -> bool:
     """True for a cast to a dtype that is not wider."""
     return _BITS.get(cast["after"], 8) <= _BITS.get(cast["before"], 8)
+
+
+def heat(error: float | None) -> int:
+    """The position in :data:`HEAT` of an error of the gradient; None is an overflow."""
+    if error is None:
+        return len(HEAT) - 1
+    return next(place for place, (limit, _) in enumerate(HEAT) if error < limit)
+
+
+def heat_samples(model: Drawing) -> list[tuple[str, str]]:
+    """(colour, meaning) for a legend; empty where no harm was measured."""
+    present = {node["heat"] for graph in model["graphs"] for node in graph["nodes"]}
+    if not any(present):
+        return []
+    meanings = [
+        "not measured",
+        *(f"rounding adds less than {limit:g} to the gradient's error" for limit, _ in HEAT[1:-1]),
+    ]
+    meanings.append(f"rounding adds {HEAT[-2][0]:g} or more, or overflows")
+    return [(HEAT[place][1], meanings[place]) for place in sorted(present)]
 
 
 def size(nbytes: int) -> str:

@@ -108,13 +108,18 @@ function width(text, font) {
   return ruler.measureText(text).width;
 }
 
+// what rounding costs where that was measured, else the dtype
+const isHot = style.heatSamples.length > 0;
+const fillOf = (node) => (isHot ? style.heat[node.heat] : style.dtypes[node.dtype]);
+const hottest = (leaves) => style.heat[Math.max(0, ...leaves.map((leaf) => graph.nodes[leaf].heat))];
+
 // what a box says and how it looks
 function face(id) {
   const index = Number(id.slice(1));
   if (id[0] === "n") {
     const node = graph.nodes[index];
     const sub = node.was ? short(node.was) + " \u21d2 " + (short(node.dtype) || "none") : short(node.dtype);
-    return { lines: [clip(node.label, LONGEST), sub].filter(Boolean), fill: style.dtypes[node.dtype],
+    return { lines: [clip(node.label, LONGEST), sub, node.harm].filter(Boolean), fill: fillOf(node),
       border: style.classes[node.op_class], changed: Boolean(node.was) };
   }
   const row = graph.groups[index], found = mix(row.leaves), casts = visible.inside[index];
@@ -123,7 +128,7 @@ function face(id) {
     lines: ["+ " + clip(visible.title(index), LONGEST) + op,
       found.map(([dtype, n]) => n + " in " + short(dtype)).join(", "),
       casts.length ? casts.length + (casts.length > 1 ? " casts" : " cast") + " inside, " + size(sum(casts)) : ""].filter(Boolean),
-    fill: found.length === 1 ? style.dtypes[found[0][0]] : found.length ? style.mixed : null,
+    fill: isHot ? hottest(row.leaves) : found.length === 1 ? style.dtypes[found[0][0]] : found.length ? style.mixed : null,
     border: row.main === null ? ["", "", 1.6] : style.classes[graph.nodes[row.main].op_class],
     changed: row.leaves.some((leaf) => graph.nodes[leaf].was),
   };
@@ -432,10 +437,13 @@ function showLegend() {
   const casts = model.graphs.flatMap((g) => g.edges).flatMap((edge) => edge.casts);
   const dtypes = new Set(nodes.map((node) => node.dtype)), classes = new Set(nodes.map((node) => node.op_class));
   const rows = [];
-  for (const [dtype, fill] of Object.entries(style.dtypes))
+  for (const [fill, text] of style.heatSamples) rows.push([{ fill, "stroke-width": 1 }, text]);
+  for (const [dtype, fill] of isHot ? [] : Object.entries(style.dtypes))
     if (dtypes.has(dtype)) rows.push([{ fill, "stroke-width": 1 }, "computes in " + short(dtype)]);
-  rows.push([{ fill: style.mixed, "stroke-width": 1 }, "a closed module, several dtypes"]);
-  rows.push([{ fill: style.plain, "stroke-width": 1 }, "no floating dtype"]);
+  if (!isHot) {
+    rows.push([{ fill: style.mixed, "stroke-width": 1 }, "a closed module, several dtypes"]);
+    rows.push([{ fill: style.plain, "stroke-width": 1 }, "no floating dtype"]);
+  }
   for (const [name, [meaning, dashes, thick]] of Object.entries(style.classes))
     if (classes.has(name))
       rows.push([{ fill: "#fff", "stroke-width": thick, "stroke-dasharray": dashes || "none" }, name + ": " + meaning]);

@@ -62,7 +62,7 @@ def explain(
             the CPU or on ``meta``. None: the device that the model is on. What is no string is the model's own
             argument of that name.
         harm: what :func:`amp_fx.calibrate` found, or the path of its file: every call's reason says what rounding it
-            costs. What is neither is the model's own argument of that name.
+            costs, and pictures are coloured by it. What is neither is the model's own argument of that name.
         **kwargs: of one call.
 
     Returns:
@@ -92,14 +92,13 @@ def explain(
         plans, costs = _here(program, args, kwargs, given, not_compiled)
     else:
         plans, costs = explain_for(target, program, args, kwargs, given, not_compiled)
-    if measured is not None:
-        add_harms([plan for plan in plans if plan.phase == "forward" and not plan.fallback], measured)
+    harms = {} if measured is None else add_harms(plans, measured)
     weights = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
     notes = left_out_advice(program, plans, not_compiled)
     notes += weight_advice(plans, weights) + layout_advice(plans, weights)
     if parsed.scaler is None:
         notes += scaling_advice(plans)
-    return Report(plans, _title(program, target), costs, notes)
+    return Report(plans, _title(program, target), costs, notes, harms)
 
 
 def _title(program: Callable[..., Any], target: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What roundings cost, beside the reasons of a report's calls."""
+"""What roundings cost, beside the reasons of a report's calls, and as numbers for its picture."""
 
 from __future__ import annotations
 
@@ -7,33 +7,40 @@ from collections.abc import Sequence
 
 from amp_fx.plans.harm import CallHarm, Harm, as_number
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.plan_files import choose_plan
 
 __all__ = ["add_harms"]
 
 
-def add_harms(plans: Sequence[Plan], harm: Harm) -> None:
+def add_harms(plans: Sequence[Plan], harm: Harm) -> dict[str, dict[str, float | None]]:
     """Adds to every measured call's reason what rounding its operands, its result and their gradients does.
 
     Args:
-        plans: of forward graphs; changed.
+        plans: of a program; those of forward graphs are changed.
         harm: what was measured.
+
+    Returns:
+        Graph -> call -> what rounding adds to the relative error of the gradient; None where it overflows.
 
     Raises:
         PlanError: a graph was not measured; names what has moved.
     """
+    found: dict[str, dict[str, float | None]] = {}
     for plan in plans:
-        outline = choose_plan([graph.outline for graph in harm.graphs], plan, "harm")
-        graph = next(graph for graph in harm.graphs if graph.outline is outline)
-        calls = {call.name: call for call in graph.calls}
-        for row, saved in zip(plan.nodes, outline.nodes, strict=True):
-            if saved.name in calls and "; harm: " not in row.reason:
-                row.reason += f"; harm: rounding {_cost(calls[saved.name])} to the gradient's error"
+        if plan.phase != "forward" or plan.fallback:
+            continue
+        rows = {row.name: row for row in plan.nodes}
+        errors = found.setdefault(plan.graph, {})
+        for call in harm.graph(plan).renamed(plan):
+            error = errors[call.name] = _error(call)
+            row = rows[call.name]
+            if "; harm: " not in row.reason:
+                cost = "overflows, and adds infinitely much" if error is None else f"adds up to {error:.1e}"
+                row.reason += f"; harm: rounding {cost} to the gradient's error"
+    return found
 
 
-def _cost(call: CallHarm) -> str:
+def _error(call: CallHarm) -> float | None:
+    """Of all that may be rounded in a call; None where something overflows."""
     parts = [call, *call.reads.values()]
     total = sum(as_number(part.value) + as_number(part.gradient) for part in parts)
-    return (
-        "overflows, and adds infinitely much" if math.isinf(total) else f"adds up to {math.sqrt(total):.1e}"
-    )
+    return None if math.isinf(total) else math.sqrt(total)

@@ -101,6 +101,7 @@ class Report(ReportData):
             "plans": [plan.to_dict() for plan in self.plans],
             "costs": {name: asdict(cost) for name, cost in self.costs.items()},
             "notes": [asdict(row) for row in self.notes],
+            **({"harms": self.harms} if self.harms else {}),
         }
 
     @classmethod
@@ -123,6 +124,7 @@ class Report(ReportData):
             decode(str, data["title"], "report.title"),
             decode(dict[str, Cost], data["costs"], "report.costs"),
             decode(list[Advice], data["notes"], "report.notes"),
+            decode(dict[str, dict[str, float | None]], data.get("harms", {}), "report.harms"),
         )
 
     @classmethod

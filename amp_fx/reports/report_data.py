@@ -40,12 +40,15 @@ class ReportData:
         title: what the report is about.
         costs: ``"amp_fx"`` and ``"torch.autocast"``, forward and backward; empty where only plans are known.
         notes: advice that plans cannot give: what weights hold, and what never became a graph.
+        harms: forward graph -> call -> what rounding the call adds to the relative error of the gradient; None where
+            it overflows. Empty unless harm was given.
     """
 
     plans: list[Plan] = field(default_factory=list)
     title: str = ""
     costs: dict[str, Cost] = field(default_factory=dict)
     notes: list[Advice] = field(default_factory=list)
+    harms: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
     @property
     def graph_breaks(self) -> list[str]:
