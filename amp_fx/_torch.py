@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import operator
 import sys
@@ -19,16 +20,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Literal, Protocol
 from unittest import mock
 
 import torch
 import torch.fx as fx
 from torch._C._autograd import (
+    _get_current_graph_task_keep_graph,
     _saved_tensors_hooks_is_enabled,  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 )
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import callback_handler as _callback_handler
 from torch._dynamo import compiled_autograd as _compiled_autograd
@@ -48,6 +50,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "CompiledBackward",
     "DynamoWatch",
     "FakeTensor",
     "FakeTensorMode",
@@ -57,22 +60,29 @@ __all__ = [
     "Lifting",
     "Lowered",
     "OpOverload",
+    "RunningBackward",
+    "accumulated",
+    "at_end_of_backward",
     "autocast_disabled",
     "autocast_shield",
     "breaks_without_graph",
     "compile_id",
     "compile_package",
     "compile_with_inductor",
+    "compiles_plain_code",
     "disable_proxy_modes_tracing",
     "enable_autocast",
     "find_nonfinite_",
     "get_proxy_mode",
     "graph_break",
     "graph_pass",
+    "graph_task",
     "has_autocast_rule",
     "has_low_lstm",
+    "has_node_hooks",
     "ignore_fresh_symbols",
     "in_compiled_autograd",
+    "in_nested_transform",
     "inductor_mode_options",
     "inductor_option_names",
     "is_functorch_wrapped",
@@ -93,6 +103,7 @@ __all__ = [
     "program_outputs",
     "replace_inner_compile",
     "rest_left_out",
+    "running_backward",
     "saved_tensors_shield",
     "size_hint",
     "source_hash",
@@ -102,6 +113,7 @@ __all__ = [
     "tunes_kernels",
     "unwrapped_errors",
     "update_scale",
+    "will_run",
     "wrapped_tensors",
 ]
 
@@ -947,3 +959,200 @@ def wrapped_tensors(value: Any) -> list[torch.Tensor]:
     parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
     # a DTensor has its mesh among them
     return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+class CompiledBackward:
+    """The backward of one graph of AOTAutograd's, which may be run in another way.
+
+    Args:
+        function: the ``torch.autograd.Function`` that AOTAutograd made of the graph.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    @classmethod
+    def of(cls, outputs: Sequence[Any]) -> CompiledBackward | None:
+        """That of the graph which returned some values; None where they have no gradient, or this torch hides it."""
+        for value in outputs:
+            function = getattr(getattr(value, "grad_fn", None), "_forward_cls", None)
+            if hasattr(function, "_backward_impl") and hasattr(function, "_lazy_backward_info"):
+                return cls(function)
+        return None
+
+    def replace(self, run: Callable[[Any, list[Any]], Sequence[Any] | None]) -> None:
+        """From now on ``run`` is asked first, with the node of autograd and the arguments of the compiled backward.
+
+        Args:
+            run: returns what the compiled backward would return, or None to have it run.
+        """
+        original = self._function._backward_impl
+
+        def backward(ctx: Any, args: list[Any]) -> Any:
+            result = run(ctx, args)
+            return original(ctx, args) if result is None else result
+
+        self._function._backward_impl = staticmethod(backward)
+
+    def graph(self, args: Sequence[torch.Tensor]) -> fx.GraphModule | None:
+        """A copy of the graph, with fake values for these arguments; None where it needs more than its nodes say.
+
+        AOTAutograd takes the facts off the nodes when it stores the graph in its cache, and stores source code: the
+        graph is traced again. What depends on more than on values cannot be had back so, such as the strides that a
+        custom op asks for, or bodies of their own.
+        """
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        forward = self._forward()
+        if forward is None:
+            return None
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with mode, torch.no_grad():
+            values = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device) for a in args]
+            # without a mode of its own, as the values have one
+            gm = make_fx(lambda *inputs: forward(*inputs))(*values)
+        return gm if all(map(_is_plain_call, gm.graph.nodes)) else None
+
+    def _forward(self) -> Callable[..., Any] | None:
+        """What the backward computes, as a function of plain calls; None where it needs a module."""
+        info = self._function._lazy_backward_info
+        if hasattr(info, "bw_module"):
+            gm: fx.GraphModule = info.bw_module
+            return gm.forward if all(map(_is_plain_call, gm.graph.nodes)) else None
+        stored = getattr(getattr(info, "bw_module_fn", None), "__self__", None)
+        if stored is None:
+            return None
+        # to read the graph would run what makes constants, and random numbers too, once and for all
+        body, imports = stored.args
+        names: dict[str, Any] = {}
+        exec(imports + body["_code"], names)
+        return None if "self." in body["_code"] else functools.partial(names["forward"], None)
+
+    def compile(self, gm: fx.GraphModule, options: Mapping[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
+        """Compiles a backward graph with fake values; the result takes its arguments in one list, and clears it."""
+        from torch._guards import tracing
+        from torch._inductor import compile_fx, config
+
+        values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        output = gm.graph.output_node()
+        returned: Sequence[Any] = output.args[0]  # type: ignore[assignment]  # a tuple
+        visible = [place for place, node in enumerate(returned) if isinstance(node, fx.Node)]
+        output.meta["user_visible_output_idxs"] = visible if config.bw_outputs_user_visible else []
+        context = TracingContext(detect_fake_mode(values))
+        # says which saved values may be overwritten
+        context.fw_metadata = self._function.metadata
+        with (
+            config.patch(dict(options)),
+            tracing(context),
+            torch.no_grad(),
+            autocast_disabled(),
+        ):
+            # no input counts as static: alignment is then checked in each call
+            return compile_fx.compile_fx_inner(gm, values, is_backward=True)  # type: ignore[return-value]
+
+
+def compiles_plain_code(options: Mapping[str, Any]) -> bool:
+    """Whether Inductor, with these options, makes code that does not depend on addresses or on what it has timed."""
+    from torch._inductor import config
+
+    with config.patch(dict(options)):
+        return not (config.triton.cudagraphs or config.cpp_wrapper or tunes_kernels())
+
+
+def _is_plain_call(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    if isinstance(node.target, OpOverload):
+        return node.target.namespace in ("aten", "prims", "amp_fx")
+    return node.target is operator.getitem
+
+
+@dataclass(frozen=True)
+class RunningBackward:
+    """What autograd was asked for, in the call that is going on.
+
+    Attributes:
+        roots: what is differentiated: tensors, or edges of the graph.
+        accumulates: False for ``torch.autograd.grad``.
+        keeps_graph: with ``retain_graph`` or ``create_graph``.
+        inputs: those whose gradients were asked for; empty: all leaves.
+    """
+
+    roots: Sequence[Any]
+    accumulates: bool
+    keeps_graph: bool
+    inputs: Sequence[Any]
+
+
+def running_backward() -> RunningBackward | None:
+    """The call of autograd that this thread works for; None where that is not known for sure.
+
+    On a GPU autograd works in threads of its own; then it is the one call that is going on, if there is but one.
+    """
+    calls = [found for frame in sys._current_frames().values() if (found := _engine_call(frame)) is not None]
+    if len(calls) != 1:
+        return None
+    (call,) = calls
+    arguments = call.f_locals
+    given, named = arguments.get("args", ()), arguments.get("kwargs", {})
+    if len(given) < 4 or "accumulate_grad" not in named:
+        return None
+    _, retain_graph, create_graph, inputs = given[:4]
+    return RunningBackward(
+        tuple(arguments["t_outputs"]),
+        bool(named["accumulate_grad"]),
+        bool(retain_graph or create_graph) or _get_current_graph_task_keep_graph(),
+        tuple(inputs or ()),
+    )
+
+
+def _engine_call(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of a thread that waits for autograd."""
+    from torch.autograd import graph
+
+    code = graph._engine_run_backward.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def accumulated(node: Any) -> torch.Tensor | None:
+    """The leaf that a node of autograd's adds gradients to; None for other nodes."""
+    # not in the stubs
+    return node.variable if isinstance(node, torch._C._functions.AccumulateGrad) else None  # type: ignore[attr-defined]
+
+
+def will_run(node: Any) -> bool:
+    """Whether autograd runs a node in the call that is going on. Do not ask inside ``torch.autograd.grad``."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def has_node_hooks(node: Any) -> bool:
+    """Whether Python code listens to what goes into a node of autograd's or comes out of it."""
+    # the way to a node's hooks is to add one
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_ignore)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _ignore(*_: Any) -> None:
+    """A hook that is removed before it is called."""
+
+
+def graph_task() -> int:
+    """A number for the call of autograd that this thread works for; none is used twice."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Calls back when the call of autograd that is going on has ended without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def in_nested_transform() -> bool:
+    """True inside a dispatch mode or a transform of torch.func, which see what runs op by op."""
+    return bool(torch._C._len_torch_dispatch_stack()) or peek_interpreter_stack() is not None

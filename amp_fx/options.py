@@ -20,7 +20,7 @@ from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.policy import Policy
 
-__all__ = ["DTYPES", "NUMERICS", "WEIGHTS", "Options"]
+__all__ = ["ACCUMULATION", "DTYPES", "NUMERICS", "WEIGHTS", "Options"]
 
 #: accepted spellings of the low dtype
 DTYPES: dict[str, torch.dtype | None] = {
@@ -46,6 +46,13 @@ WEIGHTS = {
     "freeze": "across calls, folded and packed by Inductor's freezing",
 }
 
+#: name -> who adds the gradients of a micro-batch to those of the ones before
+ACCUMULATION = {
+    "auto": "'graph' on a CPU, 'autograd' on other devices",
+    "graph": "the compiled backward, wherever the sums have the same bits as autograd's; else autograd",
+    "autograd": "autograd, as without amp_fx",
+}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -64,6 +71,7 @@ class Options:
         scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs, or None. It may be given with dtype "auto",
             and then counts where that is fp16.
         weights: a key of :data:`WEIGHTS`; where low copies of weights live in graphs without gradients.
+        accumulation: a key of :data:`ACCUMULATION`.
         strict: raise where the backend would fall back to torch.autocast's semantics.
         inductor: options handed to Inductor, from ``mode=`` and by their own names.
         harm: what the file that the policy names holds, or None.
@@ -76,6 +84,7 @@ class Options:
     plan: tuple[Plan, ...] | None = None
     scaler: str | None = None
     weights: str = "auto"
+    accumulation: str = "auto"
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
     harm: Harm | None = None
@@ -101,12 +110,7 @@ class Options:
             else:
                 inductor[_inductor_name(key, own)] = value
         dtype = _parse_dtype(values.get("dtype", "auto"))
-        numerics = values.get("numerics", "compiled")
-        if not isinstance(numerics, str) or numerics not in NUMERICS:
-            raise OptionsError(
-                f"Unknown numerics {numerics!r}; valid: {', '.join(map(repr, NUMERICS))}."
-                + did_you_mean(str(numerics), NUMERICS)
-            )
+        numerics = _one_of("numerics", NUMERICS, values.get("numerics", "compiled"))
         strict = values.get("strict", False)
         if not isinstance(strict, bool):
             raise OptionsError(f"strict must be True or False; got {strict!r}.")
@@ -125,8 +129,11 @@ class Options:
         plan = _parse_plan(values.get("plan"))
         harm = _load_harm(policy, dtype, numerics)
         scaler = _parse_scaler(values.get("scaler"), dtype)
-        weights = _parse_weights(values.get("weights", "auto"))
-        return cls(dtype, policy, numerics, profile, plan, scaler, weights, strict, inductor, harm)
+        weights = _one_of("weights", WEIGHTS, values.get("weights", "auto"))
+        accumulation = _one_of("accumulation", ACCUMULATION, values.get("accumulation", "auto"))
+        return cls(
+            dtype, policy, numerics, profile, plan, scaler, weights, accumulation, strict, inductor, harm
+        )
 
     def low_dtype(self, device_type: str) -> torch.dtype:
         """The low dtype on a device type: the one asked for, or what "auto" means there."""
@@ -194,12 +201,11 @@ def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str) -> Harm
     return harm
 
 
-def _parse_weights(value: object) -> str:
-    if isinstance(value, str) and value in WEIGHTS:
+def _one_of(option: str, valid: Mapping[str, str], value: object) -> str:
+    if isinstance(value, str) and value in valid:
         return value
     raise OptionsError(
-        f"Unknown weights {value!r}; valid: {', '.join(map(repr, WEIGHTS))}."
-        + did_you_mean(str(value), WEIGHTS)
+        f"Unknown {option} {value!r}; valid: {', '.join(map(repr, valid))}." + did_you_mean(str(value), valid)
     )
 
 

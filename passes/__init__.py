@@ -30,9 +30,10 @@ lay_out_gradients (CPU) gradients of convolutions in their weights' layout
 
 ``partitioned/``, Inductor's forward, backward and inference graphs, each by itself:
 
-================= =====================================================================
-lay_out_weights   (CPU) convolutions' weights are cast channels last
-================= =====================================================================
+==================== ==================================================================
+accumulate_gradients (backward of a later micro-batch) gradients are added where they are made
+lay_out_weights      (CPU) convolutions' weights are cast channels last
+==================== ==================================================================
 
 What a pass is, and the runner, are in ``base.py``. Not here: op lists (``amp_fx.policy``), costs and the cut
 (``amp_fx.placement``). Open ``forward/place.py`` for the heart of it.
@@ -59,6 +60,7 @@ from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
 from amp_fx.passes.joint.keep_statistics import KeepStatistics
 from amp_fx.passes.joint.lay_out_gradients import LayOutGradients
 from amp_fx.passes.joint.scale_backward import ScaleBackward
+from amp_fx.passes.partitioned.accumulate_gradients import AccumulateGradients
 from amp_fx.passes.partitioned.lay_out_weights import LayOutWeights
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "OUTLINE",
     "PIPELINE",
     "POST_GRAD_PIPELINES",
+    "AccumulateGradients",
     "CacheWeights",
     "Classify",
     "Constrain",
