@@ -118,12 +118,12 @@ class Counter:
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[Counter]:
+def counting(counter: Counter | None = None) -> Iterator[Counter]:
     """Counts what is compiled inside the block, through whichever backend ends in Inductor.
 
     Call the compiled function and its backward inside the block, too: compilation happens at the first call.
     """
-    counter = Counter()
+    counter = Counter() if counter is None else counter
     with replace_inner_compile(counter.inner_compile):
         yield counter
 
@@ -193,17 +193,19 @@ def measure(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Row
     return row
 
 
-def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple[Row, Counter]:
-    """As :func:`measure`, with the graphs behind the counts."""
+def count(
+    workload: Workload, arm: Arm, mode: str, device: str = "cpu", counter: Counter | None = None
+) -> tuple[Row, Counter]:
+    """As :func:`measure`, with the graphs behind the counts; a counter of the caller's may count more of them."""
+    counter = Counter() if counter is None else counter
     if mode == "inference" and arm.backend == "amp_fx":
         # counted with the casts of the weights, as autocast has them in each call
         arm = replace(arm, options={"weights": "cast", **(arm.options or {})})
     if device in TARGETS:
-        counter = Counter()
         notes = compile_arm(workload, arm, mode, counter.inner_compile)
         return Row(workload.name, arm.name, mode, counter.forward, counter.backward, notes), counter
     prepared = prepare(workload, arm, mode, device)
-    with warnings.catch_warnings(record=True) as caught, counting() as counter:
+    with warnings.catch_warnings(record=True) as caught, counting(counter):
         warnings.simplefilter("always", FallbackWarning)
         result = prepared.forward()
         if mode == "training":

@@ -6,6 +6,7 @@ compiled, which adds to them; who never accumulates never pays for it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from amp_fx._torch import CompiledBackward
+from amp_fx._torch import CompiledBackward, at_end_of_backward
 from amp_fx.accumulation.gate import gradients_to_add_to, leaves_of
 from amp_fx.accumulation.second import Second
 from amp_fx.accumulation.sharing import Sharing
@@ -53,6 +54,11 @@ def adding(
         return outputs
 
     return run
+
+
+def _wait_for(device: torch.device) -> None:
+    """The stream that called autograd waits for the gradients, as it does for those that autograd adds."""
+    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
 
 
 class _Backward:
@@ -113,6 +119,8 @@ class _Backward:
             returned = second.run(args, grads)
             # as autograd's own addition does
             increment_version(grads)
+            for device in {grad.device for grad in grads if grad.is_cuda}:
+                at_end_of_backward(functools.partial(_wait_for, device))
             return returned
 
     def _write(self, leaves: Sequence[Tensor | None], args: Sequence[Any]) -> Second | None:

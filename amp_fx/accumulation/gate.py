@@ -43,7 +43,9 @@ def gradients_to_add_to(
     if not pairs or torch.is_anomaly_enabled() or in_nested_transform():
         return None
     leaves, grads = [leaf for leaf, _ in pairs], [grad for _, grad in pairs]
-    if not all(map(_is_plain, leaves, grads)) or not _are_apart(grads, args):
+    if not all(map(_is_plain, leaves, grads)) or not all(map(_is_in_order, leaves)):
+        return None
+    if not _are_apart(grads, args):
         return None
     if any(map(_has_hooks, leaves)) or any(map(has_node_hooks, nodes)):
         return None
@@ -82,6 +84,13 @@ def _is_plain(leaf: Tensor, grad: Tensor) -> bool:
         and not grad.is_inference()
         and not grad.is_neg()
     )
+
+
+def _is_in_order(leaf: Tensor) -> bool:
+    """False on a stream of the program's own: autograd orders streams by what a backward returns."""
+    if leaf.device.type == "cuda":
+        return torch.cuda.current_stream(leaf.device) == torch.cuda.default_stream(leaf.device)
+    return leaf.device.type == "cpu"
 
 
 def _strides(value: Tensor) -> list[int]:

@@ -10,8 +10,11 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
+from amp_fx._torch import OpOverload
 from amp_fx.graphs.facts import LOW_DTYPES, run_fake
 from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.placement.layout import ADD_CONVERTED, CONVERT
+from amp_fx.placement.products import ADD_PRODUCT
 
 __all__ = ["AccumulateGradients"]
 
@@ -19,6 +22,10 @@ aten = torch.ops.aten
 
 #: library calls whose results reach memory in 16 bits; the second result of a convolution's is the weight's gradient
 _PRODUCERS = frozenset({aten.mm.default, aten.bmm.default, aten.convolution_backward.default})
+
+#: library call that returns fp32 -> the one that adds instead, and how many arguments they share. Matmuls that return
+#: fp32 are for CUDA, casts that change the layout for a CPU
+_ADDS: dict[object, tuple[OpOverload, int]] = {aten.mm.dtype: (ADD_PRODUCT, 2), CONVERT: (ADD_CONVERTED, 1)}
 
 #: views that may stand between them and what is returned
 _VIEWS = frozenset(
@@ -45,6 +52,10 @@ class AccumulateGradients(Pass):
     it is widened, it is 10. The bits are the same: one sum of the same two numbers. That is why only results of
     library calls are added, which are rounded to 16 bits in memory. What generated code computes may be fused with the
     addition in another way than without it, and a compiler may contract a multiplication and an addition.
+
+    Where a library call returns fp32, another one adds: on a CPU the cast of a convolution's gradient that changes its
+    layout (:class:`amp_fx.passes.LayOutGradients`), on CUDA a matmul (:class:`amp_fx.passes.GemmEpilogue`), 8 bytes
+    instead of 16. For the latter the library may choose another kernel, and the last bit may differ.
 
     The gradient that is there is one more input, after all others, and is written in place; nothing is returned for it.
 
@@ -79,10 +90,17 @@ class AccumulateGradients(Pass):
             for position in self.parameters
             if values.count(values[position]) == 1 and _is_added(values[position])
         ]
+        gradients = [values[position] for position in chosen]
         for position in chosen:
             _add(gm.graph, position, values[position])
             values[position] = None
         output.args = (tuple(values),)
+        if "user_visible_output_idxs" in output.meta:
+            visible = output.meta["user_visible_output_idxs"]
+            output.meta["user_visible_output_idxs"] = [p for p in visible if values[p] is not None]
+        for node in gradients:
+            if not node.users:
+                gm.graph.erase_node(node)
         return PassResult(gm, len(chosen), f"{len(chosen)} gradients are added where they are computed")
 
     @staticmethod
@@ -107,6 +125,10 @@ def _add(graph: fx.Graph, position: int, gradient: fx.Node) -> None:
         )
     # at the end, where AOTAutograd has its own writes to inputs: Inductor's patterns do not look across a write
     with graph.inserting_before(graph.output_node()):
+        if gradient.target in _ADDS:
+            add, arguments = _ADDS[gradient.target]
+            graph.call_function(add, (before, *gradient.args[:arguments])).meta["val"] = None
+            return
         total = graph.call_function(aten.add.Tensor, (before, gradient))
         total.meta["val"] = run_fake(total)
         written = graph.call_function(aten.copy_.default, (before, total))
@@ -120,7 +142,13 @@ def _is_added(node: object) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32 or not value.is_contiguous():
         return False
-    return value.numel() >= _WORTH_ADDING and _is_stored(_before_widening(node))
+    is_added = _is_added_by_the_library(node) or _is_stored(_before_widening(node))
+    return value.numel() >= _WORTH_ADDING and is_added
+
+
+def _is_added_by_the_library(node: fx.Node) -> bool:
+    """True for a call that has a counterpart which adds, if what it returns goes to the program and to nobody else."""
+    return node.target in _ADDS and all(user.op == "output" for user in node.users)
 
 
 def _through_views(node: fx.Node) -> fx.Node:

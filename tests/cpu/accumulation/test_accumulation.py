@@ -14,6 +14,7 @@ from accumulating import (
     WIDTH,
     Loop,
     Net,
+    assert_same,
     batches,
     compiled,
     gradients,
@@ -23,11 +24,14 @@ from accumulating import (
 )
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
+from graphs import DEFAULTS
 
 Model = Callable[..., Tensor]
 
@@ -489,6 +493,24 @@ def test_distributed_data_parallel(group: None, as_view: bool) -> None:
             accumulate(wrapped, model, xs[-1:])
 
     assert run_both(loop)[0] > 0
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+def test_sharded_parameters(group: None, syncs: bool) -> None:
+    def accumulated(accumulation: str) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Net()
+        model.compile(backend="amp_fx", options={**DEFAULTS, "accumulation": accumulation})
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+        for number, x in enumerate(batches(4)):
+            model.set_requires_gradient_sync(syncs or number == 3)  # type: ignore[operator]  # a method of FSDP's
+            loss_of(model, x).backward()
+        return [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+
+    graph, autograd = accumulated("graph"), accumulated("autograd")
+    assert_same(graph, autograd)
+    assert len(graph) == 4
 
 
 def test_without_the_option_autograd_adds_and_graphs_are_as_before() -> None:

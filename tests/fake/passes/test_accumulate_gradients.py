@@ -11,6 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx._torch import FakeTensorMode
 from amp_fx.passes import AccumulateGradients, PassContext, run_in_order
+from amp_fx.placement.layout import ADD_CONVERTED
+from amp_fx.placement.layout import CONVERT as CONVERT_LAYOUT
+from amp_fx.placement.products import ADD_PRODUCT
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -132,3 +135,36 @@ def test_a_convolution_returns_the_gradient_of_its_weight_among_others(kernel: i
     side = 8 - kernel + 1
     gm = backward_graph(program, (2, 128, side, side), (2, 128, 8, 8), (128, 128, kernel, kernel))
     assert added(gm) == (0,)
+
+
+def test_a_cast_that_changes_the_layout_adds() -> None:
+    strides = list(torch.empty(128, 64, 3, 3).stride())
+    gm = backward_graph(lambda g: (CONVERT_LAYOUT(g, torch.float32, strides),), (128, 64, 3, 3))
+    assert added(gm) == (0,)
+    assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [ADD_CONVERTED]
+    g = torch.randn(128, 64, 3, 3).bfloat16().contiguous(memory_format=torch.channels_last)
+    grad = torch.randn(128, 64, 3, 3)
+    expected = grad + g.float()
+    assert gm(g, grad) == (None,)
+    assert torch.equal(grad, expected)
+
+
+def test_a_matmul_that_returns_fp32_adds() -> None:
+    with FakeTensorMode():
+        inputs = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in WIDE]
+        gm = make_fx(lambda g, x: (aten.mm.dtype(g.t(), x, torch.float32),))(*inputs)
+    assert added(gm) == (0,)
+    *_, transposed, product, _ = gm.graph.nodes
+    assert product.target is ADD_PRODUCT
+    assert product.args[1] is transposed
+
+
+def test_a_matmul_in_fp32_that_is_read_is_returned() -> None:
+    def program(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        grad = aten.mm.dtype(g.t(), x, torch.float32)
+        return grad, grad.sum()
+
+    with FakeTensorMode():
+        inputs = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in WIDE]
+        gm = make_fx(program)(*inputs)
+    assert added(gm) == ()
