@@ -17,9 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.fx as fx
-from torch import nn
 
 from amp_fx._torch import lower_with_inductor
 from amp_fx.errors import TargetError
@@ -31,7 +29,7 @@ from amp_fx.targets.serving import enter
 from benchmarks.arms import ARMS
 from benchmarks.counts import Counter, count
 from benchmarks.results import describe, write
-from benchmarks.workloads import Workload, build_workload, make
+from benchmarks.workloads import Workload, build_workload, make, mlp
 
 __all__ = ["Moved", "measure"]
 
@@ -135,21 +133,6 @@ def measure(workload: Workload, arm: str, device: str = "cpu") -> Moved:
     )
 
 
-class _MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
-
-
-def _mlp() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    return _MLP(), {"x": torch.randn(256, 1024)}
-
-
 def table(rows: Sequence[Moved]) -> str:
     """Markdown: a line per model, number of micro-batches and way, in bytes per parameter and micro-batch."""
     head = ["model", "k", "autocast", "autograd adds", "the graph adds", "and weights cast once"]
@@ -188,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
     rows = list[Moved]()
     for name in args.only:
-        workload = build_workload("mlp", _mlp) if name == "mlp" else make(name)
+        workload = build_workload(name, mlp, batch=256, width=1024) if name == "mlp" else make(name)
         for arm in _ARMS:
             print(f"{name} {arm}", file=sys.stderr)
             rows.append(measure(workload, arm, device))
