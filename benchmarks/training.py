@@ -94,9 +94,8 @@ class _Both(Counter):
     ) -> Callable[..., Any]:
         if kwargs.get("is_backward"):
             second = copy.deepcopy(gm)
-            run_in_order(
-                second, [AccumulateGradients(range(len(second.graph.output_node().args[0])))], PassContext()
-            )  # type: ignore[arg-type]
+            gradients: Sequence[Any] = second.graph.output_node().args[0]  # type: ignore[assignment]  # a tuple
+            run_in_order(second, [AccumulateGradients(range(len(gradients)))], PassContext())
             inputs = [node.meta["val"] for node in second.graph.find_nodes(op="placeholder")]
             grads = inputs[len(example_inputs) :]
             self.added += sum(value.numel() for value in grads)
