@@ -101,7 +101,7 @@ class Harm:
         scale: loss scale at which gradients were rounded; 1 where there is none.
         batches: number of batches whose harms were averaged.
         states: number of states of the model that were measured; of each rounding, the largest harm counts.
-        kinks: calls whose derivative jumps (ReLU and its kin): predictions are orders of magnitude where they count.
+        kinks: calls whose derivative jumps (ReLU and its kin): of ReLU the flips are predicted in magnitude.
         graphs: in order of their first call.
     """
 

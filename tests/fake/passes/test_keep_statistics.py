@@ -13,6 +13,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from amp_fx import lowering
 from amp_fx._torch import replace_inner_compile
+from amp_fx.scaling import without_scaling
 
 LOWS = torch.bfloat16, torch.float16
 ROWS = 12
@@ -30,7 +31,7 @@ def graphs(
 
     options = {"policy": "fast", "profile": "off", "strict": True, "dtype": dtype}
     leaves = [arg.clone().requires_grad_() for arg in args]
-    with replace_inner_compile(keep):
+    with replace_inner_compile(keep), without_scaling():
         torch.compile(program, backend="amp_fx", options=options)(*leaves).float().square().sum().backward()
     return found, [leaf.grad for leaf in leaves if leaf.grad is not None]
 
