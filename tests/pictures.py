@@ -9,9 +9,10 @@ import torch
 
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
 from amp_fx.policy import OpClass
-from amp_fx.reports.report import Report
+from amp_fx.reports.modules import CastSum, ModuleCasts
+from amp_fx.reports.report import Cost, Report
 
-__all__ = ["NASTY", "blocks", "call", "cast", "chain", "nasty", "parameter"]
+__all__ = ["NASTY", "blocks", "call", "cast", "chain", "compared", "nasty", "parameter"]
 
 LOW, HIGH = torch.bfloat16, torch.float32
 
@@ -42,7 +43,12 @@ def call(
     **more: Any,
 ) -> NodePlan:
     """A call that reads values of these names."""
-    fields = {"reason": f"reason of {name}", "source": f"net.py:{len(name)} in forward", **more}
+    fields = {
+        "reason": f"reason of {name}",
+        "source": f"net.py:{len(name)} in forward",
+        "shape": (2, 8),
+        **more,
+    }
     return NodePlan(
         name=name,
         op=op,
@@ -51,7 +57,6 @@ def call(
         traced=HIGH,
         low=LOW,
         dtype=dtype,
-        shape=(2, 8),
         bytes=nbytes,
         inputs=inputs,
         **fields,
@@ -204,3 +209,24 @@ def nasty() -> Report:
         plan.nodes.append(call(f"m{index}", f"n{index}", **fields))
         value = f"m{index}"
     return Report([plan], NASTY[4])
+
+
+def compared() -> Report:
+    """A report whose costs are measured: amp_fx has no kernels that widen the gradients of weights."""
+
+    def sums(name: str, what: str, phase: str, kernels: int, each: int) -> CastSum:
+        before, after = ("float32", "bfloat16") if what == "weight" else ("bfloat16", "float32")
+        return CastSum(name, phase, what, before, after, 3, 3 * each, kernels, kernels * each)
+
+    report = blocks(3)
+    report.costs = {
+        "amp_fx": Cost(20, 1_200_000, 6, 600_000, 9_700_000),
+        "torch.autocast": Cost(24, 1_500_000, 9, 900_000, 10_000_000),
+    }
+    both = ("torch.autocast", "amp_fx")
+    weights = [sums(name, "weight", "forward", 3, 200_000) for name in both]
+    fused = [CastSum(name, "forward", "activation", "float32", "bfloat16", 2, 2000, 0, 0) for name in both]
+    gradients = [sums(name, "weight gradient", "backward", 3 * (name != "amp_fx"), 100_000) for name in both]
+    dtypes: dict[str, str] = dict.fromkeys(both, "bfloat16")
+    report.modules = [ModuleCasts("layers.*.mlp.up", 3, dtypes, [*weights, *fused, *gradients[:1]])]
+    return report

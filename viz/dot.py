@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,8 @@ from amp_fx.viz.style import (
     CLASSES,
     DTYPES,
     HEAT,
+    INK,
     LOWER,
-    MIXED,
     PLAIN,
     WIDEN,
     cast_lines,
@@ -26,6 +27,7 @@ from amp_fx.viz.style import (
     heat_samples,
     is_lowering,
     size,
+    tint,
     total_line,
 )
 from amp_fx.viz.view import DEPTH, Box, View, casts_inside, content, view
@@ -82,11 +84,11 @@ def source(model: Drawing, depth: int = DEPTH) -> graphviz.Digraph:
     """
     picture = graphviz.Digraph(
         graph_attr={
-            "label": _text(_title(model), justify="l"),
+            "label": _heading(model),
             "labelloc": "t",
             "labeljust": "l",
             "fontname": _FONT,
-            "fontsize": "15",
+            "fontsize": "11",
             "ranksep": "0.3",
             "nodesep": "0.18",
             "bgcolor": "white",
@@ -102,12 +104,23 @@ def source(model: Drawing, depth: int = DEPTH) -> graphviz.Digraph:
     )
     for index, graph in enumerate(model["graphs"]):
         shown = view(graph, depth)
-        fills = _fills(model, graph)
-        _draw_group(picture, graph, shown, index, 0, graph_label(model, graph), fills)
+        _draw_group(picture, graph, shown, index, 0, graph_label(model, graph), _fills(model, graph))
+        dearest = max((_real(casts.values()) for casts in shown.edges.values()), default=0)
         for (tail, head), casts in shown.edges.items():
-            picture.edge(_name(index, tail), _name(index, head), **_cast_look(list(casts.values())))
-    _draw_legend(picture, model)
+            look = _cast_look(list(casts.values()), dearest)
+            picture.edge(_name(index, tail), _name(index, head), **look)
     return picture
+
+
+def _heading(model: Drawing) -> str:
+    """The title and the legend. As a label of the whole they take no room among the boxes."""
+    rows = "".join(
+        f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="15">{escape(line)}</FONT></TD></TR>'
+        for line in _title(model).split("\n")
+    )
+    return (
+        f'<<TABLE BORDER="0" CELLSPACING="1">{rows}<TR><TD ALIGN="LEFT">{_legend(model)}</TD></TR></TABLE>>'
+    )
 
 
 def _title(model: Drawing) -> str:
@@ -127,11 +140,16 @@ def _cluster(picture: graphviz.Digraph, name: str, label: str) -> Iterator[graph
     picture.subgraph(inside)
 
 
-def _fills(model: Drawing, graph: Graph) -> list[str]:
-    """The colour of every node: what rounding it costs where that was measured, else its dtype."""
+#: fill and text
+_Fill = tuple[str, str]
+
+
+def _fills(model: Drawing, graph: Graph) -> list[_Fill]:
+    """The colours of every node: what rounding it costs where that was measured, else its dtype."""
     if heat_samples(model):
-        return [HEAT[node["heat"]][1] for node in graph["nodes"]]
-    return [DTYPES.get(node["dtype"], PLAIN) for node in graph["nodes"]]
+        return [(HEAT[node["heat"]][1], "#000000") for node in graph["nodes"]]
+    dtypes = [node["dtype"] for node in graph["nodes"]]
+    return [(DTYPES.get(dtype, PLAIN), INK.get(dtype, "#000000")) for dtype in dtypes]
 
 
 def _draw_group(
@@ -141,7 +159,7 @@ def _draw_group(
     index: int,
     group: int,
     label: str,
-    fills: list[str],
+    fills: list[_Fill],
 ) -> None:
     with _cluster(picture, f"{index}_{group}", label) as cluster:
         for node in shown.nodes:
@@ -159,7 +177,7 @@ def _times(group: Group) -> str:
     return group["title"] + (f"  x{group['times']}" if group["times"] > 1 else "")
 
 
-def _draw_node(picture: graphviz.Digraph, node: Node, name: str, fill: str) -> None:
+def _draw_node(picture: graphviz.Digraph, node: Node, name: str, fill: _Fill) -> None:
     dtype = short_dtype(node["dtype"])
     if node["was"]:
         dtype = f"{short_dtype(node['was'])} => {dtype or 'none'}"
@@ -168,7 +186,8 @@ def _draw_node(picture: graphviz.Digraph, node: Node, name: str, fill: str) -> N
         _text("\n".join(line for line in (node["label"], dtype, node["harm"]) if line)),
         tooltip=_text(f"{node['reason']}\n{node['source']}"),
         shape="box" if node["kind"] == "call" else "ellipse",
-        fillcolor=fill,
+        fillcolor=fill[0],
+        fontcolor=fill[1],
         **_border(node["op_class"], changed=bool(node["was"])),
     )
 
@@ -181,19 +200,26 @@ def _draw_closed(picture: graphviz.Digraph, graph: Graph, group: int, name: str)
     if row["main"] is not None:
         label += f": {nodes[row['main']]['op']}"
     mix = ", ".join(f"{count} in {short_dtype(dtype)}" for dtype, count in found.most_common())
-    fill = DTYPES.get(next(iter(found)), PLAIN) if len(found) == 1 else MIXED if found else PLAIN
-    if hot := max((nodes[leaf]["heat"] for leaf in row["leaves"]), default=0):
-        fill = HEAT[hot][1]
     border = _border(
         nodes[row["main"]]["op_class"] if row["main"] is not None else "keep",
         changed=any(nodes[leaf]["was"] for leaf in row["leaves"]),
     )
     tooltip = f"module {row['label']}: {len(row['leaves'])} nodes"
     casts = casts_inside(graph, group)
+    hot = max((nodes[leaf]["heat"] for leaf in row["leaves"]), default=0)
+    share = (
+        row["times"] * _real(casts) / max(_real(cast for edge in graph["edges"] for cast in edge["casts"]), 1)
+    )
     inside = f"{len(casts)} cast{'s' * (len(casts) > 1)} inside, {size(sum(cast['bytes'] for cast in casts))}"
     text = "\n".join(line for line in (label, mix, inside if casts else "") if line)
     picture.node(
-        name, _text(text), tooltip=_text(tooltip), shape="box3d", margin="0.16,0.1", fillcolor=fill, **border
+        name,
+        _text(text),
+        tooltip=_text(tooltip),
+        shape="box3d",
+        margin="0.16,0.1",
+        fillcolor=HEAT[hot][1] if hot else tint(share),
+        **border,
     )
 
 
@@ -206,35 +232,41 @@ def _border(op_class: str, *, changed: bool) -> dict[str, str]:
     }
 
 
-def _cast_look(casts: Collection[Cast]) -> dict[str, str]:
+def _real(casts: Iterable[Cast]) -> int:
+    """Bytes of the casts that Inductor does not fuse, as far as that is known; each once."""
+    return sum({cast["name"]: cast["bytes"] for cast in casts if cast["kernel"] is not False}.values())
+
+
+def _cast_look(casts: Collection[Cast], dearest: int) -> dict[str, str]:
+    """An edge as wide as the bytes of its casts; those that are fused fade."""
     if not casts:
         return {}
     colour = LOWER if all(map(is_lowering, casts)) else WIDEN
     gone = all(cast["mark"] == "removed" for cast in casts)
     fused = all(cast["kernel"] is False for cast in casts)
+    width = 1.0 if fused else 1.5 + 4.5 * _real(casts) / max(dearest, 1)
+    # a label lies over lines and frames: on paper of its own, it can be read there
+    lines = "<BR/>".join(escape(line) for line in cast_lines(casts))
+    label = f'<TABLE BORDER="0" CELLPADDING="1" BGCOLOR="white"><TR><TD>{lines}</TD></TR></TABLE>'
     return {
-        "label": _text("\n".join(f" {line} " for line in cast_lines(casts))),
-        "color": colour,
-        "fontcolor": colour,
-        "penwidth": "1.4" if fused else "2.4",
+        "label": f"<{label}>",
+        "color": f"{colour}80" if fused else colour,
+        "fontcolor": f"{colour}b0" if fused else colour,
+        "penwidth": f"{width:.1f}",
         "style": "dotted" if gone else "dashed" if fused else "solid",
     }
 
 
-def _draw_legend(picture: graphviz.Digraph, model: Drawing) -> None:
-    """Explains what occurs in the picture: a table, whose text is all our own."""
+def _legend(model: Drawing) -> str:
+    """Explains what occurs in the picture: a table of two columns, whose text is all our own."""
     nodes = [node for graph in model["graphs"] for node in graph["nodes"]]
     casts = [cast for graph in model["graphs"] for edge in graph["edges"] for cast in edge["casts"]]
     present = {node["dtype"] for node in nodes}
     fills = [
-        *(
-            (colour, f"computes in {short_dtype(dtype)}")
-            for dtype, colour in DTYPES.items()
-            if dtype in present
-        ),
-        (MIXED, "a closed module, several dtypes"),
-        (PLAIN, "no floating dtype"),
+        (colour, f"computes in {short_dtype(dtype)}") for dtype, colour in DTYPES.items() if dtype in present
     ]
+    fills.append((tint(0.5), "a closed module; the darker, the more bytes its casts move"))
+    fills.append((PLAIN, "no floating dtype"))
     samples = [(f'BGCOLOR="{colour}"', "", text) for colour, text in heat_samples(model) or fills]
     present = {node["op_class"] for node in nodes}
     samples += [
@@ -248,22 +280,33 @@ def _draw_legend(picture: graphviz.Digraph, model: Drawing) -> None:
         ('BORDER="0"', f'<FONT COLOR="{colour}">{line}</FONT>', text)
         for line, colour, text in _cast_samples(casts)
     ]
-    rows = "".join(
-        f'<TR><TD WIDTH="40" {look}>{inside}</TD><TD BORDER="0" ALIGN="LEFT">{text}</TD></TR>'
+    cells = [
+        f'<TD WIDTH="40" {look}>{inside}</TD><TD BORDER="0" ALIGN="LEFT">{text}</TD>'
         for look, inside, text in samples
+    ]
+    half = -(-len(cells) // 2)
+    empty = '<TD BORDER="0"></TD><TD BORDER="0"></TD>'
+    rows = "".join(
+        f"<TR>{left}{right}</TR>"
+        for left, right in zip(cells[:half], [*cells[half:], *[empty] * (2 * half - len(cells))], strict=True)
     )
-    table = f'<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="5" CELLPADDING="2">{rows}</TABLE>'
-    with _cluster(picture, "legend", "legend") as legend:
-        legend.node("legend", f"<{table}>", shape="plain")
+    head = '<TR><TD BORDER="0" ALIGN="LEFT" COLSPAN="4">legend</TD></TR>'
+    return f'<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="4" CELLPADDING="2">{head}{rows}</TABLE>'
 
 
 def _cast_samples(casts: Collection[Cast]) -> list[tuple[str, str, str]]:
     samples = [
-        ("<B>\N{EM DASH}\N{RIGHTWARDS ARROW}</B>", LOWER, "cast to a narrower dtype, with its bytes"),
-        ("<B>\N{EM DASH}\N{RIGHTWARDS ARROW}</B>", WIDEN, "cast to a wider dtype"),
+        ("<B>\N{EM DASH}\N{RIGHTWARDS ARROW}</B>", LOWER, "cast to a narrower dtype, as wide as its bytes"),
+        ("<B>\N{EM DASH}\N{RIGHTWARDS ARROW}</B>", WIDEN, "cast to a wider dtype, likewise"),
     ]
     if any(cast["kernel"] is False for cast in casts):
-        samples.append(("- - \N{RIGHTWARDS ARROW}", LOWER, "fused into another kernel by Inductor"))
+        samples.append(
+            (
+                "- - \N{RIGHTWARDS ARROW}",
+                LOWER,
+                "cast fused into another kernel by Inductor: it moves nothing",
+            )
+        )
     if any(cast["mark"] == "removed" for cast in casts):
         samples.append((". . \N{RIGHTWARDS ARROW}", LOWER, "removed since the earlier report"))
     return samples

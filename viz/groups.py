@@ -9,7 +9,7 @@ from typing import Any
 from amp_fx.policy import OpClass
 from amp_fx.viz.schema import Edge, Group, Node
 
-__all__ = ["add_group", "complete"]
+__all__ = ["add_group", "complete", "levels"]
 
 #: a group with more direct members is cut into runs, so that no picture has thousands of boxes
 _MANY = 150
@@ -20,6 +20,9 @@ _OUTSIDE = 4
 
 #: classes of calls that a module is named after
 _LISTED = {OpClass.LOW.value, OpClass.FP32.value, "user"}
+
+#: a module, with its place if it is in a list
+_LEVEL = re.compile(r"[^.]*[^.\d][^.]*(?:\.\d+(?=\.|$))?|\d+")
 
 #: a module's place in a list: ``layers.0``
 _INDEX = re.compile(r"(?<![^.])\d+$")
@@ -48,7 +51,7 @@ def complete(nodes: Sequence[Node], edges: Sequence[Edge], groups: list[Group]) 
     for group, members in enumerate(_members(nodes, groups)):
         outside = [node for node in members if node["kind"] == "call" and not node["dtype"]]
         if len(outside) >= _OUTSIDE:
-            _move(outside, groups, group, f"{len(outside)} ops outside autocast")
+            _move(outside, groups, group, f"{len(outside)} integer and boolean ops")
     for group, members in enumerate(_members(nodes, groups)):
         if len(members) > _MANY:
             size = max(_RUN, -(-len(members) // _MANY))
@@ -130,3 +133,8 @@ def _looks(node: Node, casts: Sequence[tuple[str, str]]) -> tuple[Any, ...]:
         tuple(node["shape"]),
         tuple(sorted(casts)),
     )
+
+
+def levels(path: str) -> tuple[str, ...]:
+    """``("model", "layers.0", "mlp")`` for ``"model.layers.0.mlp"``: a list and its index are one level."""
+    return tuple(found.group() for found in _LEVEL.finditer(path))

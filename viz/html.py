@@ -7,11 +7,15 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from amp_fx.viz import beside
 from amp_fx.viz.schema import Drawing
-from amp_fx.viz.style import CHANGED, CLASSES, DTYPES, HEAT, LOWER, MIXED, PLAIN, WIDEN, heat_samples
+from amp_fx.viz.style import CLASSES, DARK, DTYPES, HEAT, LIGHT, heat_samples
 from amp_fx.viz.view import DEPTH
 
 __all__ = ["render"]
+
+#: the page's own code, in the order in which it runs
+_SCRIPTS = ("visible.js", "words.js", "drawing.js", "viewer.js", "page.js")
 
 
 def render(model: Drawing) -> str:
@@ -21,12 +25,7 @@ def render(model: Drawing) -> str:
         model: what :func:`amp_fx.viz.model.drawing` made.
     """
     style = {
-        "dtypes": DTYPES,
-        "mixed": MIXED,
-        "plain": PLAIN,
-        "lower": LOWER,
-        "widen": WIDEN,
-        "changed": CHANGED,
+        "dtypes": list(DTYPES),
         "classes": {name: [border.meaning, border.dashes, border.width] for name, border in CLASSES.items()},
         "heat": [colour for _, colour in HEAT],
         "heatSamples": heat_samples(model),
@@ -34,11 +33,14 @@ def render(model: Drawing) -> str:
     }
     parts = {
         "title": escape(f"{model['title']}: cast placement"),
-        "style": _asset("viewer.css"),
+        "light": beside.variables(LIGHT),
+        "dark": beside.variables(DARK),
+        "style": _asset("viewer.css") + beside.STYLE,
+        "beside": beside.drawn(model),
         "licence": _asset("vendor/dagre.LICENSE"),
         "layout": _asset("vendor/dagre.min.js"),
         "data": _json({**model, "style": style}),
-        "script": _asset("visible.js") + _asset("viewer.js"),
+        "script": '"use strict";\n(() => {\n' + "\n".join(map(_asset, _SCRIPTS)) + "})();\n",
     }
     # one pass over the template: what is put in is never searched for placeholders
     head, *rest = _asset("viewer.html").split("{{")

@@ -11,55 +11,36 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Any
 
-from amp_fx.plans.diff import Diff, keyed
+from amp_fx.plans.diff import keyed
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.policy import OpClass
-from amp_fx.viz.groups import add_group, complete
-from amp_fx.viz.schema import Cast, Drawing, Edge, Graph, Group, Node, Total, short_dtype
-from amp_fx.viz.style import heat
+from amp_fx.viz.drawable import Drawable
+from amp_fx.viz.groups import add_group, complete, levels
+from amp_fx.viz.schema import (
+    Cast,
+    Drawing,
+    Edge,
+    Graph,
+    Group,
+    Node,
+    Total,
+    module_row,
+    short_dtype,
+)
+from amp_fx.viz.style import rounding
 
 __all__ = ["drawing"]
 
 #: what autograd adds gradients with
 _SUM = "add.Tensor"
 
-#: a module, with its place if it is in a list
-_LEVEL = re.compile(r"[^.]*[^.\d][^.]*(?:\.\d+(?=\.|$))?|\d+")
+#: in Dynamo's names of buffers
+_BUFFER = "_buffers_"
 
 #: Dynamo's names of a parameter and of an argument: ``l_self_modules_head_parameters_weight_``, ``l_tokens_``
 _GIVEN = re.compile(r"^l_(?:\w+_(?:parameters|buffers)_)?(\w+?)_*$")
-
-
-class Cost(Protocol):
-    """What casts cost in all graphs, as :class:`amp_fx.reports.Cost` says it."""
-
-    @property
-    def casts(self) -> int: ...
-    @property
-    def cast_bytes(self) -> int: ...
-    @property
-    def kernels(self) -> int | None: ...
-    @property
-    def kernel_bytes(self) -> int | None: ...
-
-
-class Drawable(Protocol):
-    """What a picture is made from; :class:`amp_fx.Report` is one."""
-
-    plans: list[Plan]
-    title: str
-    #: graph -> call -> error of the gradient that rounding adds, None for an overflow; empty where none was measured
-    harms: dict[str, dict[str, float | None]]
-
-    def compared(self) -> Mapping[str, Cost]:
-        """Costs by name, of amp_fx first."""
-        ...
-
-    def diff(self, other: Any) -> Diff:
-        """What another report changes against this one."""
-        ...
 
 
 def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
@@ -84,9 +65,11 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
                 cast_bytes=cost.cast_bytes,
                 kernels=cost.kernels,
                 kernel_bytes=cost.kernel_bytes,
+                moved=cost.moved,
             )
             for name, cost in report.compared().items()
         ],
+        modules=[module_row(row.to_dict()) for row in report.modules],
         graphs=[
             _Builder(plan, names, earlier, harms if plan.phase == "forward" else {}).build()
             for plan in report.plans
@@ -117,13 +100,6 @@ def _names(plans: Sequence[Plan]) -> dict[int, _Name]:
     return {id(row): key for key, row in keyed(plans).items()}
 
 
-class _Heat(TypedDict):
-    """What rounding a call costs, in the form of :class:`amp_fx.viz.schema.Node`."""
-
-    harm: str
-    heat: int
-
-
 @dataclass
 class _Builder:
     """Builds one graph of the drawing."""
@@ -131,14 +107,13 @@ class _Builder:
     plan: Plan
     names: Mapping[int, _Name]
     earlier: _Earlier | None
-    #: call -> error of the gradient that rounding it adds
     harms: Mapping[str, float | None] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     _ends: list[tuple[_Name, _Name]] = field(default_factory=list)
     _paths: dict[tuple[str, ...], int] = field(default_factory=dict)
-    #: node name -> position
+    #: node -> position
     _drawn: dict[str, int] = field(default_factory=dict)
     #: node name -> module levels, with those of gradient sums worked out
     _levels: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -150,9 +125,13 @@ class _Builder:
         self._casts = {cast.name: cast for cast in self.plan.casts if cast.inserted}
         self._inputs = {given.name: given for given in self.plan.inputs}
         self._group(())
-        calls = [node for node in self.plan.nodes if not _is_passage(node)]
+        calls = [node for node in self.plan.nodes if not (_is_passage(node) or self._is_aside(node))]
         # how many calls are in a module, at any depth
-        sizes = Counter(".".join(parts[:end]) for parts in _parts(calls) for end in range(1, len(parts) + 1))
+        sizes = Counter(
+            ".".join(parts[:end])
+            for parts in (node.module_path.split(".") for node in calls if node.module_path)
+            for end in range(1, len(parts) + 1)
+        )
         for node in calls:
             self._add_call(node, sizes[node.module_path] == 1)
         for node in calls:
@@ -173,8 +152,6 @@ class _Builder:
     def named_casts(self) -> list[tuple[tuple[_Name, _Name], list[Cast]]]:
         """Casts by the names of both ends."""
         return [(ends, edge["casts"]) for ends, edge in zip(self._ends, self.edges, strict=True)]
-
-    # --- nodes ---
 
     def _group(self, path: tuple[str, ...]) -> int:
         if path not in self._paths:
@@ -207,33 +184,27 @@ class _Builder:
                 bytes=node.bytes,
                 flops=node.flops,
                 was=self._was(node),
-                **self._harm(node),
+                **rounding(self.harms, node.name),
             )
         )
 
     def _place(self, node: NodePlan) -> tuple[str, ...]:
         """The levels a call is drawn in; a sum of gradients, which no module wrote, goes with its last summand."""
         if node.module_path or self.plan.phase != "backward" or node.op != _SUM:
-            return _levels(node.module_path)
+            return levels(node.module_path)
         places = [
             (self._drawn[producer], self._levels[producer])
             for producer in (self._origin(name)[0] for name in node.inputs)
             if producer in self._drawn
         ]
-        last, levels = max(places, default=(0, ()))
-        return levels[:-1] if places and self.nodes[last]["module"] else levels
+        last, path = max(places, default=(0, ()))
+        return path[:-1] if places and self.nodes[last]["module"] else path
 
     def _was(self, node: NodePlan) -> str:
         if self.earlier is None:
             return ""
         before = self.earlier.dtypes.get(self.names[id(node)], "new")
         return before if before != _dtype(node) else ""
-
-    def _harm(self, node: NodePlan) -> _Heat:
-        if node.name not in self.harms:
-            return _Heat(harm="", heat=0)
-        error = self.harms[node.name]
-        return _Heat(harm="overflows" if error is None else f"harm {error:.0e}", heat=heat(error))
 
     def _add_value(self, kind: str, given: InputPlan, label: str, group: int, reason: str) -> int:
         """An ellipse: a value that no call of the graph computes, or that leaves it."""
@@ -266,7 +237,10 @@ class _Builder:
         if given.copy_of:
             group = self.nodes[reader]["group"]
             return self._add_value("parameter", given, label, group, "a low copy, kept across calls")
-        if not given.parameter:
+        if not given.parameter and self.plan.phase == "backward" and not given.name.startswith("tangents"):
+            group = self.nodes[reader]["group"]
+            return self._add_value("input", given, "saved value", group, "saved by the forward")
+        if not given.parameter and _BUFFER not in given.name:
             return self._add_value("input", given, label, 0, "an input of the graph")
         if reader not in self._parameters:
             group = self.nodes[reader]["group"]
@@ -282,7 +256,7 @@ class _Builder:
         done = {cast["name"] for edge in self.edges for cast in edge["casts"]}
         last = {cast.value for cast in self._casts.values()}
         for cast in self._casts.values():
-            if cast.name in done or cast.name in last:
+            if cast.name in done or cast.name in last or not self._leaves(cast):
                 continue
             producer, _ = self._origin(cast.name)
             row = self._rows.get(producer)
@@ -291,6 +265,10 @@ class _Builder:
             label = "gradient" if self.plan.phase == "backward" else "result"
             head = self._add_value("result", given, label, group, "leaves the graph")
             self._add_edge(cast.name, head, ("result", self.plan.phase, self._name(producer)))
+
+    def _leaves(self, cast: CastPlan) -> bool:
+        """False for what only calls read that are not drawn."""
+        return not cast.users or any(user not in self._rows or user in self._drawn for user in cast.users)
 
     # --- edges ---
 
@@ -308,8 +286,14 @@ class _Builder:
         self.edges.append(Edge(tail=self._drawn[producer], head=head, casts=casts))
         self._ends.append(ends)
 
+    def _is_aside(self, node: NodePlan) -> bool:
+        """True for masks and constants of a backward: they differ from block to block, and nothing is cast."""
+        return self.plan.phase == "backward" and (node.dtype is None or not node.shape) and not node.flops
+
     def _is_shown(self, given: InputPlan) -> bool:
-        return not given.parameter and (self.plan.phase == "forward" or given.name.startswith("tangents"))
+        if given.parameter or _BUFFER in given.name:
+            return False
+        return self.plan.phase == "forward" or given.name.startswith("tangents")
 
     def _name(self, producer: str) -> _Name:
         row = self._rows.get(producer)
@@ -358,17 +342,8 @@ def _dtype(node: NodePlan) -> str:
     return "" if node.dtype is None else dtype_name(node.dtype)
 
 
-def _parts(calls: Sequence[NodePlan]) -> list[list[str]]:
-    return [node.module_path.split(".") for node in calls if node.module_path]
-
-
 def _is_passage(node: NodePlan) -> bool:
     """True for what hands on the bytes of its only input: views, and elements of results."""
     if len(node.inputs) != 1 or node.dtype is None:
         return False
     return node.op == "getitem" or (node.op_class is OpClass.FOLLOW and not node.bytes and not node.flops)
-
-
-def _levels(path: str) -> tuple[str, ...]:
-    """``("model", "layers.0", "mlp")`` for ``"model.layers.0.mlp"``: a list and its index are one level."""
-    return tuple(found.group() for found in _LEVEL.finditer(path))

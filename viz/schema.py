@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
-__all__ = ["Cast", "Drawing", "Edge", "Graph", "Group", "Node", "Total", "short_dtype"]
+__all__ = [
+    "Cast",
+    "CastSum",
+    "Drawing",
+    "Edge",
+    "Graph",
+    "Group",
+    "ModuleRow",
+    "Node",
+    "Total",
+    "module_row",
+    "short_dtype",
+]
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
@@ -89,26 +101,67 @@ class Graph(TypedDict):
 
 
 class Total(TypedDict):
-    """What casts cost in all: asked for by the graphs, and kernels left after fusion (None: not known)."""
+    """What casts cost in all graphs, and what all kernels move.
+
+    ``casts`` are those in the graphs, ``kernels`` what is left of them after fusion; None: not known.
+    """
 
     name: str
     casts: int
     cast_bytes: int
     kernels: int | None
     kernel_bytes: int | None
+    moved: int | None
+
+
+class CastSum(TypedDict):
+    """Casts of one kind in one module. ``name`` is that of the total that they belong to."""
+
+    name: str
+    phase: str
+    what: str
+    before: str
+    after: str
+    casts: int
+    bytes: int
+    kernels: int
+    kernel_bytes: int
+
+
+class ModuleRow(TypedDict):
+    """One module, or equal ones together, of every total: what it computes in and its casts."""
+
+    module: str
+    times: int
+    dtypes: dict[str, str]
+    casts: list[CastSum]
 
 
 class Drawing(TypedDict):
-    """The picture of a report: ``text`` is its first screen, ``diff`` the difference in words, or empty."""
+    """The picture of a report.
+
+    ``text`` is its first screen, ``diff`` the difference in words, or empty. ``modules`` are what the totals compare,
+    in the order of the program, or empty.
+    """
 
     title: str
     policy: str
     text: str
     diff: str
     totals: list[Total]
+    modules: list[ModuleRow]
     graphs: list[Graph]
 
 
 def short_dtype(name: str) -> str:
     """``"bf16"`` for ``"bfloat16"``."""
     return _SHORT.get(name, name)
+
+
+def module_row(row: dict[str, Any]) -> ModuleRow:
+    """What a report's module says as JSON, with short names of dtypes on its casts."""
+    casts = [
+        CastSum(**{**cast, "before": short_dtype(cast["before"]), "after": short_dtype(cast["after"])})
+        for cast in row["casts"]
+    ]
+    return ModuleRow(module=row["module"], times=row["times"], dtypes=row["dtypes"], casts=casts)

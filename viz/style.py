@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypedDict
 
 from amp_fx.viz.schema import Cast, Drawing, Graph, Total
 
 __all__ = [
     "CHANGED",
     "CLASSES",
+    "DARK",
     "DTYPES",
     "HEAT",
+    "INK",
+    "LIGHT",
     "LOWER",
-    "MIXED",
     "PLAIN",
     "WIDEN",
     "Border",
@@ -23,16 +25,22 @@ __all__ = [
     "heat",
     "heat_samples",
     "is_lowering",
+    "per_cent",
+    "rounding",
     "size",
+    "tint",
     "total_line",
 ]
 
-#: fill colours by compute dtype: tints of the Okabe-Ito palette, which colour-blind readers tell apart
+#: fill colours by compute dtype: low precision is dark, fp32 light, so that they differ in print, too
 DTYPES = {
-    "bfloat16": "#a9d8f5",
-    "float16": "#a5dfc9",
-    "float32": "#fbdc94",
+    "bfloat16": "#2a78ad",
+    "float16": "#1f7f63",
+    "float32": "#fdecb8",
 }
+
+#: text on these
+INK = {"bfloat16": "#ffffff", "float16": "#ffffff"}
 
 #: fill colours by what rounding a call adds to the relative error of the gradient: (below, colour). Lightness tells
 #: them apart, too. The first is for what was not measured
@@ -44,17 +52,57 @@ HEAT = (
     (math.inf, "#ef7350"),
 )
 
-#: several dtypes in one closed module
-MIXED = "#e4dcf0"
-
 #: no floating dtype
 PLAIN = "#eeeeee"
 
-#: casts to a narrower and to a wider dtype: Okabe-Ito's blue and vermillion
+#: casts to a narrower and to a wider dtype: Okabe-Ito's blue and vermilion
 LOWER, WIDEN = "#0072b2", "#c04a00"
 
 #: what differs from the earlier report
 CHANGED = "#cc0000"
+
+#: closed modules are tinted with it by the bytes that casts move in them
+TINT = "#d1495b"
+
+#: the page's colours by name, for a light window and for a dark one
+LIGHT = {
+    **DTYPES,
+    "on-bfloat16": "#ffffff",
+    "on-float16": "#ffffff",
+    "on-float32": "#332600",
+    "plain": PLAIN,
+    "lower": LOWER,
+    "widen": WIDEN,
+    "changed": CHANGED,
+    "tint": TINT,
+    "paper": "#ffffff",
+    "panel": "#fafafa",
+    "ink": "#111111",
+    "faint": "#555555",
+    "line": "#999999",
+    "frame": "#00000008",
+    "border": "#222222",
+}
+DARK = {
+    "bfloat16": "#5eb0e5",
+    "float16": "#45bf99",
+    "float32": "#4b3e17",
+    "on-bfloat16": "#00131f",
+    "on-float16": "#001f16",
+    "on-float32": "#ffeab0",
+    "plain": "#33363b",
+    "lower": "#6cbcf2",
+    "widen": "#ff9a5c",
+    "changed": "#ff6b6b",
+    "tint": "#e0566a",
+    "paper": "#15171a",
+    "panel": "#1c1f23",
+    "ink": "#ececec",
+    "faint": "#a7a9ad",
+    "line": "#7d8086",
+    "frame": "#ffffff0a",
+    "border": "#d5d5d5",
+}
 
 _BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64}
 
@@ -90,6 +138,21 @@ def heat(error: float | None) -> int:
     return next(place for place, (limit, _) in enumerate(HEAT) if error < limit)
 
 
+class Rounding(TypedDict):
+    """What rounding a call costs, in the form of :class:`amp_fx.viz.schema.Node`."""
+
+    harm: str
+    heat: int
+
+
+def rounding(harms: Mapping[str, float | None], call: str) -> Rounding:
+    """What rounding a call costs; empty where that was not measured."""
+    if call not in harms:
+        return Rounding(harm="", heat=0)
+    error = harms[call]
+    return Rounding(harm="overflows" if error is None else f"harm {error:.0e}", heat=heat(error))
+
+
 def heat_samples(model: Drawing) -> list[tuple[str, str]]:
     """(colour, meaning) for a legend; empty where no harm was measured."""
     present = {node["heat"] for graph in model["graphs"] for node in graph["nodes"]}
@@ -111,6 +174,21 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def per_cent(part: float, whole: float) -> str:
+    """``"15 %"``; one digit more below ten."""
+    share = 100 * part / whole if whole else 0.0
+    return (
+        f"{share:.0f}\N{NO-BREAK SPACE}%" if share >= 9.95 or not share else f"{share:.1f}\N{NO-BREAK SPACE}%"
+    )
+
+
+def tint(share: float) -> str:
+    """White to :data:`TINT`, by the share of all cast bytes."""
+    strength = 0.75 * min(share, 1.0) ** 0.5
+    channels = (int(TINT[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(255 + strength * (channel - 255)):02x}" for channel in channels)
+
+
 def cast_lines(casts: Iterable[Cast]) -> list[str]:
     """The casts on one edge, a line per direction: direction, count, bytes and what became of them."""
     found: dict[tuple[str, str], list[Cast]] = {}
@@ -119,9 +197,9 @@ def cast_lines(casts: Iterable[Cast]) -> list[str]:
         found.setdefault((arrow, cast["mark"]), []).append(cast)
     lines = []
     for (arrow, mark), rows in found.items():
-        count = f"{len(rows)}x " if len(rows) > 1 else ""
+        count = f" in {len(rows)} casts" if len(rows) > 1 else ""
         lines.append(
-            f"{arrow}  {count}{size(sum(row['bytes'] for row in rows))}{_fate(rows)}{mark and f', {mark}'}"
+            f"{arrow}  {size(sum(row['bytes'] for row in rows))}{count}{_fate(rows)}{mark and f', {mark}'}"
         )
     return lines
 
@@ -134,11 +212,14 @@ def _fate(casts: list[Cast]) -> str:
 
 
 def total_line(total: Total) -> str:
-    """``"amp_fx: 426 casts (259 MB) asked for; after fusion 171 kernels only cast (132 MB)"``."""
-    text = f"{total['name']}: {total['casts']} casts ({size(total['cast_bytes'])}) asked for"
-    if total["kernels"] is not None and total["kernel_bytes"] is not None:
-        text += f"; after fusion {total['kernels']} kernels only cast ({size(total['kernel_bytes'])})"
-    return text
+    """``"amp_fx: 171 cast kernels move 132 of 800 MB, 16 %; 426 casts in the graphs, the others are fused"``."""
+    if total["kernels"] is None or total["kernel_bytes"] is None or total["moved"] is None:
+        return f"{total['name']}: {total['casts']} casts in the graphs, {size(total['cast_bytes'])}"
+    return (
+        f"{total['name']}: {total['kernels']} cast kernels move {size(total['kernel_bytes'])} of"
+        f" {size(total['moved'])}, {per_cent(total['kernel_bytes'], total['moved'])};"
+        f" {total['casts']} casts in the graphs, the others are fused"
+    )
 
 
 def graph_label(model: Drawing, graph: Graph) -> str:

@@ -1,5 +1,4 @@
 // What is visible of a graph with some modules open. At first it is what amp_fx.viz.view works out.
-"use strict";
 
 class Visible {
   constructor(graph) {
@@ -60,6 +59,21 @@ class Visible {
       }
       if (!moved) return "n" + node;
     }
+  }
+
+  // the node that is drawn for a node with everything open: its place in the first of equal groups
+  drawnFor(node) {
+    for (let moved = true; moved;) {
+      moved = false;
+      for (const group of this.paths[this.graph.nodes[node].group]) {
+        const { fold } = this.graph.groups[group];
+        if (fold === null || fold === group) continue;
+        node = this.graph.groups[fold].leaves[this.place(group, node)];
+        moved = true;
+        break;
+      }
+    }
+    return node;
   }
 
   // true where the drawn one of several equal groups tells enough: inside another of them the edge is drawn

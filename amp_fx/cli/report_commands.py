@@ -115,7 +115,7 @@ def _draw_arguments(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     parser.add_argument(
         "-o", "--output", default="amp_fx.html", metavar="FILE",
-        help=".html, .svg, .png or .dot (default: %(default)s)",
+        help=".html, .svg, .beside.svg, .png or .dot (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--against", metavar="REPORT", help="an earlier report (.json): mark what changed since"

@@ -53,8 +53,7 @@ class Rule:
 
     Attributes:
         precision: ``"fp32"`` or ``"low"``.
-        op: ATen name, with or without overload: ``"softmax"`` matches ``softmax.int`` too; None matches any
-        op.
+        op: ATen name, with or without overload: ``"softmax"`` matches ``softmax.int`` too; None matches any.
         module: regular expression searched for in the module path (``"encoder.layer.0.attention"``); None
             matches any node.
     """
@@ -81,8 +80,7 @@ class Rule:
         """Builds a rule from a mapping.
 
         Raises:
-            OptionsError: unknown key, unknown precision, a pattern that does not compile, or neither ``op``
-            nor
+            OptionsError: unknown key, unknown precision, a pattern that does not compile, or neither ``op`` nor
                 ``module`` given.
         """
         if isinstance(data, Rule):

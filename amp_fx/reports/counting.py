@@ -102,7 +102,7 @@ class Counts:
         return sum(n for e, n in self.exponents.items() if e < edge) / max(self.nonzero, 1)
 
     def subnormal(self, dtype: str = "float16", scale: int = 0) -> float:
-        """Share of the nonzero values that lose digits in a format without becoming zero."""
+        """Share of the nonzero values that are subnormal in a format: they keep fewer significant bits."""
         row = FORMATS[dtype]
         edges = range(row.smallest - 1 - scale, row.normal - scale)
         return sum(n for e, n in self.exponents.items() if e in edges) / max(self.nonzero, 1)

@@ -1,8 +1,8 @@
 """``amp_fx.explain(model, *args)``: a report of forward and backward, without compiling or changing the model.
 
-The model goes through Dynamo, amp_fx and Inductor up to and including fusion, once with amp_fx and once under
-``torch.autocast`` to compare with; the graphs are then run op by op, so that code after a graph break is
-reached. No code is generated.
+The model goes through Dynamo, amp_fx and Inductor up to and including fusion, once with amp_fx and once with
+``torch.autocast`` and the same results to compare with; the graphs are then run op by op, so that code after a graph
+break is reached. No code is generated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from amp_fx._torch import replace_inner_compile, stock_inductor, unwrapped_errors
+from amp_fx._torch import replace_inner_compile, unwrapped_errors
 from amp_fx.backend import amp_fx
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.facts import tensors
@@ -25,9 +25,11 @@ from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import Plan
 from amp_fx.policy.table import supported_devices
 from amp_fx.reports.advice import layout_advice, scaling_advice, weight_advice
+from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.harms import add_harms
 from amp_fx.reports.left_out import NotCompiled, entry_of, left_out_advice
 from amp_fx.reports.lowered import LoweredGraphs
+from amp_fx.reports.modules import ModuleCasts, casts_by_module
 from amp_fx.reports.recording import record
 from amp_fx.reports.report import Cost, Report
 from amp_fx.reports.targeted import explain_for
@@ -89,16 +91,16 @@ def explain(
     given = {key: value for key, value in (options or {}).items() if key != "scaler"}
     not_compiled = NotCompiled()
     if target is None:
-        plans, costs = _here(program, args, kwargs, given, not_compiled)
+        plans, costs, modules = _here(program, args, kwargs, given, not_compiled)
     else:
-        plans, costs = explain_for(target, program, args, kwargs, given, not_compiled)
+        plans, costs, modules = explain_for(target, program, args, kwargs, given, not_compiled)
     harms = {} if measured is None else add_harms(plans, measured)
     weights = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
     notes = left_out_advice(program, plans, not_compiled)
     notes += weight_advice(plans, weights) + layout_advice(plans, weights)
     if parsed.scaler is None:
         notes += scaling_advice(plans)
-    return Report(plans, _title(program, target), costs, notes, harms)
+    return Report(plans, _title(program, target), costs, notes, harms, modules)
 
 
 def _title(program: Callable[..., Any], target: str | None) -> str:
@@ -112,8 +114,8 @@ def _here(
     kwargs: dict[str, Any],
     options: Mapping[str, Any],
     not_compiled: NotCompiled,
-) -> tuple[list[Plan], dict[str, Cost]]:
-    """Plans and costs on the device that the model is on."""
+) -> tuple[list[Plan], dict[str, Cost], list[ModuleCasts]]:
+    """Plans, costs and casts by module on the device that the model is on."""
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         not_compiled.graph(gm)
@@ -122,12 +124,12 @@ def _here(
     with record() as recording, without_scaling(), not_told(), unwrapped_errors(AmpFxError):
         ours = _lowered(program, args, kwargs, backend, not_compiled)
     ours.complete(recording.plans)
-    costs = {"amp_fx": ours.cost}
-    device = _device(program, args, kwargs)
-    if device in supported_devices():
-        with torch.autocast(device, Options.parse(None, options).low_dtype(device)):
-            costs["torch.autocast"] = _lowered(program, args, kwargs, stock_inductor, NotCompiled()).cost
-    return recording.plans, costs
+    if _device(program, args, kwargs) not in supported_devices():
+        return recording.plans, {"amp_fx": ours.cost}, []
+    theirs = _lowered(program, args, kwargs, autocast_backend(options), NotCompiled())
+    costs = {"amp_fx": ours.cost, "torch.autocast": theirs.cost}
+    graphs = {"torch.autocast": theirs.by_phase, "amp_fx": ours.by_phase}
+    return recording.plans, costs, casts_by_module(graphs, recording.plans)
 
 
 def _lowered(

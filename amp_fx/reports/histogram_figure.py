@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,9 @@ __all__ = ["draw"]
 
 #: colours that differ in lightness too, for those who do not see them
 _COLOURS = ("#0072b2", "#e69f00")
+#: share of values at the lower end that the axis leaves out
+_RARE = 1e-3
+
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3": "fp8 e4m3", "float8_e5m2": "fp8 e5m2"}
 
 
@@ -41,17 +44,46 @@ def draw(title: str, gradients: Mapping[str, Counts], activations: Mapping[str, 
     figure = Figure(figsize=(10, 7.5), layout="constrained")
     figure.suptitle(f"{title}: magnitudes by exponent")
     panels = figure.subplots(2, 1)
-    known = [e for series in (gradients, activations) for counts in series.values() for e in counts.exponents]
-    exponents = range(min([-30, *known]) - 2, max([17, *known]) + 3)
-    _panel(panels[0], "gradients", gradients, exponents)
-    _panel(panels[1], "activations", activations, exponents)
     total = Counts()
     for counts in gradients.values():
         total = total.merge(counts)
     scale = total.loss_scale()
-    saved = "" if scale is None else f"; a loss scale of 2^{scale} leaves {total.lost('float16', scale):.2%}"
-    panels[0].set_title(f"{total.lost():.2%} of the gradients become zero in fp16{saved}", fontsize=11)
+    exponents = _axis([*gradients.values(), *activations.values()], scale or 0)
+    _panel(panels[0], "gradients", gradients, exponents)
+    _panel(panels[1], "activations", activations, exponents)
+    saved = ""
+    if scale is not None:
+        saved = f"; at a loss scale of 2^{scale}, {total.lost('float16', scale):.2%} do"
+        _ghost(panels[0], total, scale, exponents)
+    panels[0].set_title(f"{total.lost():.2%} of the gradients underflow to zero in fp16{saved}", fontsize=11)
+    for axes in panels:
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper right", fontsize=9)
     return figure
+
+
+def _axis(series: Sequence[Counts], scale: int) -> range:
+    """The exponents that are shown: all of fp16, and all but the rarest values, as they are and scaled."""
+    first, last = FORMATS["float16"].smallest - 2, 16
+    for counts in series:
+        left = counts.nonzero * _RARE
+        for exponent in sorted(counts.exponents):
+            left -= counts.exponents[exponent]
+            if left < 0:
+                first = min(first, exponent)
+                break
+        last = max([last, *counts.exponents])
+    return range(first - 1, max(last, min(last + scale, 16)) + 3)
+
+
+def _ghost(axes: Axes, counts: Counts, scale: int, exponents: range) -> None:
+    """The outline of the gradients where the suggested loss scale moves them."""
+    every = max(counts.total, 1)
+    heights = [100 * counts.exponents.get(e - scale, 0) / every for e in exponents]
+    axes.stairs(
+        heights, [*exponents, exponents[-1] + 1], color="#444444", linestyle="--", linewidth=1.2,
+        label=f"all gradients at a loss scale of 2^{scale}",
+    )  # fmt: skip
 
 
 def _panel(axes: Axes, what: str, series: Mapping[str, Counts], exponents: range) -> None:
@@ -59,7 +91,8 @@ def _panel(axes: Axes, what: str, series: Mapping[str, Counts], exponents: range
     first, last = exponents[0], exponents[-1]
     total = max(sum(counts.total for counts in series.values()), 1)
     bottom = [0.0] * len(exponents)
-    for colour, (label, counts) in zip(_COLOURS, series.items(), strict=False):
+    present = {label: counts for label, counts in series.items() if counts.total}
+    for colour, (label, counts) in zip(_COLOURS, present.items(), strict=False):
         heights = [100 * counts.exponents.get(e, 0) / total for e in exponents]
         zeros = f" ({counts.zeros / max(counts.total, 1):.1%} are zero)"
         axes.bar(
@@ -69,7 +102,11 @@ def _panel(axes: Axes, what: str, series: Mapping[str, Counts], exponents: range
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     top = max([*bottom, 1.0])
     row = FORMATS["float16"]
-    axes.axvspan(first, row.smallest - 1, color="#d55e00", alpha=0.12, label="zero in fp16", zorder=0)
+    axes.axvspan(first, row.smallest - 1, color="#d55e00", alpha=0.15, zorder=0)
+    axes.annotate(
+        "zero in fp16", (row.smallest - 1, 1.37 * top), xytext=(-4, 0), textcoords="offset points", ha="right",
+        va="center", fontsize=8, color="#a04000",
+    )  # fmt: skip
     step = 0.075 * top
     for place, (dtype, row) in enumerate(FORMATS.items(), 1):
         height = -place * step
@@ -82,9 +119,8 @@ def _panel(axes: Axes, what: str, series: Mapping[str, Counts], exponents: range
             annotation_clip=False,
         )  # fmt: skip
     axes.set(
-        xlim=(first, last), ylim=(-(len(FORMATS) + 0.7) * step, 1.1 * top),
+        xlim=(first, last), ylim=(-(len(FORMATS) + 0.7) * step, 1.45 * top),
         xlabel="exponent: log2 of the magnitude (ranges: thick normal, thin subnormal)",
         ylabel=f"% of all {what}",
     )  # fmt: skip
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 1.1 * top])
-    axes.legend(loc="upper right", fontsize=9)

@@ -80,18 +80,20 @@ class Histogram:
         for dtype in FORMATS:
             over = ", the largest overflows" if gradients.overflows(dtype) else ""
             lines.append(
-                f"  {dtype:<12}{gradients.lost(dtype):>8.2%} become zero,"
-                f" {gradients.subnormal(dtype):>7.2%} lose digits{over}"
+                f"  {dtype:<14}{gradients.lost(dtype):>8.2%} underflow to zero,"
+                f" {gradients.subnormal(dtype):>7.2%} subnormal: fewer significant bits{over}"
             )
         if scale is None:
             lines.append("no loss scale: the largest gradient overflows float16 as it is")
         else:
-            after = f"{gradients.lost('float16', scale):.2%} become zero in float16"
+            after = f"{gradients.lost('float16', scale):.2%} underflow to zero in float16"
             lines.append(f"loss scale 2**{scale} = {2**scale}: {after}, none overflows")
         worst = self._worst()
         if worst:
             lines.append(f"where float16 loses most (modules: {len(self.modules)})")
-            lines += [f"  {name or '(the model)':<40}{share:>8.2%} become zero" for name, share in worst]
+            lines += [
+                f"  {name or '(the model)':<40}{share:>8.2%} underflow to zero" for name, share in worst
+            ]
         return "\n".join(lines)
 
     def _worst(self, most: int = 5) -> list[tuple[str, float]]:

@@ -12,7 +12,7 @@ from amp_fx._torch import Lowered
 from amp_fx.graphs.facts import cast_bytes, is_eligible
 from amp_fx.placement.layout import CONVERT
 
-__all__ = ["cast_kernels", "conversion", "conversions"]
+__all__ = ["calls", "cast_kernels", "conversion", "conversions", "is_move"]
 
 _CONVERSIONS = {
     torch.ops.prims.convert_element_type.default,
@@ -45,32 +45,38 @@ def conversion(node: fx.Node) -> tuple[Tensor, Tensor] | None:
 
 def conversions(gm: fx.GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
     """Every conversion in a graph, bodies of higher-order ops included."""
-    for node in _calls(gm):
+    for node in calls(gm):
         if (values := conversion(node)) is not None:
             yield values
+
+
+def is_move(node: fx.Node) -> bool:
+    """True for what hands on the values of its only tensor in another order or shape."""
+    return node.op == "call_function" and node.target in _MOVES and len(node.all_input_nodes) == 1
 
 
 def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:
     """Kernels that convert and move values and compute nothing: the conversions in each, and the bytes it moves."""
     generated = [
-        (frozenset(node for node in calls if node.target in _CONVERSIONS), size)
-        for calls, size in lowered.generated
-        if _only_casts(calls)
+        (frozenset(node for node in origins if node.target in _CONVERSIONS), size)
+        for origins, size in lowered.generated
+        if _only_casts(origins)
     ]
     called = [
         (frozenset({node}), cast_bytes(values[0], values[1].dtype))
-        for node in _calls(lowered.after)
+        for node in calls(lowered.after)
         if node.target is CONVERT and (values := conversion(node)) is not None
     ]
     return generated + called
 
 
-def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
+def calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The calls of a graph, bodies of higher-order ops included."""
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             yield from (node for node in module.graph.nodes if node.op == "call_function")
 
 
-def _only_casts(calls: Collection[fx.Node]) -> bool:
-    targets = {node.target for node in calls if node.op == "call_function"}
+def _only_casts(origins: Collection[fx.Node]) -> bool:
+    targets = {node.target for node in origins if node.op == "call_function"}
     return bool(targets & _CONVERSIONS) and targets <= _CONVERSIONS | _MOVES

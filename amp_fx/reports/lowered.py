@@ -15,6 +15,7 @@ from amp_fx.graphs.facts import (
     cast_bytes,
     is_eligible,
     is_matmul,
+    is_view,
     module_path,
     source_line,
     tensor_nodes,
@@ -24,7 +25,7 @@ from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import input_plan, measure
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import op_name
-from amp_fx.reports.kernels import cast_kernels, conversion, conversions
+from amp_fx.reports.kernels import cast_kernels, conversion, conversions, is_move
 from amp_fx.reports.report import Cost
 
 __all__ = ["LoweredGraph", "LoweredGraphs"]
@@ -74,6 +75,11 @@ class LoweredGraphs:
             for graph in self.graphs:
                 if (graph.name, graph.phase) == (plan.graph, plan.phase):
                     _mark_kernels(plan, graph.lowered)
+
+    @property
+    def by_phase(self) -> list[tuple[str, Lowered]]:
+        """Phase and graph, in the order of compilation."""
+        return [(graph.phase, graph.lowered) for graph in self.graphs]
 
     @property
     def cost(self) -> Cost:
@@ -141,6 +147,15 @@ def _backward_cast(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> 
     )
 
 
+def _backward_class(node: fx.Node, dtype: torch.dtype | None, low: torch.dtype | None) -> OpClass:
+    """The class of a call that no list has decided about: what it does with its arguments."""
+    if dtype is None:
+        return OpClass.KEEP
+    if is_matmul(node):
+        return OpClass.LOW if dtype is low else OpClass.FP32
+    return OpClass.FOLLOW if is_view(node) or is_move(node) else OpClass.PROMOTE
+
+
 def _backward_node(node: fx.Node, low: torch.dtype | None) -> NodePlan:
     results = [value for value in tensors(node.meta.get("val")) if is_eligible(value)]
     dtypes = {
@@ -162,7 +177,7 @@ def _backward_node(node: fx.Node, low: torch.dtype | None) -> NodePlan:
         if isinstance(node.target, OpOverload)
         else getattr(node.target, "__name__", str(node.target)),
         module_path=module_path(node),
-        op_class=OpClass.FOLLOW if len(dtypes) < 2 else OpClass.PROMOTE,
+        op_class=_backward_class(node, dtype, low),
         reason=f"{what}: reads {read}, as the forward left it",
         source=source_line(node),
         traced=dtype,

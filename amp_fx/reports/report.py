@@ -24,8 +24,9 @@ from amp_fx.plans.plan import Plan
 from amp_fx.plans.schema import SchemaError, decode, parse_object
 from amp_fx.reports import report_text
 from amp_fx.reports.advice import Advice
+from amp_fx.reports.modules import ModuleCasts
 from amp_fx.reports.report_data import Cost, ReportData
-from amp_fx.viz import dot, html, model, model_explorer
+from amp_fx.viz import beside, dot, html, model, model_explorer
 
 __all__ = ["SUFFIXES", "Cost", "Report"]
 
@@ -60,6 +61,9 @@ class Report(ReportData):
     def __str__(self) -> str:
         return report_text.first_screen(self)
 
+    def __repr__(self) -> str:
+        return f"<{report_text.heading(self)}>"
+
     def table(self) -> str:
         """Calls by op and dtype, forward and backward together, most frequent op first."""
         return report_text.table(self)
@@ -69,7 +73,7 @@ class Report(ReportData):
         return report_text.markdown(self)
 
     def _repr_html_(self) -> str:
-        return report_text.notebook(self)
+        return report_text.notebook(self) + (self._beside() if self.modules else "")
 
     def diff(self, other: Report) -> Diff:
         """What ``other`` changes against this report.
@@ -102,6 +106,7 @@ class Report(ReportData):
             "costs": {name: asdict(cost) for name, cost in self.costs.items()},
             "notes": [asdict(row) for row in self.notes],
             **({"harms": self.harms} if self.harms else {}),
+            "modules": [row.to_dict() for row in self.modules],
         }
 
     @classmethod
@@ -125,6 +130,8 @@ class Report(ReportData):
             decode(dict[str, Cost], data["costs"], "report.costs"),
             decode(list[Advice], data["notes"], "report.notes"),
             decode(dict[str, dict[str, float | None]], data.get("harms", {}), "report.harms"),
+            # an older report has none
+            decode(list[ModuleCasts], data.get("modules", []), "report.modules"),
         )
 
     @classmethod
@@ -153,7 +160,8 @@ class Report(ReportData):
 
         Args:
             path: ``.html`` the picture, to be opened in a browser; ``.svg``, ``.png`` and ``.dot`` the picture
-                as it is at first, by Graphviz; ``.json`` what :meth:`load` reads; ``.md`` text;
+                as it is at first, by Graphviz; ``.beside.svg`` casts by module beside torch.autocast's;
+                ``.json`` what :meth:`load` reads; ``.md`` text;
                 ``.model-explorer.json`` the graph for Google's Model Explorer, with its node data beside it.
             against: an earlier report: pictures mark what changed since.
 
@@ -161,13 +169,16 @@ class Report(ReportData):
             The path.
 
         Raises:
-            AmpFxError: another suffix, or Graphviz's ``dot`` is missing for ``.svg`` and ``.png``.
+            AmpFxError: another suffix, Graphviz's ``dot`` is missing for ``.svg`` and ``.png``, or there is no
+                comparison for ``.beside.svg``.
             OSError: the file cannot be written.
         """
         path = Path(path)
         suffix = path.suffix.lower()
         if path.name.endswith(model_explorer.SUFFIX):
             model_explorer.write(model.drawing(self, against), path)
+        elif path.name.endswith(beside.SUFFIX):
+            write_text(path, self._beside())
         elif suffix == ".json":
             write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
         elif suffix == ".md":
@@ -177,8 +188,17 @@ class Report(ReportData):
         elif suffix in SUFFIXES:
             dot.write(model.drawing(self, against), path)
         else:
+            valid = (*SUFFIXES, beside.SUFFIX, model_explorer.SUFFIX)
             raise AmpFxError(
-                f"cannot write {path.name!r}; valid suffixes: {', '.join((*SUFFIXES, model_explorer.SUFFIX))}."
+                f"cannot write {path.name!r}; valid suffixes: {', '.join(valid)}."
                 + did_you_mean(suffix, SUFFIXES)
             )
         return path
+
+    def _beside(self) -> str:
+        if not self.modules:
+            raise AmpFxError(
+                "the report compares nothing: amp_fx.explain knows what torch.autocast would cast, amp_fx.record and"
+                " reports of older versions do not."
+            )
+        return beside.render(model.drawing(self))

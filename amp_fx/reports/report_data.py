@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from amp_fx.plans.plan import InputPlan, Plan, dtype_name
 from amp_fx.reports.advice import Advice, advise
+from amp_fx.reports.modules import ModuleCasts
 from amp_fx.reports.risks import Risk, rank_risks
 
 __all__ = ["Cost", "ReportData"]
@@ -38,10 +39,12 @@ class ReportData:
     Attributes:
         plans: one per graph; forward graphs, and the backward ones where they are known.
         title: what the report is about.
-        costs: ``"amp_fx"`` and ``"torch.autocast"``, forward and backward; empty where only plans are known.
+        costs: ``"amp_fx"`` and ``"torch.autocast"`` with the same results, forward and backward; empty where only
+            plans are known.
         notes: advice that plans cannot give: what weights hold, and what never became a graph.
         harms: forward graph -> call -> what rounding the call adds to the relative error of the gradient; None where
             it overflows. Empty unless harm was given.
+        modules: casts by module, of both that ``costs`` compares, in the order of the program.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -49,6 +52,7 @@ class ReportData:
     costs: dict[str, Cost] = field(default_factory=dict)
     notes: list[Advice] = field(default_factory=list)
     harms: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    modules: list[ModuleCasts] = field(default_factory=list)
 
     @property
     def graph_breaks(self) -> list[str]:

@@ -10,19 +10,22 @@ from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.advice import NOT_COMPILED
 from amp_fx.reports.report_data import ReportData
 
-__all__ = ["first_screen", "markdown", "notebook", "table"]
+__all__ = ["first_screen", "heading", "markdown", "notebook", "table"]
 
 #: the first screen: lines, and characters in a line
 _LINES, _WIDTH = 25, 118
 
 _BAR = 12
 
+#: what the second column of costs is
+_BASELINE = "torch.autocast: made to return the same dtypes, backward traced without autocast"
+
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def first_screen(report: ReportData) -> str:
     """At most 25 lines: shares by dtype, casts beside torch.autocast's, and what is to be known and done."""
-    head = _heading(report)
+    head = [heading(report)]
     if report.plans:
         head += ["", *_share_lines(report), "", *_cost_lines(report)]
     for block in _findings(report, _LINES - len(head)):
@@ -38,21 +41,22 @@ def _findings(report: ReportData, room: int) -> list[list[str]]:
     blocks = [
         *_left_out(report),
         _block("graph breaks", breaks, 3),
-        _block("riskiest", list(map(str, risks)), 3),
-        _block("to keep the riskiest in fp32", [f"options={row.options}" for row in risks[:1]], 1),
+        _block("most sensitive to rounding", list(map(str, risks)), 3),
+        _block("to keep the first of them in fp32", [f"options={row.options}" for row in risks[:1]], 1),
     ]
     advice = [str(row) for row in report.advice if row.kind not in ("graph break", NOT_COMPILED)]
     return [*blocks, _block("advice", advice, min(4, room - sum(map(len, blocks)) - 1))]
 
 
-def _heading(report: ReportData) -> list[str]:
+def heading(report: ReportData) -> str:
+    """The title, how many graphs there are, and the policy."""
     forward = sum(plan.phase == "forward" for plan in report.plans)
     backward = sum(plan.phase == "backward" for plan in report.plans)
     graphs = f"{forward} graph{'s' * (forward != 1)}"
     if backward:
         graphs += f", {backward} backward"
     policy = ", ".join(dict.fromkeys(plan.policy for plan in report.plans)) or "none"
-    return [f"amp_fx {report.title}".rstrip() + f": {graphs}, policy {policy}"]
+    return f"amp_fx {report.title}".rstrip() + f": {graphs}, policy {policy}"
 
 
 def _share_lines(report: ReportData) -> list[str]:
@@ -82,6 +86,8 @@ def _cost_lines(report: ReportData) -> list[str]:
             cells += f"{number + _size(nbytes):>24}"
         else:
             lines.append(f"  {title:<28}{cells}")
+    if report.costs and "torch.autocast" in compared:
+        lines.append(f"  ({_BASELINE})")
     if held := report.held:
         kept = f"{len(held)}, {_size(sum(given.bytes for given in held))}"
         lines.append(f"  {'low copies of weights kept':<28}{kept:>24}")
@@ -135,7 +141,7 @@ def notebook(report: ReportData) -> str:
     return "".join(
         (
             '<div style="font-family:monospace">',
-            _html_table(_heading(report)[0], ["dtype", "FLOPs", "bytes of results"], shares),
+            _html_table(heading(report), ["dtype", "FLOPs", "bytes of results"], shares),
             f"<details><summary>the first screen</summary><pre>{escape(first_screen(report))}</pre></details>",
             "<details><summary>calls by op and dtype</summary>",
             _html_table("", ["op", *columns], rows),

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import stock_inductor
 from amp_fx.backend import amp_fx
 from amp_fx.graphs.uncompiled import not_told
-from amp_fx.options import Options
 from amp_fx.plans.plan import Plan
+from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.left_out import NotCompiled, entry_of
 from amp_fx.reports.lowered import LoweredGraphs
+from amp_fx.reports.modules import ModuleCasts, casts_by_module
 from amp_fx.reports.recording import record
 from amp_fx.reports.report import Cost
 from amp_fx.reports.untouched import untouched
@@ -26,7 +26,7 @@ from amp_fx.targets.tracing import TracedGraph, Tracer, on_meta, without_data
 __all__ = ["compiled_graphs", "explain_for"]
 
 #: what :func:`amp_fx.explain` makes a report of
-Explained = tuple[list[Plan], dict[str, Cost]]
+Explained = tuple[list[Plan], dict[str, Cost], list[ModuleCasts]]
 
 
 def explain_for(
@@ -37,7 +37,7 @@ def explain_for(
     options: Mapping[str, Any],
     not_compiled: NotCompiled,
 ) -> Explained:
-    """Plans and costs of one call on a target.
+    """Plans, costs and casts by module of one call on a target.
 
     Args:
         target: ``"cuda:h100"``.
@@ -80,18 +80,16 @@ def _traced(
 
 def compiled_graphs(graphs: Sequence[TracedGraph], options: Mapping[str, Any]) -> Explained:
     """The part of :func:`explain_for` in the process that compiles for the target."""
-
-    def under_autocast(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with torch.autocast("cuda", Options.parse(None, options).low_dtype("cuda")):
-            return stock_inductor(gm, inputs)
-
     with record() as recording, without_scaling():
         ours = _lowered(graphs, lambda gm, inputs: amp_fx(gm, inputs, options=options))
     ours.complete(recording.plans)
     breaks = {graph.name: graph.graph_break for graph in graphs}
     for plan in recording.plans:
         plan.graph_break = breaks[plan.graph] if plan.phase == "forward" else ""
-    return recording.plans, {"amp_fx": ours.cost, "torch.autocast": _lowered(graphs, under_autocast).cost}
+    theirs = _lowered(graphs, autocast_backend(options))
+    costs = {"amp_fx": ours.cost, "torch.autocast": theirs.cost}
+    sides = {"torch.autocast": theirs.by_phase, "amp_fx": ours.by_phase}
+    return recording.plans, costs, casts_by_module(sides, recording.plans)
 
 
 def _lowered(

@@ -29,7 +29,7 @@ from amp_fx.reports.report import Report
 from amp_fx.viz.model import drawing
 from amp_fx.viz.style import DTYPES, LOWER
 from amp_fx.viz.view import view
-from pictures import NASTY, blocks, chain, nasty
+from pictures import NASTY, blocks, chain, compared, nasty
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
@@ -173,10 +173,10 @@ def test_the_page_says_policy_totals_legend_and_folds(viewer: Viewer) -> None:
     page = viewer.find("aside").text
     for text in (
         "policy: fast",
-        "amp_fx\n50, 4.8 kB",
+        "50 casts, 4.8 kB",
         "computes in bf16",
         "low: on the low-precision list",
-        "cast to a wider",
+        "cast to a wider dtype",
     ):
         assert text.replace("\n", " ") in page.replace("\n", " "), text
     assert viewer.named("layers.11 \N{MULTIPLICATION SIGN}12").text
@@ -333,3 +333,155 @@ def seconds(act: Any) -> float:
     started = time.perf_counter()
     act()
     return time.perf_counter() - started
+
+
+def test_the_panel_opens_with_one_sentence_and_a_bar_for_each(viewer: Viewer) -> None:
+    viewer.show(compared())
+    assert viewer.find("#sentence").text == "Casts move 600 kB of 9.7 MB, 6.2 %."
+    widths = [piece.size["width"] for piece in viewer.all(".bar .casts")]
+    assert widths[0] / widths[1] == pytest.approx(600 / 900, rel=0.1)
+    assert "6 cast kernels of 20 casts, 600 kB of 9.7 MB" in viewer.find("#bars").text
+    # what is asked first comes first
+    places = [viewer.find(name).location["y"] for name in ("#sentence", "#bars", "#dearest", "#key")]
+    assert places == sorted(places)
+
+
+def test_the_dearest_casts_lead_to_where_they_are(viewer: Viewer) -> None:
+    viewer.show(blocks(12))
+    buttons = viewer.all("#dearest button")
+    assert 1 < len(buttons) <= 5
+    # casts of equal blocks together
+    assert buttons[0].text.startswith("1.15 kB in 12 casts")
+    buttons[0].click()
+    assert viewer.all(".edge.chosen")
+    assert "casts on this edge" in viewer.find("#details").text
+    middle = viewer.find(".edge.chosen rect").rect
+    picture = viewer.find("#picture").rect
+    assert picture["x"] < middle["x"] < picture["x"] + picture["width"]
+    assert picture["y"] < middle["y"] < picture["y"] + picture["height"]
+
+
+def fused() -> Report:
+    """As after Inductor: the casts of activations are fused, those of weights are kernels, one of them large."""
+    report = blocks(2, odd=[1])
+    for plan in report.plans:
+        for cast in plan.casts:
+            cast.kernel = cast.name.startswith("castw") or cast.name == "cast_head"
+            cast.bytes = 96_000 if cast.name == "cast_head" else cast.bytes
+    return report
+
+
+def test_fused_casts_fade_and_the_others_are_as_wide_as_their_bytes(viewer: Viewer) -> None:
+    viewer.show(fused())
+    deepest(viewer)
+    paths = viewer.all(".edge.cast path")
+    widths = [float(path.value_of_css_property("stroke-width").removesuffix("px")) for path in paths]
+    assert max(widths) == pytest.approx(10)
+    assert min(widths) < 2
+    faded = viewer.all(".edge.fused")
+    assert faded
+    assert all(float(edge.value_of_css_property("opacity")) < 0.6 for edge in faded)
+
+
+def test_closed_modules_are_tinted_by_what_casts_move_in_them(viewer: Viewer) -> None:
+    viewer.show(fused())
+    tinted, plain = viewer.named("layers.0"), viewer.named("layers.1")
+    assert "casts inside" in tinted.text
+    look = "return getComputedStyle(arguments[0].querySelectorAll('.face')[1]).fill"
+    assert viewer.driver.execute_script(look, tinted) != viewer.driver.execute_script(look, plain)
+
+
+def test_autocast_and_amp_fx_side_by_side(viewer: Viewer) -> None:
+    viewer.show(compared())
+    tab = viewer.all("#graphs button")[-1]
+    assert tab.text == "beside autocast"
+    tab.click()
+    assert not viewer.find("#picture").is_displayed()
+    assert "3 of 9 cast kernels gone" in viewer.find("#beside").text
+    (gone,) = viewer.all("#beside .gone")
+    assert "line-through" in gone.value_of_css_property("text-decoration")
+    viewer.all("#graphs button")[0].click()
+    assert viewer.find("#picture").is_displayed()
+    assert not viewer.find("#beside").is_displayed()
+    viewer.show(blocks(2))
+    assert [button.text for button in viewer.all("#graphs button")] == ["forward", "backward"]
+
+
+def test_the_report_is_read_in_full_and_the_legend_folds(viewer: Viewer) -> None:
+    viewer.show(blocks(3))
+    viewer.find("#open-report").click()
+    text = viewer.find("#text")
+    assert text.is_displayed()
+    clipped = "return arguments[0].scrollWidth > arguments[0].clientWidth + 1"
+    assert not viewer.driver.execute_script(clipped, text)
+    viewer.find("#close-report").click()
+    assert not text.is_displayed()
+    assert viewer.find("#legend").is_displayed()
+    viewer.find("#key summary").click()
+    assert not viewer.find("#legend").is_displayed()
+
+
+def window(viewer: Viewer, width: int, height: int, scheme: str) -> None:
+    """The page in a window of another size, light or dark."""
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    viewer.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    viewer.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+@pytest.fixture
+def _window_after(browser: Viewer) -> Iterator[None]:
+    yield
+    browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.usefixtures("_window_after")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1600, 1100), (1000, 700), (400, 800)])
+def test_every_window_shows_the_sentence_and_the_picture(
+    viewer: Viewer, width: int, height: int, scheme: str
+) -> None:
+    window(viewer, width, height, scheme)
+    viewer.show(compared())
+    sentence, picture = viewer.find("#sentence").rect, viewer.find("#picture").rect
+    for box in (sentence, picture):
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+    assert sentence["y"] < height
+    assert picture["y"] < height / 2
+    assert picture["height"] > 0.5 * height
+    wider = "return document.documentElement.scrollWidth > innerWidth"
+    assert not viewer.driver.execute_script(wider)
+    image = Image.open(BytesIO(viewer.driver.get_screenshot_as_png())).convert("L")
+    # most of a page is paper
+    assert sorted(image.resize((60, 60)).tobytes())[1800] > 200 if scheme == "light" else True
+    assert sorted(image.resize((60, 60)).tobytes())[1800] < 60 if scheme == "dark" else True
+
+
+@pytest.mark.usefixtures("_window_after")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_on_boxes_can_be_read(viewer: Viewer, scheme: str) -> None:
+    window(viewer, 1400, 1000, scheme)
+    viewer.show(blocks(2, odd=[1]))
+    deepest(viewer)
+    script = """
+      const of = (e) => getComputedStyle(e).fill.match(/[\\d.]+/g).slice(0, 3).map(Number);
+      const boxes = [...document.querySelectorAll('#scene .box')];
+      return boxes.map((b) => [of(b.querySelector('.face')), of(b.querySelector('text'))]);
+    """
+    found = viewer.driver.execute_script(script)
+    assert len(found) > 8
+    assert all(contrast(fill, ink) > 4.5 for fill, ink in found)
+
+
+def contrast(one: list[float], other: list[float]) -> float:
+    """The ratio of the Web Content Accessibility Guidelines, 1 to 21."""
+
+    def luminance(colour: list[float]) -> float:
+        parts = [c / 255 for c in colour]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

@@ -24,18 +24,26 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
 from amp_fx import OptionsError, Plan, PlanError, Report, ScalingWarning
+from amp_fx._torch import replace_inner_compile
 from amp_fx.plans.plan import dtype_name
+from amp_fx.reports.baseline import autocast_backend
+from amp_fx.reports.lowered import LoweredGraphs
+from gpt import GPT, GPTConfig
 
 OFF = {"profile": "off", "strict": True}
 
 
 @pytest.fixture
 def _no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_code(monkeypatch)
+
+
+def no_code(patch: pytest.MonkeyPatch) -> None:
     def refuse(self: GraphLowering) -> None:
         raise AssertionError("Inductor generates code")
 
-    monkeypatch.setattr(GraphLowering, "codegen", refuse)
-    monkeypatch.setattr(GraphLowering, "compile_to_module", refuse)
+    patch.setattr(GraphLowering, "codegen", refuse)
+    patch.setattr(GraphLowering, "compile_to_module", refuse)
 
 
 def forward_plans(report: Report) -> list[Plan]:
@@ -149,6 +157,87 @@ def test_the_report_of_gpt2_has_the_numbers_of_gpt2() -> None:
         assert cost.kernel_bytes < cost.moved
     # of the forward, every cast in the plan is a node of what Inductor gets
     assert ours.casts >= sum(len(plan.casts) for plan in forward_plans(report))
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Report:
+    """Of a small GPT with equal blocks, forward and backward."""
+    with pytest.MonkeyPatch.context() as patch:
+        no_code(patch)
+        torch._dynamo.reset()
+        model = GPT(GPTConfig(layers=3, width=32, heads=2, context=16))
+        tokens = torch.randint(8, (2, 16))
+        return amp_fx.explain(model, tokens, tokens, options=OFF)
+
+
+@pytest.mark.parametrize("name", ["amp_fx", "torch.autocast"])
+def test_the_casts_of_all_modules_are_those_of_the_whole(gpt: Report, name: str) -> None:
+    sums = [cast for row in gpt.modules for cast in row.casts if cast.name == name]
+    cost = gpt.costs[name]
+    assert sum(cast.casts for cast in sums) == cost.casts
+    assert sum(cast.bytes for cast in sums) == cost.cast_bytes
+    assert sum(cast.kernels for cast in sums) == cost.kernels
+    assert sum(cast.kernel_bytes for cast in sums) == cost.kernel_bytes
+
+
+def test_equal_blocks_are_one_row_and_weights_are_told_from_activations(gpt: Report) -> None:
+    rows = {row.module: row for row in gpt.modules}
+    up = rows["blocks.*.up"]
+    assert up.times == 3
+    assert up.dtypes == {"amp_fx": "bfloat16", "torch.autocast": "bfloat16"}
+    (weights,) = [c for c in up.casts if c.name == "amp_fx" and c.what == "weight" and c.phase == "forward"]
+    # a weight and a bias of each block
+    assert (weights.casts, weights.bytes) == (6, 3 * 6 * (32 * 128 + 128))
+    (gradients,) = [c for c in up.casts if c.name == "amp_fx" and c.what == "weight gradient"]
+    assert (gradients.before, gradients.after, gradients.phase) == ("bfloat16", "float32", "backward")
+    assert list(rows).index("blocks.*.qkv") < list(rows).index("blocks.*.up") < list(rows).index("head")
+
+
+def test_calls_of_the_backward_have_classes_of_their_own(gpt: Report) -> None:
+    (plan,) = backward_plans(gpt)
+    classes = {row.op: row.op_class.value for row in plan.nodes}
+    assert classes["mm"] == "low"
+    assert classes["mul.Tensor"] == "promote"
+    assert classes["permute"] == "follow"
+
+
+class Logits(nn.Module):
+    """Returns what autocast leaves in bf16, and has a region in fp32 within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        with torch.autocast("cpu", enabled=False):
+            h = (h.float() * 1.5).square()
+        return self.down(h)
+
+
+def test_autocast_is_compared_at_equal_results() -> None:
+    model, x = Logits(), torch.randn(4, 16)
+    found = LoweredGraphs()
+    torch._dynamo.reset()
+    with replace_inner_compile(found.inner_compile):
+        y = torch.compile(model, backend=autocast_backend(OFF))(x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), [model.up.weight])
+    assert y.dtype is torch.float32
+    assert [graph.phase for graph in found.graphs] == ["forward", "backward"]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x).float()
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    (eager,) = torch.autograd.grad(expected.square().sum(), [model.up.weight])
+    torch.testing.assert_close(gradient, eager, rtol=3e-2, atol=3e-2 * eager.abs().max().item())
+    # the region is in fp32 in the backward, too: stock torch.compile multiplies in bf16 there
+    products = [
+        node.meta["val"].dtype
+        for node in found.graphs[1].lowered.before.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.mul.Tensor
+        )
+    ]
+    assert products
+    assert set(products) == {torch.float32}
 
 
 class Wide(nn.Module):

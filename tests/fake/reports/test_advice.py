@@ -58,7 +58,7 @@ def dtypes(found: Rewritten, op: str, module: str) -> set[torch.dtype | None]:
 
 
 @pytest.mark.parametrize(
-    ("options", "riskiest"),
+    ("options", "most_sensitive"),
     [
         ({}, "down"),
         ({"dtype": "float16"}, "down"),
@@ -66,20 +66,20 @@ def dtypes(found: Rewritten, op: str, module: str) -> set[torch.dtype | None]:
         ({"policy": {"base": "fast", "rules": [{"op": "gelu", "precision": "fp32"}]}}, "up"),
     ],
 )
-def test_the_riskiest_nodes_are_in_fp32_with_the_remedy_of_the_first_screen(
-    options: dict[str, Any], riskiest: str
+def test_the_most_sensitive_nodes_are_in_fp32_with_the_remedy_of_the_first_screen(
+    options: dict[str, Any], most_sensitive: str
 ) -> None:
-    other = {"up": "down", "down": "up"}[riskiest]
+    other = {"up": "down", "down": "up"}[most_sensitive]
     model, x = Stack(), torch.randn(4, 16)
     before = rewrite(model, x, options=options)
     assert dtypes(before, "linear", ".down") <= {torch.bfloat16, torch.float16}
     screen = str(Report([before.plan])).splitlines()
-    at = screen.index("to keep the riskiest in fp32")
+    at = screen.index("to keep the first of them in fp32")
     risk = rank_risks([before.plan])[0]
-    assert (risk.where, risk.op, risk.count) == (f"blocks.*.{riskiest}", "linear", 3)
+    assert (risk.where, risk.op, risk.count) == (f"blocks.*.{most_sensitive}", "linear", 3)
     assert str(risk) in "\n".join(screen)
     after = rewrite(model, x, options={**options, **pasted(screen[at + 1])})
-    assert dtypes(after, "linear", riskiest) == {torch.float32}
+    assert dtypes(after, "linear", most_sensitive) == {torch.float32}
     # and nothing else changed, rules that were there included
     assert dtypes(after, "linear", other) == dtypes(before, "linear", other)
     if "policy" in options:
@@ -103,7 +103,7 @@ def test_sums_are_as_long_as_the_matmul_makes_them() -> None:
     assert why["addmm"].startswith("float16 sum of 36 products: safe while operands stay below 43")
 
 
-def test_what_the_user_forces_low_is_riskiest() -> None:
+def test_what_the_user_forces_low_is_most_sensitive() -> None:
     rule = {"op": "softmax", "precision": "low"}
     plan = rewrite(
         lambda x, w: F.softmax(x @ w, -1),

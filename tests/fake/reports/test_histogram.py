@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.patches import StepPatch
 from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import AmpFxError
-from amp_fx.reports.histograms import FORMATS, Counts
+from amp_fx.reports.histograms import FORMATS, Counts, Histogram
 
 DTYPES = {
     "float16": torch.float16,
@@ -130,9 +131,10 @@ def test_weight_gradients_are_counted_exactly() -> None:
     total = found.total()
     scale = found.loss_scale
     assert scale is not None
-    assert f"{total.lost():.2%} become zero" in str(found)
-    assert f"= {scale:.0f}: {total.lost('float16', int(torch.tensor(scale).log2())):.2%} become zero" in str(
-        found
+    assert f"{total.lost():.2%} underflow to zero" in str(found)
+    assert (
+        f"= {scale:.0f}: {total.lost('float16', int(torch.tensor(scale).log2())):.2%} underflow to zero"
+        in str(found)
     )
 
 
@@ -179,9 +181,51 @@ def test_numbers_are_json_and_the_figure_is_drawn(tmp_path: Path) -> None:
     text = found.save(tmp_path / "figure.svg").read_text()
     assert "<svg" in text
     titles = [axes.get_title() for axes in found.figure().axes]
-    assert titles[0].startswith(f"{found.total().lost():.2%} of the gradients become zero in fp16")
+    assert titles[0].startswith(f"{found.total().lost():.2%} of the gradients underflow to zero in fp16")
     with pytest.raises(AmpFxError, match=r"cannot write 'figure.doc'; valid suffixes: .json, .*\.png"):
         found.save(tmp_path / "figure.doc")
+
+
+def counts(*powers: int) -> Counts:
+    """Values of these magnitudes, a thousand of each."""
+    found = Counts()
+    for power in powers:
+        found.add(torch.full((1000,), 1.5 * 2.0**power))
+    return found
+
+
+def test_the_figure_shows_where_the_suggested_scale_moves_the_gradients() -> None:
+    found = Histogram({"up": {"weight_gradients": counts(-30, -20), "activations": counts(0)}}, "Net")
+    scale = found.total().loss_scale()
+    assert scale is not None
+    gradients, activations = found.figure().axes
+    (ghost,) = [patch for patch in gradients.patches if "loss scale" in str(patch.get_label())]
+    assert ghost.get_label() == f"all gradients at a loss scale of 2^{scale}"
+    assert isinstance(ghost, StepPatch)
+    values, edges, _ = ghost.get_data()
+    assert {int(edge): value for value, edge in zip(values, edges, strict=False) if value} == {
+        scale - 30: 50.0,
+        scale - 20: 50.0,
+    }
+    assert not [patch for patch in activations.patches if "loss scale" in str(patch.get_label())]
+
+
+def test_every_entry_of_the_legend_can_be_seen() -> None:
+    found = Histogram({"up": {"weight_gradients": counts(-10)}}, "Net")
+    for axes in found.figure().axes:
+        legend = axes.get_legend()
+        labels = [] if legend is None else [text.get_text() for text in legend.get_texts()]
+        # what nothing was counted of has none, and a faint area says itself what it is
+        assert not [label for label in labels if "outputs" in label or label == "zero in fp16"]
+
+
+def test_the_axis_leaves_out_the_rarest_values_and_no_part_of_fp16() -> None:
+    rare = counts(-5)
+    rare.add(torch.full((1,), 2.0**-100))
+    for found in (rare, counts(-5)):
+        first, last = Histogram({"": {"weight_gradients": found}}, "Net").figure().axes[0].get_xlim()
+        assert -35 < first <= -25
+        assert last >= 16
 
 
 def test_without_matplotlib_the_error_says_how_to_get_it(
@@ -191,4 +235,4 @@ def test_without_matplotlib_the_error_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(AmpFxError, match=r"pip install 'amp_fx\[plot\]'"):
         found.save(tmp_path / "figure.png")
-    assert "become zero" in str(found)
+    assert "underflow to zero" in str(found)

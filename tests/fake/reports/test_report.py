@@ -212,7 +212,7 @@ def test_a_report_is_saved_as_the_suffix_says(report: Report, tmp_path: Path, su
 def test_another_suffix_is_refused(report: Report, tmp_path: Path) -> None:
     with pytest.raises(
         AmpFxError,
-        match=rf"'report.htm'; valid suffixes: {', '.join(SUFFIXES)}, .model-explorer.json. Did you mean '.html'",
+        match=rf"valid suffixes: {', '.join(SUFFIXES)}, .beside.svg, .model-explorer.json. Did you mean '.html'",
     ):
         report.save(tmp_path / "report.htm")
 
@@ -296,3 +296,7 @@ def test_a_recording_gives_a_report_for_every_graph() -> None:
         publish(Plan("0/0"))
         publish(Plan("1/0"))
     assert recording.reports == [Report([Plan("0/0")]), Report([Plan("1/0")])]
+
+
+def test_a_report_is_one_line_in_a_console(report: Report) -> None:
+    assert repr(report) == "<amp_fx net: 2 graphs, policy autocast>"

@@ -172,7 +172,7 @@ def test_calls_without_a_floating_dtype_are_one_box_per_module() -> None:
         call(f"mask_{i}", op="eq", module="net.mask", dtype=None, op_class=OpClass.KEEP) for i in range(6)
     ]
     graph = drawn(*masks, call("linear", "mask_5", module="net.linear"))
-    assert titles(graph, depth=9) == ["6 ops outside autocast"]
+    assert titles(graph, depth=9) == ["6 integer and boolean ops"]
 
 
 def test_a_flat_graph_of_5000_calls_is_drawn_as_runs() -> None:
@@ -181,6 +181,57 @@ def test_a_flat_graph_of_5000_calls_is_drawn_as_runs() -> None:
     assert len(shown.nodes) + len(shown.closed) <= 160
     inside = Counter(leaf for group in shown.closed for leaf in graph["groups"][group]["leaves"])
     assert set(inside) | set(shown.nodes) == set(range(len(graph["nodes"])))
+
+
+def test_blocks_of_a_backward_fold_whatever_masks_and_constants_they_have() -> None:
+    follow = OpClass.FOLLOW
+    nodes = []
+    for index in (1, 0):
+        module = f"net.layers.{index}"
+        given = [f"mask_{index}"] if index else []
+        if index:
+            # the mask of the last block was saved, this one is worked out again
+            nodes.append(call(f"mask_{index}", "saved_1", op="le.Scalar", module=module, dtype=None))
+        nodes += [
+            call(f"zero_{index}", op="full", module=module, op_class=follow, shape=()),
+            call(f"mm_{index}", f"low_{index}", op="mm", module=module, flops=10),
+            call(f"where_{index}", f"mm_{index}", f"zero_{index}", *given, op="where.self", module=module),
+        ]
+    graph = drawn(
+        *nodes,
+        inputs=(InputPlan("saved_1", False, HIGH, (2, 8), 64), InputPlan("saved_0", False, HIGH, (2, 8), 64)),
+        casts=tuple(cast(f"low_{index}", f"saved_{index}", f"mm_{index}") for index in (1, 0)),
+        phase="backward",
+    )
+    assert titles(graph) == ["layers.1 \N{HORIZONTAL ELLIPSIS} layers.0"]
+    assert not [node for node in graph["nodes"] if node["op"] in ("le.Scalar", "full")]
+    saved = [node for node in graph["nodes"] if node["kind"] == "input"]
+    assert [node["label"] for node in saved] == ["saved value"] * 2
+    assert [graph["groups"][node["group"]]["label"] for node in saved] == ["layers.1", "layers.0"]
+
+
+def test_a_cast_that_only_masks_read_is_no_gradient() -> None:
+    graph = drawn(
+        call("mm", "x", op="mm", flops=10),
+        call("mask", "wide", op="le.Scalar", dtype=None),
+        casts=(cast("wide", "mm", "mask", before=LOW, after=HIGH),),
+        phase="backward",
+    )
+    assert [node["kind"] for node in graph["nodes"]] == ["call"]
+
+
+def test_buffers_are_drawn_where_they_are_cast_and_nowhere_else() -> None:
+    name = "l_self_modules_norm_buffers_{}_"
+    mean, table = (InputPlan(name.format(what), False, HIGH, (8,), 32) for what in ("mean", "table"))
+    graph = drawn(
+        call("norm", mean.name, module="net.norm"),
+        call("linear", "cast", module="net.linear"),
+        inputs=(mean, table),
+        casts=(cast("cast", table.name, "linear"),),
+    )
+    assert [(node["kind"], node["label"]) for node in graph["nodes"] if node["kind"] != "call"] == [
+        ("parameter", "table")
+    ]
 
 
 def test_what_a_rule_changed_is_marked_against_the_earlier_report() -> None:

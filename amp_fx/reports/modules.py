@@ -1,0 +1,215 @@
+"""Casts by module, of amp_fx and of torch.autocast: what a picture shows side by side.
+
+Everything is read off the graphs that Inductor gets, so both columns count the same way: what is left of a cast after
+fusion, and what it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import Lowered
+from amp_fx.graphs.facts import (
+    arguments,
+    cast_bytes,
+    is_eligible,
+    is_matmul,
+    module_path,
+    tensor_nodes,
+    tensors,
+)
+from amp_fx.plans.plan import Plan, dtype_name
+from amp_fx.reports.kernels import calls, cast_kernels, conversion, is_move
+from amp_fx.reports.risks import starred
+
+__all__ = ["CastSum", "ModuleCasts", "casts_by_module"]
+
+
+@dataclass(frozen=True)
+class CastSum:
+    """Casts of one kind in one module, or in several equal ones together.
+
+    Attributes:
+        name: whose they are, ``"amp_fx"`` or ``"torch.autocast"``.
+        phase: ``"forward"`` or ``"backward"``.
+        what: ``"weight"``, ``"activation"``, ``"gradient"``, or ``"weight gradient"``.
+        before: dtype name.
+        after: dtype name.
+        casts: how many there are in the graphs.
+        bytes: what they read and write if each is a kernel of its own.
+        kernels: how many are kernels of their own; the others are fused.
+        kernel_bytes: what these read and write.
+    """
+
+    name: str
+    phase: str
+    what: str
+    before: str
+    after: str
+    casts: int
+    bytes: int
+    kernels: int
+    kernel_bytes: int
+
+
+@dataclass(frozen=True)
+class ModuleCasts:
+    """What is cast in one module, or in equal ones together.
+
+    Attributes:
+        module: path, with ``*`` for the numbers of repeated blocks; empty outside any module.
+        times: how many modules have this path.
+        dtypes: ``"amp_fx"`` or ``"torch.autocast"`` -> what it computes in.
+        casts: those of both.
+    """
+
+    module: str
+    times: int
+    dtypes: dict[str, str]
+    casts: list[CastSum]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-like form."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One cast: its module, its kind, and what it costs."""
+
+    module: str
+    kind: tuple[str, str, str, str, str]
+    bytes: int
+    kernel_bytes: int | None
+
+
+def casts_by_module(
+    graphs: Mapping[str, Sequence[tuple[str, Lowered]]], plans: Sequence[Plan]
+) -> list[ModuleCasts]:
+    """Casts by module, in the order of the program.
+
+    Args:
+        graphs: name of who made them -> phase and graph, in the order of compilation.
+        plans: of the program's forward; they tell parameters from other inputs, which lowered graphs do not.
+    """
+    weights = {given.shape for plan in plans for given in plan.inputs if given.parameter}
+    rows = [
+        row
+        for name, lowered in graphs.items()
+        for phase, graph in lowered
+        for row in _rows(name, phase, graph, weights)
+    ]
+    dtypes = {name: _dtypes(lowered) for name, lowered in graphs.items()}
+    order = dict.fromkeys(path for found in dtypes.values() for path in found)
+    order |= dict.fromkeys(row.module for row in rows)
+    paths: dict[str, list[str]] = {}
+    for path in order:
+        paths.setdefault(starred(path), []).append(path)
+    return [
+        ModuleCasts(
+            module=module,
+            times=len(same),
+            dtypes={name: found[path] for name, found in dtypes.items() for path in same if path in found},
+            casts=_sums([row for row in rows if row.module in same]),
+        )
+        for module, same in paths.items()
+    ]
+
+
+def _sums(rows: Sequence[_Row]) -> list[CastSum]:
+    kinds: dict[tuple[str, str, str, str, str], list[_Row]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    return [
+        CastSum(
+            *kind,
+            casts=len(same),
+            bytes=sum(row.bytes for row in same),
+            kernels=sum(row.kernel_bytes is not None for row in same),
+            kernel_bytes=sum(row.kernel_bytes or 0 for row in same),
+        )
+        for kind, same in kinds.items()
+    ]
+
+
+def _rows(name: str, phase: str, lowered: Lowered, weights: set[tuple[int, ...]]) -> Iterator[_Row]:
+    alone = _kernel_bytes(lowered)
+    for node in calls(lowered.after):
+        values = conversion(node)
+        if values is None:
+            continue
+        before, after = values
+        kind = (
+            name,
+            phase,
+            _what(node, phase, weights),
+            dtype_name(before.dtype),
+            dtype_name(after.dtype),
+        )
+        yield _Row(_module(node), kind, cast_bytes(before, after.dtype), alone.get(node))
+
+
+def _kernel_bytes(lowered: Lowered) -> dict[fx.Node, int]:
+    """What each cast that is a kernel moves; several in one kernel share what it moves."""
+    found: dict[fx.Node, int] = {}
+    for casts, size in cast_kernels(lowered):
+        for place, node in enumerate(sorted(casts, key=lambda node: node.name)):
+            found[node] = size * (place + 1) // len(casts) - size * place // len(casts)
+    return found
+
+
+def _what(node: fx.Node, phase: str, weights: set[tuple[int, ...]]) -> str:
+    """What is cast, by where it comes from and where it goes, through views and copies."""
+    source = node.all_input_nodes[0]
+    while is_move(source):
+        source = source.all_input_nodes[0]
+    shape = tuple(source.meta["val"].shape) if isinstance(source.meta.get("val"), torch.Tensor) else ()
+    if source.op == "placeholder" and not source.name.startswith("tangents") and shape in weights:
+        return "weight"
+    if phase == "forward":
+        return "activation"
+    reader = node
+    while len(reader.users) == 1 and is_move(next(iter(reader.users))):
+        reader = next(iter(reader.users))
+    leaves = any(user.op == "output" for user in reader.users)
+    is_weight = leaves and tuple(reader.meta["val"].shape) in weights
+    return "weight gradient" if is_weight else "gradient"
+
+
+def _module(node: fx.Node) -> str:
+    """The module of a cast: of a graph input, its reader's; else its own, or that of a neighbour."""
+    users, inputs = tuple(node.users), tuple(node.all_input_nodes)
+    while is_move(inputs[0]):
+        inputs = tuple(inputs[0].all_input_nodes)
+    readers = [next(iter(user.users), user) if is_move(user) else user for user in users]
+    neighbours = (*readers, node) if inputs[0].op == "placeholder" else (node, *readers, *inputs)
+    return next((path for path in map(module_path, neighbours) if path), "")
+
+
+def _dtypes(graphs: Sequence[tuple[str, Lowered]]) -> dict[str, str]:
+    """What each module computes in: its matmuls, else its last floating result. Casts are not asked."""
+    found: dict[str, str] = {}
+    settled: set[str] = set()
+    for phase, lowered in graphs:
+        for node in calls(lowered.after):
+            path = module_path(node) if phase == "forward" else ""
+            if not path or path in settled or conversion(node) is not None or is_move(node):
+                continue
+            read = [
+                value.meta["val"].dtype
+                for _, argument in arguments(node)
+                for value in tensor_nodes(argument)
+                if is_eligible(value.meta.get("val"))
+            ]
+            results = [value.dtype for value in tensors(node.meta.get("val")) if is_eligible(value)]
+            if is_matmul(node) and read:
+                settled.add(path)
+                found[path] = dtype_name(read[-1])
+            elif results:
+                found[path] = dtype_name(results[0])
+    return found

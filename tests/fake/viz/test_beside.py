@@ -1,0 +1,132 @@
+"""torch.autocast and amp_fx side by side: what is gone is struck through, what is left has its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from amp_fx import AmpFxError
+from amp_fx.reports.modules import CastSum, ModuleCasts
+from amp_fx.reports.report import Cost, Report
+from amp_fx.viz import beside
+from amp_fx.viz.model import drawing
+from pictures import NASTY, compared
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(svg: str, name: str = "") -> list[str]:
+    """Texts of the picture, or of one of its classes, as a reader sees them."""
+    return [
+        text.text or ""
+        for text in ElementTree.fromstring(svg).iter(f"{SVG}text")
+        if not name or text.get("class") == name
+    ]
+
+
+def bars(svg: str, name: str) -> list[float]:
+    """Widths of the bars of a class."""
+    rows = ElementTree.fromstring(svg).iter(f"{SVG}rect")
+    return [float(row.get("width") or 0) for row in rows if row.get("class") == name]
+
+
+def test_the_headline_says_what_is_saved() -> None:
+    svg = beside.render(drawing(compared()))
+    assert texts(svg, "headline") == ["3 of 9 cast kernels gone: casts move 600 kB, torch.autocast's 900 kB"]
+    assert any(
+        "all kernels of a step move 9.7 MB, torch.autocast's 10 MB (-3.0 %)" in text for text in texts(svg)
+    )
+    assert any("Both return the same dtypes" in text for text in texts(svg))
+
+
+def test_where_nothing_is_saved_the_headline_does_not_say_so() -> None:
+    report = compared()
+    report.costs["amp_fx"] = replace(
+        report.costs["amp_fx"], kernels=9, kernel_bytes=900_000, moved=10_100_000
+    )
+    svg = beside.render(drawing(report))
+    assert texts(svg, "headline") == [
+        "9 cast kernels, torch.autocast has 9: casts move 900 kB, torch.autocast's 900 kB"
+    ]
+    assert any("(+1.0 %)" in text for text in texts(svg))
+
+
+def test_what_is_gone_is_struck_through_beside_what_it_was() -> None:
+    svg = beside.render(drawing(compared()))
+    arrow = "\N{RIGHTWARDS ARROW}"
+    gone = f"3 \N{MULTIPLICATION SIGN} weight gradient bf16 {arrow} fp32, 300 kB"
+    assert texts(svg, "gone") == [gone]
+    assert texts(svg).count(gone) == 2
+    assert "text-decoration: line-through" in svg
+
+
+def test_bars_are_as_long_as_their_bytes() -> None:
+    svg = beside.render(drawing(compared()))
+    assert bars(svg, "lower") == pytest.approx([96.0, 96.0])
+    assert bars(svg, "widen") == bars(svg, "ghost") == pytest.approx([48.0])
+
+
+def test_fused_casts_are_free_and_have_no_bar() -> None:
+    svg = beside.render(drawing(compared()))
+    assert [text for text in texts(svg, "sub") if "fused" in text] == [
+        "2 casts fused into other kernels: free",
+        "2 casts fused into other kernels: free",
+    ]
+
+
+def test_modules_with_the_fewest_bytes_are_summed_up() -> None:
+    report = compared()
+    (row, *_) = report.modules
+    small = [replace(cast, kernel_bytes=10, kernels=1) for cast in row.casts]
+    report.modules += [replace(row, module=f"tail.{n}", casts=small) for n in range(30)]
+    svg = beside.render(drawing(report))
+    assert sum("more modules: casts move" in text for text in texts(svg)) == 2
+    assert any("up" in text for text in texts(svg))
+    assert len(texts(svg)) < 200
+
+
+def test_labels_are_text_whatever_they_look_like() -> None:
+    report = compared()
+    report.modules = [replace(report.modules[0], module=text.replace(".", "")) for text in NASTY]
+    report.title = NASTY[4]
+    svg = beside.render(drawing(report))
+    tags = {element.tag for element in ElementTree.fromstring(svg).iter()}
+    assert tags == {f"{SVG}{name}" for name in ("svg", "style", "g", "text", "rect", "path")}
+    assert any(NASTY[4] in text for text in texts(svg))
+
+
+def test_colours_follow_the_window_and_nothing_is_fetched() -> None:
+    svg = beside.render(drawing(compared()))
+    assert "prefers-color-scheme: dark" in svg
+    assert "href" not in svg
+    assert "@import" not in svg
+
+
+def test_a_report_writes_it_and_shows_it_in_a_notebook(tmp_path: Path) -> None:
+    report = compared()
+    path = report.save(tmp_path / "x.beside.svg")
+    assert path.read_text(encoding="utf-8") in report._repr_html_()
+    again = Report.load(report.save(tmp_path / "x.json"))
+    assert again.modules == report.modules
+    assert beside.render(drawing(again)) == path.read_text(encoding="utf-8")
+
+
+def test_a_report_that_compares_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AmpFxError, match=r"compares nothing: amp_fx\.explain knows"):
+        Report(costs={"amp_fx": Cost(1, 2)}).save(tmp_path / "x.beside.svg")
+    assert beside.drawn(drawing(Report())) == ""
+
+
+def test_a_module_is_called_by_as_many_levels_as_there_is_room_for() -> None:
+    report = compared()
+    report.modules = [
+        ModuleCasts(
+            "model.decoder.layers.*.attention.query", 4, {"amp_fx": "bfloat16"}, report.modules[0].casts
+        )
+    ]
+    svg = beside.render(drawing(report))
+    assert "attention.query \N{MULTIPLICATION SIGN}4" in texts(svg)
+    assert all(isinstance(cast, CastSum) for cast in report.modules[0].casts)

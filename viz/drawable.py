@@ -1,0 +1,70 @@
+"""What a picture needs of a report. Pictures are below reports: they know this, not :class:`amp_fx.Report`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from amp_fx.plans.diff import Diff
+from amp_fx.plans.plan import Plan
+
+__all__ = ["Cost", "Drawable", "Module"]
+
+
+class Cost(Protocol):
+    """What casts cost in all graphs, as :class:`amp_fx.reports.Cost` says it."""
+
+    @property
+    def casts(self) -> int:
+        """Casts in the graphs."""
+        ...
+
+    @property
+    def cast_bytes(self) -> int:
+        """What they move if none is fused."""
+        ...
+
+    @property
+    def kernels(self) -> int | None:
+        """Kernels that do nothing but cast; None: not known."""
+        ...
+
+    @property
+    def kernel_bytes(self) -> int | None:
+        """What these move."""
+        ...
+
+    @property
+    def moved(self) -> int | None:
+        """What all kernels move."""
+        ...
+
+
+class Module(Protocol):
+    """What casts cost in one module, as :class:`amp_fx.reports.ModuleCasts` says it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-like form."""
+        ...
+
+
+class Drawable(Protocol):
+    """What a picture is made from; :class:`amp_fx.Report` is one."""
+
+    plans: list[Plan]
+    title: str
+    #: graph -> call -> error of the gradient that rounding adds, None for an overflow; empty where none was measured
+    harms: dict[str, dict[str, float | None]]
+
+    @property
+    def modules(self) -> Sequence[Module]:
+        """Casts by module, of what is compared."""
+        ...
+
+    def compared(self) -> Mapping[str, Cost]:
+        """Costs by name, of amp_fx first."""
+        ...
+
+    def diff(self, other: Any) -> Diff:
+        """What another report changes against this one."""
+        ...
