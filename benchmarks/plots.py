@@ -40,6 +40,9 @@ _STYLES = {
     "floor32": ("matmuls alone, fp32", "#bbbbbb", "|"),
 }
 
+#: arms that are far from the others, and do not decide what the axis shows
+_FAR = ("fp32", "eager_autocast", "floor", "floor32")
+
 #: one axis shows what differs by less than this factor
 _LOG_FROM = 8
 
@@ -63,7 +66,7 @@ def draw(rows: Sequence[TimingRow], header: Mapping[str, Any], folder: str | os.
         some = [row for row in timed if row.mode == mode]
         if some:
             plots.append(
-                (f"ratios_{mode}", lambda figure, some=some, mode=mode: _bars(figure, some, mode, where))
+                (f"ratios_{mode}", lambda figure, some=some, mode=mode: _dots(figure, some, mode, where))
             )
             if any(_error(row) for row in some):
                 plots.append(
@@ -95,58 +98,66 @@ def _arms(rows: Sequence[TimingRow]) -> list[str]:
     return [arm for arm in _STYLES if arm in present]
 
 
-def _bars(figure: Figure, rows: Sequence[TimingRow], mode: str, where: str) -> None:
-    """A group of bars per case, one bar per arm: its time over autocast's, with quartiles."""
+def _dots(figure: Figure, rows: Sequence[TimingRow], mode: str, where: str) -> None:
+    """A row per case, a dot per arm: time over autocast's, with quartiles. What is off the axis stands at its end."""
     cases = [c for c in dict.fromkeys(r.workload for r in rows) if any(_times(rows, c, "autocast"))]
     arms = [arm for arm in _arms(rows) if arm != "autocast"]
-    figure.set_size_inches(9, 1.2 + 0.17 * len(cases) * (len(arms) + 2))
-    axes = figure.add_subplot()
-    height = 1 / (len(arms) + 2)
-    for index, arm in enumerate(arms):
-        label, colour, _ = _STYLES[arm]
-        found = [
-            (place, relative([r for r in rows if r.workload == case], arm, "autocast"))
-            for place, case in enumerate(cases)
-            if _times(rows, case, arm)
-        ]
-        middle = [ratio.median for _, ratio in found]
-        axes.barh(
-            [place + (index - len(arms) / 2 + 0.5) * height for place, _ in found],
-            middle,
-            height,
-            xerr=[
-                [m - ratio.low for m, (_, ratio) in zip(middle, found, strict=True)],
-                [ratio.high - m for m, (_, ratio) in zip(middle, found, strict=True)],
-            ],
-            color=colour,
-            label=label,
-            error_kw={"elinewidth": 0.8},
-            hatch={"floor": "//", "floor32": ".."}.get(arm),
-        )
-        for place, ratio in found:
-            axes.annotate(
-                f"{ratio.median:.2f}",
-                (ratio.high, place + (index - len(arms) / 2 + 0.5) * height),
-                (3, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=6,
-            )
-    axes.axvline(1, color=_STYLES["autocast"][1], linewidth=1.2, label="autocast + compile")
-    axes.set_yticks(range(len(cases)), cases)
-    axes.invert_yaxis()
-    ratios = [
-        relative([r for r in rows if r.workload == case], arm, "autocast").median
-        for case in cases
+    found = {
+        (arm, case): relative([r for r in rows if r.workload == case], arm, "autocast")
         for arm in arms
+        for case in cases
         if _times(rows, case, arm)
-    ]
-    if ratios and max([1, *ratios]) / min([1, *ratios]) > _LOG_FROM:
+    }
+    low, high = _window([ratio.median for (arm, _), ratio in found.items() if arm not in _FAR])
+    figure.set_size_inches(9, 1.4 + (0.16 + 0.07 * len(arms)) * len(cases))
+    axes = figure.add_subplot()
+    for index, arm in enumerate(arms):
+        label, colour, marker = _STYLES[arm]
+        shift = 0.7 * ((index + 0.5) / len(arms) - 0.5)
+        labelled = False
+        for (whose, case), ratio in found.items():
+            if whose != arm:
+                continue
+            y = cases.index(case) + shift
+            seen = min(max(ratio.median, low), high)
+            axes.plot(
+                [max(ratio.low, low), min(ratio.high, high)] if seen == ratio.median else [seen, seen], [y, y],
+                color=colour, linewidth=1,
+            )  # fmt: skip
+            off = "<" if ratio.median < low else ">" if ratio.median > high else marker
+            axes.plot(
+                seen, y, color=colour, marker=off, markersize=5, linestyle="none",
+                label="" if labelled else label, clip_on=False,
+            )  # fmt: skip
+            labelled = True
+            if off in "<>" and seen != ratio.median:
+                # on the left there are names
+                axes.annotate(
+                    f"{ratio.median:.2f}", (seen, y), (7, 0), textcoords="offset points", va="center", fontsize=6,
+                    color=colour, annotation_clip=False,
+                )  # fmt: skip
+    axes.axvline(1, color=_STYLES["autocast"][1], linewidth=1.2, label="autocast + compile")
+    for place in range(0, len(cases), 2):
+        axes.axhspan(place - 0.5, place + 0.5, color="#000000", alpha=0.04, linewidth=0)
+    axes.set(xlim=(low, high), ylim=(len(cases) - 0.5, -0.5))
+    axes.set_yticks(range(len(cases)), cases)
+    if high / low > _LOG_FROM:
         axes.set_xscale("log")
         _factors(axes.xaxis)
-    axes.set_xlabel("time of a step over that of autocast + compile; less is better")
+    axes.set_xlabel(
+        "time of a step over that of autocast + compile; left is better. A number at the edge is off the axis"
+    )
     axes.set_title(f"{mode}: {where}", fontsize=10)
     figure.legend(loc="outside right upper", fontsize=7)
+
+
+def _window(ratios: Sequence[float]) -> tuple[float, float]:
+    """The part of the axis that is shown: 0.8 to 1.2, wider where most of the ratios are outside."""
+    ordered = sorted(ratios)
+    if not ordered:
+        return 0.8, 1.2
+    tenth = len(ordered) // 10
+    return min(0.8, 0.98 * ordered[tenth]), max(1.2, 1.02 * ordered[-1 - tenth])
 
 
 def _factors(axis: Axis) -> None:

@@ -170,7 +170,7 @@ def test_of_several_files_the_last_one_counts(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     write(paths[0], describe("cpu"), [row("autocast", QUIET), row("amp_fx", QUIET, workload="gpt2")])
     write(paths[1], describe("cpu"), [row("autocast", scaled(2))])
-    _, joined = page._joined([str(path) for path in paths])
+    [(_, joined)] = page._joined([str(path) for path in paths])
     assert [(some.workload, some.times) for some in joined] == [("gpt2", QUIET), ("mlp", scaled(2))]
 
 
