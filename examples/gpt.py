@@ -66,6 +66,14 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
+def large() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """As large as GPT-2, with a batch of 8 x 1024 tokens; without data, for ``amp-fx draw ... --target cuda:h100``."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab=50257, context=1024, layers=12, heads=12, width=768))
+        tokens = torch.empty((8, 1024), dtype=torch.int64)
+    return model, (tokens, tokens)
+
+
 def make_corpus(lines: int = 20_000, seed: int = 0) -> Tensor:
     """Sums and differences, one a line, as indices into ``ALPHABET``: the same text for the same seed."""
     draw = random.Random(seed)
