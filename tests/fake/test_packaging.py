@@ -1,0 +1,105 @@
+"""What is built is what installs: sdist and wheel, checked, installed into an environment of their own, imported."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("amp_fx", "passes", "viz")
+
+#: that pyproject.toml allows
+MINORS = range(10, 15)
+
+pytestmark = pytest.mark.xdist_group("packaging")
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(cwd), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel, made from the sdist, and the sdist."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in (*SOURCES, "README.md", "LICENSE", "pyproject.toml"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, tree / name)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=tree)
+    (wheel,), (sdist,) = (tree / "dist").glob("*.whl"), (tree / "dist").glob("*.tar.gz")
+    return {"wheel": wheel, "sdist": sdist}
+
+
+def test_the_metadata_pass_the_check_of_the_index(built: dict[str, Path]) -> None:
+    said = run(sys.executable, "-m", "twine", "check", "--strict", *built.values(), cwd=built["wheel"].parent)
+    assert said.count("PASSED") == 2
+
+
+def test_wheel_and_sdist_have_every_file_of_the_package(built: dict[str, Path]) -> None:
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        wheel = set(archive.namelist())
+    with tarfile.open(built["sdist"]) as archive:
+        sdist = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in SOURCES:
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_dir() or "__pycache__" in path.parts:
+                continue
+            place = path.relative_to(ROOT)
+            assert str(place) in sdist
+            assert str(place if folder == "amp_fx" else Path("amp_fx", place)) in wheel
+    assert any(name.endswith("licenses/LICENSE") for name in wheel)
+
+
+def test_the_wheel_installs_without_dependencies_and_imports(built: dict[str, Path], tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "install", "-q", "--no-deps", "--no-index", built["wheel"], cwd=tmp_path)
+    program = (
+        "import amp_fx, amp_fx.passes, amp_fx.viz, amp_fx.cli, torch\n"
+        "assert 'amp_fx' in torch._dynamo.list_backends()\n"
+        "print(amp_fx.__file__, amp_fx.passes.__file__, amp_fx.viz.__file__, amp_fx.__version__)"
+    )
+    # torch and the like come from this environment; what is installed in it as editable does not
+    said = run(python, "-c", program, cwd=tmp_path, PYTHONPATH=sysconfig.get_path("purelib")).split()
+    assert all(name.startswith(str(tmp_path)) for name in said[:3])
+    assert said[3] != "0"
+
+
+@pytest.mark.parametrize("minor", MINORS, ids=lambda minor: f"3.{minor}")
+def test_sources_are_python_of_every_version(minor: int) -> None:
+    """By the interpreter, where it is installed; else by what this one knows of the version."""
+    files = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
+    for path in files:
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, minor))
+    interpreter = shutil.which(f"python3.{minor}")
+    works = (
+        interpreter
+        and not subprocess.run([interpreter, "-c", ""], capture_output=True, check=False).returncode
+    )
+    if interpreter and works:
+        program = (
+            "import sys\nfor name in sys.argv[1:]: compile(open(name, encoding='utf-8').read(), name, 'exec')"
+        )
+        run(interpreter, "-W", "error", "-c", program, *files, cwd=ROOT)
