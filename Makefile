@@ -27,14 +27,15 @@ PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PY
 
 CODE = $(wildcard amp_fx passes viz tests examples benchmarks)
 
-.PHONY: help gpu venv lint format typecheck test test-fast test-slow test-matrix test-suite demo clean compiler
+.PHONY: help gpu venv lint format typecheck docs test test-fast test-slow test-matrix test-suite demo clean compiler
 
 help:
-	@echo "make test       lint, type check and all tests but the slow ones"
+	@echo "make test       lint, type check, documentation and all tests but the slow ones"
 	@echo "make test-slow  DDP and FSDP2 on two processes, whole trainings, a large page in the browser"
 	@echo "make test-fast  the tests that need fake tensors only"
 	@echo "make test-matrix  the tests on each supported torch, in environments of their own (large downloads)"
 	@echo "make gpu        on a machine with a GPU: its tests and all benchmarks, nine minutes a call, until none is left"
+	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make demo       train a small GPT in mixed precision"
 	@echo "make lint | format | typecheck | venv | clean"
 
@@ -57,6 +58,7 @@ compiler:
 lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 
 format: venv
 	$(BIN)/ruff format .
@@ -66,10 +68,17 @@ format: venv
 typecheck: venv
 	@rm -rf build/typecheck
 	@$(BIN)/python -c "from setuptools import setup; setup()" -q build_py --build-lib build/typecheck
-	@set -o pipefail; $(BIN)/pyright -p pyproject.toml | sed -e 's,build/typecheck/amp_fx/\(passes\|viz\)/,\1/,' -e 's,build/typecheck/,,'
+	@set -eo pipefail; for version in 3.10 3.14; do \
+		$(BIN)/pyright -p pyproject.toml --pythonversion $$version | sed -e 's,build/typecheck/amp_fx/\(passes\|viz\)/,\1/,' -e 's,build/typecheck/,,'; done
+
+# A link that leads nowhere, an anchor that is not there and a page that the menu lacks are errors.
+docs: venv
+	@rm -rf build/site
+	@set -o pipefail; NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict 2>&1 | sed '/^INFO/d'
+	@echo "the documentation: build/site/index.html"
 
 # Kept below 15 minutes; what takes long by itself (two processes, whole trainings) is in test-slow.
-test: compiler lint typecheck
+test: compiler lint typecheck docs
 	@rm -rf build/inductor
 	$(PYTEST) -m "not slow"
 

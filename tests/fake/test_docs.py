@@ -1,23 +1,22 @@
-"""The README and the docs: links lead somewhere, Python blocks parse, the README stays short."""
+"""The README and the docs: links lead somewhere, Python blocks parse, the README stays short, the menu is whole.
+
+That the blocks run is in ``tests/cpu/test_documents.py``.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "SECURITY.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+from documents import FENCE, ROOT, blocks, pages
+
+PAGES = pages()
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def prose(page: Path) -> str:
@@ -46,14 +45,30 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_parse(page: Path) -> None:
-    for language, code in FENCE.findall(page.read_text(encoding="utf-8")):
-        if language == "python":
-            ast.parse(code)
+    for _, code in blocks(page):
+        ast.parse(code)
 
 
-def test_every_page_of_the_docs_is_reached_from_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in text] == []
+def test_every_page_of_the_docs_is_in_the_menu_and_every_entry_is_a_page() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    named = re.findall(r"[\w-]+\.md", menu)
+    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    assert "docs/index.md" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "picture", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.name
+)
+def test_drawings_are_svg_that_fetches_nothing_and_has_dark_colours(picture: Path) -> None:
+    text = picture.read_text(encoding="utf-8")
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"href=|@import|<script|url\((?!#)", text)
+
+
+def test_every_picture_is_shown_somewhere() -> None:
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [path.name for path in (ROOT / "docs" / "images").iterdir() if path.name not in shown] == []
 
 
 def test_the_readme_is_read_in_a_few_minutes() -> None:

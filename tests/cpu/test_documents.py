@@ -1,0 +1,73 @@
+"""Every Python block of the README and of the docs runs, page by page, in one process."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from amp_fx.errors import FallbackWarning
+from documents import APART, BEFORE, ELSEWHERE, NOT_RUN, SETUPS, blocks, pages
+
+PAGES = [page for page in pages() if page.name not in ELSEWHERE and any(blocks(page))]
+
+pytestmark = pytest.mark.xdist_group("documents")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """DDP and FSDP2 want a process group, Accelerate and Lightning take the one that is there."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks write files, and libraries set variables."""
+    before = dict(os.environ)
+    monkeypatch.chdir(tmp_path)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("_elsewhere")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_runs(page: Path) -> None:
+    torch._dynamo.reset()
+    namespace = SETUPS[page.name]()
+    with warnings.catch_warnings():
+        # what other libraries say of small models on a CPU is no fault of the page
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", FallbackWarning)
+        for line, code in blocks(page):
+            if any(page.name == where and words in code for where, words in NOT_RUN):
+                continue
+            if page.name in APART:
+                namespace = SETUPS[page.name]()
+            for (where, words), given in BEFORE.items():
+                if page.name == where and words in code:
+                    namespace |= given()
+            # so many empty lines that an error names the line of the page
+            exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+
+
+def test_what_is_not_run_is_there_and_counted() -> None:
+    found = {
+        (where, words)
+        for where, words in NOT_RUN
+        for page in pages()
+        if page.name == where
+        for _, code in blocks(page)
+        if words in code
+    }
+    assert found == set(NOT_RUN)
+    every = sum(len(list(blocks(page))) for page in pages())
+    assert len(NOT_RUN) <= 0.1 * every

@@ -1,0 +1,276 @@
+"""What the Python blocks of the README and of the docs take for granted: a model, a batch, a loop around them.
+
+A block says what is new in it; what a reader has already is made here, as small as it may be. Pages share one model, so
+that it is compiled once for each of the options that a page is about.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import amp_fx
+
+__all__ = ["APART", "BEFORE", "ELSEWHERE", "FENCE", "NOT_RUN", "ROOT", "SETUPS", "blocks", "pages"]
+
+ROOT = Path(__file__).parents[1]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+#: pages whose blocks a test of its own runs, with what they say of the results
+ELSEWHERE = {"calibrate.md": "tests/cpu/calibration/test_document.py"}
+
+#: pages whose blocks are alternatives: each begins anew
+APART = ("recipes.md",)
+
+#: (page, words in a block) -> why it is not run. Whatever is not here runs
+NOT_RUN = {
+    ("integrations.md", "CompileConfig("): "a static cache compiles the decode step on a GPU only",
+}
+
+
+def pages() -> list[Path]:
+    """All that is written for users."""
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]
+
+
+def blocks(page: Path) -> Iterator[tuple[int, str]]:
+    """The Python blocks of a page, and the lines that they begin in."""
+    text = page.read_text(encoding="utf-8")
+    for found in FENCE.finditer(text):
+        if found.group(1) == "python":
+            yield text.count("\n", 0, found.start()) + 2, found.group(2)
+
+
+class Net(nn.Module):
+    """Three layers, under names that the docs use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.norm(self.up(x))))
+
+
+class Rows(Dataset[Tensor]):
+    """Eight inputs of the model."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(16)
+
+
+class LossNet(nn.Module):
+    """Returns its loss. Blocks of a class of its own, as FSDP2 wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Net() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def common() -> dict[str, Any]:
+    """What every training script has."""
+    torch.manual_seed(0)
+    model = Net()
+    return {
+        "torch": torch,
+        "nn": nn,
+        "amp_fx": amp_fx,
+        "model": model,
+        "batch": torch.randn(4, 16),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3),
+    }
+
+
+def readme() -> dict[str, Any]:
+    given = common()
+    given["batch"] = torch.randn(8, 128, 512)
+    small = Net()
+
+    def train_one_step() -> None:
+        torch.compile(small, backend="amp_fx")(torch.randn(4, 16)).sum().backward()
+
+    amp_fx.explain(small, torch.randn(4, 16)).save("yesterday.json")
+    return {**given, "train_one_step": train_one_step}
+
+
+def reading() -> dict[str, Any]:
+    given = common()
+    return {**given, "yesterday": amp_fx.explain(given["model"], given["batch"])}
+
+
+def recipes() -> dict[str, Any]:
+    from accelerate import Accelerator
+    from lightning.pytorch import Trainer as LightningTrainer
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.optim.swa_utils import AveragedModel
+    from transformers import Trainer as HuggingFaceTrainer
+    from transformers import TrainingArguments
+
+    from amp_fx.integrations.accelerate import AmpFxPlugin
+    from amp_fx.integrations.lightning import AmpFxPrecision
+    from amp_fx.integrations.transformers import AmpFxCallback
+
+    def trainer(*args: Any, **options: Any) -> Any:
+        """The two trainers of the page have one name in their libraries."""
+        return HuggingFaceTrainer(*args, **options) if args else LightningTrainer(**options)
+
+    given = common()
+    return {
+        **given,
+        "model": LossNet(),
+        "loss": given["model"](given["batch"]).sum(),
+        "batches": [given["batch"]],
+        "generator": Net(),
+        "discriminator": Net(),
+        "Accelerator": Accelerator,
+        "AmpFxPlugin": AmpFxPlugin,
+        "AmpFxCallback": AmpFxCallback,
+        "AmpFxPrecision": AmpFxPrecision,
+        "AveragedModel": AveragedModel,
+        "MixedPrecisionPolicy": MixedPrecisionPolicy,
+        "fully_shard": fully_shard,
+        "Trainer": trainer,
+        "args": TrainingArguments("out", report_to=[], use_cpu=True),
+    }
+
+
+def profiling() -> dict[str, Any]:
+    return {**common(), "model": LossNet()}
+
+
+def training() -> dict[str, Any]:
+    given = profiling()
+    return {**given, "batches": [given["batch"]]}
+
+
+def scaling() -> dict[str, Any]:
+    given = common()
+    given |= {
+        "batches": [(given["batch"], torch.randn(4, 16))],
+        "loss_fn": F.mse_loss,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(given["optimizer"]),
+    }
+    return given
+
+
+def integrations() -> dict[str, Any]:
+    import lightning.pytorch as lightning
+    from accelerate import Accelerator
+    from lightning.fabric import Fabric
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers import Trainer as HuggingFaceTrainer
+    from transformers import TrainingArguments
+
+    class LitModel(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(Rows(), batch_size=4)
+
+    class Run:
+        """As wandb's."""
+
+        def log(self, values: dict[str, Any]) -> None:
+            assert values
+
+    def trainer(*args: Any, **options: Any) -> Any:
+        """The two trainers of the page have one name in their libraries."""
+        if args:
+            return HuggingFaceTrainer(*args, **options)
+        return lightning.Trainer(**options, max_steps=1, logger=False, enable_checkpointing=False)
+
+    given = common()
+    given |= {
+        "scaler": amp_fx.GradScaler("cpu"),
+        "loader": DataLoader(Rows(), batch_size=4),
+        "Accelerator": Accelerator,
+        "Fabric": Fabric,
+        "LitModel": LitModel,
+        "Trainer": trainer,
+        "args": TrainingArguments("out", report_to=[], use_cpu=True),
+        "data": [{"x": torch.randn(16)}],
+        # its thread writes after the page's folder is left
+        "SummaryWriter": functools.partial(SummaryWriter, str(Path.cwd() / "runs")),
+        "wandb": type("wandb", (), {"run": Run()}),
+        "step": 0,
+    }
+    return given
+
+
+def targets() -> dict[str, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "use_cache": False,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+    }
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    return {**common(), "config": config, "LlamaForCausalLM": LlamaForCausalLM}
+
+
+def generation() -> dict[str, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+    }
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    return {
+        "model": LlamaForCausalLM(config).eval(),
+        "inputs": {"input_ids": torch.ones(1, 4, dtype=torch.int64), "max_new_tokens": 3},
+    }
+
+
+#: (page, words in a block) -> what that block finds, too
+BEFORE: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
+    ("integrations.md", "model.generate("): generation
+}
+
+#: page -> what its first block finds
+SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
+    "README.md": readme,
+    "integrations.md": integrations,
+    "profiling.md": profiling,
+    "reading-the-report.md": reading,
+    "recipes.md": recipes,
+    "scaling.md": scaling,
+    "targets.md": targets,
+    "training.md": training,
+}
+SETUPS |= {page.name: common for page in pages() if page.name not in SETUPS}
