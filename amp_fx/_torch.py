@@ -994,7 +994,7 @@ class CompiledBackward:
 
         self._function._backward_impl = staticmethod(backward)
 
-    def graph(self, args: Sequence[torch.Tensor]) -> fx.GraphModule | None:
+    def graph(self, args: Sequence[Any]) -> fx.GraphModule | None:
         """A copy of the graph, with fake values for these arguments; None where it needs more than its nodes say.
 
         AOTAutograd takes the facts off the nodes when it stores the graph in its cache, and stores source code: the
@@ -1004,7 +1004,7 @@ class CompiledBackward:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         forward = self._forward()
-        if forward is None:
+        if forward is None or not all(map(_is_dense, args)):
             return None
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with mode, torch.no_grad():
@@ -1057,6 +1057,14 @@ def compiles_plain_code(options: Mapping[str, Any]) -> bool:
 
     with config.patch(dict(options)):
         return not (config.triton.cudagraphs or config.cpp_wrapper or tunes_kernels())
+
+
+def _is_dense(value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not is_traceable_wrapper_subclass(value)
+    )
 
 
 def _is_plain_call(node: fx.Node) -> bool:

@@ -50,7 +50,7 @@ def adding(
         backward.enter_thread()
         outputs = compiled(*args)
         if not backward.is_attached:
-            backward.attach(outputs if isinstance(outputs, (list, tuple)) else (outputs,))
+            backward.attach(outputs if isinstance(outputs, (list, tuple)) else (outputs,), args)
         return outputs
 
     return run
@@ -81,9 +81,11 @@ class _Backward:
         # held while gradients are added: another thread that would add to the same waits
         self._lock = threading.Lock()
 
-    def attach(self, outputs: Sequence[Any]) -> None:
+    def attach(self, outputs: Sequence[Any], args: Sequence[Any]) -> None:
         """Finds the backward of a call that returned something with a gradient."""
-        self._of = CompiledBackward.of(outputs)
+        # an input that is returned may come from another graph
+        given = {id(arg.grad_fn) for arg in args if isinstance(arg, Tensor)}
+        self._of = CompiledBackward.of([o for o in outputs if id(getattr(o, "grad_fn", None)) not in given])
         if self._of is not None:
             self.is_attached = True
             self._of.replace(self._add)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from amp_fx._torch import accumulated, at_end_of_backward, graph_task
+from amp_fx._torch import accumulated, graph_task
 
 __all__ = ["Sharing"]
 
@@ -22,25 +22,23 @@ __all__ = ["Sharing"]
 _FAR_ENOUGH = 20_000
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Graph:
-    """What autograd was asked to go through.
+    """What autograd was asked to go through. Holds none of it: after an error, nobody would let go of it.
 
     Attributes:
         task: number of the call.
-        nodes: all nodes but those of leaves, by id. Kept, so that no other node gets an id of theirs.
         arrivals: id of a leaf -> number of edges that lead to it.
-        is_whole: False where the graph is larger than what was looked at.
+        is_known: False where the graph is too large to look at, or is another call's.
     """
 
     task: int
-    nodes: dict[int, Any] = field(default_factory=dict)
-    arrivals: Counter[int] = field(default_factory=Counter)
-    is_whole: bool = True
+    arrivals: Mapping[int, int]
+    is_known: bool
 
 
 class Sharing:
-    """Of all graphs, in all threads: several nodes of one backward ask about the same graph."""
+    """Of all graphs: several nodes of one backward ask about the same graph."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -55,39 +53,30 @@ class Sharing:
         """
         graph: _Graph | None = getattr(self._local, "graph", None)
         if graph is None or graph.task != graph_task():
-            graph = self._local.graph = _walk(roots)
-            local = self._local
-            at_end_of_backward(lambda: vars(local).clear())
-        # a node that cannot be reached from here runs in another call
-        return (
-            graph.is_whole
-            and id(node) in graph.nodes
-            and all(graph.arrivals[id(leaf)] == 1 for leaf in leaves)
-        )
+            graph = self._local.graph = _walk(roots, node)
+        # the leaves of a node that runs are alive, so their ids are theirs
+        return graph.is_known and all(graph.arrivals.get(id(leaf)) == 1 for leaf in leaves)
 
 
-def _walk(roots: Sequence[Any]) -> _Graph:
-    graph = _Graph(graph_task())
-    edges, waiting = 0, list[Any]()
+def _walk(roots: Sequence[Any], running: Any) -> _Graph:
+    arrivals, edges = Counter[int](), 0
+    # kept while others are looked at, so that no two have the same id
+    seen, waiting = dict[int, Any](), list[Any]()
     for root in roots:
         start = root.grad_fn if isinstance(root, Tensor) else root.node
         if start is not None:
             waiting.append(start)
-        elif isinstance(root, Tensor):
-            graph.arrivals[id(root)] += 1
-    while waiting:
+        else:
+            arrivals[id(root)] += 1
+    while waiting and edges <= _FAR_ENOUGH:
         node = waiting.pop()
         leaf = accumulated(node)
         if leaf is not None:
-            graph.arrivals[id(leaf)] += 1
-            continue
-        if id(node) in graph.nodes:
-            continue
-        graph.nodes[id(node)] = node
-        following = [after for after, _ in node.next_functions if after is not None]
-        edges += len(following)
-        if edges > _FAR_ENOUGH:
-            graph.is_whole = False
-            return graph
-        waiting += following
-    return graph
+            arrivals[id(leaf)] += 1
+        elif id(node) not in seen:
+            seen[id(node)] = node
+            following = [after for after, _ in node.next_functions if after is not None]
+            edges += len(following)
+            waiting += following
+    # a node that cannot be reached from here runs in another call
+    return _Graph(graph_task(), arrivals, not waiting and id(running) in seen)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -445,6 +447,49 @@ class Broken(nn.Module):
 
 def test_each_graph_of_a_model_adds_for_itself() -> None:
     assert run_both(accumulate, make=Broken)[0] == 2 * 3
+
+
+class Passing(nn.Module):
+    """The second graph returns what comes from the first one, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        x, y = x.view_as(x), self.second(x)
+        torch._dynamo.graph_break()
+        return x + y
+
+
+def test_a_graph_that_returns_what_another_graph_made_finds_its_own_backward() -> None:
+    assert run_both(accumulate, make=Passing)[0] == 2 * 3
+
+
+def test_a_backward_that_fails_does_not_keep_its_graph() -> None:
+    model = Net()
+    run = compiled(model, "graph")
+    accumulate(run, model, batches(2))
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("stop")
+
+    x = torch.zeros(16, WIDTH, requires_grad=True)
+    y = x * 2
+    y.register_hook(fail)
+    assert y.grad_fn is not None
+    # lives as long as the node
+    y.grad_fn.metadata["mark"] = mark = Net()
+    node = weakref.ref(mark)
+    loss = loss_of(run, y)
+    with watching() as added, pytest.raises(ValueError, match="stop"):
+        loss.backward()
+    assert added.count == 1
+    del y, loss, mark
+    gc.collect()
+    assert node() is None
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
