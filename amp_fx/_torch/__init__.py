@@ -1,0 +1,150 @@
+"""Every private PyTorch API that amp_fx touches, in one place.
+
+Tried on torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0. A torch upgrade is this folder's work: nothing else in the
+package imports from ``torch._*``, but what stands for a GPU that is not there (``amp_fx/targets/_torch.py``). Where a
+name is private only by its underscore but documented or used by other projects (``compile_fx``, ``CustomGraphPass``),
+the comment says so.
+
+Here: one file for each of torch's layers: Dynamo, tracing, autocast, AOTAutograd, Inductor.
+Not here: decisions. What is asked is asked in torch's words, and what is answered is plain data or a torch type.
+Open ``inductor.py`` first.
+"""
+
+# what is imported here is private on purpose
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+
+from amp_fx._torch.autocast import (
+    autocast_disabled,
+    autocast_shield,
+    enable_autocast,
+    has_autocast_rule,
+    has_low_lstm,
+    saved_tensors_shield,
+)
+from amp_fx._torch.breaks import DynamoWatch, LeftOut, breaks_without_graph, graph_break, rest_left_out
+from amp_fx._torch.compiled_backward import CompiledBackward
+from amp_fx._torch.dynamo import (
+    compile_id,
+    in_compiled_autograd,
+    is_left_out_in_place,
+    is_looked_up,
+    log_artifact,
+    on_dynamo_compile,
+    unwrapped_errors,
+)
+from amp_fx._torch.engine import (
+    RunningBackward,
+    accumulated,
+    at_end_of_backward,
+    graph_task,
+    has_node_hooks,
+    in_nested_transform,
+    running_backward,
+    will_run,
+)
+from amp_fx._torch.freezing import Lifting, observe_freezing, packed_memory
+from amp_fx._torch.inductor import (
+    compile_package,
+    compile_with_inductor,
+    compiles_plain_code,
+    graph_pass,
+    inductor_mode_options,
+    inductor_option_names,
+    lays_out_convolutions,
+    replace_inner_compile,
+    source_hash,
+    stock_inductor,
+    tunes_kernels,
+)
+from amp_fx._torch.joint import JointRoles, joint_roles, program_outputs
+from amp_fx._torch.lowering import Lowered, lower_with_inductor
+from amp_fx._torch.multi_tensor import find_nonfinite_, largest_magnitudes, update_scale
+from amp_fx._torch.tracing import (
+    ignore_fresh_symbols,
+    is_functorch_wrapped,
+    is_hooks_switch,
+    is_wrapper,
+    nesting_change,
+    size_hint,
+    symbolic_kernels,
+    wrapped_tensors,
+)
+
+__all__ = [
+    "CompiledBackward",
+    "DynamoWatch",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "JointRoles",
+    "LeftOut",
+    "Lifting",
+    "Lowered",
+    "OpOverload",
+    "RunningBackward",
+    "accumulated",
+    "at_end_of_backward",
+    "autocast_disabled",
+    "autocast_shield",
+    "breaks_without_graph",
+    "compile_id",
+    "compile_package",
+    "compile_with_inductor",
+    "compiles_plain_code",
+    "disable_proxy_modes_tracing",
+    "enable_autocast",
+    "find_nonfinite_",
+    "get_proxy_mode",
+    "graph_break",
+    "graph_pass",
+    "graph_task",
+    "has_autocast_rule",
+    "has_low_lstm",
+    "has_node_hooks",
+    "ignore_fresh_symbols",
+    "in_compiled_autograd",
+    "in_nested_transform",
+    "inductor_mode_options",
+    "inductor_option_names",
+    "is_functorch_wrapped",
+    "is_hooks_switch",
+    "is_left_out_in_place",
+    "is_looked_up",
+    "is_wrapper",
+    "joint_roles",
+    "largest_magnitudes",
+    "lays_out_convolutions",
+    "log_artifact",
+    "lower_with_inductor",
+    "make_fx",
+    "nesting_change",
+    "observe_freezing",
+    "on_dynamo_compile",
+    "packed_memory",
+    "program_outputs",
+    "replace_inner_compile",
+    "rest_left_out",
+    "running_backward",
+    "saved_tensors_shield",
+    "size_hint",
+    "source_hash",
+    "stock_inductor",
+    "symbolic_kernels",
+    "track_tensor_tree",
+    "tunes_kernels",
+    "unwrapped_errors",
+    "update_scale",
+    "will_run",
+    "wrapped_tensors",
+]

@@ -1,0 +1,185 @@
+"""Compiling with Inductor: its options, and passes on its graphs."""
+
+# what is imported here is private on purpose
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+import torch.fx as fx
+from torch._functorch import config as _functorch_config
+
+from amp_fx._torch.autocast import autocast_disabled
+
+__all__ = [
+    "compile_package",
+    "compile_with_inductor",
+    "compiles_plain_code",
+    "graph_pass",
+    "inductor_mode_options",
+    "inductor_option_names",
+    "lays_out_convolutions",
+    "replace_inner_compile",
+    "source_hash",
+    "stock_inductor",
+    "tunes_kernels",
+]
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config_patches: dict[str, Any]
+) -> Callable[..., Any]:
+    """Compiles with Inductor; the backward is traced without autocast.
+
+    Stock torch.compile traces the backward under the forward's ambient autocast, which silently overflows in
+    fp16 (pytorch#153044); ``backward_pass_autocast="off"`` is part of AOTAutograd's cache key.
+    """
+    # imported late: Inductor's import costs over a second, and a plain `import amp_fx` should not
+    from torch._inductor.compile_fx import compile_fx
+
+    with _functorch_config.patch(backward_pass_autocast="off"):
+        # typed as what it returns to AOTInductor, too
+        return compile_fx(gm, list(example_inputs), config_patches=config_patches)  # type: ignore[return-value]
+
+
+def compile_package(ep: torch.export.ExportedProgram, path: str) -> None:
+    """Compiles an exported program with AOTInductor into a package at ``path``, which ends in ``.pt2``."""
+    import torch._inductor
+
+    with autocast_disabled():
+        torch._inductor.aoti_compile_and_package(ep, package_path=path)
+
+
+def stock_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What ``torch.compile`` does by itself, to compare with."""
+    from torch._inductor.compile_fx import compile_fx
+
+    # typed as what it returns to AOTInductor, too
+    return compile_fx(gm, list(example_inputs))  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def replace_inner_compile(inner_compile: Callable[..., Callable[..., Any]]) -> Iterator[None]:
+    """Whatever compiles with Inductor inside the block hands its graphs to ``inner_compile`` instead.
+
+    It gets what ``compile_fx_inner`` gets: a forward, backward or inference graph after partitioning, its
+    inputs, and keywords. It returns a callable that takes its arguments in one list; :attr:`Lowered.call` is
+    one. The caches of compiled graphs, which would leave ``inner_compile`` out, are off.
+    """
+    from torch._inductor import compile_fx as module
+    from torch._inductor import config as inductor_config
+
+    original = module.compile_fx
+
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        # with config_patches, compile_fx calls itself through the module and passes its inner_compile on
+        kwargs.setdefault("inner_compile", inner_compile)
+        return original(*args, **kwargs)
+
+    with (
+        mock.patch.object(module, "compile_fx", compile_fx),
+        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        _functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+    ):
+        yield
+
+
+def graph_pass(
+    stage: Literal["joint", "post_grad"],
+    uuid: str,
+    rewrite: Callable[[fx.GraphModule], None],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The Inductor option that runs ``rewrite`` on graphs on their way to code, before the program's own passes.
+
+    Args:
+        stage: ``"joint"``, forward and backward together before they are partitioned, or ``"post_grad"``, each by
+            itself, after the strides of its outputs were noted.
+        uuid: everything the rewriting depends on; part of Inductor's and AOTAutograd's cache keys.
+        rewrite: changes the graph in place.
+        options: of Inductor, as the program gives them; what they leave out is as Inductor's configuration has it.
+    """
+    from torch._inductor import config, custom_graph_pass
+
+    name = f"{stage}_custom_pre_pass"
+    given = options.get(name, getattr(config, name)) or ()
+    others: Sequence[Any] = given if isinstance(given, (list, tuple)) else (given,)
+    # from torch 2.12 on, passes after partitioning may ask whether there is a backward
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())
+    base: Any = aware if aware and stage == "post_grad" else custom_graph_pass.CustomGraphPass
+
+    class GraphPass(base):
+        def __call__(self, graph: fx.Graph, **mode: Any) -> None:
+            if graph.owning_module is None:
+                raise AssertionError("Inductor runs custom passes on a GraphModule's graph")
+            rewrite(graph.owning_module)
+            for other in others:
+                other(graph, **(mode if isinstance(other, aware) else {}))
+
+        def uuid(self) -> Any:
+            # None, for a pass that does not say what it depends on: nothing is cached
+            ids = [other.uuid() if hasattr(other, "uuid") else None for other in others]
+            return None if None in ids else (uuid, *ids)
+
+    return {name: GraphPass()}
+
+
+def lays_out_convolutions() -> bool:
+    """Whether Inductor, with the options it has now, runs convolutions on a CPU channels last in every call.
+
+    As ``GraphLowering.decide_layout_opt`` has it. Freezing packs the weights once instead.
+    """
+    from torch._inductor import config
+
+    return (
+        config.layout_optimization
+        and not config.freezing
+        and torch.backends.mkldnn.enabled
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+def tunes_kernels() -> bool:
+    """Whether Inductor, with the options it has now, chooses among kernels of its own for matmuls."""
+    from torch._inductor import config
+
+    return config.max_autotune or config.max_autotune_gemm
+
+
+def source_hash(*modules: ModuleType) -> str:
+    """A hash of the modules' source files: two versions of a pass never share a cache entry."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(tuple(str(module.__file__) for module in modules)).hex()
+
+
+def inductor_option_names() -> frozenset[str]:
+    """Names of every option of the installed Inductor."""
+    import torch._inductor
+
+    return frozenset(torch._inductor.list_options())
+
+
+def inductor_mode_options(mode: str) -> dict[str, Any]:
+    """The Inductor options that a ``torch.compile`` mode stands for.
+
+    Raises:
+        RuntimeError: unknown mode.
+    """
+    import torch._inductor
+
+    return torch._inductor.list_mode_options(mode)
+
+
+def compiles_plain_code(options: Mapping[str, Any]) -> bool:
+    """Whether Inductor, with these options, makes code that does not depend on addresses or on what it has timed."""
+    from torch._inductor import config
+
+    with config.patch(dict(options)):
+        return not (config.triton.cudagraphs or config.cpp_wrapper or tunes_kernels())

@@ -1,0 +1,128 @@
+"""Inductor's work on one graph up to fusion, where kernels and bytes are known."""
+
+# what is imported here is private on purpose
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._guards import TracingContext
+
+__all__ = ["Lowered", "lower_with_inductor"]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph as Inductor would compile it, without any generated code.
+
+    Attributes:
+        before: the graph as Inductor got it, with fake values; nodes have the names AOTAutograd gave them.
+        after: the same after Inductor's post-grad passes.
+        bytes_moved: Inductor's estimate of the bytes that its kernels read and write.
+        extern_kernels: calls of library kernels.
+        generated: the kernels that Inductor would generate, after fusion: the ATen calls that each computes
+        and
+            the bytes that it reads and writes.
+        call: runs ``before`` op by op; takes its arguments in one list.
+    """
+
+    before: fx.GraphModule
+    after: fx.GraphModule
+    bytes_moved: int
+    extern_kernels: int
+    generated: list[tuple[frozenset[fx.Node], int]]
+    call: Callable[..., Any]
+
+
+def lower_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    is_inference: bool = False,
+    is_backward: bool = False,
+    get_decomp_fn: Callable[..., Any] | None = None,
+    **_: Any,
+) -> Lowered:
+    """Inductor's work on one graph up to and including fusion: the first half of ``compile_fx_inner``.
+
+    The other keywords that ``compile_fx`` passes are about running the code, and are ignored.
+    """
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import compile_fx, scheduler
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.ir import MultiOutput
+    from torch._inductor.virtualized import V
+
+    decompositions: dict[str, Any] = {} if get_decomp_fn is None else {"get_decomp_fn": get_decomp_fn}
+    shape_env = compile_fx.shape_env_from_inputs(list(example_inputs))
+    compile_fx.view_to_reshape(gm)
+    with torch.no_grad():
+        fake_mode = compile_fx.fake_tensor_prop(gm, example_inputs)
+    compile_fx._recursive_record_original_output_strides(gm)
+    # the passes change gm in place, and put lowerings in it that only Inductor can run. Constants are shared:
+    # under the fake mode that compile_fx sets, a real tensor cannot be copied
+    constants = [v for m in gm.modules() for v in (*vars(m).values(), *m.buffers(False))]
+    before = copy.deepcopy(gm, {id(v): v for v in constants if isinstance(v, torch.Tensor)})
+    with V.set_fake_mode(fake_mode), DebugContext():
+        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+        graph = GraphLowering(
+            gm,
+            example_inputs=example_inputs,
+            shape_env=shape_env,
+            is_inference=is_inference,
+            is_backward=is_backward,
+            **decompositions,
+        )
+        graph.freeze_runtime_asserts()
+        with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
+            graph.run(*example_inputs)
+            _report_output_strides(graph)
+            # fusion asks for it; generating the code would set it up, too
+            graph.init_wrapper_code()
+            graph._update_scheduler()
+            moved = int(graph.count_bytes()[0])
+            generated = [
+                (
+                    frozenset[fx.Node]().union(
+                        *(part.node.origins for part in kernel.get_nodes() if part.node)
+                    ),
+                    size,
+                )
+                for kernel in graph.scheduler.nodes
+                if not isinstance(
+                    kernel, (scheduler.NopKernelSchedulerNode, scheduler.ExternKernelSchedulerNode)
+                )
+                for size in [int(kernel.get_read_write_buffers_sizes())]
+            ]
+    kernels = [
+        node for node in graph.scheduler.nodes if not isinstance(node, scheduler.NopKernelSchedulerNode)
+    ]
+    extern = [node for node in kernels if isinstance(node, scheduler.ExternKernelSchedulerNode)]
+    return Lowered(
+        before=before,
+        after=gm,
+        bytes_moved=moved,
+        # a MultiOutput picks one result of a kernel that returns several
+        extern_kernels=sum(not isinstance(node.node, MultiOutput) for node in extern),
+        generated=generated,
+        call=make_boxed_func(before.forward),
+    )
+
+
+def _report_output_strides(graph: Any) -> None:
+    """Tells AOTAutograd the layouts that Inductor chose, which the backward graph is then compiled for."""
+    context = TracingContext.try_get()
+    if context is None or context.output_strides is None:
+        return
+    for output in graph.graph_outputs or ():
+        has_layout = hasattr(output, "has_tensor_output") and output.has_tensor_output()
+        context.output_strides.append(
+            tuple(graph.sizevars.optimization_hint(s) for s in output.get_stride()) if has_layout else None
+        )

@@ -1,0 +1,80 @@
+"""Values and calls as they are met while a program is traced."""
+
+# what is imported here is private on purpose
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "ignore_fresh_symbols",
+    "is_functorch_wrapped",
+    "is_hooks_switch",
+    "is_wrapper",
+    "nesting_change",
+    "size_hint",
+    "symbolic_kernels",
+    "wrapped_tensors",
+]
+
+#: functorch levels are opened and closed by these calls in a Dynamo graph (torch/_functorch/predispatch.py)
+_NESTING = {"_increment_nesting": 1, "_decrement_nesting": -1, "_enter_dual_level": 1, "_exit_dual_level": -1}
+
+
+def is_functorch_wrapped(value: object) -> bool:
+    """True for tensors inside vmap, grad or jvp."""
+    return isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value)
+
+
+def is_hooks_switch(target: object) -> bool:
+    """True for the calls by which ``torch.func.grad`` forbids saved-tensor hooks inside it, and allows them again."""
+    return getattr(target, "__name__", "") in ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
+
+
+def ignore_fresh_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
+    """A program that is traced again makes its unbacked sizes again, which nobody will ask for."""
+    if mode.shape_env is None:
+        return contextlib.nullcontext()
+    return mode.shape_env.ignore_fresh_unbacked_symbols()
+
+
+def symbolic_kernels() -> contextlib.AbstractContextManager[None]:
+    """Composite ops decompose in Python, as when Dynamo traces: in torch 2.11, matmul's C++ takes no symbolic sizes."""
+    return enable_python_dispatcher()
+
+
+def nesting_change(target: object) -> int:
+    """+1 for a call, or the name of one, that opens a functorch level, -1 for one that closes it, else 0."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return next((step for part, step in _NESTING.items() if name.endswith(part)), 0)
+
+
+def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
+    """The concrete size a symbolic size was traced with, or ``fallback`` for an unbacked one."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return fallback if hint is None else int(hint)
+
+
+def is_wrapper(value: torch.Tensor) -> bool:
+    """True for tensors that consist of others, such as DTensors."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def wrapped_tensors(value: Any) -> list[torch.Tensor]:
+    """What a tensor that :func:`is_wrapper` consists of on this process."""
+    if hasattr(value, "trigger_wait"):
+        # a collective may still be writing it
+        return [value.trigger_wait()]
+    parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+    # a DTensor has its mesh among them
+    return [part for part in parts if isinstance(part, torch.Tensor)]
