@@ -136,10 +136,12 @@ def _like(value: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, float]:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = scale * (q.float() @ k.float().mT)
-    hidden = torch.ones(scores.shape[-2:]).tril().logical_not() if is_causal else torch.zeros(())
-    return scores.masked_fill(hidden.bool(), -torch.inf), scale
+    factor = float(q.shape[-1]) ** -0.5 if scale is None else scale
+    scores = factor * (q.float() @ k.float().mT)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not()
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores, factor
 
 
 def _flash(
@@ -226,7 +228,7 @@ def _on_cpu() -> Any:
     from torch._inductor.runtime import triton_helpers, triton_heuristics
     from triton.runtime import interpreter
 
-    guards = torch._C._dynamo.guards
+    guards = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
     with contextlib.ExitStack() as stack:
 
         def patch(owner: Any, name: str, value: Any, **settings: Any) -> None:
