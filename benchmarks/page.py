@@ -1,11 +1,13 @@
 """Writes the numbers of docs/benchmarks.md from committed results, so that none is typed.
 
     python -m benchmarks.page benchmarks/results/counts_cpu_*.jsonl benchmarks/results/errors_*.jsonl \\
-        benchmarks/results/counts_cuda_h100_*.jsonl benchmarks/results/timings_*.jsonl
+        benchmarks/results/counts_cuda_h100_*.jsonl benchmarks/results/timings_*.jsonl \\
+        benchmarks/results/learning_*.jsonl
 
 Counts and errors go between ``<!-- numbers:begin -->`` and ``<!-- numbers:end -->``; the counts for a target, if given,
 between ``<!-- target:begin -->`` and ``<!-- target:end -->``; the timings, if given, between
-``<!-- speed:begin -->`` and ``<!-- speed:end -->``.
+``<!-- speed:begin -->`` and ``<!-- speed:end -->``; what long runs learned, if given, between
+``<!-- learning:begin -->`` and ``<!-- learning:end -->``.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.long_runs import Run, table
 from benchmarks.results import TimingRow, read, read_timings
 from benchmarks.tables import relative
 
@@ -257,6 +260,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         head, rows = read(path)
         if "assumed" in head:
             text = _replace(text, "target", target_tables(head, rows))
+        elif "steps" in head:
+            runs = [Run(**{**row, "curve": tuple(row["curve"])}) for row in rows]
+            text = _replace(text, "learning", table(runs))
         else:
             timed.append(path)
     if timed:
