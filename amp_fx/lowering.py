@@ -22,6 +22,7 @@ from amp_fx.passes import (
     run_in_order,
 )
 from amp_fx.passes.joint.keep_statistics import is_low_norm
+from amp_fx.passes.joint.separate_outputs import widens_for_both
 from amp_fx.placement import layout
 from amp_fx.scaling.scaled_graph import ScaledGraph
 
@@ -62,9 +63,11 @@ def lower(
 
 
 def _concerns_cpu(gm: fx.GraphModule) -> bool:
-    """True if the passes for CPU have something to do: they are about convolutions and low norms."""
+    """True if the passes for CPU have something to do: about convolutions, low norms and what is returned widened."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    return layout.convolves(gm) or any(is_low_norm(node) for graph in graphs for node in graph.nodes)
+    return layout.convolves(gm) or any(
+        is_low_norm(node) or widens_for_both(node) for graph in graphs for node in graph.nodes
+    )
 
 
 def _adds(gm: fx.GraphModule, opts: Options) -> bool:

@@ -60,6 +60,7 @@ from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
 from amp_fx.passes.joint.keep_statistics import KeepStatistics
 from amp_fx.passes.joint.lay_out_gradients import LayOutGradients
 from amp_fx.passes.joint.scale_backward import ScaleBackward
+from amp_fx.passes.joint.separate_outputs import SeparateOutputs
 from amp_fx.passes.partitioned.accumulate_gradients import AccumulateGradients
 from amp_fx.passes.partitioned.lay_out_weights import LayOutWeights
 
@@ -88,6 +89,7 @@ __all__ = [
     "PlaceByHarm",
     "Replay",
     "ScaleBackward",
+    "SeparateOutputs",
     "Verify",
     "cached_pipeline",
     "export_pipeline",
@@ -112,8 +114,8 @@ OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())
 
 #: device type -> passes on Inductor's joint graphs, in order
 JOINT_PIPELINES: dict[str, tuple[Pass, ...]] = {
-    "cuda": (GemmEpilogue(), KeepStatistics()),
-    "cpu": (LayOutGradients(), KeepStatistics()),
+    "cuda": (SeparateOutputs(), GemmEpilogue(), KeepStatistics()),
+    "cpu": (SeparateOutputs(), LayOutGradients(), KeepStatistics()),
 }
 
 #: device type -> passes on Inductor's graphs after partitioning, in order
