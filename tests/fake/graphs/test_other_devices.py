@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
@@ -16,6 +18,8 @@ from amp_fx.placement.profile import ProfileError
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import rewrite
 from amp_fx.targets.moving import move
+
+aten = torch.ops.aten
 
 OTHERS = sorted({*supported_devices()} - {"cpu", "cuda"})
 
@@ -55,3 +59,35 @@ def test_a_profile_of_another_device_is_an_error(tmp_path: Any) -> None:
     builtin("cpu").save(tmp_path / "cpu.json")
     with pytest.raises(ProfileError, match="'xpu'; valid: 'cpu', 'cuda'"):
         rewritten(graph("xpu"), "xpu", profile=str(tmp_path / "cpu.json"))
+
+
+def test_each_call_of_a_graph_on_two_devices_has_the_lists_of_its_own() -> None:
+    graph, mode = fx.Graph(), FakeTensorMode()
+    returned = []
+    for device in ("cpu", "cuda"):
+        x, w = (graph.placeholder(f"{name}_{device}") for name in "xw")
+        with mode:
+            for node in (x, w):
+                node.meta["example_value"] = torch.empty(64, 64, device=device)
+        returned.append(graph.call_function(F.layer_norm, (graph.call_function(F.linear, (x, w)), (64,))))
+    graph.output(tuple(returned))
+    with torch.no_grad():
+        gm, _ = rewrite(
+            fx.GraphModule({}, graph),
+            ambient_regions({"cpu": torch.bfloat16, "cuda": torch.float16}),
+            Options.parse(None, {"profile": "off", "weights": "cast", "strict": True}),
+            training=False,
+        )[:2]
+    found = [
+        (node.target, node.meta["val"].device.type, node.meta["val"].dtype)
+        for node in gm.graph.nodes
+        if node.target in (aten.linear.default, aten.layer_norm.default)
+    ]
+    # layer_norm is on CUDA's list of fp32, and not on the CPU's
+    assert found == [
+        (aten.linear.default, "cpu", torch.bfloat16),
+        (aten.layer_norm.default, "cpu", torch.bfloat16),
+        (aten.linear.default, "cuda", torch.float16),
+        (aten.layer_norm.default, "cuda", torch.float32),
+    ]
+    assert {node.meta["val"].dtype for node in gm.graph.output_node().all_input_nodes} == {torch.float32}
