@@ -64,17 +64,18 @@ def draw(rows: Sequence[TimingRow], header: Mapping[str, Any], folder: str | os.
     plots: list[tuple[str, Callable[[Figure], None]]] = []
     for mode in ("training", "inference"):
         some = [row for row in timed if row.mode == mode]
-        if some:
+        # without it there are no ratios
+        if any(row.arm == "autocast" for row in some):
             plots.append(
                 (f"ratios_{mode}", lambda figure, some=some, mode=mode: _dots(figure, some, mode, where))
             )
-            if any(_error(row) for row in some):
-                plots.append(
-                    (
-                        f"accuracy_{mode}",
-                        lambda figure, some=some, mode=mode: _accuracy(figure, some, mode, where),
-                    )
+        if any(_error(row) for row in some):
+            plots.append(
+                (
+                    f"accuracy_{mode}",
+                    lambda figure, some=some, mode=mode: _accuracy(figure, some, mode, where),
                 )
+            )
     for family in dict.fromkeys(row.family for row in timed):
         some = [row for row in timed if row.family == family]
         size = _swept(some)

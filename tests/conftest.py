@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from amp_fx.scaling import unscaled
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
@@ -21,6 +23,9 @@ def _fresh_state() -> Iterator[None]:
     """Each test starts with nothing compiled, a fixed seed, and must leave the ambient autocast as it was."""
     torch._dynamo.reset()
     torch.manual_seed(0)
+    # graphs of other tests, which wait for an optimizer to warn of missing loss scaling
+    unscaled._state.is_waiting = unscaled._state.any_optimizer = False
+    unscaled._state.parameters.clear()
     yield
     for device in ("cpu", "cuda"):
         assert not torch.is_autocast_enabled(device), f"the test left torch.autocast({device!r}) on"
