@@ -23,13 +23,12 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import Lowered, lower_with_inductor, program_outputs, replace_inner_compile, size_hint
-from amp_fx.errors import FallbackWarning, OptionsError, TargetError
+from amp_fx.errors import FallbackWarning, OptionsError
 from amp_fx.graphs.facts import cast_bytes
 from amp_fx.reports.kernels import cast_kernels, conversions
-from amp_fx.targets import TARGETS, find_target
-from amp_fx.targets.serving import enter
+from amp_fx.targets import TARGETS
 from benchmarks.arms import ARMS, MODES, Arm, prepare
-from benchmarks.on_target import ASSUMED, compile_arm
+from benchmarks.on_target import ASSUMED, compile_arm, enter_target
 from benchmarks.results import describe, write
 from benchmarks.workloads import WORKLOADS, Workload, make
 
@@ -293,11 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     device = args.device
     if args.target:
-        try:
-            device = find_target(args.target).name
-            enter(device)
-        except TargetError as error:
-            parser.error(str(error))
+        device = enter_target(parser, args.target)
     header = describe(device)
     if args.target:
         header["assumed"] = ASSUMED

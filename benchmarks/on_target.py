@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +13,15 @@ import torch.fx as fx
 
 from amp_fx._torch import stock_inductor
 from amp_fx.backend import amp_fx
-from amp_fx.errors import FallbackWarning, OptionsError
+from amp_fx.errors import FallbackWarning, OptionsError, TargetError
+from amp_fx.targets import find_target
 from amp_fx.targets.compiling import InnerCompile, compile_graph
+from amp_fx.targets.serving import enter
 from amp_fx.targets.tracing import Tracer
 from benchmarks.arms import Arm, prepare
 from benchmarks.workloads import Workload
 
-__all__ = ["ASSUMED", "compile_arm"]
+__all__ = ["ASSUMED", "compile_arm", "enter_target"]
 
 #: what counts for a target take for granted, as nothing runs
 ASSUMED = (
@@ -27,6 +30,20 @@ ASSUMED = (
     "nothing is tuned on the card",
     "programs are traced without autocast: where a program reads a dtype, it reads that of the fp32 program",
 )
+
+
+def enter_target(parser: argparse.ArgumentParser, target: str) -> str:
+    """Makes the process one that compiles for a target; what is wrong with it is wrong usage of the command.
+
+    Returns:
+        The target's full name.
+    """
+    try:
+        name = find_target(target).name
+        enter(name)
+    except TargetError as error:
+        parser.error(str(error))
+    return name
 
 
 def compile_arm(workload: Workload, arm: Arm, mode: str, inner_compile: InnerCompile) -> tuple[str, ...]:

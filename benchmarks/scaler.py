@@ -20,11 +20,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_fx
-from amp_fx.errors import TargetError
-from amp_fx.targets import TARGETS, find_target
-from amp_fx.targets.serving import enter
+from amp_fx.targets import TARGETS
 from benchmarks.arms import Arm
 from benchmarks.counts import measure
+from benchmarks.on_target import enter_target
 from benchmarks.workloads import WORKLOADS, make
 
 __all__ = ["Cost", "beside", "launches", "step_costs"]
@@ -183,11 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default="cuda:h100", metavar="NAME", help=", ".join(TARGETS))
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
     args = parser.parse_args(argv)
-    try:
-        target = find_target(args.target).name
-        enter(target)
-    except TargetError as error:
-        parser.error(str(error))
+    target = enter_target(parser, args.target)
     print(
         "| model | step | moved, in graphs + beside | of the same without scaler | of torch's scaler | kernels |"
     )

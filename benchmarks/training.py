@@ -20,14 +20,13 @@ from typing import Any
 import torch.fx as fx
 
 from amp_fx._torch import lower_with_inductor
-from amp_fx.errors import TargetError
 from amp_fx.graphs.facts import LOW_DTYPES
 from amp_fx.passes import AccumulateGradients, PassContext, run_in_order
 from amp_fx.reports.kernels import cast_kernels
-from amp_fx.targets import TARGETS, find_target
-from amp_fx.targets.serving import enter
+from amp_fx.targets import TARGETS
 from benchmarks.arms import ARMS
 from benchmarks.counts import Counter, count
+from benchmarks.on_target import enter_target
 from benchmarks.results import describe, write
 from benchmarks.workloads import Workload, build_workload, make, mlp
 
@@ -163,11 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     device = "cpu"
     if args.target:
-        try:
-            device = find_target(args.target).name
-            enter(device)
-        except TargetError as error:
-            parser.error(str(error))
+        device = enter_target(parser, args.target)
     rows = list[Moved]()
     for name in args.only:
         workload = build_workload(name, mlp, batch=256, width=1024) if name == "mlp" else make(name)

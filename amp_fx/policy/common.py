@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .classes import OpClass, OpGroup, Origin
 
-__all__ = ["COMMON_GROUPS", "FFT", "LINALG", "LINALG_SINCE_2_14", "LINALG_UNTIL_2_14"]
+__all__ = ["COMMON_GROUPS", "FFT", "LINALG", "LINALG_SINCE_2_14", "LINALG_UNTIL_2_14", "NEAREST"]
 
 #: Fourier transforms: CPU autocast lists them as fp32; elsewhere half transforms exist for few sizes only.
 FFT = (
@@ -33,6 +33,14 @@ LINALG = (
 #: of the same kind
 LINALG_UNTIL_2_14 = ("cholesky", "qr")
 LINALG_SINCE_2_14 = ("linalg_matrix_sqrth",)
+
+#: nearest resampling: listed by CUDA autocast, not by others
+NEAREST = (
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact1d.vec", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d", "_upsample_nearest_exact3d.vec",
+    "upsample_nearest1d", "upsample_nearest1d.vec", "upsample_nearest2d", "upsample_nearest2d.vec",
+    "upsample_nearest3d", "upsample_nearest3d.vec",
+)  # fmt: skip
 
 _FOLLOW = OpClass.FOLLOW
 _PROMOTE = OpClass.PROMOTE

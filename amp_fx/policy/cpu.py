@@ -6,7 +6,7 @@ Rows of origin ``autocast`` follow ``KERNEL_CPU`` in ``aten/src/ATen/autocast_mo
 from __future__ import annotations
 
 from .classes import OpClass, OpGroup, Origin
-from .common import FFT, LINALG, LINALG_UNTIL_2_14
+from .common import FFT, LINALG, LINALG_UNTIL_2_14, NEAREST
 from .listed import LISTED_GROUPS
 
 __all__ = ["CPU_GROUPS"]
@@ -164,12 +164,7 @@ CPU_GROUPS: tuple[OpGroup, ...] = (
         op_class=OpClass.FOLLOW,
         reason=f"nearest resampling: moves values, {_UNLISTED}",
         origin=Origin.UNLISTED,
-        ops=(
-            "_upsample_nearest_exact1d", "_upsample_nearest_exact1d.vec", "_upsample_nearest_exact2d",
-            "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d", "_upsample_nearest_exact3d.vec",
-            "upsample_nearest1d", "upsample_nearest1d.vec", "upsample_nearest2d", "upsample_nearest2d.vec",
-            "upsample_nearest3d", "upsample_nearest3d.vec",
-        ),
+        ops=NEAREST,
     ),
     OpGroup(
         op_class=OpClass.PROMOTE,

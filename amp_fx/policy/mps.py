@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .classes import OpClass, OpGroup, Origin
+from .common import NEAREST
 from .cuda import CUDA_GROUPS
 
 __all__ = ["MPS_GROUPS"]
@@ -45,12 +46,7 @@ _UNLISTED_GROUPS: tuple[OpGroup, ...] = (
         op_class=OpClass.FOLLOW,
         reason=f"nearest resampling: moves values, {_UNLISTED}",
         origin=Origin.UNLISTED,
-        ops=(
-            "_upsample_nearest_exact1d", "_upsample_nearest_exact1d.vec", "_upsample_nearest_exact2d",
-            "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d", "_upsample_nearest_exact3d.vec",
-            "upsample_nearest1d", "upsample_nearest1d.vec", "upsample_nearest2d", "upsample_nearest2d.vec",
-            "upsample_nearest3d", "upsample_nearest3d.vec",
-        ),
+        ops=NEAREST,
     ),
     OpGroup(
         op_class=OpClass.PROMOTE,
