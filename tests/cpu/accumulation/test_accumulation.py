@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -407,12 +407,21 @@ def test_autograd_adds_to_what_the_backward_reads() -> None:
 
 def test_two_threads_that_train_one_model_leave_adding_to_autograd() -> None:
     def loop(run: Model, model: Any, xs: list[Tensor]) -> None:
-        for part in (xs[:2], xs[2:]):
-            thread = threading.Thread(target=accumulate, args=(run, model, part))
-            thread.start()
-            thread.join()
+        # both are alive at once: a thread that ends leaves its identity to the next
+        with ThreadPoolExecutor() as first, ThreadPoolExecutor() as second:
+            first.submit(accumulate, run, model, xs[:2]).result()
+            second.submit(accumulate, run, model, xs[2:]).result()
 
     assert run_both(loop)[0] == 1
+
+
+def test_gradients_are_added_in_a_thread_that_is_not_the_main_one() -> None:
+    def loop(run: Model, model: Any, xs: list[Tensor]) -> None:
+        with ThreadPoolExecutor(1) as only:
+            only.submit(accumulate, run, model, xs[:2]).result()
+            only.submit(accumulate, run, model, xs[2:]).result()
+
+    assert run_both(loop)[0] == 3
 
 
 class Twice(nn.Module):
