@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx import weights
 from examples import hugging_face
+from holding import Held
 
 LOW: dict[str, Any] = {"profile": "off", "dtype": "bfloat16"}
 
@@ -62,8 +61,7 @@ def test_generation_is_low_and_the_second_call_compiles_nothing() -> None:
 
 @pytest.mark.slow
 def test_with_a_static_cache_prefill_and_decoding_of_any_length_share_low_weights() -> None:
-    gc.collect()
-    before, model = weights.held_bytes(), llama()
+    held, model = Held(), llama()
     model.forward = torch.compile(model.forward, backend="amp_fx", options=LOW)
     with torch.inference_mode(), amp_fx.record() as recording:
         for length in (7, 9, 12):
@@ -71,14 +69,12 @@ def test_with_a_static_cache_prefill_and_decoding_of_any_length_share_low_weight
             assert found.shape == (1, length + 6)
     # as stock Inductor: prefill and decoding for one length, and both for any
     assert len(recording.plans) <= 4
-    held = weights.held_bytes() - before
-    assert 0.9 * low_bytes([model]) <= held <= 1.1 * low_bytes([model])
+    assert 0.9 * low_bytes([model]) <= held.bytes() <= 1.1 * low_bytes([model])
 
 
 @pytest.mark.slow
 def test_speculative_decoding_has_low_weights_of_both_models_once() -> None:
-    gc.collect()
-    before, model, assistant = weights.held_bytes(), llama(2), llama(1)
+    held, model, assistant = Held(), llama(2), llama(1)
     for each in (model, assistant):
         each.forward = torch.compile(each.forward, backend="amp_fx", options=LOW)
     settings = greedy(8, assistant_model=assistant, use_cache=True)
@@ -88,5 +84,5 @@ def test_speculative_decoding_has_low_weights_of_both_models_once() -> None:
         assert torch.equal(model.generate(prompt(6), **settings), found)
     assert found.shape == (1, 14)
     assert len(recording.plans) == plans
-    held, once = weights.held_bytes() - before, low_bytes([model, assistant])
-    assert 0.9 * once <= held <= 1.1 * once
+    once = low_bytes([model, assistant])
+    assert 0.9 * once <= held.bytes() <= 1.1 * once

@@ -21,18 +21,7 @@ from amp_fx import OptionsError, WeightsError, weights
 from amp_fx.options import Options
 from amp_fx.placement.profile import DeviceProfile
 from graphs import DEFAULTS
-
-
-class Held:
-    """Bytes that the models of one test make the process hold."""
-
-    def __init__(self) -> None:
-        # models of other tests that are garbage
-        gc.collect()
-        self._before = weights.held_bytes()
-
-    def bytes(self) -> int:
-        return weights.held_bytes() - self._before
+from holding import Held
 
 
 @pytest.fixture(autouse=True)

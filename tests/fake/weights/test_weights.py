@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from amp_fx import WeightsError, weights
 from amp_fx.weights import LowCopies, watch
 from amp_fx.weights.watch import Look, Watch, look_at
+from holding import Held
 
 SHAPES = ((64, 48), (48,), (3,), (8, 4, 3, 3))
 
 
 @pytest.fixture(autouse=True)
-def _no_copies() -> Iterator[None]:
+def held() -> Iterator[Held]:
     weights.clear()
-    yield
+    yield Held()
     weights.clear()
 
 
@@ -39,13 +40,13 @@ def are_current(copies: LowCopies, parameters: list[Any]) -> bool:
     return all(torch.equal(c, p.to(c.dtype)) for c, p in zip(copies.of(parameters), parameters, strict=True))
 
 
-def test_copies_are_made_once() -> None:
+def test_copies_are_made_once(held: Held) -> None:
     parameters = new_weights()
     copies = copies_for(parameters)
     first = copies.of(parameters)
     assert are_current(copies, parameters)
     assert copies.of(parameters) is first
-    assert weights.held_bytes() == sum(2 * p.numel() for p in parameters)
+    assert held.bytes() == sum(2 * p.numel() for p in parameters)
 
 
 def test_graphs_that_read_the_same_weights_share_copies() -> None:
@@ -479,7 +480,7 @@ def test_two_models_that_share_weights_do_not_disturb_each_other(monkeypatch: py
 # ---- lives ----
 
 
-def test_copies_die_with_their_weights() -> None:
+def test_copies_die_with_their_weights(held: Held) -> None:
     parameters = new_weights()
     copies = copies_for(parameters)
     low = weakref.ref(copies.of(parameters)[0])
@@ -487,7 +488,7 @@ def test_copies_die_with_their_weights() -> None:
     gc.disable()
     try:
         del parameters
-        assert (low(), storage(), weights.held_bytes()) == (None, None, 0)
+        assert (low(), storage(), held.bytes()) == (None, None, 0)
     finally:
         gc.enable()
 
