@@ -109,7 +109,7 @@ class CompiledBackward:
             torch.no_grad(),
             autocast_disabled(),
         ):
-            # no input counts as static: alignment is then checked in each call
+            # no input counts as static: alignment is then checked in each call; typed as for AOTInductor, too
             return compile_fx.compile_fx_inner(gm, values, is_backward=True)  # type: ignore[return-value]
 
 

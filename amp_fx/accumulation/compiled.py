@@ -129,6 +129,7 @@ class _Backward:
         """The backward that adds; None where there is nothing to add, or it cannot be had as a graph."""
         of, options = self._of, self._options
         graph = None if of is None or len(leaves) != self._inputs else of.graph(args)
+        # fx has no type for a tuple of outputs
         if of is None or graph is None or len(graph.graph.output_node().args[0]) != len(leaves):  # type: ignore[arg-type]
             logger.debug("autograd adds gradients: the backward cannot be had as a graph")
             return None

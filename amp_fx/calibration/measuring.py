@@ -94,7 +94,7 @@ class _Measured(fx.Interpreter):
         if "scaled_dot_product" not in str(n.target):
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         with sdpa_kernel([SDPBackend.MATH]):
-            return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]
+            return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]  # an OpOverload
 
     def _aliases(self, n: fx.Node) -> dict[fx.Node, torch.Tensor]:
         """What the call reads, each value under a name of its own; a value's only reader needs none."""

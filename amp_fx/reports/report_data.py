@@ -67,7 +67,7 @@ class ReportData:
 
     @property
     def risks(self) -> list[Risk]:
-        """The kinds of nodes whose precision is likeliest to matter, riskiest first."""
+        """The kinds of nodes whose precision is likeliest to matter, most sensitive to rounding first."""
         return rank_risks(self.plans)
 
     def shares(self) -> dict[str, dict[str, float]]:

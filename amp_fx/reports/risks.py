@@ -44,7 +44,7 @@ class Risk:
 
 
 def rank_risks(plans: Sequence[Plan]) -> list[Risk]:
-    """The riskiest kinds of nodes of the forward, riskiest first; the backward mirrors them."""
+    """The kinds of nodes of the forward most sensitive to rounding, these first; the backward mirrors them."""
     found: dict[tuple[str, str, str], list[tuple[float, str, NodePlan]]] = {}
     for plan in plans:
         if plan.phase != "forward":

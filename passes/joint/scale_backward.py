@@ -127,7 +127,7 @@ class _Work:
         position = _added_rows(node)
         if position is not None:
             with self.graph.inserting_before(node):
-                node.update_arg(position, self._divide(node.args[position]))  # type: ignore[arg-type]
+                node.update_arg(position, self._divide(node.args[position]))  # type: ignore[arg-type]  # a node
             return node
         return self._divide(node)
 
