@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-#: arm -> label, colour (those of Okabe and Ito and of Tol, which colour-blind readers tell apart), marker
+#: arm -> label, colour (of Okabe and Ito, with a darker yellow, and of Tol: for colour-blind readers, too), marker
 _STYLES = {
     "fp32": ("fp32 + compile", "#000000", "o"),
     "eager_autocast": ("autocast, eager", "#999999", "v"),
@@ -26,7 +26,7 @@ _STYLES = {
     "autocast_scaler": ("autocast fp16 + GradScaler", "#D55E00", "X"),
     "bf16": ("bf16 model + compile", "#CC79A7", "^"),
     "fp16": ("fp16 model + compile", "#CC79A7", "<"),
-    "freezing": ("autocast + freezing", "#F0E442", "h"),
+    "freezing": ("autocast + freezing", "#B59F00", "h"),
     "amp_fx": ("amp_fx", "#0072B2", "D"),
     "off": ("amp_fx, profile off", "#56B4E9", "d"),
     "fast": ("amp_fx fast", "#009E73", "*"),
@@ -115,7 +115,7 @@ def _dots(figure: Figure, rows: Sequence[TimingRow], mode: str, where: str) -> N
     for index, arm in enumerate(arms):
         label, colour, marker = _STYLES[arm]
         shift = 0.7 * ((index + 0.5) / len(arms) - 0.5)
-        labelled = False
+        axes.plot([], [], color=colour, marker=marker, markersize=5, linestyle="none", label=label)
         for (whose, case), ratio in found.items():
             if whose != arm:
                 continue
@@ -126,11 +126,7 @@ def _dots(figure: Figure, rows: Sequence[TimingRow], mode: str, where: str) -> N
                 color=colour, linewidth=1,
             )  # fmt: skip
             off = "<" if ratio.median < low else ">" if ratio.median > high else marker
-            axes.plot(
-                seen, y, color=colour, marker=off, markersize=5, linestyle="none",
-                label="" if labelled else label, clip_on=False,
-            )  # fmt: skip
-            labelled = True
+            axes.plot(seen, y, color=colour, marker=off, markersize=5, linestyle="none", clip_on=False)
             if off in "<>" and seen != ratio.median:
                 # on the left there are names
                 axes.annotate(
@@ -242,6 +238,7 @@ def _lines(
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    _factors(axes.yaxis)
     values = sorted({row.sizes[size] for row in rows})
     axes.set_xticks(values, [str(value) for value in values])
     axes.minorticks_off()

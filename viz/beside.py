@@ -57,7 +57,7 @@ def render(model: Drawing) -> str:
         model: what :func:`amp_fx.viz.model.drawing` made.
     """
     style = (
-        f".beside {{ {variables(LIGHT)} background: var(--paper); }}\n"
+        f".beside {{ {variables(LIGHT)} background: var(--paper); max-width: 100%; height: auto; }}\n"
         f"@media (prefers-color-scheme: dark) {{ .beside {{ {variables(DARK)} }} }}\n{STYLE}"
     )
     return drawn(model).replace("<g>", f"<style>\n{style}</style>\n<g>", 1) + "\n"
@@ -74,6 +74,10 @@ def headline(totals: Sequence[Total]) -> str:
     )
     if now < before:
         return f"{before - now} of {before} cast kernels gone: {moved}"
+    if now == before and ours["kernel_bytes"] == theirs["kernel_bytes"]:
+        return (
+            f"{now} cast kernels, as many as torch.autocast has: casts move {size(ours['kernel_bytes'] or 0)}"
+        )
     return f"{now} cast kernels, torch.autocast has {before}: {moved}"
 
 
@@ -124,7 +128,7 @@ def _head(model: Drawing, names: Sequence[str]) -> Iterator[str]:
         _MARGIN,
         78,
         "Both return the same dtypes, and neither backward is traced under autocast."
-        " A bar is as long as the bytes that cast kernels read and write.",
+        " A bar is as long as the bytes that cast kernels read and write; weights include biases.",
         "sub",
     )
     for column, name in enumerate(names):
@@ -176,10 +180,10 @@ def _draw_module(
     times = f" \N{MULTIPLICATION SIGN}{row['times']}" if row["times"] > 1 else ""
     label = _clip(row["module"] or "(no module)", 22 - len(times)) + times
     middle = top + height / 2
-    yield _text(x + _BOX / 2, middle - 2, label, "", f'text-anchor="middle" style="fill:{ink}"')
+    yield _text(x + _BOX / 2, middle - 3, label, "", f'text-anchor="middle" style="fill:{ink}"')
     yield _text(
         x + _BOX / 2,
-        middle + 13,
+        middle + 11,
         short_dtype(dtype) or "no floating dtype",
         "sub",
         f'text-anchor="middle" style="fill:{ink}"',

@@ -199,7 +199,9 @@ def _draw_closed(picture: graphviz.Digraph, graph: Graph, group: int, name: str)
     label = _times(row)
     if row["main"] is not None:
         label += f": {nodes[row['main']]['op']}"
-    mix = ", ".join(f"{count} in {short_dtype(dtype)}" for dtype, count in found.most_common())
+    mix = "each: " * (row["times"] > 1 and bool(found)) + ", ".join(
+        f"{count} in {short_dtype(dtype)}" for dtype, count in found.most_common()
+    )
     border = _border(
         nodes[row["main"]]["op_class"] if row["main"] is not None else "keep",
         changed=any(nodes[leaf]["was"] for leaf in row["leaves"]),
@@ -210,7 +212,8 @@ def _draw_closed(picture: graphviz.Digraph, graph: Graph, group: int, name: str)
     share = (
         row["times"] * _real(casts) / max(_real(cast for edge in graph["edges"] for cast in edge["casts"]), 1)
     )
-    inside = f"{len(casts)} cast{'s' * (len(casts) > 1)} inside, {size(sum(cast['bytes'] for cast in casts))}"
+    moved = "fused" if all(cast["kernel"] is False for cast in casts) else size(_real(casts))
+    inside = f"{len(casts)} cast{'s' * (len(casts) > 1)} inside, {moved}"
     text = "\n".join(line for line in (label, mix, inside if casts else "") if line)
     picture.node(
         name,
@@ -245,8 +248,8 @@ def _cast_look(casts: Collection[Cast], dearest: int) -> dict[str, str]:
     gone = all(cast["mark"] == "removed" for cast in casts)
     fused = all(cast["kernel"] is False for cast in casts)
     width = 1.0 if fused else 1.5 + 4.5 * _real(casts) / max(dearest, 1)
-    # a label lies over lines and frames: on paper of its own, it can be read there
-    lines = "<BR/>".join(escape(line) for line in cast_lines(casts))
+    # a label lies over lines and frames: on paper of its own, it can be read there, and a narrow one meets fewer
+    lines = "<BR/>".join(escape(line).replace("  ", "<BR/>") for line in cast_lines(casts))
     label = f'<TABLE BORDER="0" CELLPADDING="1" BGCOLOR="white"><TR><TD>{lines}</TD></TR></TABLE>'
     return {
         "label": f"<{label}>",
@@ -265,7 +268,7 @@ def _legend(model: Drawing) -> str:
     fills = [
         (colour, f"computes in {short_dtype(dtype)}") for dtype, colour in DTYPES.items() if dtype in present
     ]
-    fills.append((tint(0.5), "a closed module; the darker, the more bytes its casts move"))
+    fills.append((tint(0.5), "a closed module; the redder, the more bytes its casts move"))
     fills.append((PLAIN, "no floating dtype"))
     samples = [(f'BGCOLOR="{colour}"', "", text) for colour, text in heat_samples(model) or fills]
     present = {node["op_class"] for node in nodes}

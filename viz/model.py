@@ -40,7 +40,7 @@ _SUM = "add.Tensor"
 _BUFFER = "_buffers_"
 
 #: Dynamo's names of a parameter and of an argument: ``l_self_modules_head_parameters_weight_``, ``l_tokens_``
-_GIVEN = re.compile(r"^l_(?:\w+_(?:parameters|buffers)_)?(\w+?)_*$")
+_GIVEN = re.compile(r"^l_(?:\w+_(?:parameters|buffers)_|kwargs_)?(\w+?)_*$")
 
 
 def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
@@ -241,6 +241,7 @@ class _Builder:
             group = self.nodes[reader]["group"]
             return self._add_value("input", given, "saved value", group, "saved by the forward")
         if not given.parameter and _BUFFER not in given.name:
+            label = "incoming gradient" if given.name.startswith("tangents") else label
             return self._add_value("input", given, label, 0, "an input of the graph")
         if reader not in self._parameters:
             group = self.nodes[reader]["group"]

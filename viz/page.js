@@ -105,7 +105,7 @@ function showLegend() {
   for (const [fill, text] of style.heatSamples) rows.push([{ style: "fill:" + fill, "stroke-width": 1 }, text]);
   for (const dtype of isHot ? [] : style.dtypes)
     if (dtypes.has(dtype)) rows.push([{ style: "fill:" + colourOf(dtype), "stroke-width": 1 }, "computes in " + short(dtype)]);
-  if (!isHot) rows.push([{ style: "fill:" + tint(0.5), "stroke-width": 1 }, "a closed module; the darker, the more bytes its casts move. Its foot shows its calls by dtype"]);
+  if (!isHot) rows.push([{ style: "fill:" + tint(0.5), "stroke-width": 1 }, "a closed module; the redder, the more bytes its casts move. Its foot shows its calls by dtype"]);
   if (!isHot) rows.push([{ style: "fill:var(--plain)", "stroke-width": 1 }, "no floating dtype"]);
   for (const [name, [meaning, dashes, thick]] of Object.entries(style.classes))
     if (classes.has(name))

@@ -130,11 +130,13 @@ function face(id) {
       mix: [], border: style.classes[node.op_class], changed: Boolean(node.was) };
   }
   const row = graph.groups[index], found = mix(row.leaves), casts = visible.inside[index];
+  const moved = casts.some(isReal) ? size(sum(casts.filter(isReal))) : "fused";
+  const each = visible.times(index) > 1 && found.length ? "each: " : "";
   const op = row.main === null ? "" : ": " + graph.nodes[row.main].op;
   return {
     lines: ["+ " + clip(visible.title(index), LONGEST) + op,
-      found.map(([dtype, n]) => n + " in " + short(dtype)).join(", "),
-      casts.length ? casts.length + (casts.length > 1 ? " casts" : " cast") + " inside, " + size(sum(casts)) : ""].filter(Boolean),
+      each + found.map(([dtype, n]) => n + " in " + short(dtype)).join(", "),
+      casts.length ? casts.length + (casts.length > 1 ? " casts" : " cast") + " inside, " + moved : ""].filter(Boolean),
     fill: isHot ? hottest(row.leaves) : tint(visible.times(index) * sum(casts.filter(isReal)) / Math.max(castBytes(), 1)),
     ink: isHot ? inkHot : "var(--ink)",
     mix: found,

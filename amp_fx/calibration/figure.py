@@ -53,15 +53,16 @@ def frontier_figure(points: Sequence[Point], title: str) -> Figure:
 
     corners = sorted(at(point) for point in points if point.name is None and point.error < math.inf)
     axes.plot(*zip(*corners, strict=True), "o-", color=_LINE, markersize=5, label="calibrated", zorder=2)
-    for point in points:
-        if point.name is None:
-            continue
-        colour, mark = _MARKS[point.name]
+    named = [point for point in points if point.name is not None]
+    for index, point in enumerate(named):
+        colour, mark = _MARKS[point.name or ""]
         over = math.isinf(point.error)
         x, y = at(point) if not over else (at(point)[0], max(y for _, y in corners) * 2)
         name = f"{point.name}: overflows" if over else point.name
-        exact = point.name if point.error else f"{point.name}: no rounding"
-        axes.plot(x, y, mark, color=colour, markersize=9, label=name if over else exact, zorder=3)
+        exact = point.name if point.error else f"{point.name}: no rounding, at the foot of the axis"
+        # where several are in one place, the ones below show around the ones on top
+        above = sum(at(other) == at(point) for other in named[index + 1 :])
+        axes.plot(x, y, mark, color=colour, markersize=9 + 5 * above, label=name if over else exact, zorder=3)
     axes.set_yscale("log")
     what = "time of a step by the device profile" if timed else "memory traffic of a step by the cost model"
     axes.set_xlabel(f"{what} [{unit}]")

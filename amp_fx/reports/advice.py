@@ -221,8 +221,8 @@ def _unaligned(plans: Sequence[Plan]) -> list[Advice]:
     return [
         Advice(
             "dimensions",
-            f"{where or '(no module)'} {op}{f' x{count}' if count > 1 else ''}: dimension {size} is no"
-            f" multiple of {_ALIGNMENT}; {-(-size // _ALIGNMENT) * _ALIGNMENT} would run faster on tensor cores",
+            f"{where or '(no module)'} {op}{f' x{count}' if count > 1 else ''}: dimension {size} is no multiple"
+            f" of {_ALIGNMENT}; {-(-size // _ALIGNMENT) * _ALIGNMENT} would run faster on the tensor cores of a GPU",
         )
         for (where, op, size), count in found.items()
     ]

@@ -64,7 +64,8 @@ def draw(title: str, gradients: Mapping[str, Counts], activations: Mapping[str, 
 
 def _axis(series: Sequence[Counts], scale: int) -> range:
     """The exponents that are shown: all of fp16, and all but the rarest values, as they are and scaled."""
-    first, last = FORMATS["float16"].smallest - 2, 16
+    # below fp16 there is room for the words
+    first, last = FORMATS["float16"].smallest - 6, 16
     for counts in series:
         left = counts.nonzero * _RARE
         for exponent in sorted(counts.exponents):

@@ -142,7 +142,7 @@ def notebook(report: ReportData) -> str:
         (
             '<div style="font-family:monospace">',
             _html_table(heading(report), ["dtype", "FLOPs", "bytes of results"], shares),
-            f"<details><summary>the first screen</summary><pre>{escape(first_screen(report))}</pre></details>",
+            f"<details><summary>the report</summary><pre>{escape(first_screen(report))}</pre></details>",
             "<details><summary>calls by op and dtype</summary>",
             _html_table("", ["op", *columns], rows),
             "</details></div>",
@@ -185,7 +185,9 @@ def _html_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[st
     cells = ["".join(f"<th>{escape(text)}</th>" for text in columns)]
     cells += ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
     body = "".join(f"<tr>{row}</tr>" for row in cells)
-    title = f'<caption style="text-align:left">{escape(caption)}</caption>' if caption else ""
+    title = (
+        f'<caption style="text-align:left;white-space:nowrap">{escape(caption)}</caption>' if caption else ""
+    )
     return f"<table>{title}{body}</table>"
 
 

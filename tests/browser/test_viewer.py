@@ -378,9 +378,12 @@ def test_fused_casts_fade_and_the_others_are_as_wide_as_their_bytes(viewer: View
     widths = [float(path.value_of_css_property("stroke-width").removesuffix("px")) for path in paths]
     assert max(widths) == pytest.approx(10)
     assert min(widths) < 2
-    faded = viewer.all(".edge.fused")
+    faded = viewer.all(".edge.fused path")
     assert faded
-    assert all(float(edge.value_of_css_property("opacity")) < 0.6 for edge in faded)
+    assert all(float(path.value_of_css_property("opacity")) < 0.6 for path in faded)
+    # the line must not show through what stands on it
+    labels = viewer.all(".edge.fused rect")
+    assert all(float(label.value_of_css_property("opacity")) == 1 for label in labels)
 
 
 def test_closed_modules_are_tinted_by_what_casts_move_in_them(viewer: Viewer) -> None:

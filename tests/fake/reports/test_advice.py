@@ -125,7 +125,7 @@ def test_nothing_is_risky_in_fp32() -> None:
 def test_dimensions_that_are_no_multiple_of_8_are_named_once() -> None:
     rows = kinds(rewrite(Stack(16, 30), torch.randn(4, 16)).plan)["dimensions"]
     assert [row.text for row in rows] == [
-        f"blocks.*.{name} linear x3: dimension 30 is no multiple of 8; 32 would run faster on tensor cores"
+        f"blocks.*.{name} linear x3: dimension 30 is no multiple of 8; 32 would run faster on the tensor cores of a GPU"
         for name in ("up", "down")
     ]
     assert "dimensions" not in kinds(rewrite(Stack(16, 32), torch.randn(5, 16)).plan)
@@ -134,7 +134,7 @@ def test_dimensions_that_are_no_multiple_of_8_are_named_once() -> None:
 def test_channels_count_in_convolutions() -> None:
     plan = rewrite(nn.Sequential(nn.Conv1d(8, 12, 3)), torch.randn(2, 8, 9)).plan
     assert [row.text.split(":")[1] for row in kinds(plan)["dimensions"]] == [
-        " dimension 12 is no multiple of 8; 16 would run faster on tensor cores"
+        " dimension 12 is no multiple of 8; 16 would run faster on the tensor cores of a GPU"
     ]
 
 

@@ -56,8 +56,9 @@ def test_the_picture_says_policy_totals_legend_casts_with_direction_and_bytes_an
         "low: on the low-precision list",
         "layers.0 \N{HORIZONTAL ELLIPSIS} layers.11  x12",
         "2 casts inside, 192 B",
-        "fp32 \N{RIGHTWARDS ARROW} bf16  96 B",
-        "bf16 \N{RIGHTWARDS ARROW} fp32  96 B",
+        "each: ",
+        "fp32 \N{RIGHTWARDS ARROW} bf16\n96 B",
+        "bf16 \N{RIGHTWARDS ARROW} fp32\n96 B",
         "forward",
         "backward",
     ):

@@ -137,6 +137,26 @@ def test_parameters_of_one_reader_share_a_box_and_appear_only_where_they_are_cas
     assert set(casts(graph)) == {"cast", "cast_1"}
 
 
+def test_inputs_have_the_names_that_the_program_gives_them() -> None:
+    tokens = InputPlan("l_kwargs_tokens_", False, HIGH, (2, 8), 64)
+    graph = drawn(call("linear", "cast"), inputs=(tokens,), casts=(cast("cast", tokens.name, "linear"),))
+    assert [node["label"] for node in graph["nodes"] if node["kind"] == "input"] == ["tokens"]
+    backward = drawing(blocks(1))["graphs"][1]
+    assert "incoming gradient" in [node["label"] for node in backward["nodes"]]
+
+
+def test_a_closed_module_says_what_the_casts_move_that_are_kernels() -> None:
+    report = blocks(1)
+    for plan in report.plans:
+        for row in plan.casts:
+            row.kernel = row.name.startswith("castw")
+    assert "2 casts inside, 96 B" in dot.source(drawing(report)).source
+    for plan in report.plans:
+        for row in plan.casts:
+            row.kernel = False
+    assert "2 casts inside, fused" in dot.source(drawing(report)).source
+
+
 def test_a_chain_of_casts_is_on_one_edge_in_order() -> None:
     graph = drawn(
         call("a", dtype=HIGH),
