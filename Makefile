@@ -8,8 +8,10 @@ VENV := .venv
 TORCH ?= 2.13.0
 # the last release of each minor version that pyproject.toml allows
 MATRIX ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+# constraints.txt is for Python 3.11 or newer: many of its versions do not install on 3.10, where pip chooses
+OLD_PYTHON = $(shell $(PYTHON) -c 'import sys; print("old" * (sys.version_info < (3, 11)))')
 # torch 2.11 and 2.12 do not take the setuptools of today, and each has a Triton of its own
-CONSTRAINTS = sed -e 's/^torch==.*/torch==$(TORCH)/' $(if $(filter 2.11.% 2.12.%,$(TORCH)),-e '/^setuptools==/d') \
+CONSTRAINTS = sed $(if $(OLD_PYTHON),-n) -e 's/^torch==.*/torch==$(TORCH)/$(if $(OLD_PYTHON),p)' $(if $(filter 2.11.% 2.12.%,$(TORCH)),-e '/^setuptools==/d') \
 	$(if $(filter-out 2.13.%,$(TORCH)),-e '/^triton==/d') constraints.txt
 # of `make gpu`
 MINUTES ?= 9
