@@ -6,6 +6,7 @@ That the blocks run is in ``tests/cpu/test_documents.py``.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -73,3 +74,13 @@ def test_every_picture_is_shown_somewhere() -> None:
 
 def test_the_readme_is_read_in_a_few_minutes() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 180
+
+
+def test_the_site_shows_no_roles_of_sphinx() -> None:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    html = "as :func:<code>amp_fx.explain</code> and :class:<code>~amp_fx.Plan</code> say"
+    assert hooks.on_page_content(html) == "as <code>amp_fx.explain</code> and <code>amp_fx.Plan</code> say"
