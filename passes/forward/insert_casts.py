@@ -12,7 +12,9 @@ import torch.fx as fx
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.capture import REGION_META
 from amp_fx.graphs.facts import (
+    LOW_DTYPES,
     RAN_META,
+    argument_value,
     arguments,
     fake_values,
     grad_modes,
@@ -31,6 +33,15 @@ from amp_fx.policy import OpClass
 
 __all__ = ["InsertCasts"]
 
+#: norms that compute in fp32 whatever they are given; only their kernels for CPU take a low input with fp32 weights
+_NORMS = frozenset(
+    {
+        torch.ops.aten.group_norm.default,
+        torch.ops.aten.layer_norm.default,
+        torch.ops.aten.native_layer_norm.default,
+    }
+)
+
 #: what an inserted node takes over from those around it
 _COPIED_META = ("nn_module_stack", "stack_trace", REGION_META)
 
@@ -43,6 +54,9 @@ class InsertCasts(Pass):
     between and gradients are on for all of them or for none. Fake tensors are propagated on the way, so each
     decision is made on the real dtype of a value. ``aten.to.dtype`` is used because it has an autograd
     formula: the backward mirrors the casts.
+
+    A norm that is planned low keeps its weights in fp32, and no device but a CPU has a kernel for that. Elsewhere its
+    input is widened and its result is rounded, which compiled code does in the norm's kernel.
 
     Before::
 
@@ -92,6 +106,8 @@ class _Casts:
     _writes: dict[int, int] = field(default_factory=dict)
     #: nodes that copied as traced and now return a view of their argument
     _no_ops: list[fx.Node] = field(default_factory=list)
+    #: results that are rounded as soon as they are there
+    _rounded: dict[fx.Node, torch.dtype | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for node in self.graph.nodes:
@@ -135,7 +151,11 @@ class _Casts:
 
     def rewrite(self, node: fx.Node, plan: NodePlan) -> None:
         """Casts the arguments of one node and brings its fake value up to date."""
-        wanted = self._wanted(node, plan)
+        wanted, widened = self._wanted(node, plan), _is_widened(node, plan)
+        if widened:
+            slots = [(name, source) for name, value in arguments(node) for source in tensor_nodes(value)]
+            wanted = dict.fromkeys(slots, torch.float32)
+            self._rounded.update(dict.fromkeys(_first_results(node), plan.dtype))
         names = [name for name, _ in arguments(node)]
         cast = [
             fx.map_arg(value, lambda n, name=name: self.get(n, wanted.get((name, n)), before=node))
@@ -148,12 +168,14 @@ class _Casts:
             node.meta["val"] = run_fake(node)
             node.meta[RAN_META] = fake_values(node)
             node.meta.pop("tensor_meta", None)
-            _note_result(node, plan)
+            if not widened and node not in self._rounded:
+                _note_result(node, plan)
             self._keep_copy(node)
         for key in self._written_by[node]:
             self._writes[key] = self._writes.get(key, 0) + 1
-        if plan.pinned is not None:
-            self._pin(node, plan.pinned)
+        pinned = plan.pinned or self._rounded.get(node)
+        if pinned is not None:
+            self._pin(node, pinned)
 
     def _wanted(self, node: fx.Node, plan: NodePlan) -> dict[tuple[str, fx.Node], torch.dtype]:
         """Dtype demanded per (argument name, node); absent where the argument is taken as it is."""
@@ -229,6 +251,22 @@ class _Casts:
         if node in self._storage:
             self._storage[cast] = self._storage[node]
         self.traced[cast] = self.traced[node]
+
+
+def _is_widened(node: fx.Node, plan: NodePlan) -> bool:
+    """True for a norm that is planned low, whose weights are not, on a device that takes no two dtypes."""
+    if node.target not in _NORMS or tensors(node.meta["val"])[0].device.type == "cpu":
+        return False
+    own = [argument_value(node, name) for name in plan.own_dtype_slots]
+    dtypes = {weight.meta["val"].dtype for weight in own if isinstance(weight, fx.Node)}
+    return plan.dtype in LOW_DTYPES and bool(dtypes - {plan.dtype})
+
+
+def _first_results(node: fx.Node) -> list[fx.Node]:
+    """The nodes of a call's first result: the call itself if it has one only."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return [node]
+    return [user for user in node.users if _element_of_call(user) and user.args[1] == 0]
 
 
 def _note_result(node: fx.Node, plan: NodePlan) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -99,6 +102,37 @@ def test_on_cuda_the_norm_and_its_weights_are_in_fp32() -> None:
     rewritten = rewrite(program, square(), square(), torch.ones(8), device="cuda")
     assert rewritten.dtypes("layer_norm") == ["float32"]
     assert casts_of(rewritten.gm) == {DOWN: 3, UP: 2}
+
+
+NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "layer_norm": lambda x, scale: F.layer_norm(x, (8,), scale),
+    "native_layer_norm": lambda x, scale: torch.native_layer_norm(x, (8,), scale, scale, 1e-5)[0],
+    "group_norm": lambda x, scale: F.group_norm(x, 2, scale, scale),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_low_norm_on_cuda_widens_its_input_and_rounds_its_result(norm: str) -> None:
+    def program(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = NORMS[norm](torch.matmul(x, w), scale).relu()
+        return torch.matmul(hidden, w), hidden
+
+    rewritten = rewrite(program, square(), square(), torch.ones(8), device="cuda", options={"policy": "fast"})
+    (call,) = [n for n in rewritten.gm.graph.nodes if getattr(n.target, "_opname", "") == norm]
+    given = [source.meta["val"].dtype for source in call.all_input_nodes]
+    assert set(given) == {torch.float32}
+    assert {source.meta["val"].dtype for source in call.all_input_nodes[0].all_input_nodes} == {BF16}
+    # the plan says what is stored
+    assert rewritten.dtypes(norm) == ["bfloat16"]
+    assert rewritten.dtypes("relu") == ["bfloat16"]
+
+
+def test_a_low_norm_on_cuda_without_weights_takes_its_input_as_it_is() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(F.layer_norm(torch.matmul(x, w), (8,)), w)
+
+    rewritten = rewrite(program, square(), square(), device="cuda", options={"policy": "fast"})
+    assert casts_of(rewritten.gm) == {DOWN: 2, UP: 1}
 
 
 def test_mixed_inputs_of_a_kernel_that_widens_need_no_cast() -> None:
