@@ -9,17 +9,20 @@ import importlib.util
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.fx as fx
+from torch import Tensor
 
-from amp_fx._torch import stock_inductor
+from amp_fx._torch import program_outputs, size_hint, stock_inductor
 from amp_fx.backend import amp_fx
 from amp_fx.errors import AmpFxError
+from amp_fx.graphs.facts import storage_of
+from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.kernels import cast_kernels
 from amp_fx.targets.compiling import Backend, compile_graph
 from amp_fx.targets.process import TargetProcess
@@ -27,15 +30,46 @@ from amp_fx.targets.tracing import TracedGraph, Tracer
 from benchmarks.counts import Counter, Counts
 from zoo import Case
 
-__all__ = ["Facts", "arm", "compiled", "needs_a_target", "process", "threads", "trace_case"]
+__all__ = [
+    "MADE",
+    "Facts",
+    "arm",
+    "compiled",
+    "compiled_at_equal_results",
+    "needs_a_target",
+    "process",
+    "threads",
+    "trace_case",
+]
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 #: Triton is there wherever there is one for the platform; g++ compiles for Inductor on a CPU as well
 needs_a_target = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or shutil.which(os.environ.get("CXX", "g++")) is None,
     reason="needs Triton and a C++ compiler",
 )
+
+
+#: calls that make a tensor out of nothing but sizes and numbers
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "an empty list": lambda x: torch.cat([torch.tensor([], dtype=x.dtype, device=x.device), x[0]]),
+    "a list": lambda x: x * torch.tensor([1.0, 2.0] * 4, device=x.device),
+    "a list on the way to a device": lambda x: x * torch.tensor([1.0, 2.0] * 4).to(x.device),
+    "a nested list": lambda x: x[:2, :2] * torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+    "indices": lambda x: x[:, torch.tensor([0, 3, 5])],
+    "a number": lambda x: x * torch.tensor(2.0, device=x.device),
+    "a list like another tensor": lambda x: x * x.new_tensor([1.0, 2.0] * 4),
+    "a number like another tensor": lambda x: x * x.new_tensor(2.0),
+    "as_tensor of a list": lambda x: x * torch.as_tensor([1.0, 2.0] * 4, device=x.device),
+    "as_tensor of a number": lambda x: x * torch.as_tensor(3.0, device=x.device),
+    "FloatTensor": lambda x: x * torch.FloatTensor([1.0, 2.0] * 4),
+    "range": lambda x: x * torch.range(1, 8),
+    "a window": lambda x: x * torch.hamming_window(8),
+    "random numbers": lambda x: x * torch.normal(0.0, 1.0, (8,)),
+    "strides": lambda x: x + torch.empty_strided((8,), (1,)).zero_(),
+    "rotary frequencies": lambda x: x / 10000 ** (torch.arange(0, 16, 2).to(x.device, torch.float) / 16),
+}
 
 
 @functools.cache
@@ -67,16 +101,17 @@ class Facts:
 
     Attributes:
         counts: of all kernels, forward and backward.
-        casts: for each kernel that only casts, what it casts: ``"input"``, ``"result"``, ``"gradient"`` (of a parameter
-            or an input) or ``"activation"`` (anything else).
-        result_bytes: what the kernels move that cast a result of the program; autocast returns 16 bits.
+        casts: for each kernel that only casts, what it casts: ``"input"``, ``"result"`` (or the gradient of one),
+            ``"gradient"`` (of a parameter or an input) or ``"activation"`` (anything else).
+        result_saved_bytes: saved 16-bit values whose widened copy is a result of the program. Where the copy is saved
+            instead, nothing is counted, as the program holds it anyway.
         wide: matmuls that return fp32, by whether they are a ``"gradient"``, a ``"result"`` or something else.
         rounded: gradients that leave a matmul in 16 bits and are widened.
     """
 
     counts: Counts
     casts: tuple[str, ...]
-    result_bytes: int
+    result_saved_bytes: int
     wide: tuple[str, ...]
     rounded: int
 
@@ -97,20 +132,29 @@ def compiled(
     graphs: Sequence[TracedGraph], options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16
 ) -> Facts:
     """Runs in the process. Compiles for an :func:`arm`."""
+    return _facts(graphs, arm(options, dtype))
+
+
+def compiled_at_equal_results(graphs: Sequence[TracedGraph]) -> Facts:
+    """Runs in the process. Compiles with the casts of autocast to bf16, and results in the dtypes of the program."""
+    return _facts(graphs, autocast_backend(None))
+
+
+def _facts(graphs: Sequence[TracedGraph], backend: Backend) -> Facts:
     counter = Counter()
     for graph in graphs:
-        compile_graph(graph, arm(options, dtype), counter.inner_compile)
+        compile_graph(graph, backend, counter.inner_compile)
     casts = [
-        (_what(kind, cast), size)
+        _what(kind, cast)
         for kind, lowered in counter.graphs
-        for calls, size in cast_kernels(lowered)
+        for calls, _ in cast_kernels(lowered)
         for cast in list(calls)[:1]
     ]
     wide = [_what(kind, node) for kind, graph in counter.graphs for node in _calls(graph.after, _WIDE)]
     return Facts(
         counter.total,
-        tuple(what for what, _ in casts),
-        sum(size for what, size in casts if what == "result"),
+        tuple(casts),
+        sum(_saved_results(graph.before) for kind, graph in counter.graphs if kind == "forward"),
         tuple(wide),
         sum(
             _is_rounded(node)
@@ -142,6 +186,7 @@ def threads(graphs: Sequence[TracedGraph]) -> list[str]:
 
 _WIDE = (aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype)
 _MATMULS = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+_CAST = torch.ops.prims.convert_element_type.default
 _VIEWS = (aten.permute.default, aten.view.default, aten.reshape.default, aten.expand.default)
 
 
@@ -153,11 +198,23 @@ def _what(kind: str, node: fx.Node) -> str:
     source = node
     while source.op == "call_function" and len(source.all_input_nodes) == 1:
         source = source.all_input_nodes[0]
-    if source.op == "placeholder" and not source.name.startswith("tangents"):
-        return "input"
+    if source.op == "placeholder":
+        return "result" if source.name.startswith("tangents") else "input"
     if _only_leaves(node):
         return "gradient" if kind == "backward" else "result"
     return "activation"
+
+
+def _saved_results(forward: fx.GraphModule) -> int:
+    results = program_outputs(forward)
+    low = {storage_of(node.all_input_nodes[0]) for node in results if node.target is _CAST}
+    saved = [node for node in forward.graph.output_node().all_input_nodes if node not in results]
+    storages = {
+        storage: size_hint(node.meta["val"].untyped_storage().nbytes())
+        for node in saved
+        if (storage := storage_of(node)) in low
+    }
+    return sum(storages.values())
 
 
 def _only_leaves(node: fx.Node) -> bool:
@@ -169,7 +226,7 @@ def _is_rounded(node: fx.Node) -> bool:
     readers = list(node.users)
     for reader in readers:
         readers += list(reader.users) if reader.target in _VIEWS else []
-    casts = [r for r in readers if r.target is prims.convert_element_type.default]
+    casts = [r for r in readers if r.target is _CAST]
     return any(cast.meta["val"].dtype is torch.float32 and _only_leaves(cast) for cast in casts)
 
 

@@ -71,6 +71,7 @@ from amp_fx._torch.joint import JointRoles, joint_roles, program_outputs
 from amp_fx._torch.lowering import Lowered, lower_with_inductor
 from amp_fx._torch.multi_tensor import find_nonfinite_, largest_magnitudes, update_scale
 from amp_fx._torch.tracing import (
+    defining_module,
     ignore_fresh_symbols,
     is_functorch_wrapped,
     is_hooks_switch,
@@ -102,6 +103,7 @@ __all__ = [
     "compile_package",
     "compile_with_inductor",
     "compiles_plain_code",
+    "defining_module",
     "disable_proxy_modes_tracing",
     "enable_autocast",
     "find_nonfinite_",

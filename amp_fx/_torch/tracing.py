@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "defining_module",
     "ignore_fresh_symbols",
     "is_functorch_wrapped",
     "is_hooks_switch",
@@ -27,6 +29,14 @@ __all__ = [
 
 #: functorch levels are opened and closed by these calls in a Dynamo graph (torch/_functorch/predispatch.py)
 _NESTING = {"_increment_nesting": 1, "_decrement_nesting": -1, "_enter_dual_level": 1, "_exit_dual_level": -1}
+
+
+def defining_module(target: object) -> str:
+    """Name of the module that makes an op with ``torch.library.custom_op``; empty for anything else."""
+    # Dynamo calls an op, the other passes one of its overloads
+    packet = getattr(target, "overloadpacket", target)
+    definition = OPDEFS.get(getattr(packet, "_qualified_op_name", ""))
+    return "" if definition is None else definition._init_fn.__module__
 
 
 def is_functorch_wrapped(value: object) -> bool:

@@ -19,13 +19,14 @@ from unittest import mock
 import torch
 import torch.fx as fx
 from torch._dynamo import device_interface
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import CompileContext, CompileId, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import constant_folding
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PickleOptions
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -108,8 +109,15 @@ def graph_to_bytes(gm: fx.GraphModule) -> bytes:
 
 
 def graph_from_bytes(data: bytes) -> fx.GraphModule:
-    """What :func:`graph_to_bytes` wrote, with a fake mode of its own."""
-    return GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))  # type: ignore[return-value]  # typed as object
+    """What :func:`graph_to_bytes` wrote, with a fake mode of its own.
+
+    Raises:
+        TargetError: it holds something that Dynamo makes while it traces, as for a NumPy function.
+    """
+    try:
+        return GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))  # type: ignore[return-value]  # typed as object
+    except (pickle.UnpicklingError, AttributeError, ImportError) as error:
+        raise TargetError(f"a graph cannot be read in the process that compiles it: {error}") from error
 
 
 class _Device:
@@ -216,6 +224,9 @@ def _compiler_patches() -> Iterator[contextlib.AbstractContextManager[Any]]:
     # torch.tensor(2.0, device="cuda") would make one, too
     yield mock.patch.object(FakeTensorMode, "avoid_device_init", True, create=True)
     yield mock.patch.object(triton_helpers, "set_driver_to_gpu")
+    # a gradient whose strides are not the expected ones is copied
+    name = "coerce_to_expected_memory_format"
+    yield mock.patch.object(runtime_wrappers, name, _under_its_mode(getattr(runtime_wrappers, name)))
     # pad_mm times matmuls
     yield inductor_config.patch(shape_padding=False)
     for owner, name in (
@@ -223,6 +234,16 @@ def _compiler_patches() -> Iterator[contextlib.AbstractContextManager[Any]]:
         (joint_graph.UniformValueConstantFolder, "_add_peephole_patterns"),
     ):
         yield mock.patch.object(owner, name, _on_host(getattr(owner, name)))
+
+
+def _under_its_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a tensor makes fake ones of a fake one."""
+
+    def wrapped(value: torch.Tensor, *args: Any) -> Any:
+        with value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext():
+            return function(value, *args)
+
+    return wrapped
 
 
 class _OnHost(TorchDispatchMode):

@@ -11,19 +11,25 @@ import torch.fx as fx
 from torch.utils._pytree import tree_map_only
 
 from amp_fx._torch import FakeTensor
+from amp_fx.graphs.facts import tensor_nodes
 
 __all__ = ["SOURCE_META", "fresh", "move", "rebuild"]
 
 #: a placeholder's name in the user's program, as Dynamo has it
 SOURCE_META = "amp_fx_source"
 
-#: calls that make a tensor on the current device unless told
+#: calls that make a tensor of sizes and numbers, on the current device unless told
 _FACTORIES = frozenset(
     {
-        torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace, torch.ones, torch.rand,
-        torch.randint, torch.randn, torch.randperm, torch.tril_indices, torch.triu_indices, torch.zeros,
+        torch.arange, torch.bartlett_window, torch.blackman_window, torch.empty, torch.empty_permuted,
+        torch.empty_strided, torch.eye, torch.full, torch.hamming_window, torch.hann_window, torch.kaiser_window,
+        torch.linspace, torch.logspace, torch.normal, torch.ones, torch.rand, torch.randint, torch.randn,
+        torch.randperm, torch.range, torch.scalar_tensor, torch.tril_indices, torch.triu_indices, torch.zeros,
     }
 )  # fmt: skip
+
+#: calls that make a tensor of Python values, which torch does on the host and copies
+_LITERALS = frozenset({torch.as_tensor, torch.asarray, torch.tensor})
 
 
 @dataclass(frozen=True)
@@ -91,11 +97,25 @@ def _there(value: Any, device: torch.device) -> Any:
 
 
 def _make_there(node: fx.Node, device: torch.device) -> None:
+    """A call that makes a tensor on the CPU makes it on the device; one of a list of numbers, without the numbers."""
+    made = node.meta.get("example_value")
+    if not isinstance(made, torch.Tensor) or made.device.type != "cpu":
+        return
     if node.target in _FACTORIES:
         node.kwargs = {**node.kwargs, "device": device}
-    elif node.target is torch.tensor:
-        # a literal, which torch would make on the host and copy
-        (value,), dtype = node.args, node.meta["example_value"].dtype
-        node.kwargs = {"dtype": dtype, "device": device}
-        if not isinstance(value, (list, tuple)):
-            node.target, node.args = torch.full, ((), value)
+    elif _makes_literal(node):
+        scalar = not made.ndim and not isinstance(node.args[-1], (list, tuple))
+        node.op, node.target = "call_function", torch.full if scalar else torch.empty
+        node.args = ((), node.args[-1]) if scalar else (tuple(made.shape),)
+        node.kwargs = {"dtype": made.dtype, "device": device}
+
+
+def _makes_literal(node: fx.Node) -> bool:
+    given = node.args[1:] if node.target == "new_tensor" else node.args
+    values = [each.meta.get("example_value") for each in tensor_nodes(given)]
+    return (
+        # torch.FloatTensor is not of a class that Python has a name for
+        (node.target in (*_LITERALS, "new_tensor") or type(node.target) is type(torch.FloatTensor))
+        and bool(given)
+        and not any(isinstance(value, torch.Tensor) for value in values)
+    )

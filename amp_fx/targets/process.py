@@ -84,7 +84,8 @@ class TargetProcess:
         if requests is None or replies is None:
             raise AssertionError("the process has pipes")
         try:
-            pickle.dump((function, args), requests)
+            # as bytes: what cannot be read there is an error of the call, and leaves the pipe in order
+            pickle.dump(pickle.dumps((function, args)), requests)
             requests.flush()
             reply: Reply = pickle.load(replies)
         except (EOFError, BrokenPipeError) as ended:

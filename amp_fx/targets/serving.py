@@ -30,18 +30,19 @@ def enter(target: str) -> None:
 def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     while True:
         try:
-            function, args = pickle.load(requests)
+            request = pickle.load(requests)
         except EOFError:
             return
-        pickle.dump(_reply(function, args), replies)
+        replies.write(_bytes(_reply(request)))
         replies.flush()
 
 
-def _reply(function: str, args: tuple[object, ...]) -> Reply:
+def _reply(request: bytes) -> Reply:
     reply = Reply()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FallbackWarning)
         try:
+            function, args = pickle.loads(request)
             module, _, name = function.partition(":")
             reply.value = getattr(importlib.import_module(module), name)(*args)
         except Exception as error:
@@ -50,6 +51,14 @@ def _reply(function: str, args: tuple[object, ...]) -> Reply:
         if isinstance(warning.message, (FallbackWarning, ScalingWarning)):
             reply.warnings.append(warning.message)
     return reply
+
+
+def _bytes(reply: Reply) -> bytes:
+    try:
+        return pickle.dumps(reply)
+    except Exception as error:  # whatever the value's class does
+        said = f"the result cannot be handed back: {type(error).__name__}: {error}"
+        return pickle.dumps(Reply(error=TargetError(said), warnings=reply.warnings))
 
 
 def _sendable(error: Exception) -> Exception:

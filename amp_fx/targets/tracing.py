@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,14 @@ import torch.fx as fx
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from amp_fx._torch import FakeTensor, FakeTensorMode, compile_id, graph_break, is_functorch_wrapped
+from amp_fx._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    compile_id,
+    defining_module,
+    graph_break,
+    is_functorch_wrapped,
+)
 from amp_fx.errors import TargetError
 from amp_fx.graphs.facts import tensors
 from amp_fx.targets.moving import SOURCE_META, fresh, rebuild
@@ -47,12 +55,22 @@ class TracedGraph:
         # late, here and below: it imports Inductor, which takes over a second
         from amp_fx.targets._torch import graph_to_bytes
 
-        return _unpickled, (self.name, graph_to_bytes(self.gm), self.grad, self.autocast, self.graph_break)
+        calls = [
+            node
+            for module in self.gm.modules()
+            if isinstance(module, fx.GraphModule)
+            for node in module.graph.nodes
+        ]
+        definers = {defining_module(node.target) for node in calls} - {"", "__main__"}
+        gm = graph_to_bytes(self.gm)
+        return _unpickled, (sorted(definers), self.name, gm, self.grad, self.autocast, self.graph_break)
 
 
-def _unpickled(name: str, gm: bytes, *rest: Any) -> TracedGraph:
+def _unpickled(definers: Sequence[str], name: str, gm: bytes, *rest: Any) -> TracedGraph:
     from amp_fx.targets._torch import graph_from_bytes
 
+    for module in definers:
+        importlib.import_module(module)
     return TracedGraph(name, graph_from_bytes(gm), *rest)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,42 @@ def test_a_model_on_the_meta_device_has_the_same_report(report: Report) -> None:
     assert found.costs == report.costs
     assert [plan.nodes for plan in found.plans] == [plan.nodes for plan in report.plans]
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+DECODER = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 128}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Llama", DECODER),
+        pytest.param("Qwen2", DECODER, marks=SLOW),
+        pytest.param("Mistral", DECODER, marks=SLOW),
+        pytest.param("Mixtral", {**DECODER, "num_local_experts": 4}, marks=SLOW),
+        pytest.param("Gemma", {**DECODER, "head_dim": 16}, marks=SLOW),
+        pytest.param("GPTNeoX", {**SMALL, "intermediate_size": 128}, marks=SLOW),
+        pytest.param("GPT2", SMALL, marks=SLOW),
+        pytest.param("T5", {**SMALL, "d_kv": 16, "d_ff": 128, "decoder_start_token_id": 0}, marks=SLOW),
+    ],
+)
+def test_a_language_model_with_its_default_cache_is_explained(name: str, settings: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    heads = {"GPT2": "GPT2LMHeadModel", "T5": "T5ForConditionalGeneration"}
+    model = getattr(transformers, heads.get(name, f"{name}ForCausalLM"))(
+        getattr(transformers, f"{name}Config")(**settings)
+    )
+    tokens = torch.randint(128, (2, 16))
+    given = {"input_ids": tokens, **({"labels": tokens} if name == "T5" else {})}
+    found = amp_fx.explain(model, **given, options={**OFF, "strict": True}, target="cuda:h100")
+    assert not found.graph_breaks
+    assert [plan.fallback for plan in found.plans] == ["", ""]
+    # the attention's four and the head at least
+    assert sum(row.dtype is torch.bfloat16 for row in found.plan.nodes if row.flops) > 4
 
 
 def build() -> tuple[nn.Module, tuple[Tensor]]:

@@ -34,6 +34,19 @@ def test_errors_arrive_with_their_class_and_with_the_traceback_of_the_process() 
     assert "in fail" in str(raised.value.__cause__)
 
 
+class Unreadable:
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("no number",)
+
+
+def test_what_cannot_be_sent_or_handed_back_is_an_error_of_that_call_alone() -> None:
+    with pytest.raises(ValueError, match="no number"):
+        process().call("operator:add", Unreadable(), 3)
+    with pytest.raises(TargetError, match="the result cannot be handed back: TypeError: cannot pickle"):
+        process().call("threading:Lock")
+    assert process().call("operator:add", 2, 3) == 5
+
+
 def test_one_process_has_one_target() -> None:
     with pytest.raises(TargetError, match="compiles for cuda:h100; cuda:a100 takes another process"):
         process().call("amp_fx.targets.serving:enter", "cuda:a100")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx.targets.tracing import TracedGraph, Tracer
-from targets import Facts, needs_a_target, process
+from targets import MADE, Facts, needs_a_target, process
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
@@ -25,6 +25,59 @@ def traced(program: nn.Module, *args: Tensor, **settings: Any) -> list[TracedGra
 
 def compiled(graphs: list[TracedGraph], options: dict[str, Any] | None) -> Facts:
     return process().call("targets:compiled", graphs, options)
+
+
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
+def test_what_a_program_makes_is_made_on_the_target() -> None:
+    class Makes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            return torch.cat([make(hidden).flatten() for make in MADE.values()]).sum()
+
+    torch._dynamo.reset()
+    assert compiled(traced(Makes(), torch.randn(4, 8)), OFF).wide == ("gradient",)
+
+
+def test_a_result_whose_gradient_has_other_strides_is_differentiated() -> None:
+    class Heads(nn.Module):
+        """What attention leaves in a cache: the transposed view and, joined with nothing, a copy of it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            values = self.linear(x).view(4, 2, 4).transpose(0, 1)
+            return torch.cat([torch.tensor([], dtype=x.dtype, device=x.device), values], dim=-2)
+
+    torch._dynamo.reset()
+    assert compiled(traced(Heads(), torch.randn(4, 8)), OFF).counts.extern_kernels == 2
+
+
+@torch.library.custom_op("amp_fx_targets::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return doubled(x)
+
+
+def test_a_custom_op_of_a_module_compiles() -> None:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        graphs = traced(nn.Sequential(nn.Linear(8, 8), Doubled()), torch.randn(4, 8))
+    assert compiled(graphs, OFF).counts.extern_kernels == 2
 
 
 class Head(nn.Module):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx.targets.moving import move
 from amp_fx.targets.tracing import TracedGraph, Tracer
+from targets import MADE
 
 CUDA = torch.device("cuda", 0)
 
@@ -49,6 +50,24 @@ def test_everything_of_a_graph_moves() -> None:
     moved = move(graph.gm, CUDA)
     assert devices(graph.gm) == {"cpu"}
     assert devices(moved) == {"cuda"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
+@pytest.mark.parametrize("kind", MADE)
+def test_what_a_program_makes_is_made_on_the_target(kind: str) -> None:
+    (graph,) = traced(MADE[kind], torch.randn(4, 8))
+    moved = move(graph.gm, CUDA)
+    assert devices(moved) == {"cuda"}
+    before, after = values(graph.gm)[-1], values(moved)[-1]
+    assert (after.shape, after.dtype) == (before.shape, before.dtype)
+    # values are made on the host, and copied
+    assert not any(node.target in (torch.tensor, torch.as_tensor) for node in moved.graph.nodes)
+
+
+def test_a_copy_of_a_tensor_is_a_copy_on_the_target() -> None:
+    (graph,) = traced(lambda x: x.new_tensor(2.0) + torch.as_tensor(x * 2), torch.randn(4, 8))
+    (copy,) = [node for node in move(graph.gm, CUDA).graph.nodes if node.target is torch.as_tensor]
+    assert copy.all_input_nodes
 
 
 def test_inputs_know_whether_they_are_parameters_and_require_gradients() -> None:
