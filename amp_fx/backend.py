@@ -174,7 +174,12 @@ def _rewritten(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _copies(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    return cached(rewritten, call.example_inputs, lambda graph, inputs: lower(graph, inputs, call.opts))
+    return cached(
+        rewritten,
+        call.example_inputs,
+        lambda graph, inputs: lower(graph, inputs, call.opts, call.scaler),
+        training=call.training,
+    )
 
 
 def _frozen(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:

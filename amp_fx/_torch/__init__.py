@@ -36,6 +36,7 @@ from amp_fx._torch.breaks import DynamoWatch, LeftOut, breaks_without_graph, gra
 from amp_fx._torch.compiled_backward import CompiledBackward
 from amp_fx._torch.dynamo import (
     compile_id,
+    has_sharded_parameters,
     in_compiled_autograd,
     is_left_out_in_place,
     is_looked_up,
@@ -67,7 +68,7 @@ from amp_fx._torch.inductor import (
     stock_inductor,
     tunes_kernels,
 )
-from amp_fx._torch.joint import JointRoles, joint_roles, program_outputs
+from amp_fx._torch.joint import JointRoles, joint_inputs, joint_roles, program_outputs
 from amp_fx._torch.lowering import Lowered, lower_with_inductor
 from amp_fx._torch.multi_tensor import find_nonfinite_, largest_magnitudes, update_scale
 from amp_fx._torch.tracing import (
@@ -114,6 +115,7 @@ __all__ = [
     "has_autocast_rule",
     "has_low_lstm",
     "has_node_hooks",
+    "has_sharded_parameters",
     "ignore_fresh_symbols",
     "in_compiled_autograd",
     "in_nested_transform",
@@ -124,6 +126,7 @@ __all__ = [
     "is_left_out_in_place",
     "is_looked_up",
     "is_wrapper",
+    "joint_inputs",
     "joint_roles",
     "largest_magnitudes",
     "lays_out_convolutions",

@@ -17,6 +17,7 @@ from torch._logging import trace_structured as _trace_structured
 
 __all__ = [
     "compile_id",
+    "has_sharded_parameters",
     "in_compiled_autograd",
     "is_left_out_in_place",
     "is_looked_up",
@@ -54,6 +55,12 @@ def compile_id() -> str:
     """Dynamo's name of the graph that is being compiled, forward or backward, as ``"0/0"``."""
     current = CompileContext.current_compile_id()
     return "graph" if current is None else str(current)
+
+
+def has_sharded_parameters(gm: torch.fx.GraphModule) -> bool:
+    """True if a graph of Dynamo's takes parameters of FSDP's, which are gathered for a call and freed after it."""
+    sources = [getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")]
+    return any(source is not None and source.guard_source.is_fsdp_module() for source in sources)
 
 
 def is_left_out_in_place(module: torch.nn.Module) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.fx as fx
 
-__all__ = ["JointRoles", "joint_roles", "program_outputs"]
+__all__ = ["JointRoles", "joint_inputs", "joint_roles", "program_outputs"]
 
 
 @dataclass(frozen=True)
@@ -33,26 +33,33 @@ def joint_roles(gm: fx.GraphModule) -> JointRoles | None:
     """Reads AOTAutograd's descriptors; None for a graph that has no backward, or no descriptors."""
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, TangentAOTInput
 
-    def whole(descriptor: Any) -> Any:
-        # the parts of a tensor subclass
-        while hasattr(descriptor, "base") and hasattr(descriptor, "attr"):
-            descriptor = descriptor.base
-        return descriptor
-
-    inputs: dict[int, fx.Node] = {}
-    tangents: list[fx.Node] = []
-    for node in gm.graph.find_nodes(op="placeholder"):
-        descriptor = whole(node.meta.get("desc"))
-        if isinstance(descriptor, PlainAOTInput):
-            inputs[descriptor.idx] = node
-        elif isinstance(descriptor, TangentAOTInput):
-            tangents.append(node)
+    tangents = [
+        node
+        for node in gm.graph.find_nodes(op="placeholder")
+        if isinstance(_whole(node.meta.get("desc")), TangentAOTInput)
+    ]
     gradients: dict[int, list[int]] = {}
     for position, output in enumerate(gm.graph.output_node().meta.get("desc") or ()):
-        descriptor = whole(output)
+        descriptor = _whole(output)
         if isinstance(descriptor, GradAOTOutput) and isinstance(descriptor.grad_of, PlainAOTInput):
             gradients.setdefault(descriptor.grad_of.idx, []).append(position)
-    return JointRoles(inputs, tangents, gradients) if gradients else None
+    return JointRoles(joint_inputs(gm), tangents, gradients) if gradients else None
+
+
+def joint_inputs(gm: fx.GraphModule) -> dict[int, fx.Node]:
+    """The program's inputs of a graph of AOTAutograd's, by their positions; those that it has changed are left out."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    described = [(_whole(node.meta.get("desc")), node) for node in placeholders]
+    return {what.idx: node for what, node in described if isinstance(what, PlainAOTInput)}
+
+
+def _whole(descriptor: Any) -> Any:
+    """That of a tensor subclass, for one of its parts."""
+    while hasattr(descriptor, "base") and hasattr(descriptor, "attr"):
+        descriptor = descriptor.base
+    return descriptor
 
 
 def program_outputs(forward: fx.GraphModule) -> list[fx.Node]:

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_fx.weights.constants import folded_bytes
 from amp_fx.weights.memory import is_dense
+from amp_fx.weights.training import drop, lent_bytes
 from amp_fx.weights.watch import Key, Look, OnDeath, Watch, forget, key_of, look_at
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def clear() -> None:
     """Drops all copies, and makes all that was computed from weights again before it is used."""
     with _lock:
         _copies.clear()
+        drop()
         forget()
 
 
@@ -61,7 +63,7 @@ def held_bytes() -> int:
     """Bytes of all copies that are alive, and of the constants that frozen graphs have made of weights."""
     with _lock:
         copies = sum(copy.value.nbytes for copies in _copies.values() for copy in copies.values())
-    return copies + folded_bytes()
+    return copies + lent_bytes() + folded_bytes()
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Compiled graphs without gradients that are called with low copies of their weights."""
+"""Compiled graphs that are called with low copies of their weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.fx as fx
 from amp_fx._torch import FakeTensor, compile_id, on_dynamo_compile
 from amp_fx.graphs.facts import COPY_META, is_parameter
 from amp_fx.weights.copies import LowCopies
+from amp_fx.weights.training import StepCopies
 
 __all__ = ["cached", "copied_weights", "in_inference_mode", "is_plain", "weight_inputs"]
 
@@ -33,8 +34,16 @@ def copied_weights(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.find_nodes(op="placeholder") if COPY_META in node.meta]
 
 
-def cached(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
+def cached(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, *, training: bool = False
+) -> Callable[..., Any]:
     """Compiles a graph that takes low copies of its weights after the program's own inputs.
+
+    Args:
+        gm: the graph.
+        example_inputs: one per input of the program's.
+        compile_graph: compiles it.
+        training: it will be differentiated.
 
     Returns:
         The compiled graph with the program's own signature; it finds the copies that are current by itself.
@@ -45,7 +54,8 @@ def cached(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Com
         # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
         node._dynamo_source = None
     compiled = compile_graph(gm, [*example_inputs, *(node.meta["val"] for node in inputs)])
-    copies = LowCopies(
+    kind = StepCopies if training else LowCopies
+    copies = kind(
         [position[node.meta[COPY_META]] for node in inputs], [node.meta["val"].dtype for node in inputs]
     )
     return lambda *args: compiled(*args, *copies.of(args))

@@ -15,6 +15,7 @@ What makes many copies of weights that have not changed is avoided: events are t
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,11 +32,24 @@ from amp_fx._torch import is_wrapper
 from amp_fx.errors import WeightsError
 from amp_fx.weights.memory import Elements, Glance
 
-__all__ = ["Key", "Look", "OnDeath", "Watch", "counting", "forget", "key_of", "look_at", "touch"]
+__all__ = [
+    "ADDRESS",
+    "VERSION",
+    "Key",
+    "Look",
+    "OnDeath",
+    "Watch",
+    "counting",
+    "forget",
+    "heard",
+    "key_of",
+    "look_at",
+    "touch",
+]
 
 #: of a tensor; without a loop of Python when mapped
-_ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
-_VERSION: Callable[[Tensor], int] = attrgetter("_version")
+ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
+VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
 #: which weights, in which order; while somebody watches them they live, and no other tensor has their ids
 Key = tuple[int, ...]
@@ -75,24 +89,17 @@ class Look:
 
 @dataclass
 class _Weights:
-    """All weights that are watched, and what happens to them."""
+    """Weights that are watched, and what happens to them."""
 
     #: events so far, of any of them
     count: int = 0
-    is_hooked: bool = False
     #: by id of the weight
     looks: dict[int, Look] = field(default_factory=dict)
     refs: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
 
-    def hook(self) -> None:
-        """Hears of optimizer steps from now on."""
-        if not self.is_hooked:
-            hook: Any = torch.compiler.disable(_stepped)
-            register_optimizer_step_post_hook(hook)
-            self.is_hooked = True
-
     def register(self, weight: Tensor, look: Look) -> None:
         """From now on, this is what the weight looks like."""
+        _hook()
         key = id(weight)
         before = self.looks.get(key)
         if before is not None:
@@ -121,7 +128,18 @@ class _Weights:
         self.refs.pop(key, None)
 
 
+#: what is made of them serves calls without gradients
 _weights = _Weights()
+
+#: what is made of them serves calls with gradients, until the next step. That such a call was made says nothing here
+heard = _Weights()
+
+
+@functools.cache
+def _hook() -> None:
+    """Hears of optimizer steps from now on."""
+    hook: Any = torch.compiler.disable(_stepped)
+    register_optimizer_step_post_hook(hook)
 
 
 def look_at(weight: Tensor, *, elements: bool = True) -> Look:
@@ -132,7 +150,6 @@ def look_at(weight: Tensor, *, elements: bool = True) -> Look:
         elements: False: somebody else looks at its elements.
     """
     with _lock:
-        _weights.hook()
         look = _weights.looks.get(id(weight))
         if look is None or (elements and look.elements is None) or not look.holds(weight):
             look = Look(weight, elements=elements)
@@ -159,16 +176,19 @@ def touch(*parameters: Tensor) -> None:
         # where the memory of these is, is not known here
         forget()
         return
+    storages = _storages(parameters)
     with _lock:
-        for look in _weights.in_storages(_storages(parameters)):
-            _weights.is_stale(look)
+        for weights in (_weights, heard):
+            for look in weights.in_storages(storages):
+                weights.is_stale(look)
 
 
 def forget() -> None:
     """All weights count as written to."""
     with _lock:
-        for look in list(_weights.looks.values()):
-            _weights.is_stale(look)
+        for weights in (_weights, heard):
+            for look in list(weights.looks.values()):
+                weights.is_stale(look)
 
 
 def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +207,7 @@ def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """After a step: the weights of this optimizer have changed, others have not."""
-    if not _weights.looks:
+    if not (_weights.looks or heard.looks):
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     plain = [*filter(_is_plain, parameters)]
@@ -195,11 +215,12 @@ def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     # without a gradient, or without one any more; of sharded parameters it is not known where they are gathered
     perhaps = _storages(plain) if len(plain) == len(parameters) else None
     with _lock:
-        for look in list(_weights.looks.values()):
-            if look.storage in changed:
-                _weights.is_stale(look)
-            elif perhaps is None or look.storage in perhaps:
-                _weights.is_doubtful(look)
+        for weights in (_weights, heard):
+            for look in list(weights.looks.values()):
+                if look.storage in changed:
+                    weights.is_stale(look)
+                elif perhaps is None or look.storage in perhaps:
+                    weights.is_doubtful(look)
 
 
 class Watch:
@@ -248,7 +269,7 @@ class Watch:
             if any(look.is_stale or look.is_doubtful for look in self.looks):
                 return False
             self._count, self._is_alarmed = count, False
-        if [*map(_ADDRESS, weights), *map(_VERSION, compress(weights, self._have_versions))] != self._marks:
+        if [*map(ADDRESS, weights), *map(VERSION, compress(weights, self._have_versions))] != self._marks:
             return False
         # the addresses are those of the watch, so what lies there is still the weights'
         if not self._glance.is_same():
