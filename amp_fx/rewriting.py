@@ -17,7 +17,7 @@ from amp_fx._torch import (
     saved_tensors_shield,
 )
 from amp_fx.errors import CaptureError, PassError, PlanError
-from amp_fx.graphs.capture import capture
+from amp_fx.graphs.capture import capture, graph_devices
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.scope import takes_own_gradients
 from amp_fx.options import Options
@@ -103,6 +103,7 @@ def _casts_once(gm: fx.GraphModule, opts: Options) -> bool:
     """True if the low weights of a graph that is differentiated live until they change."""
     return (
         opts.weights == "cache"
+        and graph_devices(gm) in ({"cpu"}, {"cuda"})
         # copies of their own for every recording of a CUDA graph
         and compiles_plain_code(opts.inductor)
         # without a backward that AOTAutograd makes, nobody would read the copies

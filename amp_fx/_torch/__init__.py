@@ -51,6 +51,7 @@ from amp_fx._torch.engine import (
     graph_task,
     has_node_hooks,
     in_nested_transform,
+    on_default_stream,
     running_backward,
     will_run,
 )
@@ -135,6 +136,7 @@ __all__ = [
     "make_fx",
     "nesting_change",
     "observe_freezing",
+    "on_default_stream",
     "on_dynamo_compile",
     "packed_memory",
     "program_outputs",

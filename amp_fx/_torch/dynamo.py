@@ -60,7 +60,8 @@ def compile_id() -> str:
 def has_sharded_parameters(gm: torch.fx.GraphModule) -> bool:
     """True if a graph of Dynamo's takes parameters of FSDP's, which are gathered for a call and freed after it."""
     sources = [getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")]
-    return any(source is not None and source.guard_source.is_fsdp_module() for source in sources)
+    guarded = [getattr(source, "guard_source", None) for source in sources]
+    return any(where is not None and where.is_fsdp_module() for where in guarded)
 
 
 def is_left_out_in_place(module: torch.nn.Module) -> bool:

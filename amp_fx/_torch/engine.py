@@ -24,6 +24,7 @@ __all__ = [
     "graph_task",
     "has_node_hooks",
     "in_nested_transform",
+    "on_default_stream",
     "running_backward",
     "will_run",
 ]
@@ -118,3 +119,8 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def in_nested_transform() -> bool:
     """True inside a dispatch mode or a transform of torch.func, which see what runs op by op."""
     return bool(torch._C._len_torch_dispatch_stack()) or peek_interpreter_stack() is not None
+
+
+def on_default_stream(device: torch.device) -> bool:
+    """False on a CUDA stream of the program's own."""
+    return torch.cuda.current_stream(device) == torch.cuda.default_stream(device)

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_fx._torch import accumulated, has_node_hooks, in_nested_transform, running_backward, will_run
+from amp_fx._torch import (
+    accumulated,
+    has_node_hooks,
+    in_nested_transform,
+    on_default_stream,
+    running_backward,
+    will_run,
+)
 from amp_fx.accumulation.sharing import Sharing
 
 __all__ = ["gradients_to_add_to", "leaves_of"]
@@ -89,7 +96,7 @@ def _is_plain(leaf: Tensor, grad: Tensor) -> bool:
 def _is_in_order(leaf: Tensor) -> bool:
     """False on a stream of the program's own: autograd orders streams by what a backward returns."""
     if leaf.device.type == "cuda":
-        return torch.cuda.current_stream(leaf.device) == torch.cuda.default_stream(leaf.device)
+        return on_default_stream(leaf.device)
     return leaf.device.type == "cpu"
 
 

@@ -1,16 +1,17 @@
-"""Low-precision copies of weights in graphs without gradients.
+"""Low-precision copies of weights.
 
-Here: copies that live across calls, how a changed weight is noticed, copies on a GPU that renew themselves, what
-Inductor folds and packs weights to, and how that follows the weights.
+Here: copies that live across calls, in graphs without gradients and in training, how a changed weight is noticed,
+copies on a GPU that renew themselves, what Inductor folds and packs weights to, and how that follows the weights.
 Not here: the passes that make weights inputs or fold them (``passes/forward``), and weights of exported programs
 (``amp_fx.exporting``).
-Open ``watch.py`` first, then ``copies.py``.
+Open ``watch.py`` first, then ``copies.py``; for training, ``training.py``.
 """
 
 from __future__ import annotations
 
-from amp_fx.weights.copies import LowCopies, clear, held_bytes
+from amp_fx.weights.copies import LowCopies
 from amp_fx.weights.freezing import FrozenGraph, freeze
+from amp_fx.weights.held import clear, held_bytes
 from amp_fx.weights.inference import cached, copied_weights, in_inference_mode, weight_inputs
 from amp_fx.weights.watch import touch
 

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_fx.weights.constants import folded_bytes
 from amp_fx.weights.memory import is_dense
-from amp_fx.weights.training import drop, lent_bytes
-from amp_fx.weights.watch import Key, Look, OnDeath, Watch, forget, key_of, look_at
+from amp_fx.weights.watch import Events, Key, Look, OnDeath, Watch, in_inference, in_training, key_of, look_at
 
 if TYPE_CHECKING:
     from amp_fx.weights.healing import HealedCopies
 
-__all__ = ["LowCopies", "clear", "held_bytes"]
+__all__ = ["OF_TRAINING", "LowCopies", "Shelf", "clear_copies", "copied_bytes", "heals"]
 
 #: what the kernel that heals copies reads
 _HEALED = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,23 +45,55 @@ class _Copy:
     look: Look | None = None
 
 
-#: weight -> dtype -> copy; shared by all graphs that read the weight
-_copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+@dataclass(frozen=True, eq=False)
+class Shelf:
+    """The copies that all graphs of one kind share.
+
+    Attributes:
+        events: what is heard of the weights.
+        copies: weight -> dtype -> copy.
+    """
+
+    events: Events
+    copies: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+
+    def is_held(self, weight: Tensor) -> bool:
+        """True if somebody else has a copy of a weight, such as autograd for a backward."""
+        # one for the object that is asked
+        return any(copy.value._use_count() > 1 for copy in self.copies.get(weight, {}).values())
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> _Copy:
+        """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""
+        # typed as if a default could only be None
+        copies: dict[torch.dtype, _Copy] = self.copies.setdefault(weight, {})  # pyright: ignore[reportAssignmentType]
+        copy = copies.get(dtype)
+        like = torch.empty_like(weight, dtype=dtype, device="meta")
+        if copy is None or (copy.value.shape, copy.value.stride(), copy.value.device) != (
+            like.shape,
+            like.stride(),
+            weight.device,
+        ):
+            copy = copies[dtype] = _Copy(torch.empty_like(weight, dtype=dtype, requires_grad=False))
+        return copy
 
 
-def clear() -> None:
-    """Drops all copies, and makes all that was computed from weights again before it is used."""
+#: of graphs without gradients, and of those with gradients where copies heal themselves
+_of_inference, OF_TRAINING = Shelf(in_inference), Shelf(in_training)
+
+
+def clear_copies() -> None:
+    """Drops all copies."""
     with _lock:
-        _copies.clear()
-        drop()
-        forget()
+        for shelf in (_of_inference, OF_TRAINING):
+            shelf.copies.clear()
 
 
-def held_bytes() -> int:
-    """Bytes of all copies that are alive, and of the constants that frozen graphs have made of weights."""
+def copied_bytes() -> int:
+    """Bytes of all copies that are alive."""
     with _lock:
-        copies = sum(copy.value.nbytes for copies in _copies.values() for copy in copies.values())
-    return copies + lent_bytes() + folded_bytes()
+        shelves = (_of_inference, OF_TRAINING)
+        held = [copy for shelf in shelves for copies in shelf.copies.values() for copy in copies.values()]
+    return sum(copy.value.nbytes for copy in held)
 
 
 @dataclass
@@ -81,9 +111,13 @@ class LowCopies:
     Args:
         weights: positions among the graph's arguments.
         dtypes: of the copies, one for each position.
+        shelf: where they are.
     """
 
-    def __init__(self, weights: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(
+        self, weights: Sequence[int], dtypes: Sequence[torch.dtype], shelf: Shelf = _of_inference
+    ) -> None:
+        self._shelf = shelf
         self._positions = tuple(weights)
         self._dtypes = tuple(dtypes)
         # models of one class share their graphs
@@ -106,13 +140,16 @@ class LowCopies:
 
     def _renew(self, weights: list[Tensor]) -> list[Tensor]:
         key = key_of(weights)
-        healing = [_heals(weight) for weight in weights]
+        healing = [heals(weight) for weight in weights]
         # looked at before they are copied: a write in between is seen at the next call
-        looks = [look_at(w, elements=not heals) for w, heals in zip(weights, healing, strict=True)]
-        watch = Watch(weights, looks, OnDeath(self._found, key), healing)
+        looks = [
+            look_at(w, elements=not is_healed, events=self._shelf.events)
+            for w, is_healed in zip(weights, healing, strict=True)
+        ]
+        watch = Watch(weights, looks, OnDeath(self._found, key), healing, self._shelf.events)
         # an inference tensor could not be written to outside inference mode
         with torch.inference_mode(False), torch.no_grad():
-            copies = [_copy_of(w, dtype) for w, dtype in zip(weights, self._dtypes, strict=True)]
+            copies = [self._shelf.of(w, dtype) for w, dtype in zip(weights, self._dtypes, strict=True)]
             is_stale = [copy.look is not look for copy, look in zip(copies, looks, strict=True)]
             values = [copy.value for copy in copies]
             healed = self._healed(
@@ -121,8 +158,8 @@ class LowCopies:
                 [*compress(values, healing)],
                 [*compress(is_stale, healing)],
             )
-            for weight, value, stale, heals in zip(weights, values, is_stale, healing, strict=True):
-                if stale and not heals:
+            for weight, value, stale, is_healed in zip(weights, values, is_stale, healing, strict=True):
+                if stale and not is_healed:
                     value.copy_(weight)
         for copy, look in zip(copies, looks, strict=True):
             copy.look = look
@@ -152,21 +189,6 @@ def _triton_is_here() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _heals(weight: Tensor) -> bool:
+def heals(weight: Tensor) -> bool:
     """True if its copies can heal themselves."""
     return weight.is_cuda and weight.dtype in _HEALED and is_dense(weight) and _triton_is_here()
-
-
-def _copy_of(weight: Tensor, dtype: torch.dtype) -> _Copy:
-    """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""
-    # typed as if a default could only be None
-    copies: dict[torch.dtype, _Copy] = _copies.setdefault(weight, {})  # pyright: ignore[reportAssignmentType]
-    copy = copies.get(dtype)
-    like = torch.empty_like(weight, dtype=dtype, device="meta")
-    if copy is None or (copy.value.shape, copy.value.stride(), copy.value.device) != (
-        like.shape,
-        like.stride(),
-        weight.device,
-    ):
-        copy = copies[dtype] = _Copy(torch.empty_like(weight, dtype=dtype, requires_grad=False))
-    return copy

@@ -1,7 +1,7 @@
 """Low copies of weights in graphs with gradients, cast once for all micro-batches of an optimizer's step.
 
-A copy is never written to: a weight that has changed gets another one, and what a backward has saved stays as it was.
-A copy counts as current only if all of this holds:
+What a backward has saved must stay as it was. On a CPU a copy is never written to: a weight that has changed gets
+another one. A copy counts as current only if all of this holds:
 
 * the weight is the same object, at the same address, with the same version;
 * it has a gradient. Without one, an optimizer has made its step, or none has begun to accumulate: the weight is cast
@@ -11,6 +11,9 @@ A copy counts as current only if all of this holds:
 * the graph has read it in fewer than :data:`LIFETIME` calls.
 
 That is less than what graphs without gradients look at, since a copy lives for a few calls, not for thousands.
+
+On a GPU copies heal themselves, in place, as those of graphs without gradients do (:mod:`amp_fx.weights.healing`), as
+long as nobody else has them; while a backward has, weights are cast for the call alone.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_fx._torch import in_nested_transform
+from amp_fx._torch import in_nested_transform, on_default_stream
+from amp_fx.weights.copies import OF_TRAINING, LowCopies, heals
 from amp_fx.weights.memory import Sample, read_together
-from amp_fx.weights.watch import ADDRESS, VERSION, Key, Look, OnDeath, heard, key_of
+from amp_fx.weights.watch import ADDRESS, VERSION, Key, Look, OnDeath, in_training, key_of
 
 __all__ = ["LIFETIME", "StepCopies", "drop", "lent_bytes"]
 
@@ -125,8 +129,8 @@ class _Found:
         """True if nothing says that one of them has changed. Counts the call."""
         # in each call, and without loops of Python
         self.left -= 1
-        if self.count != heard.count:
-            count = heard.count
+        if self.count != in_training.count:
+            count = in_training.count
             if any(lent.look.is_stale or lent.look.is_doubtful for lent in self.lent):
                 return False
             self.count = count
@@ -150,6 +154,7 @@ class StepCopies:
     def __init__(self, weights: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self._positions = tuple(weights)
         self._dtypes = tuple(dtypes)
+        self._healed = LowCopies(weights, dtypes, OF_TRAINING)
         # models of one class share their graphs
         self._found: dict[Key, _Found] = {}
 
@@ -160,9 +165,28 @@ class StepCopies:
             args: of the graph.
         """
         weights = [args[position] for position in self._positions]
-        if not _are_plain(weights):
-            with torch.no_grad():
-                return [_narrowed(w, dtype) for w, dtype in zip(weights, self._dtypes, strict=True)]
+        if _are_plain(weights):
+            if _are_on_host(weights):
+                return self._on_host(weights)
+            if self._may_heal(weights):
+                return self._healed.of(args)
+        with torch.no_grad():
+            return [_narrowed(w, dtype) for w, dtype in zip(weights, self._dtypes, strict=True)]
+
+    def _may_heal(self, weights: Sequence[Tensor]) -> bool:
+        """True if copies may be written to in place; those of weights without gradients are going to be."""
+        # in the order of one stream, a backward that has ended has read them
+        if not all(heals(weight) and on_default_stream(weight.device) for weight in weights):
+            return False
+        if any(map(OF_TRAINING.is_held, weights)):
+            return False
+        for weight in weights:
+            look = in_training.looks.get(id(weight))
+            if look is not None and weight.requires_grad and weight.grad is None:
+                in_training.is_stale(look)
+        return True
+
+    def _on_host(self, weights: list[Tensor]) -> list[Tensor]:
         found = self._found.get(key_of(weights))
         if found is not None and found.is_current(weights):
             return found.copies
@@ -175,14 +199,14 @@ class StepCopies:
         before = self._found.pop(key, None)
         is_old = before is not None and before.left < 0
         del before
-        count = heard.count
+        count = in_training.count
         # what is looked at once is cast once, however often the graph reads it
         lent = {id(weight): _lent_of(weight, is_old) for weight in weights}
         copies = [lent[id(w)].of(w, dtype) for w, dtype in zip(weights, self._dtypes, strict=True)]
         for weight in weights:
             # had a write begun meanwhile, that may be torn, even if it is undone
             if not lent[id(weight)].is_same(weight):
-                heard.is_stale(lent[id(weight)].look)
+                in_training.is_stale(lent[id(weight)].look)
         all_lent = [*lent.values()]
         read, seen = read_together([each.sample for each in all_lent])
         addresses = [lent[id(weight)].look.marks[0] for weight in weights]
@@ -214,9 +238,13 @@ def _lent_of(weight: Tensor, is_old: bool) -> _Lent:
     else:
         sample = Sample(weight)
     # looked at before it is cast: a write in between is seen at the next call
-    heard.register(weight, look)
+    in_training.register(weight, look)
     lent = _lent[weight] = _Lent(look, lies, sample)
     return lent
+
+
+def _are_on_host(weights: Sequence[Tensor]) -> bool:
+    return all(weight.is_cpu for weight in weights)
 
 
 def _narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:

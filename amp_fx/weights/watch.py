@@ -35,13 +35,15 @@ from amp_fx.weights.memory import Elements, Glance
 __all__ = [
     "ADDRESS",
     "VERSION",
+    "Events",
     "Key",
     "Look",
     "OnDeath",
     "Watch",
     "counting",
     "forget",
-    "heard",
+    "in_inference",
+    "in_training",
     "key_of",
     "look_at",
     "touch",
@@ -88,7 +90,7 @@ class Look:
 
 
 @dataclass
-class _Weights:
+class Events:
     """Weights that are watched, and what happens to them."""
 
     #: events so far, of any of them
@@ -129,10 +131,10 @@ class _Weights:
 
 
 #: what is made of them serves calls without gradients
-_weights = _Weights()
+in_inference = Events()
 
 #: what is made of them serves calls with gradients, until the next step. That such a call was made says nothing here
-heard = _Weights()
+in_training = Events()
 
 
 @functools.cache
@@ -142,18 +144,19 @@ def _hook() -> None:
     register_optimizer_step_post_hook(hook)
 
 
-def look_at(weight: Tensor, *, elements: bool = True) -> Look:
+def look_at(weight: Tensor, *, elements: bool = True, events: Events = in_inference) -> Look:
     """What a weight looks like now; the same object as before if that has not changed.
 
     Args:
         weight: a plain tensor.
         elements: False: somebody else looks at its elements.
+        events: what is heard of it.
     """
     with _lock:
-        look = _weights.looks.get(id(weight))
+        look = events.looks.get(id(weight))
         if look is None or (elements and look.elements is None) or not look.holds(weight):
             look = Look(weight, elements=elements)
-            _weights.register(weight, look)
+            events.register(weight, look)
         return look
 
 
@@ -178,7 +181,7 @@ def touch(*parameters: Tensor) -> None:
         return
     storages = _storages(parameters)
     with _lock:
-        for weights in (_weights, heard):
+        for weights in (in_inference, in_training):
             for look in weights.in_storages(storages):
                 weights.is_stale(look)
 
@@ -186,7 +189,7 @@ def touch(*parameters: Tensor) -> None:
 def forget() -> None:
     """All weights count as written to."""
     with _lock:
-        for weights in (_weights, heard):
+        for weights in (in_inference, in_training):
             for look in list(weights.looks.values()):
                 weights.is_stale(look)
 
@@ -196,10 +199,10 @@ def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         # nearly always there are none
-        for key in _weights.looks.keys() & map(id, args):
-            look, weight = _weights.looks.get(key), _weights.refs.get(key)
+        for key in in_inference.looks.keys() & map(id, args):
+            look, weight = in_inference.looks.get(key), in_inference.refs.get(key)
             if look is not None and weight is not None and getattr(weight(), "requires_grad", False):
-                _weights.is_doubtful(look)
+                in_inference.is_doubtful(look)
         return compiled(*args)
 
     return run
@@ -207,7 +210,7 @@ def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """After a step: the weights of this optimizer have changed, others have not."""
-    if not (_weights.looks or heard.looks):
+    if not (in_inference.looks or in_training.looks):
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     plain = [*filter(_is_plain, parameters)]
@@ -215,7 +218,7 @@ def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     # without a gradient, or without one any more; of sharded parameters it is not known where they are gathered
     perhaps = _storages(plain) if len(plain) == len(parameters) else None
     with _lock:
-        for weights in (_weights, heard):
+        for weights in (in_inference, in_training):
             for look in list(weights.looks.values()):
                 if look.storage in changed:
                     weights.is_stale(look)
@@ -231,6 +234,7 @@ class Watch:
         looks: one for each.
         on_death: called when one of them dies. The watch must be dropped then: it keeps their storages alive.
         healed: those whose elements somebody else looks at.
+        events: what is heard of them.
     """
 
     def __init__(
@@ -239,9 +243,11 @@ class Watch:
         looks: Sequence[Look],
         on_death: Callable[[object], None],
         healed: Sequence[bool] | None = None,
+        events: Events = in_inference,
     ) -> None:
         self.looks = list(looks)
-        self._count = _weights.count
+        self._events = events
+        self._count = events.count
         self._refs = [weakref.ref(w, on_death) for w in weights]
         # inference tensors have none
         self._have_versions = [not w.is_inference() for w in weights]
@@ -264,8 +270,8 @@ class Watch:
             weights: those of the watch.
         """
         # in each call, and without loops of Python, which would take longer than what they look at
-        if self._count != _weights.count or self._is_alarmed:
-            count = _weights.count
+        if self._count != self._events.count or self._is_alarmed:
+            count = self._events.count
             if any(look.is_stale or look.is_doubtful for look in self.looks):
                 return False
             self._count, self._is_alarmed = count, False
@@ -277,7 +283,7 @@ class Watch:
         changed = self._glance.changed()
         if changed is not None:
             with _lock:
-                _weights.is_stale(self._elements[changed])
+                self._events.is_stale(self._elements[changed])
         return changed is None
 
     def confirm(self, weights: Sequence[Tensor]) -> None:
@@ -285,7 +291,7 @@ class Watch:
         with _lock:
             for weight, look in zip(weights, self.looks, strict=True):
                 if not look.holds(weight):
-                    _weights.is_stale(look)
+                    self._events.is_stale(look)
 
 
 class OnDeath:

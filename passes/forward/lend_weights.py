@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,13 +52,12 @@ class LendWeights(Pass):
         """See the class."""
         if not context.lent:
             return PassResult(gm, 0, "weights are cast in each call")
-        written = {key for node in gm.graph.nodes for key in written_storages(node)}
         placeholders = gm.graph.find_nodes(op="placeholder")
         last, added = placeholders[-1], 0
         for weight in placeholders:
-            if weight.name not in context.lent or storage_of(weight) in written:
+            if weight.name not in context.lent or _is_written(gm, weight):
                 continue
-            for dtype in {cast.meta["val"].dtype: None for cast in weight.users if _is_kept(cast)}:
+            for dtype in {cast.meta["val"].dtype: None for cast in _casts(gm, weight) if _is_kept(cast)}:
                 with gm.graph.inserting_after(last):
                     last = gm.graph.placeholder(f"{weight.name}_{dtype_name(dtype)}")
                 value = weight.meta["val"]
@@ -68,8 +68,47 @@ class LendWeights(Pass):
         return PassResult(gm, added, f"{added} low copies of weights are inputs")
 
 
+def _casts(gm: fx.GraphModule, weight: fx.Node) -> Iterator[fx.Node]:
+    """Casts of an input, also those inside checkpoints."""
+    for user in weight.users:
+        if is_cast(user):
+            yield user
+        for body, inside in _in_checkpoint(gm, user, weight):
+            yield from _casts(body, inside)
+
+
+def _is_written(gm: fx.GraphModule, weight: fx.Node) -> bool:
+    """True if the graph, or a checkpoint inside it, writes to an input."""
+    key = storage_of(weight)
+    for node in gm.graph.nodes:
+        if _is_checkpoint(node):
+            if any(_is_written(body, inside) for body, inside in _in_checkpoint(gm, node, weight)):
+                return True
+        elif key in written_storages(node):
+            return True
+    return False
+
+
+def _in_checkpoint(
+    gm: fx.GraphModule, node: fx.Node, weight: fx.Node
+) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+    """What a value is called in the body of a checkpoint that it is given to, and that body."""
+    if not _is_checkpoint(node):
+        return
+    body, *given = node.args
+    inner: fx.GraphModule = getattr(gm, str(body.target))  # type: ignore[union-attr]  # a node
+    placeholders = inner.graph.find_nodes(op="placeholder")
+    for value, inside in zip(given, placeholders, strict=True):
+        if value is weight:
+            yield inner, inside
+
+
+def _is_checkpoint(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
+
+
 def _is_kept(cast: fx.Node) -> bool:
-    if not is_cast(cast) or len(cast.args) != 2 or cast.kwargs:
+    if len(cast.args) != 2 or cast.kwargs:
         return False
     value, (weight,) = cast.meta["val"], cast.all_input_nodes
     return (

@@ -42,6 +42,7 @@ def interpreted() -> dict[str, Any]:
         ("large writes are healed at once", 1),
         ("a write to one element", 6),
         ("after touch", 5),
+        ("copies of training", 10),
     ],
 )
 def test_copies_follow_their_weights(interpreted: dict[str, Any], what: str, looks: int) -> None:

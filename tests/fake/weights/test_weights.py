@@ -92,8 +92,8 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> No
 )
 def test_a_step_of_an_optimizer_is_noticed(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # not even the hook is needed, as every element moves
-    monkeypatch.setattr(watch._weights, "is_hooked", True)
-    monkeypatch.setattr(watch._weights, "is_stale", lambda look: setattr(look, "is_stale", True))
+    monkeypatch.setattr(watch, "_hook", lambda: None)
+    monkeypatch.setattr(watch.in_inference, "is_stale", lambda look: setattr(look, "is_stale", True))
     parameters = new_weights()
     copies = copies_for(parameters)
     optimizer = OPTIMIZERS[name](parameters, lr=0.1, **FORMS[form])
@@ -312,10 +312,10 @@ def test_a_write_to_a_third_of_a_weight_is_seen_by_the_next_call(start: int) -> 
 
 def calls_until_seen(copies: LowCopies, parameters: list[Any]) -> int:
     """How many calls still had the copies of before."""
-    looks = watch._weights.count
+    looks = watch.in_inference.count
     for call in range(3000):
         copies.of(parameters)
-        if watch._weights.count != looks:
+        if watch.in_inference.count != looks:
             assert are_current(copies, parameters)
             return call
     raise AssertionError("never seen")
@@ -410,13 +410,13 @@ def test_a_step_of_a_student_costs_its_teacher_nothing(monkeypatch: pytest.Monke
     first = of_teacher.of(teacher)
     of_student.of(student)
     optimizer = torch.optim.SGD(student, lr=0.1)
-    casts, looks = Casts(monkeypatch), watch._weights.count
+    casts, looks = Casts(monkeypatch), watch.in_inference.count
     for _ in range(3):
         train(teacher[:0] + student)
         step(optimizer, student)
         assert of_teacher.of(teacher) is first
     assert casts.count == 0
-    assert watch._weights.count > looks
+    assert watch.in_inference.count > looks
     assert are_current(of_student, student)
     assert casts.count == len(student)
 
@@ -567,10 +567,10 @@ def test_a_write_during_a_copy_counts_even_if_it_is_undone() -> None:
 
 
 def test_nothing_is_left_of_a_weight_that_has_died() -> None:
-    before = set(watch._weights.looks)
+    before = set(watch.in_inference.looks)
     parameters = new_weights()
     copies = copies_for(parameters)
     copies.of(parameters)
-    assert len(watch._weights.looks) == len(before) + len(parameters)
+    assert len(watch.in_inference.looks) == len(before) + len(parameters)
     del parameters
-    assert set(watch._weights.looks) == set(watch._weights.refs) == before
+    assert set(watch.in_inference.looks) == set(watch.in_inference.refs) == before
