@@ -107,6 +107,7 @@ class Prepared:
     Attributes:
         model: on the device and in the arm's dtype.
         batch: its keyword arguments, likewise.
+        loss: of the two, as the arm compiles it.
     """
 
     arm: Arm
@@ -114,12 +115,12 @@ class Prepared:
     device: str
     model: nn.Module
     batch: Batch
-    _loss: Callable[[nn.Module, Batch], Tensor]
+    loss: Callable[[nn.Module, Batch], Tensor]
 
     def forward(self, batch: Batch | None = None) -> Tensor:
         """The loss, or what the model returns that has none."""
         with self.context():
-            return self._loss(self.model, self.batch if batch is None else batch)
+            return self.loss(self.model, self.batch if batch is None else batch)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:

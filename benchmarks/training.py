@@ -27,6 +27,7 @@ from benchmarks.arms import ARMS
 from benchmarks.counts import Counter, count
 from benchmarks.on_target import enter_target
 from benchmarks.results import describe, write
+from benchmarks.whole_steps import whole_step_bytes
 from benchmarks.workloads import Workload, build_workload, make, mlp
 
 __all__ = ["Moved", "measure"]
@@ -55,6 +56,7 @@ class Moved:
         adding: of a backward that adds to gradients, where there is one.
         added: elements of the gradients that it adds to.
         copied: elements of the weights that are cast before the graph.
+        whole: of forward and backward in one graph.
         parameters: elements.
         element: bytes of one.
     """
@@ -66,8 +68,13 @@ class Moved:
     adding: int
     added: int
     copied: int
+    whole: int
     parameters: int
     element: int
+
+    def in_one_graph(self) -> float:
+        """Bytes per parameter of a step of one micro-batch whose forward and backward are one graph."""
+        return self.whole / self.parameters + 7 * self.element
 
     def per_parameter(self, steps: int, *, in_graph: bool = False) -> float:
         """Bytes per parameter and micro-batch, of a step of so many.
@@ -128,6 +135,7 @@ def measure(workload: Workload, arm: str, device: str = "cpu") -> Moved:
         counter.adding,
         counter.added,
         counter.copied if arm == "once" else 0,
+        whole_step_bytes(workload, _ARMS[arm], device),
         parameters,
         2 if _ARMS[arm].whole else 4,
     )
@@ -154,6 +162,18 @@ def table(rows: Sequence[Moved]) -> str:
     return "\n".join(lines)
 
 
+def whole_steps_table(rows: Sequence[Moved]) -> str:
+    """Markdown: a line per model, for steps of one micro-batch whose forward and backward are one graph."""
+    arms = ("autocast", "off", "fast", "bf16")
+    lines = ["| model | autocast | amp_fx | `fast` | bf16 model |", "|" + "---|" * 5]
+    for name in dict.fromkeys(row.workload for row in rows):
+        of = {row.arm: row for row in rows if row.workload == name}
+        base = of["autocast"].per_parameter(1)
+        cells = [f"{of[arm].in_one_graph():.1f} ({of[arm].in_one_graph() / base:.3f})" for arm in arms]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.training", description=(__doc__ or "").splitlines()[0]
@@ -172,6 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name} {arm}", file=sys.stderr)
             rows.append(measure(workload, arm, device))
     print(table(rows))
+    print("\nforward and backward in one graph, k = 1; ratios to autocast in two\n")
+    print(whole_steps_table(rows))
     if args.json:
         write(args.json, describe(device), rows)
     return 0
