@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lower_with_inductor
+from amp_fx.passes import AccumulateGradients, PassContext, run_in_order
 from amp_fx.targets._torch import pretended
 from amp_fx.targets.compiling import compile_graph
 from amp_fx.targets.tracing import TracedGraph
@@ -41,37 +43,59 @@ class Code:
 
 
 def sources(
-    graphs: Sequence[TracedGraph], options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16
+    graphs: Sequence[TracedGraph],
+    options: dict[str, Any] | None,
+    dtype: torch.dtype = torch.bfloat16,
+    adds: bool = False,
 ) -> list[Code]:
-    """Code of every forward and backward graph, in order; as :func:`targets.compiled`, with stock autocast as None."""
+    """Code of every forward and backward graph, in order; as :func:`targets.compiled`, with stock autocast as None.
+
+    With ``adds``, backwards are those of later micro-batches, which add to gradients.
+    """
     found: list[Code] = []
 
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-        from torch._inductor.graph import GraphLowering
-
-        count_bytes, texts = GraphLowering.count_bytes, list[str]()
-
-        def count_and_generate(self: GraphLowering) -> Any:
-            counted = count_bytes(self)
-            self.wrapper_code.push_codegened_graph(self)
-            self.scheduler.codegen()
-            code, _ = self.wrapper_code.generate(self.is_inference)
-            texts.append(str(getattr(code, "value", code)))
-            return counted
-
-        # counting comes after fusion, which is where code generation begins
-        with mock.patch.object(GraphLowering, "count_bytes", count_and_generate):
-            lowered = lower_with_inductor(gm, example_inputs, **kwargs)
-        graph = lowered.before.graph
-        placeholders = graph.find_nodes(op="placeholder")
-        kinds = tuple((tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in placeholders)
-        outputs = tuple(value and value.name for value in graph.output_node().args[0])  # type: ignore[union-attr]
-        found.append(Code(texts[0], tuple(node.name for node in placeholders), kinds, outputs))
-        return lowered.call
+        if adds and kwargs.get("is_backward"):
+            # what runs here returns all gradients
+            second = copy.deepcopy(gm)
+            leaves = range(len(second.graph.output_node().args[0]))  # type: ignore[arg-type]  # a tuple
+            run_in_order(second, [AccumulateGradients(leaves)], PassContext())
+            values = [node.meta["val"] for node in second.graph.find_nodes(op="placeholder")]
+            found.append(_generated(second, values, **kwargs)[0])
+            return lower_with_inductor(gm, example_inputs, **kwargs).call
+        code, call = _generated(gm, example_inputs, **kwargs)
+        found.append(code)
+        return call
 
     for graph in graphs:
         compile_graph(graph, arm(options, dtype), inner_compile)
     return found
+
+
+def _generated(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+) -> tuple[Code, Callable[..., Any]]:
+    """The code of a graph after partitioning, and what runs it op by op."""
+    from torch._inductor.graph import GraphLowering
+
+    count_bytes, texts = GraphLowering.count_bytes, list[str]()
+
+    def count_and_generate(self: GraphLowering) -> Any:
+        counted = count_bytes(self)
+        self.wrapper_code.push_codegened_graph(self)
+        self.scheduler.codegen()
+        code, _ = self.wrapper_code.generate(self.is_inference)
+        texts.append(str(getattr(code, "value", code)))
+        return counted
+
+    # counting comes after fusion, which is where code generation begins
+    with mock.patch.object(GraphLowering, "count_bytes", count_and_generate):
+        lowered = lower_with_inductor(gm, example_inputs, **kwargs)
+    graph = lowered.before.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    kinds = tuple((tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in placeholders)
+    outputs = tuple(value and value.name for value in graph.output_node().args[0])  # type: ignore[union-attr]
+    return Code(texts[0], tuple(node.name for node in placeholders), kinds, outputs), lowered.call
 
 
 def cubins(codes: Sequence[Code], architectures: Sequence[int]) -> dict[str, dict[int, int]]:
