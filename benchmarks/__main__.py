@@ -25,7 +25,7 @@ from benchmarks.cases import CASES, SIZES, Case, sizes_for
 from benchmarks.compare import comparison
 from benchmarks.plots import draw
 from benchmarks.results import TimingRow, describe, read_timings, write
-from benchmarks.running import MEASURES, Settings, measure
+from benchmarks.running import MALLOCS, MEASURES, Settings, measure
 from benchmarks.tables import case_table
 from benchmarks.timing import CLOCKS
 
@@ -62,6 +62,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=CLOCKS,
         default="wall",
         help="cpu: of the process, for a busy machine and one thread",
+    )
+    parser.add_argument(
+        "--malloc",
+        choices=MALLOCS,
+        default="kept",
+        help="default: freed memory goes back to the system as glibc has it; kept: it stays",
     )
     parser.add_argument("--minutes", type=float, default=math.inf, help="end about then; default: no limit")
     parser.add_argument(
@@ -103,6 +109,7 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, object], list[TimingRow]]:
         rounds=args.rounds,
         processes=args.processes,
         clock=args.clock,
+        malloc=args.malloc,
         caches=args.caches,
         measures=args.measures,
         deadline=started + 60 * args.minutes,
@@ -113,6 +120,7 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, object], list[TimingRow]]:
         "rounds": settings.rounds,
         "processes": settings.processes,
         "clock": settings.clock,
+        "malloc": settings.malloc,
     }
     print(", ".join(f"{key} {value}" for key, value in header.items()), flush=True)
     cases = [

@@ -153,8 +153,14 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
 
 def _command(head: Mapping[str, Any]) -> str:
     cpu = " --clock cpu" if head.get("clock") == "cpu" else ""
+    malloc = "" if _malloc(head) == "kept" else f" --malloc {_malloc(head)}"
     one = "OMP_NUM_THREADS=1 " if head.get("threads") == 1 else ""
-    return f"{one}python -m benchmarks{cpu}"
+    return f"{one}python -m benchmarks{cpu}{malloc}"
+
+
+def _malloc(head: Mapping[str, Any]) -> str:
+    """What files say of memory that was freed; the first ones say nothing."""
+    return head.get("malloc", "kept")
 
 
 def _depth_table(ours: Sequence[TimingRow], rows: Sequence[TimingRow]) -> list[str]:
@@ -223,11 +229,12 @@ def _joined(paths: Sequence[str]) -> list[tuple[dict[str, Any], list[TimingRow]]
             if other.get(key) != head.get(key):
                 raise ValueError(f"{path} has {key} {other.get(key)!r}, {paths[0]} has {head.get(key)!r}")
     last = {row.workload: rows for _, rows in files for row in rows}
-    groups: dict[tuple[Any, Any], tuple[dict[str, Any], list[TimingRow]]] = {}
+    groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[TimingRow]]] = {}
     for head, rows in files:
         kept = [row for row in rows if last[row.workload] is rows]
         if kept:
-            groups.setdefault((head.get("clock"), head.get("threads")), (head, []))[1].extend(kept)
+            key = head.get("clock"), head.get("threads"), _malloc(head)
+            groups.setdefault(key, (head, []))[1].extend(kept)
     return list(groups.values())
 
 

@@ -18,20 +18,24 @@ from benchmarks.arms import ARMS, Arm, arms_for
 from benchmarks.cases import Case
 from benchmarks.results import TimingRow
 
-__all__ = ["MEASURES", "Settings", "measure"]
+__all__ = ["MALLOCS", "MEASURES", "Settings", "measure"]
 
 #: beside time and compile time, in the order they are taken
 MEASURES = ("memory", "reads", "warm", "passes", "counts", "errors")
 
 _ROOT = Path(__file__).resolve().parent.parent
 
-#: Memory as it is in a process that has run for long. Huge pages, so that it matters less where a process's memory
-#: lies. And glibc keeps what is freed: how much it hands back depends on the largest block ever freed, such as the
-#: fp32 weights of a model that was converted, and handing back costs a step of ResNet-18 up to a quarter.
-_MEMORY = {
-    "THP_MEM_ALLOC_ENABLE": "1",
-    "MALLOC_TRIM_THRESHOLD_": "4000000000",
-    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+#: How an arm's process has its memory. ``kept``: as it is in one that has run for long. Huge pages, so that it matters
+#: less where a process's memory lies. And glibc keeps what is freed: how much it hands back depends on the largest
+#: block ever freed, such as the fp32 weights of a model that was converted, and handing back costs a step of ResNet-18
+#: up to a quarter. ``default``: as glibc has it by itself; what is freed and allocated anew may cost page faults.
+MALLOCS: dict[str, dict[str, str]] = {
+    "kept": {
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "MALLOC_TRIM_THRESHOLD_": "4000000000",
+        "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    },
+    "default": {},
 }
 
 #: an arm steps for about so long in a round; seconds
@@ -53,6 +57,7 @@ class Settings:
         processes: that an arm's rounds are spread over, one after the other: where a process's memory lies moves
             its times by several percent.
         clock: a name in ``benchmarks.timing.CLOCKS``.
+        malloc: a name in :data:`MALLOCS`.
         caches: a folder for Inductor's caches that arms and runs share; cold compile times then mean nothing and
             are left out. None: every arm compiles from nothing.
         measures: names in ``MEASURES``.
@@ -65,6 +70,7 @@ class Settings:
     rounds: int = 15
     processes: int = 3
     clock: str = "wall"
+    malloc: str = "kept"
     caches: str | None = None
     measures: Sequence[str] = MEASURES
     deadline: float = float("inf")
@@ -85,6 +91,7 @@ class _Worker:
     arm: Arm
     folder: Path
     caches: str | None
+    malloc: str = "kept"
     steps: int = 1
     times: list[float] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +107,7 @@ class _Worker:
     def _start(self) -> subprocess.Popen[str]:
         # caches of its own, so that the first compilation is a cold one
         cache = os.path.abspath(self.caches) if self.caches else str(self.folder / self.arm.name)
-        environment = {**_MEMORY, **os.environ, **self.arm.env, "TORCHINDUCTOR_CACHE_DIR": cache}
+        environment = {**MALLOCS[self.malloc], **os.environ, **self.arm.env, "TORCHINDUCTOR_CACHE_DIR": cache}
         with self.log.open("w", encoding="utf-8") as errors:
             return subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.worker"],
@@ -171,7 +178,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         try:
             # imports overlap; what is measured does not
-            workers += (_Worker(ARMS[name], Path(folder), settings.caches) for name in names)
+            workers += (_Worker(ARMS[name], Path(folder), settings.caches, settings.malloc) for name in names)
             running, done = list(workers), 0
             parts = min(settings.processes, settings.rounds)
             for part in range(1, parts + 1):

@@ -25,6 +25,7 @@ from accumulating import (
     watching,
 )
 from torch import Tensor, nn
+from torch._dynamo.compiled_autograd import _enable
 from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -336,6 +337,13 @@ def with_a_dispatch_mode(run: Model, model: Any, xs: list[Tensor]) -> None:
             loss.backward()
 
 
+def with_compiled_autograd(run: Model, model: Any, xs: list[Tensor]) -> None:
+    for x in xs:
+        loss = loss_of(run, x)
+        with _enable(torch.compile(backend="amp_fx")):
+            loss.backward()
+
+
 def with_a_frozen_weight(run: Model, model: Any, xs: list[Tensor]) -> None:
     losses = [loss_of(run, x) for x in xs]
     model.up.weight.requires_grad_(False)
@@ -372,6 +380,7 @@ def with_a_frozen_weight(run: Model, model: Any, xs: list[Tensor]) -> None:
         with_a_missing_gradient,
         with_a_gradient_of_another_dtype,
         with_a_dispatch_mode,
+        with_compiled_autograd,
         with_a_frozen_weight,
     ],
 )

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accumulating import WIDTH, Loop, Net, assert_same, batches, gradients, loss_of
 from torch import Tensor, nn
+from torch._dynamo.compiled_autograd import _enable
 from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
+from amp_fx import weights as weights_room
 from amp_fx.weights import training
 from graphs import DEFAULTS
 
@@ -191,12 +193,12 @@ def in_numpy(model: Any) -> None:
 
 def a_row_and_touch(model: Any) -> None:
     model.up.weight.data[7] *= 1.5
-    amp_fx.weights.touch(model.up.weight)
+    weights_room.touch(model.up.weight)
 
 
 def everything_is_cleared(model: Any) -> None:
     model.up.weight.data[7] *= 1.5
-    amp_fx.weights.clear()
+    weights_room.clear()
 
 
 def state_loaded(model: Any) -> None:
@@ -457,6 +459,21 @@ def test_gradients_that_are_taken_by_name() -> None:
     assert run_both(loop) == 4 * CAST
 
 
+def test_compiled_autograd() -> None:
+    def loop(run: Model, model: Any, xs: list[Tensor]) -> list[Tensor]:
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[Tensor]()
+        for pair in (xs[:2], xs[2:]):
+            optimizer.zero_grad()
+            for x in pair:
+                losses.append(loss_of(run, x))
+                with _enable(torch.compile(backend="amp_fx")):
+                    losses[-1].backward()
+            optimizer.step()
+        return losses
+
+    assert run_both(loop) == 2 * CAST
+
+
 def test_clipped_gradients_and_a_scaler() -> None:
     def loop(run: Model, model: Any, xs: list[Tensor]) -> list[Tensor]:
         scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
@@ -557,7 +574,7 @@ def test_a_deep_copy_has_copies_of_its_own() -> None:
         losses = accumulate(run, model, xs[:2])
         twin = copy.deepcopy(model)
         in_place(twin)
-        other: Any = torch.compile(twin, backend="amp_fx", options=DEFAULTS)
+        other: Any = compiled(twin, "cast")
         return losses + accumulate(other, twin, xs[2:3]) + accumulate(run, model, xs[3:])
 
     run_both(loop)
@@ -579,18 +596,18 @@ def test_two_threads() -> None:
 
 
 def test_copies_die_with_their_model() -> None:
-    before = amp_fx.weights.held_bytes()
+    before = weights_room.held_bytes()
     model = Net()
     run = compiled(model, "cache")
     accumulate(run, model, batches(2))
-    assert amp_fx.weights.held_bytes() == before + CAST * 2 * WIDTH * WIDTH
+    assert weights_room.held_bytes() == before + CAST * 2 * WIDTH * WIDTH
     died = weakref.ref(model.up.weight)
     copies = [weakref.ref(value) for each in training._lent.values() for value in each.values.values()]
     del model, run
     torch._dynamo.reset()
     gc.collect()
     assert died() is None
-    assert amp_fx.weights.held_bytes() == before
+    assert weights_room.held_bytes() == before
     assert all(value() is None for value in copies)
 
 
@@ -654,7 +671,7 @@ def test_sharded_parameters_are_cast_in_each_call(group: None) -> None:
 )
 def test_otherwise_weights_are_cast_in_each_call(options: dict[str, Any]) -> None:
     model = Net()
-    run = torch.compile(model, backend="amp_fx", options={**DEFAULTS, **options})
+    run = compiled(model, **options)
     with counting() as casts:
         accumulate(run, model, batches(2))
     assert casts.count == 0

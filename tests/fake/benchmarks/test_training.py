@@ -52,14 +52,27 @@ def test_a_backward_that_adds_moves_eight_bytes_less_for_each_parameter() -> Non
     )
 
 
-def test_weights_are_cast_in_kernels_of_their_own() -> None:
-    moved = training.measure(workload(), "off")
-    assert moved.weight_casts == 6 * moved.added
+def test_weights_that_are_cast_once_save_six_bytes_in_each_later_micro_batch() -> None:
+    each, once = (training.measure(workload(), arm) for arm in ("off", "once"))
+    weights = sum(p.numel() for p in Block().parameters() if p.ndim > 1)
+    assert (each.copied, once.copied) == (0, weights)
+    assert each.forward - once.forward == 6 * weights
+    assert (once.backward, once.adding) == (each.backward, each.adding)
+    assert once.per_parameter(1) == each.per_parameter(1)
+    assert each.per_parameter(4) - once.per_parameter(4) == pytest.approx(
+        6 * weights / each.parameters * 3 / 4
+    )
 
 
 def test_a_model_in_16_bits_has_nothing_to_widen() -> None:
     moved = training.measure(workload(), "bf16")
-    assert (moved.added, moved.weight_casts, moved.element) == (0, 0, 2)
+    assert (moved.added, moved.copied, moved.element) == (0, 0, 2)
+
+
+def test_a_step_in_one_graph_is_counted_in_16_bits() -> None:
+    moved = {arm: training.measure(workload(), arm) for arm in ("autocast", "off", "fast")}
+    assert moved["fast"].whole < moved["off"].whole <= moved["autocast"].whole
+    assert moved["off"].in_one_graph() <= moved["off"].per_parameter(1)
 
 
 def whole_step(update: bool, backend: str, autocast: bool, options: dict[str, Any] | None = None) -> int:
