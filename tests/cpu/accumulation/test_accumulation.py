@@ -24,6 +24,7 @@ from accumulating import (
     run_both,
     watching,
 )
+from memory import peak_bytes
 from torch import Tensor, nn
 from torch._dynamo.compiled_autograd import _enable
 from torch._functorch import config as functorch_config
@@ -100,6 +101,24 @@ def test_what_saved_a_gradient_for_its_backward_is_told_that_it_has_changed() ->
     assert added.count == 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         held.backward()
+
+
+def test_a_micro_batch_that_adds_holds_no_more_memory_than_autocasts() -> None:
+    def peak(run: Model) -> int:
+        accumulate(run, None, batches(2))
+        return peak_bytes(lambda: accumulate(run, None, batches(1)))
+
+    stock = torch.compile(Net())
+
+    def under_autocast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return stock(x)
+
+    with watching() as added:
+        ours = peak(compiled(Net(), "graph"))
+    assert added.count == 2
+    torch._dynamo.reset()
+    assert ours <= peak(under_autocast)
 
 
 def test_a_step_and_the_steps_after_it() -> None:
