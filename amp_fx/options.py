@@ -38,12 +38,12 @@ NUMERICS = {
     "eager": "rounds exactly where eager torch.autocast rounds (Inductor's emulate_precision_casts)",
 }
 
-#: name -> where the low copies of weights live in graphs without gradients
+#: name -> where the low copies of weights live
 WEIGHTS = {
-    "auto": "'cache' under torch.inference_mode, 'cast' under torch.no_grad",
+    "auto": "'cache' under torch.inference_mode, 'cast' under torch.no_grad and with gradients",
     "cast": "within the call: the graph casts them",
-    "cache": "across calls; on a CPU folded and packed by Inductor's freezing",
-    "freeze": "across calls, folded and packed by Inductor's freezing",
+    "cache": "across calls; without gradients, on a CPU, folded and packed by Inductor's freezing",
+    "freeze": "across calls, folded and packed by Inductor's freezing; with gradients as 'cast'",
 }
 
 #: name -> who adds the gradients of a micro-batch to those of the ones before
@@ -70,7 +70,7 @@ class Options:
             the path of a plan file or of a report, an :class:`amp_fx.Plan`, or a list of them. None: amp_fx plans.
         scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs, or None. It may be given with dtype "auto",
             and then counts where that is fp16.
-        weights: a key of :data:`WEIGHTS`; where low copies of weights live in graphs without gradients.
+        weights: a key of :data:`WEIGHTS`; where low copies of weights live.
         accumulation: a key of :data:`ACCUMULATION`.
         strict: raise where the backend would fall back to torch.autocast's semantics.
         inductor: options handed to Inductor, from ``mode=`` and by their own names.

@@ -59,8 +59,9 @@ class Shelf:
 
     def is_held(self, weight: Tensor) -> bool:
         """True if somebody else has a copy of a weight, such as autograd for a backward."""
+        copies: dict[torch.dtype, _Copy] = self.copies.get(weight, {})  # pyright: ignore[reportAssignmentType]
         # one for the object that is asked
-        return any(copy.value._use_count() > 1 for copy in self.copies.get(weight, {}).values())
+        return any(copy.value._use_count() > 1 for copy in copies.values())
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> _Copy:
         """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""

@@ -396,6 +396,24 @@ def test_a_checkpoint_inside_the_graph() -> None:
     )
 
 
+def test_a_checkpoint_recomputes_with_what_its_forward_read() -> None:
+    def gradients_of(make: Callable[[], nn.Module], weights: str) -> list[Tensor | None]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make()
+        loss = loss_of(compiled(model, weights), batches(1)[0])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1)
+        loss.backward()
+        return gradients(model)
+
+    # with weights cast in each call, autograd refuses, as they are read again
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients_of(Checkpointed, "cast")
+    assert_same(gradients_of(Checkpointed, "cache"), gradients_of(Net, "cast"))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_around_the_graph(reentrant: bool) -> None:
     def loop(run: Model, model: Any, xs: list[Tensor]) -> None:
