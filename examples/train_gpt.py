@@ -85,7 +85,10 @@ def main() -> None:
 
     corpus = make_corpus()
     first = get_batch(corpus, 0, arguments.batch, config.context)
-    with tqdm(total=len(runs) + arguments.steps - 1, unit="step", dynamic_ncols=True) as bar, ticking(bar):
+    total = len(runs) + arguments.steps - 1
+    # no estimate of what remains: a step that compiles says nothing of one that trains
+    look = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}]"
+    with tqdm(total=total, bar_format=look, dynamic_ncols=True) as bar, ticking(bar):
         for number, run in enumerate(runs, 1):
             bar.set_description(f"compiling {number} of {len(runs)}, {run.name}")
             run.step(*first)
