@@ -13,12 +13,13 @@ All terms are submodular, so the optimum is a minimum cut (source side = HIGH, s
 The arcs are directed. The undirected single-gadget network that is sometimes used for shared conversions
 charges some of them twice and is not exact.
 
-Ties go to HIGH, and the result does not depend on the order in which terms were added: of all minimum cuts
-the one with the largest source side is returned, which is unique.
+Ties go to what a value prefers, and then to HIGH. The result does not depend on the order in which terms were added: of
+all minimum cuts the one with the largest source side is returned, which is unique.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -63,6 +64,7 @@ class Problem:
         shared: conversions and copies.
         implies: pairs (a, b): a HIGH implies b HIGH.
         equal: pairs with equal labels.
+        preferred: value -> its label in a tie; HIGH where nothing is said.
     """
 
     unary: dict[Var, tuple[int, int]] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Problem:
     shared: list[Shared] = field(default_factory=list)
     implies: list[tuple[Var, Var]] = field(default_factory=list)
     equal: list[tuple[Var, Var]] = field(default_factory=list)
+    preferred: dict[Var, bool] = field(default_factory=dict)
 
     def add_unary(self, var: Var, high: int, low: int) -> None:
         """Adds to the cost of one value's two labels."""
@@ -78,7 +81,7 @@ class Problem:
 
     def variables(self) -> set[Var]:
         """Every value that any term mentions."""
-        found: set[Var] = {*self.unary, *self.pins}
+        found: set[Var] = {*self.unary, *self.pins, *self.preferred}
         for term in self.shared:
             found.update(term.readers)
             if term.value is not None:
@@ -105,7 +108,7 @@ def evaluate(problem: Problem, labels: Mapping[Var, bool]) -> int | None:
 
 
 def solve(problem: Problem) -> dict[Var, bool]:
-    """A labelling of least cost; among those, the one with the most HIGH values.
+    """A labelling of least cost; among those, the one with the most values as preferred.
 
     Raises:
         ContradictionError: no labelling satisfies pins, implications and equalities together.
@@ -119,8 +122,11 @@ def solve(problem: Problem) -> dict[Var, bool]:
         network.add_implication(root[a], root[b])
     for term in problem.shared:
         network.add_shared(term, root)
-    free = {r for r in root.values() if r not in pins}
-    labels = {**pins, **network.minimum(free)}
+    wishes = Counter[tuple[Var, bool]]()
+    for var, r in root.items():
+        if r not in pins:
+            wishes[r, problem.preferred.get(var, HIGH)] += 1
+    labels = {**pins, **network.minimum(wishes)}
     return {var: labels[r] for var, r in root.items()}
 
 
@@ -210,11 +216,17 @@ class _Network:
             self._arcs.append((gadget, _SINK if value is None else value, capacity))
             self._arcs += [(reader, gadget, None) for reader in readers]
 
-    def minimum(self, free: set[Var]) -> dict[Var, bool]:
-        """Labels of the free values, one minimum cut per connected component."""
+    def minimum(self, wishes: Mapping[tuple[Var, bool], int]) -> dict[Var, bool]:
+        """Labels of the free values, one minimum cut per connected component.
+
+        Args:
+            wishes: how many of the values that share a label prefer which one.
+        """
+        free = {var for var, _ in wishes}
         for var in free:
-            # a cost of LOW is cut when var is on the sink side; one unit per LOW value breaks ties to HIGH
-            high, low = self._high.get(var, 0) * self._scale, self._low.get(var, 0) * self._scale + 1
+            # a cost of LOW is cut when var is on the sink side; one unit for each wish breaks ties
+            high = self._high.get(var, 0) * self._scale + wishes.get((var, LOW), 0)
+            low = self._low.get(var, 0) * self._scale + wishes.get((var, HIGH), 0)
             least = min(high, low)
             self._arcs.append((_SOURCE, var, low - least))
             self._arcs.append((var, _SINK, high - least))

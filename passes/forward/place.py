@@ -44,7 +44,8 @@ class Place(Pass):
        the same kernel reads in fp32.
 
     Costs are those of :class:`amp_fx.placement.cost.CostModel`: copies that reach memory, stand-alone casts,
-    arithmetic. A tie goes to fewer casts, then to fewer bytes cast, then to fp32.
+    arithmetic. A tie goes to fewer casts, then to fewer bytes cast, then, for a view, to what autocast has, then to
+    fp32. (Inductor fuses the sum of a bias's gradient with what makes it less often where a view stands behind a cast.)
     ``numerics="eager"`` keeps autocast's own placement, and so does a graph with two low dtypes.
 
     Before (dtypes as autocast would have them)::
@@ -202,6 +203,8 @@ class Network:
             self._problem.pins[node] = HIGH
         elif not self._is_free(plan):
             self._problem.pins[node] = plan.dtype is not self._low
+        elif self._cost.is_view(node):
+            self._problem.preferred[node] = plan.dtype is not self._low
 
     def _is_free(self, plan: NodePlan) -> bool:
         """True where the policy allows both dtypes."""

@@ -37,8 +37,8 @@ class ScaleBackward(Pass):
     2. a gradient that leaves is divided by it, in fp32 or wider, and keeps its dtype. A 16-bit value is widened by
        the division itself: a cast of its own would be one that ``gemm_epilogue`` moves into the matmul, and what
        the division reads and writes would double.
-    3. a gradient that is rows added into zeros, such as an embedding table's, is divided row by row before: the
-       table is then not read and written once more.
+    3. a gradient that is rows added into zeros, such as an embedding table's, is divided row by row before, in the
+       kernel that makes the rows or adds them: the table is then not read and written once more.
     4. graphs without a backward, and bodies of higher-order ops, stay as they are.
 
     Before::
@@ -150,19 +150,23 @@ class _Work:
 
 
 def _added_rows(node: fx.Node) -> int | None:
-    """Which argument the node adds into zeros, and nothing else, if that is smaller than the node; else None."""
+    """Which argument the node adds into zeros, and nothing else, if dividing that is cheaper; else None."""
     position = _ADDED.get(node.target)
     if position is None or len(node.users) != 1:
         return None
     rows = node.args[position]
     if not isinstance(rows, fx.Node) or rows.meta["val"].dtype in LOW_DTYPES:
         return None
-    if node.target is not aten.embedding_dense_backward.default and not _is_zeros(node.args[0]):
+    is_external = node.target is aten.embedding_dense_backward.default
+    if not is_external and not _is_zeros(node.args[0]):
         return None
     if node.target is aten.index_put.default and node.args[3:] != (True,):
         return None
-    smaller = size_hint(rows.meta["val"].numel()) < size_hint(node.meta["val"].numel())
-    return position if smaller else None
+    value = rows.meta["val"]
+    # elsewhere the addition may be a kernel of its own, and the rows may have other readers
+    if value.device.type == "cuda" and not is_external:
+        return position
+    return position if size_hint(value.numel()) < size_hint(node.meta["val"].numel()) else None
 
 
 def _is_zeros(node: object) -> bool:

@@ -123,6 +123,14 @@ def test_softmax_follows_its_devices_list() -> None:
     assert on_cuda.dtypes("matmul") == ["bfloat16"] * 2
 
 
+def test_a_view_is_where_autocast_has_it_if_both_cost_the_same() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(torch.matmul(x, w).view(4, 16).exp().view(8, 8), w)
+
+    rewritten = rewrite(program, square(), square(), device="cuda")
+    assert rewritten.dtypes("view") == ["bfloat16", "float32"]
+
+
 def test_the_plan_says_why_a_value_is_where_it_is() -> None:
     def program(x: Tensor, w: Tensor) -> Tensor:
         return torch.matmul(x, w[:, None].expand(2, 4, 8).reshape(8, 8))

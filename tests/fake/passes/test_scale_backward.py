@@ -185,6 +185,17 @@ def test_other_tables_are_divided_whole(gm: fx.GraphModule) -> None:
     assert division in gm.graph.output_node().all_input_nodes
 
 
+def test_on_cuda_more_rows_than_the_table_has_are_divided_in_the_kernel_that_adds_them() -> None:
+    def program(x: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        zeros, ids = torch.full((2, 4), 0.0, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+        return x, aten.index_put.default(zeros, [ids], tangent * 2, True)
+
+    gm = joint_graph(program, [FP32], [FP32], [0], device="cuda")
+    scaled(gm)
+    (division,) = gm.graph.find_nodes(op="call_function", target=aten.div.Tensor)
+    assert division.meta["val"].shape == (4, 4)
+
+
 def test_rows_in_16_bits_are_not_divided() -> None:
     gm = joint_graph(lambda x, tangent: (x, ADDING["embedding"](x, tangent)), [FP16], [FP16], [0])
     assert scaled(gm)[-2:] == ["aten.div.Tensor float32", "prims.convert_element_type.default float16"]
