@@ -11,7 +11,8 @@ What the model believes about Inductor, checked against its generated code by ``
 * Views move nothing, and fuse where what they look at does. A cast behind a view handles the view's elements,
   not its base's.
 * Training doubles every byte, for gradients take the way back, and triples a matmul's arithmetic. On CUDA the gradient
-  of a weight is an exception: it leaves its matmul in fp32, and no kernel widens it.
+  of an input of the graph is an exception: a matmul returns a weight's in fp32, a bias's is widened by the kernel that
+  adds it up, several are widened where they are added. Only a convolution and attention leave one to be widened.
 
 Sizes are in elements, traffic in bytes, time in picoseconds; symbolic sizes count with the hint they were
 traced with.
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from amp_fx._torch import OpOverload, size_hint
 from amp_fx.graphs.facts import (
+    arguments,
     fake_arguments,
     is_eligible,
     is_parameter,
@@ -49,6 +51,8 @@ _FLOPS_A_BYTE = 20, 295
 _LINEAR_OPS = frozenset({"add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "neg", "sum", "mean"})
 #: matmuls with a weight, and its position among the arguments
 _WEIGHTED = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
+#: calls that come down to matmuls that can return fp32; the gradient of what ``addmm`` and ``baddbmm`` add is summed
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 #: views that a matmul's epilogue sees through (``amp_fx.passes.GemmEpilogue``)
 _RESHAPED = frozenset({"mT", "numpy_T", "permute", "reshape", "t", "transpose.int", "view"})
 #: they read as many elements as they return, however large the table
@@ -157,9 +161,45 @@ class CostModel:
 
     def cast_kernel(self, node: fx.Node, low: torch.dtype) -> int:
         """Time of a stand-alone cast of the value between fp32 and the low dtype, either way, and of its gradient."""
+        readers = self._readers(node)
+        if (
+            node.meta["val"].device.type == "cuda"
+            and readers
+            and all(self._is_convolution_bias(*r) for r in readers)
+        ):
+            # Inductor adds it to the result, and the cast is part of that kernel
+            return 0
         launch = 0 if self.profile is None else round(self.profile.launch * 1e12)
-        kernels = 2 if self.training and not self.has_wide_gradient(node) else 1
+        kernels = 2 if self.training and self._has_gradient_kernel(node) else 1
         return self._time(self.cast_bytes(node, low) * kernels) + launch * kernels
+
+    def _has_gradient_kernel(self, value: fx.Node) -> bool:
+        """True where the backward of a cast of the value is a kernel that only casts."""
+        base = value
+        while self.is_view(base):
+            base = base.all_input_nodes[0]
+        if value.meta["val"].device.type != "cuda" or not self.is_input(base):
+            return True
+        readers = self._readers(base)
+        # several gradients are added, and cast by the kernel that does it
+        return len(readers) == 1 and self._leaves_gradient_low(*readers[0])
+
+    def _readers(self, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """What reads a value, and the view of it that it reads."""
+        return [
+            found
+            for user in value.users
+            for found in (self._readers(user) if self.is_view(user) else [(user, value)])
+        ]
+
+    def _leaves_gradient_low(self, reader: fx.Node, value: fx.Node) -> bool:
+        """True where a library kernel that returns 16 bits makes the gradient of what a call reads."""
+        plan = node_plan(reader)
+        product = plan is not None and plan.op in _PRODUCTS
+        return self.is_external(reader) and not product and not _is_bias(reader, value)
+
+    def _is_convolution_bias(self, reader: fx.Node, value: fx.Node) -> bool:
+        return is_convolution(reader) and _is_bias(reader, value)
 
     def has_wide_gradient(self, value: fx.Node) -> bool:
         """True for a weight whose gradient leaves a matmul in fp32, whatever the matmul multiplies.
@@ -232,6 +272,10 @@ class CostModel:
 
     def _time(self, nbytes: int) -> int:
         return nbytes * _UNIT if self.profile is None else round(self.profile.bytes_seconds(nbytes) * 1e12)
+
+
+def _is_bias(reader: fx.Node, value: fx.Node) -> bool:
+    return any(name == "bias" and argument is value for name, argument in arguments(reader))
 
 
 def _signature(value: object) -> object:

@@ -143,15 +143,18 @@ class Weighted(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("device", "how", "kernels"),
+    ("device", "how", "kernels", "gradient"),
     [
-        ("cuda", "read", 1),
-        ("cuda", "transposed", 1),
-        ("cuda", "shared", 2),
-        ("cpu", "read", 2),
+        ("cuda", "read", 1, 4),
+        ("cuda", "transposed", 1, 4),
+        # two gradients are added, and widened, by one kernel
+        ("cuda", "shared", 1, 2),
+        ("cpu", "read", 2, 2),
     ],
 )
-def test_on_cuda_no_kernel_widens_the_gradient_of_a_weight(device: str, how: str, kernels: int) -> None:
+def test_on_cuda_no_kernel_widens_the_gradient_of_a_weight(
+    device: str, how: str, kernels: int, gradient: int
+) -> None:
     # one byte a second; a kernel takes a second to start
     profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
     cost, nodes = model(Weighted(how), x(), training=True, profile=profile, device=device)
@@ -161,7 +164,6 @@ def test_on_cuda_no_kernel_widens_the_gradient_of_a_weight(device: str, how: str
     weight = reader.args[1]
     assert cost.cast_kernel(weight, BF16) == kernels * (6 * W + 1) * 10**12
     # the forward reads it, and the backward writes its gradient
-    gradient = 4 if kernels == 1 else 2
     assert cost.read(reader, weight, 2) == (2 + gradient) * W * 10**12
     assert cost.read(reader, weight, 4) == 8 * W * 10**12
 
