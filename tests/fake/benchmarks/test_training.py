@@ -70,8 +70,8 @@ def test_a_model_in_16_bits_has_nothing_to_widen() -> None:
 
 
 def test_a_step_in_one_graph_is_counted_in_16_bits() -> None:
-    moved = {arm: training.measure(workload(), arm) for arm in ("autocast", "off", "fast")}
-    assert moved["fast"].whole < moved["off"].whole <= moved["autocast"].whole
+    moved = {arm: training.measure(workload(), arm) for arm in ("autocast", "off", "bf16")}
+    assert moved["bf16"].whole < moved["off"].whole <= moved["autocast"].whole
     assert moved["off"].in_one_graph() <= moved["off"].per_parameter(1)
 
 
