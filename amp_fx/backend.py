@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from amp_fx._torch import compile_id, graph_break
 from amp_fx.errors import CaptureError, PassError
+from amp_fx.fp8 import add_choices, fp8_placement
 from amp_fx.graphs.capture import graph_devices
 from amp_fx.graphs.fallback import under_autocast, warn_fallback
 from amp_fx.graphs.regions import Region, ambient_regions, is_autocast_call
@@ -24,6 +25,7 @@ from amp_fx.graphs.scope import not_ours, takes_own_gradients
 from amp_fx.graphs.uncompiled import graph_arrived, watch
 from amp_fx.lowering import lower
 from amp_fx.options import Options
+from amp_fx.passes import PlaceFp8
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.publish import is_heard, publish
 from amp_fx.plans.summary import summary
@@ -79,7 +81,10 @@ def amp_fx(
         return _fall_back(call, str(error))
     if call.training and call.scaler is None:
         _say_what_scales(call, plan)
+    call.fp8 = fp8_placement(opts, call.ambient, plan)
     compiled = _COMPILE[_way(call, rewritten, plan)](call, rewritten)
+    if call.fp8 is not None:
+        add_choices(plan, call.fp8)
     if call.training:
         compiled = counting(compiled)
     plan.graph, plan.graph_break = compile_id(), graph_break(gm)
@@ -121,6 +126,7 @@ class _Call:
         ambient: autocast state at graph entry per device type.
         training: True if the graph will be differentiated.
         scaler: name of the scaler of the graph's backward, or None. What takes its gradients itself has no backward.
+        fp8: the pass that chooses what runs in fp8, or None.
     """
 
     def __init__(
@@ -137,6 +143,7 @@ class _Call:
         )
         outside = self.training and not takes_own_gradients(gm)
         self.scaler = opts.scaler if outside and is_scaled(ambient) else None
+        self.fp8: PlaceFp8 | None = None
 
 
 class _Way(enum.Enum):
@@ -159,7 +166,7 @@ def _way(call: _Call, rewritten: fx.GraphModule, plan: Plan) -> _Way:
             return _Way.FROZEN
     if copied_weights(rewritten):
         return _Way.COPIES
-    if not plan.changed and not any(map(is_autocast_call, call.gm.graph.nodes)):
+    if call.fp8 is None and not plan.changed and not any(map(is_autocast_call, call.gm.graph.nodes)):
         return _Way.AS_TRACED
     return _Way.REWRITTEN
 
@@ -170,7 +177,7 @@ def _as_traced(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _rewritten(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    return lower(rewritten, call.example_inputs, call.opts, call.scaler)
+    return lower(rewritten, call.example_inputs, call.opts, call.scaler, call.fp8)
 
 
 def _copies(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:

@@ -19,6 +19,8 @@ from amp_fx.passes import (
     KeepStatistics,
     Pass,
     PassContext,
+    PlaceFp8,
+    QuantiseMatmuls,
     ReadCopies,
     run_in_order,
 )
@@ -31,7 +33,11 @@ __all__ = ["lower"]
 
 
 def lower(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, scaler: str | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    opts: Options,
+    scaler: str | None = None,
+    fp8: PlaceFp8 | None = None,
 ) -> Callable[..., Any]:
     """Compiles a graph with Inductor.
 
@@ -40,6 +46,7 @@ def lower(
         example_inputs: one per placeholder.
         opts: validated options.
         scaler: name of the :class:`amp_fx.GradScaler` of the graph's backward, or None.
+        fp8: the pass that chooses what runs in fp8, or None. It says afterwards what it chose.
 
     Returns:
         A callable with the graph's signature.
@@ -50,6 +57,8 @@ def lower(
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
         joint.append(scaled.rewriting)
+    if fp8 is not None:
+        joint += [fp8, QuantiseMatmuls()]
     devices = [device for device in sorted(graph_devices(gm)) if device != "cpu" or _concerns_cpu(gm)]
     joint += [step for device in devices for step in JOINT_PIPELINES.get(device, ())]
     if opts.numerics == "eager":

@@ -19,8 +19,9 @@ from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.policy import Policy
+from amp_fx.policy.fp8 import AUTO
 
-__all__ = ["ACCUMULATION", "DTYPES", "NUMERICS", "WEIGHTS", "Options"]
+__all__ = ["ACCUMULATION", "DTYPES", "FP8", "NUMERICS", "WEIGHTS", "Options"]
 
 #: accepted spellings of the low dtype
 DTYPES: dict[str, torch.dtype | None] = {
@@ -53,6 +54,14 @@ ACCUMULATION = {
     "autograd": "autograd, as without amp_fx",
 }
 
+#: name -> what a scale of policy fp8 stands for
+FP8 = {
+    AUTO: "'rowwise' on Hopper (sm_90), 'tensorwise' on other devices",
+    "rowwise": "a row that a matmul contracts; e4m3, scales are powers of two",
+    "tensorwise": "a whole tensor; gradients in e5m2",
+    "rowwise_gw_hp": "as rowwise; gradients of weights are multiplied in the low dtype",
+}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -75,6 +84,7 @@ class Options:
         strict: raise where the backend would fall back to torch.autocast's semantics.
         inductor: options handed to Inductor, from ``mode=`` and by their own names.
         harm: what the file that the policy names holds, or None.
+        fp8: a key of :data:`FP8`; how policy fp8 scales.
     """
 
     dtype: torch.dtype | None = None
@@ -88,6 +98,7 @@ class Options:
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
     harm: Harm | None = None
+    fp8: str = AUTO
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
@@ -125,6 +136,7 @@ class Options:
                 )
             inductor["emulate_precision_casts"] = True
         policy = Policy.parse(values.get("policy", "autocast"))
+        fp8 = _parse_fp8(values.get("fp8", AUTO), policy, numerics)
         dtype = _with_policy(dtype, policy)
         plan = _parse_plan(values.get("plan"))
         harm = _load_harm(policy, dtype, numerics)
@@ -132,7 +144,7 @@ class Options:
         weights = _one_of("weights", WEIGHTS, values.get("weights", "auto"))
         accumulation = _one_of("accumulation", ACCUMULATION, values.get("accumulation", "auto"))
         return cls(
-            dtype, policy, numerics, profile, plan, scaler, weights, accumulation, strict, inductor, harm
+            dtype, policy, numerics, profile, plan, scaler, weights, accumulation, strict, inductor, harm, fp8
         )
 
     def low_dtype(self, device_type: str) -> torch.dtype:
@@ -199,6 +211,27 @@ def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str) -> Harm
             f"calibrate with dtype={dtype_name(dtype)!r}, or change one of the two."
         )
     return harm
+
+
+def _parse_fp8(value: object, policy: Policy, numerics: str) -> str:
+    """The recipe by name.
+
+    Raises:
+        OptionsError: no such recipe, or one of another policy; or numerics that fp8 cannot have.
+    """
+    recipe = _one_of("fp8", FP8, value)
+    if policy.base != "fp8":
+        if recipe != AUTO:
+            raise OptionsError(
+                f"fp8={recipe!r} is about policy 'fp8', policy is {str(policy)!r}; add policy='fp8', or drop it."
+            )
+        return recipe
+    if numerics == "eager":
+        raise OptionsError(
+            "policy 'fp8' contradicts numerics='eager', which rounds where eager torch.autocast rounds; drop one of "
+            "the two."
+        )
+    return recipe
 
 
 def _one_of(option: str, valid: Mapping[str, str], value: object) -> str:

@@ -29,6 +29,7 @@ from amp_fx.passes import (
     PlaceByHarm,
     Replay,
     cached_pipeline,
+    fp8_pipeline,
     replay_pipeline,
     run_passes,
 )
@@ -77,6 +78,8 @@ def rewrite(
             pipeline, folded = cached_pipeline(PIPELINE), weight_inputs(captured)
         elif training and _casts_once(gm, opts):
             pipeline, lent = cached_pipeline(PIPELINE, training=True), weight_inputs(captured)
+        if opts.policy.base == "fp8":
+            pipeline = fp8_pipeline(pipeline)
         profile = resolve(opts.profile, device)
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded, lent=lent)
         if opts.plan is not None:

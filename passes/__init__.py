@@ -18,6 +18,7 @@ lend_weights      (training, on request) low copies of weights are inputs, and t
 fold_weights      (export) weights are stored as they are read, and their casts go
 fuse_casts        conversions that do nothing go
 verify            it runs, and its dtypes are the planned and the promised ones
+mark_fp8          (policy fp8) the matmuls that may run in fp8
 ================= =====================================================================
 
 ``joint/``, Inductor's joint graph, forward and backward together:
@@ -25,6 +26,8 @@ verify            it runs, and its dtypes are the planned and the promised ones
 ================= =====================================================================
 read_copies       (training, on request) matmuls read low copies of weights
 scale_backward    (fp16) loss scaling and finite checks inside the backward
+place_fp8         (policy fp8) which matmuls run in fp8, forward and backward
+quantise_matmuls  (policy fp8) operands are scaled and converted once, and matmuls read them
 gemm_epilogue     (CUDA) a matmul returns fp32 where the graph does
 keep_statistics   norms keep what their backward needs in fp32
 lay_out_gradients (CPU) gradients of convolutions in their weights' layout
@@ -54,6 +57,7 @@ from amp_fx.passes.forward.fuse_casts import FuseCasts
 from amp_fx.passes.forward.insert_casts import InsertCasts
 from amp_fx.passes.forward.keep_weights import KeepWeights
 from amp_fx.passes.forward.lend_weights import LendWeights
+from amp_fx.passes.forward.mark_fp8 import MarkFp8
 from amp_fx.passes.forward.pin_dtypes import PinDtypes
 from amp_fx.passes.forward.place import Place
 from amp_fx.passes.forward.place_by_harm import PlaceByHarm
@@ -62,6 +66,8 @@ from amp_fx.passes.forward.verify import Verify
 from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
 from amp_fx.passes.joint.keep_statistics import KeepStatistics
 from amp_fx.passes.joint.lay_out_gradients import LayOutGradients
+from amp_fx.passes.joint.place_fp8 import PlaceFp8
+from amp_fx.passes.joint.quantise_matmuls import QuantiseMatmuls
 from amp_fx.passes.joint.read_copies import ReadCopies
 from amp_fx.passes.joint.scale_backward import ScaleBackward
 from amp_fx.passes.joint.separate_outputs import SeparateOutputs
@@ -86,12 +92,15 @@ __all__ = [
     "LayOutGradients",
     "LayOutWeights",
     "LendWeights",
+    "MarkFp8",
     "Pass",
     "PassContext",
     "PassResult",
     "PinDtypes",
     "Place",
     "PlaceByHarm",
+    "PlaceFp8",
+    "QuantiseMatmuls",
     "ReadCopies",
     "Replay",
     "ScaleBackward",
@@ -99,6 +108,7 @@ __all__ = [
     "Verify",
     "cached_pipeline",
     "export_pipeline",
+    "fp8_pipeline",
     "replay_pipeline",
     "run_in_order",
     "run_passes",
@@ -134,6 +144,11 @@ def cached_pipeline(pipeline: Sequence[Pass], *, training: bool = False) -> tupl
     return tuple(
         step for base in pipeline for step in ((cache, base) if isinstance(base, Verify) else (base,))
     )
+
+
+def fp8_pipeline(pipeline: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Forward passes for a graph whose low matmuls may run in fp8."""
+    return (*pipeline, MarkFp8())
 
 
 def export_pipeline(keep: KeepWeights, fold: FoldWeights) -> tuple[Pass, ...]:

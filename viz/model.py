@@ -340,7 +340,7 @@ class _Builder:
 
 
 def _dtype(node: NodePlan) -> str:
-    return "" if node.dtype is None else dtype_name(node.dtype)
+    return "" if node.computed is None else dtype_name(node.computed)
 
 
 def _is_passage(node: NodePlan) -> bool:

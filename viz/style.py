@@ -34,13 +34,14 @@ __all__ = [
 
 #: fill colours by compute dtype: low precision is dark, fp32 light, so that they differ in print, too
 DTYPES = {
+    "float8_e4m3fn": "#6a3d9a",
     "bfloat16": "#2a78ad",
     "float16": "#1f7f63",
     "float32": "#fdecb8",
 }
 
 #: text on these
-INK = {"bfloat16": "#ffffff", "float16": "#ffffff"}
+INK = {"float8_e4m3fn": "#ffffff", "bfloat16": "#ffffff", "float16": "#ffffff"}
 
 #: fill colours by what rounding a call adds to the relative error of the gradient: (below, colour). Lightness tells
 #: them apart, too. The first is for what was not measured
@@ -67,6 +68,7 @@ TINT = "#d1495b"
 #: the page's colours by name, for a light window and for a dark one
 LIGHT = {
     **DTYPES,
+    "on-float8_e4m3fn": "#ffffff",
     "on-bfloat16": "#ffffff",
     "on-float16": "#ffffff",
     "on-float32": "#332600",
@@ -84,9 +86,11 @@ LIGHT = {
     "border": "#222222",
 }
 DARK = {
+    "float8_e4m3fn": "#c3a5e8",
     "bfloat16": "#5eb0e5",
     "float16": "#45bf99",
     "float32": "#4b3e17",
+    "on-float8_e4m3fn": "#160527",
     "on-bfloat16": "#00131f",
     "on-float16": "#001f16",
     "on-float32": "#ffeab0",

@@ -2,7 +2,7 @@
 const model = JSON.parse(document.getElementById("data").textContent);
 const style = model.style;
 const SVG = "http://www.w3.org/2000/svg";
-const SHORT = { bfloat16: "bf16", float16: "fp16", float32: "fp32", float64: "fp64" };
+const SHORT = { float8_e4m3fn: "fp8", bfloat16: "bf16", float16: "fp16", float32: "fp32", float64: "fp64" };
 const BITS = { bf16: 16, fp16: 16, fp32: 32, fp64: 64 };
 const MANY = 400;     // more boxes than this take long to lay out
 const LONGEST = 48;   // characters in a box

@@ -29,6 +29,7 @@ from amp_fx.errors import VerifyError
 
 __all__ = [
     "COPY_META",
+    "FP8_DTYPES",
     "LOW_DTYPES",
     "RAN_META",
     "argument_value",
@@ -42,6 +43,7 @@ __all__ = [
     "in_place_target",
     "is_cast",
     "is_eligible",
+    "is_fp8",
     "is_gradient_call",
     "is_leaf_call",
     "is_matmul",
@@ -63,6 +65,9 @@ __all__ = [
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _PLACED_DTYPES = (torch.float32, *LOW_DTYPES)
+
+#: dtypes of operands of scaled matmuls
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 #: node.meta key of an input that is a low copy of a weight: the name of the input that it is a copy of
 COPY_META = "amp_fx_copy_of"
@@ -126,6 +131,11 @@ def is_eligible(value: Any) -> TypeGuard[torch.Tensor]:
         and value.layout is torch.strided
         and type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
     )
+
+
+def is_fp8(value: Any) -> bool:
+    """True for a tensor of a dtype in which scaled matmuls take their operands."""
+    return isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES
 
 
 def arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
@@ -343,7 +353,7 @@ def _known_flops(node: fx.Node, args: tuple[Any, ...]) -> int | None:
     name, value = getattr(node.target, "_opname", ""), node.meta.get("val")
     if not isinstance(value, torch.Tensor) or len(args) < 2:
         return None
-    if name in ("linear", "matmul", "mm", "bmm") and min(args[0].ndim, args[1].ndim) > 1:
+    if name in ("linear", "matmul", "mm", "bmm", "_scaled_mm") and min(args[0].ndim, args[1].ndim) > 1:
         return 2 * numel(value) * size_hint(args[0].shape[-1])
     if name in ("addmm", "baddbmm") and len(args) > 2:
         return 2 * numel(value) * size_hint(args[1].shape[-1])

@@ -11,7 +11,7 @@ import torch
 
 from amp_fx.errors import did_you_mean
 from amp_fx.placement.gpus import ROCM, Gpu, gpu_row
-from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile, ProfileError, check_device_type
+from amp_fx.placement.profile import DEVICE_TYPES, FLOAT8, DeviceProfile, ProfileError, check_device_type
 
 __all__ = ["builtin", "cuda_profile", "resolve"]
 
@@ -191,6 +191,7 @@ def cuda_profile(label: str, row: Gpu) -> DeviceProfile:
         "float32": _float32_rate("cuda", row.float32, row.tf32),
         "bfloat16": row.bfloat16,
         "float16": row.float16,
+        **({} if row.float8 is None else {FLOAT8: row.float8}),
     }
     return DeviceProfile(
         name=f"{label} ({row.name})",

@@ -23,6 +23,7 @@ class Gpu:
         sms: streaming multiprocessors.
         memory: GB.
         l2: cache, in MiB.
+        float8: TFLOP/s in e4m3 and e5m2, dense, accumulated in fp32; None without such tensor cores.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Gpu:
     sms: int
     memory: int
     l2: float
+    float8: float | None = None
 
     @property
     def key(self) -> str:
@@ -55,15 +57,18 @@ GPUS = (
     Gpu("A100", (8, 0), 19.5, 156, 312, 312, 1555, 108, 40, 40),  # A100 datasheet and whitepaper, 40 GB
     # NVIDIA Ampere GA102 whitepaper, table 2
     Gpu("RTX 3090", (8, 6), 35.6, 35.6, 71, 71, 936, 82, 24, 6),
-    Gpu("RTX 4090", (8, 9), 82.6, 82.6, 165.2, 165.2, 1008, 128, 24, 72),  # NVIDIA Ada whitepaper, appendix A
-    Gpu("L4", (8, 9), 30.3, 60, 121, 121, 300, 58, 24, 48),  # L4 datasheet (half of the sparse rates)
+    # Tensor cores for fp8, too.
+    # NVIDIA Ada whitepaper, appendix A
+    Gpu("RTX 4090", (8, 9), 82.6, 82.6, 165.2, 165.2, 1008, 128, 24, 72, float8=330.3),
+    # L4 datasheet (half of the sparse rates)
+    Gpu("L4", (8, 9), 30.3, 60, 121, 121, 300, 58, 24, 48, float8=242.5),
     # H100 and H200 datasheets, SXM5 (half of the sparse rates); Hopper whitepaper
-    Gpu("H100", (9, 0), 66.9, 494.7, 989.4, 989.4, 3350, 132, 80, 50),
-    Gpu("H200", (9, 0), 66.9, 494.7, 989.4, 989.4, 4800, 132, 141, 50),
+    Gpu("H100", (9, 0), 66.9, 494.7, 989.4, 989.4, 3350, 132, 80, 50, float8=1978.9),
+    Gpu("H200", (9, 0), 66.9, 494.7, 989.4, 989.4, 4800, 132, 141, 50, float8=1978.9),
     # Blackwell datasheet, HGX B200 (half of the sparse rates, an eighth of the board's memory)
-    Gpu("B200", (10, 0), 75, 1100, 2250, 2250, 7700, 148, 180, 126),
+    Gpu("B200", (10, 0), 75, 1100, 2250, 2250, 7700, 148, 180, 126, float8=4500),
     # NVIDIA RTX Blackwell whitepaper, appendix A
-    Gpu("RTX 5090", (12, 0), 104.8, 104.8, 209.5, 209.5, 1792, 170, 32, 96),
+    Gpu("RTX 5090", (12, 0), 104.8, 104.8, 209.5, 209.5, 1792, 170, 32, 96, float8=419),
 )
 
 #: ROCm numbers its architectures otherwise. AMD Instinct MI200 datasheet, one die of an MI250X.

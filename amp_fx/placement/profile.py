@@ -24,12 +24,18 @@ from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.plans.files import TooLongError, read_text, write_text
 from amp_fx.plans.schema import SchemaError, decode, parse_object
 
-__all__ = ["DEVICE_TYPES", "DTYPES", "DeviceProfile", "ProfileError", "check_device_type"]
+__all__ = ["DEVICE_TYPES", "DTYPES", "FLOAT8", "DeviceProfile", "ProfileError", "check_device_type"]
 
 DEVICE_TYPES = ("cpu", "cuda")
 
-#: dtypes that a profile may have a matmul rate for
+#: dtypes that every device multiplies in, and that are measured
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+#: the key of the rate of scaled matmuls in fp8, which few devices have
+FLOAT8 = "float8_e4m3fn"
+
+#: what a profile may have a matmul rate for
+_RATES = (*DTYPES, FLOAT8)
 
 _FORMAT = "amp_fx device profile"
 _VERSION = 1
@@ -48,7 +54,8 @@ class DeviceProfile:
     Attributes:
         name: what was looked up or measured, for reports.
         device_type: ``"cpu"`` or ``"cuda"``.
-        peak: dtype name -> sustained rate of a large matmul, in FLOP/s; always has "float32".
+        peak: dtype name -> sustained rate of a large matmul, in FLOP/s; always has "float32". Without
+            "float8_e4m3fn" nothing runs in fp8.
         bandwidth: of main or device memory, in bytes/s, reads and writes together.
         launch: what a kernel of its own costs at least, in seconds: the launch on CUDA, the call and a
             parallel region on CPU.
@@ -112,11 +119,11 @@ class DeviceProfile:
         except SchemaError as error:
             raise ProfileError(f"not a device profile: {error}") from error
         check_device_type(profile.device_type)
-        unknown = next((dtype for dtype in profile.peak if dtype not in DTYPES), None)
+        unknown = next((dtype for dtype in profile.peak if dtype not in _RATES), None)
         if unknown is not None or "float32" not in profile.peak:
             raise ProfileError(
                 f"device profile.peak has the dtypes {', '.join(map(_short, profile.peak)) or 'none'}; valid: "
-                f"{', '.join(DTYPES)}, and float32 must be there." + did_you_mean(str(unknown)[:60], DTYPES)
+                f"{', '.join(_RATES)}, and float32 must be there." + did_you_mean(str(unknown)[:60], _RATES)
             )
         rates = {f"peak.{dtype}": rate for dtype, rate in profile.peak.items()}
         for field_name, rate in {**rates, "bandwidth": profile.bandwidth, "launch": profile.launch}.items():

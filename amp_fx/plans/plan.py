@@ -80,6 +80,8 @@ class NodePlan:
         flops: of matmuls, convolutions and attention; 0 elsewhere.
         inputs: names of what it reads, casts and graph inputs included.
         operands: shapes of the floating tensors it reads, in order.
+        multiplied: dtype of what is multiplied, where that is narrower than ``dtype``: of a matmul in fp8, whose result
+            is in the low dtype.
     """
 
     name: str
@@ -101,6 +103,12 @@ class NodePlan:
     flops: int = 0
     inputs: tuple[str, ...] = ()
     operands: tuple[tuple[int, ...], ...] = ()
+    multiplied: torch.dtype | None = None
+
+    @property
+    def computed(self) -> torch.dtype | None:
+        """The dtype of the arithmetic: of what is multiplied, else of the computation and its result."""
+        return self.multiplied or self.dtype
 
 
 @dataclass
@@ -171,6 +179,7 @@ class Plan:
             None where that was not asked for.
         training: True if the graph was to be differentiated.
         profile: name of the device profile that weighed casts against arithmetic, or an empty string.
+        fp8: under policy fp8, in training: the recipe, or why the policy means autocast here; else an empty string.
     """
 
     graph: str = "graph"
@@ -184,6 +193,7 @@ class Plan:
     autocast: dict[str, int] | None = None
     training: bool = False
     profile: str = ""
+    fp8: str = ""
 
     @property
     def changed(self) -> bool:
@@ -202,11 +212,11 @@ class Plan:
         raise KeyError(name)
 
     def ops_by_dtype(self) -> dict[str, Counter[str]]:
-        """Calls per op and dtype: ``{"linear": {"bfloat16": 12}}``, ops without a floating dtype left out."""
+        """Calls per op and dtype of the arithmetic: ``{"linear": {"bfloat16": 12}}``, others left out."""
         table: dict[str, Counter[str]] = {}
         for node in self.nodes:
-            if node.dtype is not None:
-                table.setdefault(node.op, Counter())[dtype_name(node.dtype)] += 1
+            if node.computed is not None:
+                table.setdefault(node.op, Counter())[dtype_name(node.computed)] += 1
         return table
 
     def to_dict(self) -> dict[str, Any]:

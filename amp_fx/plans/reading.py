@@ -14,6 +14,7 @@ from amp_fx.graphs.facts import (
     cast_bytes,
     is_cast,
     is_eligible,
+    is_fp8,
     is_matmul,
     is_parameter,
     is_view,
@@ -70,7 +71,7 @@ def measure(row: NodePlan, node: fx.Node, path: str, seen: dict[Any, int]) -> No
     row.operands = tuple(
         _shape(value)
         for source in tensor_nodes((node.args, node.kwargs))
-        if is_eligible(value := source.meta.get("val"))
+        if is_eligible(value := source.meta.get("val")) or is_fp8(value)
     )
     if row.operands and is_matmul(node):
         key = node.target, row.operands, row.shape

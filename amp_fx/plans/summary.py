@@ -14,7 +14,7 @@ __all__ = ["TOO_SMALL", "matmuls", "summary", "untouched_matmuls"]
 #: what :mod:`amp_fx.passes.forward.place` writes where a device profile keeps a matmul in fp32
 TOO_SMALL = "casting would cost more"
 
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_SHORT = {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 #: matmuls by their names in torch, of which the captured graph has no ATen call: inside vmap and torch.func
 _BY_NAME = frozenset(
@@ -101,5 +101,5 @@ def _why(node: NodePlan, plan: Plan) -> str:
 
 
 def _dtype(node: NodePlan) -> str:
-    name = "mixed dtypes" if node.dtype is None else dtype_name(node.dtype)
+    name = "mixed dtypes" if node.computed is None else dtype_name(node.computed)
     return _SHORT.get(name, name)

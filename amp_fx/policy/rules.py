@@ -35,6 +35,7 @@ __all__ = ["BASES", "PRECISIONS", "Policy", "Rule"]
 BASES = {
     "autocast": "the numerics of torch.autocast on that device, with cheaper casts",
     "fast": "as autocast, but sums of mixed precision may be stored low, and nothing is saved twice",
+    "fp8": "as autocast, and low matmuls run in fp8 in training where the device gains from it",
 }
 
 #: what a rule can force, and the class a forced node gets
@@ -195,6 +196,11 @@ class Policy:
         if not isinstance(rules, (list, tuple)):
             raise OptionsError(f"'rules' of a policy must be a list of rules; got {rules!r}.")
         harm, budget = _parse_harm(data)
+        if harm is not None and base == "fp8":
+            raise OptionsError(
+                f"policy harm {harm!r} is about float32 and the low dtype, which base 'fp8' contradicts; drop one of "
+                "the two."
+            )
         return cls(base, tuple(Rule.parse(rule) for rule in rules), dtype, harm=harm, budget=budget)
 
 

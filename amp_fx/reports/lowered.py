@@ -14,6 +14,7 @@ from amp_fx.graphs.facts import (
     arguments,
     cast_bytes,
     is_eligible,
+    is_fp8,
     is_matmul,
     is_view,
     module_path,
@@ -168,6 +169,9 @@ def _backward_node(node: fx.Node, low: torch.dtype | None) -> NodePlan:
     if is_matmul(node) and len(dtypes) == 1:
         # a weight's gradient leaves a 16-bit matmul in fp32
         (dtype,) = dtypes
+    multiplied = _multiplied(node)
+    if multiplied is not None:
+        dtypes = {multiplied}
     origin = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
     what = f"gradient of {getattr(origin[-1][1], '__name__', origin[-1][1])}" if origin else "gradient"
     read = ", ".join(sorted(map(dtype_name, dtypes))) or "nothing floating"
@@ -183,4 +187,12 @@ def _backward_node(node: fx.Node, low: torch.dtype | None) -> NodePlan:
         traced=dtype,
         low=low,
         dtype=dtype,
+        multiplied=multiplied,
     )
+
+
+def _multiplied(node: fx.Node) -> torch.dtype | None:
+    """The dtype that a scaled matmul multiplies; e5m2, in which gradients may be, has the same rate as e4m3."""
+    if not is_matmul(node) or not any(is_fp8(source.meta.get("val")) for source in node.all_input_nodes):
+        return None
+    return torch.float8_e4m3fn

@@ -15,9 +15,11 @@ import torch.fx as fx
 
 from amp_fx._torch import Lowered
 from amp_fx.graphs.facts import (
+    FP8_DTYPES,
     arguments,
     cast_bytes,
     is_eligible,
+    is_fp8,
     is_matmul,
     module_path,
     tensor_nodes,
@@ -204,8 +206,10 @@ def _dtypes(graphs: Sequence[tuple[str, Lowered]]) -> dict[str, str]:
                 value.meta["val"].dtype
                 for _, argument in arguments(node)
                 for value in tensor_nodes(argument)
-                if is_eligible(value.meta.get("val"))
+                if is_eligible(value.meta.get("val")) or is_fp8(value.meta.get("val"))
             ]
+            # scales are fp32
+            read = [dtype for dtype in read if dtype in FP8_DTYPES] or read
             results = [value.dtype for value in tensors(node.meta.get("val")) if is_eligible(value)]
             if is_matmul(node) and read:
                 settled.add(path)

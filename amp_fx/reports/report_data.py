@@ -76,15 +76,15 @@ class ReportData:
         sizes: Counter[str] = Counter()
         for plan in self.plans:
             for node in plan.nodes:
-                if node.dtype is not None:
-                    flops[dtype_name(node.dtype)] += node.flops
+                if node.computed is not None and node.dtype is not None:
+                    flops[dtype_name(node.computed)] += node.flops
                     sizes[dtype_name(node.dtype)] += node.bytes
         return {
             dtype: {
                 "flops": flops[dtype] / max(flops.total(), 1),
                 "bytes": sizes[dtype] / max(sizes.total(), 1),
             }
-            for dtype in sorted(sizes, key=lambda dtype: (-flops[dtype], -sizes[dtype]))
+            for dtype in sorted({*sizes, *flops}, key=lambda dtype: (-flops[dtype], -sizes[dtype]))
         }
 
     def compared(self) -> dict[str, Cost]:
@@ -112,6 +112,10 @@ class ReportData:
         for plan in self.plans:
             for op, dtypes in plan.ops_by_dtype().items():
                 calls.setdefault(op, Counter()).update(dtypes)
-        columns = [d for d in ("float16", "bfloat16", "float32") if any(row[d] for row in calls.values())]
+        columns = [
+            d
+            for d in ("float8_e4m3fn", "float16", "bfloat16", "float32")
+            if any(row[d] for row in calls.values())
+        ]
         columns += sorted({d for row in calls.values() for d in row} - set(columns))
         return columns, sorted(calls.items(), key=lambda item: (-item[1].total(), item[0]))

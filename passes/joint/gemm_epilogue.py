@@ -23,6 +23,9 @@ _WIDE: dict[OpOverload, OpOverload] = {
     aten.bmm.default: aten.bmm.dtype,
 }
 
+#: position of the dtype that a scaled matmul returns, and of what it adds
+_SCALED_DTYPE, _SCALED_BIAS = 6, 4
+
 #: views that may stand between the matmul, the widening and the output
 _VIEWS = frozenset(
     {aten.view.default, aten.reshape.default, aten.permute.default, aten.t.default, aten.transpose.int}
@@ -42,7 +45,8 @@ class GemmEpilogue(Pass):
 
     1. the matmul's only readers are casts to fp32, which the graph returns and nobody else reads.
     2. as 1, with views in between, before or after the cast.
-    3. a result that something in the graph reads, in whichever dtype, stays: the cast is part of its reader's kernel
+    3. a matmul in fp8 with one scale for each operand; with a scale for each row, not all kernels return fp32.
+    4. a result that something in the graph reads, in whichever dtype, stays: the cast is part of its reader's kernel
        and costs nothing there, while the matmul would write twice the bytes and the reader read them.
 
     Before::
@@ -63,12 +67,15 @@ class GemmEpilogue(Pass):
         """See the class."""
         widened = 0
         for node in list(gm.graph.nodes):
-            if node.target not in _WIDE or not _is_low_cuda(node):
+            if not (node.target in _WIDE or _is_scaled_whole(node)) or not _is_low_cuda(node):
                 continue
             views, casts = _readers(node)
             if not casts:
                 continue
-            node.target, node.args = _WIDE[node.target], (*node.args, torch.float32)
+            if node.target in _WIDE:
+                node.target, node.args = _WIDE[node.target], (*node.args, torch.float32)
+            else:
+                node.update_arg(_SCALED_DTYPE, torch.float32)  # type: ignore[arg-type]  # a dtype is an argument
             for changed in (node, *views):
                 changed.meta["val"] = run_fake(changed)
             for cast in casts:
@@ -76,6 +83,15 @@ class GemmEpilogue(Pass):
                 gm.graph.erase_node(cast)
             widened += 1
         return PassResult(gm, widened, f"{widened} matmuls return fp32")
+
+
+def _is_scaled_whole(node: fx.Node) -> bool:
+    """True for a matmul in fp8 with one scale for each operand, and without a bias, which no kernel adds in fp32."""
+    return (
+        node.target is aten._scaled_mm.default
+        and node.args[_SCALED_BIAS] is None
+        and all(scale.meta["val"].ndim == 0 for scale in node.args[2:4])  # type: ignore[union-attr]  # nodes
+    )
 
 
 def _is_low_cuda(node: fx.Node) -> bool:

@@ -21,7 +21,9 @@ __all__ = ["AccumulateGradients"]
 aten = torch.ops.aten
 
 #: library calls whose results reach memory in 16 bits; the second result of a convolution's is the weight's gradient
-_PRODUCERS = frozenset({aten.mm.default, aten.bmm.default, aten.convolution_backward.default})
+_PRODUCERS = frozenset(
+    {aten.mm.default, aten.bmm.default, aten.convolution_backward.default, aten._scaled_mm.default}
+)
 
 #: library call that returns fp32 -> the one that adds instead, and how many arguments they share. Matmuls that return
 #: fp32 are for CUDA, casts that change the layout for a CPU

@@ -1,0 +1,164 @@
+"""Choose which matmuls of forward and backward run in fp8, with a second exact cut."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+
+from amp_fx.graphs.facts import is_matmul, matmul_flops, numel
+from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.joint.fp8_matmuls import (
+    FP8_META,
+    WEIGHT,
+    Matmul,
+    Operand,
+    find_matmuls,
+    is_residual,
+    last_matmuls,
+    marked,
+)
+from amp_fx.placement.cut import Var
+from amp_fx.placement.fp8 import Copy, Fp8Cost, Times, Value, choose
+from amp_fx.policy.fp8 import Recipe
+
+__all__ = ["Fp8Choice", "PlaceFp8"]
+
+#: library kernels take sizes that are multiples of it
+_GRAIN = 16
+
+
+@dataclass(frozen=True)
+class Fp8Choice:
+    """What was decided for one matmul of a joint graph.
+
+    Attributes:
+        dtype: of what it multiplies; None where it stays in the low dtype.
+        reason: why, in words.
+    """
+
+    dtype: torch.dtype | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlaceFp8(Pass):
+    """Runs on Inductor's joint graph (forward and backward together), after loss scaling.
+
+    Says of every 16-bit ``mm`` and ``addmm`` whether it runs in fp8, which :class:`QuantiseMatmuls` then does. A matmul
+    stays in the low dtype where
+
+    1. it does not come from a call of the forward that policy and plan leave in the low dtype without a user's rule;
+       gradients belong to the call that they are gradients of.
+    2. 16 does not divide its sizes, or they are not known: the contracted one and the columns, and for the gradient of
+       a weight its rows, too. So tokens count only where they are contracted.
+    3. it, or what it gives a gradient of, is the last of the forward: what that returns is multiplied no more, nor
+       added to a residual stream.
+    4. it gives the gradient of a weight, and the recipe leaves these.
+    5. both operands are gradients.
+    6. the cut of :mod:`amp_fx.placement.fp8` finds no gain in it. Without costs, everything that may run in fp8 does.
+
+    The graph is not changed, only ``meta``::
+
+        mm = torch.ops.aten.mm.default(view, permute)          # meta["amp_fx_fp8"] is Recipe("rowwise", ...)
+
+    Attributes:
+        recipe: how matmuls run in fp8.
+        device: type of the device that has fp8.
+        cost: of the device, or None.
+        choices: (name in the plan, role) -> what was decided; filled in when the pass runs.
+    """
+
+    name: ClassVar[str] = "place-fp8"
+    ensures: ClassVar[frozenset[str]] = frozenset({"fp8-placed"})
+
+    recipe: Recipe
+    device: str
+    cost: Fp8Cost | None
+    choices: dict[tuple[str, str], Fp8Choice] = field(default_factory=dict, repr=False, compare=False)
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        matmuls = find_matmuls(gm)
+        last = {marked(node) for node in last_matmuls(gm) if not is_residual(node)}
+        refused = {matmul.node: self._refusal(matmul, last) for matmul in matmuls}
+        allowed = [matmul for matmul in matmuls if not refused[matmul.node]]
+        chosen = frozenset[Var](matmul.node for matmul in allowed)
+        if self.cost is not None:
+            chosen = self._cut(allowed, matmuls, self.cost)
+        for matmul in matmuls:
+            in_fp8 = matmul.node in chosen
+            if in_fp8:
+                matmul.node.meta[FP8_META] = self.recipe
+            if matmul.name is not None and matmul.role is not None:
+                why = refused[matmul.node] or "converting would cost more than fp8 saves on this device"
+                self.choices[matmul.name, matmul.role] = Fp8Choice(
+                    torch.float8_e4m3fn if in_fp8 else None, f"fp8, {self.recipe.name}" if in_fp8 else why
+                )
+        return PassResult(gm, len(chosen), f"{len(chosen)} of {len(matmuls)} matmuls in fp8")
+
+    def _refusal(self, matmul: Matmul, last: set[str | None]) -> str:
+        """Why a matmul may not run in fp8, or an empty string."""
+        node, (rows, contracted, columns) = matmul.node, matmul.sizes
+        if matmul.name is None or matmul.role is None or node.meta["val"].device.type != self.device:
+            return "no call that may run in fp8"
+        sizes = (rows, contracted, columns) if matmul.role == WEIGHT else (contracted, columns)
+        if not all(isinstance(size, int) and size and size % _GRAIN == 0 for size in sizes):
+            return f"{_GRAIN} does not divide its sizes {' x '.join(map(str, sizes))}"
+        if matmul.name in last:
+            return "the last linear stays in the low dtype"
+        if matmul.role == WEIGHT and not self.recipe.weight_gradients:
+            return f"{self.recipe.name} leaves gradients of weights in the low dtype"
+        return ""
+
+    def _cut(self, allowed: list[Matmul], matmuls: list[Matmul], cost: Fp8Cost) -> frozenset[Var]:
+        times: dict[Var, Times] = {}
+        for matmul in allowed:
+            elements = sum(numel(operand.value) for operand in matmul.operands)
+            itemsize = matmul.node.meta["val"].dtype.itemsize
+            times[matmul.node] = cost.matmul(matmul_flops(matmul.node), elements, itemsize)
+        low = {operand.base for m in matmuls if m.node not in times for operand in m.operands}
+        readings: dict[fx.Node, list[tuple[Var, Operand]]] = {}
+        for matmul in allowed:
+            for operand in matmul.operands:
+                readings.setdefault(operand.base, []).append((matmul.node, operand))
+        values = [self._value(base, read, base in low, cost) for base, read in readings.items()]
+        return choose(times, values)
+
+    def _value(
+        self, base: fx.Node, readings: list[tuple[Var, Operand]], is_read_low: bool, cost: Fp8Cost
+    ) -> Value:
+        """What the low copy and the fp8 copies of one value take."""
+        found: dict[object, tuple[int, list[Var]]] = {}
+        value, source = base.meta["val"], readings[0][1].source
+        for reader, operand in readings:
+            for key, time in self._copies(operand, cost).items():
+                found.setdefault(key, (time, []))[1].append(reader)
+        low = 0
+        if not (is_read_low or _is_stored(base)):
+            low = cost.low_copy(numel(value), value.dtype.itemsize)
+            if source is not base:
+                low = cost.cast(numel(value), source.meta["val"].dtype.itemsize + value.dtype.itemsize)
+        readers = tuple(dict.fromkeys(reader for reader, _ in readings))
+        return Value(low, readers, tuple(Copy(time, tuple(by)) for time, by in found.values()))
+
+    def _copies(self, operand: Operand, cost: Fp8Cost) -> Mapping[object, int]:
+        """What has to be made of a value before a matmul reads it, by what makes two readers share it."""
+        elements, itemsize = numel(operand.value), operand.source.meta["val"].dtype.itemsize
+        if self.recipe.by_row:
+            return {
+                operand.layout_key: cost.fp8_copy(elements, itemsize, in_rows=operand.lies_in_rows),
+            }
+        whole = {"whole": cost.fp8_copy(elements, itemsize, in_rows=False)}
+        if operand.lies_in_rows:
+            return whole
+        return {**whole, operand.layout_key: cost.transposition(elements)}
+
+
+def _is_stored(base: fx.Node) -> bool:
+    """True for what is in memory whoever reads it: inputs, and results of library calls."""
+    return base.op == "placeholder" or base.target is operator.getitem or is_matmul(base)

@@ -1,0 +1,132 @@
+"""What matmuls in fp8 read: copies made once, in the layouts of library kernels, with scales. No code is generated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from amp_fx.graphs.facts import FP8_DTYPES
+from fp8 import MLP, Step, calls, lowered, options
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+RECIPES = ["rowwise", "tensorwise", "rowwise_gw_hp"]
+
+
+def conversions(gm: fx.GraphModule) -> list[fx.Node]:
+    """Casts to fp8."""
+    return [n for n in calls(gm, prims.convert_element_type.default) if n.meta["val"].dtype in FP8_DTYPES]
+
+
+class Attention(nn.Module):
+    """Three linears that read one value, whose gradients add up, and one whose input they are."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=bias) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return (x + self.o((self.q(y) * self.k(y)).sigmoid() * self.v(y))).float().square().mean()
+
+
+def attention(folder: Path, recipe: str, *shape: int) -> Step:
+    x = torch.randn(*(shape or (2, 16)), 32, requires_grad=True)
+    return lowered(Attention(), [x], options(folder, recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, recipe: str) -> None:
+    forward, backward = attention(tmp_path, recipe).scaled()
+    assert len(forward) == 4
+    assert len(backward) == (4 if recipe == "rowwise_gw_hp" else 8)
+    for node in (*forward, *backward):
+        first, second, *scales = (arg.meta["val"] for arg in node.args[:4])  # type: ignore[union-attr]
+        # row-major, column-major
+        assert first.stride() == (first.shape[1], 1)
+        assert second.stride() == (1, second.shape[0])
+        by_row = [(first.shape[0], 1), (1, second.shape[1])]
+        assert [scale.shape for scale in scales] == ([(), ()] if recipe == "tensorwise" else by_row)
+        assert all(scale.dtype is torch.float32 and scale.is_contiguous() for scale in scales)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sums_are_fast_in_the_forward_and_exact_in_the_backward(tmp_path: Path, recipe: str) -> None:
+    forward, backward = attention(tmp_path, recipe).scaled()
+    assert [node.args[7] for node in forward] == [True] * len(forward)
+    assert [node.args[7] for node in backward] == [False] * len(backward)
+
+
+def test_a_bias_is_added_by_the_kernel_that_multiplies(tmp_path: Path) -> None:
+    forward, _ = attention(tmp_path, "rowwise").scaled()
+    assert all(node.args[4].meta["val"].shape == (32,) for node in forward)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "values"),
+    [
+        # as rows of the forward, of the gradient of the input, of the gradient of the weight:
+        # 2 inputs, 4 weights; 4 gradients, 4 weights; 4 gradients, 2 inputs
+        ("rowwise", 6 + 8 + 6),
+        # 2 inputs, 4 weights, 4 gradients
+        ("tensorwise", 10),
+        ("rowwise_gw_hp", 6 + 8),
+    ],
+)
+def test_a_value_is_converted_once_for_all_that_read_it(
+    tmp_path: Path, recipe: str, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # in the graph of forward and backward together: afterwards the backward may make copies again
+    from amp_fx.passes import QuantiseMatmuls
+
+    counts: list[int] = []
+    call = QuantiseMatmuls.call
+
+    def counted(self: QuantiseMatmuls, gm: fx.GraphModule, context: object) -> object:
+        result = call(self, gm, context)  # type: ignore[arg-type]
+        counts.append(len(conversions(gm)))
+        return result
+
+    monkeypatch.setattr(QuantiseMatmuls, "call", counted)
+    step = attention(tmp_path, recipe)
+    assert counts == [values]
+    matmuls = sum(map(len, step.scaled()))
+    assert matmuls == (8 if recipe == "rowwise_gw_hp" else 12)
+
+
+def test_a_weight_is_read_in_fp32_and_has_no_low_copy(tmp_path: Path) -> None:
+    step = attention(tmp_path, "rowwise")
+    for gm in (step.forward, step.backward):
+        low = [
+            n for n in calls(gm, prims.convert_element_type.default) if n.meta["val"].dtype is torch.bfloat16
+        ]
+        sources = [n.args[0].name for n in low if n.args[0].op == "placeholder"]  # type: ignore[union-attr]
+        shapes = {tuple(n.meta["val"].shape) for n in low if n.args[0].name in sources}  # type: ignore[union-attr]
+        assert (32, 32) not in shapes
+
+
+def test_copies_of_weights_for_the_backward_are_made_in_the_backward(tmp_path: Path) -> None:
+    step = attention(tmp_path, "rowwise")
+    saved = [n for n in step.forward.graph.output_node().all_input_nodes if n.op != "placeholder"]
+    assert not [n for n in saved if n.meta["val"].dtype in FP8_DTYPES and n.meta["val"].shape == (32, 32)]
+    # 4 gradients twice, 4 weights, 2 inputs
+    assert len(conversions(step.backward)) == 14
+
+
+def test_nothing_is_kept_for_the_backward_that_was_not_kept_before(tmp_path: Path) -> None:
+    x = torch.randn(512, 64)
+    plain = lowered(MLP(64, 256, 256, 64), [x], {**options(tmp_path), "policy": "autocast", "fp8": "auto"})
+    fp8 = lowered(MLP(64, 256, 256, 64), [x], options(tmp_path, "rowwise"))
+    assert fp8.counter.forward.saved_bytes <= plain.counter.forward.saved_bytes
+
+
+def test_one_token_has_scales_by_row_as_well(tmp_path: Path) -> None:
+    step = attention(tmp_path, "rowwise", 1)
+    forward, backward = step.scaled()
+    # gradients of weights contract one token
+    assert (len(forward), len(backward)) == (4, 4)
+    assert all(node.args[2].meta["val"].shape == (1, 1) for node in forward)  # type: ignore[union-attr]

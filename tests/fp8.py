@@ -1,0 +1,121 @@
+"""What tests of fp8 share: a CPU that claims to have it, a step without generated code, and error against fp64."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.placement.profile import FLOAT8, DeviceProfile
+from amp_fx.plans.plan import Plan
+from benchmarks.counts import Counter, counting
+
+__all__ = ["FP8_CPU", "MLP", "Step", "calls", "gradient_error", "lowered", "options"]
+
+aten = torch.ops.aten
+
+#: fp8 always gains on it; matmuls in fp8 are emulated there
+FP8_CPU = DeviceProfile(
+    "a CPU with fp8",
+    "cpu",
+    {"float32": 1e9, "bfloat16": 1e12, "float16": 1e12, FLOAT8: 1e18},
+    bandwidth=1e15,
+    launch=1e-12,
+)
+
+
+def options(
+    folder: Path, recipe: str = "auto", profile: DeviceProfile = FP8_CPU, **others: Any
+) -> dict[str, Any]:
+    """Options of policy fp8 on a device of this profile."""
+    path = folder / "profile.json"
+    profile.save(path)
+    return {"policy": "fp8", "fp8": recipe, "profile": str(path), "strict": True, **others}
+
+
+class MLP(nn.Module):
+    """Linears of the given sizes, and a residual add around all but the first and the last."""
+
+    def __init__(self, *sizes: int, bias: bool = True) -> None:
+        super().__init__()
+        pairs = itertools.pairwise(sizes)
+        self.layers = nn.ModuleList(nn.Linear(*pair, bias=bias) for pair in pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            y = layer(x)
+            x = x + F.gelu(y) if x.shape == y.shape and 0 < place < len(self.layers) - 1 else y
+        return x.float().square().mean()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One compiled training step, of which no code was generated."""
+
+    plan: Plan
+    counter: Counter
+
+    @property
+    def forward(self) -> fx.GraphModule:
+        return next(graph.before for phase, graph in self.counter.graphs if phase == "forward")
+
+    @property
+    def backward(self) -> fx.GraphModule:
+        return next(graph.before for phase, graph in self.counter.graphs if phase == "backward")
+
+    def scaled(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Matmuls in fp8 of forward and backward."""
+        return calls(self.forward, aten._scaled_mm.default), calls(self.backward, aten._scaled_mm.default)
+
+    def reasons(self) -> dict[str, str]:
+        """Module path -> why its matmuls run as they do."""
+        return {row.module_path: row.reason for row in self.plan.nodes if row.flops}
+
+
+def lowered(
+    program: Callable[..., Tensor], args: Sequence[Any], options: dict[str, Any], **settings: Any
+) -> Step:
+    """Compiles forward and backward up to fusion, and runs them op by op."""
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="amp_fx", options=options, **settings)
+    with amp_fx.record() as recording, counting() as counter:
+        result = compiled(*args)
+        if result.requires_grad:
+            result.backward()
+    (plan,) = recording.plans
+    return Step(plan, counter)
+
+
+def calls(gm: fx.GraphModule, target: Any) -> list[fx.Node]:
+    return gm.graph.find_nodes(op="call_function", target=target)
+
+
+def gradient_error(
+    model: nn.Module, args: Sequence[Any], options: dict[str, Any] | None, run: Any = None
+) -> float:
+    """Relative error of all gradients together, against fp64; eager without options.
+
+    Args:
+        model: returns the loss.
+        args: of one call.
+        options: of the backend.
+        run: how to call the compiled function; by default as it is.
+    """
+    exact, trained = copy.deepcopy(model).double(), copy.deepcopy(model)
+    wide = [value.double() if value.is_floating_point() else value for value in args]
+    exact(*wide).backward()
+    torch._dynamo.reset()
+    compiled = trained if options is None else torch.compile(trained, backend="amp_fx", options=options)
+    (compiled(*args) if run is None else run(compiled, *args)).backward()
+    pairs = [(p.grad, q.grad) for p, q in zip(trained.parameters(), exact.parameters(), strict=True)]
+    wrong = sum((p.double() - q).square().sum() for p, q in pairs)
+    return float((wrong / sum(q.square().sum() for _, q in pairs)).sqrt())
