@@ -16,6 +16,7 @@ from amp_fx.placement.devices import builtin, resolve
 from amp_fx.placement.fp8 import Fp8Cost
 from amp_fx.placement.profile import DEVICE_TYPES, FLOAT8, DeviceProfile
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.summary import matmuls
 from amp_fx.policy.fp8 import AUTO, RECIPES
 
 __all__ = ["add_choices", "fp8_placement"]
@@ -62,6 +63,8 @@ def add_choices(plan: Plan, placed: PlaceFp8) -> None:
         placed: the pass, after it has run.
     """
     rows = {row.name: row for row in plan.nodes}
+    if not placed.choices and matmuls(plan):
+        plan.fp8 = f"{plan.fp8}, compiled earlier: what runs in fp8 is not known here"
     for (name, role), choice in placed.choices.items():
         row = rows[name]
         if role == FORWARD:

@@ -27,6 +27,7 @@ from amp_fx.passes import (
 from amp_fx.passes.joint.keep_statistics import is_low_norm
 from amp_fx.passes.joint.separate_outputs import widens_for_both
 from amp_fx.placement import layout
+from amp_fx.plans.publish import is_heard
 from amp_fx.scaling.scaled_graph import ScaledGraph
 
 __all__ = ["lower"]
@@ -67,7 +68,11 @@ def lower(
     post_grad = [step for device in devices for step in POST_GRAD_PIPELINES.get(device, ())]
     own = {**_hook("joint", joint, opts), **_hook("post_grad", post_grad, opts)}
     with autocast_shield():
-        compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
+        # the cache does not tell a listener what the passes chose
+        traced_anew = fp8 is not None and is_heard()
+        compiled = compile_with_inductor(
+            gm, example_inputs, {**opts.inductor, **own}, traced_anew=traced_anew
+        )
     if _adds(gm, opts):
         compiled = adding(compiled, example_inputs, {**opts.inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)

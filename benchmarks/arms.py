@@ -72,6 +72,7 @@ ARMS = {
         Arm("amp_fx_channels_last", "amp_fx", {}, channels_last=True),
         Arm("off", "amp_fx", {"profile": "off"}),
         Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
+        Arm("fp8", "amp_fx", {"policy": "fp8", "profile": "off"}, modes=_TRAINING, devices=_GPU),
         Arm("cast", "amp_fx", {"weights": "cast"}, modes=_INFERENCE),
         Arm("cache", "amp_fx", {"weights": "cache"}, modes=_INFERENCE),
         Arm("freeze", "amp_fx", {"weights": "freeze"}, modes=_INFERENCE),

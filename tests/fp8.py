@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from amp_fx.placement.profile import FLOAT8, DeviceProfile
 from amp_fx.plans.plan import Plan
 from benchmarks.counts import Counter, counting
 
-__all__ = ["FP8_CPU", "MLP", "Step", "calls", "gradient_error", "lowered", "options"]
+__all__ = ["FP8_CPU", "MLP", "Step", "calls", "error", "exact_gradients", "gradients", "lowered", "options"]
 
 aten = torch.ops.aten
 
@@ -99,23 +101,27 @@ def calls(gm: fx.GraphModule, target: Any) -> list[fx.Node]:
     return gm.graph.find_nodes(op="call_function", target=target)
 
 
-def gradient_error(
-    model: nn.Module, args: Sequence[Any], options: dict[str, Any] | None, run: Any = None
-) -> float:
-    """Relative error of all gradients together, against fp64; eager without options.
-
-    Args:
-        model: returns the loss.
-        args: of one call.
-        options: of the backend.
-        run: how to call the compiled function; by default as it is.
-    """
-    exact, trained = copy.deepcopy(model).double(), copy.deepcopy(model)
-    wide = [value.double() if value.is_floating_point() else value for value in args]
-    exact(*wide).backward()
+def gradients(
+    model: nn.Module, args: Sequence[Any], options: dict[str, Any], *, generate: bool = False
+) -> list[Tensor]:
+    """Gradients of the model's parameters after one compiled step; without generated code the graphs run op by op."""
     torch._dynamo.reset()
-    compiled = trained if options is None else torch.compile(trained, backend="amp_fx", options=options)
-    (compiled(*args) if run is None else run(compiled, *args)).backward()
-    pairs = [(p.grad, q.grad) for p, q in zip(trained.parameters(), exact.parameters(), strict=True)]
-    wrong = sum((p.double() - q).square().sum() for p, q in pairs)
-    return float((wrong / sum(q.square().sum() for _, q in pairs)).sqrt())
+    trained = copy.deepcopy(model)
+    compiled = torch.compile(trained, backend="amp_fx", options=options)
+    with contextlib.nullcontext() if generate else counting():
+        compiled(*args).backward()
+    return [p.grad for p in trained.parameters() if p.grad is not None]
+
+
+def exact_gradients(model: nn.Module, args: Sequence[Any]) -> list[Tensor]:
+    """The same in fp64."""
+    wide = [value.double() if value.is_floating_point() else value for value in args]
+    exact = copy.deepcopy(model).double()
+    exact(*wide).backward()
+    return [p.grad for p in exact.parameters() if p.grad is not None]
+
+
+def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Relative error of all gradients together."""
+    wrong = sum((p.double() - q).square().sum() for p, q in zip(found, exact, strict=True))
+    return math.sqrt(wrong / sum(q.square().sum() for q in exact))

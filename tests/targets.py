@@ -101,6 +101,7 @@ class Facts:
 
     Attributes:
         counts: of all kernels, forward and backward.
+        forward: of the forward's.
         casts: for each kernel that only casts, what it casts: ``"input"``, ``"result"`` (or the gradient of one),
             ``"gradient"`` (of a parameter or an input) or ``"activation"`` (anything else).
         result_saved_bytes: saved 16-bit values whose widened copy is a result of the program. Where the copy is saved
@@ -110,6 +111,7 @@ class Facts:
     """
 
     counts: Counts
+    forward: Counts
     casts: tuple[str, ...]
     result_saved_bytes: int
     wide: tuple[str, ...]
@@ -153,6 +155,7 @@ def _facts(graphs: Sequence[TracedGraph], backend: Backend) -> Facts:
     wide = [_what(kind, node) for kind, graph in counter.graphs for node in _calls(graph.after, _WIDE)]
     return Facts(
         counter.total,
+        counter.forward,
         tuple(casts),
         sum(_saved_results(graph.before) for kind, graph in counter.graphs if kind == "forward"),
         tuple(wide),

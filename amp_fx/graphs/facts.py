@@ -133,7 +133,7 @@ def is_eligible(value: Any) -> TypeGuard[torch.Tensor]:
     )
 
 
-def is_fp8(value: Any) -> bool:
+def is_fp8(value: Any) -> TypeGuard[torch.Tensor]:
     """True for a tensor of a dtype in which scaled matmuls take their operands."""
     return isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES
 

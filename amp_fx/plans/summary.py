@@ -71,6 +71,8 @@ def summary(plan: Plan) -> str:
     parts = [f"{count} in {dtype}: {why}" for (dtype, why), count in wide.items()]
     if inside:
         parts.append(f"{len(inside)} inside vmap or torch.func: left as written")
+    if plan.fp8:
+        parts.append(f"fp8: {plan.fp8}")
     return "; ".join([text, *parts])
 
 

@@ -166,12 +166,13 @@ def _backward_node(node: fx.Node, low: torch.dtype | None) -> NodePlan:
         if is_eligible(source.meta.get("val"))
     }
     dtype = results[0].dtype if results else None
-    if is_matmul(node) and len(dtypes) == 1:
-        # a weight's gradient leaves a 16-bit matmul in fp32
-        (dtype,) = dtypes
     multiplied = _multiplied(node)
     if multiplied is not None:
+        # the others are scales
         dtypes = {multiplied}
+    elif is_matmul(node) and len(dtypes) == 1:
+        # a weight's gradient leaves a 16-bit matmul in fp32
+        (dtype,) = dtypes
     origin = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
     what = f"gradient of {getattr(origin[-1][1], '__name__', origin[-1][1])}" if origin else "gradient"
     read = ", ".join(sorted(map(dtype_name, dtypes))) or "nothing floating"

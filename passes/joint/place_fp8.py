@@ -146,7 +146,7 @@ class PlaceFp8(Pass):
         readers = tuple(dict.fromkeys(reader for reader, _ in readings))
         return Value(low, readers, tuple(Copy(time, tuple(by)) for time, by in found.values()))
 
-    def _copies(self, operand: Operand, cost: Fp8Cost) -> Mapping[object, int]:
+    def _copies(self, operand: Operand, cost: Fp8Cost) -> Mapping[str, int]:
         """What has to be made of a value before a matmul reads it, by what makes two readers share it."""
         elements, itemsize = numel(operand.value), operand.source.meta["val"].dtype.itemsize
         if self.recipe.by_row:

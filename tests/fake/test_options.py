@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from amp_fx import AmpFxError, OptionsError, Policy, Rule
-from amp_fx.options import Options
+from amp_fx.options import FP8, Options
+from amp_fx.policy.fp8 import AUTO, RECIPES
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -150,6 +151,22 @@ def test_options_win_over_the_mode() -> None:
             {"policy": 3},
             r"policy must be one of 'autocast'.* or an object with keys base, dtype, rules, harm, budget; got 3",
         ),
+        (
+            {"policy": "fp9"},
+            r"Unknown policy 'fp9'; valid: 'autocast', 'fast', 'fp8'.*\. Did you mean 'fp8'\?",
+        ),
+        (
+            {"policy": "fp8", "fp8": "rowise"},
+            r"Unknown fp8 'rowise'; valid: 'auto', 'rowwise', 'tensorwise', 'rowwise_gw_hp'\. Did you mean 'rowwise'\?",
+        ),
+        ({"fp8": "rowwise"}, r"fp8='rowwise' is about policy 'fp8', policy is 'autocast'; add policy='fp8'"),
+        (
+            {"policy": "fast", "fp8": "tensorwise"},
+            r"fp8='tensorwise' is about policy 'fp8', policy is 'fast'",
+        ),
+        ({"policy": "fp8", "numerics": "eager"}, r"policy 'fp8' contradicts numerics='eager'"),
+        ({"policy": {"base": "fp8", "harm": "x.json"}}, r"policy harm 'x\.json' .* base 'fp8' contradicts"),
+        ({"fp88": "auto"}, r"Unknown option 'fp88' .* Did you mean 'fp8'\?"),
         ({"policy": "{oops"}, r"is not valid JSON"),
         ({"policy": {"bse": "autocast"}}, r"Unknown key 'bse' in policy .* Did you mean 'base'\?"),
         ({"policy": {"rules": {"op": "mm"}}}, r"'rules' of a policy must be a list"),
@@ -186,3 +203,12 @@ def test_options_survive_copying_and_pickling() -> None:
     options = Options.parse("reduce-overhead", {"policy": {"rules": [{"op": "mm", "precision": "fp32"}]}})
     assert copy.deepcopy(options) == options
     assert pickle.loads(pickle.dumps(options)) == options
+
+
+def test_policy_fp8_is_plain_data_and_prints_the_form_it_parses() -> None:
+    options = Options.parse(None, {"policy": "fp8", "fp8": "rowwise_gw_hp"})
+    assert (str(options.policy), options.fp8) == ("fp8", "rowwise_gw_hp")
+    assert set(FP8) == {AUTO, *RECIPES}
+    rules = {"base": "fp8", "dtype": "float16", "rules": [{"module": "head", "precision": "low"}]}
+    assert Policy.parse(str(Policy.parse(rules))) == Policy.parse(rules)
+    assert Options.parse(None, {"fp8": "auto"}).fp8 == "auto"

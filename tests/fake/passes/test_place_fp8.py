@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx.passes.joint.fp8_matmuls import MARK
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.plan import Plan
+from amp_fx.plans.summary import summary
 from amp_fx.reports import Report
 from fp8 import FP8_CPU, MLP, Step, calls, lowered, options
 
@@ -238,3 +240,23 @@ def test_marks_do_not_stay_in_the_users_graph(tmp_path: Path) -> None:
     torch.compile(MLP(32, 64, 16), backend=backend)(torch.randn(32, 32))
     assert found
     assert not any(MARK in custom for custom in found)
+
+
+def test_the_log_says_how_many_matmuls_are_in_fp8(tmp_path: Path) -> None:
+    assert summary(mlp(tmp_path, 32, 64, 64, 16).plan) == (
+        "3 matmuls, 2 in fp8 and 1 in bf16, 8 casts; fp8: rowwise"
+    )
+
+
+def test_a_plan_with_fp8_is_kept_and_read_again(tmp_path: Path) -> None:
+    plan = mlp(tmp_path, 32, 64, 64, 16).plan
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_that_is_followed_leaves_the_choice_of_fp8_to_the_policy(tmp_path: Path) -> None:
+    plan = mlp(tmp_path, 32, 64, 64, 16).plan
+    again = mlp(tmp_path, 32, 64, 64, 16, plan=plan)
+    assert in_fp8(again) == [True, True, False]
+    autocast = mlp(tmp_path, 32, 64, 64, 16, plan=plan, policy="autocast", recipe="auto")
+    assert autocast.scaled() == ([], [])
+    assert {row.dtype for row in autocast.plan.nodes if row.flops} == {torch.bfloat16}

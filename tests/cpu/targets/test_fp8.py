@@ -1,0 +1,155 @@
+"""Policy fp8 for GPUs that are not there: what is chosen, counted, drawn, and the code that is generated."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.reports.report import Report
+from amp_fx.targets.tracing import TracedGraph, Tracer
+from examples.gpt import Block, GPTConfig
+from targets import Facts, needs_a_target, process
+
+pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
+
+FP8 = "float8_e4m3fn"
+
+#: sizes and strides of the second operand
+_SECOND = re.compile(
+    r"extern_kernels\._scaled_mm\((?:\w+|reinterpret_tensor\(.*?, \d+\)), "
+    r"reinterpret_tensor\(\w+, \((\d+), (\d+)\), \((\d+), (\d+)\), \d+\)"
+)
+
+
+class Blocks(nn.Module):
+    """Two blocks of a GPT, without a loss of their own."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        config = GPTConfig(heads=width // 64, width=width)
+        self.blocks = nn.Sequential(Block(config), Block(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).mean()
+
+
+@pytest.fixture(scope="module")
+def blocks() -> list[TracedGraph]:
+    tracer = Tracer()
+    torch.compile(Blocks(), backend=tracer)(torch.empty(16, 512, 512))
+    return tracer.graphs
+
+
+def counted(blocks: list[TracedGraph], **options: Any) -> Facts:
+    return process().call("targets:compiled", blocks, {"profile": "off", "strict": True, **options})
+
+
+def test_two_blocks_keep_less_and_move_less_forward_than_in_bf16(blocks: list[TracedGraph]) -> None:
+    low, fp8 = counted(blocks), counted(blocks, policy="fp8")
+    assert fp8.counts.extern_kernels == low.counts.extern_kernels
+    assert fp8.counts.saved_bytes < 0.62 * low.counts.saved_bytes
+    assert fp8.forward.bytes_moved < 0.95 * low.forward.bytes_moved
+    assert fp8.counts.bytes_moved < 1.06 * low.counts.bytes_moved
+
+
+def test_with_one_scale_for_each_operand_gradients_of_weights_leave_in_fp32(
+    blocks: list[TracedGraph],
+) -> None:
+    low, fp8 = counted(blocks), counted(blocks, policy="fp8", fp8="tensorwise")
+    # what is rounded and widened again: none of 8
+    assert (low.rounded, fp8.rounded) == (0, 0)
+    assert fp8.casts.count("gradient") == low.casts.count("gradient")
+    assert fp8.counts.saved_bytes < 0.65 * low.counts.saved_bytes
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_generated_code_calls_the_library_with_the_layouts_it_wants(recipe: str) -> None:
+    tracer = Tracer()
+    torch.compile(Blocks(128), backend=tracer)(torch.empty(4, 128, 128))
+    options = {"policy": "fp8", "fp8": recipe, "profile": "off", "strict": True}
+    codes = process().call("generated:sources", tracer.graphs, options)
+    lines = [line.strip() for code in codes for line in code.text.splitlines()]
+    lines = [line for line in lines if line.startswith("extern_kernels._scaled_mm(")]
+    # 8 linears: themselves, the gradients of 7 inputs or all, and of 8 weights
+    assert len(lines) >= 23
+    assert sum("use_fast_accum=True" in line for line in lines) == 8
+    # the second operand, where it is not an input of the graph: what is contracted lies in one piece
+    found = [match for line in lines if (match := _SECOND.match(line))]
+    assert len(found) >= 16
+    for match in found:
+        rows, _, step, stride = map(int, match.groups())
+        assert (step, stride) == (1, rows)
+    wide = [line for line in lines if "out_dtype=torch.float32" in line]
+    assert len(wide) == (8 if recipe == "tensorwise" else 0)
+    sizes = process().call("generated:cubins", codes, (90,))
+    assert sizes
+    assert all(size > 1000 for by_architecture in sizes.values() for size in by_architecture.values())
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    with torch.device("meta"):
+        model, x = Blocks(4096), torch.empty(4, 2048, 4096)
+    return amp_fx.explain(model, x, options={"policy": "fp8"}, target="cuda:h100")
+
+
+def test_a_report_has_the_share_of_fp8(report: Report) -> None:
+    shares = report.shares()
+    # all but attention
+    assert shares[FP8]["flops"] > 0.85
+    assert shares[FP8]["bytes"] == 0
+    assert sum(share["flops"] for share in shares.values()) == pytest.approx(1)
+    assert "policy fp8 (rowwise)" in str(report)
+    assert FP8 in report.table()
+
+
+def test_a_report_says_which_matmuls_of_forward_and_backward_are_in_fp8(report: Report) -> None:
+    forward, backward = (
+        [
+            row
+            for plan in report.plans
+            if plan.phase == phase
+            for row in plan.nodes
+            if row.multiplied is not None
+        ]
+        for phase in ("forward", "backward")
+    )
+    assert len(forward) == 8
+    assert len(backward) >= 15
+    assert {row.dtype for row in forward + backward} == {torch.bfloat16}
+    assert all("forward: fp8, rowwise" in row.reason for row in forward)
+    assert all("gradient of its weight: fp8, rowwise" in row.reason for row in forward)
+    assert sum(row.flops for row in backward) > 1.8 * sum(row.flops for row in forward)
+
+
+def test_fp8_is_drawn_and_kept_like_other_dtypes(report: Report, tmp_path: Path) -> None:
+    again = Report.load(report.save(tmp_path / "report.json"))
+    assert again.to_dict() == report.to_dict()
+    assert again.shares() == report.shares()
+    page = Path(report.save(tmp_path / "picture.html")).read_text(encoding="utf-8")
+    assert FP8 in page
+    report.save(tmp_path / "report.md")
+    report.save(tmp_path / "casts.beside.svg")
+
+
+@pytest.mark.parametrize(
+    ("target", "meaning"),
+    [
+        ("cuda:a100", "as autocast: cuda sm_80 (A100) has no fp8 rate"),
+        ("cuda:b200", "tensorwise"),
+        ("cuda:l4", "tensorwise"),
+    ],
+)
+def test_the_device_decides_what_the_policy_means(target: str, meaning: str) -> None:
+    with torch.device("meta"):
+        model, x = Blocks(2048), torch.empty(8, 2048, 2048)
+    report = amp_fx.explain(model, x, options={"policy": "fp8"}, target=target)
+    assert report.plan.fp8 == meaning
+    assert (FP8 in report.shares()) is (meaning == "tensorwise")
+    assert f"policy fp8 ({meaning})" in str(report)

@@ -1,0 +1,204 @@
+"""Training in fp8 on a CPU, which emulates it: gradients against fp64, zeros, infinities, loss scaling."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.passes import PlaceFp8
+from amp_fx.placement.fp8 import Fp8Cost
+from amp_fx.policy.fp8 import RECIPES
+from benchmarks.learning import TASKS
+from benchmarks.workloads import llama_512
+from fp8 import FP8_CPU, MLP, error, exact_gradients, gradients, lowered, options
+from small_models import GPT
+
+
+def gpt() -> tuple[nn.Module, list[Tensor]]:
+    model = _drawn(GPT(layers=4, width=256, heads=4, vocab=320, length=128))
+    tokens = torch.randint(320, (4, 129))
+    return model, [tokens[:, :-1], tokens[:, 1:]]
+
+
+def llama() -> tuple[nn.Module, list[Tensor]]:
+    model, batch = llama_512(batch=4, length=128, layers=4, width=256, hidden=640, vocab=320)
+    return _drawn(model), list(batch.values())
+
+
+def _drawn(model: nn.Module) -> nn.Module:
+    """With weights that give every layer a share in the gradient."""
+    for p in model.parameters():
+        if p.ndim == 2:
+            nn.init.normal_(p, std=0.04)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe", "bound"),
+    [
+        (gpt, "rowwise", 0.115),
+        (gpt, "tensorwise", 0.14),
+        (llama, "rowwise", 0.17),
+        (llama, "tensorwise", 0.20),
+    ],
+)
+def test_gradients_of_a_small_transformer_are_as_near_to_fp64_as_e4m3_lets_them(
+    tmp_path: Path, make: Any, recipe: str, bound: float
+) -> None:
+    model, args = make()
+    given = options(tmp_path, recipe)
+    found = error(gradients(model, args, given), exact_gradients(model, args))
+    # e4m3 has 3 bits after the point: far above the error of bf16, or nothing ran in fp8
+    assert 0.03 < found < bound
+
+
+def test_generated_code_gives_what_its_graphs_give(tmp_path: Path) -> None:
+    model, x = MLP(32, 64, 64, 16), torch.randn(64, 32)
+    exact = exact_gradients(model, [x])
+    for recipe in ("rowwise", "tensorwise"):
+        by_op, by_code = (
+            gradients(model, [x], options(tmp_path, recipe), generate=generate) for generate in (False, True)
+        )
+        assert error(by_code, exact) < 1.2 * error(by_op, exact) < 0.12
+        assert error(by_code, [g.double() for g in by_op]) < 0.05
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES])
+def test_zeros_stay_zeros(tmp_path: Path, recipe: str) -> None:
+    model, x = MLP(32, 64, 64, 16), torch.randn(32, 32)
+    x[::2] = 0
+    with torch.no_grad():
+        model.layers[0].weight[:8] = 0  # type: ignore[union-attr, operator]
+        model.layers[1].weight.zero_()  # type: ignore[union-attr, operator]
+    exact, found = exact_gradients(model, [x]), gradients(model, [x], options(tmp_path, recipe))
+    assert error(found, exact) < 0.12
+    # nothing reaches the first layer through weights of zero
+    assert all(g.isfinite().all() for g in found)
+    nothing = gradients(model, [torch.zeros_like(x)], options(tmp_path, recipe))
+    assert not nothing[0].any()
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES])
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-15, 1e15])
+def test_the_magnitude_of_values_does_not_matter(tmp_path: Path, recipe: str, magnitude: float) -> None:
+    class Scaled(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[2](self.layers[1](self.layers[0](x))).float().sum() * 1e-3
+
+    model, x = Scaled(32, 64, 64, 16, bias=False), torch.randn(32, 32)
+    exact = exact_gradients(model, [x * magnitude])
+    assert error(gradients(model, [x * magnitude], options(tmp_path, recipe)), exact) < 0.12
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_seen_behind_every_matmul(tmp_path: Path, recipe: str, bad: float) -> None:
+    model, x = MLP(32, 64, 64, 16), torch.randn(32, 32)
+    x[3, 5] = bad
+    step = lowered(copy.deepcopy(model), [x], options(tmp_path, recipe))
+    assert len(step.scaled()[0]) == 2
+    found = gradients(model, [x], options(tmp_path, recipe))
+    eager = exact_gradients(model, [x])
+    for ours, theirs in zip(found, eager, strict=True):
+        assert not ours[~theirs.isfinite()].isfinite().any()
+
+
+def test_a_loss_scaler_skips_the_step_of_an_overflow(tmp_path: Path) -> None:
+    scaler = amp_fx.GradScaler("cpu", init_scale=2.0**10)
+    model = MLP(32, 64, 64, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = options(tmp_path, "tensorwise", dtype="float16", scaler="default")
+    compiled = torch.compile(model, backend="amp_fx", options=given)
+    x = torch.randn(32, 32)
+    exact = exact_gradients(model, [x])
+    scaler.scale(compiled(x)).backward()
+    assert error([p.grad for p in model.parameters() if p.grad is not None], exact) < 0.12
+    before = copy.deepcopy(model.state_dict())
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(before["layers.0.weight"], model.layers[0].weight)  # type: ignore[arg-type, union-attr]
+    for bad in (x * 1e30, torch.full_like(x, float("inf"))):
+        optimizer.zero_grad()
+        before = copy.deepcopy(model.state_dict())
+        scaler.scale(compiled(bad)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert scaler.get_scale() == 2.0**8
+
+
+def test_gradients_of_micro_batches_add_up(tmp_path: Path) -> None:
+    model, batches = MLP(32, 256, 256, 16), torch.randn(3, 64, 32)
+    compiled = torch.compile(model, backend="amp_fx", options=options(tmp_path, "rowwise"))
+    apart = []
+    for x in batches:
+        compiled(x).backward()
+        apart.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    for x in batches:
+        compiled(x).backward()
+    for p, *parts in zip(model.parameters(), *apart, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, torch.stack(parts).sum(0))
+
+
+def test_a_listener_is_told_what_runs_in_fp8_though_the_graph_comes_from_the_cache(tmp_path: Path) -> None:
+    model, x, given = MLP(32, 64, 64, 16), torch.randn(32, 32), options(tmp_path, "rowwise")
+    for _ in range(2):
+        torch._dynamo.reset()
+        with amp_fx.record() as recording:
+            torch.compile(model, backend="amp_fx", options=given)(x)
+        found = [row.multiplied for row in recording.plans[0].nodes if row.flops]
+        assert found == [torch.float8_e4m3fn, torch.float8_e4m3fn, None]
+
+
+def test_recipe_and_costs_are_part_of_the_key_of_the_caches() -> None:
+    cost = Fp8Cost.of(FP8_CPU, torch.bfloat16)
+    keys = [str(PlaceFp8(RECIPES[name], "cpu", cost)) for name in ("rowwise", "tensorwise", "rowwise")]
+    assert keys[0] == keys[2] != keys[1]
+    assert keys[0] != str(PlaceFp8(RECIPES["rowwise"], "cpu", None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "bound"), [(gpt, 0.115), (llama, 0.17)])
+def test_gradients_of_generated_code_are_as_near(tmp_path: Path, make: Any, bound: float) -> None:
+    model, args = make()
+    found = error(
+        gradients(model, args, options(tmp_path, "rowwise"), generate=True), exact_gradients(model, args)
+    )
+    assert 0.03 < found < bound
+
+
+@pytest.mark.slow
+def test_a_small_gpt_learns_the_standard_library_as_well_as_in_bf16(tmp_path: Path) -> None:
+    task = TASKS["text_gpt"]()
+    arms = {
+        "bf16": {"profile": "off"},
+        **{name: options(tmp_path, name) for name in ("rowwise", "tensorwise")},
+    }
+    losses: dict[str, list[float]] = {}
+    for arm, given in arms.items():
+        torch._dynamo.reset()
+        model = task.make()
+        compiled = torch.compile(model, backend="amp_fx", options=given)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model.load_state_dict(task.make().state_dict())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=task.rate)
+            for step in range(600):
+                compiled(*task.batch(step, seed)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.setdefault(arm, []).append(task.measure(model))
+    print(losses)
+    for arm in ("rowwise", "tensorwise"):
+        assert fmean(losses[arm]) < 1.01 * fmean(losses["bf16"])
+        # it is not the same arithmetic
+        assert losses[arm] != losses["bf16"]
