@@ -85,6 +85,10 @@ def calibrate(
     opts = Options.parse(None, given if not isinstance(profile, str) else {**given, "profile": profile})
     if opts.policy.harm is not None:
         raise OptionsError(f"calibrate measures harm; take 'harm' out of policy {policy!r}.")
+    if opts.policy.base == "fp8":
+        raise OptionsError(
+            "calibrate weighs float32 against the low dtype, and measures nothing of fp8; give policy='autocast'."
+        )
     parameters = [parameter for parameter in program.parameters() if parameter.requires_grad]
     if not parameters:
         raise AmpFxError("the model has no parameter that requires a gradient.")

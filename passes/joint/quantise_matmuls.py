@@ -213,7 +213,11 @@ class _Work:
         if not shape:
             return factor
         # strides spelled out: those of a dimension of size 1 are anything in Inductor, and the kernel for CPU wants 1
-        return self._call(like, aten.as_strided.default, factor, list(factor.meta["val"].shape), [1, 1])
+        sizes = [
+            size if isinstance(size, int) else self._call(like, aten.sym_size.int, factor, dim)
+            for dim, size in enumerate(factor.meta["val"].shape)
+        ]
+        return self._call(like, aten.as_strided.default, factor, sizes, [1, 1])
 
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
