@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_fx._torch import holders
 from amp_fx.weights.memory import is_dense
 from amp_fx.weights.watch import Events, Key, Look, OnDeath, Watch, in_inference, in_training, key_of, look_at
 
@@ -61,7 +62,7 @@ class Shelf:
         """True if somebody else has a copy of a weight, such as autograd for a backward."""
         copies: dict[torch.dtype, _Copy] = self.copies.get(weight, {})  # pyright: ignore[reportAssignmentType]
         # one for the object that is asked
-        return any(copy.value._use_count() > 1 for copy in copies.values())
+        return any(holders(copy.value) > 1 for copy in copies.values())
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> _Copy:
         """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""

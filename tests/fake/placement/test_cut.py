@@ -49,7 +49,7 @@ def brute_force(problem: Problem) -> tuple[int, int] | None:
     """(least cost, most values as preferred at that cost), or None where nothing satisfies the constraints."""
     best = None
     for choice in itertools.product([HIGH, LOW], repeat=VALUES):
-        found = dict(enumerate(choice))
+        found: dict[Hashable, bool] = dict(enumerate(choice))
         cost, wishes = evaluate(problem, found), granted(problem, found)
         if cost is not None and (best is None or (cost, -wishes) < best):
             best = (cost, -wishes)
