@@ -107,6 +107,8 @@ def _casts_once(gm: fx.GraphModule, opts: Options) -> bool:
     return (
         opts.weights == "cache"
         and graph_devices(gm) in ({"cpu"}, {"cuda"})
+        # fp8 is made of the weights themselves
+        and opts.policy.base != "fp8"
         # copies of their own for every recording of a CUDA graph
         and compiles_plain_code(opts.inductor)
         # without a backward that AOTAutograd makes, nobody would read the copies
