@@ -138,7 +138,9 @@ def test_others_are_cast_in_each_call(make: Callable[[], nn.Module], args: tuple
     "options",
     [{"weights": "auto"}, {"triton.cudagraphs": True}, {"cpp_wrapper": True}, {"policy": "fp8"}],
 )
-def test_copies_are_asked_for_and_not_with_fp8_cuda_graphs_or_the_cpp_wrapper(options: dict[str, Any]) -> None:
+def test_copies_are_asked_for_and_not_with_fp8_cuda_graphs_or_the_cpp_wrapper(
+    options: dict[str, Any],
+) -> None:
     assert copies(rewritten(Net(), X, **options)) == []
 
 
