@@ -34,6 +34,7 @@ class ScaledGraph:
         scaler: the scaler's name.
         inputs: number of the program's inputs; the scale comes after them.
         leaves: positions of the parameters among them.
+        source: position of an input that gradients are taken by.
         names: of the parameters, ``"encoder.0.weight"``.
         device: where the scale is needed.
     """
@@ -41,6 +42,7 @@ class ScaledGraph:
     scaler: str
     inputs: int
     leaves: tuple[int, ...]
+    source: int
     names: tuple[str, ...]
     device: torch.device
 
@@ -63,6 +65,7 @@ class ScaledGraph:
             scaler,
             len(placeholders),
             tuple(leaves),
+            source[0],
             tuple(_parameter_name(placeholders[position]) for position in leaves),
             example_inputs[source[0]].device,
         )
@@ -105,10 +108,10 @@ class ScaledGraph:
         positions = self.leaves
 
         def run(*args: Any) -> Any:
-            leaves = [args[position] for position in positions]
-            if leaves and isinstance(leaves[0], FakeTensor):
+            if isinstance(source := args[self.source], FakeTensor):
                 # DDPOptimizer asks for the dtypes of what a graph returns
-                return compiled(*args, self._fake_scale(leaves[0].fake_mode))
+                return compiled(*args, self._fake_scale(source.fake_mode))
+            leaves = [args[position] for position in positions]
             return compiled(*args, find_scaler(self.scaler).enter_graph(self, leaves))
 
         return run

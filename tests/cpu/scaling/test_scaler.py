@@ -808,6 +808,15 @@ def test_no_values_are_made_while_a_graph_is_compiled() -> None:
     assert [n.name for n in extended.graph.find_nodes(op="placeholder")] == ["x", "amp_fx_scale"]
 
 
+def test_a_graph_without_parameters_takes_fake_values_without_a_scaler() -> None:
+    # as DDPOptimizer and targets call it, and as a frozen network is
+    mode = FakeTensorMode()
+    scaled = ScaledGraph("nobody's", 1, (), 0, (), torch.device("cpu"))
+    given = mode.from_tensor(batch())
+    (_, scale) = scaled.bind(lambda *args: args)(given)
+    assert scale.fake_mode is mode
+
+
 def test_an_overflow_of_a_loss_inside_the_graph_is_seen_too() -> None:
     model, scaler = Net(), new_scaler()
     own = compiled(lambda x: F.mse_loss(model(x), x))
