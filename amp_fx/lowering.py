@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -9,7 +10,14 @@ from typing import Any, Literal
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import autocast_shield, compile_with_inductor, compiles_plain_code, graph_pass, source_hash
+from amp_fx._torch import (
+    autocast_shield,
+    compile_with_inductor,
+    compiles_plain_code,
+    graph_pass,
+    source_hash,
+    traced_anew,
+)
 from amp_fx.accumulation import adding
 from amp_fx.graphs.capture import graph_devices
 from amp_fx.options import Options
@@ -67,12 +75,10 @@ def lower(
         joint = [step for step in joint if not isinstance(step, KeepStatistics)]
     post_grad = [step for device in devices for step in POST_GRAD_PIPELINES.get(device, ())]
     own = {**_hook("joint", joint, opts), **_hook("post_grad", post_grad, opts)}
-    with autocast_shield():
-        # the cache does not tell a listener what the passes chose
-        traced_anew = fp8 is not None and is_heard()
-        compiled = compile_with_inductor(
-            gm, example_inputs, {**opts.inductor, **own}, traced_anew=traced_anew
-        )
+    # the cache does not tell a listener what the pass chose
+    anew = traced_anew() if fp8 is not None and is_heard() else contextlib.nullcontext()
+    with autocast_shield(), anew:
+        compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
     if _adds(gm, opts):
         compiled = adding(compiled, example_inputs, {**opts.inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)

@@ -68,6 +68,7 @@ from amp_fx._torch.inductor import (
     replace_inner_compile,
     source_hash,
     stock_inductor,
+    traced_anew,
     tunes_kernels,
 )
 from amp_fx._torch.joint import JointRoles, joint_inputs, joint_roles, program_outputs
@@ -150,6 +151,7 @@ __all__ = [
     "source_hash",
     "stock_inductor",
     "symbolic_kernels",
+    "traced_anew",
     "track_tensor_tree",
     "tunes_kernels",
     "unwrapped_errors",

@@ -28,37 +28,30 @@ __all__ = [
     "replace_inner_compile",
     "source_hash",
     "stock_inductor",
+    "traced_anew",
     "tunes_kernels",
 ]
 
 
 def compile_with_inductor(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    config_patches: dict[str, Any],
-    *,
-    traced_anew: bool = False,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config_patches: dict[str, Any]
 ) -> Callable[..., Any]:
     """Compiles with Inductor; the backward is traced without autocast.
 
     Stock torch.compile traces the backward under the forward's ambient autocast, which silently overflows in
     fp16 (pytorch#153044); ``backward_pass_autocast="off"`` is part of AOTAutograd's cache key.
-
-    Args:
-        gm: Dynamo's graph, or one made of it.
-        example_inputs: one per placeholder.
-        config_patches: options of Inductor.
-        traced_anew: passes on the joint graph run even where AOTAutograd's cache has its result.
     """
     # imported late: Inductor's import costs over a second, and a plain `import amp_fx` should not
     from torch._inductor.compile_fx import compile_fx
 
-    settings: dict[str, Any] = {"backward_pass_autocast": "off"}
-    if traced_anew:
-        settings["enable_autograd_cache"] = False
-    with _functorch_config.patch(settings):
+    with _functorch_config.patch(backward_pass_autocast="off"):
         # typed as what it returns to AOTInductor, too
         return compile_fx(gm, list(example_inputs), config_patches=config_patches)  # type: ignore[return-value]
+
+
+def traced_anew() -> contextlib.AbstractContextManager[Any]:
+    """Inside, passes on joint graphs run even where AOTAutograd's cache has their result."""
+    return _functorch_config.patch(enable_autograd_cache=False)
 
 
 def compile_package(ep: torch.export.ExportedProgram, path: str) -> None:
