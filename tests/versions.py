@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-__all__ = ["IS_2_11", "UP_TO_2_12", "fails_in"]
+__all__ = ["IS_2_11", "UP_TO_2_12", "UP_TO_2_13", "fails_in"]
 
 
 def _is(*versions: str) -> bool:
@@ -14,6 +14,7 @@ def _is(*versions: str) -> bool:
 
 IS_2_11 = _is("2.11")
 UP_TO_2_12 = _is("2.11", "2.12")
+UP_TO_2_13 = _is("2.11", "2.12", "2.13")
 
 
 def fails_in(*versions: str, fault: str) -> pytest.MarkDecorator:
