@@ -40,7 +40,10 @@ def _drawn(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("make", "rowwise", "tensorwise"), [(gpt, 0.115, 0.14), (llama, 0.17, 0.20)])
+@pytest.mark.parametrize(
+    ("make", "rowwise", "tensorwise"),
+    [(gpt, 0.115, 0.14), pytest.param(llama, 0.17, 0.20, marks=pytest.mark.slow)],
+)
 def test_gradients_of_a_small_transformer_are_as_near_to_fp64_as_e4m3_lets_them(
     tmp_path: Path, make: Any, rowwise: float, tensorwise: float
 ) -> None:

@@ -143,7 +143,7 @@ def test_fp8_is_drawn_and_kept_like_other_dtypes(report: Report, tmp_path: Path)
     [
         ("cuda:a100", "as autocast: cuda sm_80 (A100) has no fp8 rate"),
         ("cuda:b200", "tensorwise"),
-        ("cuda:l4", "tensorwise"),
+        pytest.param("cuda:l4", "tensorwise", marks=pytest.mark.slow),
     ],
 )
 def test_the_device_decides_what_the_policy_means(target: str, meaning: str) -> None:
