@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from amp_fx._torch import joint_roles
 from amp_fx.graphs.facts import LOW_DTYPES, is_matmul
+from amp_fx.placement.layout import CAST
 
 __all__ = [
     "FORWARD",
@@ -29,7 +30,7 @@ __all__ = [
     "marked",
 ]
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 #: node.meta["custom"] key, which AOTAutograd hands on to all that a call becomes, backward included:
 #: the name that the call has in the plan. It is on calls that policy and plan let run in fp8
@@ -55,8 +56,6 @@ _VIEWS = frozenset(
         aten.squeeze.dims,
     }
 )
-
-_CAST = prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class Operand:
 
         A weight is then rounded once, and the low copy is not made.
         """
-        if self.base.target is _CAST:
+        if self.base.target is CAST:
             given = self.base.all_input_nodes[0]
             before, after = given.meta["val"], self.base.meta["val"]
             if (
@@ -179,7 +178,7 @@ def find_matmuls(gm: fx.GraphModule) -> list[Matmul]:
 def is_residual(node: fx.Node) -> bool:
     """True where the result is added to another value of its shape, as a block adds to the stream it reads."""
     for user in node.users:
-        if user.target in _VIEWS or user.target is _CAST:
+        if user.target in _VIEWS or user.target is CAST:
             if is_residual(user):
                 return True
         elif user.target is aten.add.Tensor:
