@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -105,6 +106,19 @@ def _hook(stage: Literal["joint", "post_grad"], passes: Sequence[Pass], opts: Op
     if not passes:
         return {}
     # what they depend on is their source and their options
-    modules = [sys.modules[type(step).__module__] for step in passes]
-    uuid = f"{source_hash(layout, *modules)} {passes}"
+    modules = frozenset[str]().union(*(_sources(type(step).__module__) for step in passes))
+    uuid = f"{source_hash(*(sys.modules[name] for name in sorted(modules)))} {passes}"
     return graph_pass(stage, uuid, lambda graph: run_in_order(graph, passes, PassContext()), opts.inductor)
+
+
+@functools.cache
+def _sources(module: str) -> frozenset[str]:
+    """Names of a module of this package and of those that it imports from it, and they from it in turn."""
+    package, found, new = __package__ or "", {module}, [module]
+    while new:
+        values = vars(sys.modules[new.pop()]).values()
+        names = {getattr(value, "__module__", getattr(value, "__name__", "")) for value in values}
+        ours = {name for name in names if isinstance(name, str) and name.partition(".")[0] == package}
+        new += ours & sys.modules.keys() - found
+        found |= ours & sys.modules.keys()
+    return frozenset(found)

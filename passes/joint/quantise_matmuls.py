@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,13 +13,11 @@ from amp_fx.graphs.facts import run_fake
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.joint.fp8_matmuls import FORWARD, FP8_META, Matmul, Operand, find_matmuls
 from amp_fx.policy.fp8 import Recipe
+from amp_fx.policy.fp8_copy import fp8_copy
 
 __all__ = ["QuantiseMatmuls"]
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-#: the smallest magnitude that a scale is made for: scale and inverse are normal numbers in fp32, and zeros stay zeros
-_LEAST = 2.0**-100
+aten = torch.ops.aten
 
 #: what new nodes take over from the matmul that needs them first
 _META = (
@@ -184,28 +183,19 @@ class _Work:
         self, value: fx.Node, dtype: torch.dtype, recipe: Recipe, like: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
         """(in fp8, factors); by row: of a matrix, laid out in rows; else of any shape, laid out as the value is."""
-        largest = torch.finfo(dtype).max
-        amax = self._call(like, aten.abs.default, value)
         # first along rows, which fuses with what computes these
         others = [] if recipe.by_row else list(range(value.meta["val"].ndim - 1))
-        for dims in filter(None, ([-1], others)):
-            amax = self._call(like, aten.amax.default, amax, dims, True)
-        if amax.meta["val"].dtype is not torch.float32:
-            amax = self._call(like, prims.convert_element_type.default, amax, torch.float32)
-        amax = self._call(like, aten.clamp_min.default, amax, _LEAST)
-        scale = self._call(like, aten.reciprocal.default, amax)
-        scale = self._call(like, aten.mul.Tensor, scale, largest)
-        if recipe.powers:
-            for function in (aten.log2.default, aten.floor.default, aten.exp2.default):
-                scale = self._call(like, function, scale)
-        # widened by the product itself: a cast of its own would make Inductor keep the value in fp32
-        data = self._call(like, aten.mul.Tensor, value, scale)
-        data = self._call(like, aten.clamp_min.default, data, -largest)
-        data = self._call(like, aten.clamp_max.default, data, largest)
-        data = self._call(like, prims.convert_element_type.default, data, dtype)
+        data, factor = fp8_copy(
+            value,
+            dtype,
+            [*filter(None, ([-1], others))],
+            functools.partial(self._call, like),
+            powers=recipe.powers,
+            is_wide=value.meta["val"].dtype is torch.float32,
+        )
         if recipe.by_row:
             data = self._in_rows(data, like)
-        return data, self._call(like, aten.reciprocal.default, scale)
+        return data, factor
 
     def _factor(self, scaled: _Scaled, shape: list[int], like: fx.Node) -> fx.Node:
         """The factors in the shape that a scaled matmul takes."""
