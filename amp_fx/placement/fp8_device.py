@@ -1,0 +1,89 @@
+"""What policy fp8 means on a device: which recipe, at which costs, or that there is no fp8."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from amp_fx.placement.devices import builtin
+from amp_fx.placement.fp8 import Fp8Cost
+from amp_fx.placement.profile import DEVICE_TYPES, FLOAT8, DeviceProfile
+from amp_fx.policy.fp8 import AUTO, RECIPES, Recipe
+
+__all__ = ["Fp8Device", "NoFp8", "fp8_device"]
+
+logger = logging.getLogger(__name__)
+
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Fp8Device:
+    """A device that multiplies in fp8.
+
+    Attributes:
+        recipe: how.
+        device: its type.
+        cost: of matmuls and copies; None: everything that may run in fp8 does.
+    """
+
+    recipe: Recipe
+    device: str
+    cost: Fp8Cost | None
+
+    @property
+    def meaning(self) -> str:
+        """What the plan says of the policy."""
+        return self.recipe.name
+
+
+@dataclass(frozen=True)
+class NoFp8:
+    """A device on which policy fp8 means autocast.
+
+    Attributes:
+        meaning: what the plan says of the policy: why.
+    """
+
+    meaning: str
+
+
+def fp8_device(
+    wanted: str, profile: DeviceProfile | None, device: str, low: torch.dtype
+) -> Fp8Device | NoFp8:
+    """What policy fp8 means on a device; the log says once if there is no fp8.
+
+    Args:
+        wanted: a recipe's name, or ``"auto"``.
+        profile: rates that count; None where all that may run in fp8 is to.
+        device: type of the device.
+        low: the low dtype there.
+    """
+    hardware = profile
+    if hardware is None and device in DEVICE_TYPES:
+        hardware = builtin(device)
+    if hardware is None or FLOAT8 not in hardware.peak:
+        name = device if hardware is None else f"{device} {hardware.name}"
+        _say_once(f"policy 'fp8' means 'autocast' here: {name} has no fp8 rate")
+        return NoFp8(f"as autocast: {name} has no fp8 rate")
+    recipe = RECIPES[_recipe(device) if wanted == AUTO else wanted]
+    return Fp8Device(recipe, device, None if profile is None else Fp8Cost.of(profile, low))
+
+
+def _recipe(device: str) -> str:
+    """What ``"auto"`` means: torchao measured rowwise scaling on Hopper, and its kernels are most mature there."""
+    is_hopper = (
+        device == "cuda"
+        and torch.cuda.is_available()
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability() == _HOPPER
+    )
+    return "rowwise" if is_hopper else "tensorwise"
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning("%s", text)
