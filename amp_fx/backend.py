@@ -19,6 +19,7 @@ from amp_fx._torch import compile_id, graph_break
 from amp_fx.errors import CaptureError, PassError
 from amp_fx.fp8 import add_choices, fp8_placement
 from amp_fx.graphs.capture import graph_devices
+from amp_fx.graphs.facts import is_fp8
 from amp_fx.graphs.fallback import under_autocast, warn_fallback
 from amp_fx.graphs.regions import Region, ambient_regions, is_autocast_call
 from amp_fx.graphs.scope import not_ours, takes_own_gradients
@@ -159,7 +160,7 @@ def _way(call: _Call, rewritten: fx.GraphModule, plan: Plan) -> _Way:
     opts = call.opts
     if not torch.is_grad_enabled():
         # folding BatchNorm does not round where eager autocast rounds
-        packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager"
+        packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not _has_fp8(rewritten)
         # by default only what takes the place of a low copy
         asked = opts.weights == "cache" or (opts.weights == "auto" and copied_weights(rewritten))
         if opts.weights == "freeze" or (packs and asked):
@@ -169,6 +170,11 @@ def _way(call: _Call, rewritten: fx.GraphModule, plan: Plan) -> _Way:
     if call.fp8 is None and not plan.changed and not any(map(is_autocast_call, call.gm.graph.nodes)):
         return _Way.AS_TRACED
     return _Way.REWRITTEN
+
+
+def _has_fp8(rewritten: fx.GraphModule) -> bool:
+    """True if fp8 copies of weights are inputs: there is nothing to pack, as oneDNN has no fp8."""
+    return any(is_fp8(node.meta["val"]) for node in copied_weights(rewritten))
 
 
 def _as_traced(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:

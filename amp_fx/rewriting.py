@@ -35,6 +35,7 @@ from amp_fx.passes import (
 )
 from amp_fx.passes.forward.place_by_harm import Placement
 from amp_fx.placement.devices import resolve
+from amp_fx.placement.fp8_device import Fp8Device, fp8_device
 from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan
@@ -78,9 +79,14 @@ def rewrite(
             pipeline, folded = cached_pipeline(PIPELINE), weight_inputs(captured)
         elif training and _casts_once(gm, opts):
             pipeline, lent = cached_pipeline(PIPELINE, training=True), weight_inputs(captured)
-        if opts.policy.base == "fp8":
-            pipeline = fp8_pipeline(pipeline)
         profile = resolve(opts.profile, device)
+        meaning = ""
+        if opts.policy.base == "fp8" and training:
+            pipeline = fp8_pipeline(pipeline)
+        elif opts.policy.base == "fp8":
+            here = fp8_device(opts.fp8, profile, device, ambient[device].dtype)
+            pipeline = fp8_pipeline(pipeline, here) if isinstance(here, Fp8Device) else pipeline
+            meaning = here.meaning
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded, lent=lent)
         if opts.plan is not None:
             plan = _replay(captured, opts.plan, pipeline, context)
@@ -88,7 +94,7 @@ def rewrite(
             plan = _place_by_harm(captured, opts.harm, placement, pipeline, context)
         else:
             plan = run_passes(captured, pipeline, context)
-    plan.training, plan.profile = training, "" if profile is None else profile.name
+    plan.training, plan.profile, plan.fp8 = training, "" if profile is None else profile.name, meaning
     log_artifact("amp_fx_plan", plan.to_json)
     done = time.thread_time()
     logger.debug(

@@ -18,7 +18,9 @@ lend_weights      (training, on request) low copies of weights are inputs, and t
 fold_weights      (export) weights are stored as they are read, and their casts go
 fuse_casts        conversions that do nothing go
 verify            it runs, and its dtypes are the planned and the promised ones
-mark_fp8          (policy fp8) the matmuls that may run in fp8
+place_fp8_linears (policy fp8, no gradients) which matmuls run in fp8
+quantise_linears  (policy fp8, no gradients) operands are scaled and converted, and matmuls read them
+mark_fp8          (policy fp8, training) the matmuls that may run in fp8
 ================= =====================================================================
 
 ``joint/``, Inductor's joint graph, forward and backward together:
@@ -46,7 +48,7 @@ What a pass is, and the runner, are in ``base.py``. Not here: op lists (``amp_fx
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from amp_fx.passes.base import Pass, PassContext, PassResult, run_in_order, run_passes
 from amp_fx.passes.forward.cache_weights import CacheWeights
@@ -61,6 +63,8 @@ from amp_fx.passes.forward.mark_fp8 import MarkFp8
 from amp_fx.passes.forward.pin_dtypes import PinDtypes
 from amp_fx.passes.forward.place import Place
 from amp_fx.passes.forward.place_by_harm import PlaceByHarm
+from amp_fx.passes.forward.place_fp8_linears import PlaceFp8Linears
+from amp_fx.passes.forward.quantise_linears import QuantiseLinears
 from amp_fx.passes.forward.replay import Replay
 from amp_fx.passes.forward.verify import Verify
 from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
@@ -73,6 +77,7 @@ from amp_fx.passes.joint.scale_backward import ScaleBackward
 from amp_fx.passes.joint.separate_outputs import SeparateOutputs
 from amp_fx.passes.partitioned.accumulate_gradients import AccumulateGradients
 from amp_fx.passes.partitioned.lay_out_weights import LayOutWeights
+from amp_fx.placement.fp8_device import Fp8Device
 
 __all__ = [
     "JOINT_PIPELINES",
@@ -100,6 +105,8 @@ __all__ = [
     "Place",
     "PlaceByHarm",
     "PlaceFp8",
+    "PlaceFp8Linears",
+    "QuantiseLinears",
     "QuantiseMatmuls",
     "ReadCopies",
     "Replay",
@@ -146,15 +153,35 @@ def cached_pipeline(pipeline: Sequence[Pass], *, training: bool = False) -> tupl
     )
 
 
-def fp8_pipeline(pipeline: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Forward passes for a graph whose low matmuls may run in fp8."""
-    return (*pipeline, MarkFp8())
+def fp8_pipeline(pipeline: Sequence[Pass], here: Fp8Device | None = None) -> tuple[Pass, ...]:
+    """Forward passes for a graph whose low matmuls may run in fp8.
+
+    Args:
+        pipeline: without fp8.
+        here: the device, for a graph without gradients; None: the joint graph is where matmuls are chosen.
+    """
+    if here is None:
+        return (*pipeline, MarkFp8())
+    return _with(pipeline, {FuseCasts: (PlaceFp8Linears(here), QuantiseLinears())})
 
 
-def export_pipeline(keep: KeepWeights, fold: FoldWeights) -> tuple[Pass, ...]:
-    """The forward passes for a program that is stored together with its weights."""
-    after: dict[type[Pass], Pass] = {Constrain: keep, InsertCasts: fold}
-    return tuple(step for base in PIPELINE for step in (base, after.get(type(base))) if step is not None)
+def export_pipeline(keep: KeepWeights, fold: FoldWeights, here: Fp8Device | None = None) -> tuple[Pass, ...]:
+    """The forward passes for a program that is stored together with its weights.
+
+    Args:
+        keep: weights that stay fp32.
+        fold: weights that are stored low.
+        here: a device, for a program whose low matmuls may run in fp8.
+    """
+    if here is None:
+        return _with(PIPELINE, {Constrain: (keep,), InsertCasts: (fold,)})
+    # what is folded leaves casts
+    return _with(fp8_pipeline(PIPELINE, here), {Constrain: (keep,), QuantiseLinears: (fold, FuseCasts())})
+
+
+def _with(pipeline: Sequence[Pass], after: Mapping[type[Pass], Sequence[Pass]]) -> tuple[Pass, ...]:
+    """A pipeline with more passes, each after one of a class."""
+    return tuple(step for base in pipeline for step in (base, *after.get(type(base), ())))
 
 
 def replay_pipeline(step_in: Replay | PlaceByHarm, pipeline: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:

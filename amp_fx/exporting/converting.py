@@ -26,6 +26,7 @@ from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
 from amp_fx.passes import FoldWeights, KeepWeights, PassContext, export_pipeline, run_passes
 from amp_fx.placement.devices import resolve
+from amp_fx.placement.fp8_device import Fp8Device, fp8_device
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.policy import OpClass
@@ -84,8 +85,10 @@ def convert(
             know. Not changed. Weights that keep their dtype are shared with the result.
         keep_io_dtypes: inputs and outputs of the user keep their dtypes. If False, those that are fp32 are in
             the low dtype; ``module()`` of the program raises :class:`amp_fx.InputError` for others.
-        options: ``dtype``, ``policy`` and ``numerics`` as in ``options=`` of the backend; ``profile`` as well, but
-            ``"off"`` by default, since a program may run on another machine than the one that exports it;
+        options: ``dtype``, ``policy``, ``fp8`` and ``numerics`` as in ``options=`` of the backend; ``profile`` as well,
+            but ``"off"`` by default, since a program may run on another machine than the one that exports it. With
+            policy ``fp8``, weights of matmuls in fp8 are stored as e4m3 (columns, contracted), and their factors
+            (columns, 1) beside them under the same name with ``_fp8_scale``;
             ``weights_beyond_range``: ``"raise"``, ``"clamp"`` to the largest value, or ``"keep"`` such a weight and
             the ops that read it in fp32;
             ``tables``: embedding tables are read in fp32. ``"tied"`` rounds one that is also a matmul's weight, as it
@@ -141,9 +144,16 @@ def _convert(
         profile,
         folded=frozenset(weight.name for weight in weights),
     )
-    plan = run_passes(gm, export_pipeline(KeepWeights(tuple(w.name for w in kept)), fold), context)
+    here = None
+    if opts.shared.policy.base == "fp8":
+        here = fp8_device(opts.shared.fp8, profile, device, low)
+    pipeline = export_pipeline(
+        KeepWeights(tuple(w.name for w in kept)), fold, here if isinstance(here, Fp8Device) else None
+    )
+    plan = run_passes(gm, pipeline, context)
+    plan.fp8 = "" if here is None else here.meaning
     for given in plan.inputs:
-        given.parameter = given.name in context.folded
+        given.parameter = given.name in context.folded or given.copy_of in context.folded
     program = new_program(ep, gm, store_low(gm, groups, opts.weights_beyond_range), narrowed)
     program.graph_module.meta[_PLAN] = plan
     logger.debug("converted %d nodes, %d casts", len(gm.graph.nodes), len(plan.casts))

@@ -13,7 +13,7 @@ __all__ = ["ExportOptions"]
 
 #: option -> valid values, besides the options of the backend that export takes
 _CHOICES = {"weights_beyond_range": ("raise", "clamp", "keep"), "tables": ("tied", "low", "keep")}
-_SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile")
+_SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", "fp8")
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.export.graph_signature import ExportGraphSignature, TensorArgument
+from torch.export.graph_signature import ExportGraphSignature, InputSpec, TensorArgument
 from torch.utils._pytree import tree_leaves
 
 from amp_fx.errors import InputError
 from amp_fx.exporting.ends import check_dtypes, low_examples
+from amp_fx.exporting.stored import scale_target
 from amp_fx.graphs.capture import OUTPUT_META, REGION_META
-from amp_fx.plans.plan import CAST_META, PLAN_META
+from amp_fx.graphs.facts import COPY_META
+from amp_fx.plans.plan import CAST_META, PLAN_META, STEP_META
 
 __all__ = ["LowInputsProgram", "new_program"]
 
@@ -65,13 +67,14 @@ def new_program(
     Args:
         ep: what was exported.
         gm: its graph, rewritten.
-        stored: weights that have changed, by their names in the state dict or among the constants.
+        stored: weights that have changed and factors of those in fp8, by their names in the state dict or among the
+            constants.
         narrowed: inputs of the user whose dtype has changed.
     """
     check_dtypes(gm, narrowed.keys())
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            for key in (REGION_META, PLAN_META, CAST_META, OUTPUT_META):
+            for key in (REGION_META, PLAN_META, CAST_META, STEP_META, OUTPUT_META):
                 node.meta.pop(key, None)
     signature = ep.graph_signature
     outputs = [
@@ -85,14 +88,37 @@ def new_program(
     return kind(
         root=gm,
         graph=gm.graph,
-        graph_signature=ExportGraphSignature(list(signature.input_specs), outputs),
-        state_dict={name: stored.get(name, value) for name, value in ep.state_dict.items()},
+        graph_signature=ExportGraphSignature(_input_specs(gm, signature), outputs),
+        state_dict=_with_stored(ep.state_dict, stored),
         range_constraints=dict(ep.range_constraints),
         module_call_graph=[_own_entry(entry) for entry in ep.module_call_graph],
         example_inputs=low_examples(ep, narrowed),
-        constants={name: stored.get(name, value) for name, value in ep.constants.items()},
+        constants=_with_stored(ep.constants, stored),
         verifiers=ep.verifiers,
     )
+
+
+def _input_specs(gm: fx.GraphModule, signature: ExportGraphSignature) -> list[InputSpec]:
+    """Those of the program, and of the factors of its fp8 weights."""
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    found = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        spec = specs.get(node.name)
+        if spec is None:
+            weight = specs[node.meta[COPY_META]]
+            spec = replace(weight, arg=TensorArgument(node.name), target=scale_target(str(weight.target)))
+        found.append(spec)
+    return found
+
+
+def _with_stored(values: Mapping[str, Any], stored: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Values by name, those that have changed, and factors beside their weights."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found[name] = stored.get(name, value)
+        if scale_target(name) in stored:
+            found[scale_target(name)] = stored[scale_target(name)]
+    return found
 
 
 def _own_entry(entry: torch.export.ModuleCallEntry) -> torch.export.ModuleCallEntry:

@@ -11,9 +11,10 @@ import torch.fx as fx
 from torch.export.graph_signature import InputKind, InputSpec
 
 from amp_fx.errors import OptionsError
-from amp_fx.graphs.facts import is_eligible, tensors
+from amp_fx.graphs.facts import is_eligible
+from amp_fx.weights.forms import FORM_META, Scaled
 
-__all__ = ["Weight", "beyond_range", "store_low", "stored_weights", "tied"]
+__all__ = ["Weight", "beyond_range", "scale_target", "store_low", "stored_weights", "tied"]
 
 _WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -32,6 +33,16 @@ class Weight:
         value = self.value
         storage = value.untyped_storage()._cdata
         return storage, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
+
+    def kept_as(self, value: torch.Tensor, *, requires_grad: bool = False) -> torch.Tensor:
+        """Another value for it: a parameter if this is one."""
+        is_parameter = isinstance(self.value, torch.nn.Parameter)
+        return torch.nn.Parameter(value, requires_grad) if is_parameter else value
+
+
+def scale_target(target: str) -> str:
+    """The name under which the factors of an fp8 weight are stored."""
+    return f"{target}_fp8_scale"
 
 
 def stored_weights(ep: torch.export.ExportedProgram) -> list[Weight]:
@@ -61,6 +72,16 @@ def beyond_range(weights: Iterable[Weight], low: torch.dtype) -> list[Weight]:
     return [weight for weight in weights if bool(_overflows(weight.value.detach(), low).any())]
 
 
+def _scaled(group: Sequence[Weight], form: Scaled) -> dict[str, torch.Tensor]:
+    """The fp8 copy and its factors, by the names of weights that are one tensor."""
+    data, factors = form.made(group[0].value.detach())
+    names = [(weight, str(weight.spec.target)) for weight in group]
+    return {
+        **{target: weight.kept_as(data) for weight, target in names},
+        **{scale_target(target): weight.kept_as(factors) for weight, target in names},
+    }
+
+
 def _overflows(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
     """Where a finite value is infinite in the low dtype."""
     return value.isfinite() & value.to(low).isinf()
@@ -79,15 +100,15 @@ def store_low(
     Raises:
         OptionsError: values that the low dtype cannot hold.
     """
-    dtypes = {
-        node.name: node.meta["val"].dtype
-        for node in gm.graph.find_nodes(op="placeholder")
-        if tensors(node.meta.get("val"))
-    }
+    inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     stored: dict[str, torch.Tensor] = {}
     refused: list[str] = []
     for group in groups:
-        value, dtype = group[0].value.detach(), dtypes[group[0].name]
+        node, value = inputs[group[0].name], group[0].value.detach()
+        if FORM_META in node.meta:
+            stored.update(_scaled(group, node.meta[FORM_META][0]))
+            continue
+        dtype = node.meta["val"].dtype
         if value.dtype is dtype:
             continue
         beyond = _overflows(value, dtype)
@@ -97,10 +118,7 @@ def store_low(
             refused.append(f"{names} (largest magnitude {value[beyond].abs().max().item():g})")
             low = torch.where(beyond, value.sign().to(dtype) * torch.finfo(dtype).max, low)
         for weight in group:
-            is_parameter = isinstance(weight.value, torch.nn.Parameter)
-            stored[str(weight.spec.target)] = (
-                torch.nn.Parameter(low, weight.value.requires_grad) if is_parameter else low
-            )
+            stored[str(weight.spec.target)] = weight.kept_as(low, requires_grad=weight.value.requires_grad)
     if refused and when_beyond == "raise":
         raise OptionsError(
             f"weights beyond the range of the low dtype: {', '.join(refused)}. Use dtype='bfloat16', or say what to do "

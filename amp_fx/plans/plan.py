@@ -24,6 +24,7 @@ from amp_fx.policy import OpClass
 __all__ = [
     "CAST_META",
     "PLAN_META",
+    "STEP_META",
     "CastPlan",
     "InputPlan",
     "NodePlan",
@@ -39,6 +40,10 @@ PLAN_META = "amp_fx"
 
 #: node.meta key that is True on casts amp_fx inserted
 CAST_META = "amp_fx_cast"
+
+#: node.meta key of a call that a pass has added to compute what another call did: it has no row of its own, and what it
+#: reads counts as read by the call that reads it
+STEP_META = "amp_fx_step"
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 2

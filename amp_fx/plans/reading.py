@@ -25,7 +25,7 @@ from amp_fx.graphs.facts import (
     tensor_nodes,
     tensors,
 )
-from amp_fx.plans.plan import CAST_META, CastPlan, InputPlan, NodePlan, Plan, node_plan
+from amp_fx.plans.plan import CAST_META, STEP_META, CastPlan, InputPlan, NodePlan, Plan, node_plan
 
 __all__ = ["add_graph", "input_plan", "measure"]
 
@@ -48,7 +48,7 @@ def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
             measure(row, node, path, flops)
             plan.nodes.append(row)
             row.inputs += _connect_body(gm, node, path, aliases)
-        if is_cast(node) and _changes_dtype(node):
+        if is_cast(node) and STEP_META not in node.meta and _changes_dtype(node):
             plan.casts.append(_cast_plan(node, path))
     for given in plan.inputs:
         given.alias = aliases.get(given.name, given.alias)
@@ -65,19 +65,33 @@ def measure(row: NodePlan, node: fx.Node, path: str, seen: dict[Any, int]) -> No
     """
     results = tensors(node.meta.get("val"))
     row.shape = _shape(results[0]) if results else ()
-    if not is_view(node):
+    read, matmul = _read(node)
+    # a call that was made of steps ends in a view of the last one
+    if matmul is not None or not is_view(node):
         row.bytes = sum(numel(value) * value.dtype.itemsize for value in results if value.is_floating_point())
-    row.inputs = tuple(f"{path}{source.name}" for source in node.all_input_nodes)
+    row.inputs = tuple(f"{path}{source.name}" for source in dict.fromkeys(read))
     row.operands = tuple(
-        _shape(value)
-        for source in tensor_nodes((node.args, node.kwargs))
-        if is_eligible(value := source.meta.get("val")) or is_fp8(value)
+        _shape(value) for source in read if is_eligible(value := source.meta.get("val")) or is_fp8(value)
     )
-    if row.operands and is_matmul(node):
-        key = node.target, row.operands, row.shape
+    if row.operands and matmul is not None:
+        key = matmul.target, row.operands, row.shape
         if key not in seen:
-            seen[key] = matmul_flops(node)
+            seen[key] = matmul_flops(matmul)
         row.flops = seen[key]
+
+
+def _read(node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
+    """What a call reads, and what it multiplies with if that is itself or one of its steps."""
+    read: list[fx.Node] = []
+    matmul = node if is_matmul(node) else None
+    for source in tensor_nodes((node.args, node.kwargs)):
+        if STEP_META not in source.meta:
+            read.append(source)
+            continue
+        more, found = _read(source)
+        read += [each for each in more if each not in read]
+        matmul = matmul or found
+    return read, matmul
 
 
 def _shape(value: torch.Tensor) -> tuple[int, ...]:
@@ -125,6 +139,14 @@ def _changes_dtype(cast: fx.Node) -> bool:
     return is_eligible(before) and is_eligible(after) and before.dtype is not after.dtype
 
 
+def _readers(node: fx.Node) -> dict[fx.Node, None]:
+    """The calls that read a value, themselves or by their steps."""
+    found: dict[fx.Node, None] = {}
+    for user in node.users:
+        found.update(_readers(user) if STEP_META in user.meta else {user: None})
+    return found
+
+
 def _cast_plan(cast: fx.Node, path: str) -> CastPlan:
     value, after = cast.all_input_nodes[0], cast.meta["val"].dtype
     before = value.meta["val"]
@@ -134,7 +156,7 @@ def _cast_plan(cast: fx.Node, path: str) -> CastPlan:
         from_dtype=before.dtype,
         to_dtype=after,
         bytes=cast_bytes(before, after),
-        users=tuple(f"{path}{user.name}" for user in cast.users),
+        users=tuple(f"{path}{user.name}" for user in _readers(cast)),
         inserted=CAST_META in cast.meta,
         source=source_line(cast),
     )

@@ -22,14 +22,14 @@ _LEAST = 2.0**-100
 class Call(Protocol):
     """Runs an op, or adds it to a graph."""
 
-    def __call__(self, target: Any, /, *args: Any) -> Any:
+    def __call__(self, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The result."""
         ...
 
 
-def run(target: Any, /, *args: Any) -> Any:
+def run(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """The :class:`Call` for tensors."""
-    return target(*args)
+    return target(*args, **kwargs)
 
 
 def fp8_copy(

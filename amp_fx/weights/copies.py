@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_fx._torch import holders
+from amp_fx.weights.forms import Form
 from amp_fx.weights.memory import is_dense
 from amp_fx.weights.watch import Events, Key, Look, OnDeath, Watch, in_inference, in_training, key_of, look_at
 
@@ -39,10 +40,11 @@ class _Copy:
     """The copy of a weight.
 
     Attributes:
+        tensors: of its form.
         look: what it was made from; None: nothing yet.
     """
 
-    value: Tensor
+    tensors: tuple[Tensor, ...]
     look: Look | None = None
 
 
@@ -52,7 +54,7 @@ class Shelf:
 
     Attributes:
         events: what is heard of the weights.
-        copies: weight -> dtype -> copy.
+        copies: weight -> form -> copy.
     """
 
     events: Events
@@ -60,22 +62,21 @@ class Shelf:
 
     def is_held(self, weight: Tensor) -> bool:
         """True if somebody else has a copy of a weight, such as autograd for a backward."""
-        copies: dict[torch.dtype, _Copy] = self.copies.get(weight, {})  # pyright: ignore[reportAssignmentType]
+        copies: dict[Form, _Copy] = self.copies.get(weight, {})  # pyright: ignore[reportAssignmentType]
         # one for the object that is asked
-        return any(holders(copy.value) > 1 for copy in copies.values())
+        return any(holders(tensor) > 1 for copy in copies.values() for tensor in copy.tensors)
 
-    def of(self, weight: Tensor, dtype: torch.dtype) -> _Copy:
+    def of(self, weight: Tensor, form: Form) -> _Copy:
         """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""
         # typed as if a default could only be None
-        copies: dict[torch.dtype, _Copy] = self.copies.setdefault(weight, {})  # pyright: ignore[reportAssignmentType]
-        copy = copies.get(dtype)
-        like = torch.empty_like(weight, dtype=dtype, device="meta")
-        if copy is None or (copy.value.shape, copy.value.stride(), copy.value.device) != (
-            like.shape,
-            like.stride(),
-            weight.device,
+        copies: dict[Form, _Copy] = self.copies.setdefault(weight, {})  # pyright: ignore[reportAssignmentType]
+        copy = copies.get(form)
+        like = form.empty(weight, torch.device("meta"))
+        if copy is None or any(
+            (tensor.shape, tensor.stride(), tensor.device) != (wanted.shape, wanted.stride(), weight.device)
+            for tensor, wanted in zip(copy.tensors, like, strict=True)
         ):
-            copy = copies[dtype] = _Copy(torch.empty_like(weight, dtype=dtype, requires_grad=False))
+            copy = copies[form] = _Copy(form.empty(weight, weight.device))
         return copy
 
 
@@ -95,12 +96,17 @@ def copied_bytes() -> int:
     with _lock:
         shelves = (_of_inference, OF_TRAINING)
         held = [copy for shelf in shelves for copies in shelf.copies.values() for copy in copies.values()]
-    return sum(copy.value.nbytes for copy in held)
+    return sum(tensor.nbytes for copy in held for tensor in copy.tensors)
 
 
 @dataclass
 class _Found:
-    """The copies of one model's weights."""
+    """The copies of one model's weights.
+
+    Attributes:
+        copies: what the graph is called with.
+        healed: those that renew themselves.
+    """
 
     watch: Watch
     copies: list[Tensor]
@@ -111,17 +117,22 @@ class LowCopies:
     """The copies that one compiled graph is called with.
 
     Args:
-        weights: positions among the graph's arguments.
-        dtypes: of the copies, one for each position.
+        weights: positions among the graph's arguments, one for each tensor.
+        forms: form of the copy, and which of its tensors.
         shelf: where they are.
     """
 
     def __init__(
-        self, weights: Sequence[int], dtypes: Sequence[torch.dtype], shelf: Shelf = _of_inference
+        self, weights: Sequence[int], forms: Sequence[tuple[Form, int]], shelf: Shelf = _of_inference
     ) -> None:
         self._shelf = shelf
-        self._positions = tuple(weights)
-        self._dtypes = tuple(dtypes)
+        wanted = [(position, form) for position, (form, _) in zip(weights, forms, strict=True)]
+        #: each copy once
+        self._copies = list(dict.fromkeys(wanted))
+        self._tensors = [
+            (self._copies.index(copy), part) for copy, (_, part) in zip(wanted, forms, strict=True)
+        ]
+        self._positions = [position for position, _ in self._copies]
         # models of one class share their graphs
         self._found: dict[Key, _Found] = {}
 
@@ -151,26 +162,35 @@ class LowCopies:
         watch = Watch(weights, looks, OnDeath(self._found, key), healing, self._shelf.events)
         # an inference tensor could not be written to outside inference mode
         with torch.inference_mode(False), torch.no_grad():
-            copies = [self._shelf.of(w, dtype) for w, dtype in zip(weights, self._dtypes, strict=True)]
+            forms = [form for _, form in self._copies]
+            copies = [self._shelf.of(w, form) for w, form in zip(weights, forms, strict=True)]
             is_stale = [copy.look is not look for copy, look in zip(copies, looks, strict=True)]
-            values = [copy.value for copy in copies]
+            tensors = [copy.tensors for copy in copies]
             healed = self._healed(
                 key,
                 [*compress(weights, healing)],
-                [*compress(values, healing)],
+                [*compress(tensors, healing)],
+                [*compress(forms, healing)],
                 [*compress(is_stale, healing)],
             )
-            for weight, value, stale, is_healed in zip(weights, values, is_stale, healing, strict=True):
+            for weight, form, written, stale, is_healed in zip(
+                weights, forms, tensors, is_stale, healing, strict=True
+            ):
                 if stale and not is_healed:
-                    value.copy_(weight)
+                    form.write(weight, written)
         for copy, look in zip(copies, looks, strict=True):
             copy.look = look
         watch.confirm(weights)
-        self._found[key] = _Found(watch, values, healed)
-        return values
+        found = self._found[key] = _Found(watch, [tensors[at][part] for at, part in self._tensors], healed)
+        return found.copies
 
     def _healed(
-        self, key: Key, weights: Sequence[Tensor], copies: Sequence[Tensor], is_stale: Sequence[bool]
+        self,
+        key: Key,
+        weights: Sequence[Tensor],
+        copies: Sequence[tuple[Tensor, ...]],
+        forms: Sequence[Form],
+        is_stale: Sequence[bool],
     ) -> HealedCopies | None:
         """The copies that heal themselves, made; as long as they lie where they did, the same ones."""
         if not weights:
@@ -181,7 +201,7 @@ class LowCopies:
         if found is not None and found.healed is not None and found.healed.fits(weights, copies):
             found.healed.heal(is_stale)
             return found.healed
-        healed = HealedCopies(weights, copies)
+        healed = HealedCopies(weights, copies, forms)
         healed.make()
         return healed
 

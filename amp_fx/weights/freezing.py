@@ -16,6 +16,7 @@ from amp_fx.errors import WeightsError
 from amp_fx.graphs.facts import COPY_META, is_matmul, is_parameter, storage_of, written_storages
 from amp_fx.weights.constants import Constant, Constants
 from amp_fx.weights.folding import FoldingRecord
+from amp_fx.weights.forms import Cast, form_of
 from amp_fx.weights.inference import Compile, is_plain
 from amp_fx.weights.watch import Key, OnDeath, Watch, key_of, look_at
 
@@ -189,16 +190,25 @@ class FrozenGraph:
         graph.output(graph.graph_copy(self._gm.graph, copies))
         holder = nn.Module()
         positions = {self._placeholders[at].name: position for position, at in enumerate(self._weights)}
+        values = {node.name: node.meta.get("val") for node in self._placeholders}
         for node in self._placeholders:
             position = positions.get(node.meta.get(COPY_META, node.name))
             if position is None:
                 continue
+            form, part = form_of(node)
+            # what is more than a cast is folded by Inductor
+            value = node.meta["val"] if isinstance(form, Cast) else values[node.meta[COPY_META]]
             name = f"amp_fx_frozen_{node.name}"
-            holder.register_buffer(name, record.value(position, node.meta["val"].dtype))
+            holder.register_buffer(name, record.value(position, value.dtype))
             with graph.inserting_before(copies[node]):
                 constant = graph.get_attr(name)
-            constant.meta = {"val": node.meta["val"]}
-            copies[node].replace_all_uses_with(constant)
+                constant.meta = {"val": value}
+                made = constant
+                if not isinstance(form, Cast):
+                    made = form.steps(constant, lambda op, *args, **kw: graph.call_function(op, args, kw))[
+                        part
+                    ]
+            copies[node].replace_all_uses_with(made)
             graph.erase_node(copies[node])
         for name, module in self._gm.named_children():
             holder.register_module(name, module)

@@ -12,6 +12,8 @@ A chunk that is not written to costs the loads of its sample. The sample is spre
 of 1/16 of a weight has some of it, and every slice along the first dimension of a weight with up to 64 slices. The
 first element of a chunk that is not zero is in it, too: zeros stay what they are under many writes. Every
 :data:`PERIOD` calls a chunk is cast again whatever its sample says, each chunk at another call.
+
+Copies in fp8 have a kernel of their own: :mod:`amp_fx.weights.healing_fp8`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ import triton  # pyright: ignore[reportMissingImports]  # comes with builds of t
 import triton.language as tl  # pyright: ignore[reportMissingImports]  # as above
 from numpy.typing import NDArray
 from torch import Tensor
+
+from amp_fx.weights.forms import Form, Scaled
+from amp_fx.weights.healing_fp8 import heal_rows_kernel, row_chunks, row_constants
 
 __all__ = ["CHUNK", "OPTIONS", "PERIOD", "HealedCopies", "constants", "heal_kernel"]
 
@@ -133,25 +138,30 @@ class _Chunk(NamedTuple):
     """
 
     weight: int
-    row: tuple[int, int, int]
-    offsets: NDArray[np.int32]
+    row: tuple[int, ...]
+    offsets: NDArray[np.integer[Any]]
 
 
 class _Group:
     """Chunks that one launch looks at."""
 
     def __init__(
-        self, device: torch.device, weight: torch.dtype, low: torch.dtype, chunks: Sequence[_Chunk]
+        self,
+        device: torch.device,
+        kernel: Any,
+        constants: dict[str, Any],
+        bits: torch.dtype,
+        chunks: list[_Chunk],
     ) -> None:
-        count, sampled = len(chunks), len(chunks[0].offsets)
-        bits = _BITS[weight.itemsize][1]
-        self._constants = constants(weight, low, sampled)
+        self._kernel, self._constants = kernel, constants
         self._weights = [chunk.weight for chunk in chunks]
+        offsets = torch.from_numpy(np.stack([chunk.offsets for chunk in chunks])).to(device)
+        count = len(chunks)
         self._tensors = (
             torch.tensor([chunk.row for chunk in chunks], dtype=torch.int64, device=device),
-            torch.from_numpy(np.stack([chunk.offsets for chunk in chunks])).to(device),
-            torch.zeros(count, sampled, dtype=bits, device=device),
-            torch.zeros(count, dtype=torch.int32, device=device),
+            offsets,
+            torch.zeros(offsets.shape, dtype=bits, device=device),
+            torch.zeros(count, dtype=offsets.dtype, device=device),
             torch.zeros(count, dtype=bits, device=device),
         )
         #: all at the first call; after :meth:`take_turns`, each at another
@@ -159,7 +169,7 @@ class _Group:
 
     def launch(self) -> None:
         with torch.accelerator.device_index(self._turns.device.index):
-            launch: Any = heal_kernel[(len(self._turns),)]  # pyright: ignore[reportIndexIssue]  # triton.jit's own
+            launch = self._kernel[(len(self._turns),)]
             launch(*self._tensors, self._turns, **self._constants, **OPTIONS)
 
     def take_turns(self) -> None:
@@ -184,20 +194,23 @@ class HealedCopies:
 
     Args:
         weights: each one dense piece of memory, float32, float16 or bfloat16.
-        copies: of the same sizes and strides, each on the device of its weight.
+        copies: the tensors of their copies, each on the device of its weight.
+        forms: of the copies.
     """
 
-    def __init__(self, weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        groups: dict[tuple[torch.device, torch.dtype, torch.dtype, int], list[_Chunk]] = {}
-        for at, (weight, copy) in enumerate(zip(weights, copies, strict=True)):
-            for chunk in _chunks(at, weight, copy):
-                key = weight.device, weight.dtype, copy.dtype, len(chunk.offsets)
+    def __init__(
+        self, weights: Sequence[Tensor], copies: Sequence[tuple[Tensor, ...]], forms: Sequence[Form]
+    ) -> None:
+        groups: dict[_Kind, list[_Chunk]] = {}
+        for at, (weight, copy, form) in enumerate(zip(weights, copies, forms, strict=True)):
+            for chunk in _chunks(at, weight, copy, form):
+                key = _Kind(weight.device, weight.dtype, copy[0].dtype, len(chunk.offsets))
                 groups.setdefault(key, []).append(chunk)
         with torch.inference_mode(False):
-            self._groups = [_Group(*key[:3], chunks) for key, chunks in groups.items()]
+            self._groups = [_group(kind, chunks) for kind, chunks in groups.items()]
         self._lies = _where(weights, copies)
 
-    def fits(self, weights: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
+    def fits(self, weights: Sequence[Tensor], copies: Sequence[tuple[Tensor, ...]]) -> bool:
         """True if these are of them, where they were: a CUDA graph of the user may hold what belongs to them."""
         return self._lies == _where(weights, copies)
 
@@ -219,21 +232,43 @@ class HealedCopies:
             group.launch()
 
 
-def _where(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> list[tuple[object, ...]]:
+class _Kind(NamedTuple):
+    """What the chunks of one launch have in common."""
+
+    device: torch.device
+    weight: torch.dtype
+    copy: torch.dtype
+    sampled: int
+
+
+def _group(kind: _Kind, chunks: list[_Chunk]) -> _Group:
+    bits = _BITS[kind.weight.itemsize][1]
+    if kind.copy is torch.float8_e4m3fn:
+        settings = row_constants(kind.weight, kind.sampled, PERIOD)
+        return _Group(kind.device, heal_rows_kernel, settings, bits, chunks)
+    return _Group(kind.device, heal_kernel, constants(kind.weight, kind.copy, kind.sampled), bits, chunks)
+
+
+def _where(weights: Sequence[Tensor], copies: Sequence[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
     """Where they lie, and what lies there."""
     return [
         (value.data_ptr(), value.numel(), value.dtype, value.device)
-        for values in (weights, copies)
+        for values in (weights, *copies)
         for value in values
     ]
 
 
-def _chunks(at: int, weight: Tensor, copy: Tensor) -> Iterator[_Chunk]:
+def _chunks(at: int, weight: Tensor, copy: tuple[Tensor, ...], form: Form) -> Iterator[_Chunk]:
+    if isinstance(form, Scaled):
+        data, factors = copy
+        for entry, offsets in row_chunks(weight, data, factors, CHUNK, in_rows=form.in_rows):
+            yield _Chunk(at, entry, offsets)
+        return
     for start in range(0, weight.numel(), CHUNK):
         count = min(CHUNK, weight.numel() - start)
         row = (
             weight.data_ptr() + start * weight.element_size(),
-            copy.data_ptr() + start * copy.element_size(),
+            copy[0].data_ptr() + start * copy[0].element_size(),
             count,
         )
         spread = np.arange(_SPREAD, dtype=np.int32) * count // _SPREAD

@@ -13,6 +13,7 @@ import torch.fx as fx
 from amp_fx._torch import FakeTensor, compile_id, on_dynamo_compile
 from amp_fx.graphs.facts import COPY_META, is_parameter
 from amp_fx.weights.copies import LowCopies
+from amp_fx.weights.forms import form_of
 from amp_fx.weights.training import StepCopies
 
 __all__ = ["cached", "copied_weights", "in_inference_mode", "is_plain", "weight_inputs"]
@@ -54,10 +55,11 @@ def cached(
         # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
         node._dynamo_source = None
     compiled = compile_graph(gm, [*example_inputs, *(node.meta["val"] for node in inputs)])
-    kind = StepCopies if training else LowCopies
-    copies = kind(
-        [position[node.meta[COPY_META]] for node in inputs], [node.meta["val"].dtype for node in inputs]
-    )
+    weights = [position[node.meta[COPY_META]] for node in inputs]
+    if training:
+        copies = StepCopies(weights, [node.meta["val"].dtype for node in inputs])
+    else:
+        copies = LowCopies(weights, [*map(form_of, inputs)])
     return lambda *args: compiled(*args, *copies.of(args))
 
 

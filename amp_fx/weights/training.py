@@ -31,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_fx._torch import in_nested_transform, on_default_stream
 from amp_fx.weights.copies import OF_TRAINING, LowCopies, heals
+from amp_fx.weights.forms import Cast
 from amp_fx.weights.memory import Sample, read_together
 from amp_fx.weights.watch import ADDRESS, VERSION, Key, Look, OnDeath, in_training, key_of
 
@@ -154,7 +155,7 @@ class StepCopies:
     def __init__(self, weights: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self._positions = tuple(weights)
         self._dtypes = tuple(dtypes)
-        self._healed = LowCopies(weights, dtypes, OF_TRAINING)
+        self._healed = LowCopies(weights, [(Cast(dtype), 0) for dtype in dtypes], OF_TRAINING)
         # models of one class share their graphs
         self._found: dict[Key, _Found] = {}
 

@@ -9,17 +9,22 @@ import torch.fx as fx
 
 from amp_fx.graphs.facts import COPY_META, LOW_DTYPES, is_cast, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.forward.quantise_linears import PART_META, erase_unread
 from amp_fx.plans.plan import dtype_name
+from amp_fx.weights.forms import FORM_META, Cast, Form
 
 __all__ = ["CacheWeights"]
 
 
 @dataclass(frozen=True)
 class CacheWeights(Pass):
-    """Gives the graph an input more for every low dtype that a weight is cast to.
+    """Gives the graph an input more for every copy that it makes of a weight.
 
     The caller hands in the copies, and knows when they are out of date. The weight itself stays an input, for
-    readers in fp32 and so that the signature only grows at its end. Weights that the graph writes to stay cast.
+    readers in fp32 and so that the signature only grows at its end. Weights that the graph writes to stay as they are.
+
+    1. casts to a low dtype.
+    2. fp8 copies and their factors (:class:`QuantiseLinears`).
 
     Before::
 
@@ -40,22 +45,48 @@ class CacheWeights(Pass):
         if context.path:
             return PassResult(gm, 0, "a body has no weights of its own")
         written = {key for node in gm.graph.nodes for key in written_storages(node)}
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        last, added = placeholders[-1] if placeholders else None, 0
-        for weight in placeholders:
+        inputs = _Inputs(gm.graph)
+        parts = [node for node in gm.graph.nodes if PART_META in node.meta]
+        for weight in gm.graph.find_nodes(op="placeholder"):
             if weight.name not in context.folded or storage_of(weight) in written:
                 continue
-            for cast in [user for user in weight.users if _is_narrowing(user)]:
-                with gm.graph.inserting_after(last):
-                    copy = gm.graph.placeholder(f"{weight.name}_{dtype_name(cast.meta['val'].dtype)}")
-                value = cast.meta["val"]
-                copy.meta = {"val": value, "example_value": value, COPY_META: weight.name}
-                # where it lives does not change: what CUDA graphs want to know
-                copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-                last, added = copy, added + 1
-                cast.replace_all_uses_with(copy)
-                gm.graph.erase_node(cast)
-        return PassResult(gm, added, f"{added} low copies of weights are inputs")
+            for cast in [user for user in weight.users if _is_narrowing(user)]:  # case 1
+                dtype = cast.meta["val"].dtype
+                inputs.take(cast, weight, Cast(dtype), 0, dtype_name(dtype))
+            for node in parts:  # case 2
+                part = node.meta[PART_META]
+                if part.source is weight:
+                    inputs.take(node, weight, part.form, part.index, ("fp8", "fp8_scale")[part.index])
+        if parts:
+            erase_unread(gm.graph)
+        return PassResult(gm, inputs.count, f"{inputs.count} low copies of weights are inputs")
+
+
+class _Inputs:
+    """Adds inputs to a graph, after all others."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        placeholders = graph.find_nodes(op="placeholder")
+        self._last = placeholders[-1] if placeholders else None
+        self.count = 0
+
+    def take(self, made: fx.Node, weight: fx.Node, form: Form, part: int, suffix: str) -> None:
+        """What the graph has made of a weight becomes an input."""
+        with self._graph.inserting_after(self._last):
+            copy = self._graph.placeholder(f"{weight.name}_{suffix}")
+        value = made.meta["val"]
+        copy.meta = {
+            "val": value,
+            "example_value": value,
+            COPY_META: weight.name,
+            FORM_META: (form, part),
+            # where it lives does not change: what CUDA graphs want to know
+            "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
+        }
+        made.replace_all_uses_with(copy)
+        self._graph.erase_node(made)
+        self._last, self.count = copy, self.count + 1
 
 
 def _is_narrowing(user: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.facts import (
+    COPY_META,
     LOW_DTYPES,
     argument_value,
     is_cast,
@@ -18,8 +19,10 @@ from amp_fx.graphs.facts import (
     written_storages,
 )
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.plan import CAST_META, node_plan
+from amp_fx.passes.forward.quantise_linears import PART_META, erase_unread
+from amp_fx.plans.plan import CAST_META, STEP_META, node_plan
 from amp_fx.policy import OpClass
+from amp_fx.weights.forms import FORM_META, Scaled
 
 __all__ = ["FoldWeights"]
 
@@ -36,7 +39,9 @@ class FoldWeights(Pass):
     2. the same, but rows of the weight are looked up, too (an embedding tied to a head): rows are widened after
        the lookup. Left out if ``tables`` is ``"keep"``.
     3. rows are looked up and nothing else: as case 2 if ``tables`` is ``"low"``.
-    4. anything else (written to, or read in fp32 too) keeps its dtype and its casts.
+    4. only fp8 copies of one form are made of the weight: the input is the copy, and its factors are one more input
+       behind it.
+    5. anything else (written to, or read in fp32 too) keeps its dtype and its casts.
 
     The caller must store each weight in the dtype that its input has afterwards.
 
@@ -69,12 +74,17 @@ class FoldWeights(Pass):
         folded = 0
         for names in self.weights:
             holders = [inputs[name] for name in names]
-            dtype = self._stored_dtype(holders)
-            if dtype is None or any(storage_of(holder) in written for holder in holders):
+            if any(storage_of(holder) in written for holder in holders):
                 continue
+            form, dtype = _scaled_form(holders), self._stored_dtype(holders)
             for holder in holders:
-                _retype(holder, dtype)
-            folded += 1
+                if form is not None:
+                    _store_scaled(holder, form)
+                elif dtype is not None:
+                    _retype(holder, dtype)
+            folded += form is not None or dtype is not None
+        if any(FORM_META in node.meta for node in inputs.values()):
+            erase_unread(gm.graph)
         return PassResult(gm, folded, f"{folded} of {len(self.weights)} weights stored low")
 
     def _stored_dtype(self, holders: list[fx.Node]) -> torch.dtype | None:
@@ -97,6 +107,35 @@ class FoldWeights(Pass):
         dtypes = rows if self.tables == "low" and not wanted else wanted
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
         return dtype if dtype in LOW_DTYPES else None
+
+
+def _scaled_form(holders: list[fx.Node]) -> Scaled | None:
+    """The form of the fp8 copies, if all that is made of these inputs are copies of one form."""
+    forms: set[Scaled] = set()
+    waiting = list(holders)
+    while waiting:
+        for user in waiting.pop().users:
+            part = user.meta.get(PART_META)
+            if part is not None:
+                forms.add(part.form)
+            elif STEP_META in user.meta:
+                waiting.append(user)
+            else:
+                return None
+    return forms.pop() if len(forms) == 1 else None
+
+
+def _store_scaled(holder: fx.Node, form: Scaled) -> None:
+    """The input becomes the fp8 copy, and its factors an input of their own."""
+    graph = holder.graph
+    parts = [n for n in graph.nodes if PART_META in n.meta and n.meta[PART_META].source is holder]
+    data, factors = sorted(parts, key=lambda node: node.meta[PART_META].index)
+    with graph.inserting_after(holder):
+        scale = graph.placeholder(f"{holder.name}_fp8_scale")
+    for index, (given, made) in enumerate(((holder, data), (scale, factors))):
+        given.meta.update({"val": made.meta["val"], COPY_META: holder.name, FORM_META: (form, index)})
+        made.replace_all_uses_with(given)
+    holder.meta.pop("tensor_meta", None)
 
 
 def _is_plain_cast(user: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from amp_fx.passes.joint.fp8_matmuls import MARK
 from amp_fx.plans.plan import node_plan
 from amp_fx.policy import OpClass
 
-__all__ = ["MarkFp8"]
+__all__ = ["MarkFp8", "may_run_in_fp8"]
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,14 @@ class MarkFp8(Pass):
         """See the class."""
         marked = 0
         for node in gm.graph.nodes:
-            if _may_run_in_fp8(node, context):
+            if may_run_in_fp8(node, context):
                 node.meta["custom"] = {**node.meta.get("custom", {}), MARK: f"{context.path}{node.name}"}
                 marked += 1
         return PassResult(gm, marked, f"{marked} matmuls may run in fp8")
 
 
-def _may_run_in_fp8(node: fx.Node, context: PassContext) -> bool:
+def may_run_in_fp8(node: fx.Node, context: PassContext) -> bool:
+    """True for a matmul that policy and plan let run in fp8."""
     row = node_plan(node)
     if row is None or row.dtype not in LOW_DTYPES or not is_matmul(node):
         return False

@@ -62,7 +62,8 @@ class Verify(Pass):
                 _is_retyped(source) for source in node.all_input_nodes
             ):  # case 1
                 _check_runs(node)
-            if plan.op_class in (OpClass.LOW, OpClass.FP32):  # case 2
+            # what multiplies in fp8 takes fp8
+            if plan.op_class in (OpClass.LOW, OpClass.FP32) and plan.multiplied is None:  # case 2
                 _check_planned(node, plan)
             checked += 1
         _check_outputs(gm)  # case 3

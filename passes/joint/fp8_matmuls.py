@@ -19,6 +19,7 @@ from amp_fx.placement.layout import CAST
 __all__ = [
     "FORWARD",
     "FP8_META",
+    "GRAIN",
     "INPUT",
     "MARK",
     "WEIGHT",
@@ -39,6 +40,9 @@ MARK = "amp_fx_fp8"
 #: node.meta key of a matmul of a joint graph that is to run in fp8: the recipe
 FP8_META = "amp_fx_fp8"
 
+#: library kernels take sizes that are multiples of it
+GRAIN = 16
+
 #: what a matmul is to a call of the forward: itself, or what gives the gradient of its first or second operand
 FORWARD, INPUT, WEIGHT = "forward", "gradient of its input", "gradient of its weight"
 
@@ -55,6 +59,12 @@ _VIEWS = frozenset(
         aten.squeeze.dim,
         aten.squeeze.dims,
     }
+)
+
+
+#: besides these, what a result goes through on its way to a residual stream
+_ON_THE_WAY = frozenset(
+    {CAST, aten.to.dtype, aten.dropout.default, aten.clone.default, aten.contiguous.default}
 )
 
 
@@ -178,10 +188,10 @@ def find_matmuls(gm: fx.GraphModule) -> list[Matmul]:
 def is_residual(node: fx.Node) -> bool:
     """True where the result is added to another value of its shape, as a block adds to the stream it reads."""
     for user in node.users:
-        if user.target in _VIEWS or user.target is CAST:
+        if user.target in _VIEWS or user.target in _ON_THE_WAY:
             if is_residual(user):
                 return True
-        elif user.target is aten.add.Tensor:
+        elif user.target in (aten.add.Tensor, aten.add_.Tensor):
             shapes = [n.meta["val"].shape for n in user.all_input_nodes]
             if len(shapes) == 2 and shapes[0] == shapes[1]:
                 return True

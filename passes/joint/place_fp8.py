@@ -14,6 +14,7 @@ from amp_fx.graphs.facts import is_matmul, matmul_flops, numel
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.joint.fp8_matmuls import (
     FP8_META,
+    GRAIN,
     WEIGHT,
     Matmul,
     Operand,
@@ -27,9 +28,6 @@ from amp_fx.placement.fp8 import Copy, Fp8Cost, Times, Value, choose
 from amp_fx.policy.fp8 import Recipe
 
 __all__ = ["Fp8Choice", "PlaceFp8"]
-
-#: library kernels take sizes that are multiples of it
-_GRAIN = 16
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,8 @@ class PlaceFp8(Pass):
         if matmul.name is None or matmul.role is None or node.meta["val"].device.type != self.device:
             return "no call that may run in fp8"
         sizes = (rows, contracted, columns) if matmul.role == WEIGHT else (contracted, columns)
-        if not all(isinstance(size, int) and size and size % _GRAIN == 0 for size in sizes):
-            return f"{_GRAIN} does not divide its sizes {' x '.join(map(str, sizes))}"
+        if not all(isinstance(size, int) and size and size % GRAIN == 0 for size in sizes):
+            return f"{GRAIN} does not divide its sizes {' x '.join(map(str, sizes))}"
         if matmul.name in last:
             return "the last linear stays in the low dtype"
         if matmul.role == WEIGHT and not self.recipe.weight_gradients:

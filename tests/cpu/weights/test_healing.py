@@ -42,6 +42,7 @@ def interpreted() -> dict[str, Any]:
         ("large writes are healed at once", 1),
         ("a write to one element", 6),
         ("after touch", 5),
+        ("matrices in fp8", 2),
         ("copies of training", 10),
     ],
 )
@@ -55,7 +56,7 @@ def test_only_what_was_written_to_is_cast(interpreted: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_kernel_compiles_and_rounds_to_nearest(dtype: torch.dtype, capability: int) -> None:
+def test_the_kernel_for_casts_compiles_and_rounds_to_nearest(dtype: torch.dtype, capability: int) -> None:
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
@@ -80,3 +81,24 @@ def test_the_kernel_compiles_and_rounds_to_nearest(dtype: torch.dtype, capabilit
     assert compiled.asm["cubin"]
     if dtype is not torch.bfloat16:
         assert "cvt.rn.bf16" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100])
+def test_the_kernel_for_fp8_compiles(capability: int) -> None:
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+
+    from amp_fx.weights import healing, healing_fp8
+
+    constants = healing_fp8.row_constants(torch.float32, 64, healing.PERIOD)
+    pointers = ("*i64", "*i64", "*i32", "*i64", "*i32", "*i32")
+    names = ("table", "offsets", "seen", "nonzero", "seen_nonzero", "turns")
+    source = ASTSource(
+        fn=healing_fp8.heal_rows_kernel,
+        signature={**dict(zip(names, pointers, strict=True)), **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=healing.OPTIONS)
+    assert compiled.asm["cubin"]
+    # to the nearest, in hardware
+    assert "cvt.rn.satfinite.e4m3" in compiled.asm["ptx"]

@@ -165,7 +165,7 @@ def test_a_device_without_a_rate_runs_nothing_in_fp8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("profile", ["auto", "off"])
 def test_a_cpu_has_no_fp8(profile: str, caplog: pytest.LogCaptureFixture) -> None:
-    from amp_fx.fp8 import _say_once
+    from amp_fx.placement.fp8_device import _say_once
 
     _say_once.cache_clear()
     given = {"policy": "fp8", "profile": profile, "strict": True}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from amp_fx import WeightsError, weights
 from amp_fx.weights import LowCopies, watch
+from amp_fx.weights.forms import Cast
 from amp_fx.weights.watch import Look, Watch, look_at
 from holding import Held
 
@@ -33,7 +34,7 @@ def new_weights() -> list[nn.Parameter]:
 
 
 def copies_for(parameters: list[Any], dtype: torch.dtype = torch.bfloat16) -> LowCopies:
-    return LowCopies(range(len(parameters)), [dtype] * len(parameters))
+    return LowCopies(range(len(parameters)), [(Cast(dtype), 0)] * len(parameters))
 
 
 def are_current(copies: LowCopies, parameters: list[Any]) -> bool:

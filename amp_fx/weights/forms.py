@@ -1,0 +1,89 @@
+"""What a copy of a weight may be: the weight in a low dtype, or in fp8 with its scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from amp_fx.policy.fp8_copy import Call, fp8_copy, run
+
+__all__ = ["FORM_META", "Cast", "Form", "Scaled", "form_of"]
+
+aten = torch.ops.aten
+
+#: node.meta key of an input that is a copy of a weight: its form, and which of the form's tensors it is
+FORM_META = "amp_fx_copy_form"
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The weight in another dtype, laid out as it is. One tensor.
+
+    Attributes:
+        dtype: low.
+    """
+
+    dtype: torch.dtype
+
+    def empty(self, weight: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+        """The tensors, with nothing in them yet."""
+        return (torch.empty_like(weight, dtype=self.dtype, device=device, requires_grad=False),)
+
+    def write(self, weight: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        """Makes the copy, in place."""
+        tensors[0].copy_(weight)
+
+    def steps(self, weight: fx.Node, call: Call) -> tuple[fx.Node, ...]:
+        """The copy as nodes of a graph, each made with ``call``."""
+        return (call(aten.to.dtype, weight, self.dtype),)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix in fp8, and one factor for each column of what it is multiplied to. Two tensors.
+
+    The first is e4m3 (columns, contracted), contiguous; the second fp32 (columns, 1): ``data * factors`` is the matrix.
+
+    Attributes:
+        in_rows: True if the weight is (columns, contracted), else it is the other way round.
+
+    Factors are powers of two: scaling itself rounds nothing, so that every runtime computes the same copy.
+    """
+
+    in_rows: bool
+
+    def empty(self, weight: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+        """The tensors, with nothing in them yet."""
+        columns, contracted = weight.shape if self.in_rows else reversed(weight.shape)
+        data = torch.empty(columns, contracted, dtype=torch.float8_e4m3fn, device=device)
+        return data, torch.empty(columns, 1, dtype=torch.float32, device=device)
+
+    def write(self, weight: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        """Makes the copy, in place."""
+        for tensor, value in zip(tensors, self.made(weight), strict=True):
+            tensor.copy_(value)
+
+    def made(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The tensors of a weight."""
+        return self._made(weight, run, is_wide=weight.dtype is torch.float32)
+
+    def steps(self, weight: fx.Node, call: Call) -> tuple[fx.Node, ...]:
+        """The copy as nodes of a graph, each made with ``call``."""
+        return self._made(weight, call, is_wide=weight.meta["val"].dtype is torch.float32)
+
+    def _made(self, weight: Any, call: Call, *, is_wide: bool) -> tuple[Any, Any]:
+        rows = weight if self.in_rows else call(aten.permute.default, weight, [1, 0])
+        data, factors = fp8_copy(rows, torch.float8_e4m3fn, [[-1]], call, powers=True, is_wide=is_wide)
+        return call(aten.clone.default, data, memory_format=torch.contiguous_format), factors
+
+
+Form = Cast | Scaled
+
+
+def form_of(node: fx.Node) -> tuple[Form, int]:
+    """The form of an input that is a copy of a weight, and which of its tensors the input is."""
+    return node.meta.get(FORM_META) or (Cast(node.meta["val"].dtype), 0)

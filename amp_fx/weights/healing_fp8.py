@@ -1,0 +1,174 @@
+"""The kernel that heals fp8 copies of matrices: as :mod:`amp_fx.weights.healing`, but a row is made as a whole.
+
+A row of the copy has one factor, so a chunk is some whole rows::
+
+    now = load(weight[sampled])
+    if any(now != load(seen)) or it is its turn:
+        for row in chunk:
+            scale = power of two below 448 / max(abs(row))
+            store(copy, (row * scale).to(e4m3)); store(factor, 1 / scale)
+        store(seen, now)
+
+A write to a few elements of a row that no sample has is seen when the chunk's turn comes, as in casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import triton  # pyright: ignore[reportMissingImports]  # comes with builds of torch for GPUs
+import triton.language as tl  # pyright: ignore[reportMissingImports]  # as above
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["heal_rows_kernel", "row_chunks", "row_constants"]
+
+_BLOCK = 2048
+#: sampled elements of a chunk, spread evenly over each order of memory that counts; a power of two
+_SPREAD = 64
+
+#: integers of the size of a weight's elements
+_BITS = {4: tl.int32, 2: tl.int16}
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+#: magnitudes below count as this: see amp_fx.policy.fp8_copy
+_LEAST = tl.constexpr(2.0**-100)
+_LARGEST = tl.constexpr(448.0)
+#: of the bits of a float32, those of its exponent: the power of two below
+_EXPONENT = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def heal_rows_kernel(
+    table,
+    offsets,
+    seen,
+    nonzero,
+    seen_nonzero,
+    turns,
+    weight_type: tl.constexpr,
+    bits_type: tl.constexpr,
+    sampled: tl.constexpr,
+    block_size: tl.constexpr,
+    period: tl.constexpr,
+):
+    """One program for each chunk.
+
+    Args:
+        table: int64 [chunks, 7]: addresses in the weight, the copy and the factors; rows, elements of a row; steps
+            from row to row and from element to element in the weight.
+        offsets: int64 [chunks, sampled]: which elements after the chunk's first are sampled.
+        seen: [chunks, sampled], integers of the size of a weight's elements: the bits of the sample.
+        nonzero: int64 [chunks]: where the first element is that is not zero.
+        seen_nonzero: [chunks], as ``seen``: the bits of that.
+        turns: int32 [chunks]: calls until the chunk is made again whatever its sample says.
+        weight_type: of the weight's elements.
+        bits_type: integers of their size.
+        sampled: elements of a sample, a power of two.
+        block_size: elements that are converted at a time.
+        period: what a turn is after the chunk was made in its turn.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    entry = table + 7 * chunk
+    weight = tl.load(entry)
+    bits = weight.to(tl.pointer_type(bits_type))  # pyright: ignore[reportArgumentType]  # a constant is its value
+    lanes = chunk * sampled + tl.arange(0, sampled)
+    now = tl.load(bits + tl.load(offsets + lanes))
+    now_nonzero = tl.load(bits + tl.load(nonzero + chunk))
+    differs = tl.max((now != tl.load(seen + lanes)).to(tl.int32), axis=0)
+    differs += (now_nonzero != tl.load(seen_nonzero + chunk)).to(tl.int32)
+    turn = tl.load(turns + chunk) - 1
+    is_due = (turn <= 0).to(tl.int32)
+    tl.store(turns + chunk, tl.where(turn <= 0, period, turn))
+    if differs + is_due > 0:
+        source = weight.to(tl.pointer_type(weight_type))
+        target = tl.load(entry + 1).to(tl.pointer_type(tl.float8e4nv))
+        factors = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+        rows, count = tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32)
+        row_step, step = tl.load(entry + 5), tl.load(entry + 6)
+        first = tl.full((), 0, tl.int64)
+        has_first = tl.full((), 0, tl.int32)
+        for row in range(rows):
+            start_of_row = row * row_step
+            amax = tl.full((), 0.0, tl.float32)
+            is_nan = tl.full((), 0, tl.int32)
+            where = count
+            for start in range(0, count, block_size):
+                at = start + tl.arange(0, block_size)
+                value = tl.load(source + start_of_row + at * step, mask=at < count, other=0.0).to(tl.float32)
+                amax = tl.maximum(amax, tl.max(tl.where(value == value, tl.abs(value), 0.0), axis=0))
+                is_nan = tl.maximum(is_nan, tl.max((value != value).to(tl.int32), axis=0))
+                where = tl.minimum(where, tl.min(tl.where(value != 0, at, count), axis=0))
+            is_first = (has_first == 0) & (where < count)
+            first = tl.where(is_first, start_of_row + where * step, first)
+            has_first = tl.where(is_first, 1, has_first)
+            wanted = tl.math.div_rn(1.0, tl.maximum(amax, _LEAST)) * _LARGEST
+            scale = (wanted.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
+            scale = tl.where(is_nan > 0, float("nan"), scale)
+            for start in range(0, count, block_size):
+                at = start + tl.arange(0, block_size)
+                inside = at < count
+                value = tl.load(source + start_of_row + at * step, mask=inside, other=0.0).to(tl.float32)
+                tl.store(target + row * count + at, (value * scale).to(tl.float8e4nv), mask=inside)
+            tl.store(factors + row, tl.math.div_rn(1.0, scale))
+        # the sample was loaded before the copy was made: a write in between is seen at the next call
+        tl.store(seen + lanes, now)
+        tl.store(nonzero + chunk, first)
+        tl.store(seen_nonzero + chunk, tl.load(bits + first))
+
+
+def row_constants(weight: torch.dtype, sampled: int, period: int) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    return {
+        "weight_type": _TYPES[weight],
+        "bits_type": _BITS[weight.itemsize],
+        "sampled": sampled,
+        "block_size": _BLOCK,
+        "period": period,
+    }
+
+
+def row_chunks(
+    weight: Tensor, data: Tensor, factors: Tensor, chunk: int, *, in_rows: bool
+) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64]]]:
+    """The chunks of a matrix: rows of the table, and the offsets of sampled elements.
+
+    Args:
+        weight: 2-d, one dense piece of memory.
+        data: e4m3 (columns, contracted).
+        factors: float32 (columns, 1).
+        chunk: elements, if a row is not longer.
+        in_rows: the weight is (columns, contracted).
+    """
+    columns, count = data.shape
+    row_step, step = weight.stride() if in_rows else reversed(weight.stride())
+    size = max(1, chunk // count)
+    for row in range(0, columns, size):
+        rows = min(size, columns - row)
+        yield (
+            (
+                weight.data_ptr() + row * row_step * weight.element_size(),
+                data.data_ptr() + row * count,
+                factors.data_ptr() + row * factors.element_size(),
+                rows,
+                count,
+                row_step,
+                step,
+            ),
+            _sampled(rows, count, row_step, step, in_rows=in_rows),
+        )
+
+
+def _sampled(rows: int, count: int, row_step: int, step: int, *, in_rows: bool) -> NDArray[np.int64]:
+    """Spread in the order of memory, and in the order of the weight's dimensions where that is another."""
+    spread = np.arange(_SPREAD, dtype=np.int64) * (rows * count) // _SPREAD
+    found = []
+    lies_in_rows = step <= row_step
+    if in_rows or lies_in_rows:
+        found.append(spread // count * row_step + spread % count * step)
+    if not in_rows or not lies_in_rows:
+        found.append(spread % rows * row_step + spread // rows * step)
+    return np.concatenate(found)
