@@ -189,13 +189,6 @@ def test_the_cut_keeps_what_does_not_pay(tmp_path: Path) -> None:
     assert "forward: converting would cost more than fp8 saves on this device" in step.reasons()["layers.0"]
 
 
-def test_without_gradients_the_policy_is_autocast(tmp_path: Path) -> None:
-    with torch.no_grad():
-        step = mlp(tmp_path, 32, 64, 64, 16)
-    assert {row.dtype for row in step.plan.nodes if row.flops} == {torch.bfloat16}
-    assert not any(calls(graph.before, aten._scaled_mm.default) for _, graph in step.counter.graphs)
-
-
 def test_a_model_that_is_low_as_a_whole_runs_in_fp8_too(tmp_path: Path) -> None:
     x = torch.randn(32, 32, dtype=torch.bfloat16)
     step = lowered(MLP(32, 64, 64, 16).bfloat16(), [x], options(tmp_path))

@@ -1,0 +1,282 @@
+"""Matmuls in fp8 in graphs without gradients: which, what they read, and what they compute. No code is generated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from amp_fx import rewriting
+from amp_fx.graphs.facts import COPY_META
+from amp_fx.graphs.regions import ambient_regions
+from amp_fx.options import Options
+from amp_fx.placement.profile import FLOAT8
+from amp_fx.policy.fp8 import RECIPES
+from fp8 import FP8_CPU, calls, error, options
+from graphs import Rewritten, casts_of, dynamo_graph, rewrite
+
+aten = torch.ops.aten
+
+FP8 = torch.float8_e4m3fn
+
+
+class Attention(nn.Module):
+    """Three linears that read one value, and one that ends in the residual stream."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        z = (self.q(y) * self.k(y)).sigmoid() * self.v(y)
+        return x + F.dropout(self.o(z), 0.1, self.training)
+
+
+class Columns(nn.Module):
+    """A weight whose columns are multiplied, as transformers' ``Conv1D`` has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(32, 48) / 6), nn.Parameter(torch.randn(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, 32), self.weight).view(*x.shape[:-1], 48)
+        return y.sigmoid() @ torch.ones(48, 1, dtype=y.dtype)
+
+
+def run(program: Any, *args: Any, folder: Path, recipe: str = "rowwise", **others: Any) -> Rewritten:
+    torch._dynamo.reset()
+    dynamic = others.pop("dynamic", None)
+    given = options(folder, recipe, **{"weights": "cast", **others})
+    with torch.no_grad():
+        return rewrite(program, *args, options=given, dynamic=dynamic)
+
+
+def scaled(found: Rewritten) -> list[fx.Node]:
+    return calls(found.gm, aten._scaled_mm.default)
+
+
+def exact(model: nn.Module, *args: Tensor) -> Tensor:
+    with torch.no_grad():
+        return copy.deepcopy(model).double()(*(x.double() for x in args))
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_results_are_as_near_to_fp64_as_e4m3_lets_them(tmp_path: Path, recipe: str, dtype: str) -> None:
+    model, x = Attention().eval(), torch.randn(2, 5, 32)
+    found = run(model, x, folder=tmp_path, recipe=recipe, dtype=dtype)
+    assert len(scaled(found)) == 4
+    low = rewrite(model, x, options={"dtype": dtype})
+    wrong, wrong_low = (
+        error([result.outputs.detach() - x], [exact(model, x) - x.double()]) for result in (found, low)
+    )
+    assert 5 * wrong_low < wrong < 0.07
+    assert found.outputs.dtype is torch.float32
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, recipe: str) -> None:
+    # the rows of the first lie apart
+    class Turned(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.t())
+
+    for model, x in (
+        (Attention(), torch.randn(2, 5, 32)),
+        (Turned(), torch.randn(32, 5)),
+        (Columns(), torch.randn(3, 32)),
+    ):
+        found = run(model.eval(), x, folder=tmp_path, recipe=recipe)
+        assert scaled(found)
+        for node in scaled(found):
+            first, second, *scales = (arg.meta["val"] for arg in node.args[:4])  # type: ignore[union-attr]
+            assert first.dtype is second.dtype is FP8
+            assert first.stride() == (first.shape[1], 1)
+            assert second.stride() == (1, second.shape[0])
+            by_row = [(first.shape[0], 1), (1, second.shape[1])]
+            assert [scale.shape for scale in scales] == (by_row if recipe == "rowwise" else [(), ()])
+
+
+def test_a_value_is_converted_once_for_all_that_read_it(tmp_path: Path) -> None:
+    found = run(Attention().eval(), torch.randn(4, 32), folder=tmp_path)
+    conversions = [n for n in calls(found.gm, aten.to.dtype) if n.meta["val"].dtype is FP8]
+    # two values and four weights
+    assert len(conversions) == 6
+    # a weight is rounded once
+    sources = {n.all_input_nodes[0] for n in calls(found.gm, aten.abs.default)}
+    assert sum(n.op == "placeholder" and n.meta["val"].dtype is torch.float32 for n in sources) == 4
+
+
+def test_a_value_that_is_written_to_is_converted_again(tmp_path: Path) -> None:
+    class Written(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x).relu()
+            first = self.q(y)
+            y.mul_(2)
+            return x + first + self.k(y)
+
+    model, x = Written().eval(), torch.randn(16, 32)
+    found = run(model, x, folder=tmp_path)
+    assert len(scaled(found)) == 2
+    assert error([found.outputs], [exact(model, x)]) < 0.03
+
+
+def test_the_plan_knows_the_calls_as_before(tmp_path: Path) -> None:
+    model, x = Attention().eval(), torch.randn(2, 5, 32)
+    low, found = (
+        run(model, x, folder=tmp_path, policy=policy)
+        for policy in ({"base": "fp8", "rules": [{"op": "linear", "precision": "low"}]}, "fp8")
+    )
+    assert found.plan.fp8 == "rowwise"
+    pairs = list(zip(low.plan.nodes, found.plan.nodes, strict=True))
+    assert [a.name for a, _ in pairs] == [b.name for _, b in pairs]
+    assert [a.flops for a, _ in pairs] == [b.flops for _, b in pairs]
+    assert [(a.shape, a.bytes, a.dtype) for a, _ in pairs] == [(b.shape, b.bytes, b.dtype) for _, b in pairs]
+    assert [row.multiplied for row in found.plan.nodes if row.flops] == [FP8] * 4
+    assert all("fp8, rowwise" in row.reason for row in found.plan.nodes if row.flops)
+    names = {row.name for row in (*found.plan.nodes, *found.plan.casts, *found.plan.inputs)}
+    assert all(set(row.inputs) <= names for row in found.plan.nodes)
+    # a step of a copy is no cast of the graph
+    assert len(found.plan.casts) == len(low.plan.casts) - 4
+    assert all({*cast.users} <= names | {"output"} for cast in found.plan.casts)
+
+
+@pytest.mark.parametrize(
+    ("width", "columns", "reason"),
+    [
+        (24, 32, "16 does not divide its sizes 24 x 32"),
+        (32, 40, "16 does not divide its sizes 32 x 40"),
+        (32, 32, "the last linear stays in the low dtype"),
+    ],
+)
+def test_some_stay_low(tmp_path: Path, width: int, columns: int, reason: str) -> None:
+    found = run(nn.Linear(width, columns), torch.randn(4, width), folder=tmp_path)
+    assert not scaled(found)
+    assert reason in found.one("linear").reason
+
+
+def test_any_number_of_rows_runs_in_fp8(tmp_path: Path) -> None:
+    model = Attention().eval()
+    for x in (torch.randn(1, 32), torch.randn(7, 32), torch.randn(32), torch.randn(2, 3, 5, 32)):
+        found = run(model, x, folder=tmp_path)
+        assert len(scaled(found)) == 4
+        assert found.outputs.shape == x.shape
+        assert error([found.outputs], [exact(model, x)]) < 0.03
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_sizes_may_be_symbols(tmp_path: Path, recipe: str) -> None:
+    model, x = Attention().eval(), torch.randn(3, 5, 32)
+    found = run(model, x, folder=tmp_path, recipe=recipe, dynamic=True)
+    assert len(scaled(found)) == 4
+    assert error([found.outputs], [exact(model, x)]) < 0.03
+
+
+def test_a_rule_keeps_a_call_from_fp8(tmp_path: Path) -> None:
+    policy = {
+        "base": "fp8",
+        "rules": [{"module": "^q$", "precision": "low"}, {"module": "^k$", "precision": "fp32"}],
+    }
+    found = run(Attention().eval(), torch.randn(4, 32), folder=tmp_path, policy=policy)
+    dtypes = {row.module_path: row.computed for row in found.plan.nodes if row.flops}
+    assert dtypes == {"q": torch.bfloat16, "k": torch.float32, "v": FP8, "o": FP8}
+
+
+def test_a_device_without_a_rate_runs_nothing_in_fp8(tmp_path: Path) -> None:
+    model, x = Attention().eval(), torch.randn(4, 32)
+    with torch.no_grad():
+        found, low = (
+            rewrite(model, x, options={"policy": policy, "weights": "cast"}) for policy in ("fp8", "autocast")
+        )
+    assert not scaled(found)
+    assert found.plan.fp8.startswith("as autocast: cpu ")
+    assert torch.equal(found.outputs, low.outputs)
+
+
+def test_the_cut_keeps_what_does_not_pay(tmp_path: Path) -> None:
+    profile = replace(FP8_CPU, peak={**FP8_CPU.peak, FLOAT8: 2e12}, bandwidth=1e11, launch=1e-6)
+    small = run(Attention().eval(), torch.randn(4, 32), folder=tmp_path, profile=profile)
+    assert not scaled(small)
+    assert "converting would cost more than fp8 saves" in small.plan.nodes[1].reason
+    large = run(Attention(512).eval(), torch.randn(2048, 512), folder=tmp_path, profile=profile)
+    assert len(scaled(large)) == 4
+
+
+@pytest.mark.parametrize("make", [Attention, Columns])
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32", "bf16"])
+def test_copies_of_weights_are_inputs_with_their_factors(
+    tmp_path: Path, make: Callable[[], nn.Module], wide: bool
+) -> None:
+    model = make().eval()
+    if not wide:
+        model.bfloat16()
+    x = torch.randn(4, 32, dtype=torch.float32 if wide else torch.bfloat16)
+    with torch.no_grad():
+        found = dynamo_graph(model, x)
+        opts = Options.parse(None, options(tmp_path, "rowwise", weights="cache"))
+        gm, _ = rewriting.rewrite(found, ambient_regions({"cpu": torch.bfloat16}), opts)
+    copies = [n for n in gm.graph.find_nodes(op="placeholder") if COPY_META in n.meta]
+    in_fp8 = [n.meta["val"] for n in copies if n.meta["val"].dtype is FP8]
+    factors = [n.meta["val"] for n in copies if n.name.endswith("fp8_scale")]
+    shapes = [(32, 32)] * 4 if make is Attention else [(48, 32)]
+    assert [tuple(value.shape) for value in in_fp8] == shapes
+    assert [tuple(value.shape) for value in factors] == [(rows, 1) for rows, _ in shapes]
+    assert all(value.is_contiguous() for value in in_fp8)
+    # no weight of a matmul in fp8 is read any more
+    read = {
+        n.name for node in calls(gm, aten.abs.default) for n in node.all_input_nodes if n.op == "placeholder"
+    }
+    assert not read & {n.meta[COPY_META] for n in copies}
+    assert ("float32", "float8_e4m3fn") not in casts_of(gm)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(tmp_path: Path, recipe: str) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    model, x = Chain(), torch.randn(4, 32)
+    with torch.no_grad():
+        model.a.weight[3:7] = 0
+    x[1] = 0
+    found = run(model, x, folder=tmp_path, recipe=recipe)
+    assert not found.outputs[1].any()
+    assert error([found.outputs], [exact(model, x)]) < 0.06
+    x[2, 4] = float("inf")
+    outputs = run(model, x, folder=tmp_path, recipe=recipe).outputs
+    assert not outputs[2].isfinite().any()
+    assert bool(outputs[3].isfinite().all()) is (recipe == "rowwise")
+
+
+def test_a_graph_in_fp16_does_not_overflow_before_its_scales(tmp_path: Path) -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(512, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    model, x = Small(), torch.ones(4, 512) * 100
+    with torch.no_grad():
+        # in fp8 the weights are 448 times this
+        model.a.weight.fill_(2e-3)
+    for recipe in ("rowwise", "tensorwise"):
+        found = run(model, x, folder=tmp_path, recipe=recipe, dtype="float16")
+        # all weights are rounded alike
+        assert error([found.outputs], [exact(model, x)]) < 0.1
