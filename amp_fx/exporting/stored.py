@@ -11,8 +11,8 @@ import torch.fx as fx
 from torch.export.graph_signature import InputKind, InputSpec
 
 from amp_fx.errors import OptionsError
-from amp_fx.graphs.facts import is_eligible
-from amp_fx.weights.forms import FORM_META, Scaled
+from amp_fx.graphs.facts import COPY_META, is_eligible
+from amp_fx.weights.forms import FORM_META
 
 __all__ = ["Weight", "beyond_range", "scale_target", "store_low", "stored_weights", "tied"]
 
@@ -72,16 +72,6 @@ def beyond_range(weights: Iterable[Weight], low: torch.dtype) -> list[Weight]:
     return [weight for weight in weights if bool(_overflows(weight.value.detach(), low).any())]
 
 
-def _scaled(group: Sequence[Weight], form: Scaled) -> dict[str, torch.Tensor]:
-    """The fp8 copy and its factors, by the names of weights that are one tensor."""
-    data, factors = form.made(group[0].value.detach())
-    names = [(weight, str(weight.spec.target)) for weight in group]
-    return {
-        **{target: weight.kept_as(data) for weight, target in names},
-        **{scale_target(target): weight.kept_as(factors) for weight, target in names},
-    }
-
-
 def _overflows(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
     """Where a finite value is infinite in the low dtype."""
     return value.isfinite() & value.to(low).isinf()
@@ -90,7 +80,7 @@ def _overflows(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
 def store_low(
     gm: fx.GraphModule, groups: Iterable[Sequence[Weight]], when_beyond: str
 ) -> dict[str, torch.Tensor]:
-    """The weights that change, by their names in the state dict or among the constants.
+    """The weights that change and factors of those in fp8, by their names in the state dict or among the constants.
 
     Args:
         gm: the graph after the passes; its inputs have the dtypes to store.
@@ -101,12 +91,19 @@ def store_low(
         OptionsError: values that the low dtype cannot hold.
     """
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    scaled = {node.meta[COPY_META] for node in inputs.values() if node.meta.get(FORM_META, (None, 0))[1] == 1}
     stored: dict[str, torch.Tensor] = {}
     refused: list[str] = []
     for group in groups:
         node, value = inputs[group[0].name], group[0].value.detach()
         if FORM_META in node.meta:
-            stored.update(_scaled(group, node.meta[FORM_META][0]))
+            form, _ = node.meta[FORM_META]
+            data, factors = form.made(value)
+            for weight in group:
+                target = str(weight.spec.target)
+                stored[target] = weight.kept_as(data)
+                if weight.name in scaled:
+                    stored[scale_target(target)] = weight.kept_as(factors)
             continue
         dtype = node.meta["val"].dtype
         if value.dtype is dtype:

@@ -77,10 +77,10 @@ class FoldWeights(Pass):
             if any(storage_of(holder) in written for holder in holders):
                 continue
             form, dtype = _scaled_form(holders), self._stored_dtype(holders)
-            for holder in holders:
-                if form is not None:
-                    _store_scaled(holder, form)
-                elif dtype is not None:
+            if form is not None:
+                _store_scaled(holders, form)
+            elif dtype is not None:
+                for holder in holders:
                     _retype(holder, dtype)
             folded += form is not None or dtype is not None
         if any(FORM_META in node.meta for node in inputs.values()):
@@ -125,17 +125,24 @@ def _scaled_form(holders: list[fx.Node]) -> Scaled | None:
     return forms.pop() if len(forms) == 1 else None
 
 
-def _store_scaled(holder: fx.Node, form: Scaled) -> None:
-    """The input becomes the fp8 copy, and its factors an input of their own."""
-    graph = holder.graph
-    parts = [n for n in graph.nodes if PART_META in n.meta and n.meta[PART_META].source is holder]
-    data, factors = sorted(parts, key=lambda node: node.meta[PART_META].index)
-    with graph.inserting_after(holder):
-        scale = graph.placeholder(f"{holder.name}_fp8_scale")
-    for index, (given, made) in enumerate(((holder, data), (scale, factors))):
-        given.meta.update({"val": made.meta["val"], COPY_META: holder.name, FORM_META: (form, index)})
-        made.replace_all_uses_with(given)
-    holder.meta.pop("tensor_meta", None)
+def _store_scaled(holders: list[fx.Node], form: Scaled) -> None:
+    """The inputs become the fp8 copy, and its factors inputs of their own where somebody reads them."""
+    graph = holders[0].graph
+    parts = [
+        node for node in graph.nodes if PART_META in node.meta and node.meta[PART_META].source in holders
+    ]
+    stored = next(node.meta["val"] for node in parts if node.meta[PART_META].index == 0)
+    for holder in holders:
+        holder.meta.update({"val": stored, COPY_META: holder.name, FORM_META: (form, 0)})
+        holder.meta.pop("tensor_meta", None)
+    for node in parts:
+        part = node.meta[PART_META]
+        given = part.source
+        if part.index:
+            with graph.inserting_after(given):
+                given = graph.placeholder(f"{part.source.name}_fp8_scale")
+            given.meta = {"val": node.meta["val"], COPY_META: part.source.name, FORM_META: (form, 1)}
+        node.replace_all_uses_with(given)
 
 
 def _is_plain_cast(user: fx.Node) -> bool:
