@@ -93,6 +93,46 @@ def test_generated_code_calls_the_library_with_the_layouts_it_wants(recipe: str)
 
 
 @pytest.fixture(scope="module")
+def decoding() -> list[TracedGraph]:
+    """One token, without gradients."""
+    tracer = Tracer()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(Blocks().eval(), backend=tracer)(torch.empty(1, 1, 512))
+    return tracer.graphs
+
+
+@pytest.mark.parametrize(("recipe", "kernels"), [("rowwise", 2), ("tensorwise", 16)])
+def test_without_gradients_weights_are_read_in_half_of_their_bytes(
+    decoding: list[TracedGraph], recipe: str, kernels: int
+) -> None:
+    low, fp8 = (
+        counted(decoding, weights="cache", **others) for others in ({}, {"policy": "fp8", "fp8": recipe})
+    )
+    assert fp8.counts.extern_kernels == low.counts.extern_kernels
+    assert fp8.counts.bytes_moved < 0.52 * low.counts.bytes_moved
+    assert fp8.counts.kernels <= low.counts.kernels + kernels
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("weights", ["cast", "cache"])
+def test_code_without_gradients_calls_the_library_with_the_layouts_it_wants(
+    decoding: list[TracedGraph], recipe: str, weights: str
+) -> None:
+    options = {"policy": "fp8", "fp8": recipe, "profile": "off", "strict": True, "weights": weights}
+    codes = process().call("generated:sources", decoding, options)
+    lines = [line.strip() for code in codes for line in code.text.splitlines()]
+    found = [_SECOND.match(line) for line in lines if line.startswith("extern_kernels._scaled_mm(")]
+    assert len(found) == 8
+    for match in found:
+        assert match is not None
+        rows, _, step, stride = map(int, match.groups())
+        assert (step, stride) == (1, rows)
+    sizes = process().call("generated:cubins", codes, (90,))
+    assert all(size > 1000 for by_architecture in sizes.values() for size in by_architecture.values())
+
+
+@pytest.fixture(scope="module")
 def report() -> Report:
     with torch.device("meta"):
         model, x = Blocks(4096), torch.empty(4, 2048, 4096)
