@@ -160,11 +160,11 @@ class _Work:
 
     def _matrix(self, copy: _Scaled, operand: Operand, recipe: Recipe, like: fx.Node) -> fx.Node:
         """The copy as the matrix that is multiplied, its rows in one piece."""
-        if recipe.by_row:
-            return copy.data
         key = copy.data, operand.layout_key
         if key not in self._turned:
-            self._turned[key] = self._in_rows(self._viewed(copy.data, operand, like), like)
+            rows = copy.data if recipe.by_row else self._in_rows(self._viewed(copy.data, operand, like), like)
+            # strides spelled out: Inductor lays a copy out as suits the kernel that writes it, unless a view fixes it
+            self._turned[key] = self._strided(rows, [rows.meta["val"].shape[1], 1], like)
         return self._turned[key]
 
     def _viewed(self, node: fx.Node, operand: Operand, like: fx.Node) -> fx.Node:
@@ -203,11 +203,15 @@ class _Work:
         if not shape:
             return factor
         # strides spelled out: those of a dimension of size 1 are anything in Inductor, and the kernel for CPU wants 1
+        return self._strided(factor, [1, 1], like)
+
+    def _strided(self, node: fx.Node, strides: list[int], like: fx.Node) -> fx.Node:
+        """What has these strides already, in whichever way the graph is compiled."""
         sizes = [
-            size if isinstance(size, int) else self._call(like, aten.sym_size.int, factor, dim)
-            for dim, size in enumerate(factor.meta["val"].shape)
+            size if isinstance(size, int) else self._call(like, aten.sym_size.int, node, dim)
+            for dim, size in enumerate(node.meta["val"].shape)
         ]
-        return self._call(like, aten.as_strided.default, factor, sizes, [1, 1])
+        return self._call(like, aten.as_strided.default, node, sizes, strides)
 
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)

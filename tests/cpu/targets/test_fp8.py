@@ -20,11 +20,14 @@ pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
 FP8 = "float8_e4m3fn"
 
-#: sizes and strides of the second operand
-_SECOND = re.compile(
-    r"extern_kernels\._scaled_mm\((?:\w+|reinterpret_tensor\(.*?, \d+\)), "
-    r"reinterpret_tensor\(\w+, \((\d+), (\d+)\), \((\d+), (\d+)\), \d+\)"
-)
+#: operands and scales, of which the code knows by name or by sizes and strides
+_ARGUMENT = r"(\w+|reinterpret_tensor\(\w+, \(.*?\), \(.*?\), \d+\))"
+_CALL = re.compile(r"extern_kernels\._scaled_mm\(" + ", ".join([_ARGUMENT] * 4))
+_VIEW = re.compile(r"reinterpret_tensor\(\w+, \((.*?)\), \((.*?)\), \d+\)")
+_BUFFER = re.compile(r"(\w+) = (?:empty_strided_cuda\(|reinterpret_tensor\(\w+, )\((.*?)\), \((.*?)\), ")
+_RENAMED = re.compile(r"(\w+) = (\w+); del")
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Blocks(nn.Module):
@@ -44,6 +47,28 @@ def blocks() -> list[TracedGraph]:
     tracer = Tracer()
     torch.compile(Blocks(), backend=tracer)(torch.empty(16, 512, 512))
     return tracer.graphs
+
+
+def operands(text: str) -> list[list[Layout | None]]:
+    """Sizes and strides of both operands and their scales, of every scaled matmul; None for inputs of the graph."""
+    found, layouts = [], dict[str, Layout]()
+    for line in text.splitlines():
+        if match := _BUFFER.search(line):
+            layouts[match[1]] = _numbers(match[2]), _numbers(match[3])
+        elif (match := _RENAMED.search(line)) and match[2] in layouts:
+            layouts[match[1]] = layouts[match[2]]
+        elif match := _CALL.search(line):
+            found.append([_layout(argument, layouts) for argument in match.groups()])
+    return found
+
+
+def _layout(argument: str, layouts: dict[str, Layout]) -> Layout | None:
+    view = _VIEW.match(argument)
+    return (_numbers(view[1]), _numbers(view[2])) if view else layouts.get(argument)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number.strip())
 
 
 def counted(blocks: list[TracedGraph], **options: Any) -> Facts:
@@ -79,12 +104,15 @@ def test_generated_code_calls_the_library_with_the_layouts_it_wants(recipe: str)
     # 8 linears: themselves, the gradients of 7 inputs or all, and of 8 weights
     assert len(lines) >= 23
     assert sum("use_fast_accum=True" in line for line in lines) == 8
-    # the second operand, where it is not an input of the graph: what is contracted lies in one piece
-    found = [match for line in lines if (match := _SECOND.match(line))]
-    assert len(found) >= 16
-    for match in found:
-        rows, _, step, stride = map(int, match.groups())
-        assert (step, stride) == (1, rows)
+    # where it is not an input of the graph: what is contracted lies in one piece
+    calls = [call for code in codes for call in operands(code.text)]
+    assert len(calls) == len(lines)
+    firsts, seconds = ([layout for call in calls if (layout := call[place])] for place in (0, 1))
+    assert min(len(firsts), len(seconds)) >= 16
+    for (_, contracted), strides in firsts:
+        assert strides == (contracted, 1)
+    for (contracted, _), strides in seconds:
+        assert strides == (1, contracted)
     wide = [line for line in lines if "out_dtype=torch.float32" in line]
     assert len(wide) == (8 if recipe == "tensorwise" else 0)
     sizes = process().call("generated:cubins", codes, (90,))
