@@ -60,6 +60,7 @@ FP8 = {
     "rowwise": "a row that a matmul contracts; e4m3, scales are powers of two",
     "tensorwise": "a whole tensor; gradients in e5m2",
     "rowwise_gw_hp": "as rowwise; gradients of weights are multiplied in the low dtype",
+    "mxfp8": "32 elements of a row that a matmul contracts; e4m3, scales are powers of two; on sm_100 and sm_103",
 }
 
 

@@ -6,10 +6,11 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx as fx
@@ -17,11 +18,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
+from amp_fx._torch import replace_inner_compile
+from amp_fx.placement import fp8_device
 from amp_fx.placement.profile import FLOAT8, DeviceProfile
 from amp_fx.plans.plan import Plan
+from amp_fx.policy.mx_scales import TILE
 from benchmarks.counts import Counter, counting
 
-__all__ = ["FP8_CPU", "MLP", "Step", "calls", "error", "exact_gradients", "gradients", "lowered", "options"]
+__all__ = [
+    "FP8_CPU",
+    "MLP",
+    "Step",
+    "calls",
+    "emulating_blocks",
+    "error",
+    "exact_gradients",
+    "gradients",
+    "lowered",
+    "options",
+    "widened",
+]
 
 aten = torch.ops.aten
 
@@ -111,6 +127,50 @@ def gradients(
     with contextlib.nullcontext() if generate else counting():
         compiled(*args).backward()
     return [p.grad for p in trained.parameters() if p.grad is not None]
+
+
+@contextlib.contextmanager
+def emulating_blocks() -> Iterator[list[fx.GraphModule]]:
+    """What is compiled inside the block runs op by op; matmuls with a scale for each 32 elements by their definition.
+
+    Yields the graphs, forward before backward.
+    """
+    graphs: list[fx.GraphModule] = []
+
+    def inner_compile(gm: fx.GraphModule, _: Sequence[Any], **__: Any) -> Callable[..., Any]:
+        run = copy.deepcopy(gm)
+        for node in calls(run, aten._scaled_mm.default):
+            node.target = _multiplied
+        graphs.append(gm)
+
+        def call(args: list[Any]) -> Any:
+            return fx.Interpreter(run).run(*args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
+        return call
+
+    with (
+        replace_inner_compile(inner_compile),
+        mock.patch.object(fp8_device, "_scales_blocks", lambda device: device == "cpu"),
+    ):
+        yield graphs
+
+
+def widened(data: Tensor, scales: Tensor) -> Tensor:
+    """What fp8 values ``[rows, columns]`` and the scales of their blocks stand for, in fp32."""
+    rows, blocks = data.shape[0], data.shape[1] // 32
+    high, wide = (-(-size // tile) for size, tile in zip((rows, blocks), TILE, strict=True))
+    tiles = scales.view(torch.uint8).view(high, wide, 32, 4, 4)
+    exponents = tiles.permute(0, 3, 2, 1, 4).reshape(high * 128, wide * 4)[:rows, :blocks].float()
+    factors = torch.where(exponents == 255, torch.nan, torch.exp2(exponents - 127))
+    return (data.reshape(rows, blocks, 32).float() * factors[:, :, None]).reshape(rows, -1)
+
+
+def _multiplied(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any, _: Any, dtype: torch.dtype, __: bool
+) -> Tensor:
+    product = widened(a, scale_a) @ widened(b.t(), scale_b).t()
+    return (product if bias is None else product + bias.float()).to(dtype)
 
 
 def exact_gradients(model: nn.Module, args: Sequence[Any]) -> list[Tensor]:

@@ -18,6 +18,8 @@ __all__ = ["Fp8Device", "NoFp8", "fp8_device"]
 logger = logging.getLogger(__name__)
 
 _HOPPER = (9, 0)
+#: B200 and GB200, B300 and GB300
+_BLACKWELL = ((10, 0), (10, 3))
 
 
 @dataclass(frozen=True)
@@ -65,23 +67,35 @@ def fp8_device(
     hardware = profile
     if hardware is None and device in DEVICE_TYPES:
         hardware = builtin(device)
+    name = device if hardware is None else f"{device} {hardware.name}"
     if hardware is None or FLOAT8 not in hardware.peak:
-        name = device if hardware is None else f"{device} {hardware.name}"
-        _say_once(f"policy 'fp8' means 'autocast' here: {name} has no fp8 rate")
-        return NoFp8(f"as autocast: {name} has no fp8 rate")
+        return _no_fp8(f"{name} has no fp8 rate")
     recipe = RECIPES[_recipe(device) if wanted == AUTO else wanted]
+    if recipe.block is not None and not _scales_blocks(device):
+        return _no_fp8(f"{name} does not multiply in {recipe.name}")
     return Fp8Device(recipe, device, None if profile is None else Fp8Cost.of(profile, low))
+
+
+def _no_fp8(why: str) -> NoFp8:
+    _say_once(f"policy 'fp8' means 'autocast' here: {why}")
+    return NoFp8(f"as autocast: {why}")
 
 
 def _recipe(device: str) -> str:
     """What ``"auto"`` means: torchao measured rowwise scaling on Hopper, and its kernels are most mature there."""
-    is_hopper = (
-        device == "cuda"
-        and torch.cuda.is_available()
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability() == _HOPPER
-    )
-    return "rowwise" if is_hopper else "tensorwise"
+    return "rowwise" if _capability(device) == _HOPPER else "tensorwise"
+
+
+def _scales_blocks(device: str) -> bool:
+    """True where cuBLAS takes a scale for each 32 elements; ``torch._scaled_mm`` hands them on from torch 2.7 on."""
+    return _capability(device) in _BLACKWELL
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    """Of a device by NVIDIA; None of others."""
+    if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability()
 
 
 @functools.cache

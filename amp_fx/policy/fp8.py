@@ -1,7 +1,8 @@
 """How matmuls run in fp8: recipes by name. All scale by the values at hand, in every call.
 
 rowwise: torchao's ``Float8LinearRecipeName.ROWWISE``, rowwise_gw_hp: its ``ROWWISE_WITH_GW_HP``, tensorwise: its
-``TENSORWISE``. Which element types: FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433.
+``TENSORWISE``. Which element types: FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433. mxfp8: Recipes for
+Pre-training LLMs with MXFP8, https://arxiv.org/abs/2506.08027; torchao's ``MXFP8_RCEIL``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Recipe:
         powers: scales are powers of two, so that scaling itself rounds nothing.
         gradient: dtype of gradients; everything else is e4m3.
         weight_gradients: False where the matmuls that give gradients of weights stay in the low dtype.
+        block: so many elements of a row have a scale of their own, in one byte (e8m0); None: the row has one.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Recipe:
     powers: bool
     gradient: torch.dtype = torch.float8_e4m3fn
     weight_gradients: bool = True
+    block: int | None = None
 
 
 RECIPES = {
@@ -38,6 +41,7 @@ RECIPES = {
         Recipe("rowwise", by_row=True, powers=True),
         Recipe("tensorwise", by_row=False, powers=False, gradient=torch.float8_e5m2),
         Recipe("rowwise_gw_hp", by_row=True, powers=True, weight_gradients=False),
+        Recipe("mxfp8", by_row=True, powers=True, block=32),
     )
 }
 

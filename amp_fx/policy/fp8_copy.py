@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Call", "fp8_copy", "run"]
+__all__ = ["Call", "fp8_copy", "fp8_scale", "run", "scaled"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -41,7 +41,21 @@ def fp8_copy(
     powers: bool,
     is_wide: bool,
 ) -> tuple[Any, Any]:
-    """A value in fp8, and what gives it back.
+    """A value in fp8, and what gives it back: :func:`fp8_scale`, and then :func:`scaled`."""
+    scale = fp8_scale(value, dtype, groups, call, powers=powers, is_wide=is_wide)
+    return scaled(value, scale, dtype, call)
+
+
+def fp8_scale(
+    value: Any,
+    dtype: torch.dtype,
+    groups: Sequence[Sequence[int]],
+    call: Call,
+    *,
+    powers: bool,
+    is_wide: bool,
+) -> Any:
+    """What a value is multiplied by before it is rounded to fp8.
 
     Args:
         value: of any shape.
@@ -52,20 +66,35 @@ def fp8_copy(
         is_wide: the value is fp32.
 
     Returns:
-        The value in fp8, shaped and laid out as it was; and the factors in fp32, which are 1 / scale, of size 1 in the
-        dimensions of the groups. ``value ~ data * factors``.
+        fp32, of size 1 in the dimensions of the groups.
     """
-    largest = torch.finfo(dtype).max
     amax = call(aten.abs.default, value)
     for dims in groups:
         amax = call(aten.amax.default, amax, dims, True)
     if not is_wide:
         amax = call(prims.convert_element_type.default, amax, torch.float32)
     amax = call(aten.clamp_min.default, amax, _LEAST)
-    scale = call(aten.mul.Tensor, call(aten.reciprocal.default, amax), largest)
+    scale = call(aten.mul.Tensor, call(aten.reciprocal.default, amax), torch.finfo(dtype).max)
     if powers:
         for function in (aten.log2.default, aten.floor.default, aten.exp2.default):
             scale = call(function, scale)
+    return scale
+
+
+def scaled(value: Any, scale: Any, dtype: torch.dtype, call: Call) -> tuple[Any, Any]:
+    """A value in fp8, and what gives it back.
+
+    Args:
+        value: of any shape.
+        scale: from :func:`fp8_scale`.
+        dtype: e4m3 or e5m2.
+        call: what every step is made with.
+
+    Returns:
+        The value in fp8, shaped and laid out as it was; and the factors in fp32, which are 1 / scale.
+        ``value ~ data * factors``.
+    """
+    largest = torch.finfo(dtype).max
     # widened by the product itself: a cast of its own would make Inductor keep the value in fp32
     data = call(aten.mul.Tensor, value, scale)
     data = call(aten.clamp_min.default, data, -largest)

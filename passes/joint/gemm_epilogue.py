@@ -45,7 +45,8 @@ class GemmEpilogue(Pass):
 
     1. the matmul's only readers are casts to fp32, which the graph returns and nobody else reads.
     2. as 1, with views in between, before or after the cast.
-    3. a matmul in fp8 with one scale for each operand; with a scale for each row, not all kernels return fp32.
+    3. a matmul in fp8 with one scale for each operand, or one for each block; with a scale for each row, not all
+       kernels return fp32.
     4. a result that something in the graph reads, in whichever dtype, stays: the cast is part of its reader's kernel
        and costs nothing there, while the matmul would write twice the bytes and the reader read them.
 
@@ -67,7 +68,7 @@ class GemmEpilogue(Pass):
         """See the class."""
         widened = 0
         for node in list(gm.graph.nodes):
-            if not (node.target in _WIDE or _is_scaled_whole(node)) or not _is_low_cuda(node):
+            if not (node.target in _WIDE or _returns_fp32(node)) or not _is_low_cuda(node):
                 continue
             views, casts = _readers(node)
             if not casts:
@@ -85,12 +86,13 @@ class GemmEpilogue(Pass):
         return PassResult(gm, widened, f"{widened} matmuls return fp32")
 
 
-def _is_scaled_whole(node: fx.Node) -> bool:
-    """True for a matmul in fp8 with one scale for each operand, and without a bias, which no kernel adds in fp32."""
+def _returns_fp32(node: fx.Node) -> bool:
+    """True for a matmul in fp8, with one scale for each operand or block, and no bias, which no kernel adds in fp32."""
     return (
         node.target is aten._scaled_mm.default
         and node.args[_SCALED_BIAS] is None
-        and all(scale.meta["val"].ndim == 0 for scale in node.args[2:4])  # type: ignore[union-attr]  # nodes
+        # rows have scales of two dimensions
+        and all(scale.meta["val"].ndim < 2 for scale in node.args[2:4])  # type: ignore[union-attr]  # nodes
     )
 
 

@@ -53,7 +53,8 @@ class PlaceFp8(Pass):
     1. it does not come from a call of the forward that policy and plan leave in the low dtype without a user's rule;
        gradients belong to the call that they are gradients of.
     2. 16 does not divide its sizes, or they are not known: the contracted one and the columns, and for the gradient of
-       a weight its rows, too. So tokens count only where they are contracted.
+       a weight its rows, too. So tokens count only where they are contracted. Where blocks have scales, a block divides
+       what is contracted, and the rows are known.
     3. it, or what it gives a gradient of, is the last of the forward: what that returns is multiplied no more, nor
        added to a residual stream.
     4. it gives the gradient of a weight, and the recipe leaves these.
@@ -104,9 +105,14 @@ class PlaceFp8(Pass):
         node, (rows, contracted, columns) = matmul.node, matmul.sizes
         if matmul.name is None or matmul.role is None or node.meta["val"].device.type != self.device:
             return "no call that may run in fp8"
+        block = self.recipe.block
+        if block is not None and not isinstance(rows, int):
+            return f"{self.recipe.name} has no scales for a number of rows that is not known"
         sizes = (rows, contracted, columns) if matmul.role == WEIGHT else (contracted, columns)
         if not all(isinstance(size, int) and size and size % GRAIN == 0 for size in sizes):
             return f"{GRAIN} does not divide its sizes {' x '.join(map(str, sizes))}"
+        if block is not None and contracted % block:
+            return f"{block} does not divide the {contracted} that it contracts"
         if matmul.name in last:
             return "the last linear stays in the low dtype"
         if matmul.role == WEIGHT and not self.recipe.weight_gradients:

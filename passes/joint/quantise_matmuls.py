@@ -13,7 +13,8 @@ from amp_fx.graphs.facts import run_fake
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.joint.fp8_matmuls import FORWARD, FP8_META, Matmul, Operand, find_matmuls
 from amp_fx.policy.fp8 import Recipe
-from amp_fx.policy.fp8_copy import fp8_copy
+from amp_fx.policy.fp8_copy import fp8_scale, scaled
+from amp_fx.policy.mx_scales import block_scales
 
 __all__ = ["QuantiseMatmuls"]
 
@@ -38,7 +39,8 @@ class QuantiseMatmuls(Pass):
     share the copy, forward and backward. Library kernels take the rows of the first operand and the columns of the
     second in one piece each: a copy that lies otherwise is written that way. Cases:
 
-    1. by row: largest magnitude, scale and copy are those of the matrix as the matmul reads it.
+    1. by row: largest magnitude, scale and copy are those of the matrix as the matmul reads it. Or of each block of a
+       row: then scales are bytes, in the order of :mod:`amp_fx.policy.mx_scales`.
     2. whole: there is one scale and one copy of the value, and one more copy for who reads it transposed.
     3. a weight that is fp32 in memory is read as it is, not as it is cast for a low matmul.
     4. a value with an infinity or NaN has a scale of zero or NaN: everything that depends on the scale becomes NaN,
@@ -85,7 +87,7 @@ class _Scaled:
     Attributes:
         source: what was converted.
         data: in fp8.
-        factor: in fp32, what gives the values back: one for each row, or one.
+        factor: what gives the values back: one for each row, or one, in fp32; or scales of blocks.
         steps: all nodes between source and data.
         in_forward: for each matmul that reads it, whether that is one of the forward.
     """
@@ -138,8 +140,12 @@ class _Work:
                 for copy, operand in zip(copies, matmul.operands, strict=True)
             )
             columns = self._call(node, aten.permute.default, second, [1, 0])
-            shapes = ([-1, 1], [1, -1]) if recipe.by_row else ([], [])
-            factors = [self._factor(copy, shape, node) for copy, shape in zip(copies, shapes, strict=True)]
+            factors = [copy.factor for copy in copies]
+            if recipe.block is None:
+                shapes = ([-1, 1], [1, -1]) if recipe.by_row else ([], [])
+                factors = [
+                    self._factor(copy, shape, node) for copy, shape in zip(copies, shapes, strict=True)
+                ]
         # in place: other operands may be seen through this very node
         out, fast = node.meta["val"].dtype, matmul.role == FORWARD
         node.target, node.args = (
@@ -183,16 +189,26 @@ class _Work:
         self, value: fx.Node, dtype: torch.dtype, recipe: Recipe, like: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
         """(in fp8, factors); by row: of a matrix, laid out in rows; else of any shape, laid out as the value is."""
+        call = functools.partial(self._call, like)
+        shape = list(value.meta["val"].shape)
+        if recipe.block is not None:
+            value = call(aten.view.default, value, [shape[0], -1, recipe.block])
         # first along rows, which fuses with what computes these
         others = [] if recipe.by_row else list(range(value.meta["val"].ndim - 1))
-        data, factor = fp8_copy(
+        scale = fp8_scale(
             value,
             dtype,
             [*filter(None, ([-1], others))],
-            functools.partial(self._call, like),
+            call,
             powers=recipe.powers,
             is_wide=value.meta["val"].dtype is torch.float32,
         )
+        # a buffer of its own: of a value that takes many steps to compute and to scale, Inductor stores a step in fp32
+        scale = self._strided(scale, _strides(scale), like)
+        data, factor = scaled(value, scale, dtype, call)
+        if recipe.block is not None:
+            data = call(aten.view.default, data, shape)
+            factor = block_scales(factor, call)
         if recipe.by_row:
             data = self._in_rows(data, like)
         return data, factor
@@ -219,3 +235,9 @@ class _Work:
         node.meta["val"] = run_fake(node)
         self._added.append(node)
         return node
+
+
+def _strides(node: fx.Node) -> list[int]:
+    """Those of a value; where a size is not known, that dimension is the only one that has more than one element."""
+    strides = node.meta["val"].stride()
+    return [stride if isinstance(stride, int) else 1 for stride in strides]

@@ -20,6 +20,9 @@ from benchmarks.workloads import llama_512
 from fp8 import FP8_CPU, MLP, error, exact_gradients, gradients, lowered, options
 from small_models import GPT
 
+#: a CPU multiplies no scales of blocks
+EMULATED = [name for name, recipe in RECIPES.items() if recipe.block is None]
+
 
 def gpt() -> tuple[nn.Module, list[Tensor]]:
     model = _drawn(GPT(layers=4, width=256, heads=4, vocab=320, length=128))
@@ -85,7 +88,7 @@ def test_one_graph_takes_any_number_of_tokens(tmp_path: Path, recipe: str) -> No
     assert sum(row.multiplied is not None for row in plan.nodes) == 2
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES])
+@pytest.mark.parametrize("recipe", EMULATED)
 def test_zeros_stay_zeros(tmp_path: Path, recipe: str) -> None:
     model, x = MLP(32, 64, 64, 16), torch.randn(32, 32)
     x[::2] = 0
@@ -100,7 +103,7 @@ def test_zeros_stay_zeros(tmp_path: Path, recipe: str) -> None:
     assert not nothing[0].any()
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES])
+@pytest.mark.parametrize("recipe", EMULATED)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-15, 1e15])
 def test_the_magnitude_of_values_does_not_matter(tmp_path: Path, recipe: str, magnitude: float) -> None:
     class Scaled(MLP):
@@ -112,7 +115,7 @@ def test_the_magnitude_of_values_does_not_matter(tmp_path: Path, recipe: str, ma
     assert error(gradients(model, [x * magnitude], options(tmp_path, recipe)), exact) < 0.12
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES])
+@pytest.mark.parametrize("recipe", EMULATED)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_is_seen_behind_every_matmul(tmp_path: Path, recipe: str, bad: float) -> None:
     model, x = MLP(32, 64, 64, 16), torch.randn(32, 32)
