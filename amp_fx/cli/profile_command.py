@@ -87,6 +87,8 @@ def _table(measured: DeviceProfile, table: DeviceProfile) -> str:
 
 
 def _rate(profile: DeviceProfile, dtype: str) -> str:
+    if dtype not in profile.peak:
+        return "none"
     ratio = profile.peak[dtype] / profile.peak["float32"]
     return f"{profile.peak[dtype] / 1e9:.1f} GFLOP/s ({ratio:5.2f} x float32)"
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 import torch
 
 from amp_fx.placement.devices import builtin
-from amp_fx.placement.profile import DTYPES, DeviceProfile, ProfileError, check_device_type
+from amp_fx.placement.profile import DTYPES, FLOAT8, DeviceProfile, ProfileError, check_device_type
 
 __all__ = ["measure"]
 
@@ -33,6 +34,9 @@ _COPY_SIZES = {"cpu": (1 << 20, 1 << 23, 1 << 25), "cuda": (1 << 20, 1 << 23, 1 
 _LAUNCH_SIZE = 32768 + 1
 _LAUNCHES = 10
 
+#: compute capability from which ``torch._scaled_mm`` takes fp8
+_FIRST_FP8 = (8, 9)
+
 
 class _Task(NamedTuple):
     """Something to time, and how much work it does: FLOP, bytes or kernels."""
@@ -50,7 +54,8 @@ def measure(
     counts: other processes only ever slow a round down (on two shared cores a parallel region may take 10 ms
     instead of 5 us, and the median with it). A matmul counts in the three layouts of a training step:
     forward, gradient of the input, gradient of the weight. Without kernels of its own a dtype may be fast in
-    one of them only.
+    one of them only. A matmul in fp8 has one layout, and adds up fast in the forward only. A rate for fp8 is in the
+    profile where the device has one.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``, the current device.
@@ -64,12 +69,16 @@ def measure(
         raise ProfileError("there is no CUDA device here to measure; valid here: 'cpu'.")
     say = progress or (lambda line: None)
     start = time.perf_counter()
-    share = seconds / (_ROUNDS * (len(DTYPES) + 2))
+    makers: dict[str, Callable[[int], _Task]] = {
+        name: partial(_gemm, dtype=dtype, device_type=device_type) for name, dtype in DTYPES.items()
+    }
+    if _takes_fp8(device_type):
+        makers[FLOAT8] = partial(_scaled_gemm, device_type=device_type)
+    share = seconds / (_ROUNDS * (len(makers) + 2))
     tasks = {}
-    for name, dtype in DTYPES.items():
+    for name, make in makers.items():
         say(f"matmul {name}")
-        gemms = (_gemm(size, dtype, device_type) for size in _GEMM_SIZES)
-        tasks[name] = _largest(gemms, 8, share, device_type)
+        tasks[name] = _largest(map(make, _GEMM_SIZES), 8, share, device_type)
     say("copy")
     copies = (_copy(size, device_type) for size in _COPY_SIZES[device_type])
     tasks["bandwidth"] = _largest(copies, 4, share, device_type)
@@ -92,7 +101,7 @@ def measure(
     return DeviceProfile(
         name=f"{_device_name(device_type)}, measured",
         device_type=device_type,
-        peak={name: 1 / best[name] for name in DTYPES},
+        peak={name: 1 / best[name] for name in makers},
         bandwidth=1 / best["bandwidth"],
         launch=best["launch"],
     )
@@ -132,6 +141,31 @@ def _gemm(size: int, dtype: torch.dtype, device_type: str) -> _Task:
         torch.mm(a, b.t())
         torch.mm(a, b)
         torch.mm(a.t(), b)
+
+    return _Task(run, 3 * 2 * size**3)
+
+
+def _takes_fp8(device_type: str) -> bool:
+    """True where the library multiplies e4m3 as NVIDIA has it; AMD's first e4m3 is another."""
+    return (
+        device_type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability() >= _FIRST_FP8
+    )
+
+
+def _scaled_gemm(size: int, device_type: str) -> _Task:
+    """Matmuls in e4m3 with one scale for each operand, which all such devices have; results are bf16."""
+    generator = torch.Generator(device_type).manual_seed(0)
+    a, b = (
+        torch.randn(size, size, device=device_type, generator=generator).to(torch.float8_e4m3fn)
+        for _ in range(2)
+    )
+    scale = torch.ones((), device=device_type)
+
+    def run() -> None:
+        for fast in (True, False, False):
+            torch.ops.aten._scaled_mm.default(a, b.t(), scale, scale, None, None, torch.bfloat16, fast)
 
     return _Task(run, 3 * 2 * size**3)
 

@@ -8,11 +8,14 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_fx._torch import FakeTensorMode
 from amp_fx.cli.entry import main
 from amp_fx.errors import AmpFxError
 from amp_fx.placement import devices as tables
@@ -339,6 +342,66 @@ def test_measuring_fills_every_field() -> None:
     assert measured.peak.keys() == DTYPES.keys()
     assert measured.name.endswith("measured")
     assert lines[:4] == ["matmul float32", "matmul bfloat16", "matmul float16", "copy"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_device_whose_library_takes_fp8_has_a_rate_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a CPU emulates the call
+    monkeypatch.setattr(measuring, "_takes_fp8", lambda device: True)
+    lines: list[str] = []
+    measured = measure("cpu", 0.01, lines.append)
+    assert DeviceProfile.from_json(measured.to_json()) == measured
+    assert measured.peak.keys() == {*DTYPES, FLOAT8}
+    assert measured.peak[FLOAT8] > 0
+    assert lines[:5] == [
+        "matmul float32",
+        "matmul bfloat16",
+        "matmul float16",
+        "matmul float8_e4m3fn",
+        "copy",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "takes"),
+    [
+        ("cuda", (8, 0), None, False),
+        ("cuda", (8, 9), None, True),
+        ("cuda", (9, 0), None, True),
+        ("cuda", (12, 0), None, True),
+        ("cuda", (9, 4), "6.4", False),
+        ("cpu", (9, 0), None, False),
+    ],
+)
+def test_fp8_is_measured_where_the_library_takes_it(
+    device: str, capability: tuple[int, int], hip: str | None, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert measuring._takes_fp8(device) is takes
+
+
+def test_the_library_takes_what_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    # there is no generator without the device
+    monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda seed: None))
+    with FakeTensorMode(), CountMatmuls() as counts:
+        task = measuring._scaled_gemm(128, "cuda")
+        task.run()
+    assert counts.fast == [True, False, False]
+    assert task.work == 3 * 2 * 128**3
+
+
+class CountMatmuls(TorchDispatchMode):
+    """Sees scaled matmuls; fake CUDA tensors check their layouts as the library does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_mm.default:
+            self.fast.append(len(args) > 7 and args[7])
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
