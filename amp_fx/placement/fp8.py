@@ -8,10 +8,10 @@ What the cut believes:
 
 * An fp8 copy is a value, a dtype and what its scales stand for: all of it, or one row as a matmul reads it. All matmuls
   that read the same copy share it, forward and backward.
-* A copy costs a pass that finds the largest magnitudes and a pass that converts; where a scale stands for a row that
-  lies in memory in one piece, both are one pass.
-* A library kernel for fp8 wants both operands with the contracted dimension last in memory. A copy that lies otherwise
-  is written once more.
+* A copy costs what Inductor makes of it, :func:`copy_traffic`: a pass that finds the largest magnitudes and a pass that
+  converts; where a scale stands for what lies in memory in one piece, both are one pass.
+* A library kernel for fp8 wants both operands with the contracted dimension last in memory. A copy for a whole tensor
+  that lies otherwise is written once more.
 * What is in memory in the low dtype anyway costs nothing more there.
 
 Sizes are in elements, times in picoseconds.
@@ -28,7 +28,9 @@ from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
 from amp_fx.placement.profile import FLOAT8, DeviceProfile
 from amp_fx.plans.plan import dtype_name
 
-__all__ = ["Copy", "Fp8Cost", "Times", "Value", "choose"]
+__all__ = ["Copy", "Fp8Cost", "Times", "Traffic", "Value", "choose", "copy_traffic"]
+
+_FP8, _FP32 = torch.float8_e4m3fn.itemsize, torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,35 @@ def choose(matmuls: Mapping[Var, Times], values: Sequence[Value]) -> frozenset[V
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What so many kernels of their own read and write, in bytes."""
+
+    nbytes: int
+    kernels: int
+
+
+def copy_traffic(elements: int, itemsize: int, *, in_rows: bool, block: int | None = None) -> Traffic:
+    """What Inductor makes of an fp8 copy of a value that is in memory.
+
+    In rows, one kernel reads the value, finds the scales and writes the copy. Else there are three kernels, and two of
+    them read the value: long reductions, over columns or over all, are split in two; and with a scale for each block,
+    the third puts scales into the order that libraries read. The scale of a row, or of all, is no traffic.
+
+    Args:
+        elements: of the value.
+        itemsize: of one element as it is read.
+        in_rows: what a scale stands for lies in memory in one piece, and is not all of the value.
+        block: so many elements have a scale of one byte; None: all of a row or of the value.
+    """
+    scales = 0
+    if block is not None:
+        # not in rows, they are handed on in fp32: written once, read twice
+        scales = elements // block * (1 if in_rows else 1 + 3 * _FP32)
+    passes, kernels = (1, 1) if in_rows else (2, 3)
+    return Traffic(elements * (passes * itemsize + _FP8) + scales, kernels)
+
+
+@dataclass(frozen=True)
 class Fp8Cost:
     """What low and fp8 matmuls and their copies take on a device.
 
@@ -116,7 +147,7 @@ class Fp8Cost:
             elements: of both operands.
             itemsize: bytes of an element in the low dtype.
         """
-        fp8 = self._time(elements * torch.float8_e4m3fn.itemsize, 0) + _ps(flops / self.fp8)
+        fp8 = self._time(elements * _FP8, 0) + _ps(flops / self.fp8)
         return Times(self._time(elements * itemsize, 0) + _ps(flops / self.low), fp8)
 
     def low_copy(self, elements: int, itemsize: int) -> int:
@@ -127,20 +158,19 @@ class Fp8Cost:
         """A kernel that reads and writes a value, at so many bytes an element in all."""
         return self._time(elements * itemsize, 1)
 
-    def fp8_copy(self, elements: int, itemsize: int, *, in_rows: bool) -> int:
-        """Reads a value of so many bytes an element, and writes it in fp8.
+    def fp8_copy(self, elements: int, itemsize: int, *, in_rows: bool, block: int | None = None) -> int:
+        """Reads a value and writes it in fp8: the time of :func:`copy_traffic`."""
+        traffic = copy_traffic(elements, itemsize, in_rows=in_rows, block=block)
+        return self._time(traffic.nbytes, traffic.kernels)
+
+    def transposition(self, elements: int, itemsize: int | None) -> int:
+        """Writes an fp8 copy the other way round.
 
         Args:
             elements: of the value.
-            itemsize: of one element as it is read.
-            in_rows: each scale stands for a row that lies in one piece, so that one kernel does it in one pass.
+            itemsize: of one element, where it is read again; None where the kernel that makes the copy writes both.
         """
-        passes = 1 if in_rows else 2
-        return self._time(elements * (passes * itemsize + torch.float8_e4m3fn.itemsize), passes)
-
-    def transposition(self, elements: int) -> int:
-        """Reads an fp8 copy and writes it the other way round."""
-        return self._time(elements * 2 * torch.float8_e4m3fn.itemsize, 1)
+        return self._time(elements * (_FP8 + (itemsize or 0)), int(itemsize is not None))
 
     def _time(self, nbytes: int, kernels: int) -> int:
         return _ps(nbytes / self.bandwidth + kernels * self.launch)

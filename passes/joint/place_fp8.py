@@ -153,14 +153,15 @@ class PlaceFp8(Pass):
     def _copies(self, operand: Operand, cost: Fp8Cost) -> Mapping[str, int]:
         """What has to be made of a value before a matmul reads it, by what makes two readers share it."""
         elements, itemsize = numel(operand.value), operand.source.meta["val"].dtype.itemsize
+        in_rows, block = operand.lies_in_rows, self.recipe.block
         if self.recipe.by_row:
-            return {
-                operand.layout_key: cost.fp8_copy(elements, itemsize, in_rows=operand.lies_in_rows),
-            }
+            return {operand.layout_key: cost.fp8_copy(elements, itemsize, in_rows=in_rows, block=block)}
         whole = {"whole": cost.fp8_copy(elements, itemsize, in_rows=False)}
-        if operand.lies_in_rows:
+        if in_rows:
             return whole
-        return {**whole, operand.layout_key: cost.transposition(elements)}
+        # weights and gradients are read both ways in one graph; of an activation, the backward reads the other way
+        together = operand.is_gradient or operand.source.op == "placeholder"
+        return {**whole, operand.layout_key: cost.transposition(elements, None if together else itemsize)}
 
 
 def _is_stored(base: fx.Node) -> bool:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
+from amp_fx.placement.fp8 import copy_traffic
+from amp_fx.policy.fp8 import RECIPES
 from amp_fx.reports.report import Report
 from amp_fx.targets.tracing import TracedGraph, Tracer
 from examples.gpt import Block, GPTConfig
@@ -91,6 +93,29 @@ def test_with_one_scale_for_each_operand_gradients_of_weights_leave_in_fp32(
     assert (low.rounded, fp8.rounded) == (0, 0)
     assert fp8.casts.count("gradient") == low.casts.count("gradient")
     assert fp8.counts.saved_bytes < 0.65 * low.counts.saved_bytes
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("read", ["rows", "columns"])
+def test_a_copy_is_the_kernels_and_bytes_that_the_cut_charges(recipe: str, read: str) -> None:
+    target = process("cuda:b200" if recipe == "mxfp8" else "cuda:h100")
+    for rows, columns in ((8192, 512), (512, 2048), (4096, 4096), (8192, 4096)):
+        for dtype in (torch.bfloat16, torch.float32):
+            kernels, nbytes = target.call("fp8_copies:counted", recipe, rows, columns, dtype, read)
+            in_rows = recipe != "tensorwise" and read == "rows"
+            block = RECIPES[recipe].block
+            predicted = copy_traffic(rows * columns, dtype.itemsize, in_rows=in_rows, block=block)
+            assert kernels == predicted.kernels
+            # scales of rows are read and written, too
+            assert predicted.nbytes <= nbytes < 1.03 * predicted.nbytes
+
+
+def test_a_copy_that_is_read_both_ways_in_one_graph_is_written_twice_by_one_kernel() -> None:
+    elements = 2048 * 2048
+    kernels, nbytes = process().call("fp8_copies:counted", "tensorwise", 2048, 2048, torch.bfloat16, "both")
+    predicted = copy_traffic(elements, 2, in_rows=False)
+    assert kernels == predicted.kernels
+    assert nbytes == pytest.approx(predicted.nbytes + elements, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from amp_fx.placement.cut import Var
-from amp_fx.placement.fp8 import Copy, Fp8Cost, Times, Value, choose
+from amp_fx.placement.fp8 import Copy, Fp8Cost, Times, Traffic, Value, choose, copy_traffic
 from amp_fx.targets import TARGETS, find_target
 
 Instance = tuple[dict[Var, Times], list[Value]]
@@ -62,7 +62,7 @@ def linears(draw: random.Random) -> Instance:
             copies = [Copy(cost.fp8_copy(elements, itemsize, in_rows=rows), (r,)) for r, rows in readings]
         else:
             copies = [Copy(cost.fp8_copy(elements, itemsize, in_rows=False), readers)]
-            copies += [Copy(cost.transposition(elements), (r,)) for r, rows in readings if not rows]
+            copies += [Copy(cost.transposition(elements, itemsize), (r,)) for r, rows in readings if not rows]
         return Value(0 if stored else cost.low_copy(elements, 2), readers, tuple(copies))
 
     for number in range(draw.randint(1, 2)):
@@ -144,6 +144,16 @@ def linear(size: int, tokens: int = 8192, weight: int = 4) -> frozenset[Var]:
         for low, elements, itemsize in ((0, tokens * size, 2), (low, size * size, weight))
     )
     return choose({"mm": times}, [x, w])
+
+
+def test_copies_by_columns_and_of_all_take_three_kernels_and_read_twice() -> None:
+    elements = 4096 * 4096
+    assert copy_traffic(elements, 2, in_rows=True) == Traffic(3 * elements, 1)
+    assert copy_traffic(elements, 4, in_rows=False) == Traffic(9 * elements, 3)
+    assert copy_traffic(elements, 2, in_rows=True, block=32) == Traffic(3 * elements + elements // 32, 1)
+    assert copy_traffic(elements, 2, in_rows=False, block=32) == Traffic(
+        5 * elements + elements // 32 * 13, 3
+    )
 
 
 def test_small_linears_stay_low_and_large_ones_go() -> None:
