@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_fx.policy.fp8 import RECIPES
 from benchmarks.workloads import Batch, Workload
 
 __all__ = ["ARMS", "MODES", "Arm", "Prepared", "arms_for", "prepare"]
@@ -36,6 +37,7 @@ class Arm:
         env: environment variables of its process.
         modes: where it makes sense.
         devices: where it makes sense.
+        named_only: only cases that name it run it.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Arm:
     env: Mapping[str, str] = field(default_factory=dict)
     modes: tuple[str, ...] = MODES
     devices: tuple[str, ...] = ("cpu", "cuda")
+    named_only: bool = False
 
 
 _FP16 = torch.float16
@@ -73,6 +76,20 @@ ARMS = {
         Arm("off", "amp_fx", {"profile": "off"}),
         Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
         Arm("fp8", "amp_fx", {"policy": "fp8", "profile": "off"}, modes=_TRAINING, devices=_GPU),
+        *(
+            Arm(
+                f"fp8_{name}",
+                "amp_fx",
+                {"policy": "fp8", **options},
+                modes=_TRAINING,
+                devices=_GPU,
+                named_only=True,
+            )
+            for name, options in (
+                ("by_cost", {}),
+                *((recipe, {"profile": "off", "fp8": recipe}) for recipe in RECIPES),
+            )
+        ),
         Arm("cast", "amp_fx", {"weights": "cast"}, modes=_INFERENCE),
         Arm("cache", "amp_fx", {"weights": "cache"}, modes=_INFERENCE),
         Arm("freeze", "amp_fx", {"weights": "freeze"}, modes=_INFERENCE),

@@ -7,13 +7,21 @@ from dataclasses import dataclass
 
 from amp_fx.placement.devices import builtin
 from benchmarks import workloads
-from benchmarks.arms import Arm
+from benchmarks.arms import ARMS, Arm
 from benchmarks.workloads import Build, Workload, build_workload
 
 __all__ = ["CASES", "SIZES", "Case", "sizes_for"]
 
 #: what convolves: the layout of its parameters makes a difference
 _CONVOLVING = (workloads.resnet, workloads.resnet50, workloads.gan)
+
+#: what compares bf16 and fp8
+_OF_FP8 = ("autocast", "amp_fx", "off", *(name for name in ARMS if name.startswith("fp8")))
+
+#: inputs and outputs of the linears of Llama-3-8B, and of smaller ones, where bf16 may be faster
+_SHAPES = (
+    (4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (2048, 2048), (1024, 1024), (1024, 4096), (512, 512),
+)  # fmt: skip
 
 #: a CPU with instructions for bf16, one without (where low precision is loops of scalar code), a GPU
 SIZES = ("cpu", "cpu_no_bf16", "cuda")
@@ -43,7 +51,7 @@ class Case:
 
     def takes(self, arm: Arm) -> bool:
         """Whether an arm says something here."""
-        if self.arms and arm.name not in self.arms:
+        if (self.arms or arm.named_only) and arm.name not in self.arms:
             return False
         return not arm.channels_last or self.build in _CONVOLVING
 
@@ -279,3 +287,19 @@ _sweep(
     },
     arms=("fp32", "autocast", "amp_fx", "off"),
 )
+_case(
+    "llama_8b_block",
+    "training",
+    workloads.llama_8b_block,
+    {"cuda": {"batch": 4, "length": 2048}},
+    arms=_OF_FP8,
+)
+for _inner, _outer in _SHAPES:
+    _case(
+        f"linear_{_inner}x{_outer}",
+        "training",
+        workloads.linear,
+        {"cuda": {"tokens": 8192, "inner": _inner, "outer": _outer}},
+        family="linear",
+        arms=_OF_FP8,
+    )

@@ -196,6 +196,15 @@ def llama_512(
     return model, {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
+def llama_8b_block(
+    batch: int, length: int, width: int = 4096, hidden: int = 14336, vocab: int = 1024
+) -> tuple[nn.Module, Batch]:
+    """One block of Llama-3-8B, of 32 heads and 8 for keys and values, with a small embedding and head."""
+    tokens = _tokens(batch, length + 1, vocab=vocab)
+    model = _Llama(vocab, 1, width, heads=32, kv_heads=8, hidden=hidden)
+    return model, {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
 # --- Hugging Face transformers. Imported on use: it takes seconds. ---
 
 
@@ -386,6 +395,23 @@ def mlp(batch: int, width: int, layers: int = 3) -> tuple[nn.Module, Batch]:
     pairs = [(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
     parts = [part for pair in pairs for part in pair][:-1]
     return _Regression(*parts), {"x": torch.randn(batch, width), "target": torch.randn(batch, width)}
+
+
+class _Linear(nn.Module):
+    """A linear whose three matmuls all run: a norm before it wants a gradient, and a residual sum follows."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(inner)
+        self.linear = nn.Linear(inner, outer, bias=False)
+
+    def forward(self, x: Tensor, stream: Tensor) -> Tensor:
+        return (stream + self.linear(self.norm(x))).float().square().mean()
+
+
+def linear(tokens: int, inner: int, outer: int) -> tuple[nn.Module, Batch]:
+    """One linear in training: its forward, and the gradients of its input and its weight."""
+    return _Linear(inner, outer), {"x": torch.randn(tokens, inner), "stream": torch.randn(tokens, outer)}
 
 
 def linears(batch: int, width: int, layers: int = 4) -> tuple[nn.Module, Batch]:

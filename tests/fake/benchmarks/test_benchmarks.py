@@ -196,6 +196,30 @@ def test_the_layout_of_parameters_is_an_arm_only_where_something_convolves() -> 
     assert not CASES["gpt2"].takes(arm)
 
 
+def test_recipes_of_fp8_are_timed_where_a_case_asks_for_them() -> None:
+    for name in ("fp8_by_cost", "fp8_rowwise", "fp8_tensorwise", "fp8_mxfp8"):
+        assert ARMS[name].options
+        assert CASES["llama_8b_block"].takes(ARMS[name])
+        assert CASES["linear_4096x14336"].takes(ARMS[name])
+        assert not CASES["gpt2"].takes(ARMS[name])
+    assert CASES["gpt2"].takes(ARMS["fp8"])
+    assert not CASES["llama_8b_block"].takes(ARMS["fp32"])
+
+
+def test_the_block_of_llama_has_the_linears_of_8b() -> None:
+    with torch.device("meta"):
+        model, _ = CASES["llama_8b_block"].build(batch=1, length=16)
+    shapes = [tuple(p.shape) for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2]
+    assert shapes == [
+        (4096, 4096),
+        (1024, 4096),
+        (1024, 4096),
+        (4096, 4096),
+        *[(14336, 4096)] * 2,
+        (4096, 14336),
+    ]
+
+
 def test_the_floor_repeats_the_matmuls_of_a_step_and_nothing_else() -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
     repeat = only_matmuls(lambda: F.gelu(x @ w).sum().backward())
