@@ -84,7 +84,7 @@ def rewrite(
         if opts.policy.base == "fp8" and training:
             pipeline = fp8_pipeline(pipeline)
         elif opts.policy.base == "fp8":
-            here = fp8_device(opts.fp8, profile, device, ambient[device].dtype)
+            here = fp8_device(opts.fp8, profile, device, ambient[device].dtype).without_gradients()
             pipeline = fp8_pipeline(pipeline, here) if isinstance(here, Fp8Device) else pipeline
             meaning = here.meaning
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded, lent=lent)

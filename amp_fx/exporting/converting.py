@@ -146,7 +146,7 @@ def _convert(
     )
     here = None
     if opts.shared.policy.base == "fp8":
-        here = fp8_device(opts.shared.fp8, profile, device, low)
+        here = fp8_device(opts.shared.fp8, profile, device, low).without_gradients()
     pipeline = export_pipeline(
         KeepWeights(tuple(w.name for w in kept)), fold, here if isinstance(here, Fp8Device) else None
     )

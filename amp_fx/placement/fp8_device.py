@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +41,10 @@ class Fp8Device:
         """What the plan says of the policy."""
         return self.recipe.name
 
+    def without_gradients(self) -> Fp8Device:
+        """The same, where nothing is differentiated: there scales stand for rows or for all, not for blocks."""
+        return replace(self, recipe=RECIPES["rowwise"]) if self.recipe.by_row else self
+
 
 @dataclass(frozen=True)
 class NoFp8:
@@ -51,6 +55,10 @@ class NoFp8:
     """
 
     meaning: str
+
+    def without_gradients(self) -> NoFp8:
+        """The same."""
+        return self
 
 
 def fp8_device(

@@ -103,9 +103,8 @@ class PlaceFp8Linears(Pass):
         is_matrix = by[0].source is value
         low = by[0].matrix if is_matrix else value
         elements, itemsize = numel(low.meta["val"]), value.meta["val"].dtype.itemsize
-        copy = cost.fp8_copy(elements, itemsize, in_rows=self.here.recipe.by_row or is_matrix)
-        if is_matrix and not by[0].in_rows:
-            copy += cost.transposition(elements)
+        in_rows = by[0].in_rows if is_matrix else self.here.recipe.by_row
+        copy = cost.fp8_copy(elements, itemsize, in_rows=in_rows)
         takes = 0
         if itemsize > low.meta["val"].dtype.itemsize:
             takes = cost.cast(elements, itemsize + low.meta["val"].dtype.itemsize)

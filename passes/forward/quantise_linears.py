@@ -122,6 +122,9 @@ class _Work:
             rows = call(aten.reshape.default, value, [-1, value.meta["val"].shape[-1]])
             if not rows.meta["val"].is_contiguous():
                 rows = call(aten.clone.default, rows, memory_format=torch.contiguous_format)
+            # strides spelled out: Inductor lays a copy out as suits the kernel that writes it, unless a view fixes it
+            contracted = linear.sizes[0]
+            rows, matrix = (self._strided(each, [contracted, 1], node) for each in (rows, matrix))
             columns = call(aten.permute.default, matrix, [1, 0])
             if recipe.by_row:
                 scales = self._column(factor, [-1, 1], node), self._column(factors, [1, -1], node)
@@ -180,14 +183,17 @@ class _Work:
         return self._copies[key]
 
     def _column(self, factor: fx.Node, shape: list[int], like: fx.Node) -> fx.Node:
-        """The factors of rows or columns, with strides of 1 spelled out.
+        """The factors of rows or columns.
 
-        Those of a dimension of size 1 are anything in Inductor, and the kernel for CPU wants 1.
+        Strides of a dimension of size 1 are anything in Inductor, and the kernel for CPU wants 1.
         """
-        factor = self._call(like, aten.reshape.default, factor, shape)
-        sizes = [self._size(factor, dim) for dim in range(2)]
+        return self._strided(self._call(like, aten.reshape.default, factor, shape), [1, 1], like)
+
+    def _strided(self, node: fx.Node, strides: list[Any], like: fx.Node) -> fx.Node:
+        """What has these strides already, in whichever way the graph is compiled."""
+        sizes = [self._size(node, dim) for dim in range(len(strides))]
         sizes = [size if isinstance(size, int) else self._call(like, *size) for size in sizes]
-        return self._call(like, aten.as_strided.default, factor, sizes, [1, 1])
+        return self._call(like, aten.as_strided.default, node, sizes, strides)
 
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         # captured graphs have the op of programs

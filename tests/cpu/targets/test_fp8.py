@@ -204,13 +204,12 @@ def test_code_without_gradients_calls_the_library_with_the_layouts_it_wants(
 ) -> None:
     options = {"policy": "fp8", "fp8": recipe, "profile": "off", "strict": True, "weights": weights}
     codes = process().call("generated:sources", decoding, options)
-    lines = [line.strip() for code in codes for line in code.text.splitlines()]
-    found = [_SECOND.match(line) for line in lines if line.startswith("extern_kernels._scaled_mm(")]
-    assert len(found) == 8
-    for match in found:
-        assert match is not None
-        rows, _, step, stride = map(int, match.groups())
-        assert (step, stride) == (1, rows)
+    calls = [call for code in codes for call in operands(code.text)]
+    assert len(calls) == 8
+    for first, second, *_ in calls:
+        assert first is None or first[1] == (first[0][1], 1)
+        assert second is not None
+        assert second[1] == (1, second[0][0])
     sizes = process().call("generated:cubins", codes, (90,))
     assert all(size > 1000 for by_architecture in sizes.values() for size in by_architecture.values())
 

@@ -18,7 +18,6 @@ from amp_fx.graphs.facts import COPY_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
 from amp_fx.placement.profile import FLOAT8
-from amp_fx.policy.fp8 import RECIPES
 from fp8 import FP8_CPU, calls, error, options
 from graphs import Rewritten, casts_of, dynamo_graph, rewrite
 
@@ -70,7 +69,7 @@ def exact(model: nn.Module, *args: Tensor) -> Tensor:
         return copy.deepcopy(model).double()(*(x.double() for x in args))
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "rowwise_gw_hp"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_results_are_as_near_to_fp64_as_e4m3_lets_them(tmp_path: Path, recipe: str, dtype: str) -> None:
     model, x = Attention().eval(), torch.randn(2, 5, 32)
