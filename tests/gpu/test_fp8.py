@@ -166,3 +166,65 @@ def _times(steps: Sequence[Callable[[], None]], rounds: int = 30) -> list[float]
             torch.cuda.synchronize()
             found.append(start.elapsed_time(end))
     return [statistics.median(found) for found in samples]
+
+
+class Net(nn.Module):
+    """Linears without gradients, one with a weight whose columns are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(256, 512), nn.Linear(512, 512), nn.Linear(512, 64)
+        self.columns = nn.Parameter(torch.randn(512, 512) / 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.gelu(self.first(x))
+        x = x + self.second(x).relu()
+        return self.head(x + x @ self.columns)
+
+
+@pytest.mark.parametrize("rows", [1, 48, 300])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_without_gradients_copies_of_weights_give_what_casts_in_each_call_give(
+    recipe: str, dtype: str, rows: int
+) -> None:
+    model, x = Net().cuda(), torch.randn(rows, 256, device="cuda")
+    found = {}
+    for weights in ("cast", "cache"):
+        torch._dynamo.reset()
+        options = {**in_fp8(recipe), "weights": weights, "dtype": dtype}
+        with torch.no_grad():
+            found[weights] = torch.compile(model, backend="amp_fx", options=options)(x)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+    assert 0.005 < error([found["cast"]], [exact]) < 0.06
+    assert torch.equal(found["cast"], found["cache"])
+
+
+def test_fp8_copies_of_weights_heal_without_a_wait_of_the_host() -> None:
+    torch._dynamo.reset()
+    model, x = Net().cuda(), torch.randn(48, 256, device="cuda")
+    compiled = torch.compile(model, backend="amp_fx", options=in_fp8("auto"))
+    with torch.inference_mode():
+        for _ in range(3):
+            before = compiled(x)
+        # what no version tells, such as weights that a trainer sends
+        for p in model.parameters():
+            p.data.mul_(2.0)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            after = compiled(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        exact = copy.deepcopy(model).double()(x.double())
+    assert error([after], [exact]) < 0.06
+    assert error([before], [exact]) > 0.1
+
+
+def test_an_exported_program_runs_in_fp8() -> None:
+    model, x = Net().cuda().eval(), torch.randn(48, 256, device="cuda")
+    program = amp_fx.export(model, (x,), policy="fp8")
+    assert sum(value.dtype is torch.float8_e4m3fn for value in program.state_dict.values()) == 3
+    with torch.no_grad():
+        found, exact = program.module()(x), copy.deepcopy(model).double()(x.double())
+    assert 0.005 < error([found], [exact]) < 0.06

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`
 class Net(nn.Module):
     """A linear whose weight is a buffer, two that share one, one whose columns are multiplied, and a tied head."""
 
+    up: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(48, 32)
