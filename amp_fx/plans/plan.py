@@ -184,7 +184,7 @@ class Plan:
             None where that was not asked for.
         training: True if the graph was to be differentiated.
         profile: name of the device profile that weighed casts against arithmetic, or an empty string.
-        fp8: under policy fp8, in training: the recipe, or why the policy means autocast here; else an empty string.
+        fp8: under policy fp8: the recipe, or why the policy means autocast here; else an empty string.
     """
 
     graph: str = "graph"
