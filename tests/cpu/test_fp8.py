@@ -71,7 +71,7 @@ def test_generated_code_gives_what_its_graphs_give(tmp_path: Path) -> None:
         assert error(by_code, [g.double() for g in by_op]) < 0.05
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.slow)])
 def test_one_graph_takes_any_number_of_tokens(tmp_path: Path, recipe: str) -> None:
     model = MLP(32, 64, 64, 16)
     with amp_fx.record() as recording:

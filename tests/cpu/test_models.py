@@ -22,7 +22,17 @@ IN_INFERENCE_MODE = ["bert", "gpt2", "mlp", "conv_net"]
 
 def _models(mode: Mode, names: list[str]) -> list[object]:
     """Parameters for a fixture: one xdist group per model and mode keeps what is compiled on one worker."""
-    return [pytest.param(name, marks=pytest.mark.xdist_group(f"{name}-{mode}")) for name in names]
+    return [
+        pytest.param(
+            name,
+            marks=[
+                pytest.mark.xdist_group(f"{name}-{mode}"),
+                # what is special about them is the graph, which cheaper tests look at
+                *([pytest.mark.slow] if name.endswith("_eager_attention") else ()),
+            ],
+        )
+        for name in names
+    ]
 
 
 @pytest.fixture(scope="module", params=_models("train", list(zoo.CASES)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -284,19 +285,33 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_program_calls_itself_by_the_name_it_was_started_by() -> None:
-    script = str(Path(sys.executable).with_name("amp-fx"))
-    for program, name in (([script], "amp-fx"), ([sys.executable, "-m", "amp_fx"], "python -m amp_fx")):
-        usage, help_, hint = (
-            run(*program, *arguments)
-            for arguments in (
-                ["nonsense"],
-                ["explain", "--help"],
-                ["explain", "user_models:build", "--options", '{"profile": "none.json"}'],
-            )
-        )
-        assert usage.stderr.startswith(f"usage: {name} ")
-        assert help_.stdout.count(f"\n  {name} explain train:build") == 4
-        assert f"`{name} profile -o FILE`" in hint.stderr
-        other = {"amp-fx": "python -m amp_fx", "python -m amp_fx": "amp-fx"}[name]
-        assert other not in usage.stderr + help_.stdout + hint.stderr
+@pytest.mark.parametrize(
+    ("path", "name", "other"),
+    [
+        ("bin/amp-fx", "amp-fx", "python -m amp_fx"),
+        ("amp_fx/__main__.py", "python -m amp_fx", "amp-fx"),
+    ],
+)
+def test_a_program_calls_itself_by_the_name_it_was_started_by(
+    saved: dict[str, str],
+    path: str,
+    name: str,
+    other: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [path])
+    said = []
+    for arguments in (
+        ["nonsense"],
+        ["explain", "--help"],
+        ["explain", "user_models:build", "--options", '{"profile": "none.json"}'],
+    ):
+        with contextlib.suppress(SystemExit):
+            assert main(arguments) == 1
+        said.append(capsys.readouterr())
+    usage, help_, hint = said
+    assert usage.err.startswith(f"usage: {name} ")
+    assert help_.out.count(f"\n  {name} explain train:build") == 4
+    assert f"`{name} profile -o FILE`" in hint.err
+    assert not any(other in each.out + each.err for each in said)
