@@ -159,9 +159,9 @@ class PlaceFp8(Pass):
         whole = {"whole": cost.fp8_copy(elements, itemsize, in_rows=False)}
         if in_rows:
             return whole
-        # weights and gradients are read both ways in one graph; of an activation, the backward reads the other way
-        together = operand.is_gradient or operand.source.op == "placeholder"
-        return {**whole, operand.layout_key: cost.transposition(elements, None if together else itemsize)}
+        # gradients are read both ways in one graph; of other values, the backward reads the other way
+        again = None if operand.is_gradient else itemsize
+        return {**whole, operand.layout_key: cost.transposition(elements, again)}
 
 
 def _is_stored(base: fx.Node) -> bool:

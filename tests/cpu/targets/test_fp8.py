@@ -92,7 +92,8 @@ def test_with_one_scale_for_each_operand_gradients_of_weights_leave_in_fp32(
     # what is rounded and widened again: none of 8
     assert (low.rounded, fp8.rounded) == (0, 0)
     assert fp8.casts.count("gradient") == low.casts.count("gradient")
-    assert fp8.counts.saved_bytes < 0.65 * low.counts.saved_bytes
+    assert fp8.counts.saved_bytes < 0.62 * low.counts.saved_bytes
+    assert fp8.counts.bytes_moved < 1.12 * low.counts.bytes_moved
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])

@@ -72,8 +72,8 @@ def test_a_bias_is_added_by_the_kernel_that_multiplies(tmp_path: Path) -> None:
         # as rows of the forward, of the gradient of the input, of the gradient of the weight:
         # 2 inputs, 4 weights; 4 gradients, 4 weights; 4 gradients, 2 inputs
         ("rowwise", 6 + 8 + 6),
-        # 2 inputs, 4 weights, 4 gradients
-        ("tensorwise", 10),
+        # 2 inputs, 4 weights, 4 gradients; 4 weights again, the other way round
+        ("tensorwise", 10 + 4),
         ("rowwise_gw_hp", 6 + 8),
     ],
 )
@@ -109,12 +109,49 @@ def test_a_weight_is_read_in_fp32_and_has_no_low_copy(tmp_path: Path) -> None:
         assert (32, 32) not in shapes
 
 
-def test_copies_of_weights_for_the_backward_are_made_in_the_backward(tmp_path: Path) -> None:
-    step = attention(tmp_path, "rowwise")
+@pytest.mark.parametrize(
+    ("recipe", "made"),
+    [
+        # 4 gradients twice, 4 weights, 2 inputs
+        ("rowwise", 14),
+        # 4 gradients, 4 weights, 2 inputs
+        ("tensorwise", 10),
+    ],
+)
+def test_copies_of_weights_for_the_backward_are_made_in_the_backward(
+    tmp_path: Path, recipe: str, made: int
+) -> None:
+    step = attention(tmp_path, recipe)
     saved = [n for n in step.forward.graph.output_node().all_input_nodes if n.op != "placeholder"]
     assert not [n for n in saved if n.meta["val"].dtype in FP8_DTYPES and n.meta["val"].shape == (32, 32)]
-    # 4 gradients twice, 4 weights, 2 inputs
-    assert len(conversions(step.backward)) == 14
+    assert len(conversions(step.backward)) == made
+    # of a weight that is turned, the largest magnitude is not looked for again
+    largest = [n for n in calls(step.backward, aten.amax.default) if n.meta["val"].numel() == 1]
+    assert len(largest) == (0 if recipe == "rowwise" else 4)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_the_copy_is_kept_where_the_backward_reads_its_source_for_nothing_else(
+    tmp_path: Path, recipe: str
+) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.float().square().mean()
+
+    step = lowered(Chain(), [torch.randn(1024, 64)], options(tmp_path, recipe))
+    saved = [
+        n for n in step.forward.graph.output_node().all_input_nodes if n.meta["val"].numel() == 1024 * 64
+    ]
+    fp8 = [n for n in saved if n.meta["val"].dtype in FP8_DTYPES]
+    # of the second and third linear. The fourth is in bf16, and what it returns is squared
+    assert len(fp8) == 2
+    assert len([n for n in saved if n.meta["val"].dtype is torch.bfloat16]) == 2
 
 
 def test_nothing_is_kept_for_the_backward_that_was_not_kept_before(tmp_path: Path) -> None:
