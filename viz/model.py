@@ -236,6 +236,8 @@ class _Builder:
         label = match.group(1) if match else given.name
         if given.copy_of:
             group = self.nodes[reader]["group"]
+            if given.dtype is not None and dtype_name(given.dtype) == "float32":
+                return self._add_value("parameter", given, f"{label} scales", group, "scales of an fp8 copy")
             return self._add_value("parameter", given, label, group, "a low copy, kept across calls")
         if not given.parameter and self.plan.phase == "backward" and not given.name.startswith("tangents"):
             group = self.nodes[reader]["group"]

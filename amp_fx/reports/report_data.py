@@ -102,7 +102,7 @@ class ReportData:
 
     @property
     def held(self) -> list[InputPlan]:
-        """The low copies of weights that graphs without gradients keep across calls, each once."""
+        """The low copies of weights that graphs without gradients keep across calls, each once, and scales of fp8."""
         copies = (given for plan in self.plans for given in plan.inputs if given.copy_of)
         return list({(given.name, given.bytes): given for given in copies}.values())
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
+import torch
+
 from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.advice import NOT_COMPILED
 from amp_fx.reports.report_data import ReportData
@@ -91,7 +93,8 @@ def _cost_lines(report: ReportData) -> list[str]:
     if report.costs and "torch.autocast" in compared:
         lines.append(f"  ({_BASELINE})")
     if held := report.held:
-        kept = f"{len(held)}, {_size(sum(given.bytes for given in held))}"
+        copies = [given for given in held if given.dtype is not torch.float32]
+        kept = f"{len(copies)}, {_size(sum(given.bytes for given in held))}"
         lines.append(f"  {'low copies of weights kept':<28}{kept:>24}")
     return lines
 

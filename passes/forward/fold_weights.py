@@ -133,7 +133,7 @@ def _store_scaled(holders: list[fx.Node], form: Scaled) -> None:
     ]
     stored = next(node.meta["val"] for node in parts if node.meta[PART_META].index == 0)
     for holder in holders:
-        holder.meta.update({"val": stored, COPY_META: holder.name, FORM_META: (form, 0)})
+        holder.meta.update({"val": stored, FORM_META: (form, 0)})
         holder.meta.pop("tensor_meta", None)
     for node in parts:
         part = node.meta[PART_META]

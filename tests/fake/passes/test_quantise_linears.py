@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from amp_fx.graphs.facts import COPY_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
 from amp_fx.placement.profile import FLOAT8
+from amp_fx.reports import Report
+from amp_fx.viz.model import drawing
 from fp8 import FP8_CPU, calls, error, options
 from graphs import Rewritten, casts_of, dynamo_graph, rewrite
 
@@ -279,3 +282,16 @@ def test_a_graph_in_fp16_does_not_overflow_before_its_scales(tmp_path: Path) -> 
         found = run(model, x, folder=tmp_path, recipe=recipe, dtype="float16")
         # all weights are rounded alike
         assert error([found.outputs], [exact(model, x)]) < 0.1
+
+
+def test_scales_of_weights_are_told_from_their_copies(tmp_path: Path) -> None:
+    with torch.no_grad():
+        found = dynamo_graph(Attention().eval(), torch.randn(4, 32))
+        opts = Options.parse(None, options(tmp_path, "rowwise", weights="cache"))
+        _, plan = rewriting.rewrite(found, ambient_regions({"cpu": torch.bfloat16}), opts)
+    report = Report([plan])
+    # four weights, four biases
+    assert re.search(r"low copies of weights kept +8, 4.86 kB", str(report))
+    assert sum(given.bytes for given in report.held) == 4 * (32 * 32 + 4 * 32 + 2 * 32)
+    labels = [node["label"] for node in drawing(report)["graphs"][0]["nodes"]]
+    assert labels.count("weight") == labels.count("weight scales") == 4
