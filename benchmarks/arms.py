@@ -75,13 +75,14 @@ ARMS = {
         Arm("amp_fx_channels_last", "amp_fx", {}, channels_last=True),
         Arm("off", "amp_fx", {"profile": "off"}),
         Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
-        Arm("fp8", "amp_fx", {"policy": "fp8", "profile": "off"}, modes=_TRAINING, devices=_GPU),
+        Arm("fp8", "amp_fx", {"policy": "fp8", "profile": "off"}, devices=_GPU),
         *(
             Arm(
                 f"fp8_{name}",
                 "amp_fx",
                 {"policy": "fp8", **options},
-                modes=_TRAINING,
+                # without gradients, the others are as these
+                modes=MODES if name in ("by_cost", "rowwise", "tensorwise") else _TRAINING,
                 devices=_GPU,
                 named_only=True,
             )

@@ -294,6 +294,15 @@ _case(
     {"cuda": {"batch": 4, "length": 2048}},
     arms=_OF_FP8,
 )
+for _length in (16, 2048):
+    _case(
+        f"llama_8b_block_inference_length{_length}",
+        "inference",
+        workloads.llama_8b_block,
+        {"cuda": {"batch": 1, "length": _length}},
+        family="llama_8b_block_inference",
+        arms=(*_OF_FP8, "bf16", "cache"),
+    )
 for _inner, _outer in _SHAPES:
     _case(
         f"linear_{_inner}x{_outer}",

@@ -203,6 +203,10 @@ def test_recipes_of_fp8_are_timed_where_a_case_asks_for_them() -> None:
         assert CASES["linear_4096x14336"].takes(ARMS[name])
         assert not CASES["gpt2"].takes(ARMS[name])
     assert CASES["gpt2"].takes(ARMS["fp8"])
+    assert CASES["llama_8b_block_inference_length16"].takes(ARMS["fp8_rowwise"])
+    assert {"fp8", "fp8_rowwise"} <= {*arms_for("inference", "cuda")}
+    assert "fp8_mxfp8" not in arms_for("inference", "cuda")
+    assert "fp8" not in arms_for("inference", "cpu")
     assert not CASES["llama_8b_block"].takes(ARMS["fp32"])
 
 
