@@ -95,7 +95,9 @@ class QuantiseLinears(Pass):
 def erase_unread(graph: fx.Graph) -> None:
     """Erases steps, inserted casts and views that nothing reads."""
     for node in reversed(list(graph.nodes)):
-        if not node.users and (STEP_META in node.meta or CAST_META in node.meta or is_view(node)):
+        # an op that writes in place returns a view, too
+        is_idle = STEP_META in node.meta or CAST_META in node.meta or is_view(node)
+        if is_idle and not node.users and not written_storages(node):
             graph.erase_node(node)
 
 

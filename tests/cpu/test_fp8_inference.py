@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import amp_fx
+import zoo
 from fp8 import error, options
+from graphs import without_inductor
 from holding import Held
 
 FP8 = torch.float8_e4m3fn
@@ -139,3 +142,25 @@ def test_one_graph_takes_any_number_of_rows_with_one_scale_for_them(
     (plan,) = recording.plans
     assert plan.fp8 == "tensorwise"
     assert [row.multiplied for row in plan.nodes if row.flops] == [FP8] * 4 + [None]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
+def test_public_architectures_are_as_near_to_fp32_as_e4m3_lets_them(name: str, tmp_path: Path) -> None:
+    case = zoo.make(name)
+    model, batch = copy.deepcopy(case.model).eval(), case.inputs(0)
+    errors = []
+    with torch.no_grad():
+        wide = _floating(case.run(model, batch))
+        for given in ({"profile": "off", "weights": "cast"}, options(tmp_path, "rowwise", weights="cast")):
+            torch._dynamo.reset()
+            with without_inductor():
+                compiled: Any = torch.compile(model, backend="amp_fx", options={**given, "strict": True})
+                found = _floating(case.run(compiled, batch))
+            assert [value.dtype for value in found] == [value.dtype for value in wide]
+            errors.append(error(found, [value.double() for value in wide]))
+    in_bf16, in_fp8 = errors
+    assert 5 * in_bf16 < in_fp8 < 0.06
+
+
+def _floating(outputs: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]

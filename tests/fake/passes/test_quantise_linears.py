@@ -133,6 +133,20 @@ def test_a_value_that_is_written_to_is_converted_again(tmp_path: Path) -> None:
     assert error([found.outputs], [exact(model, x)]) < 0.03
 
 
+def test_a_write_that_nobody_reads_stays(tmp_path: Path) -> None:
+    class Shifted(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.zeros_like(x)
+            y[1:] = x[:-1]
+            y.masked_fill_(y > 2, 2)
+            return super().forward(y)
+
+    model, x = Shifted().eval(), torch.randn(16, 32)
+    found = run(model, x, folder=tmp_path)
+    assert len(scaled(found)) == 4
+    assert error([found.outputs], [exact(model, x)]) < 0.03
+
+
 def test_the_plan_knows_the_calls_as_before(tmp_path: Path) -> None:
     model, x = Attention().eval(), torch.randn(2, 5, 32)
     low, found = (
