@@ -52,8 +52,9 @@ def test_gradients_of_a_small_gpt_are_as_near_to_fp64_as_with_a_scale_for_each_r
     assert 5 * in_bf16 < error(found, exact) < 0.115
 
 
+@pytest.mark.slow
 def test_gradients_of_a_small_llama_are_as_near(tmp_path: Path) -> None:
-    model, batch = llama_512(batch=4, length=128, layers=2, width=256, hidden=640, vocab=320)
+    model, batch = llama_512(batch=4, length=128, layers=4, width=256, hidden=640, vocab=320)
     exact = exact_gradients(drawn(model), list(batch.values()))
     found, _, _ = step(tmp_path, model, *batch.values())
     assert 0.03 < error(found, exact) < 0.17
