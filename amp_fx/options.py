@@ -140,7 +140,7 @@ class Options:
         fp8 = _parse_fp8(values.get("fp8", AUTO), policy, numerics)
         dtype = _with_policy(dtype, policy)
         plan = _parse_plan(values.get("plan"))
-        harm = _load_harm(policy, dtype, numerics)
+        harm = _load_harm(policy, dtype, numerics, fp8)
         scaler = _parse_scaler(values.get("scaler"), dtype)
         weights = _one_of("weights", WEIGHTS, values.get("weights", "auto"))
         accumulation = _one_of("accumulation", ACCUMULATION, values.get("accumulation", "auto"))
@@ -197,7 +197,7 @@ def _parse_plan(value: object) -> tuple[Plan, ...] | None:
     return tuple(plan for plan in plans if plan.phase == "forward")
 
 
-def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str) -> Harm | None:
+def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str, fp8: str) -> Harm | None:
     if policy.harm is None:
         return None
     if numerics == "eager":
@@ -210,6 +210,15 @@ def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str) -> Harm
         raise OptionsError(
             f"policy harm {policy.harm!r} was measured for {dtype_name(harm.dtype)}, dtype is {dtype_name(dtype)}; "
             f"calibrate with dtype={dtype_name(dtype)!r}, or change one of the two."
+        )
+    if policy.base == "fp8" and not harm.fp8:
+        raise OptionsError(
+            f"policy harm {policy.harm!r} has nothing of fp8; calibrate with policy='fp8', or take another base."
+        )
+    if fp8 not in (AUTO, harm.fp8):
+        raise OptionsError(
+            f"policy harm {policy.harm!r} was measured for fp8={harm.fp8!r}, fp8 is {fp8!r}; drop the option, or "
+            "calibrate for it."
         )
     return harm
 

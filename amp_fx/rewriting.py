@@ -33,15 +33,19 @@ from amp_fx.passes import (
     replay_pipeline,
     run_passes,
 )
-from amp_fx.passes.forward.place_by_harm import Placement
+from amp_fx.passes.forward.place_by_harm import HARM_META, Placement
 from amp_fx.placement.devices import resolve
+from amp_fx.placement.fp8_choice import Fp8Budget
 from amp_fx.placement.fp8_device import Fp8Device, fp8_device
 from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan
 from amp_fx.weights.inference import weight_inputs
 
-__all__ = ["autocast_casts", "rewrite"]
+__all__ = ["FP8_BUDGET", "autocast_casts", "rewrite"]
+
+#: gm.meta key of a rewritten graph that is placed by harm under policy fp8: the :class:`Fp8Budget` of its matmuls
+FP8_BUDGET = "amp_fx_fp8_budget"
 
 logger = logging.getLogger(__name__)
 
@@ -81,20 +85,19 @@ def rewrite(
             pipeline, lent = cached_pipeline(PIPELINE, training=True), weight_inputs(captured)
         profile = resolve(opts.profile, device)
         meaning = ""
-        if opts.policy.base == "fp8" and training:
-            pipeline = fp8_pipeline(pipeline)
-        elif opts.policy.base == "fp8":
+        if opts.policy.base == "fp8" and not training:
             here = fp8_device(opts.fp8, profile, device, ambient[device].dtype).without_gradients()
             pipeline = fp8_pipeline(pipeline, here) if isinstance(here, Fp8Device) else pipeline
             meaning = here.meaning
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded, lent=lent)
         if opts.plan is not None:
-            plan = _replay(captured, opts.plan, pipeline, context)
+            plan = _replay(captured, opts, pipeline, context)
         elif opts.harm is not None:
-            plan = _place_by_harm(captured, opts.harm, placement, pipeline, context)
+            plan = _place_by_harm(captured, opts.harm, placement, _marking(pipeline, context), context)
         else:
-            plan = run_passes(captured, pipeline, context)
-    plan.training, plan.profile, plan.fp8 = training, "" if profile is None else profile.name, meaning
+            plan = run_passes(captured, _marking(pipeline, context), context)
+    plan.training, plan.profile = training, "" if profile is None else profile.name
+    plan.fp8 = plan.fp8 or meaning
     log_artifact("amp_fx_plan", plan.to_json)
     done = time.thread_time()
     logger.debug(
@@ -114,7 +117,7 @@ def _casts_once(gm: fx.GraphModule, opts: Options) -> bool:
         opts.weights == "cache"
         and graph_devices(gm) in ({"cpu"}, {"cuda"})
         # fp8 is made of the weights themselves
-        and opts.policy.base != "fp8"
+        and not (opts.policy.base == "fp8" or any(plan.decides_fp8 for plan in opts.plan or ()))
         # copies of their own for every recording of a CUDA graph
         and compiles_plain_code(opts.inductor)
         # without a backward that AOTAutograd makes, nobody would read the copies
@@ -134,16 +137,26 @@ def autocast_casts(
     return {"casts": len(plan.casts), "bytes": sum(cast.bytes for cast in plan.casts)}
 
 
-def _replay(
-    captured: fx.GraphModule, plans: Sequence[Plan], pipeline: Sequence[Pass], context: PassContext
-) -> Plan:
+def _marking(pipeline: Sequence[Pass], context: PassContext, chosen: Plan | None = None) -> Sequence[Pass]:
+    """The passes, in training with the one that says which matmuls may run in fp8, or do in a plan that is followed."""
+    planned = chosen is not None and chosen.decides_fp8
+    if not context.training or not (planned or context.policy.base == "fp8"):
+        return pipeline
+    return fp8_pipeline(pipeline, planned=planned)
+
+
+def _replay(captured: fx.GraphModule, opts: Options, pipeline: Sequence[Pass], context: PassContext) -> Plan:
     """Runs the passes with the decisions of whichever plan was made for this graph."""
     outline = run_passes(captured, OUTLINE, context)
     outline.graph, outline.training = compile_id(), context.training
-    chosen = choose_plan(plans, outline)
+    chosen = choose_plan(opts.plan or (), outline)
     rows = {row.name: saved for row, saved in zip(outline.nodes, chosen.nodes, strict=True)}
+    pipeline = _marking(pipeline, context, chosen)
     plan = run_passes(captured, replay_pipeline(Replay(rows), pipeline), context)
     plan.policy = chosen.policy
+    if plan.decides_fp8:
+        # the recipe; what comes after it in words is about the graph that the plan was read off
+        plan.fp8 = chosen.fp8.partition(",")[0]
     return plan
 
 
@@ -163,8 +176,22 @@ def _place_by_harm(
         # calibration is about gradients: what is only evaluated need not have been seen
         logger.info("graph %s was not calibrated: placed by the policy's base list", compile_id())
         return run_passes(captured, pipeline, context)
-    step = PlaceByHarm(rows, context.policy.budget, placement=placement)
-    return run_passes(captured, replay_pipeline(step, pipeline), context)
+    budget = context.policy.budget
+    # beyond autocast's error, the budget is for fp8
+    first = min(budget, 1.0) if context.policy.base == "fp8" else budget
+    step = PlaceByHarm(rows, first, placement=placement)
+    plan = run_passes(captured, replay_pipeline(step, pipeline), context)
+    if context.policy.base == "fp8":
+        captured.meta[FP8_BUDGET] = _left_for_fp8(captured, rows, budget)
+    return plan
+
+
+def _left_for_fp8(captured: fx.GraphModule, rows: Mapping[str, CallHarm], budget: float) -> Fp8Budget:
+    """What matmuls in fp8 may add to the error of a graph that was placed by harm, bodies included."""
+    metas = [module.meta for module in captured.modules() if isinstance(module, fx.GraphModule)]
+    spent, autocast = (sum(meta[HARM_META][at] for meta in metas if HARM_META in meta) for at in (0, 1))
+    harms = tuple(((row.name, role), row.in_fp8(role)) for row in rows.values() for role in row.fp8)
+    return Fp8Budget(harms, max(budget**2 * autocast - spent, 0.0))
 
 
 def _measured(captured: fx.GraphModule, harm: Harm, context: PassContext) -> dict[str, CallHarm]:

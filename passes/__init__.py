@@ -153,15 +153,18 @@ def cached_pipeline(pipeline: Sequence[Pass], *, training: bool = False) -> tupl
     )
 
 
-def fp8_pipeline(pipeline: Sequence[Pass], here: Fp8Device | None = None) -> tuple[Pass, ...]:
+def fp8_pipeline(
+    pipeline: Sequence[Pass], here: Fp8Device | None = None, *, planned: bool = False
+) -> tuple[Pass, ...]:
     """Forward passes for a graph whose low matmuls may run in fp8.
 
     Args:
         pipeline: without fp8.
         here: the device, for a graph without gradients; None: the joint graph is where matmuls are chosen.
+        planned: a plan that is followed says what runs in fp8.
     """
     if here is None:
-        return (*pipeline, MarkFp8())
+        return (*pipeline, MarkFp8(planned))
     return _with(pipeline, {FuseCasts: (PlaceFp8Linears(here), QuantiseLinears())})
 
 

@@ -24,6 +24,8 @@ from amp_fx.placement.profile import FLOAT8, DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.policy.mx_scales import TILE
 from benchmarks.counts import Counter, counting
+from benchmarks.workloads import llama_512
+from small_models import GPT
 
 __all__ = [
     "FP8_CPU",
@@ -33,7 +35,9 @@ __all__ = [
     "emulating_blocks",
     "error",
     "exact_gradients",
+    "gpt",
     "gradients",
+    "llama",
     "lowered",
     "options",
     "widened",
@@ -186,3 +190,24 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Relative error of all gradients together."""
     wrong = sum((p.double() - q).square().sum() for p, q in zip(found, exact, strict=True))
     return math.sqrt(wrong / sum(q.square().sum() for q in exact))
+
+
+def gpt() -> tuple[nn.Module, list[Tensor]]:
+    """Four layers of width 256, and its batch."""
+    model = _drawn(GPT(layers=4, width=256, heads=4, vocab=320, length=128))
+    tokens = torch.randint(320, (4, 129))
+    return model, [tokens[:, :-1], tokens[:, 1:]]
+
+
+def llama() -> tuple[nn.Module, list[Tensor]]:
+    """The same with rotary angles, grouped heads and gates."""
+    model, batch = llama_512(batch=4, length=128, layers=4, width=256, hidden=640, vocab=320)
+    return _drawn(model), list(batch.values())
+
+
+def _drawn(model: nn.Module) -> nn.Module:
+    """With weights that give every layer a share in the gradient."""
+    for p in model.parameters():
+        if p.ndim == 2:
+            nn.init.normal_(p, std=0.04)
+    return model

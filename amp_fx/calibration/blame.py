@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from amp_fx.calibration.points import Point
+from amp_fx.calibration.second_cut import Fp8Harm
 from amp_fx.passes.forward.harm_terms import HarmTerm
 from amp_fx.passes.forward.place_by_harm import PricedGraph
 from amp_fx.plans.harm import Harm
@@ -14,8 +15,8 @@ from amp_fx.plans.plan import NodePlan, dtype_name
 
 __all__ = ["blame_lines"]
 
-#: roundings that are listed
-_SHOWN = 12
+#: roundings that are listed; and of each kind where fp8 was measured, too
+_SHOWN, _SHOWN_EACH = 12, 7
 
 #: above it a prediction says only that the error is large
 _LARGE = 5e-2
@@ -26,6 +27,7 @@ def blame_lines(
     parts: Sequence[PricedGraph],
     calls: Mapping[str, NodePlan],
     known: Mapping[str, Point],
+    fp8: Sequence[Fp8Harm] | None = None,
 ) -> list[str]:
     """The lines of ``print(calibration)``.
 
@@ -34,6 +36,7 @@ def blame_lines(
         parts: graphs with their prices.
         calls: what is known of each call, by name.
         known: placements to compare with.
+        fp8: what policy fp8 would add, worst first; None where that was not measured.
     """
     terms = [term for part in parts for term in part.priced.blame(part.autocast)]
     terms.sort(key=lambda term: -term.harm)
@@ -49,12 +52,23 @@ def blame_lines(
         "",
         "what torch.autocast's error is made of",
     ]
-    total = sum(term.harm for term in terms if math.isfinite(term.harm))
-    lines += [f"  {_row(term, total, calls)}" for term in terms[:_SHOWN]]
-    if len(terms) > _SHOWN:
-        rest = sum(term.harm for term in terms[_SHOWN:] if math.isfinite(term.harm)) / (total or 1)
-        lines.append(f"  {rest:>8.1%}  {len(terms) - _SHOWN} other roundings")
+    shown = _SHOWN if fp8 is None else _SHOWN_EACH
+    lines += _shares([(term.harm, _what(term, calls), term.call) for term in terms], calls, shown)
+    if fp8 is not None:
+        lines += ["", f"what policy fp8 adds ({harm.fp8})"]
+        rows = [(each.harm, f"{each.role}: {each.operand}", each.call) for each in fp8]
+        lines += _shares(rows, calls, shown) or ["  nothing: it would run nothing in fp8"]
     return [*lines, "", *_notes(harm, known)]
+
+
+def _shares(rows: Sequence[tuple[float, str, str]], calls: Mapping[str, NodePlan], shown: int) -> list[str]:
+    """(harm, what is rounded, call) -> lines, worst first."""
+    total = sum(harm for harm, _, _ in rows if math.isfinite(harm)) or 1
+    lines = [f"  {_row(harm, total, what, calls[call])}" for harm, what, call in rows[:shown]]
+    if len(rows) > shown:
+        rest = sum(harm for harm, _, _ in rows[shown:] if math.isfinite(harm)) / total
+        lines.append(f"  {rest:>8.1%}  {len(rows) - shown} other roundings")
+    return lines
 
 
 def _point(point: Point) -> str:
@@ -63,12 +77,13 @@ def _point(point: Point) -> str:
     return f"{point.name!s:<10}{error:>10}{time}  {point.bytes_moved / 1e6:9.1f} MB moved"
 
 
-def _row(term: HarmTerm, total: float, calls: Mapping[str, NodePlan]) -> str:
-    share = "overflow" if math.isinf(term.harm) else f"{term.harm / (total or 1):.1%}"
-    call = calls[term.call]
-    way = "gradient of " if term.backward else ""
-    what = f"{way}{call.op} {term.slot or 'result'}"
+def _row(harm: float, total: float, what: str, call: NodePlan) -> str:
+    share = "overflow" if math.isinf(harm) else f"{harm / total:.1%}"
     return f"{share:>8}  {what:<36.36}  {call.module_path:<24.24}  {_where(call.source)}".rstrip()
+
+
+def _what(term: HarmTerm, calls: Mapping[str, NodePlan]) -> str:
+    return f"{'gradient of ' if term.backward else ''}{calls[term.call].op} {term.slot or 'result'}"
 
 
 def _where(source: str) -> str:

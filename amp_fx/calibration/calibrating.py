@@ -13,6 +13,7 @@ from torch import nn
 
 from amp_fx._torch import compile_id, graph_break, unwrapped_errors
 from amp_fx.calibration.calibration import Calibration
+from amp_fx.calibration.fp8_graph import read_fp8
 from amp_fx.calibration.measuring import differentiate, run_measured
 from amp_fx.calibration.meter import Meter
 from amp_fx.calibration.step import Step
@@ -23,9 +24,14 @@ from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.scope import not_ours
 from amp_fx.options import Options
 from amp_fx.passes import OUTLINE, PassContext, run_passes
-from amp_fx.placement.profile import DeviceProfile
+from amp_fx.placement.devices import resolve
+from amp_fx.placement.fp8 import Fp8Cost
+from amp_fx.placement.fp8_choice import OPERATIONS
+from amp_fx.placement.fp8_device import recipe_name
+from amp_fx.placement.profile import FLOAT8, DeviceProfile
 from amp_fx.plans.harm import CallHarm, GraphHarm, Harm, ReadHarm
 from amp_fx.plans.plan import Plan
+from amp_fx.policy.fp8 import RECIPES
 from amp_fx.policy.table import supported_devices
 from amp_fx.scaling import find_scaler
 from amp_fx.targets import find_target
@@ -48,6 +54,7 @@ def calibrate(
     target: str | None = None,
     scale: float | None = None,
     policy: Any = "autocast",
+    fp8: str = "auto",
     probes: int = 1,
     seed: int = 0,
 ) -> Calibration:
@@ -69,7 +76,9 @@ def calibrate(
             and what its kernels round. The model is on the CPU, and compiled steps are checked there.
         scale: loss scale of fp16; None: that of the :class:`amp_fx.GradScaler` named "default" if there is one, else
             65536, where such a scaler starts.
-        policy: base list and rules; rules hold, whatever is measured.
+        policy: base list and rules; rules hold, whatever is measured. With base ``"fp8"``, what each matmul of linears
+            would cost in fp8 is measured, too, forward and both gradients each by itself.
+        fp8: how policy fp8 scales, as in ``options=`` of the backend; ``"auto"`` is that of the device or target.
         probes: vectors of random signs per batch, each a double backward; the gradient's own direction is one more.
             More of them, or more batches, make the numbers surer where few values decide, as in a classifier's head.
         seed: of the random signs.
@@ -81,19 +90,15 @@ def calibrate(
     program = getattr(model, "_orig_mod", model)
     if not isinstance(program, nn.Module):
         raise AmpFxError(f"calibrate needs a torch.nn.Module; got {type(model).__name__}.")
-    given = {"dtype": dtype, "policy": policy}
+    given = {"dtype": dtype, "policy": policy, "fp8": fp8}
     opts = Options.parse(None, given if not isinstance(profile, str) else {**given, "profile": profile})
     if opts.policy.harm is not None:
         raise OptionsError(f"calibrate measures harm; take 'harm' out of policy {policy!r}.")
-    if opts.policy.base == "fp8":
-        raise OptionsError(
-            "calibrate weighs float32 against the low dtype, and measures nothing of fp8; give policy='autocast'."
-        )
     parameters = [parameter for parameter in program.parameters() if parameter.requires_grad]
     if not parameters:
         raise AmpFxError("the model has no parameter that requires a gradient.")
     low = opts.low_dtype(parameters[0].device.type if target is None else "cuda")
-    opts = replace(opts, dtype=low, profile=_profile(profile, target))
+    opts = replace(opts, dtype=low, profile=_profile(profile, target), fp8=_recipe(opts, parameters, target))
     scale = _scale(scale, low)
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise OptionsError(f"probes must be an integer from 1 on; got {probes!r}.")
@@ -127,6 +132,7 @@ def _measure(
     """
     probes, seed = signs
     low = opts.low_dtype(parameters[0].device.type)
+    recipe = RECIPES[opts.fp8] if opts.policy.base == "fp8" else None
     meters: list[Meter] = []
     graphs: list[TracedGraph] = []
     found: list[GraphHarm] = []
@@ -153,6 +159,10 @@ def _measure(
             graph = TracedGraph.on_target(gm, example_inputs, ambient, low)
             outline = graph.outline(opts)
             outline.graph_break = measured[-1].graph_break
+        if recipe is not None and any(_is_differentiated(value) for value in example_inputs):
+            names = {here.name: row.name for here, row in zip(measured[-1].nodes, outline.nodes, strict=True)}
+            cost = _fp8_cost(resolve(opts.profile, graph.device_type), low)
+            graph.fp8 = read_fp8(gm, example_inputs, ambient, opts, cost, names)
         found.append(GraphHarm(outline))
         graphs.append(graph)
         return lambda *args: run_measured(captured, meters[-1], number, args)
@@ -162,7 +172,7 @@ def _measure(
         with unwrapped_errors(AmpFxError):
             compiled = torch.compile(program, backend=backend, dynamic=False)
             for number, step in enumerate(_progress(steps)):
-                meter = Meter(low, scale)
+                meter = Meter(low, scale, recipe=recipe)
                 meters.append(meter)
                 with step.untouched() as run:
                     differentiate(meter, lambda run=run: run(compiled), parameters, seed + number, probes)
@@ -175,6 +185,7 @@ def _measure(
         graph.calls = rows.renamed(graph.outline)
     kinks = sum(row.op in _KINKS for graph in found for row in graph.outline.nodes)
     harm = Harm(type(program).__name__, low, scale, batches=len(steps), kinks=kinks, graphs=found)
+    harm.fp8 = "" if recipe is None else recipe.name
     return harm, graphs
 
 
@@ -194,6 +205,13 @@ def _mean(rows: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:
                     _average([batch[name].reads[slot].gradient for batch in seen if name in batch]),
                 )
                 for slot in row.reads
+            },
+            {
+                role: {
+                    operand: _average([batch[name].fp8[role][operand] for batch in seen if name in batch])
+                    for operand in operands
+                }
+                for role, operands in row.fp8.items()
             },
         )
         for name, row in seen[0].items()
@@ -235,6 +253,36 @@ def _scale(scale: float | None, low: torch.dtype) -> float:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
         raise OptionsError(f"scale must be a positive number; got {scale!r}.")
     return float(scale)
+
+
+def _recipe(opts: Options, parameters: Sequence[nn.Parameter], target: str | None) -> str:
+    """How matmuls are measured in fp8: ``"auto"`` settled for the device that is planned for."""
+    if opts.policy.base != "fp8":
+        return opts.fp8
+    if target is not None:
+        return recipe_name(opts.fp8, "cuda", find_target(target).gpu.capability)
+    return recipe_name(opts.fp8, parameters[0].device.type)
+
+
+def _fp8_cost(profile: DeviceProfile | None, low: torch.dtype) -> Fp8Cost:
+    """What matmuls and copies take on the device that is planned for.
+
+    Raises:
+        OptionsError: it has no fp8.
+    """
+    if profile is None:
+        return OPERATIONS
+    cost = Fp8Cost.of(profile, low)
+    if cost is None:
+        raise OptionsError(
+            f"policy 'fp8' has nothing to choose: {profile.device_type} {profile.name} has no fp8 rate. Plan for a GPU "
+            f"that has one (target='cuda:h100'), give a profile with {FLOAT8!r} in its peak, or profile='off'."
+        )
+    return cost
+
+
+def _is_differentiated(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _profile(profile: str | DeviceProfile, target: str | None) -> str | DeviceProfile:

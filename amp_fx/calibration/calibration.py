@@ -5,29 +5,29 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from amp_fx.calibration.blame import blame_lines
+from amp_fx.calibration.both_cuts import BothCuts
 from amp_fx.calibration.figure import save_figure
 from amp_fx.calibration.points import CalibratedPlan, Point
+from amp_fx.calibration.second_cut import Placed
 from amp_fx.calibration.step import Step
 from amp_fx.calibration.traced import TracedGraph
 from amp_fx.calibration.verifying import Verifier
 from amp_fx.errors import OptionsError, PlanError
 from amp_fx.options import Options
-from amp_fx.passes.forward.harm_prices import labels_of
-from amp_fx.passes.forward.place_by_harm import Labels, PricedGraph, choose, within
-from amp_fx.placement.devices import resolve
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.placement.tradeoff import Choice, hull
+from amp_fx.placement.fp8_device import multiplies
+from amp_fx.placement.tradeoff import Choice
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import NodePlan, Plan
-from amp_fx.plans.plan_files import choose_plan, load_plans
+from amp_fx.plans.plan_files import load_plans
 from amp_fx.policy import Policy
+from amp_fx.policy.fp8 import RECIPES, Recipe
 
 __all__ = ["Calibration"]
 
@@ -83,55 +83,12 @@ class Calibration:
         harm = Harm.worst([calibration.harm for calibration in calibrations])
         return Calibration(harm, last._graphs, last._opts, steps)
 
-    # --- what any placement costs ---
-
     @functools.cached_property
-    def _priced(self) -> list[list[PricedGraph]]:
-        """Prices of every graph and of the bodies inside it."""
-        return [
-            graph.priced(self._opts, self._profile(graph.device_type), {row.name: row for row in found.calls})
-            for graph, found in zip(self._graphs, self.harm.graphs, strict=True)
-        ]
+    def _cuts(self) -> BothCuts:
+        return BothCuts(self._graphs, self.harm, self._opts)
 
-    @functools.cached_property
-    def _parts(self) -> list[PricedGraph]:
-        return [part for parts in self._priced for part in parts]
-
-    def _profile(self, device_type: str) -> DeviceProfile | None:
-        return resolve(self._opts.profile, device_type)
-
-    def _choose(self, weight: float) -> Choice[Labels]:
-        return choose(self._parts, weight)
-
-    def _point(self, name: str | None, labels: Labels, make: Callable[[], list[Plan]]) -> Point:
-        pairs = list(zip(self._parts, labels, strict=True))
-        time = sum(part.priced.time(chosen) for part, chosen in pairs)
-        timed = all(self._profile(graph.device_type) is not None for graph in self._graphs)
-        return Point(
-            name=name,
-            time=time * 1e-12 if timed else None,
-            bytes_moved=sum(part.moved(chosen) for part, chosen in pairs),
-            error=math.sqrt(sum(part.priced.harm(chosen) for part, chosen in pairs)),
-            make=make,
-        )
-
-    def _corner(self, choice: Choice[Labels]) -> Point:
-        return self._point(None, choice.placement, lambda: self._plans_of(choice.placement))
-
-    def _labels(self, plans: Sequence[Plan]) -> Labels:
-        """The labels that plans give, one mapping for each priced graph or body.
-
-        Raises:
-            PlanError: the plans are not of this model.
-        """
-        labels: Labels = []
-        for parts, found in zip(self._priced, self.harm.graphs, strict=True):
-            chosen = choose_plan(plans, found.outline)
-            rows: dict[str, NodePlan] = {
-                row.name: saved for row, saved in zip(found.outline.nodes, chosen.nodes, strict=True)
-            }
-            labels += [labels_of(part.graph, rows, part.low) for part in parts]
-        return labels
+    def _corner(self, choice: Choice[Placed]) -> Point:
+        return self._cuts.point(None, choice.placement, lambda: self._plans_of(choice.placement))
 
     # --- plans ---
 
@@ -145,33 +102,50 @@ class Calibration:
             for name, policy in _KNOWN.items()
         }
 
+        if self._cuts.second.is_measured:
+            plans_of["fp8"] = self._as_policy_fp8()
         return {
-            name: self._point(name, self._labels(plans), lambda plans=plans: plans)
+            name: self._cuts.point(name, self._cuts.placed(plans), lambda plans=plans: plans)
             for name, plans in plans_of.items()
         }
 
-    def _plans_of(self, labels: Labels) -> list[Plan]:
+    def _as_policy_fp8(self) -> list[Plan]:
+        """The plans of policy fp8 by itself: what is low as autocast has it."""
+        opts = replace(self._opts, policy=replace(self._opts.policy, rules=()), profile="off", harm=None)
+        plans = [graph.plan(opts) for graph in self._graphs]
+        low = self._cuts.low(self._cuts.placed(plans).labels)
+        chosen = self._cuts.second.all_that_gains(low, timed=self._cuts.is_timed)
+        self._cuts.second.write(plans, low, chosen.placement)
+        return plans
+
+    def _plans_of(self, choice: Placed) -> list[Plan]:
         """The plans of a placement, made by the passes."""
         placed: list[dict[str, tuple[bool, bool]]] = []
-        rest = iter(labels)
-        for parts in self._priced:
+        rest = iter(choice.labels)
+        for parts in self._cuts.priced:
             placed.append({})
             for part in parts:
                 placed[-1].update(part.placement(next(rest)))
         with torch.enable_grad():
-            return [
+            plans = [
                 graph.plan(replace(self._opts, harm=replace(self.harm, graphs=[found])), placement)
                 for graph, found, placement in zip(self._graphs, self.harm.graphs, placed, strict=True)
             ]
+        if self._cuts.second.is_measured:
+            self._cuts.second.write(plans, self._cuts.low(choice.labels), choice.fp8)
+        return plans
 
     @property
     def autocast_error(self) -> float:
         """Predicted error of torch.autocast; roundings that overflow are left out."""
-        return math.sqrt(sum(part.autocast_harm for part in self._parts))
+        return self._cuts.autocast_error
 
     def frontier(self) -> list[Point]:
-        """Placements that no other beats in both time and error, with autocast, fast and fp32 among them, by time."""
-        corners = [self._corner(each) for each in hull(self._choose, _CORNERS)]
+        """Placements that no other beats in both time and error, by time, with autocast, fast and fp32 among them.
+
+        And fp8, where that was measured: what policy fp8 would choose by itself.
+        """
+        corners = [self._corner(each) for each in self._cuts.corners(_CORNERS)]
         points = [*corners, *self._known.values()]
         return sorted(points, key=lambda point: point.bytes_moved if point.time is None else point.time)
 
@@ -194,7 +168,7 @@ class Calibration:
             raise PlanError(
                 f"predict takes a plan, a list of plans or the path of a plan file; got {plan!r}."
             )
-        return self._point(None, self._labels(plans), lambda: list(plans)).error
+        return self._cuts.point(None, self._cuts.placed(plans), lambda: list(plans)).error
 
     def plan(
         self,
@@ -206,6 +180,8 @@ class Calibration:
     ) -> CalibratedPlan:
         """The cheapest plan whose error is within a budget; give one of the three, or none for ``budget="autocast"``.
 
+        Where fp8 was measured, what a budget allows beyond torch.autocast's error is for matmuls in fp8.
+
         Args:
             budget: ``"autocast"``, or a number: times torch.autocast's error.
             error: relative L2 error of the gradient.
@@ -214,10 +190,12 @@ class Calibration:
                 that misses its budget by more than 1.3 times gives way to the next on the frontier.
 
         Raises:
-            OptionsError: more than one limit, or one that is no positive number.
+            OptionsError: more than one limit, or one that is no positive number; or fp8 that cannot be checked here.
         """
         if sum(limit is not None for limit in (budget, error, time)) > 1:
             raise OptionsError("plan takes one of budget, error and time.")
+        if verify and self.harm.fp8:
+            self._check_that_it_runs(RECIPES[self.harm.fp8])
         with torch.enable_grad():
             if time is not None:
                 chosen = self._within_time(_positive("time", time))
@@ -227,17 +205,25 @@ class Calibration:
             else:
                 factor = 1.0 if budget in (None, "autocast") else _positive("budget", budget)
                 limit = factor * self.autocast_error
-            chosen = within(self._parts, limit**2)
-            return self._finish(chosen, limit, verify)
+            return self._finish(self._cuts.within(limit**2), limit, verify)
 
-    def _within_time(self, time: float) -> Choice[Labels]:
-        if any(self._profile(graph.device_type) is None for graph in self._graphs):
+    def _check_that_it_runs(self, recipe: Recipe) -> None:
+        """A compiled step runs where the model is, whatever device is planned for."""
+        device = next(self._steps[0].program.parameters()).device.type
+        if not multiplies(recipe, device):
+            raise OptionsError(
+                f"a {device} does not multiply in {recipe.name!r}, so that no compiled step can check a plan; give "
+                "verify=False."
+            )
+
+    def _within_time(self, time: float) -> Choice[Placed]:
+        if not self._cuts.is_timed:
             raise OptionsError("plan(time=...) needs a device profile, which is off.")
-        corners = hull(self._choose, 8 * _CORNERS)
+        corners = self._cuts.corners(8 * _CORNERS)
         fitting = [corner for corner in corners if corner.time * 1e-12 <= time]
         return min(fitting, key=lambda corner: corner.harm) if fitting else corners[0]
 
-    def _finish(self, chosen: Choice[Labels], limit: float | None, verify: bool) -> CalibratedPlan:
+    def _finish(self, chosen: Choice[Placed], limit: float | None, verify: bool) -> CalibratedPlan:
         tried: list[tuple[float, float]] = []
         while True:
             point = self._corner(chosen)
@@ -249,7 +235,7 @@ class Calibration:
             if limit is None or self._verifier.keeps(measured, limit, self.autocast_error):
                 return found
             tried.append((point.error, measured))
-            stricter = within(self._parts, chosen.harm * min(0.5, (limit / measured) ** 2))
+            stricter = self._cuts.within(chosen.harm * min(0.5, (limit / measured) ** 2))
             if len(tried) == _TRIES or stricter.harm >= chosen.harm:
                 return found
             chosen = stricter
@@ -261,7 +247,10 @@ class Calibration:
     # --- what a reader sees ---
 
     def __str__(self) -> str:
-        return "\n".join(blame_lines(self.harm, self._parts, self._sources(), self._known))
+        known, fp8 = self._known, None
+        if self._cuts.second.is_measured:
+            fp8 = self._cuts.second.blame(self._cuts.placed(known["fp8"].plan.plans).fp8)
+        return "\n".join(blame_lines(self.harm, self._cuts.parts, self._sources(), known, fp8))
 
     def _sources(self) -> dict[str, NodePlan]:
         return {row.name: row for graph in self.harm.graphs for row in graph.outline.nodes}

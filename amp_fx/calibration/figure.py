@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["frontier_figure", "save_figure"]
 
 #: colours that differ in lightness too, for those who do not see them; and a shape each
-_MARKS = {"autocast": ("#d55e00", "s"), "fast": ("#e69f00", "D"), "fp32": ("#000000", "^")}
+_MARKS = {
+    "autocast": ("#d55e00", "s"),
+    "fast": ("#e69f00", "D"),
+    "fp32": ("#000000", "^"),
+    "fp8": ("#009e73", "v"),
+}
 _LINE = "#0072b2"
 
 

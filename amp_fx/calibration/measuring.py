@@ -19,12 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.calibration.attention import attend, is_attention
+from amp_fx.calibration.fp8_roles import multiply
 from amp_fx.calibration.kinks import noise, smoothed
 from amp_fx.calibration.meter import Key, Meter
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.facts import is_eligible, is_view, storage_of, written_storages
+from amp_fx.graphs.linears import LinearForm, linear_form
 from amp_fx.plans.harm import slots
-from amp_fx.plans.plan import node_plan
+from amp_fx.plans.plan import NodePlan, node_plan
 from amp_fx.policy import OpClass
 
 __all__ = ["differentiate", "run_measured"]
@@ -91,10 +93,29 @@ class _Measured(fx.Interpreter):
             return _laid_out(result, n.meta["val"])
         if sigma := self._noise_of.get(n):
             return smoothed(n, args[0], sigma)
+        if plan is not None and (linear := self._may_run_in_fp8(n, plan)):
+            result = multiply(
+                self._meter,
+                (self._graph, plan.name),
+                args[linear.input],
+                args[linear.weight],
+                by_rows=linear.by_rows,
+            )
+            bias = args[linear.bias] if linear.bias is not None and linear.bias < len(args) else None
+            return result if bias is None else result + bias
         if "scaled_dot_product" not in str(n.target):
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         with sdpa_kernel([SDPBackend.MATH]):
             return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]  # an OpOverload
+
+    def _may_run_in_fp8(self, n: fx.Node, plan: NodePlan) -> LinearForm | None:
+        """How a call multiplies whose three matmuls are measured in fp8, each by itself."""
+        linear = linear_form(n) if self._meter.recipe is not None and plan.op_class is OpClass.LOW else None
+        if linear is None:
+            return None
+        operands = n.args[linear.input], n.args[linear.weight]
+        watched = all(isinstance(a, fx.Node) and self._is_watched(a, self.env[a]) for a in operands)
+        return linear if watched else None
 
     def _aliases(self, n: fx.Node) -> dict[fx.Node, torch.Tensor]:
         """What the call reads, each value under a name of its own; a value's only reader needs none."""

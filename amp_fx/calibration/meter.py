@@ -15,19 +15,27 @@ Tensors with many elements are sampled at equal strides.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 from amp_fx.plans.harm import CallHarm, ReadHarm
+from amp_fx.policy.fp8 import Recipe
 
-__all__ = ["Key", "Meter"]
+__all__ = ["Key", "Meter", "RoleKey", "sample_stride"]
 
 #: elements of a tensor that are looked at
 SAMPLES = 65536
 
 #: graph, call, slot; the slot is empty for the call's result
 Key = tuple[int, str, str]
+
+#: graph, call, role of the matmul, operand
+RoleKey = tuple[int, str, str, str]
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass
@@ -42,6 +50,8 @@ class Meter:
         values: harm of rounding a value.
         gradients: the same, of rounding its gradient.
         leaves: values that need no gradient, made to have one so that their harm is known.
+        recipe: how matmuls would run in fp8; None: that is not measured.
+        fp8: harm of reading an operand in fp8.
     """
 
     low: torch.dtype
@@ -51,6 +61,8 @@ class Meter:
     values: dict[Key, float] = field(default_factory=dict)
     gradients: dict[Key, float] = field(default_factory=dict)
     leaves: list[torch.Tensor] = field(default_factory=list)
+    recipe: Recipe | None = None
+    fp8: dict[RoleKey, float] = field(default_factory=dict)
     _shared: dict[Key, Key] = field(default_factory=dict)
 
     def share(self, key: Key, known: Key) -> Key:
@@ -96,15 +108,15 @@ class Meter:
 
         Errors are kept in bf16, whose range is that of fp32: there are many of them.
         """
-        stride = _stride(value)
+        stride = sample_stride(value)
         sample = value.detach().reshape(-1)[::stride]
         error = (sample * scale).to(self.low).to(sample.dtype).div_(scale).sub_(sample)
         return error.to(torch.bfloat16), stride
 
     def add(
         self,
-        table: dict[Key, float],
-        key: Key,
+        table: dict[K, float],
+        key: K,
         sensitivity: torch.Tensor,
         error: torch.Tensor,
         stride: int,
@@ -112,7 +124,7 @@ class Meter:
         """Adds the harm of a rounding.
 
         Args:
-            table: :attr:`values` or :attr:`gradients`.
+            table: :attr:`values`, :attr:`gradients` or :attr:`fp8`.
             key: where it is added.
             sensitivity: gradient of s with respect to what is rounded.
             error: of elements of it, as :meth:`rounding` gave it.
@@ -137,6 +149,9 @@ class Meter:
                 row.reads[slot] = ReadHarm(*harms)
             else:
                 row.value, row.gradient = harms
+        for (number, name, role, operand), harm in self.fp8.items():
+            if number == graph:
+                found.setdefault(name, CallHarm(name)).fp8.setdefault(role, {})[operand] = _finite(harm)
         return list(found.values())
 
 
@@ -144,7 +159,7 @@ def _finite(harm: float) -> float | None:
     return harm if math.isfinite(harm) else None
 
 
-def _stride(value: torch.Tensor) -> int:
+def sample_stride(value: torch.Tensor) -> int:
     """Steps between sampled elements, with no factor in common with a size: no row or column is left out."""
     if value.numel() <= SAMPLES:
         return 1

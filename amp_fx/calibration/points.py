@@ -19,7 +19,7 @@ class Point:
     """One placement of the whole model.
 
     Attributes:
-        name: ``"autocast"``, ``"fast"``, ``"fp32"``, or None for a corner of the frontier.
+        name: ``"autocast"``, ``"fast"``, ``"fp32"``, ``"fp8"``, or None for a corner of the frontier.
         time: seconds of a step's matmuls, memory traffic and casts by the device profile; None without a profile.
         bytes_moved: what a step's kernels read and write, by the cost model.
         error: predicted relative L2 error of the gradient.
@@ -66,8 +66,10 @@ class CalibratedPlan:
 
     def __str__(self) -> str:
         low = sum(row.dtype is row.low for plan in self.plans for row in plan.nodes if row.low is not None)
-        lines = [f"{low} calls low, predicted gradient error {self.point.error:.2e}"]
-        if self.budget is not None and self.point.error > self.budget:
+        fp8 = sum(len(row.fp8_roles) for plan in self.plans for row in plan.nodes)
+        also = f", {fp8} matmuls in fp8" if any(plan.decides_fp8 for plan in self.plans) else ""
+        lines = [f"{low} calls low{also}, predicted gradient error {self.point.error:.2e}"]
+        if self.budget is not None and self.point.error > self.budget * (1 + 1e-6):
             lines.append(f"no placement keeps the budget of {self.budget:.2e}: this one has the least error")
         for predicted, measured in self.tried:
             lines.append(f"a plan predicted at {predicted:.2e} had {measured:.2e} when compiled: not taken")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from amp_fx.calibration.fp8_graph import Fp8Graph
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
@@ -25,7 +26,7 @@ from amp_fx.targets.tracing import Tracer
 __all__ = ["TracedGraph"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TracedGraph:
     """One graph of a model.
 
@@ -33,11 +34,13 @@ class TracedGraph:
         gm: Dynamo's graph; not changed.
         ambient: autocast state at its entry, per device type.
         name: Dynamo's id.
+        fp8: under policy fp8: the matmuls that may run in fp8.
     """
 
     gm: fx.GraphModule
     ambient: Mapping[str, Region]
     name: str
+    fp8: Fp8Graph | None = None
 
     @classmethod
     def on_target(

@@ -20,7 +20,8 @@ MODEL is package.module:callable, where the callable takes nothing and returns (
 (model, args, kwargs); the model returns its loss or has it in .loss, otherwise --loss names a callable that
 takes what the model returns. Give a checkpoint that has been trained for a while.
 --batches names a callable that returns one batch (a tuple or a dictionary) or several; default: the model's inputs.
---budget is "autocast", or a number: times torch.autocast's error. With --plan, the plan is checked by one
+--budget is "autocast", or a number: times torch.autocast's error. With --policy fp8, matmuls are measured in fp8,
+too, and a budget above 1 is spent on them. With --plan, the plan is checked by one
 compiled step, unless --no-verify is given.
 
 examples:
@@ -28,6 +29,7 @@ examples:
   %(prog)s train:build --batches train:batches -o harm.json
   %(prog)s train:build --budget 0.5 --plan plan.json --figure frontier.png
   %(prog)s train:build --dtype float16 --scale 4096
+  %(prog)s train:build --policy fp8 --target cuda:h100 --budget 8 --plan plan.json
 """
 
 
@@ -41,6 +43,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", default="auto", metavar="PROFILE", help="auto, off or a file (default: %(default)s)"
     )
     parser.add_argument("--target", metavar="DEVICE", help="count the time of another device: cuda:h100")
+    parser.add_argument("--policy", default="autocast", help="autocast or fp8 (default: %(default)s)")
+    parser.add_argument("--fp8", default="auto", metavar="RECIPE", help="how policy fp8 scales")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the harm as .json")
     parser.add_argument("--figure", metavar="FILE", help="write the frontier as .png, .svg or .html")
     parser.add_argument("--budget", default="autocast", type=_budget, help="of --plan (default: %(default)s)")
@@ -69,6 +73,8 @@ def _run(args: argparse.Namespace) -> int:
         profile=args.profile,
         target=args.target,
         scale=args.scale,
+        policy=args.policy,
+        fp8=args.fp8,
     )
     print(paint(str(found), sys.stdout))
     for path in (args.output, args.figure):

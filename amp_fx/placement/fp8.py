@@ -69,16 +69,19 @@ class Value:
     copies: tuple[Copy, ...]
 
 
-def choose(matmuls: Mapping[Var, Times], values: Sequence[Value]) -> frozenset[Var]:
+def choose(
+    matmuls: Mapping[Var, Times], values: Sequence[Value], prices: Mapping[Var, int] | None = None
+) -> frozenset[Var]:
     """The matmuls that run in fp8 where the whole takes least; a tie stays in the low dtype.
 
     Args:
         matmuls: those that may.
         values: what they read.
+        prices: what a matmul costs in fp8 besides time; nothing where it is missing.
     """
     problem = Problem()
     for matmul, times in matmuls.items():
-        problem.add_unary(matmul, times.low, times.fp8)
+        problem.add_unary(matmul, times.low, times.fp8 + (prices or {}).get(matmul, 0))
     for value in values:
         problem.shared.append(Shared(value.low, HIGH, value.readers))
         problem.shared += [Shared(copy.time, LOW, copy.readers) for copy in value.copies]

@@ -13,7 +13,7 @@ from amp_fx.placement.fp8 import Fp8Cost
 from amp_fx.placement.profile import DEVICE_TYPES, FLOAT8, DeviceProfile
 from amp_fx.policy.fp8 import AUTO, RECIPES, Recipe
 
-__all__ = ["Fp8Device", "NoFp8", "fp8_device"]
+__all__ = ["Fp8Device", "NoFp8", "fp8_device", "multiplies", "recipe_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ def fp8_device(
     name = device if hardware is None else f"{device} {hardware.name}"
     if hardware is None or FLOAT8 not in hardware.peak:
         return _no_fp8(f"{name} has no fp8 rate")
-    recipe = RECIPES[_recipe(device) if wanted == AUTO else wanted]
-    if recipe.block is not None and not _scales_blocks(device):
+    recipe = RECIPES[recipe_name(wanted, device)]
+    if not multiplies(recipe, device):
         return _no_fp8(f"{name} does not multiply in {recipe.name}")
     return Fp8Device(recipe, device, None if profile is None else Fp8Cost.of(profile, low))
 
@@ -89,9 +89,22 @@ def _no_fp8(why: str) -> NoFp8:
     return NoFp8(f"as autocast: {why}")
 
 
-def _recipe(device: str) -> str:
-    """What ``"auto"`` means: torchao measured rowwise scaling on Hopper, and its kernels are most mature there."""
-    return "rowwise" if _capability(device) == _HOPPER else "tensorwise"
+def recipe_name(wanted: str, device: str, capability: tuple[int, int] | None = None) -> str:
+    """The recipe that is meant: torchao measured ``"auto"``'s rowwise scaling on Hopper, where it is most mature.
+
+    Args:
+        wanted: a recipe's name, or ``"auto"``.
+        device: type of the device.
+        capability: of a GPU; None: of the one in this machine, if there is one.
+    """
+    if wanted != AUTO:
+        return wanted
+    return "rowwise" if (capability or _capability(device)) == _HOPPER else "tensorwise"
+
+
+def multiplies(recipe: Recipe, device: str) -> bool:
+    """True where a device that has fp8 multiplies by the recipe."""
+    return recipe.block is None or _scales_blocks(device)
 
 
 def _scales_blocks(device: str) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.policy.fp8 import FORWARD
 
 __all__ = ["Change", "Diff", "Key", "diff_plans", "keyed"]
 
@@ -28,7 +29,7 @@ class Change:
 
     Attributes:
         module_path: the user's module.
-        op: ATen name.
+        op: ATen name; with the role, where that is the gradient of its input or weight.
         phase: ``"forward"`` or ``"backward"``.
         before: dtype name; empty where the node is new.
         after: dtype name; empty where the node is gone.
@@ -101,12 +102,14 @@ def diff_plans(before: Sequence[Plan], after: Sequence[Plan]) -> Diff:
     changes = []
     for key in dict.fromkeys((*old, *new)):
         first, second = old.get(key), new.get(key)
-        dtypes = _dtype(first), _dtype(second)
-        if dtypes[0] == dtypes[1]:
-            continue
         row = second or first
-        if row is not None:
-            changes.append(Change(row.module_path, row.op, key[0], *dtypes, row.reason))
+        if row is None:
+            continue
+        for role in ("", *_gradients(first, second)):
+            dtypes = _dtype(first, role), _dtype(second, role)
+            if dtypes[0] != dtypes[1]:
+                op = f"{row.op}, {role}" if role else row.op
+                changes.append(Change(row.module_path, op, key[0], *dtypes, row.reason))
     casts_before, casts_after = _casts(before, old), _casts(after, new)
     return Diff(
         casts=(casts_before.total(), casts_after.total()),
@@ -129,8 +132,16 @@ def keyed(plans: Sequence[Plan]) -> dict[Key, NodePlan]:
     return found
 
 
-def _dtype(node: NodePlan | None) -> str:
-    return "" if node is None or node.dtype is None else dtype_name(node.dtype)
+def _gradients(*nodes: NodePlan | None) -> list[str]:
+    """The roles of a call's matmuls in the backward, of which a plan says what they multiply."""
+    return list(dict.fromkeys(role for node in nodes if node for role in node.roles if role != FORWARD))
+
+
+def _dtype(node: NodePlan | None, role: str) -> str:
+    """What is multiplied in a role, or computed in the call; where a plan says nothing of a role, the call's dtype."""
+    if node is None or node.dtype is None:
+        return ""
+    return dtype_name(node.roles.get(role, node.dtype) if role else node.computed or node.dtype)
 
 
 def _cast_bytes(plans: Sequence[Plan]) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.errors import PlanError
+from amp_fx.graphs.facts import FP8_DTYPES
 from amp_fx.plans.files import write_text
 from amp_fx.plans.schema import SchemaError, decode, parse_object
 from amp_fx.policy import OpClass
@@ -87,6 +88,9 @@ class NodePlan:
         operands: shapes of the floating tensors it reads, in order.
         multiplied: dtype of what is multiplied, where that is narrower than ``dtype``: of a matmul in fp8, whose result
             is in the low dtype.
+        roles: of a matmul where policy fp8 has chosen: dtype of what each of its matmuls reads, in the forward and in
+            both gradients, ``{"forward": float8_e4m3fn, "gradient of its input": bfloat16, ...}``; else empty. A plan
+            in which a call has them is followed in these, too.
     """
 
     name: str
@@ -109,6 +113,12 @@ class NodePlan:
     inputs: tuple[str, ...] = ()
     operands: tuple[tuple[int, ...], ...] = ()
     multiplied: torch.dtype | None = None
+    roles: dict[str, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def fp8_roles(self) -> tuple[str, ...]:
+        """The roles in which fp8 is multiplied."""
+        return tuple(role for role, dtype in self.roles.items() if dtype in FP8_DTYPES)
 
     @property
     def computed(self) -> torch.dtype | None:
@@ -204,6 +214,11 @@ class Plan:
     def changed(self) -> bool:
         """True when amp_fx cast anything: an untouched graph is compiled as Dynamo made it."""
         return any(cast.inserted for cast in self.casts)
+
+    @property
+    def decides_fp8(self) -> bool:
+        """True where the plan says of its matmuls whether they run in fp8."""
+        return any(row.roles for row in self.nodes)
 
     def node(self, name: str) -> NodePlan:
         """The plan of one node.

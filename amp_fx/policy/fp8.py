@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["AUTO", "RECIPES", "Recipe"]
+__all__ = ["AUTO", "FORWARD", "GRAIN", "INPUT", "RECIPES", "ROLES", "WEIGHT", "Recipe"]
+
+#: what a matmul is to a call of the forward: itself, or what gives the gradient of its first or second operand
+ROLES = FORWARD, INPUT, WEIGHT = "forward", "gradient of its input", "gradient of its weight"
+
+#: library kernels take sizes that are multiples of it
+GRAIN = 16
 
 
 @dataclass(frozen=True)

@@ -196,11 +196,6 @@ class Policy:
         if not isinstance(rules, (list, tuple)):
             raise OptionsError(f"'rules' of a policy must be a list of rules; got {rules!r}.")
         harm, budget = _parse_harm(data)
-        if harm is not None and base == "fp8":
-            raise OptionsError(
-                f"policy harm {harm!r} is about float32 and the low dtype, which base 'fp8' contradicts; drop one of "
-                "the two."
-            )
         return cls(base, tuple(Rule.parse(rule) for rule in rules), dtype, harm=harm, budget=budget)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.facts import LOW_DTYPES, is_cast
+from amp_fx.graphs.linears import LINEARS
 from amp_fx.plans.plan import CAST_META
 
 __all__ = ["Linear", "linear_of"]
@@ -84,13 +85,8 @@ def _is_transpose(node: fx.Node) -> bool:
 
 def _arguments(node: fx.Node) -> tuple[object, object, bool, object]:
     """(value, matrix, whether its rows are contracted, bias)."""
-    if node.target is aten.linear.default:
-        value, matrix, bias = (*node.args, None)[:3]
-        return value, matrix, True, bias
-    if node.target in (aten.mm.default, aten.matmul.default):
-        value, matrix = node.args
-        return value, matrix, False, None
-    if node.target is aten.addmm.default and len(node.args) == 3:
-        bias, value, matrix = node.args
-        return value, matrix, False, bias
-    return None, None, False, None
+    form = LINEARS.get(node.target)  # type: ignore[call-overload]  # a target that is a string is not in it
+    if form is None:
+        return None, None, False, None
+    bias = None if form.bias is None or form.bias >= len(node.args) else node.args[form.bias]
+    return node.args[form.input], node.args[form.weight], form.by_rows, bias

@@ -27,23 +27,33 @@ class MarkFp8(Pass):
     1. a matmul that runs in the low dtype, because a list says so or the program itself wrote it so.
     2. none that a user's rule names: ``low`` is then the last word, as ``fp32`` is.
     3. none in a region where the program switched autocast off.
+    4. where a plan that is followed says what runs in fp8, the calls that it names.
 
     The graph is not changed, only ``meta``::
 
         linear = torch.ops.aten.linear.default(x_16, w_16)     # meta["custom"] = {"amp_fx_fp8": "linear"}
+
+    Attributes:
+        planned: a plan that is followed says what runs in fp8.
     """
 
     name: ClassVar[str] = "mark-fp8"
     needs: ClassVar[frozenset[str]] = frozenset({"dtypes"})
 
+    planned: bool = False
+
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
         marked = 0
         for node in gm.graph.nodes:
-            if may_run_in_fp8(node, context):
+            if self._is_planned(node) if self.planned else may_run_in_fp8(node, context):
                 node.meta["custom"] = {**node.meta.get("custom", {}), MARK: f"{context.path}{node.name}"}
                 marked += 1
         return PassResult(gm, marked, f"{marked} matmuls may run in fp8")
+
+    def _is_planned(self, node: fx.Node) -> bool:
+        row = node_plan(node)
+        return row is not None and bool(row.roles)
 
 
 def may_run_in_fp8(node: fx.Node, context: PassContext) -> bool:

@@ -24,8 +24,10 @@ from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.plan import NodePlan, node_plan
 from amp_fx.policy import OpClass
 
-__all__ = ["Labels", "PlaceByHarm", "Placement", "PricedGraph", "choose", "price", "within"]
+__all__ = ["HARM_META", "Labels", "PlaceByHarm", "Placement", "PricedGraph", "choose", "price", "within"]
 
+#: gm.meta key: harm of the placement that was chosen, and of torch.autocast's
+HARM_META = "amp_fx_harm"
 
 #: call -> whether it computes in fp32, and whether its result is stored so
 Placement = Mapping[str, tuple[bool, bool]]
@@ -236,6 +238,7 @@ class PlaceByHarm(Pass):
             labels = found.choose(self.weight).placement
         else:
             (labels,) = within([found], self.budget**2 * found.autocast_harm).placement
+        gm.meta[HARM_META] = found.priced.harm(labels), found.autocast_harm
         low_nodes = _apply(labels, found)
         error, theirs = math.sqrt(found.priced.harm(labels)), math.sqrt(found.autocast_harm)
         return PassResult(

@@ -13,11 +13,12 @@ from amp_fx.graphs.facts import is_matmul, matmul_flops, numel
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.fp8_linears import Linear, linear_of
 from amp_fx.passes.forward.mark_fp8 import may_run_in_fp8
-from amp_fx.passes.joint.fp8_matmuls import FP8_META, GRAIN, is_residual, last_matmuls
+from amp_fx.passes.joint.fp8_matmuls import FP8_META, is_residual, last_matmuls
 from amp_fx.placement.cut import Var
 from amp_fx.placement.fp8 import Copy, Fp8Cost, Times, Value, choose
 from amp_fx.placement.fp8_device import Fp8Device
 from amp_fx.plans.plan import PLAN_META
+from amp_fx.policy.fp8 import GRAIN
 
 __all__ = ["PlaceFp8Linears"]
 

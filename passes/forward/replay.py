@@ -49,5 +49,7 @@ class Replay(Pass):
             row = self.rows[plan.name]
             for name in _DECISIONS:
                 setattr(plan, name, getattr(row, name))
+            if context.training:
+                plan.roles = dict(row.roles)
             followed += 1
         return PassResult(gm, followed, f"{followed} nodes as the plan has them")

@@ -15,11 +15,11 @@ import torch.fx as fx
 from amp_fx._torch import joint_roles
 from amp_fx.graphs.facts import LOW_DTYPES, is_matmul
 from amp_fx.placement.layout import CAST
+from amp_fx.policy.fp8 import FORWARD, INPUT, WEIGHT
 
 __all__ = [
     "FORWARD",
     "FP8_META",
-    "GRAIN",
     "INPUT",
     "MARK",
     "WEIGHT",
@@ -39,12 +39,6 @@ MARK = "amp_fx_fp8"
 
 #: node.meta key of a matmul of a joint graph that is to run in fp8: the recipe
 FP8_META = "amp_fx_fp8"
-
-#: library kernels take sizes that are multiples of it
-GRAIN = 16
-
-#: what a matmul is to a call of the forward: itself, or what gives the gradient of its first or second operand
-FORWARD, INPUT, WEIGHT = "forward", "gradient of its input", "gradient of its weight"
 
 #: what hands on all elements of a value, at most in another shape or order
 _VIEWS = frozenset(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,8 +15,6 @@ from amp_fx.graphs.facts import is_matmul, matmul_flops, numel
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.joint.fp8_matmuls import (
     FP8_META,
-    GRAIN,
-    WEIGHT,
     Matmul,
     Operand,
     find_matmuls,
@@ -25,9 +24,12 @@ from amp_fx.passes.joint.fp8_matmuls import (
 )
 from amp_fx.placement.cut import Var
 from amp_fx.placement.fp8 import Copy, Fp8Cost, Times, Value, choose
-from amp_fx.policy.fp8 import Recipe
+from amp_fx.placement.fp8_choice import OPERATIONS, Fp8Budget, Fp8Problem, PricedFp8, within
+from amp_fx.policy.fp8 import GRAIN, WEIGHT, Recipe
 
 __all__ = ["Fp8Choice", "PlaceFp8"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class PlaceFp8(Pass):
     4. it gives the gradient of a weight, and the recipe leaves these.
     5. both operands are gradients.
     6. the cut of :mod:`amp_fx.placement.fp8` finds no gain in it. Without costs, everything that may run in fp8 does.
+    7. with measured harm, the budget does not allow it (:mod:`amp_fx.placement.fp8_choice`).
+
+    A plan takes the place of 3 to 7.
 
     The graph is not changed, only ``meta``::
 
@@ -69,7 +74,10 @@ class PlaceFp8(Pass):
         recipe: how matmuls run in fp8.
         device: type of the device that has fp8.
         cost: of the device, or None.
+        budget: measured harm and how much is allowed, or None.
+        planned: what runs in fp8 as a plan has it, (name in the plan, role); None: the pass chooses.
         choices: (name in the plan, role) -> what was decided; filled in when the pass runs.
+        sizes: matmuls in each graph that the pass has run on; empty where a cache had what was compiled.
     """
 
     name: ClassVar[str] = "place-fp8"
@@ -78,27 +86,68 @@ class PlaceFp8(Pass):
     recipe: Recipe
     device: str
     cost: Fp8Cost | None
+    budget: Fp8Budget | None = None
+    planned: tuple[tuple[str, str], ...] | None = None
     choices: dict[tuple[str, str], Fp8Choice] = field(default_factory=dict, repr=False, compare=False)
+    sizes: list[int] = field(default_factory=list, repr=False, compare=False)
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
-        matmuls = find_matmuls(gm)
-        last = {marked(node) for node in last_matmuls(gm) if not is_residual(node)}
-        refused = {matmul.node: self._refusal(matmul, last) for matmul in matmuls}
-        allowed = [matmul for matmul in matmuls if not refused[matmul.node]]
-        chosen = frozenset[Var](matmul.node for matmul in allowed)
-        if self.cost is not None:
-            chosen = self._cut(allowed, matmuls, self.cost)
+        matmuls, refused = self._looked_at(gm)
+        self.sizes.append(len(matmuls))
+        chosen = self._chosen([matmul for matmul in matmuls if not refused[matmul.node]], matmuls)
+        count = 0
         for matmul in matmuls:
-            in_fp8 = matmul.node in chosen
+            in_fp8 = not refused[matmul.node] and _variable(matmul) in chosen
             if in_fp8:
                 matmul.node.meta[FP8_META] = self.recipe
+                count += 1
             if matmul.name is not None and matmul.role is not None:
-                why = refused[matmul.node] or "converting would cost more than fp8 saves on this device"
+                why = f"fp8, {self.recipe.name}" if in_fp8 else refused[matmul.node] or self._why_low
+                if self.planned is not None:
+                    why = self._as_planned(matmul, why)
                 self.choices[matmul.name, matmul.role] = Fp8Choice(
-                    torch.float8_e4m3fn if in_fp8 else None, f"fp8, {self.recipe.name}" if in_fp8 else why
+                    torch.float8_e4m3fn if in_fp8 else None, why
                 )
-        return PassResult(gm, len(chosen), f"{len(chosen)} of {len(matmuls)} matmuls in fp8")
+        return PassResult(gm, count, f"{count} of {len(matmuls)} matmuls in fp8")
+
+    def problem(self, gm: fx.GraphModule, cost: Fp8Cost) -> Fp8Problem:
+        """What the cut minimises on a joint graph; its variables are (name in the plan, role)."""
+        matmuls, refused = self._looked_at(gm)
+        return self._problem([matmul for matmul in matmuls if not refused[matmul.node]], matmuls, cost)
+
+    def _looked_at(self, gm: fx.GraphModule) -> tuple[list[Matmul], dict[fx.Node, str]]:
+        """The matmuls, and why each may not run in fp8."""
+        matmuls = find_matmuls(gm)
+        last = {marked(node) for node in last_matmuls(gm) if not is_residual(node)}
+        if self.planned is not None:
+            last = set()
+        return matmuls, {matmul.node: self._refusal(matmul, last) for matmul in matmuls}
+
+    def _chosen(self, allowed: list[Matmul], matmuls: list[Matmul]) -> Collection[Var]:
+        if self.planned is not None:
+            return set(self.planned)
+        if self.cost is None and self.budget is None:
+            return set(map(_variable, allowed))
+        problem = self._problem(allowed, matmuls, self.cost or OPERATIONS)
+        if self.budget is None:
+            return choose(problem.matmuls, problem.values)
+        priced = PricedFp8(problem, dict(self.budget.harms))
+        return within([priced], self.budget.limit).placement[0]
+
+    @property
+    def _why_low(self) -> str:
+        if self.budget is not None:
+            return "fp8 would cost more time or error than the budget allows"
+        return "converting would cost more than fp8 saves on this device"
+
+    def _as_planned(self, matmul: Matmul, why: str) -> str:
+        if _variable(matmul) not in (self.planned or ()):
+            return "low, as the plan has it"
+        if FP8_META in matmul.node.meta:
+            return f"{why}, as the plan has it"
+        logger.warning("the plan has fp8 for %s of %s, which stays low: %s", matmul.role, matmul.name, why)
+        return f"{why}, though the plan has fp8"
 
     def _refusal(self, matmul: Matmul, last: set[str | None]) -> str:
         """Why a matmul may not run in fp8, or an empty string."""
@@ -119,19 +168,22 @@ class PlaceFp8(Pass):
             return f"{self.recipe.name} leaves gradients of weights in the low dtype"
         return ""
 
-    def _cut(self, allowed: list[Matmul], matmuls: list[Matmul], cost: Fp8Cost) -> frozenset[Var]:
+    def _problem(self, allowed: list[Matmul], matmuls: list[Matmul], cost: Fp8Cost) -> Fp8Problem:
         times: dict[Var, Times] = {}
         for matmul in allowed:
             elements = sum(numel(operand.value) for operand in matmul.operands)
             itemsize = matmul.node.meta["val"].dtype.itemsize
-            times[matmul.node] = cost.matmul(matmul_flops(matmul.node), elements, itemsize)
-        low = {operand.base for m in matmuls if m.node not in times for operand in m.operands}
+            more = cost.matmul(matmul_flops(matmul.node), elements, itemsize)
+            before = times.get(_variable(matmul), Times(0, 0))
+            times[_variable(matmul)] = Times(before.low + more.low, before.fp8 + more.fp8)
+        nodes = {matmul.node for matmul in allowed}
+        low = {operand.base for m in matmuls if m.node not in nodes for operand in m.operands}
         readings: dict[fx.Node, list[tuple[Var, Operand]]] = {}
         for matmul in allowed:
             for operand in matmul.operands:
-                readings.setdefault(operand.base, []).append((matmul.node, operand))
+                readings.setdefault(operand.base, []).append((_variable(matmul), operand))
         values = [self._value(base, read, base in low, cost) for base, read in readings.items()]
-        return choose(times, values)
+        return Fp8Problem(times, tuple(values))
 
     def _value(
         self, base: fx.Node, readings: list[tuple[Var, Operand]], is_read_low: bool, cost: Fp8Cost
@@ -162,6 +214,11 @@ class PlaceFp8(Pass):
         # gradients are read both ways in one graph; of other values, the backward reads the other way
         again = None if operand.is_gradient else itemsize
         return {**whole, operand.layout_key: cost.transposition(elements, again)}
+
+
+def _variable(matmul: Matmul) -> tuple[str | None, str | None]:
+    """What the cut decides about: all matmuls that a call has in one role go together."""
+    return matmul.name, matmul.role
 
 
 def _is_stored(base: fx.Node) -> bool:

@@ -9,38 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import amp_fx
 from amp_fx.passes import PlaceFp8
 from amp_fx.placement.fp8 import Fp8Cost
 from amp_fx.policy.fp8 import RECIPES
 from benchmarks.learning import TASKS
-from benchmarks.workloads import llama_512
-from fp8 import FP8_CPU, MLP, error, exact_gradients, gradients, lowered, options
-from small_models import GPT
+from fp8 import FP8_CPU, MLP, error, exact_gradients, gpt, gradients, llama, lowered, options
 
 #: a CPU multiplies no scales of blocks
 EMULATED = [name for name, recipe in RECIPES.items() if recipe.block is None]
-
-
-def gpt() -> tuple[nn.Module, list[Tensor]]:
-    model = _drawn(GPT(layers=4, width=256, heads=4, vocab=320, length=128))
-    tokens = torch.randint(320, (4, 129))
-    return model, [tokens[:, :-1], tokens[:, 1:]]
-
-
-def llama() -> tuple[nn.Module, list[Tensor]]:
-    model, batch = llama_512(batch=4, length=128, layers=4, width=256, hidden=640, vocab=320)
-    return _drawn(model), list(batch.values())
-
-
-def _drawn(model: nn.Module) -> nn.Module:
-    """With weights that give every layer a share in the gradient."""
-    for p in model.parameters():
-        if p.ndim == 2:
-            nn.init.normal_(p, std=0.04)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -175,11 +154,6 @@ def test_a_listener_is_told_what_runs_in_fp8_though_the_graph_comes_from_the_cac
             torch.compile(model, backend="amp_fx", options=given)(x)
         found = [row.multiplied for row in recording.plans[0].nodes if row.flops]
         assert found == [torch.float8_e4m3fn, torch.float8_e4m3fn, None]
-
-
-def test_calibrate_measures_nothing_of_fp8() -> None:
-    with pytest.raises(amp_fx.OptionsError, match="measures nothing of fp8; give policy='autocast'"):
-        amp_fx.calibrate(MLP(16, 16), [(torch.randn(16, 16),)], policy="fp8")
 
 
 def test_recipe_and_costs_are_part_of_the_key_of_the_caches() -> None:

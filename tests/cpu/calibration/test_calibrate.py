@@ -379,3 +379,7 @@ def test_the_command_writes_harm_plan_and_figure(
     assert Path("frontier.svg").stat().st_size > 5_000
     assert main(["calibrate", "calibrated_models:build"]) == 1
     assert "no loss" in capsys.readouterr().err
+    arguments += ["--policy", "fp8", "--fp8", "rowwise", "-o", "fp8.json"]
+    assert main(arguments) == 0
+    assert "what policy fp8 adds (rowwise)" in capsys.readouterr().out
+    assert Harm.load("fp8.json").fp8 == "rowwise"

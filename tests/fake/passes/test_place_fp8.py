@@ -244,12 +244,3 @@ def test_the_log_says_how_many_matmuls_are_in_fp8(tmp_path: Path) -> None:
 def test_a_plan_with_fp8_is_kept_and_read_again(tmp_path: Path) -> None:
     plan = mlp(tmp_path, 32, 64, 64, 16).plan
     assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_a_plan_that_is_followed_leaves_the_choice_of_fp8_to_the_policy(tmp_path: Path) -> None:
-    plan = mlp(tmp_path, 32, 64, 64, 16).plan
-    again = mlp(tmp_path, 32, 64, 64, 16, plan=plan)
-    assert in_fp8(again) == [True, True, False]
-    autocast = mlp(tmp_path, 32, 64, 64, 16, plan=plan, policy="autocast", recipe="auto")
-    assert autocast.scaled() == ([], [])
-    assert {row.dtype for row in autocast.plan.nodes if row.flops} == {torch.bfloat16}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ import torch
 
 from amp_fx.placement.cut import Var
 from amp_fx.placement.fp8 import Copy, Fp8Cost, Times, Traffic, Value, choose, copy_traffic
+from amp_fx.placement.fp8_choice import Fp8Problem, PricedFp8, within
 from amp_fx.targets import TARGETS, find_target
 
 Instance = tuple[dict[Var, Times], list[Value]]
@@ -93,6 +95,95 @@ def test_the_cut_is_as_good_as_the_best_of_all_choices(draw_one: Callable[[rando
         assert total(chosen, matmuls, values) == min(total(one, matmuls, values) for one in every)
         partly += 0 < len(chosen) < len(matmuls)
     assert partly > 50
+
+
+def with_harm(draw_one: Callable[[random.Random], Instance], draw: random.Random) -> PricedFp8:
+    """An instance with a harm for most of its matmuls."""
+    matmuls, values = draw_one(draw)
+    some = (0.0, 1e-6, 3e-5, 1e-3, math.inf)
+    harms = {m: draw.choice((draw.random(), draw.choice(some))) for m in matmuls if draw.random() < 0.95}
+    return PricedFp8(Fp8Problem(matmuls, tuple(values)), harms)
+
+
+def choices(priced: PricedFp8) -> list[frozenset[Var]]:
+    """All that could be chosen without infinite harm."""
+    free = [m for m in priced.problem.matmuls if math.isfinite(priced.harms.get(m, math.inf))]
+    return [frozenset(some) for n in range(len(free) + 1) for some in itertools.combinations(free, n)]
+
+
+@pytest.mark.parametrize("draw_one", [anything, linears])
+def test_with_harm_the_cut_is_as_good_as_the_best_of_all_choices(
+    draw_one: Callable[[random.Random], Instance],
+) -> None:
+    draw, partly = random.Random(0), 0
+    for _ in range(600 if draw_one is anything else 200):
+        priced = with_harm(draw_one, draw)
+        problem = priced.problem
+        weight = draw.choice((0.0, 10.0, 1e3, 1e7, 1e9, math.inf))
+        chosen = priced.choose(weight)
+        assert problem.time(chosen) == total(chosen, dict(problem.matmuls), problem.values)
+        every = choices(priced)
+        assert chosen in every
+        if math.isinf(weight):
+            assert priced.harm(chosen) == 0
+            every, price = [each for each in every if not priced.harm(each)], 0.0
+        else:
+            price = weight
+
+        def cost(
+            each: frozenset[Var],
+            problem: Fp8Problem = problem,
+            priced: PricedFp8 = priced,
+            price: float = price,
+        ) -> int:
+            return problem.time(each) + sum(round(priced.harms[m] * price) for m in each)
+
+        assert cost(chosen) == min(map(cost, every))
+        partly += 0 < len(chosen) < len(problem.matmuls)
+    assert partly > 30
+
+
+@pytest.mark.parametrize("draw_one", [anything, linears])
+def test_within_a_limit_of_harm_nearly_all_is_gained_that_could_be(
+    draw_one: Callable[[random.Random], Instance],
+) -> None:
+    draw = random.Random(1)
+    shares = []
+    for _ in range(200):
+        priced = with_harm(draw_one, draw)
+        limit = draw.random() * sum(harm for harm in priced.harms.values() if math.isfinite(harm))
+        found = within([priced], limit)
+        assert found.harm <= limit * (1 + 1e-9)
+        assert (found.time, found.harm) == (
+            priced.problem.time(found.placement[0]),
+            priced.harm(found.placement[0]),
+        )
+        nothing = priced.problem.time(())
+        best = min(priced.problem.time(each) for each in choices(priced) if priced.harm(each) <= limit)
+        if best < nothing:
+            shares.append((nothing - found.time) / (nothing - best))
+    assert len(shares) > 30
+    assert sum(shares) / len(shares) > 0.96
+
+
+def test_several_graphs_share_one_limit() -> None:
+    parts = [
+        PricedFp8(Fp8Problem({"mm": Times(gain, 0)}, ()), {"mm": harm})
+        for gain, harm in ((10, 3.0), (9, 1.0), (1, 1.0))
+    ]
+    for limit, expected in ((0.5, 0), (1.0, 0b010), (2.0, 0b110), (4.0, 0b011), (5.0, 0b111)):
+        chosen = within(parts, limit).placement
+        assert sum(bool(each) << at for at, each in enumerate(chosen)) == expected
+
+
+def test_a_matmul_in_fp32_reads_no_copies() -> None:
+    copies = Copy(6, ("a", "b")), Copy(2, ("b",))
+    problem = Fp8Problem({"a": Times(10, 5), "b": Times(10, 5)}, (Value(4, ("a", "b"), copies),))
+    assert problem.time({"a"}) == 5 + 10 + 4 + 6
+    alone = problem.only({"a"})
+    assert alone.time(()) == 10 + 4
+    assert alone.time({"a"}) == 5 + 6
+    assert problem.only(()) == Fp8Problem({}, ())
 
 
 def test_what_takes_as_long_in_fp8_stays_low() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,49 @@ def test_a_harm_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert not {"bandwidth", "peak", "launch"} & set(json.loads(text))
 
 
+def test_what_was_measured_of_fp8_is_an_optional_part_of_the_file(tmp_path: Path) -> None:
+    harm = measured(two_matmuls, *ARGS)
+    # a file from before fp8 was measured
+    before = json.loads(json.dumps(harm.to_dict()))
+    del before["fp8"]
+    for call in before["graphs"][0]["calls"]:
+        del call["fp8"]
+    assert Harm.from_dict(before) == harm
+    harm.fp8 = "rowwise"
+    harm.graphs[0].calls[0].fp8 = {
+        "forward": {"input": 1e-4, "weight": 2e-4},
+        "gradient of its weight": {"input": None},
+    }
+    harm.save(tmp_path / "harm.json")
+    read = Harm.load(tmp_path / "harm.json")
+    assert read == harm
+    first, second, *_ = read.graphs[0].calls
+    assert first.in_fp8("forward") == pytest.approx(3e-4)
+    # it overflows, or was not measured
+    assert first.in_fp8("gradient of its weight") == first.in_fp8("gradient of its input") == math.inf
+    assert second.in_fp8("forward") == math.inf
+
+
+def test_of_several_states_the_largest_harm_of_fp8_counts_and_recipes_have_to_agree() -> None:
+    states = [measured(two_matmuls, *ARGS) for _ in range(2)]
+    for state, (x, w) in zip(states, ((1e-4, 5e-4), (3e-4, None)), strict=True):
+        state.fp8 = "rowwise"
+        state.graphs[0].calls[0].fp8 = {"forward": {"input": x, "weight": w}}
+    worst = Harm.worst(states)
+    assert worst.graphs[0].calls[0].fp8 == {"forward": {"input": 3e-4, "weight": None}}
+    assert worst.fp8 == "rowwise"
+    states[0].fp8 = "tensorwise"
+    with pytest.raises(PlanError, match=r"different recipes of fp8 \(rowwise, tensorwise\)"):
+        Harm.worst(states)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            lambda data: data["graphs"][0]["calls"][0].update(fp8={"forward": 1.0}),
+            r"calls\[0\].fp8.forward should be object",
+        ),
         (lambda data: data.update(version=0), "version 0"),
         (lambda data: data.update(format="amp_fx plan"), "not a harm file"),
         (lambda data: data.update(dtype="bf17"), "harm.dtype should be name of a dtype"),
@@ -120,6 +161,22 @@ def test_contradictions_with_harm_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match="drop one of the two"):
         Options.parse(None, {"policy": {"harm": path}, "numerics": "eager"})
     assert Options.parse(None, {"policy": {"harm": path}}).low_dtype("cpu") is torch.bfloat16
+
+
+def test_policy_fp8_takes_a_harm_file_that_has_fp8(tmp_path: Path) -> None:
+    path = str(tmp_path / "harm.json")
+    harm = measured(two_matmuls, *ARGS)
+    harm.save(path)
+    policy = {"base": "fp8", "harm": path, "budget": 8}
+    with pytest.raises(OptionsError, match=r"has nothing of fp8; calibrate with policy='fp8'"):
+        Options.parse(None, {"policy": policy})
+    harm.fp8 = "tensorwise"
+    harm.save(path)
+    parsed = Options.parse(None, {"policy": policy, "fp8": "tensorwise"})
+    assert parsed.policy.budget == 8
+    assert Policy.parse(str(parsed.policy)) == parsed.policy
+    with pytest.raises(OptionsError, match=r"was measured for fp8='tensorwise', fp8 is 'rowwise'"):
+        Options.parse(None, {"policy": policy, "fp8": "rowwise"})
 
 
 def test_a_graph_is_found_by_its_calls_and_other_batch_sizes_do_not_matter(tmp_path: Path) -> None:
