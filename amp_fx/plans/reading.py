@@ -66,8 +66,7 @@ def measure(row: NodePlan, node: fx.Node, path: str, seen: dict[Any, int]) -> No
     results = tensors(node.meta.get("val"))
     row.shape = _shape(results[0]) if results else ()
     read, matmul = _read(node)
-    # a call that was made of steps ends in a view of the last one
-    if matmul is not None or not is_view(node):
+    if not is_view(node):
         row.bytes = sum(numel(value) * value.dtype.itemsize for value in results if value.is_floating_point())
     row.inputs = tuple(f"{path}{source.name}" for source in dict.fromkeys(read))
     row.operands = tuple(

@@ -150,8 +150,8 @@ class _Work:
         shape = [self._size(linear.value, dim) for dim in range(node.meta["val"].ndim - 1)]
         with self.graph.inserting_before(node):
             sizes = [size if isinstance(size, int) else self._call(node, *size) for size in shape]
+        # its value stays the one that views of it look into
         node.target, node.args = aten.reshape.default, (final, [*sizes, linear.sizes[1]])
-        node.meta["val"] = run_fake(node)
 
     def _size(self, value: fx.Node, dim: int) -> Any:
         size = value.meta["val"].shape[dim]

@@ -39,7 +39,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        z = (self.q(y) * self.k(y)).sigmoid() * self.v(y)
+        q = self.q(y).view(*y.shape[:-1], 2, -1).mT
+        z = (q.mT.reshape(y.shape) * self.k(y)).sigmoid() * self.v(y)
         return x + F.dropout(self.o(z), 0.1, self.training)
 
 
