@@ -36,7 +36,7 @@ from amp_fx.passes import (
 from amp_fx.passes.forward.place_by_harm import HARM_META, Placement
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.fp8_choice import Fp8Budget
-from amp_fx.placement.fp8_device import Fp8Device, fp8_device
+from amp_fx.placement.fp8_device import Fp8Device, NoFp8, fp8_device
 from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan
@@ -87,6 +87,8 @@ def rewrite(
         meaning = ""
         if opts.policy.base == "fp8" and not training:
             here = fp8_device(opts.fp8, profile, device, ambient[device].dtype).without_gradients()
+            if isinstance(here, Fp8Device) and (opts.plan is not None or opts.harm is not None):
+                here = NoFp8("as autocast: plans and budgets of fp8 are about gradients")
             pipeline = fp8_pipeline(pipeline, here) if isinstance(here, Fp8Device) else pipeline
             meaning = here.meaning
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded, lent=lent)

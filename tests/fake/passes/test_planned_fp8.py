@@ -236,11 +236,14 @@ def test_a_plan_knows_the_calls_inside_a_checkpoint(tmp_path: Path) -> None:
     assert tuple(map(len, again.scaled())) == tuple(map(len, first.scaled()))
 
 
-def test_evaluation_by_a_plan_of_training_runs_nothing_in_fp8(made: Plan) -> None:
+@pytest.mark.parametrize("policy", ["autocast", "fp8"])
+def test_evaluation_by_a_plan_of_training_runs_nothing_in_fp8(
+    made: Plan, policy: str, tmp_path: Path
+) -> None:
     with torch.no_grad():
-        found = step(made)
+        found = step(made, policy=policy, profile=options(tmp_path)["profile"])
     assert not found.plan.decides_fp8
-    assert {row.dtype for row in found.plan.nodes if row.flops} == {BF16}
+    assert {row.computed for row in found.plan.nodes if row.flops} == {BF16}
 
 
 # --- measured harm under the policy ---
@@ -269,6 +272,14 @@ def test_a_policy_with_harm_runs_in_fp8_what_the_plan_of_the_same_budget_does(
             why = "fp8 would cost more time or error than the budget allows"
             assert any(why in reason for reason in found.reasons().values())
     assert 0 == counts[0] < counts[1] < counts[2] == 8
+
+
+def test_evaluation_by_measured_harm_runs_nothing_in_fp8(cal: amp_fx.Calibration, tmp_path: Path) -> None:
+    policy = {"base": "fp8", "harm": str(cal.save(tmp_path / "harm.json")), "budget": 20}
+    with torch.no_grad():
+        found = lowered(MLP(*SIZES), [torch.randn(32, 32)], {**options(tmp_path), "policy": policy})
+    assert {row.computed for row in found.plan.nodes if row.flops} <= {BF16, torch.float32}
+    assert found.plan.fp8 == "as autocast: plans and budgets of fp8 are about gradients"
 
 
 def test_a_plan_of_another_recipe_or_of_what_was_not_measured_is_not_predicted(
