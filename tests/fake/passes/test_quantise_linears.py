@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
-from amp_fx import rewriting
+from amp_fx import record, rewriting
 from amp_fx.graphs.facts import COPY_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
@@ -22,7 +23,7 @@ from amp_fx.placement.profile import FLOAT8
 from amp_fx.reports import Report
 from amp_fx.viz.model import drawing
 from fp8 import FP8_CPU, calls, error, options
-from graphs import Rewritten, casts_of, dynamo_graph, rewrite
+from graphs import Rewritten, casts_of, dynamo_graph, rewrite, without_inductor
 
 aten = torch.ops.aten
 
@@ -197,6 +198,27 @@ def test_sizes_may_be_symbols(tmp_path: Path, recipe: str) -> None:
     found = run(model, x, folder=tmp_path, recipe=recipe, dynamic=True)
     assert len(scaled(found)) == 4
     assert error([found.outputs], [exact(model, x)]) < 0.03
+
+
+def test_subclasses_of_tensors_stay_as_they_are(tmp_path: Path) -> None:
+    class Sub(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.head = nn.Linear(32, 32), nn.Linear(32, 16)
+            self.weight = nn.Parameter(TwoTensor(torch.randn(32, 32), torch.randn(32, 32)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.matmul(self.plain(x), self.weight))
+
+    torch._dynamo.reset()
+    model, x = Sub(), torch.randn(4, 32)
+    with torch.no_grad(), without_inductor(), record() as recording:
+        compiled = torch.compile(model, backend="amp_fx", options=options(tmp_path, weights="cast"))
+        got, expected = compiled(x), model(x)
+    assert type(got) is type(expected)
+    assert error([got.a], [expected.a.double()]) < 0.05
+    (plan,) = recording.plans
+    assert [row.computed for row in plan.nodes if row.flops] == [FP8, None, None]
 
 
 def test_a_rule_keeps_a_call_from_fp8(tmp_path: Path) -> None:
