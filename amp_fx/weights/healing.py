@@ -31,23 +31,17 @@ from torch import Tensor
 
 from amp_fx.weights.forms import Form, Scaled
 from amp_fx.weights.healing_fp8 import heal_rows_kernel, row_chunks, row_constants
+from amp_fx.weights.healing_sample import BITS, BLOCK, SPREAD, TYPES, look_at_sample, note_sample
 
 __all__ = ["CHUNK", "OPTIONS", "PERIOD", "HealedCopies", "constants", "heal_kernel"]
 
 #: elements; of a chunk in float32, 3 % of the sectors of 32 bytes are read to compare it
 CHUNK = 16384
-_BLOCK = 2048
-#: sampled elements of a chunk, spread evenly; a power of two
-_SPREAD = 64
 #: slices along the first dimension of which each has a sampled element
 _SLICES = 64
 
 #: calls after which each chunk has been cast again
 PERIOD = 256
-
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-#: integers by bytes of an element
-_BITS = {4: (tl.int32, torch.int32), 2: (tl.int16, torch.int16)}
 
 #: of Triton's compiler. There is nothing to fuse; Triton 3.9 warns where nobody says so
 OPTIONS = {"enable_fp_fusion": False}
@@ -90,15 +84,9 @@ def heal_kernel(
     weight = tl.load(table + 3 * chunk)
     count = tl.load(table + 3 * chunk + 2).to(tl.int32)
     bits = weight.to(tl.pointer_type(bits_type))  # pyright: ignore[reportArgumentType]  # a constant is its value
-    lanes = chunk * sampled + tl.arange(0, sampled)
-    now = tl.load(bits + tl.load(offsets + lanes))
-    now_nonzero = tl.load(bits + tl.load(nonzero + chunk))
-    differs = tl.max((now != tl.load(seen + lanes)).to(tl.int32), axis=0)
-    differs += (now_nonzero != tl.load(seen_nonzero + chunk)).to(tl.int32)
-    turn = tl.load(turns + chunk) - 1
-    is_due = (turn <= 0).to(tl.int32)
-    tl.store(turns + chunk, tl.where(turn <= 0, period, turn))
-    if differs + is_due > 0:
+    sample = look_at_sample(bits, offsets, seen, nonzero, seen_nonzero, turns, chunk, sampled, period)
+    now, is_stale = sample  # pyright: ignore[reportGeneralTypeIssues]  # a kernel, called by a kernel
+    if is_stale:
         source = weight.to(tl.pointer_type(weight_type))
         target = tl.load(table + 3 * chunk + 1).to(tl.pointer_type(low_type))
         first = count
@@ -109,21 +97,18 @@ def heal_kernel(
             tl.store(target + at, value.to(tl.float32).to(low_type), mask=inside)
             first = tl.minimum(first, tl.min(tl.where(value != 0, at, count), axis=0))
         first = tl.minimum(first, count - 1)
-        # the sample was loaded before the cast: a write in between is seen at the next call
-        tl.store(seen + lanes, now)
-        tl.store(nonzero + chunk, first)
-        tl.store(seen_nonzero + chunk, tl.load(bits + first))
+        note_sample(bits, seen, nonzero, seen_nonzero, chunk, now, first, sampled)
 
 
-def constants(weight: torch.dtype, low: torch.dtype, sampled: int = _SPREAD) -> dict[str, Any]:
+def constants(weight: torch.dtype, low: torch.dtype, sampled: int = SPREAD) -> dict[str, Any]:
     """What the kernel is compiled for."""
     return {
-        "weight_type": _TYPES[weight],
-        "bits_type": _BITS[weight.itemsize][0],
-        "low_type": _TYPES[low],
+        "weight_type": TYPES[weight],
+        "bits_type": BITS[weight.itemsize][0],
+        "low_type": TYPES[low],
         "sampled": sampled,
         "chunk_size": CHUNK,
-        "block_size": _BLOCK,
+        "block_size": BLOCK,
         "period": PERIOD,
     }
 
@@ -242,7 +227,7 @@ class _Kind(NamedTuple):
 
 
 def _group(kind: _Kind, chunks: list[_Chunk]) -> _Group:
-    bits = _BITS[kind.weight.itemsize][1]
+    bits = BITS[kind.weight.itemsize][1]
     if kind.copy is torch.float8_e4m3fn:
         settings = row_constants(kind.weight, kind.sampled, PERIOD)
         return _Group(kind.device, heal_rows_kernel, settings, bits, chunks)
@@ -271,7 +256,7 @@ def _chunks(at: int, weight: Tensor, copy: tuple[Tensor, ...], form: Form) -> It
             copy[0].data_ptr() + start * copy[0].element_size(),
             count,
         )
-        spread = np.arange(_SPREAD, dtype=np.int32) * count // _SPREAD
+        spread = np.arange(SPREAD, dtype=np.int32) * count // SPREAD
         yield _Chunk(at, row, np.concatenate([spread, _of_slices(weight, start, count)]))
 
 

@@ -24,15 +24,9 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]  # as abov
 from numpy.typing import NDArray
 from torch import Tensor
 
+from amp_fx.weights.healing_sample import BITS, BLOCK, SPREAD, TYPES, look_at_sample, note_sample
+
 __all__ = ["heal_rows_kernel", "row_chunks", "row_constants"]
-
-_BLOCK = 2048
-#: sampled elements of a chunk, spread evenly over each order of memory that counts; a power of two
-_SPREAD = 64
-
-#: integers of the size of a weight's elements
-_BITS = {4: tl.int32, 2: tl.int16}
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 #: magnitudes below count as this: see amp_fx.policy.fp8_copy
 _LEAST = tl.constexpr(2.0**-100)
@@ -75,15 +69,9 @@ def heal_rows_kernel(
     entry = table + 7 * chunk
     weight = tl.load(entry)
     bits = weight.to(tl.pointer_type(bits_type))  # pyright: ignore[reportArgumentType]  # a constant is its value
-    lanes = chunk * sampled + tl.arange(0, sampled)
-    now = tl.load(bits + tl.load(offsets + lanes))
-    now_nonzero = tl.load(bits + tl.load(nonzero + chunk))
-    differs = tl.max((now != tl.load(seen + lanes)).to(tl.int32), axis=0)
-    differs += (now_nonzero != tl.load(seen_nonzero + chunk)).to(tl.int32)
-    turn = tl.load(turns + chunk) - 1
-    is_due = (turn <= 0).to(tl.int32)
-    tl.store(turns + chunk, tl.where(turn <= 0, period, turn))
-    if differs + is_due > 0:
+    sample = look_at_sample(bits, offsets, seen, nonzero, seen_nonzero, turns, chunk, sampled, period)
+    now, is_stale = sample  # pyright: ignore[reportGeneralTypeIssues]  # a kernel, called by a kernel
+    if is_stale:
         source = weight.to(tl.pointer_type(weight_type))
         target = tl.load(entry + 1).to(tl.pointer_type(tl.float8e4nv))
         factors = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
@@ -114,19 +102,16 @@ def heal_rows_kernel(
                 value = tl.load(source + start_of_row + at * step, mask=inside, other=0.0).to(tl.float32)
                 tl.store(target + row * count + at, (value * scale).to(tl.float8e4nv), mask=inside)
             tl.store(factors + row, tl.math.div_rn(1.0, scale))
-        # the sample was loaded before the copy was made: a write in between is seen at the next call
-        tl.store(seen + lanes, now)
-        tl.store(nonzero + chunk, first)
-        tl.store(seen_nonzero + chunk, tl.load(bits + first))
+        note_sample(bits, seen, nonzero, seen_nonzero, chunk, now, first, sampled)
 
 
 def row_constants(weight: torch.dtype, sampled: int, period: int) -> dict[str, Any]:
     """What the kernel is compiled for."""
     return {
-        "weight_type": _TYPES[weight],
-        "bits_type": _BITS[weight.itemsize],
+        "weight_type": TYPES[weight],
+        "bits_type": BITS[weight.itemsize][0],
         "sampled": sampled,
-        "block_size": _BLOCK,
+        "block_size": BLOCK,
         "period": period,
     }
 
@@ -164,7 +149,7 @@ def row_chunks(
 
 def _sampled(rows: int, count: int, row_step: int, step: int, *, in_rows: bool) -> NDArray[np.int64]:
     """Spread in the order of memory, and in the order of the weight's dimensions where that is another."""
-    spread = np.arange(_SPREAD, dtype=np.int64) * (rows * count) // _SPREAD
+    spread = np.arange(SPREAD, dtype=np.int64) * (rows * count) // SPREAD
     found = []
     lies_in_rows = step <= row_step
     if in_rows or lies_in_rows:

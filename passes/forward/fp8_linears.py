@@ -80,7 +80,7 @@ def _is_transpose(node: fx.Node) -> bool:
         return True
     if node.target is aten.permute.default:
         return [dim % 2 for dim in node.args[1]] == [1, 0]  # type: ignore[union-attr]  # of two dimensions
-    return node.target is aten.transpose.int and {dim % 2 for dim in node.args[1:]} == {0, 1}  # type: ignore[operator]
+    return node.target is aten.transpose.int and {dim % 2 for dim in node.args[1:]} == {0, 1}  # type: ignore[operator]  # numbers
 
 
 def _arguments(node: fx.Node) -> tuple[object, object, bool, object]:
