@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
@@ -158,6 +159,7 @@ def tunes_kernels() -> bool:
     return config.max_autotune or config.max_autotune_gemm
 
 
+@functools.cache
 def source_hash(*modules: ModuleType) -> str:
     """A hash of the modules' source files: two versions of a pass never share a cache entry."""
     from torch._inductor.custom_graph_pass import get_hash_for_files

@@ -129,9 +129,8 @@ class LowCopies:
         wanted = [(position, form) for position, (form, _) in zip(weights, forms, strict=True)]
         #: each copy once
         self._copies = list(dict.fromkeys(wanted))
-        self._tensors = [
-            (self._copies.index(copy), part) for copy, (_, part) in zip(wanted, forms, strict=True)
-        ]
+        places = {copy: at for at, copy in enumerate(self._copies)}
+        self._tensors = [(places[copy], part) for copy, (_, part) in zip(wanted, forms, strict=True)]
         self._positions = [position for position, _ in self._copies]
         # models of one class share their graphs
         self._found: dict[Key, _Found] = {}

@@ -37,10 +37,6 @@ class Cast:
         """Makes the copy, in place."""
         tensors[0].copy_(weight)
 
-    def steps(self, weight: fx.Node, call: Call) -> tuple[fx.Node, ...]:
-        """The copy as nodes of a graph, each made with ``call``."""
-        return (call(aten.to.dtype, weight, self.dtype),)
-
 
 @dataclass(frozen=True)
 class Scaled:

@@ -46,17 +46,19 @@ class CacheWeights(Pass):
             return PassResult(gm, 0, "a body has no weights of its own")
         written = {key for node in gm.graph.nodes for key in written_storages(node)}
         inputs = _Inputs(gm.graph)
-        parts = [node for node in gm.graph.nodes if PART_META in node.meta]
+        parts: dict[fx.Node, list[fx.Node]] = {}
+        for node in gm.graph.nodes:
+            if PART_META in node.meta:
+                parts.setdefault(node.meta[PART_META].source, []).append(node)
         for weight in gm.graph.find_nodes(op="placeholder"):
             if weight.name not in context.folded or storage_of(weight) in written:
                 continue
             for cast in [user for user in weight.users if _is_narrowing(user)]:  # case 1
                 dtype = cast.meta["val"].dtype
                 inputs.take(cast, weight, Cast(dtype), 0, dtype_name(dtype))
-            for node in parts:  # case 2
+            for node in parts.get(weight, ()):  # case 2
                 part = node.meta[PART_META]
-                if part.source is weight:
-                    inputs.take(node, weight, part.form, part.index, ("fp8", "fp8_scale")[part.index])
+                inputs.take(node, weight, part.form, part.index, ("fp8", "fp8_scale")[part.index])
         if parts:
             erase_unread(gm.graph)
         return PassResult(gm, inputs.count, f"{inputs.count} low copies of weights are inputs")
