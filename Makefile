@@ -44,8 +44,6 @@ help:
 venv: $(VENV)/.installed
 
 # torch alone first: as a dependency range among others the resolver may choose another build of it.
-# Editable, because the package directory maps two top-level folders into amp_fx: from the repository root a
-# plain install would be shadowed by ./amp_fx, which has no passes inside.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c <($(CONSTRAINTS)) torch==$(TORCH) 'setuptools>=77'
@@ -66,12 +64,8 @@ format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The layout of the wheel, which is what pyright can follow; see [tool.pyright] in pyproject.toml.
 typecheck: venv
-	@rm -rf build/typecheck
-	@$(BIN)/python -c "from setuptools import setup; setup()" -q build_py --build-lib build/typecheck
-	@set -eo pipefail; for version in 3.10 3.14; do \
-		$(BIN)/pyright -p pyproject.toml --pythonversion $$version | sed -e 's,build/typecheck/amp_fx/\(passes\|viz\)/,\1/,' -e 's,build/typecheck/,,'; done
+	@set -e; for version in 3.10 3.14; do $(BIN)/pyright -p pyproject.toml --pythonversion $$version; done
 
 # A link that leads nowhere, an anchor that is not there and a page that the menu lacks are errors.
 docs: venv

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from amp_fx._neighbours import find_neighbours
-
-find_neighbours()
-
 from amp_fx.calibration import CalibratedPlan, Calibration, Point, calibrate
 from amp_fx.errors import (
     AmpFxError,

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-#: what a fresh process is asked: where the package and its two neighbours lie
+#: what a fresh process is asked: where the package and its two linked folders lie
 LOOK = "import amp_fx, amp_fx.passes, amp_fx.viz; print(*(m.__file__ for m in (amp_fx, amp_fx.passes, amp_fx.viz)))"
 
 
@@ -36,7 +36,7 @@ def found(cwd: Path, *path: Path, isolated: bool = False) -> list[Path]:
 
 
 def in_tree(root: Path) -> list[Path]:
-    return [root / folder / "__init__.py" for folder in ("amp_fx", "passes", "viz")]
+    return [root / folder / "__init__.py" for folder in ("amp_fx", "amp_fx/passes", "amp_fx/viz")]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(
         ROOT,
         tree,
+        symlinks=True,
         ignore=shutil.ignore_patterns(
             ".*", "build", "out", "tests", "benchmarks", "__pycache__", "*.egg-info"
         ),
@@ -85,7 +86,8 @@ def test_an_editable_install_imports_from_elsewhere(tmp_path: Path) -> None:
 
 def test_a_source_tree_comes_before_an_editable_install_of_another(tmp_path: Path) -> None:
     for folder in ("amp_fx", "passes", "viz"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignored)
     assert found(tmp_path) == in_tree(tmp_path)
 
 
@@ -97,7 +99,7 @@ def test_a_wheel_has_every_file(wheel: Path) -> None:
     assert installed == here
 
 
-def test_neighbours_of_another_package_are_not_taken_in(tmp_path: Path, wheel: Path) -> None:
+def test_folders_of_another_package_are_not_taken_in(tmp_path: Path, wheel: Path) -> None:
     (tmp_path / "passes").mkdir()
     (tmp_path / "passes" / "base.py").write_text("raise ImportError('somebody else')\n")
     shutil.copytree(wheel / "amp_fx", tmp_path / "amp_fx")

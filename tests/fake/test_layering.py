@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 #: The house from the ground up. A room may import from lower floors and from itself, not from its own floor's others.
 FLOORS = (
-    ("amp_fx._neighbours", "amp_fx._torch", "amp_fx.errors"),
+    ("amp_fx._torch", "amp_fx.errors"),
     ("amp_fx.graphs", "amp_fx.policy"),
     ("amp_fx.plans",),
     ("amp_fx.placement", "amp_fx.viz", "amp_fx.weights"),
