@@ -7,6 +7,7 @@ Registered by the entry point ``torch_dynamo_backends``; decorating it as well w
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -97,9 +98,17 @@ def amp_fx(
 
 
 def _settled(opts: Options) -> Options:
-    """With ``weights="auto"`` settled where it means "cast": Dynamo compiles for each mode by itself."""
-    is_cast = opts.weights == "auto" and not in_inference_mode()
+    """With ``weights`` settled where it means "cast": Dynamo compiles for each mode by itself."""
+    if torch.is_grad_enabled() and opts.weights in ("cache", "freeze"):
+        _say_cast(opts.weights)
+    is_cast = torch.is_grad_enabled() or (opts.weights == "auto" and not in_inference_mode())
     return replace(opts, weights="cast") if is_cast else opts
+
+
+@functools.cache
+def _say_cast(weights: str) -> None:
+    """Once in a process."""
+    logger.info("weights=%r means 'cast' in graphs with gradients", weights)
 
 
 def _say(plan: Plan) -> None:
@@ -187,12 +196,7 @@ def _rewritten(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _copies(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    return cached(
-        rewritten,
-        call.example_inputs,
-        lambda graph, inputs: lower(graph, inputs, call.opts, call.scaler),
-        training=call.training,
-    )
+    return cached(rewritten, call.example_inputs, lambda graph, inputs: lower(graph, inputs, call.opts))
 
 
 def _frozen(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:

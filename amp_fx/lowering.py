@@ -30,7 +30,6 @@ from amp_fx.passes import (
     PassContext,
     PlaceFp8,
     QuantiseMatmuls,
-    ReadCopies,
     run_in_order,
 )
 from amp_fx.passes.joint.keep_statistics import is_low_norm
@@ -62,8 +61,7 @@ def lower(
         A callable with the graph's signature.
     """
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
-    read_copies = ReadCopies.of(gm) if torch.is_grad_enabled() else None
-    joint: list[Pass] = [] if read_copies is None else [read_copies]
+    joint: list[Pass] = []
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
         joint.append(scaled.rewriting)

@@ -43,7 +43,7 @@ NUMERICS = {
 WEIGHTS = {
     "auto": "'cache' under torch.inference_mode, 'cast' under torch.no_grad and with gradients",
     "cast": "within the call: the graph casts them",
-    "cache": "across calls; without gradients, on a CPU, folded and packed by Inductor's freezing",
+    "cache": "across calls, on a CPU folded and packed by Inductor's freezing; with gradients as 'cast'",
     "freeze": "across calls, folded and packed by Inductor's freezing; with gradients as 'cast'",
 }
 

@@ -9,17 +9,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import (
-    compile_id,
-    compiles_plain_code,
-    has_sharded_parameters,
-    log_artifact,
-    saved_tensors_shield,
-)
+from amp_fx._torch import compile_id, log_artifact, saved_tensors_shield
 from amp_fx.errors import CaptureError, PassError, PlanError
-from amp_fx.graphs.capture import capture, graph_devices
+from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import Region
-from amp_fx.graphs.scope import takes_own_gradients
 from amp_fx.options import Options
 from amp_fx.passes import (
     OUTLINE,
@@ -78,11 +71,9 @@ def rewrite(
         log_artifact("amp_fx_captured", lambda: captured.print_readable(print_output=False))
         traced = time.thread_time()
         device = "cuda" if "cuda" in ambient else next(iter(sorted(ambient)))
-        pipeline, folded, lent = PIPELINE, frozenset[str](), frozenset[str]()
+        pipeline, folded = PIPELINE, frozenset[str]()
         if opts.weights != "cast" and not torch.is_grad_enabled():
             pipeline, folded = cached_pipeline(PIPELINE), weight_inputs(captured)
-        elif training and _casts_once(gm, opts):
-            pipeline, lent = cached_pipeline(PIPELINE, training=True), weight_inputs(captured)
         profile = resolve(opts.profile, device)
         meaning = ""
         if opts.policy.base == "fp8" and not training:
@@ -91,7 +82,7 @@ def rewrite(
                 here = NoFp8("as autocast: plans and budgets of fp8 are about gradients")
             pipeline = fp8_pipeline(pipeline, here) if isinstance(here, Fp8Device) else pipeline
             meaning = here.meaning
-        context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded, lent=lent)
+        context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
         if opts.plan is not None:
             plan = _replay(captured, opts, pipeline, context)
         elif opts.harm is not None:
@@ -111,21 +102,6 @@ def rewrite(
         len(plan.casts),
     )
     return captured, plan
-
-
-def _casts_once(gm: fx.GraphModule, opts: Options) -> bool:
-    """True if the low weights of a graph that is differentiated live until they change."""
-    return (
-        opts.weights == "cache"
-        and graph_devices(gm) in ({"cpu"}, {"cuda"})
-        # fp8 is made of the weights themselves
-        and not (opts.policy.base == "fp8" or any(plan.decides_fp8 for plan in opts.plan or ()))
-        # copies of their own for every recording of a CUDA graph
-        and compiles_plain_code(opts.inductor)
-        # without a backward that AOTAutograd makes, nobody would read the copies
-        and not takes_own_gradients(gm)
-        and not has_sharded_parameters(gm)
-    )
 
 
 def autocast_casts(

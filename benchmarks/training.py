@@ -14,13 +14,12 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
 
 from amp_fx._torch import lower_with_inductor
-from amp_fx.graphs.facts import LOW_DTYPES
 from amp_fx.passes import AccumulateGradients, PassContext, run_in_order
 from amp_fx.targets import TARGETS
 from benchmarks.arms import ARMS
@@ -35,13 +34,7 @@ __all__ = ["Moved", "measure"]
 #: numbers of micro-batches
 STEPS = (1, 4, 16)
 
-_ARMS = {
-    **{name: ARMS[name] for name in ("autocast", "bf16", "off", "fast")},
-    # low weights live until they change
-    "once": replace(ARMS["off"], name="once", options={"profile": "off", "weights": "cache"}),
-}
-#: bytes for an element of a weight that is narrowed
-_CAST = 6
+_ARMS = {name: ARMS[name] for name in ("autocast", "bf16", "off", "fast")}
 
 _MODELS = ("mlp", "gpt_512", "llama_512", "resnet")
 
@@ -55,7 +48,6 @@ class Moved:
         backward: of one micro-batch.
         adding: of a backward that adds to gradients, where there is one.
         added: elements of the gradients that it adds to.
-        copied: elements of the weights that are cast before the graph.
         whole: of forward and backward in one graph.
         parameters: elements.
         element: bytes of one.
@@ -67,7 +59,6 @@ class Moved:
     backward: int
     adding: int
     added: int
-    copied: int
     whole: int
     parameters: int
     element: int
@@ -87,7 +78,6 @@ class Moved:
         if in_graph:
             later, left = self.adding, self.parameters - self.added
         moved = steps * self.forward + self.backward + (steps - 1) * (later + 3 * self.element * left)
-        moved += _CAST * self.copied
         return (moved + 7 * self.element * self.parameters) / self.parameters / steps
 
 
@@ -97,7 +87,6 @@ class _Both(Counter):
 
     adding: int = 0
     added: int = 0
-    copied: int = 0
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -110,16 +99,7 @@ class _Both(Counter):
             grads = inputs[len(example_inputs) :]
             self.added += sum(value.numel() for value in grads)
             self.adding += lower_with_inductor(second, [*example_inputs, *grads], **kwargs).bytes_moved
-        call = super().inner_compile(gm, example_inputs, **kwargs)
-        if not kwargs.get("is_backward"):
-            placeholders = gm.graph.find_nodes(op="placeholder")
-            self.copied += sum(node.meta["val"].numel() for node in placeholders if _is_copy(node))
-        return call
-
-
-def _is_copy(node: fx.Node) -> bool:
-    """True for a low copy of a weight: models here take no 16-bit inputs of their own."""
-    return node.meta["val"].dtype in LOW_DTYPES
+        return super().inner_compile(gm, example_inputs, **kwargs)
 
 
 def measure(workload: Workload, arm: str, device: str = "cpu") -> Moved:
@@ -134,7 +114,6 @@ def measure(workload: Workload, arm: str, device: str = "cpu") -> Moved:
         counter.backward.bytes_moved,
         counter.adding,
         counter.added,
-        counter.copied if arm == "once" else 0,
         whole_step_bytes(workload, _ARMS[arm], device),
         parameters,
         2 if _ARMS[arm].whole else 4,
@@ -143,9 +122,9 @@ def measure(workload: Workload, arm: str, device: str = "cpu") -> Moved:
 
 def table(rows: Sequence[Moved]) -> str:
     """Markdown: a line per model, number of micro-batches and way, in bytes per parameter and micro-batch."""
-    head = ["model", "k", "autocast", "autograd adds", "the graph adds", "and weights cast once"]
+    head = ["model", "k", "autocast", "autograd adds", "the graph adds"]
     lines = ["| " + " | ".join([*head, "`fast`, the graph adds", "bf16 model"]) + " |"]
-    lines.append("|" + "---|" * 8)
+    lines.append("|" + "---|" * 7)
     for name in dict.fromkeys(row.workload for row in rows):
         arms = {row.arm: row for row in rows if row.workload == name}
         for steps in STEPS:
@@ -153,7 +132,6 @@ def table(rows: Sequence[Moved]) -> str:
             values = [
                 arms["off"].per_parameter(steps),
                 arms["off"].per_parameter(steps, in_graph=True),
-                arms["once"].per_parameter(steps, in_graph=True),
                 arms["fast"].per_parameter(steps, in_graph=True),
                 arms["bf16"].per_parameter(steps),
             ]

@@ -14,7 +14,6 @@ place_by_harm     (with harm) the precision of every value, by time and measured
 replay            (with a plan) the precision of every value, as the plan has it
 insert_casts      casts, each once per value and dtype
 cache_weights     (inference) low copies of weights are inputs, and their casts go
-lend_weights      (training, on request) low copies of weights are inputs, and their casts stay
 fold_weights      (export) weights are stored as they are read, and their casts go
 fuse_casts        conversions that do nothing go
 verify            it runs, and its dtypes are the planned and the promised ones
@@ -26,7 +25,6 @@ mark_fp8          (policy fp8, training) the matmuls that may run in fp8
 ``joint/``, Inductor's joint graph, forward and backward together:
 
 ================= =====================================================================
-read_copies       (training, on request) matmuls read low copies of weights
 scale_backward    (fp16) loss scaling and finite checks inside the backward
 place_fp8         (policy fp8) which matmuls run in fp8, forward and backward
 quantise_matmuls  (policy fp8) operands are scaled and converted once, and matmuls read them
@@ -58,7 +56,6 @@ from amp_fx.passes.forward.fold_weights import FoldWeights
 from amp_fx.passes.forward.fuse_casts import FuseCasts
 from amp_fx.passes.forward.insert_casts import InsertCasts
 from amp_fx.passes.forward.keep_weights import KeepWeights
-from amp_fx.passes.forward.lend_weights import LendWeights
 from amp_fx.passes.forward.mark_fp8 import MarkFp8
 from amp_fx.passes.forward.pin_dtypes import PinDtypes
 from amp_fx.passes.forward.place import Place
@@ -72,7 +69,6 @@ from amp_fx.passes.joint.keep_statistics import KeepStatistics
 from amp_fx.passes.joint.lay_out_gradients import LayOutGradients
 from amp_fx.passes.joint.place_fp8 import PlaceFp8
 from amp_fx.passes.joint.quantise_matmuls import QuantiseMatmuls
-from amp_fx.passes.joint.read_copies import ReadCopies
 from amp_fx.passes.joint.scale_backward import ScaleBackward
 from amp_fx.passes.joint.separate_outputs import SeparateOutputs
 from amp_fx.passes.partitioned.accumulate_gradients import AccumulateGradients
@@ -96,7 +92,6 @@ __all__ = [
     "KeepWeights",
     "LayOutGradients",
     "LayOutWeights",
-    "LendWeights",
     "MarkFp8",
     "Pass",
     "PassContext",
@@ -108,7 +103,6 @@ __all__ = [
     "PlaceFp8Linears",
     "QuantiseLinears",
     "QuantiseMatmuls",
-    "ReadCopies",
     "Replay",
     "ScaleBackward",
     "SeparateOutputs",
@@ -145,11 +139,12 @@ JOINT_PIPELINES: dict[str, tuple[Pass, ...]] = {
 POST_GRAD_PIPELINES: dict[str, tuple[Pass, ...]] = {"cpu": (LayOutWeights(),)}
 
 
-def cached_pipeline(pipeline: Sequence[Pass], *, training: bool = False) -> tuple[Pass, ...]:
+def cached_pipeline(pipeline: Sequence[Pass]) -> tuple[Pass, ...]:
     """Forward passes for a graph whose low weights live across calls."""
-    cache: Pass = LendWeights() if training else CacheWeights()
     return tuple(
-        step for base in pipeline for step in ((cache, base) if isinstance(base, Verify) else (base,))
+        step
+        for base in pipeline
+        for step in ((CacheWeights(), base) if isinstance(base, Verify) else (base,))
     )
 
 

@@ -41,7 +41,6 @@ class PassContext:
         training: True if the graph will be differentiated.
         path: prefix of node names, the path of the body being rewritten: ``"wrap_body_0."``.
         folded: names of the graph's inputs whose casts cost nothing, because they are made once and stored.
-        lent: in training, names of those that are cast once for several calls.
     """
 
     policy: Policy = Policy()
@@ -50,7 +49,6 @@ class PassContext:
     training: bool = False
     path: str = ""
     folded: frozenset[str] = frozenset()
-    lent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContex
         inner = run_passes(
             body,
             pipeline,
-            replace(context, path=f"{context.path}{name}.", folded=frozenset(), lent=frozenset()),
+            replace(context, path=f"{context.path}{name}.", folded=frozenset()),
         )
         plan.nodes += inner.nodes
         plan.casts += inner.casts

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from amp_fx.weights import LowCopies, copies, touch, training
+from amp_fx.weights import LowCopies, copies, touch
 from amp_fx.weights.forms import Cast, Scaled
 from amp_fx.weights.healing import CHUNK, PERIOD, HealedCopies
 from amp_fx.weights.memory import is_dense
@@ -189,40 +189,9 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     )
 
 
-def copies_of_training() -> list[bool]:
-    parameters: list[Tensor] = [*map(nn.Parameter, values()[:2])]
-    low = training.StepCopies([0, 1], [LOW, LOW])
-    first = low.of(parameters)
-    found = [current(first, parameters)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    found.append(low.of(parameters)[0] is first[0])
-    # as fused kernels of others do
-    parameters[0].data.mul_(2.0)
-    found.append(low.of(parameters)[0] is first[0] and current(first, parameters))
-    # one element, which no sample has, and no gradient any more
-    parameters[0].data.view(-1)[-2] += 1.0
-    found.append(not current(low.of(parameters), parameters))
-    parameters[0].grad = None
-    found.append(low.of(parameters)[0] is first[0] and current(first, parameters))
-    # a backward that has yet to read them
-    x = torch.ones(300, 200, requires_grad=True)
-    saved, before = x.to(LOW) * first[0], first[0].clone()
-    parameters[0].data.mul_(2.0)
-    others = low.of(parameters)
-    found += [others[0] is not first[0], current(others, parameters), torch.equal(first[0], before)]
-    saved.sum().backward()
-    found += [x.grad is not None and torch.equal(x.grad, before.float())]
-    del saved, others
-    found.append(low.of(parameters)[0] is first[0] and current(first, parameters))
-    return found
-
-
 if __name__ == "__main__":
     # as if these were on a GPU
-    copies.heals = training.heals = is_dense
-    training.on_default_stream = lambda device: True
-    training._are_on_host = lambda weights: False
+    copies.heals = is_dense
     print(
         json.dumps(
             {
@@ -233,7 +202,6 @@ if __name__ == "__main__":
                 "a write to one element": a_write_to_one_element_is_healed_within_the_period(),
                 "after touch": after_touch(),
                 "matrices in fp8": matrices_in_fp8_heal(),
-                "copies of training": copies_of_training(),
             }
         )
     )

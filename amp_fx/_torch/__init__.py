@@ -36,7 +36,6 @@ from amp_fx._torch.breaks import DynamoWatch, LeftOut, breaks_without_graph, gra
 from amp_fx._torch.compiled_backward import CompiledBackward
 from amp_fx._torch.dynamo import (
     compile_id,
-    has_sharded_parameters,
     in_compiled_autograd,
     is_left_out_in_place,
     is_looked_up,
@@ -50,7 +49,6 @@ from amp_fx._torch.engine import (
     at_end_of_backward,
     graph_task,
     has_node_hooks,
-    holders,
     in_nested_transform,
     on_default_stream,
     running_backward,
@@ -71,7 +69,7 @@ from amp_fx._torch.inductor import (
     traced_anew,
     tunes_kernels,
 )
-from amp_fx._torch.joint import JointRoles, joint_inputs, joint_roles, program_outputs
+from amp_fx._torch.joint import JointRoles, joint_roles, program_outputs
 from amp_fx._torch.lowering import Lowered, lower_with_inductor
 from amp_fx._torch.multi_tensor import find_nonfinite_, largest_magnitudes, update_scale
 from amp_fx._torch.tracing import (
@@ -118,8 +116,6 @@ __all__ = [
     "has_autocast_rule",
     "has_low_lstm",
     "has_node_hooks",
-    "has_sharded_parameters",
-    "holders",
     "ignore_fresh_symbols",
     "in_compiled_autograd",
     "in_nested_transform",
@@ -130,7 +126,6 @@ __all__ = [
     "is_left_out_in_place",
     "is_looked_up",
     "is_wrapper",
-    "joint_inputs",
     "joint_roles",
     "largest_magnitudes",
     "lays_out_convolutions",

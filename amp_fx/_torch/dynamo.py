@@ -17,7 +17,6 @@ from torch._logging import trace_structured as _trace_structured
 
 __all__ = [
     "compile_id",
-    "has_sharded_parameters",
     "in_compiled_autograd",
     "is_left_out_in_place",
     "is_looked_up",
@@ -55,13 +54,6 @@ def compile_id() -> str:
     """Dynamo's name of the graph that is being compiled, forward or backward, as ``"0/0"``."""
     current = CompileContext.current_compile_id()
     return "graph" if current is None else str(current)
-
-
-def has_sharded_parameters(gm: torch.fx.GraphModule) -> bool:
-    """True if a graph of Dynamo's takes parameters of FSDP's, which are gathered for a call and freed after it."""
-    sources = [getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")]
-    guarded = [getattr(source, "guard_source", None) for source in sources]
-    return any(where is not None and where.is_fsdp_module() for where in guarded)
 
 
 def is_left_out_in_place(module: torch.nn.Module) -> bool:

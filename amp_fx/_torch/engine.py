@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._autograd import (
     _get_current_graph_task_keep_graph,  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 )
@@ -24,7 +23,6 @@ __all__ = [
     "at_end_of_backward",
     "graph_task",
     "has_node_hooks",
-    "holders",
     "in_nested_transform",
     "on_default_stream",
     "running_backward",
@@ -126,9 +124,3 @@ def in_nested_transform() -> bool:
 def on_default_stream(device: torch.device) -> bool:
     """False on a CUDA stream of the program's own."""
     return torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
-
-
-def holders(value: Tensor) -> int:
-    """How many hold a tensor: the object in Python counts as one, each time that autograd has saved it as one more."""
-    count: int = value._use_count()  # type: ignore[attr-defined]  # not in the stubs
-    return count

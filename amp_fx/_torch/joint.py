@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.fx as fx
 
-__all__ = ["JointRoles", "joint_inputs", "joint_roles", "program_outputs"]
+__all__ = ["JointRoles", "joint_roles", "program_outputs"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ def joint_roles(gm: fx.GraphModule) -> JointRoles | None:
         descriptor = _whole(output)
         if isinstance(descriptor, GradAOTOutput) and isinstance(descriptor.grad_of, PlainAOTInput):
             gradients.setdefault(descriptor.grad_of.idx, []).append(position)
-    return JointRoles(joint_inputs(gm), tangents, gradients) if gradients else None
+    return JointRoles(_joint_inputs(gm), tangents, gradients) if gradients else None
 
 
-def joint_inputs(gm: fx.GraphModule) -> dict[int, fx.Node]:
+def _joint_inputs(gm: fx.GraphModule) -> dict[int, fx.Node]:
     """The program's inputs of a graph of AOTAutograd's, by their positions; those that it has changed are left out."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 

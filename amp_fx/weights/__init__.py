@@ -1,10 +1,10 @@
 """Low-precision copies of weights.
 
-Here: copies that live across calls, in graphs without gradients and in training, how a changed weight is noticed,
-copies on a GPU that renew themselves, what Inductor folds and packs weights to, and how that follows the weights.
+Here: copies that live across calls, in graphs without gradients, how a changed weight is noticed, copies on a GPU that
+renew themselves, what Inductor folds and packs weights to, and how that follows the weights.
 Not here: the passes that make weights inputs or fold them (``passes/forward``), and weights of exported programs
 (``amp_fx.exporting``).
-Open ``watch.py`` first, then ``copies.py``; for training, ``training.py``.
+Open ``watch.py`` first, then ``copies.py``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -19,20 +19,22 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_fx._torch import holders
 from amp_fx.weights.forms import Form
 from amp_fx.weights.memory import is_dense
-from amp_fx.weights.watch import Events, Key, Look, OnDeath, Watch, in_inference, in_training, key_of, look_at
+from amp_fx.weights.watch import Key, Look, OnDeath, Watch, key_of, look_at
 
 if TYPE_CHECKING:
     from amp_fx.weights.healing import HealedCopies
 
-__all__ = ["OF_TRAINING", "LowCopies", "Shelf", "clear_copies", "copied_bytes", "heals"]
+__all__ = ["LowCopies", "clear_copies", "copied_bytes", "heals"]
 
 #: what the kernel that heals copies reads
 _HEALED = (torch.float32, torch.float16, torch.bfloat16)
 
 _lock = threading.RLock()
+
+#: of all graphs: weight -> form -> copy
+_copies = WeakTensorKeyDictionary()
 
 
 @dataclass
@@ -48,54 +50,30 @@ class _Copy:
     look: Look | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Shelf:
-    """The copies that all graphs of one kind share.
-
-    Attributes:
-        events: what is heard of the weights.
-        copies: weight -> form -> copy.
-    """
-
-    events: Events
-    copies: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-
-    def is_held(self, weight: Tensor) -> bool:
-        """True if somebody else has a copy of a weight, such as autograd for a backward."""
-        copies: dict[Form, _Copy] = self.copies.get(weight, {})  # pyright: ignore[reportAssignmentType]
-        # one for the object that is asked
-        return any(holders(tensor) > 1 for copy in copies.values() for tensor in copy.tensors)
-
-    def of(self, weight: Tensor, form: Form) -> _Copy:
-        """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""
-        # typed as if a default could only be None
-        copies: dict[Form, _Copy] = self.copies.setdefault(weight, {})  # pyright: ignore[reportAssignmentType]
-        copy = copies.get(form)
-        like = form.empty(weight, torch.device("meta"))
-        if copy is None or any(
-            (tensor.shape, tensor.stride(), tensor.device) != (wanted.shape, wanted.stride(), weight.device)
-            for tensor, wanted in zip(copy.tensors, like, strict=True)
-        ):
-            copy = copies[form] = _Copy(form.empty(weight, weight.device))
-        return copy
-
-
-#: of graphs without gradients, and of those with gradients where copies heal themselves
-_of_inference, OF_TRAINING = Shelf(in_inference), Shelf(in_training)
+def _copy_of(weight: Tensor, form: Form) -> _Copy:
+    """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""
+    # typed as if a default could only be None
+    copies: dict[Form, _Copy] = _copies.setdefault(weight, {})  # pyright: ignore[reportAssignmentType]
+    copy = copies.get(form)
+    like = form.empty(weight, torch.device("meta"))
+    if copy is None or any(
+        (tensor.shape, tensor.stride(), tensor.device) != (wanted.shape, wanted.stride(), weight.device)
+        for tensor, wanted in zip(copy.tensors, like, strict=True)
+    ):
+        copy = copies[form] = _Copy(form.empty(weight, weight.device))
+    return copy
 
 
 def clear_copies() -> None:
     """Drops all copies."""
     with _lock:
-        for shelf in (_of_inference, OF_TRAINING):
-            shelf.copies.clear()
+        _copies.clear()
 
 
 def copied_bytes() -> int:
     """Bytes of all copies that are alive."""
     with _lock:
-        shelves = (_of_inference, OF_TRAINING)
-        held = [copy for shelf in shelves for copies in shelf.copies.values() for copy in copies.values()]
+        held = [copy for copies in _copies.values() for copy in copies.values()]
     return sum(tensor.nbytes for copy in held for tensor in copy.tensors)
 
 
@@ -119,13 +97,9 @@ class LowCopies:
     Args:
         weights: positions among the graph's arguments, one for each tensor.
         forms: form of the copy, and which of its tensors.
-        shelf: where they are.
     """
 
-    def __init__(
-        self, weights: Sequence[int], forms: Sequence[tuple[Form, int]], shelf: Shelf = _of_inference
-    ) -> None:
-        self._shelf = shelf
+    def __init__(self, weights: Sequence[int], forms: Sequence[tuple[Form, int]]) -> None:
         wanted = [(position, form) for position, (form, _) in zip(weights, forms, strict=True)]
         #: each copy once
         self._copies = list(dict.fromkeys(wanted))
@@ -154,15 +128,12 @@ class LowCopies:
         key = key_of(weights)
         healing = [heals(weight) for weight in weights]
         # looked at before they are copied: a write in between is seen at the next call
-        looks = [
-            look_at(w, elements=not is_healed, events=self._shelf.events)
-            for w, is_healed in zip(weights, healing, strict=True)
-        ]
-        watch = Watch(weights, looks, OnDeath(self._found, key), healing, self._shelf.events)
+        looks = [look_at(w, elements=not is_healed) for w, is_healed in zip(weights, healing, strict=True)]
+        watch = Watch(weights, looks, OnDeath(self._found, key), healing)
         # an inference tensor could not be written to outside inference mode
         with torch.inference_mode(False), torch.no_grad():
             forms = [form for _, form in self._copies]
-            copies = [self._shelf.of(w, form) for w, form in zip(weights, forms, strict=True)]
+            copies = [_copy_of(w, form) for w, form in zip(weights, forms, strict=True)]
             is_stale = [copy.look is not look for copy, look in zip(copies, looks, strict=True)]
             tensors = [copy.tensors for copy in copies]
             healed = self._healed(

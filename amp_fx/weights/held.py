@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from amp_fx.weights.constants import folded_bytes
 from amp_fx.weights.copies import clear_copies, copied_bytes
-from amp_fx.weights.training import drop, lent_bytes
 from amp_fx.weights.watch import forget
 
 __all__ = ["clear", "held_bytes"]
@@ -13,10 +12,9 @@ __all__ = ["clear", "held_bytes"]
 def clear() -> None:
     """Drops all copies, and makes all that was computed from weights again before it is used."""
     clear_copies()
-    drop()
     forget()
 
 
 def held_bytes() -> int:
     """Bytes of all copies that are alive, and of the constants that frozen graphs have made of weights."""
-    return copied_bytes() + lent_bytes() + folded_bytes()
+    return copied_bytes() + folded_bytes()

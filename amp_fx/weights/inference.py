@@ -14,7 +14,6 @@ from amp_fx._torch import FakeTensor, compile_id, on_dynamo_compile
 from amp_fx.graphs.facts import COPY_META, is_parameter
 from amp_fx.weights.copies import LowCopies
 from amp_fx.weights.forms import form_of
-from amp_fx.weights.training import StepCopies
 
 __all__ = ["cached", "copied_weights", "in_inference_mode", "is_plain", "weight_inputs"]
 
@@ -35,16 +34,13 @@ def copied_weights(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.find_nodes(op="placeholder") if COPY_META in node.meta]
 
 
-def cached(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, *, training: bool = False
-) -> Callable[..., Any]:
+def cached(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
     """Compiles a graph that takes low copies of its weights after the program's own inputs.
 
     Args:
         gm: the graph.
         example_inputs: one per input of the program's.
         compile_graph: compiles it.
-        training: it will be differentiated.
 
     Returns:
         The compiled graph with the program's own signature; it finds the copies that are current by itself.
@@ -56,10 +52,7 @@ def cached(
         node._dynamo_source = None
     compiled = compile_graph(gm, [*example_inputs, *(node.meta["val"] for node in inputs)])
     weights = [position[node.meta[COPY_META]] for node in inputs]
-    if training:
-        copies = StepCopies(weights, [node.meta["val"].dtype for node in inputs])
-    else:
-        copies = LowCopies(weights, [*map(form_of, inputs)])
+    copies = LowCopies(weights, [*map(form_of, inputs)])
     return lambda *args: compiled(*args, *copies.of(args))
 
 

@@ -10,7 +10,6 @@ A digest tells a chunk of memory from what it was before. A few chunks are compa
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Elements", "Glance", "Sample", "is_dense", "read_together", "sampled_offsets"]
+__all__ = ["Elements", "Glance", "is_dense", "sampled_offsets"]
 
 #: a run of 1/16 has the middle of one of so many equal pieces, and all of one of so many
 _MIDDLES, _PIECES = 18, 32
@@ -49,8 +48,8 @@ def is_dense(value: Tensor) -> bool:
     return value.numel() == _span(value)
 
 
-class Sample:
-    """Some of the bits of one weight at one moment.
+class Elements:
+    """All bits of one weight at one moment.
 
     Args:
         weight: a plain tensor. Its storage is kept alive.
@@ -67,16 +66,12 @@ class Sample:
         else:
             self.sample = torch.from_numpy(offsets).to(span.device)
         self.seen = self.look()
-
-    def again(self, weight: Tensor) -> Sample:
-        """A sample of the same weight as it is now, as long as it lies where it did."""
-        now = copy.copy(self)
-        now.seen = now.look()
-        # where an element is zero now, another one may say more
-        has_zeros = (
-            not isinstance(now.seen, np.ndarray) or not now.seen.view(f"i{weight.element_size()}").all()
-        )
-        return Sample(weight) if has_zeros else now
+        self._start = self.span.data_ptr()
+        self.size = self.span.numel() * self.span.element_size()
+        #: bytes
+        self.chunk = min(max(-(-self.size // _CHUNKS), _SMALLEST), _LARGEST) // _WORD * _WORD
+        self.starts = range(0, self.size, self.chunk)
+        self._digests = [self._digest(start) for start in self.starts]
 
     def look(self) -> NDArray[np.int64] | Tensor:
         """The sample as it is now."""
@@ -90,23 +85,6 @@ class Sample:
         if isinstance(now, Tensor):
             return isinstance(seen, Tensor) and torch.equal(now, seen)
         return np.array_equal(now, seen)
-
-
-class Elements(Sample):
-    """All bits of one weight at one moment.
-
-    Args:
-        weight: a plain tensor. Its storage is kept alive.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__(weight)
-        self._start = self.span.data_ptr()
-        self.size = self.span.numel() * self.span.element_size()
-        #: bytes
-        self.chunk = min(max(-(-self.size // _CHUNKS), _SMALLEST), _LARGEST) // _WORD * _WORD
-        self.starts = range(0, self.size, self.chunk)
-        self._digests = [self._digest(start) for start in self.starts]
 
     def chunk_is_same(self, at: int) -> bool:
         """True if the chunk with this number has the bits that it had."""
@@ -133,7 +111,7 @@ class Glance:
     """
 
     def __init__(self, elements: Sequence[Elements]) -> None:
-        self._read, self._seen = read_together(elements)
+        self._read, self._seen = _read_together(elements)
         #: elsewhere, one tensor and so one comparison for each device and dtype
         groups: dict[tuple[torch.device, torch.dtype], list[Elements]] = {}
         for each in elements:
@@ -162,9 +140,9 @@ class Glance:
         return None
 
 
-def read_together(samples: Sequence[Sample]) -> tuple[Callable[[], bytes], bytes]:
+def _read_together(elements: Sequence[Elements]) -> tuple[Callable[[], bytes], bytes]:
     """Reads the samples of weights in the memory of the host by one call, and what they were; others are left out."""
-    plain = [each for each in samples if each.is_plain]
+    plain = [each for each in elements if each.is_plain]
     words = [each.sample for each in plain if isinstance(each.sample, np.ndarray)]
     # whatever lies between
     read, _ = _memory(np.concatenate(words)) if words else (bytes, None)

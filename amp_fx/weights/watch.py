@@ -41,9 +41,8 @@ __all__ = [
     "OnDeath",
     "Watch",
     "counting",
+    "events",
     "forget",
-    "in_inference",
-    "in_training",
     "key_of",
     "look_at",
     "touch",
@@ -130,11 +129,7 @@ class Events:
         self.refs.pop(key, None)
 
 
-#: what is made of them serves calls without gradients
-in_inference = Events()
-
-#: what is made of them serves calls with gradients, until the next step. That such a call was made says nothing here
-in_training = Events()
+events = Events()
 
 
 @functools.cache
@@ -144,13 +139,12 @@ def _hook() -> None:
     register_optimizer_step_post_hook(hook)
 
 
-def look_at(weight: Tensor, *, elements: bool = True, events: Events = in_inference) -> Look:
+def look_at(weight: Tensor, *, elements: bool = True) -> Look:
     """What a weight looks like now; the same object as before if that has not changed.
 
     Args:
         weight: a plain tensor.
         elements: False: somebody else looks at its elements.
-        events: what is heard of it.
     """
     with _lock:
         look = events.looks.get(id(weight))
@@ -181,17 +175,15 @@ def touch(*parameters: Tensor) -> None:
         return
     storages = _storages(parameters)
     with _lock:
-        for weights in (in_inference, in_training):
-            for look in weights.in_storages(storages):
-                weights.is_stale(look)
+        for look in events.in_storages(storages):
+            events.is_stale(look)
 
 
 def forget() -> None:
     """All weights count as written to."""
     with _lock:
-        for weights in (in_inference, in_training):
-            for look in list(weights.looks.values()):
-                weights.is_stale(look)
+        for look in list(events.looks.values()):
+            events.is_stale(look)
 
 
 def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,10 +191,10 @@ def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         # nearly always there are none
-        for key in in_inference.looks.keys() & map(id, args):
-            look, weight = in_inference.looks.get(key), in_inference.refs.get(key)
+        for key in events.looks.keys() & map(id, args):
+            look, weight = events.looks.get(key), events.refs.get(key)
             if look is not None and weight is not None and getattr(weight(), "requires_grad", False):
-                in_inference.is_doubtful(look)
+                events.is_doubtful(look)
         return compiled(*args)
 
     return run
@@ -210,7 +202,7 @@ def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """After a step: the weights of this optimizer have changed, others have not."""
-    if not (in_inference.looks or in_training.looks):
+    if not events.looks:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     plain = [*filter(_is_plain, parameters)]
@@ -218,12 +210,11 @@ def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     # without a gradient, or without one any more; of sharded parameters it is not known where they are gathered
     perhaps = _storages(plain) if len(plain) == len(parameters) else None
     with _lock:
-        for weights in (in_inference, in_training):
-            for look in list(weights.looks.values()):
-                if look.storage in changed:
-                    weights.is_stale(look)
-                elif perhaps is None or look.storage in perhaps:
-                    weights.is_doubtful(look)
+        for look in list(events.looks.values()):
+            if look.storage in changed:
+                events.is_stale(look)
+            elif perhaps is None or look.storage in perhaps:
+                events.is_doubtful(look)
 
 
 class Watch:
@@ -234,7 +225,6 @@ class Watch:
         looks: one for each.
         on_death: called when one of them dies. The watch must be dropped then: it keeps their storages alive.
         healed: those whose elements somebody else looks at.
-        events: what is heard of them.
     """
 
     def __init__(
@@ -243,10 +233,8 @@ class Watch:
         looks: Sequence[Look],
         on_death: Callable[[object], None],
         healed: Sequence[bool] | None = None,
-        events: Events = in_inference,
     ) -> None:
         self.looks = list(looks)
-        self._events = events
         self._count = events.count
         self._refs = [weakref.ref(w, on_death) for w in weights]
         # inference tensors have none
@@ -270,8 +258,8 @@ class Watch:
             weights: those of the watch.
         """
         # in each call, and without loops of Python, which would take longer than what they look at
-        if self._count != self._events.count or self._is_alarmed:
-            count = self._events.count
+        if self._count != events.count or self._is_alarmed:
+            count = events.count
             if any(look.is_stale or look.is_doubtful for look in self.looks):
                 return False
             self._count, self._is_alarmed = count, False
@@ -283,7 +271,7 @@ class Watch:
         changed = self._glance.changed()
         if changed is not None:
             with _lock:
-                self._events.is_stale(self._elements[changed])
+                events.is_stale(self._elements[changed])
         return changed is None
 
     def confirm(self, weights: Sequence[Tensor]) -> None:
@@ -291,7 +279,7 @@ class Watch:
         with _lock:
             for weight, look in zip(weights, self.looks, strict=True):
                 if not look.holds(weight):
-                    self._events.is_stale(look)
+                    events.is_stale(look)
 
 
 class OnDeath:

@@ -43,7 +43,6 @@ def interpreted() -> dict[str, Any]:
         ("a write to one element", 6),
         ("after touch", 5),
         ("matrices in fp8", 2),
-        ("copies of training", 10),
     ],
 )
 def test_copies_follow_their_weights(interpreted: dict[str, Any], what: str, looks: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_fx import WeightsError, weights
+from amp_fx import WeightsError, backend, weights
+from amp_fx.graphs.facts import is_cast
 from amp_fx.weights import LowCopies, watch
 from amp_fx.weights.forms import Cast
 from amp_fx.weights.watch import Look, Watch, look_at
@@ -48,6 +50,29 @@ def test_copies_are_made_once(held: Held) -> None:
     assert are_current(copies, parameters)
     assert copies.of(parameters) is first
     assert held.bytes() == sum(2 * p.numel() for p in parameters)
+
+
+@pytest.mark.parametrize("asked", ["cache", "freeze"])
+def test_graphs_with_gradients_cast_their_weights_and_the_log_says_so_once(
+    asked: str, held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lowered: list[torch.fx.GraphModule] = []
+
+    def lower(gm: torch.fx.GraphModule, *_: Any) -> torch.fx.GraphModule:
+        lowered.append(gm)
+        return gm
+
+    monkeypatch.setattr(backend, "lower", lower)
+    backend._say_cast.cache_clear()
+    options = {"weights": asked, "profile": "off", "strict": True}
+    with caplog.at_level(logging.INFO, logger="amp_fx.backend"):
+        for width in (16, 32):
+            torch.compile(nn.Linear(width, 8), backend="amp_fx", options=options)(torch.randn(4, width))
+    inputs = [gm.graph.find_nodes(op="placeholder") for gm in lowered]
+    assert [*map(len, inputs)] == [3, 3]
+    assert all(map(is_cast, (user for found in inputs for node in found for user in node.users)))
+    assert held.bytes() == 0
+    assert [record.levelname for record in caplog.records if "'cast'" in record.getMessage()] == ["INFO"]
 
 
 def test_graphs_that_read_the_same_weights_share_copies() -> None:
@@ -94,7 +119,7 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> No
 def test_a_step_of_an_optimizer_is_noticed(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # not even the hook is needed, as every element moves
     monkeypatch.setattr(watch, "_hook", lambda: None)
-    monkeypatch.setattr(watch.in_inference, "is_stale", lambda look: setattr(look, "is_stale", True))
+    monkeypatch.setattr(watch.events, "is_stale", lambda look: setattr(look, "is_stale", True))
     parameters = new_weights()
     copies = copies_for(parameters)
     optimizer = OPTIMIZERS[name](parameters, lr=0.1, **FORMS[form])
@@ -313,10 +338,10 @@ def test_a_write_to_a_third_of_a_weight_is_seen_by_the_next_call(start: int) -> 
 
 def calls_until_seen(copies: LowCopies, parameters: list[Any]) -> int:
     """How many calls still had the copies of before."""
-    looks = watch.in_inference.count
+    looks = watch.events.count
     for call in range(3000):
         copies.of(parameters)
-        if watch.in_inference.count != looks:
+        if watch.events.count != looks:
             assert are_current(copies, parameters)
             return call
     raise AssertionError("never seen")
@@ -411,13 +436,13 @@ def test_a_step_of_a_student_costs_its_teacher_nothing(monkeypatch: pytest.Monke
     first = of_teacher.of(teacher)
     of_student.of(student)
     optimizer = torch.optim.SGD(student, lr=0.1)
-    casts, looks = Casts(monkeypatch), watch.in_inference.count
+    casts, looks = Casts(monkeypatch), watch.events.count
     for _ in range(3):
         train(teacher[:0] + student)
         step(optimizer, student)
         assert of_teacher.of(teacher) is first
     assert casts.count == 0
-    assert watch.in_inference.count > looks
+    assert watch.events.count > looks
     assert are_current(of_student, student)
     assert casts.count == len(student)
 
@@ -568,10 +593,10 @@ def test_a_write_during_a_copy_counts_even_if_it_is_undone() -> None:
 
 
 def test_nothing_is_left_of_a_weight_that_has_died() -> None:
-    before = set(watch.in_inference.looks)
+    before = set(watch.events.looks)
     parameters = new_weights()
     copies = copies_for(parameters)
     copies.of(parameters)
-    assert len(watch.in_inference.looks) == len(before) + len(parameters)
+    assert len(watch.events.looks) == len(before) + len(parameters)
     del parameters
-    assert set(watch.in_inference.looks) == set(watch.in_inference.refs) == before
+    assert set(watch.events.looks) == set(watch.events.refs) == before
