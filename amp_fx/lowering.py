@@ -8,18 +8,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
 import torch.fx as fx
 
 from amp_fx._torch import (
     autocast_shield,
     compile_with_inductor,
-    compiles_plain_code,
     graph_pass,
     source_hash,
     traced_anew,
 )
-from amp_fx.accumulation import adding
 from amp_fx.graphs.capture import graph_devices
 from amp_fx.options import Options
 from amp_fx.passes import (
@@ -78,8 +75,6 @@ def lower(
     anew = traced_anew() if fp8 is not None and is_heard() else contextlib.nullcontext()
     with autocast_shield(), anew:
         compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
-    if _adds(gm, opts):
-        compiled = adding(compiled, example_inputs, {**opts.inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)
 
 
@@ -89,14 +84,6 @@ def _concerns_cpu(gm: fx.GraphModule) -> bool:
     return layout.convolves(gm) or any(
         is_low_norm(node) or widens_for_both(node) for graph in graphs for node in graph.nodes
     )
-
-
-def _adds(gm: fx.GraphModule, opts: Options) -> bool:
-    """Whether the backward of a graph may add to gradients that are there."""
-    if not torch.is_grad_enabled() or opts.accumulation == "autograd":
-        return False
-    here = opts.accumulation == "graph" or graph_devices(gm) == {"cpu"}
-    return here and compiles_plain_code(opts.inductor)
 
 
 def _hook(stage: Literal["joint", "post_grad"], passes: Sequence[Pass], opts: Options) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from amp_fx.plans.plan_files import load_plans
 from amp_fx.policy import Policy
 from amp_fx.policy.fp8 import AUTO
 
-__all__ = ["ACCUMULATION", "DTYPES", "FP8", "NUMERICS", "WEIGHTS", "Options"]
+__all__ = ["DTYPES", "FP8", "NUMERICS", "WEIGHTS", "Options"]
 
 #: accepted spellings of the low dtype
 DTYPES: dict[str, torch.dtype | None] = {
@@ -47,11 +47,10 @@ WEIGHTS = {
     "freeze": "across calls, folded and packed by Inductor's freezing; with gradients as 'cast'",
 }
 
-#: name -> who adds the gradients of a micro-batch to those of the ones before
-ACCUMULATION = {
-    "auto": "'graph' on a CPU, 'autograd' on other devices",
-    "graph": "the compiled backward, wherever the sums have the same bits as autograd's; else autograd",
-    "autograd": "autograd, as without amp_fx",
+#: options that are gone -> what takes their place
+_REMOVED = {
+    "accumulation": "autograd adds the gradients of micro-batches, on every device; drop the option. Where that is "
+    "slow on a CPU, it is the allocator: docs/profiling.md has the remedy.",
 }
 
 #: name -> what a scale of policy fp8 stands for
@@ -81,7 +80,6 @@ class Options:
         scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs, or None. It may be given with dtype "auto",
             and then counts where that is fp16.
         weights: a key of :data:`WEIGHTS`; where low copies of weights live.
-        accumulation: a key of :data:`ACCUMULATION`.
         strict: raise where the backend would fall back to torch.autocast's semantics.
         inductor: options handed to Inductor, from ``mode=`` and by their own names.
         harm: what the file that the policy names holds, or None.
@@ -95,7 +93,6 @@ class Options:
     plan: tuple[Plan, ...] | None = None
     scaler: str | None = None
     weights: str = "auto"
-    accumulation: str = "auto"
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
     harm: Harm | None = None
@@ -110,7 +107,7 @@ class Options:
             options: keys are fields of this class or Inductor options.
 
         Raises:
-            OptionsError: unknown key, bad value, or a contradiction.
+            OptionsError: unknown key, one that was removed, bad value, or a contradiction.
             PlanError: the plan or harm file cannot be read, or holds no plan or harm.
         """
         own = {f.name for f in fields(cls)} - {"inductor", "harm"}
@@ -143,10 +140,7 @@ class Options:
         harm = _load_harm(policy, dtype, numerics, fp8)
         scaler = _parse_scaler(values.get("scaler"), dtype)
         weights = _one_of("weights", WEIGHTS, values.get("weights", "auto"))
-        accumulation = _one_of("accumulation", ACCUMULATION, values.get("accumulation", "auto"))
-        return cls(
-            dtype, policy, numerics, profile, plan, scaler, weights, accumulation, strict, inductor, harm, fp8
-        )
+        return cls(dtype, policy, numerics, profile, plan, scaler, weights, strict, inductor, harm, fp8)
 
     def low_dtype(self, device_type: str) -> torch.dtype:
         """The low dtype on a device type: the one asked for, or what "auto" means there."""
@@ -276,6 +270,8 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 def _inductor_name(key: str, own: set[str]) -> str:
     name = str(key).replace("-", "_")
+    if name in _REMOVED:
+        raise OptionsError(f"Option {key!r} was removed: {_REMOVED[name]}")
     valid = inductor_option_names()
     if name not in valid:
         # our own names first: a typo is likelier in them than in the 600 of Inductor

@@ -225,17 +225,6 @@ _case(
     micro_batches=4,
 )
 _case(
-    "mlp_accumulation",
-    "training",
-    workloads.mlp,
-    {
-        "cpu": {"batch": 1024, "width": 1024},
-        "cpu_no_bf16": {"batch": 512, "width": 512},
-        "cuda": {"batch": 2048, "width": 4096},
-    },
-    micro_batches=4,
-)
-_case(
     "gan",
     "training",
     workloads.gan,

@@ -36,7 +36,6 @@ lay_out_gradients (CPU) gradients of convolutions in their weights' layout
 ``partitioned/``, Inductor's forward, backward and inference graphs, each by itself:
 
 ==================== ==================================================================
-accumulate_gradients (backward of a later micro-batch) gradients are added where they are made
 lay_out_weights      (CPU) convolutions' weights are cast channels last
 ==================== ==================================================================
 
@@ -71,7 +70,6 @@ from amp_fx.passes.joint.place_fp8 import PlaceFp8
 from amp_fx.passes.joint.quantise_matmuls import QuantiseMatmuls
 from amp_fx.passes.joint.scale_backward import ScaleBackward
 from amp_fx.passes.joint.separate_outputs import SeparateOutputs
-from amp_fx.passes.partitioned.accumulate_gradients import AccumulateGradients
 from amp_fx.passes.partitioned.lay_out_weights import LayOutWeights
 from amp_fx.placement.fp8_device import Fp8Device
 
@@ -80,7 +78,6 @@ __all__ = [
     "OUTLINE",
     "PIPELINE",
     "POST_GRAD_PIPELINES",
-    "AccumulateGradients",
     "CacheWeights",
     "Classify",
     "Constrain",

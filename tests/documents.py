@@ -160,11 +160,6 @@ def profiling() -> dict[str, Any]:
     return {**common(), "model": LossNet()}
 
 
-def training() -> dict[str, Any]:
-    given = profiling()
-    return {**given, "batches": [given["batch"]]}
-
-
 def scaling() -> dict[str, Any]:
     given = common()
     given |= {
@@ -271,6 +266,5 @@ SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
     "recipes.md": recipes,
     "scaling.md": scaling,
     "targets.md": targets,
-    "training.md": training,
 }
 SETUPS |= {page.name: common for page in pages() if page.name not in SETUPS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lower_with_inductor
-from amp_fx.passes import AccumulateGradients, PassContext, run_in_order
 from amp_fx.targets._torch import pretended
 from amp_fx.targets.compiling import compile_graph
 from amp_fx.targets.tracing import TracedGraph
@@ -46,23 +44,11 @@ def sources(
     graphs: Sequence[TracedGraph],
     options: dict[str, Any] | None,
     dtype: torch.dtype = torch.bfloat16,
-    adds: bool = False,
 ) -> list[Code]:
-    """Code of every forward and backward graph, in order; as :func:`targets.compiled`, with stock autocast as None.
-
-    With ``adds``, backwards are those of later micro-batches, which add to gradients.
-    """
+    """Code of every forward and backward graph, in order; as :func:`targets.compiled`, with stock autocast as None."""
     found: list[Code] = []
 
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-        if adds and kwargs.get("is_backward"):
-            # what runs here returns all gradients
-            second = copy.deepcopy(gm)
-            leaves = range(len(second.graph.output_node().args[0]))  # type: ignore[arg-type]  # a tuple
-            run_in_order(second, [AccumulateGradients(leaves)], PassContext())
-            values = [node.meta["val"] for node in second.graph.find_nodes(op="placeholder")]
-            found.append(_generated(second, values, **kwargs)[0])
-            return lower_with_inductor(gm, example_inputs, **kwargs).call
         code, call = _generated(gm, example_inputs, **kwargs)
         found.append(code)
         return call

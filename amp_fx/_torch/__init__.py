@@ -33,7 +33,6 @@ from amp_fx._torch.autocast import (
     saved_tensors_shield,
 )
 from amp_fx._torch.breaks import DynamoWatch, LeftOut, breaks_without_graph, graph_break, rest_left_out
-from amp_fx._torch.compiled_backward import CompiledBackward
 from amp_fx._torch.dynamo import (
     compile_id,
     in_compiled_autograd,
@@ -43,22 +42,10 @@ from amp_fx._torch.dynamo import (
     on_dynamo_compile,
     unwrapped_errors,
 )
-from amp_fx._torch.engine import (
-    RunningBackward,
-    accumulated,
-    at_end_of_backward,
-    graph_task,
-    has_node_hooks,
-    in_nested_transform,
-    on_default_stream,
-    running_backward,
-    will_run,
-)
 from amp_fx._torch.freezing import Lifting, observe_freezing, packed_memory
 from amp_fx._torch.inductor import (
     compile_package,
     compile_with_inductor,
-    compiles_plain_code,
     graph_pass,
     inductor_mode_options,
     inductor_option_names,
@@ -85,7 +72,6 @@ from amp_fx._torch.tracing import (
 )
 
 __all__ = [
-    "CompiledBackward",
     "DynamoWatch",
     "FakeTensor",
     "FakeTensorMode",
@@ -95,16 +81,12 @@ __all__ = [
     "Lifting",
     "Lowered",
     "OpOverload",
-    "RunningBackward",
-    "accumulated",
-    "at_end_of_backward",
     "autocast_disabled",
     "autocast_shield",
     "breaks_without_graph",
     "compile_id",
     "compile_package",
     "compile_with_inductor",
-    "compiles_plain_code",
     "defining_module",
     "disable_proxy_modes_tracing",
     "enable_autocast",
@@ -112,13 +94,10 @@ __all__ = [
     "get_proxy_mode",
     "graph_break",
     "graph_pass",
-    "graph_task",
     "has_autocast_rule",
     "has_low_lstm",
-    "has_node_hooks",
     "ignore_fresh_symbols",
     "in_compiled_autograd",
-    "in_nested_transform",
     "inductor_mode_options",
     "inductor_option_names",
     "is_functorch_wrapped",
@@ -134,13 +113,11 @@ __all__ = [
     "make_fx",
     "nesting_change",
     "observe_freezing",
-    "on_default_stream",
     "on_dynamo_compile",
     "packed_memory",
     "program_outputs",
     "replace_inner_compile",
     "rest_left_out",
-    "running_backward",
     "saved_tensors_shield",
     "size_hint",
     "source_hash",
@@ -151,6 +128,5 @@ __all__ = [
     "tunes_kernels",
     "unwrapped_errors",
     "update_scale",
-    "will_run",
     "wrapped_tensors",
 ]

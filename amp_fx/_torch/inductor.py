@@ -21,7 +21,6 @@ from amp_fx._torch.autocast import autocast_disabled
 __all__ = [
     "compile_package",
     "compile_with_inductor",
-    "compiles_plain_code",
     "graph_pass",
     "inductor_mode_options",
     "inductor_option_names",
@@ -183,11 +182,3 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
     import torch._inductor
 
     return torch._inductor.list_mode_options(mode)
-
-
-def compiles_plain_code(options: Mapping[str, Any]) -> bool:
-    """Whether Inductor, with these options, makes code that does not depend on addresses or on what it has timed."""
-    from torch._inductor import config
-
-    with config.patch(dict(options)):
-        return not (config.triton.cudagraphs or config.cpp_wrapper or tunes_kernels())

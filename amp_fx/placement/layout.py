@@ -19,7 +19,6 @@ from amp_fx._torch import OpOverload
 from amp_fx.graphs.facts import LOW_DTYPES, run_fake
 
 __all__ = [
-    "ADD_CONVERTED",
     "CAST",
     "CONVERT",
     "channels_last_strides",
@@ -72,28 +71,6 @@ def _convert(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
 def _(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
     return x.new_empty_strided(x.shape, stride, dtype=dtype)
 
-
-_library.define(
-    "add_converted_(Tensor(a!) total, Tensor x) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
-)
-
-
-@torch.library.impl(_library, "add_converted_", "CPU")
-def _add_converted(total: Tensor, x: Tensor) -> None:
-    """Adds ``x`` to a tensor of another dtype and layout, in place, with what :func:`_convert` would make of it."""
-    rows = max(1, _PIECE * len(x) // max(1, x.numel()))
-    for piece, source in zip(total.split(rows), x.split(rows), strict=True):
-        piece.add_(torch.empty_like(piece, dtype=source.dtype).copy_(source))
-
-
-@torch.library.register_fake("amp_fx::add_converted_", lib=_library)
-def _(total: Tensor, x: Tensor) -> None:
-    return None
-
-
-#: (total, x) -> nothing; total += x
-ADD_CONVERTED: OpOverload = torch.ops.amp_fx.add_converted_.default
 
 #: (x, dtype, stride) -> a new tensor with the values of x
 CONVERT: OpOverload = torch.ops.amp_fx.convert.default

@@ -17,7 +17,7 @@ FLOORS = (
     ("amp_fx.plans",),
     ("amp_fx.placement", "amp_fx.viz", "amp_fx.weights"),
     ("amp_fx.passes", "amp_fx.options", "amp_fx.targets"),
-    ("amp_fx.accumulation", "amp_fx.scaling"),
+    ("amp_fx.scaling",),
     ("amp_fx.rewriting", "amp_fx.lowering", "amp_fx.fp8", "amp_fx.exporting"),
     ("amp_fx.backend",),
     ("amp_fx.integrations", "amp_fx.reports"),

@@ -1,0 +1,68 @@
+"""Bytes that a training step in one graph moves: loss, gradients and update."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.counts import counting
+from graphs import DEFAULTS
+
+
+class Block(nn.Module):
+    """A transformer's block and a loss."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.up, self.down = (
+            nn.Linear(width, width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v))
+        return (x + self.down(F.gelu(self.up(self.norm(x))))).square().mean()
+
+
+def moved(update: bool, backend: str, autocast: bool = False, options: dict[str, Any] | None = None) -> int:
+    """Bytes by Inductor's estimate."""
+    torch._dynamo.reset()
+    model = Block()
+    parameters = list(model.parameters())
+
+    def step(x: Tensor) -> object:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            loss = model(x)
+        grads = torch.autograd.grad(loss, parameters)
+        if not update:
+            return loss.detach(), grads
+        with torch.no_grad():
+            for p, g in zip(parameters, grads, strict=True):
+                p.sub_(g, alpha=1e-3)
+        return loss.detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True), counting() as counter:
+        torch.compile(step, backend=backend, options=options)(torch.randn(2, 32, 128))
+    assert len(counter.graphs) == 1
+    return counter.total.bytes_moved
+
+
+@pytest.mark.parametrize("policy", ["autocast", "fast"])
+@pytest.mark.parametrize("update", [False, True], ids=["gradients", "update"])
+def test_a_step_in_one_graph_moves_at_most_what_stock_moves(update: bool, policy: str) -> None:
+    stock = moved(update, "inductor", autocast=True)
+    assert moved(update, "amp_fx", options={**DEFAULTS, "policy": policy}) <= stock
+
+
+def test_an_update_in_the_graph_is_one_kernel_with_the_widening_of_its_gradient() -> None:
+    gradients, update = (moved(inside, "amp_fx", options={**DEFAULTS}) for inside in (False, True))
+    # apart, the update reads a gradient and a parameter and writes one: 12 bytes
+    assert update - gradients < 7 * sum(p.numel() for p in Block().parameters())
