@@ -32,7 +32,7 @@ from amp_fx.plans.plan import Plan
 from amp_fx.plans.publish import is_heard, publish
 from amp_fx.plans.summary import summary
 from amp_fx.policy.table import supported_devices
-from amp_fx.rewriting import FP8_BUDGET, autocast_casts, rewrite
+from amp_fx.rewriting import autocast_casts, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
 from amp_fx.weights.freezing import freeze
 from amp_fx.weights.inference import cached, copied_weights, in_inference_mode
@@ -83,7 +83,7 @@ def amp_fx(
         return _fall_back(call, str(error))
     if call.training and call.scaler is None:
         _say_what_scales(call, plan)
-    call.fp8 = fp8_placement(opts, call.ambient, plan, rewritten.meta.get(FP8_BUDGET))
+    call.fp8 = fp8_placement(opts, call.ambient, plan, rewritten)
     compiled = _COMPILE[_way(call, rewritten, plan)](call, rewritten)
     if call.fp8 is not None:
         add_choices(plan, call.fp8)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import size_hint
 from amp_fx.errors import PlanError
 from amp_fx.graphs.facts import FP8_DTYPES, LOW_DTYPES
 from amp_fx.graphs.linears import LINEAR_OPS
@@ -12,8 +18,9 @@ from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
 from amp_fx.passes import PlaceFp8
 from amp_fx.passes.joint.place_fp8 import Fp8Choice
+from amp_fx.passes.keyed import marked
 from amp_fx.placement.devices import builtin, resolve
-from amp_fx.placement.fp8_choice import Fp8Budget
+from amp_fx.placement.fp8_choice import FP8_BUDGET
 from amp_fx.placement.fp8_device import NoFp8, fp8_device, multiplies
 from amp_fx.placement.profile import FLOAT8
 from amp_fx.plans.plan import NodePlan, Plan
@@ -25,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def fp8_placement(
-    opts: Options, ambient: Mapping[str, Region], plan: Plan, budget: Fp8Budget | None = None
+    opts: Options, ambient: Mapping[str, Region], plan: Plan, rewritten: fx.GraphModule
 ) -> PlaceFp8 | None:
     """The pass that chooses what runs in fp8, for a graph that will be differentiated.
 
@@ -33,7 +40,7 @@ def fp8_placement(
         opts: validated options.
         ambient: autocast state at graph entry per device type.
         plan: of the forward; what the policy means on this device is written into it.
-        budget: with measured harm: what matmuls may add to the error.
+        rewritten: the graph, whose calls are marked; with measured harm it has the budget of its matmuls.
 
     Returns:
         None where the policy is another one, or the device has no fp8: then policy fp8 means autocast.
@@ -45,13 +52,28 @@ def fp8_placement(
         return None
     device = "cuda" if "cuda" in ambient else next(iter(sorted(ambient)))
     if plan.decides_fp8:
-        return _planned(opts, device, plan)
+        placed = _planned(opts, device, plan)
+        return placed and replace(placed, **_of_graph(rewritten))
     if opts.policy.base != "fp8":
         return None
     wanted = opts.fp8 if opts.harm is None else opts.harm.fp8
     here = fp8_device(wanted, resolve(opts.profile, device), device, ambient[device].dtype)
     plan.fp8 = here.meaning
-    return None if isinstance(here, NoFp8) else PlaceFp8(here.recipe, here.device, here.cost, budget)
+    if isinstance(here, NoFp8):
+        return None
+    budget = rewritten.meta.get(FP8_BUDGET)
+    return PlaceFp8(here.recipe, here.device, here.cost, budget, **_of_graph(rewritten))
+
+
+def _of_graph(rewritten: fx.GraphModule) -> dict[str, Any]:
+    """What the pass reads besides the code of the graph."""
+    graphs = [module.graph for module in rewritten.modules() if isinstance(module, fx.GraphModule)]
+    marks = (marked(node) for graph in graphs for node in graph.nodes)
+    inputs = (node.meta["val"] for node in rewritten.graph.find_nodes(op="placeholder"))
+    return {
+        "marks": tuple(name for name in marks if name is not None),
+        "hints": tuple(size_hint(value) for value in inputs if isinstance(value, torch.SymInt)),
+    }
 
 
 def _planned(opts: Options, device: str, plan: Plan) -> PlaceFp8 | None:

@@ -24,10 +24,9 @@ from amp_fx.passes import (
     POST_GRAD_PIPELINES,
     KeepStatistics,
     Pass,
-    PassContext,
     PlaceFp8,
     QuantiseMatmuls,
-    run_in_order,
+    run_keyed,
 )
 from amp_fx.passes.joint.keep_statistics import is_low_norm
 from amp_fx.passes.joint.separate_outputs import widens_for_both
@@ -35,7 +34,10 @@ from amp_fx.placement import layout
 from amp_fx.plans.publish import is_heard
 from amp_fx.scaling.scaled_graph import ScaledGraph
 
-__all__ = ["lower"]
+__all__ = ["KEYED_ROOMS", "lower"]
+
+#: rooms whose sources are in the keys of the compile caches: all that passes on Inductor's graphs import from
+KEYED_ROOMS = ("_torch", "graphs", "passes", "placement", "plans", "policy")
 
 
 def lower(
@@ -90,20 +92,12 @@ def _hook(stage: Literal["joint", "post_grad"], passes: Sequence[Pass], opts: Op
     """The Inductor option that runs the passes at a stage."""
     if not passes:
         return {}
-    # what they depend on is their source and their options
-    modules = frozenset[str]().union(*(_sources(type(step).__module__) for step in passes))
-    uuid = f"{source_hash(*(sys.modules[name] for name in sorted(modules)))} {passes}"
-    return graph_pass(stage, uuid, lambda graph: run_in_order(graph, passes, PassContext()), opts.inductor)
+    # what they depend on: their source, their options, and the one setting of torch that is in no key by itself
+    uuid = f"{_sources()} {passes} mkldnn={torch.backends.mkldnn.enabled}"
+    return graph_pass(stage, uuid, lambda graph: run_keyed(graph, passes), opts.inductor)
 
 
 @functools.cache
-def _sources(module: str) -> frozenset[str]:
-    """Names of a module of this package and of those that it imports from it, and they from it in turn."""
-    package, found, new = __package__ or "", {module}, [module]
-    while new:
-        values = vars(sys.modules[new.pop()]).values()
-        names = {getattr(value, "__module__", getattr(value, "__name__", "")) for value in values}
-        ours = {name for name in names if isinstance(name, str) and name.partition(".")[0] == package}
-        new += ours & sys.modules.keys() - found
-        found |= ours & sys.modules.keys()
-    return frozenset(found)
+def _sources() -> str:
+    """A hash of the rooms that passes are made of, constants included."""
+    return source_hash(*(path for room in KEYED_ROOMS for path in sys.modules[f"amp_fx.{room}"].__path__))

@@ -28,17 +28,14 @@ from amp_fx.passes import (
 )
 from amp_fx.passes.forward.place_by_harm import HARM_META, Placement
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.fp8_choice import Fp8Budget
+from amp_fx.placement.fp8_choice import FP8_BUDGET, Fp8Budget
 from amp_fx.placement.fp8_device import Fp8Device, NoFp8, fp8_device
 from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan
 from amp_fx.weights.inference import weight_inputs
 
-__all__ = ["FP8_BUDGET", "autocast_casts", "rewrite"]
-
-#: gm.meta key of a rewritten graph that is placed by harm under policy fp8: the :class:`Fp8Budget` of its matmuls
-FP8_BUDGET = "amp_fx_fp8_budget"
+__all__ = ["autocast_casts", "rewrite"]
 
 logger = logging.getLogger(__name__)
 

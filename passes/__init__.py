@@ -39,7 +39,8 @@ lay_out_gradients (CPU) gradients of convolutions in their weights' layout
 lay_out_weights      (CPU) convolutions' weights are cast channels last
 ==================== ==================================================================
 
-What a pass is, and the runner, are in ``base.py``. Not here: op lists (``amp_fx.policy``), costs and the cut
+What a pass is, and the runner, are in ``base.py``; what a pass on Inductor's graphs may read of a node, in
+``keyed.py``. Not here: op lists (``amp_fx.policy``), costs and the cut
 (``amp_fx.placement``). Open ``forward/place.py`` for the heart of it.
 """
 
@@ -47,7 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from amp_fx.passes.base import Pass, PassContext, PassResult, run_in_order, run_passes
+from amp_fx.passes.base import Pass, PassContext, PassResult, run_in_order, run_keyed, run_passes
 from amp_fx.passes.forward.cache_weights import CacheWeights
 from amp_fx.passes.forward.classify import Classify
 from amp_fx.passes.forward.constrain import Constrain
@@ -109,6 +110,7 @@ __all__ = [
     "fp8_pipeline",
     "replay_pipeline",
     "run_in_order",
+    "run_keyed",
     "run_passes",
 ]
 

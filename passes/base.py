@@ -20,12 +20,13 @@ import torch.fx as fx
 from amp_fx._torch import HigherOrderOperator, log_artifact
 from amp_fx.errors import PassError
 from amp_fx.graphs.capture import REGION_META
+from amp_fx.passes.keyed import only_keyed
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import add_graph
 from amp_fx.policy import Policy
 
-__all__ = ["Pass", "PassContext", "PassResult", "bodies", "run_in_order", "run_passes"]
+__all__ = ["Pass", "PassContext", "PassResult", "bodies", "run_in_order", "run_keyed", "run_passes"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class Pass(abc.ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     #: facts that hold afterwards
     ensures: ClassVar[frozenset[str]] = frozenset()
+    #: on Inductor's graphs: names of marked calls that the pass knows (:mod:`amp_fx.passes.keyed`)
+    marks: tuple[str, ...] = ()
 
     @abc.abstractmethod
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -125,6 +128,22 @@ def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassCont
     Raises:
         PassError: a pass failed; the cause is chained.
     """
+    _run(gm, pipeline, context)
+    gm.recompile()
+
+
+def run_keyed(gm: fx.GraphModule, pipeline: Sequence[Pass]) -> None:
+    """Runs a pipeline on a graph that Inductor looks up in caches: its passes read no more than the keys hold.
+
+    Raises:
+        PassError: a pass failed, or read more; the cause is chained.
+    """
+    with only_keyed(gm, {name for step in pipeline for name in step.marks}):
+        _run(gm, pipeline, PassContext())
+    gm.recompile()
+
+
+def _run(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> None:
     facts: set[str] = set()
     done: list[str] = []
     for step in pipeline:
@@ -146,7 +165,6 @@ def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassCont
         done.append(step.name)
         elapsed = 1e3 * (time.perf_counter() - start)
         logger.debug("%s%s: %s (%.1f ms)", context.path, step.name, result.summary, elapsed)
-    gm.recompile()
 
 
 def _is_captured(body: fx.GraphModule) -> bool:

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
@@ -158,12 +157,12 @@ def tunes_kernels() -> bool:
     return config.max_autotune or config.max_autotune_gemm
 
 
-@functools.cache
-def source_hash(*modules: ModuleType) -> str:
-    """A hash of the modules' source files: two versions of a pass never share a cache entry."""
+def source_hash(*folders: str) -> str:
+    """A hash of the source files in the folders: two versions of a pass never share a cache entry."""
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
-    return get_hash_for_files(tuple(str(module.__file__) for module in modules)).hex()
+    files = sorted(str(path) for folder in folders for path in Path(folder).rglob("*.py"))
+    return get_hash_for_files(tuple(files)).hex()
 
 
 def inductor_option_names() -> frozenset[str]:

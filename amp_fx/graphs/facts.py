@@ -168,7 +168,8 @@ def is_cast(node: fx.Node) -> bool:
 def source_line(node: fx.Node) -> str:
     """The user's innermost source line, as ``file:line: code``, or an empty string."""
     trace = node.meta.get("stack_trace")
-    return _innermost_line(trace) if trace else ""
+    # passes on Inductor's graphs see none
+    return _innermost_line(trace) if isinstance(trace, str) else ""
 
 
 @functools.lru_cache(maxsize=4096)  # repeated layers have the same lines

@@ -17,6 +17,7 @@ from amp_fx.placement.tradeoff import Choice, bracket
 
 __all__ = [
     "BYTES",
+    "FP8_BUDGET",
     "OPERATIONS",
     "Chosen",
     "Fp8Budget",
@@ -26,6 +27,9 @@ __all__ = [
     "choose_all",
     "within",
 ]
+
+#: gm.meta key of a rewritten graph that is placed by harm under policy fp8: the :class:`Fp8Budget` of its matmuls
+FP8_BUDGET = "amp_fx_fp8_budget"
 
 #: what runs in fp8, of several graphs
 Chosen = list[frozenset[Var]]

@@ -10,7 +10,7 @@ import torch.fx as fx
 from amp_fx.graphs.capture import REGION_META
 from amp_fx.graphs.facts import LOW_DTYPES, is_matmul
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.joint.fp8_matmuls import MARK
+from amp_fx.passes.keyed import CUSTOM, MARK
 from amp_fx.plans.plan import node_plan
 from amp_fx.policy import OpClass
 
@@ -29,7 +29,8 @@ class MarkFp8(Pass):
     3. none in a region where the program switched autocast off.
     4. where a plan that is followed says what runs in fp8, the calls that it names.
 
-    The graph is not changed, only ``meta``::
+    No cache knows ``meta``: :class:`PlaceFp8` has the names of all that is marked, and sees no other mark. The graph is
+    not changed, only ``meta``::
 
         linear = torch.ops.aten.linear.default(x_16, w_16)     # meta["custom"] = {"amp_fx_fp8": "linear"}
 
@@ -47,7 +48,7 @@ class MarkFp8(Pass):
         marked = 0
         for node in gm.graph.nodes:
             if self._is_planned(node) if self.planned else may_run_in_fp8(node, context):
-                node.meta["custom"] = {**node.meta.get("custom", {}), MARK: f"{context.path}{node.name}"}
+                node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), MARK: f"{context.path}{node.name}"}
                 marked += 1
         return PassResult(gm, marked, f"{marked} matmuls may run in fp8")
 

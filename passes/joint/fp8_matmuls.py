@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from amp_fx._torch import joint_roles
 from amp_fx.graphs.facts import LOW_DTYPES, is_matmul
+from amp_fx.passes.keyed import marked
 from amp_fx.placement.layout import CAST
 from amp_fx.policy.fp8 import FORWARD, INPUT, WEIGHT
 
@@ -21,21 +22,15 @@ __all__ = [
     "FORWARD",
     "FP8_META",
     "INPUT",
-    "MARK",
     "WEIGHT",
     "Matmul",
     "Operand",
     "find_matmuls",
     "is_residual",
     "last_matmuls",
-    "marked",
 ]
 
 aten = torch.ops.aten
-
-#: node.meta["custom"] key, which AOTAutograd hands on to all that a call becomes, backward included:
-#: the name that the call has in the plan. It is on calls that policy and plan let run in fp8
-MARK = "amp_fx_fp8"
 
 #: node.meta key of a matmul of a joint graph that is to run in fp8: the recipe
 FP8_META = "amp_fx_fp8"
@@ -150,11 +145,6 @@ class Matmul:
         """Rows, contracted, columns; symbolic sizes as they are."""
         first, second = self.operands
         return first.layout[0], first.layout[1], second.layout[0]
-
-
-def marked(node: fx.Node) -> str | None:
-    """The name in the plan of the call that a node comes from, if that may run in fp8."""
-    return (node.meta.get("custom") or {}).get(MARK)
 
 
 def find_matmuls(gm: fx.GraphModule) -> list[Matmul]:

@@ -20,8 +20,8 @@ from amp_fx.passes.joint.fp8_matmuls import (
     find_matmuls,
     is_residual,
     last_matmuls,
-    marked,
 )
+from amp_fx.passes.keyed import marked
 from amp_fx.placement.cut import Var
 from amp_fx.placement.fp8 import Copy, Fp8Cost, Times, Value, choose
 from amp_fx.placement.fp8_choice import OPERATIONS, Fp8Budget, Fp8Problem, PricedFp8, within
@@ -76,6 +76,8 @@ class PlaceFp8(Pass):
         cost: of the device, or None.
         budget: measured harm and how much is allowed, or None.
         planned: what runs in fp8 as a plan has it, (name in the plan, role); None: the pass chooses.
+        marks: names in the plan of the calls that policy and plan let run in fp8.
+        hints: what the sizes that are not known are taken for.
         choices: (name in the plan, role) -> what was decided; filled in when the pass runs.
         sizes: matmuls in each graph that the pass has run on; empty where a cache had what was compiled.
     """
@@ -88,6 +90,8 @@ class PlaceFp8(Pass):
     cost: Fp8Cost | None
     budget: Fp8Budget | None = None
     planned: tuple[tuple[str, str], ...] | None = None
+    marks: tuple[str, ...] = ()
+    hints: tuple[int, ...] = ()
     choices: dict[tuple[str, str], Fp8Choice] = field(default_factory=dict, repr=False, compare=False)
     sizes: list[int] = field(default_factory=list, repr=False, compare=False)
 

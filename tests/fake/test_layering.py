@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from amp_fx.lowering import KEYED_ROOMS
+
 ROOT = Path(__file__).parents[2]
 
 #: The house from the ground up. A room may import from lower floors and from itself, not from its own floor's others.
@@ -114,6 +116,18 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         for name in free:
             del pending[name]
     assert not pending
+
+
+def test_all_that_passes_on_inductors_graphs_are_made_of_is_in_the_keys_of_the_caches() -> None:
+    folders = ("amp_fx.passes.joint", "amp_fx.passes.partitioned")
+    pending = [name for name in MODULES if any(inside(name, folder) for folder in folders)]
+    found = {"amp_fx.passes.base", *pending}
+    while pending:
+        new = arrows(pending.pop()) - found
+        found |= new
+        pending += new
+    # what an error says changes no graph
+    assert {room_of(name) for name in found} - {"amp_fx.errors"} <= {f"amp_fx.{room}" for room in KEYED_ROOMS}
 
 
 @pytest.mark.parametrize("name", [n for n, path in MODULES.items() if path.name == "__init__.py"])

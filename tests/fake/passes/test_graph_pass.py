@@ -13,7 +13,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx._torch import graph_pass
-from amp_fx.lowering import _sources
 
 STAGES: tuple[Literal["joint", "post_grad"], ...] = ("joint", "post_grad")
 
@@ -82,10 +81,3 @@ def test_a_pass_that_asks_whether_there_is_a_backward_is_told() -> None:
     assert isinstance(step, custom_graph_pass.CustomInferenceAwareGraphPass)
     step(graph(), is_inference=True)
     assert told == [True]
-
-
-def test_what_a_pass_imports_from_the_package_is_part_of_its_key() -> None:
-    found = _sources("amp_fx.passes.joint.quantise_matmuls")
-    # imported by it, and by what it imports
-    assert {"amp_fx.policy.fp8_copy", "amp_fx.passes.joint.fp8_matmuls", "amp_fx.graphs.facts"} <= found
-    assert not any(name.startswith("torch") for name in found)

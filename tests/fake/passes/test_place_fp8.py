@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx.passes.joint.fp8_matmuls import MARK
+from amp_fx.passes.keyed import MARK
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.summary import summary

@@ -1,0 +1,131 @@
+"""Passes on Inductor's graphs read of a node what the keys of the compile caches hold, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import amp_fx
+import amp_fx.lowering
+from amp_fx.passes import Pass, PassContext, PassResult
+from amp_fx.passes.base import run_keyed
+from amp_fx.passes.keyed import CUSTOM, MARK, marked
+from fp8 import MLP, options
+from graphs import DEFAULTS
+
+
+@dataclass(frozen=True)
+class Reads(Pass):
+    """Does with every call of a graph whatever a test wants."""
+
+    name: ClassVar[str] = "reads"
+
+    do: Callable[[fx.Node], Any]
+    marks: tuple[str, ...] = ()
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)):
+            self.do(node)
+        return PassResult(gm, 0, "")
+
+
+def graph() -> tuple[fx.GraphModule, fx.Node]:
+    gm = make_fx(torch.sin)(torch.ones(2))
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    node.meta.update(stack_trace="line", nn_module_stack={"x": ("layers.0", nn.Linear)}, recompute=0)
+    node.meta[CUSTOM] = {MARK: "sin", "theirs": 1}
+    return gm, node
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda node: "layers" in node.meta["nn_module_stack"],
+        lambda node: [*node.meta["nn_module_stack"].values()],
+        lambda node: node.meta["stack_trace"] == "line",
+        lambda node: bool(node.meta["recompute"]),
+        lambda node: {node.meta["recompute"]},
+        lambda node: f"{node.meta['seq_nr']}",
+    ],
+)
+def test_what_no_key_holds_cannot_be_read(read: Callable[[fx.Node], Any]) -> None:
+    gm, node = graph()
+    node.meta["seq_nr"] = 3
+    before = dict(node.meta)
+    with pytest.raises(amp_fx.PassError, match="no key"):
+        run_keyed(gm, [Reads(read)])
+    assert node.meta == before
+
+
+def test_what_no_key_holds_is_handed_on() -> None:
+    gm, node = graph()
+
+    def copy(old: fx.Node) -> None:
+        with gm.graph.inserting_after(old):
+            gm.graph.node_copy(old).meta["val"] = old.meta["val"]
+
+    before = dict(node.meta)
+    run_keyed(gm, [Reads(copy)])
+    assert node.meta == before
+    assert node.next.meta == before
+
+
+def test_a_mark_is_seen_by_who_names_it() -> None:
+    gm, node = graph()
+    seen: list[str | None] = []
+    run_keyed(gm, [Reads(lambda n: seen.append(marked(n)), marks=("cos",))])
+    run_keyed(gm, [Reads(lambda n: seen.append(marked(n)), marks=("sin",))])
+    assert seen == [None, "sin"]
+    assert node.meta[CUSTOM] == {MARK: "sin", "theirs": 1}
+
+
+def uuids(program: Callable[..., Any], args: list[Any], given: dict[str, Any], monkeypatch: Any) -> set[str]:
+    """Of the passes that a program is compiled with."""
+    found: list[str] = []
+
+    def compile_with_inductor(gm: fx.GraphModule, inputs: Any, patches: dict[str, Any]) -> Callable[..., Any]:
+        found.extend(repr(step.uuid()) for step in patches.values() if hasattr(step, "uuid"))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(amp_fx.lowering, "compile_with_inductor", compile_with_inductor)
+        torch.compile(program, backend="amp_fx", options=given)(*args)
+    assert found
+    return set(found)
+
+
+def test_what_may_run_in_fp8_is_in_the_key(tmp_path: Path, monkeypatch: Any) -> None:
+    model, x, given = MLP(32, 64, 64, 16), torch.randn(32, 32), options(tmp_path)
+    first = uuids(model, [x], given, monkeypatch)
+    for module in ("layers", "layers.0", "layers.1"):
+        rules = {"base": "fp8", "rules": [{"module": module, "precision": "low"}]}
+        assert uuids(model, [x], {**given, "policy": rules}, monkeypatch) != first
+    assert uuids(model, [x], given, monkeypatch) == first
+
+
+def test_the_size_that_a_choice_was_made_for_is_in_the_key(tmp_path: Path, monkeypatch: Any) -> None:
+    model = MLP(32, 64, 64, 16)
+
+    def keys(tokens: int) -> set[str]:
+        x = torch.randn(tokens, 32)
+        torch._dynamo.mark_dynamic(x, 0)
+        return uuids(model, [x], options(tmp_path), monkeypatch)
+
+    assert keys(48) == keys(48) != keys(96)
+
+
+# the switch restores settings of other devices, too
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_the_setting_of_torch_that_a_pass_reads_is_in_the_key(monkeypatch: Any) -> None:
+    model, x = nn.Conv2d(3, 8, 3), torch.randn(2, 3, 8, 8)
+    before = uuids(model, [x], dict(DEFAULTS), monkeypatch)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert uuids(model, [x], dict(DEFAULTS), monkeypatch) != before
