@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import HigherOrderOperator, size_hint
+from amp_fx._torch import HigherOrderOperator, OpOverload, size_hint
 from amp_fx.graphs.facts import (
     COPY_META,
     cast_bytes,
@@ -29,6 +29,8 @@ from amp_fx.plans.plan import CAST_META, STEP_META, CastPlan, InputPlan, NodePla
 
 __all__ = ["add_graph", "input_plan", "measure"]
 
+_NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
+
 
 def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
     """Appends the decisions that a rewritten graph carries.
@@ -44,7 +46,7 @@ def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
         row = node_plan(node)
         if node.op == "placeholder" and (given := input_plan(node, path)) is not None:
             plan.inputs.append(given)
-        if row is not None:
+        if row is not None and not _is_about_numbers(node):
             measure(row, node, path, flops)
             plan.nodes.append(row)
             row.inputs += _connect_body(gm, node, path, aliases)
@@ -110,6 +112,14 @@ def input_plan(node: fx.Node, path: str) -> InputPlan | None:
         bytes=numel(value) * value.dtype.itemsize,
         copy_of=node.meta.get(COPY_META, ""),
     )
+
+
+def _is_about_numbers(node: fx.Node) -> bool:
+    """True for arithmetic on sizes and Python numbers, and its checks: where shapes are static, there is none."""
+    value = node.meta.get("val")
+    if value is None and isinstance(node.target, OpOverload):
+        return not any(tensors(source.meta.get("val")) for source in node.all_input_nodes)
+    return isinstance(value, _NUMBERS)
 
 
 def _connect_body(gm: fx.GraphModule, node: fx.Node, path: str, aliases: dict[str, str]) -> tuple[str, ...]:

@@ -44,9 +44,10 @@ class Replay(Pass):
         followed = 0
         for node in gm.graph.nodes:
             plan = node_plan(node)
-            if plan is None:
+            row = self.rows.get(plan.name) if plan is not None else None
+            if plan is None or row is None:
+                # what is about numbers has no row
                 continue
-            row = self.rows[plan.name]
             for name in _DECISIONS:
                 setattr(plan, name, getattr(row, name))
             if context.training:

@@ -89,6 +89,27 @@ def test_a_plan_holds_for_other_batch_sizes(made: Rewritten) -> None:
     assert decisions(follow(made.plan, batch=9).plan) == decisions(made.plan)
 
 
+class Counting(Net):
+    """Computes with sizes and with a number, which are in the graph if shapes are dynamic."""
+
+    scale = 0.5
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows, columns = x.shape
+        torch._check(rows > 2)
+        y, x = super().forward(x.reshape(2, rows // 2, columns) * self.scale)
+        return y.reshape(rows, -1), x
+
+
+def test_a_plan_of_static_shapes_holds_for_dynamic_ones() -> None:
+    made = rewrite(Counting(), torch.randn(6, 8), options={"policy": RULES})
+    torch._dynamo.reset()
+    x = torch.randn(8, 8)
+    followed = rewrite(Counting(), x, options={"plan": made.plan}, dynamic=True)
+    assert any(isinstance(node.meta.get("val"), torch.SymInt) for node in followed.gm.graph.nodes)
+    assert decisions(followed.plan) == decisions(made.plan)
+
+
 def test_a_decision_that_was_edited_is_followed(made: Rewritten, tmp_path: Path) -> None:
     data = json.loads(made.plan.to_json())
     row = next(row for row in data["nodes"] if row["module_path"] == "block.0" and row["op"] == "linear")
