@@ -17,11 +17,11 @@ from amp_fx.errors import FallbackWarning, OptionsError, TargetError
 from amp_fx.targets import find_target
 from amp_fx.targets.compiling import InnerCompile, compile_graph
 from amp_fx.targets.serving import enter
-from amp_fx.targets.tracing import TracedGraph, Tracer
+from amp_fx.targets.tracing import Tracer
 from benchmarks.arms import Arm, prepare
 from benchmarks.workloads import Workload
 
-__all__ = ["ASSUMED", "compile_arm", "compile_graphs", "enter_target"]
+__all__ = ["ASSUMED", "compile_arm", "enter_target"]
 
 #: what counts for a target take for granted, as nothing runs
 ASSUMED = (
@@ -59,11 +59,6 @@ def compile_arm(workload: Workload, arm: Arm, mode: str, inner_compile: InnerCom
         raise OptionsError(f"arm {arm.name!r} needs a device.")
     tracer = Tracer()
     prepare(workload, replace(arm, backend=tracer, options=None, autocast=False), mode).forward()
-    return compile_graphs(tracer.graphs, arm, inner_compile)
-
-
-def compile_graphs(graphs: Sequence[TracedGraph], arm: Arm, inner_compile: InnerCompile) -> tuple[str, ...]:
-    """Compiles graphs as an arm does, for this process's target; returns amp_fx's fallbacks."""
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if arm.backend == "amp_fx":
@@ -73,6 +68,6 @@ def compile_graphs(graphs: Sequence[TracedGraph], arm: Arm, inner_compile: Inner
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FallbackWarning)
-        for graph in graphs:
+        for graph in tracer.graphs:
             compile_graph(graph, backend, inner_compile)
     return tuple(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
