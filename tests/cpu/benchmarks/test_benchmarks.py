@@ -1,14 +1,12 @@
-"""`python -m benchmarks` from end to end, on its smallest case, and what is timed apart from it."""
+"""`python -m benchmarks` from end to end, on its smallest case."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.__main__ import main
-from benchmarks.layout import ways
 from benchmarks.results import read_timings
 
 
@@ -31,8 +29,3 @@ def test_a_run_measures_two_arms_in_processes_of_their_own(
         assert row.host_reads == 0
     assert "policy, training: batch 64" in capsys.readouterr().out
 
-
-def test_all_ways_of_laying_out_a_weight_give_the_same_values() -> None:
-    for table in ways((64, 8, 3, 3)).values():
-        results = [convert(values[0]) for convert, values in table.values()]
-        assert all(torch.equal(result, results[0]) for result in results)
