@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +30,6 @@ class Arm:
         whole: convert the model and its floating inputs to ``dtype`` first.
         dtype: the low dtype.
         scaler: train with a loss scaler, amp_fx's with its backend, else ``torch.amp.GradScaler``.
-        floor: run only the matmuls, convolutions and attention of the model, one by one.
-        epilogue: False leaves out amp_fx's pass that lets a matmul return fp32.
         channels_last: lay out the model's parameters channels last first; for models that convolve.
         env: environment variables of its process.
         modes: where it makes sense.
@@ -47,8 +44,6 @@ class Arm:
     whole: bool = False
     dtype: torch.dtype = torch.bfloat16
     scaler: bool = False
-    floor: bool = False
-    epilogue: bool = True
     channels_last: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     modes: tuple[str, ...] = MODES
@@ -91,25 +86,28 @@ ARMS = {
                 *((recipe, {"profile": "off", "fp8": recipe}) for recipe in RECIPES),
             )
         ),
-        Arm("cast", "amp_fx", {"weights": "cast"}, modes=_INFERENCE),
-        Arm("cache", "amp_fx", {"weights": "cache"}, modes=_INFERENCE),
-        Arm("freeze", "amp_fx", {"weights": "freeze"}, modes=_INFERENCE),
-        Arm("no_epilogue", "amp_fx", {}, epilogue=False, modes=_TRAINING, devices=_GPU),
+        # on a CPU, weights are folded and packed by default
+        Arm("freeze", "amp_fx", {"weights": "freeze"}, modes=_INFERENCE, devices=_GPU),
         Arm("fp16", whole=True, dtype=_FP16, modes=_INFERENCE, devices=_GPU),
         Arm("autocast_fp16", autocast=True, dtype=_FP16, devices=_GPU),
-        Arm("amp_fx_fp16", "amp_fx", {"dtype": "float16"}, dtype=_FP16, modes=_INFERENCE, devices=_GPU),
+        Arm(
+            "amp_fx_fp16",
+            "amp_fx",
+            {"dtype": "float16", "profile": "off"},
+            dtype=_FP16,
+            modes=_INFERENCE,
+            devices=_GPU,
+        ),
         Arm("autocast_scaler", autocast=True, dtype=_FP16, scaler=True, modes=_TRAINING, devices=_GPU),
         Arm(
             "amp_fx_scaler",
             "amp_fx",
-            {"dtype": "float16", "scaler": "default"},
+            {"dtype": "float16", "profile": "off", "scaler": "default"},
             dtype=_FP16,
             scaler=True,
             modes=_TRAINING,
             devices=_GPU,
         ),
-        Arm("floor32", None, whole=True, dtype=torch.float32, floor=True),
-        Arm("floor", None, whole=True, floor=True),
     )
 }
 
@@ -136,22 +134,14 @@ class Prepared:
     batch: Batch
     loss: Callable[[nn.Module, Batch], Tensor]
 
-    def forward(self, batch: Batch | None = None) -> Tensor:
-        """The loss, or what the model returns that has none."""
-        with self.context():
-            return self.loss(self.model, self.batch if batch is None else batch)
-
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """Gradients and autocast as the arm has them."""
+    def forward(self) -> Tensor:
+        """The loss, or what the model returns that has none; gradients and autocast as the arm has them."""
         arm = self.arm
         with (
-            torch.set_grad_enabled(self.mode == "training"),
-            # there a linear is one op to whoever listens, so the floor would find no matmul in it
-            torch.inference_mode(self.mode == "inference" and not arm.floor),
+            torch.inference_mode(self.mode == "inference"),
             torch.autocast(self.device, arm.dtype if arm.autocast else None, enabled=arm.autocast),
         ):
-            yield
+            return self.loss(self.model, self.batch)
 
 
 def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Prepared:
@@ -166,11 +156,8 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
     if arm.whole:
         model = model.to(arm.dtype)
         batch = {k: v.to(arm.dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    if arm.floor or arm.channels_last:
-        # for the floor, as eager convolutions run as their operands lie: Inductor chooses this layout by itself
+    if arm.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # not in the stubs
-    if arm.floor:
-        batch = {k: v.to(memory_format=torch.channels_last) if v.ndim == 4 else v for k, v in batch.items()}
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         output = model(**batch)

@@ -18,16 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import workloads
-from benchmarks.cases import CASES, sizes_for
-from benchmarks.results import TimingRow, read_timings
+from benchmarks.cases import CASES
+from benchmarks.workloads import OF_TRANSFORMERS, WORKLOADS
 
-__all__ = ["Step", "main", "steps", "table"]
-
-#: models that come from Hugging Face transformers
-_OF_TRANSFORMERS = (
-    workloads.bert, workloads.gpt2, workloads.resnet, workloads.resnet50, workloads.t5, workloads.vit,
-)  # fmt: skip
+__all__ = ["Step", "main", "steps"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,12 +53,20 @@ def steps(device: str, minutes: float) -> list[Step]:
     found = [Step("tests.xml", tests, ("pytest",))] if device == "cuda" else []
     found.append(Step("profile.json", profile))
     limit = ("--minutes", str(0.8 * minutes))
+    where = ("--device", device, "--json", "{out}")
     for case in CASES.values():
-        if sizes_for(device) in case.sizes:
-            needs = ("transformers",) if case.build in _OF_TRANSFORMERS else ()
-            command = ("-m", "benchmarks", "--device", device, "--only", case.name, *limit, "--json", "{out}")
-            found.append(Step(f"timings_{case.name}.jsonl", command, needs))
+        if device in case.sizes:
+            timings = ("-m", "benchmarks", "--only", case.name, *limit, *where)
+            found.append(Step(f"timings_{case.name}.jsonl", timings, _needs(case.build.__name__)))
+    for kind in ("errors", "counts"):
+        for name in WORKLOADS:
+            command = ("-m", f"benchmarks.{kind}", "--only", name, *where)
+            found.append(Step(f"{kind}_{name}.jsonl", command, _needs(name)))
     return found
+
+
+def _needs(build: str) -> tuple[str, ...]:
+    return ("transformers",) if build in OF_TRANSFORMERS else ()
 
 
 def run(step: Step, folder: Path, seconds: float) -> str:
@@ -92,19 +94,6 @@ def run(step: Step, folder: Path, seconds: float) -> str:
     return "done" if done.returncode == 0 else f"done with code {done.returncode}, see {log.name}"
 
 
-def table(rows: Sequence[TimingRow]) -> str:
-    """Predicted beside measured times, as Markdown."""
-    lines = ["| case | arm | predicted | measured | measured / predicted |", "|---|---|---|---|---|"]
-    for row in rows:
-        if row.times and row.predicted:
-            measured = row.time.median
-            lines.append(
-                f"| {row.workload} | {row.arm} | {1e3 * row.predicted:.3f} ms | {1e3 * measured:.3f} ms |"
-                f" {measured / row.predicted:.2f} |"
-            )
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.campaign", description=(__doc__ or "").splitlines()[0]
@@ -129,8 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             left.append(step.name)
             continue
         print(f"{step.name}: {run(step, folder, seconds)}", flush=True)
-    rows = [row for path in sorted(folder.glob("timings_*.jsonl")) for row in read_timings(path)[1]]
-    (folder / "predicted.md").write_text(table(rows) + "\n", encoding="utf-8")
     print(json.dumps({"folder": str(folder), "left": left}))
     if left:
         print(f"{len(left)} steps are left: run it again")

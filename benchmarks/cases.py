@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from amp_fx.placement.devices import builtin
 from benchmarks import workloads
 from benchmarks.arms import ARMS, Arm
 from benchmarks.workloads import Build, Workload, build_workload
 
-__all__ = ["CASES", "SIZES", "Case", "sizes_for"]
+__all__ = ["CASES", "Case"]
 
 #: what convolves: the layout of its parameters makes a difference
-_CONVOLVING = (workloads.resnet, workloads.resnet50, workloads.gan)
+_CONVOLVING = (workloads.resnet, workloads.gan)
 
 #: what compares bf16 and fp8
 _OF_FP8 = ("autocast", "amp_fx", "off", *(name for name in ARMS if name.startswith("fp8")))
@@ -23,9 +22,6 @@ _SHAPES = (
     (4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (2048, 2048), (1024, 1024), (1024, 4096), (512, 512),
 )  # fmt: skip
 
-#: a CPU with instructions for bf16, one without (where low precision is loops of scalar code), a GPU
-SIZES = ("cpu", "cpu_no_bf16", "cuda")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -33,11 +29,10 @@ class Case:
 
     Attributes:
         name: the key in ``CASES``.
-        family: cases that differ in one size alone share it: a sweep.
+        family: cases that differ in one size alone share it.
         mode: ``"training"`` or ``"inference"``.
         build: makes the model and its batch.
-        sizes: name in ``SIZES`` -> keyword arguments of ``build``; what has none is not measured there.
-        micro_batches: the batch is split into so many, whose gradients add up to one optimizer step.
+        sizes: device -> keyword arguments of ``build``; on a device without, it is not measured.
         arms: if not empty, the only ones that say something here.
     """
 
@@ -46,7 +41,6 @@ class Case:
     mode: str
     build: Build
     sizes: Mapping[str, Mapping[str, int]]
-    micro_batches: int = 1
     arms: tuple[str, ...] = ()
 
     def takes(self, arm: Arm) -> bool:
@@ -55,17 +49,9 @@ class Case:
             return False
         return not arm.channels_last or self.build in _CONVOLVING
 
-    def workload(self, sizes: str) -> Workload:
+    def workload(self, device: str) -> Workload:
         """Builds it; the same weights each time."""
-        return build_workload(self.name, self.build, **self.sizes[sizes])
-
-
-def sizes_for(device: str) -> str:
-    """The name in ``SIZES`` that suits this machine."""
-    if device != "cpu":
-        return device
-    peak = builtin("cpu").peak
-    return "cpu" if peak["bfloat16"] > peak["float32"] else "cpu_no_bf16"
+        return build_workload(self.name, self.build, **self.sizes[device])
 
 
 CASES: dict[str, Case] = {}
@@ -77,25 +63,9 @@ def _case(
     build: Build,
     sizes: Mapping[str, Mapping[str, int]],
     family: str = "",
-    micro_batches: int = 1,
     arms: tuple[str, ...] = (),
 ) -> None:
-    CASES[name] = Case(name, family or name, mode, build, sizes, micro_batches, arms)
-
-
-def _sweep(
-    family: str,
-    mode: str,
-    build: Build,
-    by: str,
-    values: Mapping[str, tuple[int, ...]],
-    fixed: Mapping[str, Mapping[str, int]],
-    arms: tuple[str, ...] = (),
-) -> None:
-    """One case per value of one size."""
-    for value in sorted({value for several in values.values() for value in several}):
-        sizes = {name: {**fixed[name], by: value} for name in values if value in values[name]}
-        _case(f"{family}_{by}{value}", mode, build, sizes, family, arms=arms)
+    CASES[name] = Case(name, family or name, mode, build, sizes, arms)
 
 
 _case(
@@ -104,7 +74,6 @@ _case(
     workloads.gpt2,
     {
         "cpu": {"batch": 4, "length": 256, "layers": 4, "width": 256, "vocab": 1024},
-        "cpu_no_bf16": {"batch": 4, "length": 64, "layers": 2, "width": 128},
         "cuda": {"batch": 16, "length": 1024, "layers": 12, "width": 768, "vocab": 50304},
     },
 )
@@ -112,11 +81,7 @@ _case(
     "mlp",
     "training",
     workloads.mlp,
-    {
-        "cpu": {"batch": 256, "width": 1024},
-        "cpu_no_bf16": {"batch": 128, "width": 512},
-        "cuda": {"batch": 512, "width": 4096},
-    },
+    {"cpu": {"batch": 256, "width": 1024}, "cuda": {"batch": 512, "width": 4096}},
 )
 _case(
     "resnet18",
@@ -124,7 +89,6 @@ _case(
     workloads.resnet,
     {
         "cpu": {"batch": 8, "image": 96, "width": 64, "stages": 4},
-        "cpu_no_bf16": {"batch": 4, "image": 64, "width": 32, "stages": 4, "layers": 1},
         "cuda": {"batch": 256, "image": 224, "width": 64, "stages": 4},
     },
 )
@@ -134,7 +98,6 @@ _case(
     workloads.llama_512,
     {
         "cpu": {"batch": 4, "length": 256},
-        "cpu_no_bf16": {"batch": 4, "length": 64, "layers": 2, "width": 128, "hidden": 344},
         "cuda": {"batch": 8, "length": 2048, "layers": 16, "width": 1024, "hidden": 2752, "vocab": 32000},
     },
 )
@@ -143,11 +106,7 @@ for _batch in (1, 16, 128):
         f"linears_batch{_batch}",
         "inference",
         workloads.linears,
-        {
-            "cpu": {"batch": _batch, "width": 2048},
-            "cpu_no_bf16": {"batch": _batch, "width": 1024},
-            "cuda": {"batch": _batch, "width": 4096},
-        },
+        {"cpu": {"batch": _batch, "width": 2048}, "cuda": {"batch": _batch, "width": 4096}},
         family="linears",
     )
 _case(
@@ -156,7 +115,6 @@ _case(
     workloads.llama_decode,
     {
         "cpu": {"batch": 1, "context": 128, "layers": 4, "width": 512, "hidden": 1376, "vocab": 4096},
-        "cpu_no_bf16": {"batch": 1, "context": 64, "layers": 2, "width": 256, "hidden": 688, "vocab": 1024},
         "cuda": {"batch": 1, "context": 1024, "layers": 16, "width": 2048, "hidden": 5504, "vocab": 32000},
     },
 )
@@ -166,18 +124,7 @@ _case(
     workloads.resnet,
     {
         "cpu": {"batch": 8, "image": 96, "width": 64, "stages": 4},
-        "cpu_no_bf16": {"batch": 4, "image": 64, "width": 32, "stages": 4, "layers": 1},
         "cuda": {"batch": 64, "image": 224, "width": 64, "stages": 4},
-    },
-)
-_case(
-    "vit_inference",
-    "inference",
-    workloads.vit,
-    {
-        "cpu": {"batch": 8, "image": 128, "layers": 4},
-        "cpu_no_bf16": {"batch": 4, "image": 64, "layers": 2, "width": 128},
-        "cuda": {"batch": 64, "image": 224, "patch": 16, "layers": 12, "width": 768},
     },
 )
 _case(
@@ -186,7 +133,6 @@ _case(
     workloads.bert,
     {
         "cpu": {"batch": 8, "length": 128, "layers": 4},
-        "cpu_no_bf16": {"batch": 2, "length": 64, "layers": 1, "width": 128},
         "cuda": {"batch": 32, "length": 512, "layers": 12, "width": 768, "vocab": 30528},
     },
 )
@@ -196,7 +142,6 @@ _case(
     workloads.vit,
     {
         "cpu": {"batch": 8, "image": 128, "layers": 4},
-        "cpu_no_bf16": {"batch": 4, "image": 64, "layers": 2, "width": 128},
         "cuda": {"batch": 64, "image": 224, "patch": 16, "layers": 12, "width": 768},
     },
 )
@@ -206,76 +151,43 @@ _case(
     workloads.t5,
     {
         "cpu": {"batch": 4, "length": 128},
-        "cpu_no_bf16": {"batch": 2, "length": 64, "layers": 1, "width": 128},
         "cuda": {"batch": 16, "length": 512, "layers": 6, "width": 512, "vocab": 32128},
     },
 )
-for _name, _build in (("gpt2", workloads.gpt2), ("bert", workloads.bert), ("t5", workloads.t5)):
-    _case(f"{_name}_inference", "inference", _build, CASES[_name].sizes)
-_case("llama_inference", "inference", workloads.llama_512, CASES["llama"].sizes)
-_case(
-    "accumulation",
-    "training",
-    workloads.gpt_512,
-    {
-        "cpu": {"batch": 8, "length": 128},
-        "cpu_no_bf16": {"batch": 4, "length": 32, "layers": 1, "width": 128},
-        "cuda": {"batch": 32, "length": 512, "layers": 8, "width": 768, "vocab": 8192},
-    },
-    micro_batches=4,
-)
+for _name in ("gpt2", "llama", "bert", "vit", "t5"):
+    _case(f"{_name}_inference", "inference", CASES[_name].build, CASES[_name].sizes)
 _case(
     "gan",
     "training",
     workloads.gan,
-    {
-        "cpu": {"batch": 16, "width": 64},
-        "cpu_no_bf16": {"batch": 4, "width": 16},
-        "cuda": {"batch": 256, "width": 128},
-    },
+    {"cpu": {"batch": 16, "width": 64}, "cuda": {"batch": 256, "width": 128}},
 )
 _case(
     "policy",
     "training",
     workloads.policy,
-    {
-        "cpu": {"batch": 64},
-        "cpu_no_bf16": {"batch": 64},
-        "cuda": {"batch": 1024, "width": 256},
-    },
+    {"cpu": {"batch": 64}, "cuda": {"batch": 1024, "width": 256}},
 )
-_sweep(
-    "resnet_cifar",
-    "training",
-    workloads.resnet,
-    "batch",
-    {"cpu": (4, 16, 64), "cpu_no_bf16": (1, 4, 16)},
-    {
-        "cpu": {"image": 32, "width": 64, "stages": 4},
-        "cpu_no_bf16": {"image": 32, "width": 16, "stages": 2, "layers": 1},
-    },
-)
-_sweep(
-    "resnet50_cifar",
-    "training",
-    workloads.resnet50,
-    "batch",
-    {"cuda": (16, 64, 256, 1024)},
-    {"cuda": {}},
-)
-_sweep(
-    "depth",
-    "training",
-    workloads.gpt_512,
-    "layers",
-    dict.fromkeys(SIZES, (2, 6, 12, 24, 48)),
-    {
-        "cpu": {"batch": 1, "length": 32, "width": 64, "vocab": 64},
-        "cpu_no_bf16": {"batch": 1, "length": 8, "width": 64, "vocab": 64},
-        "cuda": {"batch": 4, "length": 512, "width": 512, "vocab": 1024},
-    },
-    arms=("fp32", "autocast", "amp_fx", "off"),
-)
+for _batch in (4, 16, 64):
+    _case(
+        f"resnet_cifar_batch{_batch}",
+        "training",
+        workloads.resnet,
+        {"cpu": {"batch": _batch, "image": 32, "width": 64, "stages": 4}},
+        family="resnet_cifar",
+    )
+for _layers in (2, 6, 12, 24, 48):
+    _case(
+        f"depth_layers{_layers}",
+        "training",
+        workloads.gpt_512,
+        {
+            "cpu": {"batch": 1, "length": 32, "width": 64, "vocab": 64, "layers": _layers},
+            "cuda": {"batch": 4, "length": 512, "width": 512, "vocab": 1024, "layers": _layers},
+        },
+        family="depth",
+        arms=("fp32", "autocast", "amp_fx", "off"),
+    )
 _case(
     "llama_8b_block",
     "training",
@@ -290,7 +202,7 @@ for _length in (16, 2048):
         workloads.llama_8b_block,
         {"cuda": {"batch": 1, "length": _length}},
         family="llama_8b_block_inference",
-        arms=(*_OF_FP8, "bf16", "cache"),
+        arms=(*_OF_FP8, "bf16"),
     )
 for _inner, _outer in _SHAPES:
     _case(

@@ -1,6 +1,6 @@
 """What mixed precision costs in accuracy: loss and gradients of one training step against fp64.
 
-    python -m benchmarks.errors [--only NAME ...] [--arms NAME ...] [--json FILE]
+    python -m benchmarks.errors [--only NAME ...] [--arms NAME ...] [--device cuda] [--json FILE]
 
 Every arm starts from the same fp32 weights and compiles the same step, as in ``benchmarks.counts``. The error
 of the gradients is the relative L2 distance over all of them; dropout is off.
@@ -31,14 +31,14 @@ class Row:
     """The errors of one workload and arm.
 
     Attributes:
-        loss: relative error of the loss; of a model without one, relative L2 error of what it returns.
-        gradient: relative L2 error over all gradients; None without a backward.
+        loss: relative error of the loss.
+        gradient: relative L2 error over all gradients.
     """
 
     workload: str
     arm: str
     loss: float
-    gradient: float | None
+    gradient: float
 
 
 #: what the others are compared with
@@ -47,24 +47,19 @@ _EXACT = Arm("fp64", None, whole=True, dtype=torch.float64)
 
 @dataclass(frozen=True)
 class _Step:
-    result: Tensor
+    loss: Tensor
     gradients: dict[str, Tensor]
 
 
-def measure(
-    workload: Workload, arms: Sequence[Arm], mode: str = "training", device: str = "cpu"
-) -> list[Row]:
+def measure(workload: Workload, arms: Sequence[Arm], device: str = "cpu") -> list[Row]:
     """Measures some arms on one workload."""
-    exact = _step(workload, _EXACT, mode, device)
+    exact = _step(workload, _EXACT, device)
     rows = []
     for arm in arms:
-        got = _step(workload, arm, mode, device)
-        gradient = None
-        if mode == "training":
-            gradient = _distance(
-                [got.gradients[name] for name in exact.gradients], list(exact.gradients.values())
-            )
-        rows.append(Row(workload.name, arm.name, _distance([got.result], [exact.result]), gradient))
+        got = _step(workload, arm, device)
+        gradients = [got.gradients[name] for name in exact.gradients]
+        error = _distance(gradients, list(exact.gradients.values()))
+        rows.append(Row(workload.name, arm.name, _distance([got.loss], [exact.loss]), error))
     return rows
 
 
@@ -73,16 +68,15 @@ def _distance(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     return (distance / sum(r.square().sum().item() for r in references)) ** 0.5
 
 
-def _step(workload: Workload, arm: Arm, mode: str, device: str) -> _Step:
-    prepared = prepare(workload, arm, mode, device)
+def _step(workload: Workload, arm: Arm, device: str) -> _Step:
+    prepared = prepare(workload, arm, "training", device)
     for module in prepared.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    result = prepared.forward()
-    if mode == "training":
-        result.backward()
+    loss = prepared.forward()
+    loss.backward()
     gradients = {n: p.grad.double() for n, p in prepared.model.named_parameters() if p.grad is not None}
-    return _Step(result.detach().double(), gradients)
+    return _Step(loss.detach().double(), gradients)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,16 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(_DEFAULT), metavar="NAME")
     arms = ["fp32", "autocast", "bf16", "off", "fast"]
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=arms, metavar="NAME")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", metavar="FILE", help="write a header line and one line per row")
     args = parser.parse_args(argv)
 
-    header = describe("cpu")
+    header = describe(args.device)
     print(", ".join(f"{key} {value}" for key, value in header.items()))
     print(f"{'':<12}{'':<10}{'loss':>10}{'gradients':>12}")
     rows: list[Row] = []
     for name in args.only:
-        for row in measure(make(name), [ARMS[arm] for arm in args.arms]):
-            print(f"{row.workload:<12}{row.arm:<10}{row.loss:>10.1e}{row.gradient or 0:>12.1e}", flush=True)
+        for row in measure(make(name), [ARMS[arm] for arm in args.arms], args.device):
+            print(f"{row.workload:<12}{row.arm:<10}{row.loss:>10.1e}{row.gradient:>12.1e}", flush=True)
             rows.append(row)
     if args.json:
         write(args.json, header, rows)

@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import torch
 
 from amp_fx.targets import TARGETS
-from benchmarks.spread import Spread, spread
 
-__all__ = ["TimingRow", "describe", "read", "read_timings", "write"]
+__all__ = ["Spread", "TimingRow", "describe", "read", "read_timings", "relative", "spread", "write"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles; not a number where nothing was measured."""
+
+    low: float
+    median: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The quartiles of some values, between neighbours where they fall between two."""
+    if not values:
+        return Spread(math.nan, math.nan, math.nan)
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    return Spread(*quantiles(values, n=4, method="inclusive"))
 
 
 @dataclass(frozen=True)
@@ -30,15 +49,7 @@ class TimingRow:
         sizes: arguments that the model was built with.
         times: seconds of a step, one number per round; rounds of one case belong together across arms.
         compile_cold: seconds of the first step beyond a later one, with empty caches.
-        compile_warm: the same with Dynamo reset and the caches on disk filled.
-        pass_seconds: of them, amp_fx's capture and passes.
-        nodes: of the captured graph.
         peak_bytes: what a step needs beyond what is there between steps: activations, gradients, casts.
-        host_reads: values that the host read from tensors in a step; on a GPU it waits at each.
-        predicted: seconds that forward and backward should take, see :func:`benchmarks.predicted.seconds`.
-        counts: sums over a step of :class:`benchmarks.counts.Counts`, by name.
-        output_error: relative distance of the loss, or of the output, to fp64.
-        gradient_error: relative L2 distance of all gradients to fp64.
         notes: reasons that the row does not measure what its name says, or is not there.
     """
 
@@ -49,21 +60,24 @@ class TimingRow:
     sizes: Mapping[str, int] = field(default_factory=dict)
     times: tuple[float, ...] = ()
     compile_cold: float | None = None
-    compile_warm: float | None = None
-    pass_seconds: float | None = None
-    nodes: int | None = None
     peak_bytes: int | None = None
-    host_reads: int | None = None
-    predicted: float | None = None
-    counts: Mapping[str, int] | None = None
-    output_error: float | None = None
-    gradient_error: float | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def time(self) -> Spread:
         """Median and quartiles of a step, in seconds."""
         return spread(self.times)
+
+
+def relative(rows: Sequence[TimingRow], arm: str, reference: str = "autocast") -> Spread:
+    """Times of an arm over those of another, round by round, for the rows of one case.
+
+    Neighbours in time share the machine's state, so the quartiles of their quotients are narrower than the
+    quotients of quartiles. What one of the two has more rounds of is left out.
+    """
+    times = {row.arm: row.times for row in rows}
+    pairs = zip(times.get(arm, ()), times.get(reference, ()), strict=False)
+    return spread([time / other for time, other in pairs])
 
 
 def describe(device: str) -> dict[str, Any]:

@@ -18,10 +18,7 @@ from benchmarks.arms import ARMS, Arm, arms_for
 from benchmarks.cases import Case
 from benchmarks.results import TimingRow
 
-__all__ = ["MALLOCS", "MEASURES", "Settings", "measure"]
-
-#: beside time and compile time, in the order they are taken
-MEASURES = ("memory", "reads", "warm", "passes", "counts", "errors")
+__all__ = ["MALLOCS", "Settings", "measure"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,28 +48,21 @@ class Settings:
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
-        sizes: a name in ``benchmarks.cases.SIZES``.
         arms: names in ``ARMS``; those that make no sense for a case are left out.
         rounds: how many.
         processes: that an arm's rounds are spread over, one after the other: where a process's memory lies moves
             its times by several percent.
         clock: a name in ``benchmarks.timing.CLOCKS``.
         malloc: a name in :data:`MALLOCS`.
-        caches: a folder for Inductor's caches that arms and runs share; cold compile times then mean nothing and
-            are left out. None: every arm compiles from nothing.
-        measures: names in ``MEASURES``.
-        deadline: of ``time.monotonic``; after it rounds are cut short and further measures left out.
+        deadline: of ``time.monotonic``; after it rounds are cut short and memory is not measured.
     """
 
     device: str = "cpu"
-    sizes: str = "cpu"
     arms: Sequence[str] = tuple(ARMS)
     rounds: int = 15
     processes: int = 3
     clock: str = "wall"
     malloc: str = "kept"
-    caches: str | None = None
-    measures: Sequence[str] = MEASURES
     deadline: float = float("inf")
 
     @property
@@ -90,7 +80,6 @@ class _Worker:
 
     arm: Arm
     folder: Path
-    caches: str | None
     malloc: str = "kept"
     steps: int = 1
     times: list[float] = field(default_factory=list)
@@ -106,7 +95,7 @@ class _Worker:
 
     def _start(self) -> subprocess.Popen[str]:
         # caches of its own, so that the first compilation is a cold one
-        cache = os.path.abspath(self.caches) if self.caches else str(self.folder / self.arm.name)
+        cache = str(self.folder / self.arm.name)
         environment = {**MALLOCS[self.malloc], **os.environ, **self.arm.env, "TORCHINDUCTOR_CACHE_DIR": cache}
         with self.log.open("w", encoding="utf-8") as errors:
             return subprocess.Popen(
@@ -168,7 +157,7 @@ def measure(
     """Measures all arms of one case; a row for each, also for those that could not be measured.
 
     Args:
-        case: it must have sizes of the name that the settings give.
+        case: it must have sizes for the device.
         settings: what to measure.
         progress: told what is being done.
     """
@@ -178,7 +167,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         try:
             # imports overlap; what is measured does not
-            workers += (_Worker(ARMS[name], Path(folder), settings.caches, settings.malloc) for name in names)
+            workers += (_Worker(ARMS[name], Path(folder), settings.malloc) for name in names)
             running, done = list(workers), 0
             parts = min(settings.processes, settings.rounds)
             for part in range(1, parts + 1):
@@ -193,12 +182,12 @@ def measure(
                 until = settings.rounds * part // parts
                 _rounds(running, range(done, until), settings, progress)
                 done = until
-            for worker in _each(running, progress, "measure"):
-                _extras(worker, settings)
+            for worker in _each(running, progress, "memory of"):
+                _memory(worker, settings)
         finally:
             for worker in workers:
                 worker.stop()
-    template = TimingRow(case.name, case.family, case.mode, "", dict(case.sizes[settings.sizes]))
+    template = TimingRow(case.name, case.family, case.mode, "", dict(case.sizes[settings.device]))
     return [
         replace(template, arm=w.arm.name, times=tuple(w.times), notes=tuple(w.notes), **w.fields)
         for w in workers
@@ -215,8 +204,7 @@ def _compile(worker: _Worker, case: Case, settings: Settings) -> bool:
     first = _resume(worker, case, settings)
     if first is None:
         return False
-    if settings.caches is None:
-        worker.fields["compile_cold"] = first["compile"]
+    worker.fields["compile_cold"] = first["compile"]
     worker.notes += first["notes"]
     worker.steps = max(1, min(_MAX_STEPS, round(_ROUND_SECONDS / first["step"])))
     return True
@@ -225,13 +213,7 @@ def _compile(worker: _Worker, case: Case, settings: Settings) -> bool:
 def _resume(worker: _Worker, case: Case, settings: Settings) -> dict[str, Any] | None:
     """Compiles in a new process; None if that fails."""
     try:
-        return worker.ask(
-            "start",
-            case=case.name,
-            arm=worker.arm.name,
-            sizes=settings.sizes,
-            device=settings.device,
-        )
+        return worker.ask("start", case=case.name, arm=worker.arm.name, device=settings.device)
     except _StoppedError as reason:
         worker.notes.append(str(reason))
         return None
@@ -258,13 +240,11 @@ def _rounds(
                 workers.remove(worker)
 
 
-def _extras(worker: _Worker, settings: Settings) -> None:
-    # in this order however they are asked for: compiling once more, for the passes, leaves its mark on the memory
-    for name in (name for name in MEASURES if name in settings.measures):
-        if settings.late:
-            worker.notes.append(f"no time for {name}")
-            continue
-        try:
-            worker.fields.update(worker.ask(name))
-        except _StoppedError as reason:
-            worker.notes.append(f"{name} {reason}")
+def _memory(worker: _Worker, settings: Settings) -> None:
+    if settings.late:
+        worker.notes.append("no time for memory")
+        return
+    try:
+        worker.fields.update(worker.ask("memory"))
+    except _StoppedError as reason:
+        worker.notes.append(f"memory {reason}")

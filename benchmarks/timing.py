@@ -1,4 +1,4 @@
-"""What one step costs: its time, the memory it needs, and how often the host waits for a value."""
+"""What one step costs: its time, and the memory it needs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["CLOCKS", "host_reads", "peak_bytes", "seconds"]
+__all__ = ["CLOCKS", "peak_bytes", "seconds"]
 
 Step = Callable[[], object]
 
 #: what the user waits, or what the processor works for this process: on a CPU that others use as well, the
 #: second is what can be repeated, with one thread
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
-#: reading a tensor's value on the host; what `.item()`, `float()` and `bool()` end in
-_READS = "aten::_local_scalar_dense"
 
 
 def seconds(step: Step, device: str, steps: int, clock: str = "wall") -> list[float]:
@@ -79,10 +75,3 @@ def peak_bytes(step: Step, device: str) -> int | None:
 def _resident(what: str) -> int:
     found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
     return 1024 * int(found[1]) if found else 0
-
-
-def host_reads(step: Step) -> int:
-    """Values that the host read from tensors during a step."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        step()
-    return sum(event.name == _READS for event in profiled.events() or ())

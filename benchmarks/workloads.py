@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from examples import hugging_face
 from examples.gpt import GPT, GPTConfig
 
-__all__ = ["WORKLOADS", "Batch", "Build", "Workload", "build_workload", "make"]
+__all__ = ["OF_TRANSFORMERS", "WORKLOADS", "Batch", "Build", "Workload", "build_workload", "make"]
 
 Batch = dict[str, Tensor]
 
@@ -40,6 +40,8 @@ class Workload:
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {}
 
+#: those whose models are of Hugging Face transformers
+OF_TRANSFORMERS = ("bert", "gpt2", "llama", "llama_eager", "resnet", "t5", "vit")
 
 Build = Callable[..., tuple[nn.Module, Batch]]
 
@@ -64,12 +66,6 @@ def _workload(build: Build) -> Build:
 
 def _tokens(*shape: int, vocab: int) -> Tensor:
     return torch.randint(vocab, shape)
-
-
-def _padding_mask(batch: int, length: int) -> Tensor:
-    """The last rows are shorter than the first, as in a padded batch."""
-    lengths = torch.linspace(length, length // 2, batch).round().long()
-    return (torch.arange(length) < lengths[:, None]).long()
 
 
 # --- The activation-heavy rows: 4 layers, width 256, 8 x 512 tokens ---
@@ -218,7 +214,7 @@ def bert(
     )
     return model, {
         "input_ids": _tokens(batch, length, vocab=vocab),
-        "attention_mask": _padding_mask(batch, length),
+        "attention_mask": hugging_face.padding_mask(batch, length),
         "labels": _tokens(batch, vocab=4),
     }
 
@@ -240,7 +236,7 @@ def _hf_llama(attention: str) -> tuple[nn.Module, Batch]:
     tokens = _tokens(8, 128, vocab=512)
     return model, {
         "input_ids": tokens,
-        "attention_mask": _padding_mask(8, 128),
+        "attention_mask": hugging_face.padding_mask(8, 128),
         "labels": tokens,
     }
 
@@ -267,7 +263,7 @@ def t5(
     )
     return model, {
         "input_ids": _tokens(batch, length, vocab=vocab),
-        "attention_mask": _padding_mask(batch, length),
+        "attention_mask": hugging_face.padding_mask(batch, length),
         "labels": _tokens(batch, length // 2, vocab=vocab),
     }
 
@@ -278,18 +274,7 @@ def resnet(
 ) -> tuple[nn.Module, Batch]:
     """Residual convolutions with BatchNorm: training mode updates the running statistics."""
     hidden = [width * 2**stage for stage in range(stages)]
-    return _hf_resnet(batch, image, width, hidden, [layers] * stages, "basic")
-
-
-def resnet50(batch: int, image: int = 32) -> tuple[nn.Module, Batch]:
-    """Bottleneck blocks, on images of CIFAR's shape."""
-    return _hf_resnet(batch, image, 64, [256, 512, 1024, 2048], [3, 4, 6, 3], "bottleneck")
-
-
-def _hf_resnet(
-    batch: int, image: int, width: int, hidden: list[int], depths: list[int], kind: str
-) -> tuple[nn.Module, Batch]:
-    model = hugging_face.resnet(width=width, hidden=hidden, depths=depths, kind=kind)
+    model = hugging_face.resnet(width=width, hidden=hidden, depths=[layers] * stages)
     return model, {
         "pixel_values": torch.randn(batch, 3, image, image),
         "labels": _tokens(batch, vocab=4),

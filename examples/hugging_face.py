@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["bert", "gpt2", "llama", "resnet", "t5", "vit"]
+__all__ = ["bert", "gpt2", "llama", "padding_mask", "resnet", "t5", "vit"]
 
 
 def _config(config_class: Callable[..., Any], **settings: Any) -> Any:
     """Builds a config; its signature does not show the settings that it takes for its base class."""
     return config_class(**settings)
+
+
+def padding_mask(batch: int, length: int) -> Tensor:
+    """The last rows are shorter than the first, as in a padded batch."""
+    lengths = torch.linspace(length, length // 2, batch).round().long()
+    return (torch.arange(length) < lengths[:, None]).long()
 
 
 def bert(
@@ -116,8 +123,8 @@ def t5(*, layers: int, width: int, heads: int, head_size: int, hidden: int, voca
     return T5ForConditionalGeneration(config)
 
 
-def resnet(*, width: int, hidden: Sequence[int], depths: Sequence[int], kind: str = "basic") -> nn.Module:
-    """Residual convolutions with BatchNorm, 4 classes; ``kind`` is "basic" or "bottleneck"."""
+def resnet(*, width: int, hidden: Sequence[int], depths: Sequence[int]) -> nn.Module:
+    """Residual convolutions with BatchNorm, 4 classes."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = _config(
@@ -125,7 +132,7 @@ def resnet(*, width: int, hidden: Sequence[int], depths: Sequence[int], kind: st
         embedding_size=width,
         hidden_sizes=list(hidden),
         depths=list(depths),
-        layer_type=kind,
+        layer_type="basic",
         num_labels=4,
     )
     return ResNetForImageClassification(config)

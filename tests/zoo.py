@@ -87,12 +87,6 @@ def _normal(seed: int, *shape: int) -> Tensor:
 # --- Hugging Face transformers: tiny configurations, random weights. ---
 
 
-def _padding_mask(batch: int, length: int) -> Tensor:
-    """The last rows are shorter than the first, as in a padded batch."""
-    lengths = torch.linspace(length, length // 2, batch).round().long()
-    return (torch.arange(length) < lengths[:, None]).long()
-
-
 def _bert(name: str, attention: str) -> Case:
     model = hugging_face.bert(
         layers=2, width=64, heads=2, hidden=128, vocab=128, length=64, attention=attention
@@ -101,7 +95,7 @@ def _bert(name: str, attention: str) -> Case:
     def inputs(seed: int) -> Batch:
         return {
             "input_ids": _tokens(seed, 4, 32),
-            "attention_mask": _padding_mask(4, 32),
+            "attention_mask": hugging_face.padding_mask(4, 32),
             "labels": _tokens(seed + 1, 4, vocab=4),
         }
 
@@ -139,7 +133,7 @@ def _llama(name: str, attention: str) -> Case:
 
     def inputs(seed: int) -> Batch:
         tokens = _tokens(seed, 4, 32)
-        return {"input_ids": tokens, "attention_mask": _padding_mask(4, 32), "labels": tokens}
+        return {"input_ids": tokens, "attention_mask": hugging_face.padding_mask(4, 32), "labels": tokens}
 
     return Case(name, model.train(), inputs, _returned_loss)
 
@@ -164,7 +158,7 @@ def t5() -> Case:
     def inputs(seed: int) -> Batch:
         return {
             "input_ids": _tokens(seed, 4, 32),
-            "attention_mask": _padding_mask(4, 32),
+            "attention_mask": hugging_face.padding_mask(4, 32),
             "labels": _tokens(seed + 1, 4, 16),
         }
 

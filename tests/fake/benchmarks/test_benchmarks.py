@@ -1,4 +1,4 @@
-"""What `python -m benchmarks` makes of its timings: statistics, tables, files, comparisons, plots."""
+"""What `python -m benchmarks` makes of its timings: statistics, tables, files, the page."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from benchmarks import page, running
-from benchmarks.__main__ import main
+from benchmarks.__main__ import case_table, main
 from benchmarks.arms import ARMS, MODES, arms_for
-from benchmarks.cases import CASES, SIZES
-from benchmarks.compare import comparison
-from benchmarks.floor import only_matmuls
-from benchmarks.plots import draw
-from benchmarks.results import TimingRow, describe, read_timings, write
-from benchmarks.spread import ratios, spread
-from benchmarks.tables import case_table
+from benchmarks.cases import CASES
+from benchmarks.results import TimingRow, describe, read_timings, relative, spread, write
 
 QUIET = (1.0, 1.01, 0.99, 1.0, 1.02)
+WHERE = {"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3, "clock": "wall"}
 
 
 def row(arm: str, times: tuple[float, ...], workload: str = "mlp", **others: object) -> TimingRow:
@@ -45,60 +40,36 @@ def test_the_quartiles_of_five_values_are_three_of_them() -> None:
 
 
 def test_a_drift_that_all_arms_share_leaves_the_ratio_alone() -> None:
-    drifting = [1.0, 2.0, 4.0, 8.0]
-    found = ratios([0.5 * time for time in drifting], drifting)
+    drifting = (1.0, 2.0, 4.0, 8.0)
+    rows = [row("autocast", drifting), row("amp_fx", tuple(0.5 * time for time in drifting))]
+    found = relative(rows, "amp_fx")
     assert (found.low, found.median, found.high) == (0.5, 0.5, 0.5)
 
 
 def test_an_arm_that_stopped_early_is_compared_over_the_rounds_it_has() -> None:
-    assert ratios([2.0, 2.0], [1.0, 1.0, 100.0]).high == 2
-
-
-# --- tables and comparisons ---
+    rows = [row("autocast", (1.0, 1.0, 100.0)), row("amp_fx", (2.0, 2.0)), row("fp32", ())]
+    assert relative(rows, "amp_fx").high == 2
+    assert math.isnan(relative(rows, "fp32").median)
 
 
 def test_a_table_has_a_line_per_arm_and_the_reasons_of_those_that_are_missing() -> None:
     rows = [
-        row("autocast", QUIET, counts={"bytes_moved": 3_000_000}, gradient_error=2e-3),
-        row("amp_fx", scaled(0.5), peak_bytes=1_500_000, host_reads=2),
-        row("floor", scaled(0.25)),
-        row("cache", (), notes=("skipped: unknown option",)),
+        row("autocast", QUIET),
+        row("amp_fx", scaled(0.5), peak_bytes=1_500_000),
+        row("freezing", (), notes=("skipped: unknown option",)),
     ]
     lines = case_table(rows).splitlines()
     assert lines[0] == "mlp, training: batch 8"
     [ours] = [line.split() for line in lines if line.startswith("amp_fx")]
-    assert ours[1] == "500.0"
-    assert ours[3:7] == ["0.50", "(0.50-0.50)", "2.00", "(2.00-2.00)"]
-    assert {"1.5", "2"} <= set(ours)
-    assert lines[-1] == "note: cache: skipped: unknown option"
-
-
-def test_a_machine_that_became_slower_makes_nothing_slower() -> None:
-    before = [row("autocast", QUIET), row("amp_fx", scaled(0.8))]
-    after = [row("autocast", scaled(3)), row("amp_fx", scaled(3 * 0.8))]
-    lines = comparison(before, after).splitlines()
-    assert [line.split()[-1] for line in lines if "amp_fx" in line] == ["same"]
-    assert "200% slower" in next(line for line in lines if "mlp autocast" in line)
-
-
-def test_a_change_beyond_the_noise_is_named_and_one_within_it_is_not() -> None:
-    before = [row("autocast", QUIET), row("amp_fx", scaled(0.8)), row("fast", (0.8, 0.9, 0.7, 0.75, 0.85))]
-    after = [row("autocast", QUIET), row("amp_fx", scaled(0.6)), row("fast", (0.7, 0.8, 0.9, 0.75, 0.81))]
-    text = comparison(before, after)
-    assert "25% faster" in next(line for line in text.splitlines() if "amp_fx" in line)
-    assert next(line for line in text.splitlines() if "fast " in line).endswith("same")
-
-
-def test_cases_of_other_sizes_are_not_compared() -> None:
-    other = replace(row("amp_fx", QUIET), sizes={"batch": 9})
-    assert comparison([row("amp_fx", QUIET)], [other]).endswith("not the same sizes")
+    assert ours == ["amp_fx", "500.00", "(500.00-505.00)", "0.50", "(0.50-0.50)", "-", "1.5"]
+    assert lines[-1] == "note: freezing: skipped: unknown option"
 
 
 # --- files ---
 
 
 def test_results_survive_the_way_through_a_file(tmp_path: Path) -> None:
-    rows = [row("amp_fx", QUIET, counts={"casts": 3}, notes=("a", "b")), row("fp32", ())]
+    rows = [row("amp_fx", QUIET, notes=("a", "b")), row("fp32", ())]
     write(tmp_path / "r.jsonl", describe("cpu"), rows)
     header, found = read_timings(tmp_path / "r.jsonl")
     assert found == rows
@@ -120,58 +91,50 @@ def test_other_files_are_refused_by_name(tmp_path: Path, text: str, complaint: s
         read_timings(path)
 
 
-def test_plots_are_drawn_of_whatever_was_measured(tmp_path: Path) -> None:
-    rows = [
-        replace(
-            row(arm, scaled(batch * factor), f"mlp_batch{batch}", gradient_error=1e-3, peak_bytes=batch),
-            sizes={"batch": batch, "width": 4},
-        )
-        for batch in (1, 2)
-        for arm, factor in (("autocast", 1), ("amp_fx", 0.1))
-    ]
-    paths = draw(rows, describe("cpu"), tmp_path)
-    assert [path.name for path in paths] == ["ratios_training.png", "accuracy_training.png", "sweep_mlp.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+# --- the page ---
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    text = page._PAGE.read_text(encoding="utf-8")
+    assert page.written(text, page.sections(page._RESULTS)) == text
+
+
+def test_a_page_without_a_place_for_a_section_is_refused() -> None:
+    with pytest.raises(ValueError, match="no <!-- speed:begin -->"):
+        page.written("<!-- errors:begin --><!-- errors:end -->", {"errors": "", "speed": ""})
 
 
 def test_the_section_names_ratios_and_where_they_are_from() -> None:
     rows = [row("autocast", QUIET), row("amp_fx", scaled(0.5)), row("fp32", scaled(2))]
-    text = page.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
+    text = page.speed(WHERE, rows)
     assert "toy" in text
-    [line] = [line for line in text.splitlines() if line.startswith("| mlp")]
-    assert "1000.0 ms" in line
-    assert "0.50" in line
-    assert "2.00" in line
+    assert "| mlp | 1000.0 ms | 2.00 | 0.50 |" in text
 
 
 def test_the_page_says_how_compiling_grows_with_depth() -> None:
     autocast = TimingRow("depth_layers6", "depth", "training", "autocast", {"layers": 6}, QUIET, 10.0)
-    rows = [autocast, replace(autocast, arm="off", compile_cold=12.0, pass_seconds=1.5, nodes=300)]
-    text = page.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
-    assert "| 6 | 300 | 1.50 s | 5.00 ms | 10.0 s | 1.20 |" in text
+    text = page.speed(WHERE, [autocast, replace(autocast, arm="off", compile_cold=12.0)])
+    assert "| 6 | 10.0 s | 1.20 |" in text
     assert "Training:" not in text
 
 
 def test_a_case_that_time_cut_short_is_not_on_the_page() -> None:
     rows = [row("autocast", QUIET, notes=("time was up before round 6",)), row("amp_fx", QUIET)]
-    text = page.speed({"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3}, rows)
-    assert "| mlp" not in text
+    assert "| mlp" not in page.speed(WHERE, rows)
 
 
-def test_files_of_two_machines_are_not_joined(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
-    for path, torch_version in zip(paths, ("9", "10"), strict=True):
-        write(path, {**describe("cpu"), "torch": torch_version}, [row("autocast", QUIET)])
-    with pytest.raises(ValueError, match=r"b\.jsonl has torch '10'"):
-        page._joined([str(path) for path in paths])
-
-
-def test_of_several_files_the_last_one_counts(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
-    write(paths[0], describe("cpu"), [row("autocast", QUIET), row("amp_fx", QUIET, workload="gpt2")])
-    write(paths[1], describe("cpu"), [row("autocast", scaled(2))])
-    [(_, joined)] = page._joined([str(path) for path in paths])
-    assert [(some.workload, some.times) for some in joined] == [("gpt2", QUIET), ("mlp", scaled(2))]
+def test_files_are_joined_by_clock_and_not_across_machines(tmp_path: Path) -> None:
+    for name, arms in (("a", {"autocast"}), ("b", {"amp_fx"})):
+        write(tmp_path / f"timings_{name}.jsonl", WHERE, [row(arm, QUIET) for arm in arms])
+    write(tmp_path / "timings_c.jsonl", {**WHERE, "clock": "cpu"}, [row("autocast", QUIET, "gpt2")])
+    paths = sorted(tmp_path.iterdir())
+    assert [[some.arm for some in rows] for _, rows in page._joined(paths)] == [
+        ["autocast", "amp_fx"],
+        ["autocast"],
+    ]
+    write(tmp_path / "timings_d.jsonl", {**WHERE, "torch": "10"}, [])
+    with pytest.raises(ValueError, match=r"timings_d\.jsonl has torch '10'"):
+        page._joined(sorted(tmp_path.iterdir()))
 
 
 # --- what is run ---
@@ -180,8 +143,8 @@ def test_of_several_files_the_last_one_counts(tmp_path: Path) -> None:
 def test_every_case_can_be_built_at_some_size_and_has_arms() -> None:
     for case in CASES.values():
         assert case.mode in MODES
-        assert set(case.sizes) <= set(SIZES)
         assert case.sizes
+        assert set(case.sizes) <= {"cpu", "cuda"}
         assert set(case.arms) <= set(ARMS)
         assert (
             case.family == case.name or len({c.name for c in CASES.values() if c.family == case.family}) > 1
@@ -224,22 +187,18 @@ def test_the_block_of_llama_has_the_linears_of_8b() -> None:
     ]
 
 
-def test_the_floor_repeats_the_matmuls_of_a_step_and_nothing_else() -> None:
-    x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
-    repeat = only_matmuls(lambda: F.gelu(x @ w).sum().backward())
-    with torch.profiler.profile() as profiled:
-        repeat()
-    called = [event.name for event in profiled.events() or ()]
-    # the gradient of x is not asked for
-    assert called.count("aten::mm") == 2
-    assert not {"aten::gelu", "aten::gelu_backward", "aten::sum"} & set(called)
-
-
-def test_memory_is_measured_before_what_compiles_once_more() -> None:
+def test_arms_take_turns_and_none_always_follows_the_same() -> None:
     asked: list[str] = []
-    worker: Any = SimpleNamespace(ask=lambda name: asked.append(name) or {}, fields={}, notes=[])
-    running._extras(worker, running.Settings(measures=("passes", "warm", "memory")))
-    assert asked == ["memory", "warm", "passes"]
+
+    def worker(name: str) -> Any:
+        def ask(do: str, **arguments: object) -> dict[str, list[float]]:
+            asked.append(name)
+            return {"seconds": [1.0]}
+
+        return SimpleNamespace(ask=ask, steps=1, times=[], notes=[])
+
+    running._rounds([worker("a"), worker("b")], range(2), running.Settings(), lambda doing: None)
+    assert asked == ["a", "b", "b", "a"]
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

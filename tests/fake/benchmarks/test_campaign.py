@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from amp_fx._torch import lower_with_inductor, replace_inner_compile
-from amp_fx.placement.profile import DeviceProfile
-from benchmarks import campaign, predicted
-from benchmarks.campaign import Step, main, steps, table
+from benchmarks import campaign
+from benchmarks.campaign import Step, main, steps
 from benchmarks.cases import CASES
-from benchmarks.results import TimingRow
+from benchmarks.workloads import WORKLOADS
 
 WRITES = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
 
@@ -63,31 +60,13 @@ def test_a_step_that_takes_too_long_is_ended_and_leaves_no_file(tmp_path: Path) 
     assert not (tmp_path / "slow.txt").exists()
 
 
-def test_the_campaign_of_a_gpu_has_its_tests_its_rates_and_every_case() -> None:
-    names = [step.name for step in steps("cuda", 9.0)]
-    assert names[:2] == ["tests.xml", "profile.json"]
-    assert set(names[2:]) == {f"timings_{c.name}.jsonl" for c in CASES.values() if "cuda" in c.sizes}
-
-
-def test_predicted_times_stand_beside_measured_ones() -> None:
-    row = TimingRow("mlp", "mlp", "training", "off", times=(0.003,), predicted=0.002)
-    assert "| mlp | off | 2.000 ms | 3.000 ms | 1.50 |" in table(
-        [row, TimingRow("x", "x", "training", "off")]
+def test_the_campaign_of_a_gpu_has_its_tests_its_rates_every_case_and_every_model() -> None:
+    found = {step.name: step for step in steps("cuda", 9.0)}
+    assert list(found)[:2] == ["tests.xml", "profile.json"]
+    timings = {f"timings_{c.name}.jsonl" for c in CASES.values() if "cuda" in c.sizes}
+    models = {f"{kind}_{name}.jsonl" for kind in ("errors", "counts") for name in WORKLOADS}
+    assert set(found) == {"tests.xml", "profile.json"} | timings | models
+    assert (
+        found["timings_bert_inference.jsonl"].needs == found["errors_llama.jsonl"].needs == ("transformers",)
     )
-
-
-@pytest.mark.parametrize(("launch", "expected"), [(1e-9, None), (1.0, 1.0)])
-def test_a_step_takes_its_bytes_and_flops_or_the_start_of_its_kernels(
-    launch: float, expected: float | None
-) -> None:
-    found = []
-
-    def inner_compile(gm: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: object) -> object:
-        found.append(lower_with_inductor(gm, inputs, **kwargs))  # type: ignore[arg-type]
-        return found[-1].call
-
-    with replace_inner_compile(inner_compile):  # type: ignore[arg-type]
-        torch.compile(torch.mm)(torch.randn(64, 32), torch.randn(32, 16))
-    profile = DeviceProfile("a name", "cpu", {"float32": 1e9}, 1e9, launch)
-    work = (2 * 64 * 32 * 16 + 4 * (64 * 32 + 32 * 16 + 64 * 16)) / 1e9
-    assert predicted.seconds(found, profile) == pytest.approx(expected or work)
+    assert found["timings_mlp.jsonl"].needs == found["counts_gpt_512.jsonl"].needs == ()
