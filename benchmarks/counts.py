@@ -30,6 +30,7 @@ from amp_fx.targets import TARGETS
 from benchmarks.arms import ARMS, MODES, Arm, prepare
 from benchmarks.on_target import ASSUMED, compile_arm, enter_target
 from benchmarks.results import describe, write
+from benchmarks.scaler import beside
 from benchmarks.workloads import WORKLOADS, Workload, make
 
 __all__ = ["Counter", "Counts", "Row", "count", "counting", "measure"]
@@ -161,6 +162,9 @@ class Row:
     """The counts of one workload, arm and mode.
 
     Attributes:
+        forward: graphs of the forward.
+        backward: graphs of the backward.
+        beside: what a loss scaler does in a step outside the graphs; on a GPU.
         notes: amp_fx's fallbacks and graph breaks: reasons that the row does not measure what its name says.
     """
 
@@ -169,14 +173,15 @@ class Row:
     mode: str
     forward: Counts
     backward: Counts
+    beside: Counts = Counts()
     notes: tuple[str, ...] = ()
 
     @property
     def total(self) -> Counts:
-        return self.forward + self.backward
+        return self.forward + self.backward + self.beside
 
 
-def measure(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Row:
+def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple[Row, Counter]:
     """Counts one workload, arm and mode. Leaves the workload's model as it was.
 
     Args:
@@ -185,33 +190,38 @@ def measure(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Row
         mode: of :data:`benchmarks.arms.MODES`.
         device: where, or the target of this process.
 
+    Returns:
+        The counts, and the graphs behind them.
+
     Raises:
         OptionsError: this version of amp_fx does not know the arm's options.
     """
-    row, _ = count(workload, arm, mode, device)
-    return row
-
-
-def count(
-    workload: Workload, arm: Arm, mode: str, device: str = "cpu", counter: Counter | None = None
-) -> tuple[Row, Counter]:
-    """As :func:`measure`, with the graphs behind the counts; a counter of the caller's may count more of them."""
-    counter = Counter() if counter is None else counter
+    counter = Counter()
     if mode == "inference" and arm.backend == "amp_fx":
         # counted with the casts of the weights, as autocast has them in each call
         arm = replace(arm, options={"weights": "cast", **(arm.options or {})})
     if device in TARGETS:
         notes = compile_arm(workload, arm, mode, counter.inner_compile)
-        return Row(workload.name, arm.name, mode, counter.forward, counter.backward, notes), counter
-    prepared = prepare(workload, arm, mode, device)
-    with warnings.catch_warnings(record=True) as caught, counting(counter):
-        warnings.simplefilter("always", FallbackWarning)
-        result = prepared.forward()
-        if mode == "training":
-            result.backward()
-    torch._dynamo.reset()
-    notes = tuple(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
-    return Row(workload.name, arm.name, mode, counter.forward, counter.backward, notes), counter
+    else:
+        prepared = prepare(workload, arm, mode, device)
+        with warnings.catch_warnings(record=True) as caught, counting(counter):
+            warnings.simplefilter("always", FallbackWarning)
+            result = prepared.forward()
+            if mode == "training":
+                result.backward()
+        torch._dynamo.reset()
+        notes = tuple(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
+    scaling = Counts()
+    if arm.scaler and device != "cpu":
+        sizes = [parameter.numel() for parameter in workload.model.parameters()]
+        kernels, moved = beside(arm.backend == "amp_fx", sizes)
+        scaling = Counts(extern_kernels=kernels, bytes_moved=moved)
+    return Row(workload.name, arm.name, mode, counter.forward, counter.backward, scaling, notes), counter
+
+
+def measure(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Row:
+    """The row of :func:`count`."""
+    return count(workload, arm, mode, device)[0]
 
 
 # --- Command line ---
@@ -240,9 +250,10 @@ def _cell(value: float, reference: float | None) -> str:
 
 
 def table(rows: Sequence[Row], mode: str) -> str:
-    """One mode: a line per workload and count, a column per arm, each with its ratio to autocast."""
+    """One mode: a line per workload and count, a column per arm, each with its ratio to autocast or to the first."""
     rows = [row for row in rows if row.mode == mode]
     arms = list(dict.fromkeys(row.arm for row in rows))
+    base = "autocast" if "autocast" in arms else arms[0] if arms else ""
     lines = [f"{mode:28}" + "".join(f"{arm:>18}" for arm in arms)]
     for workload in dict.fromkeys(row.workload for row in rows):
         by_arm = {row.arm: _columns(row.total) for row in rows if row.workload == workload}
@@ -254,7 +265,7 @@ def table(rows: Sequence[Row], mode: str) -> str:
                 if arm not in by_arm:
                     cells += f"{'-':>18}"
                     continue
-                reference = by_arm["autocast"][column] if arm != "autocast" and "autocast" in by_arm else None
+                reference = by_arm[base][column] if arm != base and base in by_arm else None
                 cells += f"{_cell(by_arm[arm][column], reference):>18}"
             lines.append(f"{workload:18}{column:10}{cells}")
     return "\n".join(lines)

@@ -27,7 +27,9 @@ from amp_fx.reports.kernels import cast_kernels
 from amp_fx.targets.compiling import Backend, compile_graph
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import TracedGraph, Tracer
-from benchmarks.counts import Counter, Counts
+from benchmarks.arms import ARMS
+from benchmarks.counts import Counter, Counts, Row, measure
+from benchmarks.workloads import make
 from zoo import Case
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "arm",
     "compiled",
     "compiled_at_equal_results",
+    "counted",
     "needs_a_target",
     "process",
     "threads",
@@ -128,6 +131,11 @@ def arm(options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16) -> 
             return stock_inductor(gm, inputs)
 
     return backend
+
+
+def counted(workload: str, arm: str) -> Row:
+    """Runs in the process. What a training step of a workload of the benchmarks costs in one of their arms."""
+    return measure(make(workload), ARMS[arm], "training", "cuda:h100")
 
 
 def compiled(

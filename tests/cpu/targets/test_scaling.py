@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.scaler import Cost
 from targets import needs_a_target, process
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
@@ -22,12 +21,14 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_a_step_takes_fewer_kernels_and_bytes_than_with_torchs_scaler(name: str, of_plain: float) -> None:
-    costs: dict[str, tuple[Cost, Cost]] = process().call("benchmarks.scaler:step_costs", name, "cuda:h100")
-    autocast, plain, ours = (costs[arm][0] for arm in ("autocast", "amp_fx", "amp_fx, its scaler"))
-    assert ours.kernels <= autocast.kernels
+    theirs, plain, ours = (
+        process().call("targets:counted", name, arm)
+        for arm in ("autocast_scaler", "amp_fx_fp16", "amp_fx_scaler")
+    )
+    autocast, scaled = theirs.forward + theirs.backward, ours.forward + ours.backward
+    assert scaled.kernels <= autocast.kernels
     # a kernel that divides reads the scale
-    assert ours.moved <= autocast.moved + 4 * ours.kernels
-    torchs, total = (sum(costs[arm], Cost()) for arm in ("autocast, torch's scaler", "amp_fx, its scaler"))
-    assert total.kernels < torchs.kernels
-    assert total.moved < 0.99 * torchs.moved
-    assert total.moved < of_plain * plain.moved
+    assert scaled.bytes_moved <= autocast.bytes_moved + 4 * scaled.kernels
+    assert ours.total.kernels < theirs.total.kernels
+    assert ours.total.bytes_moved < 0.99 * theirs.total.bytes_moved
+    assert ours.total.bytes_moved < of_plain * plain.total.bytes_moved
