@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ __all__ = ["case_table", "main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    started = time.monotonic()
     settings = Settings(
         device=args.device,
         arms=args.arms,
@@ -36,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes=args.processes,
         clock=args.clock,
         malloc=args.malloc,
-        deadline=started + 60 * args.minutes,
+        deadline=time.monotonic() + 60 * args.minutes,
     )
     asked = {name: getattr(settings, name) for name in ("rounds", "processes", "clock", "malloc")}
     header = {**describe(args.device), **asked}
@@ -48,17 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if settings.late:
             print(f"{case.name}: no time left")
             continue
-        name = case.name
-        measured = measure(
-            case, settings, lambda doing, name=name: print(f"{name}: {doing}", file=sys.stderr)
-        )
+        measured = measure(case, settings)
         rows += measured
         print(case_table(measured) + "\n", flush=True)
         if args.json:
             # as it goes: a run may be cut off
-            load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-            minutes = (time.monotonic() - started) / 60
-            write(args.json, {**header, "load_at_end": load, "minutes": minutes}, rows)
+            write(args.json, header, rows)
     return 1 if any(note.startswith("failed") for row in rows for note in row.notes) else 0
 
 

@@ -71,20 +71,16 @@ ARMS = {
         Arm("off", "amp_fx", {"profile": "off"}),
         Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
         Arm("fp8", "amp_fx", {"policy": "fp8", "profile": "off"}, devices=_GPU),
+        Arm("fp8_by_cost", "amp_fx", {"policy": "fp8"}, devices=_GPU, named_only=True),
         *(
             Arm(
-                f"fp8_{name}",
+                f"fp8_{recipe}",
                 "amp_fx",
-                {"policy": "fp8", **options},
-                # without gradients, the others are as these
-                modes=MODES if name in ("by_cost", "rowwise", "tensorwise") else _TRAINING,
+                {"policy": "fp8", "profile": "off", "fp8": recipe},
                 devices=_GPU,
                 named_only=True,
             )
-            for name, options in (
-                ("by_cost", {}),
-                *((recipe, {"profile": "off", "fp8": recipe}) for recipe in RECIPES),
-            )
+            for recipe in RECIPES
         ),
         # on a CPU, weights are folded and packed by default
         Arm("freeze", "amp_fx", {"weights": "freeze"}, modes=_INFERENCE, devices=_GPU),

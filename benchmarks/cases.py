@@ -17,6 +17,9 @@ _CONVOLVING = (workloads.resnet, workloads.gan)
 #: what compares bf16 and fp8
 _OF_FP8 = ("autocast", "amp_fx", "off", *(name for name in ARMS if name.startswith("fp8")))
 
+#: one block of Llama-3-8B, of 32 heads and 8 for keys and values, with a small embedding and head
+_LLAMA_8B = {"layers": 1, "width": 4096, "hidden": 14336, "head": 128, "groups": 4}
+
 #: inputs and outputs of the linears of Llama-3-8B, and of smaller ones, where bf16 may be faster
 _SHAPES = (
     (4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (2048, 2048), (1024, 1024), (1024, 4096), (512, 512),
@@ -119,15 +122,6 @@ _case(
     },
 )
 _case(
-    "resnet18_inference",
-    "inference",
-    workloads.resnet,
-    {
-        "cpu": {"batch": 8, "image": 96, "width": 64, "stages": 4},
-        "cuda": {"batch": 64, "image": 224, "width": 64, "stages": 4},
-    },
-)
-_case(
     "bert",
     "training",
     workloads.bert,
@@ -154,7 +148,7 @@ _case(
         "cuda": {"batch": 16, "length": 512, "layers": 6, "width": 512, "vocab": 32128},
     },
 )
-for _name in ("gpt2", "llama", "bert", "vit", "t5"):
+for _name in ("resnet18", "gpt2", "llama", "bert", "vit", "t5"):
     _case(f"{_name}_inference", "inference", CASES[_name].build, CASES[_name].sizes)
 _case(
     "gan",
@@ -191,16 +185,16 @@ for _layers in (2, 6, 12, 24, 48):
 _case(
     "llama_8b_block",
     "training",
-    workloads.llama_8b_block,
-    {"cuda": {"batch": 4, "length": 2048}},
+    workloads.llama_512,
+    {"cuda": {"batch": 4, "length": 2048, **_LLAMA_8B}},
     arms=_OF_FP8,
 )
 for _length in (16, 2048):
     _case(
         f"llama_8b_block_inference_length{_length}",
         "inference",
-        workloads.llama_8b_block,
-        {"cuda": {"batch": 1, "length": _length}},
+        workloads.llama_512,
+        {"cuda": {"batch": 1, "length": _length, **_LLAMA_8B}},
         family="llama_8b_block_inference",
         arms=(*_OF_FP8, "bf16"),
     )

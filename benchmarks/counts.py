@@ -23,17 +23,18 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import Lowered, lower_with_inductor, program_outputs, replace_inner_compile, size_hint
-from amp_fx.errors import FallbackWarning, OptionsError
+from amp_fx.errors import FallbackWarning, OptionsError, TargetError
 from amp_fx.graphs.facts import cast_bytes
 from amp_fx.reports.kernels import cast_kernels, conversions
-from amp_fx.targets import TARGETS
+from amp_fx.targets import TARGETS, find_target
+from amp_fx.targets.serving import enter
 from benchmarks.arms import ARMS, MODES, Arm, prepare
-from benchmarks.on_target import ASSUMED, compile_arm, enter_target
+from benchmarks.on_target import ASSUMED, compile_arm
 from benchmarks.results import describe, write
 from benchmarks.scaler import beside
 from benchmarks.workloads import WORKLOADS, Workload, make
 
-__all__ = ["Counter", "Counts", "Row", "count", "counting", "measure"]
+__all__ = ["Counter", "Counts", "Row", "count", "counting"]
 
 
 @dataclass(frozen=True)
@@ -200,28 +201,23 @@ def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple
     if mode == "inference" and arm.backend == "amp_fx":
         # counted with the casts of the weights, as autocast has them in each call
         arm = replace(arm, options={"weights": "cast", **(arm.options or {})})
-    if device in TARGETS:
-        notes = compile_arm(workload, arm, mode, counter.inner_compile)
-    else:
-        prepared = prepare(workload, arm, mode, device)
-        with warnings.catch_warnings(record=True) as caught, counting(counter):
-            warnings.simplefilter("always", FallbackWarning)
-            result = prepared.forward()
-            if mode == "training":
-                result.backward()
-        torch._dynamo.reset()
-        notes = tuple(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FallbackWarning)
+        if device in TARGETS:
+            compile_arm(workload, arm, mode, counter.inner_compile)
+        else:
+            with counting(counter):
+                result = prepare(workload, arm, mode, device).forward()
+                if mode == "training":
+                    result.backward()
+            torch._dynamo.reset()
+    notes = tuple(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
     scaling = Counts()
     if arm.scaler and device != "cpu":
         sizes = [parameter.numel() for parameter in workload.model.parameters()]
         kernels, moved = beside(arm.backend == "amp_fx", sizes)
         scaling = Counts(extern_kernels=kernels, bytes_moved=moved)
     return Row(workload.name, arm.name, mode, counter.forward, counter.backward, scaling, notes), counter
-
-
-def measure(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Row:
-    """The row of :func:`count`."""
-    return count(workload, arm, mode, device)[0]
 
 
 # --- Command line ---
@@ -271,24 +267,6 @@ def table(rows: Sequence[Row], mode: str) -> str:
     return "\n".join(lines)
 
 
-def above_autocast(rows: Sequence[Row]) -> list[str]:
-    """Where an amp_fx arm counts more than autocast, in words."""
-    found: list[str] = []
-    references = {(row.workload, row.mode): _columns(row.total) for row in rows if row.arm == "autocast"}
-    for row in rows:
-        reference = references.get((row.workload, row.mode))
-        if reference is None or ARMS[row.arm].backend != "amp_fx":
-            continue
-        for column, value in _columns(row.total).items():
-            # a conversion in registers costs nothing: reading a low residual stream has one that fp32 has not
-            if column != "conversions" and value > reference[column]:
-                found.append(
-                    f"{row.workload} {row.mode}, {row.arm}: {column} {_cell(value, None)}"
-                    f" > {_cell(reference[column], None)}"
-                )
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.counts", description=(__doc__ or "").splitlines()[0]
@@ -297,13 +275,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=_DEFAULT, metavar="NAME")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
     parser.add_argument("--json", metavar="FILE", help="write a header line and one line per row")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--target", metavar="NAME", help=f"instead of a device: {', '.join(TARGETS)}")
     args = parser.parse_args(argv)
 
     device = args.device
     if args.target:
-        device = enter_target(parser, args.target)
+        try:
+            device = find_target(args.target).name
+            enter(device)
+        except TargetError as error:
+            parser.error(str(error))
     header = describe(device)
     if args.target:
         header["assumed"] = ASSUMED
@@ -317,15 +299,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             for arm in args.arms:
                 print(f"{name} {mode} {arm}", file=sys.stderr)
                 try:
-                    rows.append(measure(workload, ARMS[arm], mode, device))
+                    rows.append(count(workload, ARMS[arm], mode, device)[0])
                 except OptionsError as error:
                     print(f"  skipped: {error}", file=sys.stderr)
                 except Exception as error:  # the other rows are worth having
                     failed.append(f"{name} {mode} {arm}: {error!r}")
     for mode in args.modes:
         print(f"\n{table(rows, mode)}")
-    for line in above_autocast(rows):
-        print(f"above autocast: {line}")
     for row in rows:
         for note in row.notes:
             print(f"note: {row.workload} {row.mode} {row.arm}: {note}")

@@ -3,7 +3,7 @@
     python -m benchmarks.errors [--only NAME ...] [--arms NAME ...] [--device cuda] [--json FILE]
 
 Every arm starts from the same fp32 weights and compiles the same step, as in ``benchmarks.counts``. The error
-of the gradients is the relative L2 distance over all of them; dropout is off.
+of the gradients is the relative L2 distance over all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.arms import ARMS, Arm, prepare
 from benchmarks.results import describe, write
@@ -45,21 +45,14 @@ class Row:
 _EXACT = Arm("fp64", None, whole=True, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class _Step:
-    loss: Tensor
-    gradients: dict[str, Tensor]
-
-
 def measure(workload: Workload, arms: Sequence[Arm], device: str = "cpu") -> list[Row]:
     """Measures some arms on one workload."""
-    exact = _step(workload, _EXACT, device)
+    exact_loss, exact = _step(workload, _EXACT, device)
     rows = []
     for arm in arms:
-        got = _step(workload, arm, device)
-        gradients = [got.gradients[name] for name in exact.gradients]
-        error = _distance(gradients, list(exact.gradients.values()))
-        rows.append(Row(workload.name, arm.name, _distance([got.loss], [exact.loss]), error))
+        loss, gradients = _step(workload, arm, device)
+        error = _distance([gradients[name] for name in exact], list(exact.values()))
+        rows.append(Row(workload.name, arm.name, _distance([loss], [exact_loss]), error))
     return rows
 
 
@@ -68,15 +61,13 @@ def _distance(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     return (distance / sum(r.square().sum().item() for r in references)) ** 0.5
 
 
-def _step(workload: Workload, arm: Arm, device: str) -> _Step:
+def _step(workload: Workload, arm: Arm, device: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gradients by name."""
     prepared = prepare(workload, arm, "training", device)
-    for module in prepared.model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     loss = prepared.forward()
     loss.backward()
     gradients = {n: p.grad.double() for n, p in prepared.model.named_parameters() if p.grad is not None}
-    return _Step(loss.detach().double(), gradients)
+    return loss.detach().double(), gradients
 
 
 def main(argv: Sequence[str] | None = None) -> int:

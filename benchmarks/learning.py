@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-from gpt import GPT, GPTConfig
+from examples.gpt import GPT, GPTConfig
 
 __all__ = ["TASKS", "Batch", "Task"]
 
@@ -32,7 +29,6 @@ class Task:
     """One thing to learn.
 
     Attributes:
-        data: what is in it, in words.
         make: a model with weights of the current random state; called with a batch it returns the loss.
         batch: of a step and a seed.
         measure: what the model has learned, on data that it was not trained on.
@@ -40,7 +36,6 @@ class Task:
         rate: of AdamW.
     """
 
-    data: str
     make: Callable[[], nn.Module]
     batch: Callable[[int, int], Batch]
     measure: Callable[[nn.Module], float]
@@ -151,15 +146,13 @@ class _Text:
 
 def _digits(model: Callable[[], nn.Module]) -> Task:
     data = _Digits()
-    return Task("scikit-learn's digits", model, data.batch, data.accuracy, "accuracy", 1e-3)
+    return Task(model, data.batch, data.accuracy, "accuracy", 1e-3)
 
 
 def _text() -> Task:
     data = _Text()
     config = GPTConfig(vocab=256, context=_CONTEXT, layers=2, heads=4, width=64)
-    return Task(
-        "Python's standard library", lambda: GPT(config), data.batch, data.loss, "loss on held-out text", 1e-3
-    )
+    return Task(lambda: GPT(config), data.batch, data.loss, "loss on held-out text", 1e-3)
 
 
 #: name -> how to get it; data is read then

@@ -1,7 +1,7 @@
-"""Trains small models on real data for thousands of steps, in each precision, and shows the curves on one another.
+"""Trains small models on real data for thousands of steps, in each precision.
 
     OMP_NUM_THREADS=1 python -m benchmarks.long_runs [--tasks NAME ...] [--steps 2000] [--seeds 0 1 2]
-                                                     [--json FILE] [--figure FILE] [--redraw FILE]
+                                                     [--json FILE]
 
 All arms start from the same weights and see the same batches. What a model has learned is measured in fp32.
 """
@@ -9,28 +9,27 @@ All arms start from the same weights and see the same batches. What a model has 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
 import amp_fx
+from benchmarks.arms import ARMS, Arm
 from benchmarks.learning import TASKS, Task
 from benchmarks.results import describe, read, write
 
-__all__ = ["ARMS", "Run", "draw", "table", "train"]
+__all__ = ["SHOWN", "Run", "draw", "read_runs", "table", "train"]
 
-#: arm -> label, backend, options, dtype of autocast, loss scaling; a device that gains nothing goes low, too
-ARMS: dict[str, tuple[str, str, dict[str, Any] | None, torch.dtype | None, bool]] = {
-    "fp32": ("fp32", "inductor", None, None, False),
-    "autocast": ("autocast bf16", "inductor", None, torch.bfloat16, False),
-    "amp_fx": ("amp_fx bf16", "amp_fx", {"profile": "off"}, None, False),
-    "amp_fx_scaler": ("amp_fx fp16 + scaler", "amp_fx", {"profile": "off", "dtype": "float16"}, None, True),
+#: arm -> label, and its line: colour and dashes; a device that gains nothing goes low, too
+SHOWN = {
+    "fp32": ("fp32", "#000000", "-"),
+    "autocast": ("autocast bf16", "#D55E00", "--"),
+    "off": ("amp_fx bf16", "#0072B2", "-."),
+    "amp_fx_scaler": ("amp_fx fp16 + scaler", "#009E73", ":"),
 }
 
 #: steps whose losses are one point of a curve
@@ -56,20 +55,14 @@ class Run:
     skipped: int
 
 
-def train(name: str, task: Task, arm: str, seeds: Sequence[int], steps: int) -> list[Run]:
-    """Trains a task's model once for each seed. It is compiled once.
-
-    Args:
-        arm: see :data:`ARMS`.
-    """
-    _, backend, options, dtype, scaled = ARMS[arm]
+def train(name: str, task: Task, arm: Arm, seeds: Sequence[int], steps: int) -> list[Run]:
+    """Trains a task's model once for each seed. It is compiled once."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = task.make()
-    scaler = amp_fx.GradScaler("cpu") if scaled else None
-    if options is not None and scaler is not None:
-        options = {**options, "scaler": scaler.name}
-    step_of = torch.compile(model, backend=backend, options=options)
+    scaler = amp_fx.GradScaler("cpu") if arm.scaler else None
+    options = None if arm.options is None else dict(arm.options)
+    step_of = torch.compile(model, backend=arm.backend, options=options)
     runs = []
     for seed in seeds:
         torch.manual_seed(seed)
@@ -77,8 +70,7 @@ def train(name: str, task: Task, arm: str, seeds: Sequence[int], steps: int) -> 
         optimizer = torch.optim.AdamW(model.parameters(), lr=task.rate)
         losses, skipped = [], 0
         for step in range(steps):
-            autocast = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
-            with autocast:
+            with torch.autocast("cpu", arm.dtype, enabled=arm.autocast):
                 loss = step_of(*task.batch(step, seed))
             if scaler is None:
                 loss.backward()
@@ -92,17 +84,22 @@ def train(name: str, task: Task, arm: str, seeds: Sequence[int], steps: int) -> 
             optimizer.zero_grad()
             losses.append(loss.item())
         curve = tuple(fmean(losses[at : at + _POINT]) for at in range(0, steps, _POINT))
-        runs.append(Run(name, arm, seed, task.measured, curve, task.measure(model), skipped))
+        runs.append(Run(name, arm.name, seed, task.measured, curve, task.measure(model), skipped))
     return runs
+
+
+def read_runs(path: Path) -> list[Run]:
+    """What is in a results file."""
+    return [Run(**{**row, "curve": tuple(row["curve"])}) for row in read(path)[1]]
 
 
 def table(runs: Sequence[Run]) -> str:
     """As Markdown: what was learned, mean over the seeds and the range."""
-    lines = ["| task | measured | " + " | ".join(label for label, *_ in ARMS.values()) + " |"]
-    lines.append("|---" * (2 + len(ARMS)) + "|")
+    lines = ["| task | measured | " + " | ".join(label for label, *_ in SHOWN.values()) + " |"]
+    lines.append("|---" * (2 + len(SHOWN)) + "|")
     for task in dict.fromkeys(run.task for run in runs):
         cells = []
-        for arm in ARMS:
+        for arm in SHOWN:
             found = [run for run in runs if (run.task, run.arm) == (task, arm)]
             results = [run.result for run in found]
             if not results:
@@ -117,23 +114,13 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Training losses by step: a line for the mean of an arm's seeds, and between the lowest and highest a band.
-
-    Raises:
-        ModuleNotFoundError: there is no matplotlib.
-    """
+    """Training losses by step: a line for the mean of an arm's seeds, and between the lowest and highest a band."""
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(run.task for run in runs))
     figure = Figure(figsize=(4.6 * len(tasks), 3.6), layout="constrained")
-    styles = {
-        "fp32": ("#000000", "-"),
-        "autocast": ("#D55E00", "--"),
-        "amp_fx": ("#0072B2", "-."),
-        "amp_fx_scaler": ("#009E73", ":"),
-    }
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
-        for arm, (colour, dashes) in styles.items():
+        for arm, (label, colour, dashes) in SHOWN.items():
             curves = [run.curve for run in runs if (run.task, run.arm) == (task, arm)]
             if not curves:
                 continue
@@ -142,7 +129,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             axes.fill_between(
                 at, [*map(min, points)], [*map(max, points)], color=colour, alpha=0.12, linewidth=0
             )
-            axes.plot(at, [*map(fmean, points)], dashes, color=colour, label=ARMS[arm][0], linewidth=1.4)
+            axes.plot(at, [*map(fmean, points)], dashes, color=colour, label=label, linewidth=1.4)
         axes.set(title=task, xlabel="step", yscale="log")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("training loss")
@@ -158,23 +145,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--figure", type=Path)
-    parser.add_argument("--redraw", type=Path, help="a results file, instead of training")
     args = parser.parse_args(argv)
-    if args.redraw:
-        runs = [Run(**{**row, "curve": tuple(row["curve"])}) for row in read(args.redraw)[1]]
-    else:
-        runs, header = [], {**describe("cpu"), "steps": args.steps}
-        for name in args.tasks:
-            task = TASKS[name]()
-            for arm in ARMS:
-                print(f"{name} {arm}", file=sys.stderr, flush=True)
-                runs += train(name, task, arm, args.seeds, args.steps)
-                if args.json:
-                    write(args.json, header, runs)
+    runs: list[Run] = []
+    header = {**describe("cpu"), "steps": args.steps}
+    for name in args.tasks:
+        task = TASKS[name]()
+        for arm in SHOWN:
+            print(f"{name} {arm}", file=sys.stderr, flush=True)
+            runs += train(name, task, ARMS[arm], args.seeds, args.steps)
+            if args.json:
+                write(args.json, header, runs)
     print(table(runs))
-    if args.figure:
-        draw(runs, args.figure)
     return 0
 
 

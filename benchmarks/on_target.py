@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,15 +11,13 @@ import torch.fx as fx
 
 from amp_fx._torch import stock_inductor
 from amp_fx.backend import amp_fx
-from amp_fx.errors import FallbackWarning, OptionsError, TargetError
-from amp_fx.targets import find_target
+from amp_fx.errors import OptionsError
 from amp_fx.targets.compiling import InnerCompile, compile_graph
-from amp_fx.targets.serving import enter
 from amp_fx.targets.tracing import Tracer
 from benchmarks.arms import Arm, prepare
 from benchmarks.workloads import Workload
 
-__all__ = ["ASSUMED", "compile_arm", "enter_target"]
+__all__ = ["ASSUMED", "compile_arm"]
 
 #: what counts for a target take for granted, as nothing runs
 ASSUMED = (
@@ -32,25 +28,8 @@ ASSUMED = (
 )
 
 
-def enter_target(parser: argparse.ArgumentParser, target: str) -> str:
-    """Makes the process one that compiles for a target; what is wrong with it is wrong usage of the command.
-
-    Returns:
-        The target's full name.
-    """
-    try:
-        name = find_target(target).name
-        enter(name)
-    except TargetError as error:
-        parser.error(str(error))
-    return name
-
-
-def compile_arm(workload: Workload, arm: Arm, mode: str, inner_compile: InnerCompile) -> tuple[str, ...]:
+def compile_arm(workload: Workload, arm: Arm, mode: str, inner_compile: InnerCompile) -> None:
     """Compiles a workload as an arm does, for this process's target.
-
-    Returns:
-        amp_fx's fallbacks.
 
     Raises:
         OptionsError: the arm needs a device.
@@ -66,8 +45,5 @@ def compile_arm(workload: Workload, arm: Arm, mode: str, inner_compile: InnerCom
         with torch.autocast("cuda", arm.dtype, enabled=arm.autocast):
             return stock_inductor(gm, inputs)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", FallbackWarning)
-        for graph in tracer.graphs:
-            compile_graph(graph, backend, inner_compile)
-    return tuple(str(w.message) for w in caught if issubclass(w.category, FallbackWarning))
+    for graph in tracer.graphs:
+        compile_graph(graph, backend, inner_compile)

@@ -3,7 +3,7 @@
     python -m benchmarks.page
 
 Each section goes between its markers, such as ``<!-- errors:begin -->`` and ``<!-- errors:end -->``. What kind of
-results a file has is the first word of its name.
+results a file has is the first word of its name. matplotlib draws the long runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cases import CASES
-from benchmarks.long_runs import Run, table
+from benchmarks.long_runs import draw, read_runs, table
 from benchmarks.results import TimingRow, read, read_timings, relative
 
 __all__ = ["main", "sections", "speed", "written"]
@@ -53,19 +53,16 @@ _TIMED = {
 
 def sections(folder: Path) -> dict[str, str]:
     """Name of a section -> what stands in it, as Markdown."""
-    files = {
-        kind: [read(path) for path in sorted(folder.glob(f"{kind}_*.jsonl"))]
-        for kind in ("counts_cpu", "counts_cuda", "errors", "learning")
+    paths = {
+        kind: sorted(folder.glob(f"{kind}_*.jsonl"))
+        for kind in ("counts_cpu", "counts_cuda", "errors", "timings", "learning")
     }
     found = {
-        "counts": [_counts(head, rows, "python -m benchmarks.counts") for head, rows in files["counts_cpu"]],
-        "target": [_target(head, rows) for head, rows in files["counts_cuda"]],
-        "errors": [_errors(rows) for _, rows in files["errors"]],
-        "speed": [speed(*group) for group in _joined(sorted(folder.glob("timings_*.jsonl")))],
-        "learning": [
-            table([Run(**{**row, "curve": tuple(row["curve"])}) for row in rows])
-            for _, rows in files["learning"]
-        ],
+        "counts": [_counts(*read(path), "python -m benchmarks.counts") for path in paths["counts_cpu"]],
+        "target": [_target(*read(path)) for path in paths["counts_cuda"]],
+        "errors": [_errors(read(path)[1]) for path in paths["errors"]],
+        "speed": [speed(*group) for group in _joined(paths["timings"])],
+        "learning": [table(read_runs(path)) for path in paths["learning"]],
     }
     return {name: "\n\n".join(several) for name, several in found.items()}
 
@@ -221,6 +218,8 @@ def written(text: str, found: Mapping[str, str]) -> str:
 
 
 def main() -> int:
+    for path in _RESULTS.glob("learning_*.jsonl"):
+        draw(read_runs(path), _PAGE.parent / "images" / "long-runs.png")
     _PAGE.write_text(written(_PAGE.read_text(encoding="utf-8"), sections(_RESULTS)), encoding="utf-8")
     return 0
 

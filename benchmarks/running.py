@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -117,7 +117,7 @@ class _Worker:
         """One request and its reply.
 
         Raises:
-            _StoppedError: the arm is not to be had here, or failed.
+            _StoppedError: the arm failed.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -130,9 +130,8 @@ class _Worker:
         if not line:
             raise _StoppedError(f"failed: the process ended with {self.process.wait()}; {self._last_words()}")
         reply = json.loads(line)
-        for kind in ("skipped", "failed"):
-            if kind in reply:
-                raise _StoppedError(f"{kind}: {reply[kind]}")
+        if "failed" in reply:
+            raise _StoppedError(f"failed: {reply['failed']}")
         return reply
 
     def _last_words(self) -> str:
@@ -151,15 +150,12 @@ class _Worker:
             self.process.stdout.close()
 
 
-def measure(
-    case: Case, settings: Settings, progress: Callable[[str], None] = lambda _: None
-) -> list[TimingRow]:
+def measure(case: Case, settings: Settings) -> list[TimingRow]:
     """Measures all arms of one case; a row for each, also for those that could not be measured.
 
     Args:
         case: it must have sizes for the device.
         settings: what to measure.
-        progress: told what is being done.
     """
     sensible = arms_for(case.mode, settings.device)
     names = [n for n in settings.arms if n in sensible and case.takes(ARMS[n])]
@@ -168,21 +164,17 @@ def measure(
         try:
             # imports overlap; what is measured does not
             workers += (_Worker(ARMS[name], Path(folder), settings.malloc) for name in names)
-            running, done = list(workers), 0
+            running, done = [worker for worker in workers if _compile(worker, case, settings)], 0
             parts = min(settings.processes, settings.rounds)
             for part in range(1, parts + 1):
                 if part > 1 and not settings.late:
                     for worker in running:
                         worker.restart()
-                    running = [
-                        w for w in _each(running, progress, "compile again") if _resume(w, case, settings)
-                    ]
-                elif part == 1:
-                    running = [w for w in _each(running, progress, "compile") if _compile(w, case, settings)]
+                    running = [worker for worker in running if _start(worker, case, settings)]
                 until = settings.rounds * part // parts
-                _rounds(running, range(done, until), settings, progress)
+                _rounds(running, range(done, until), settings)
                 done = until
-            for worker in _each(running, progress, "memory of"):
+            for worker in running:
                 _memory(worker, settings)
         finally:
             for worker in workers:
@@ -194,14 +186,8 @@ def measure(
     ]
 
 
-def _each(workers: list[_Worker], progress: Callable[[str], None], doing: str) -> Iterator[_Worker]:
-    for worker in workers:
-        progress(f"{doing} {worker.arm.name}")
-        yield worker
-
-
 def _compile(worker: _Worker, case: Case, settings: Settings) -> bool:
-    first = _resume(worker, case, settings)
+    first = _start(worker, case, settings)
     if first is None:
         return False
     worker.fields["compile_cold"] = first["compile"]
@@ -210,8 +196,9 @@ def _compile(worker: _Worker, case: Case, settings: Settings) -> bool:
     return True
 
 
-def _resume(worker: _Worker, case: Case, settings: Settings) -> dict[str, Any] | None:
+def _start(worker: _Worker, case: Case, settings: Settings) -> dict[str, Any] | None:
     """Compiles in a new process; None if that fails."""
+    print(f"{case.name}: compile {worker.arm.name}", file=sys.stderr)
     try:
         return worker.ask("start", case=case.name, arm=worker.arm.name, device=settings.device)
     except _StoppedError as reason:
@@ -219,16 +206,13 @@ def _resume(worker: _Worker, case: Case, settings: Settings) -> dict[str, Any] |
         return None
 
 
-def _rounds(
-    workers: list[_Worker], indices: range, settings: Settings, progress: Callable[[str], None]
-) -> None:
+def _rounds(workers: list[_Worker], indices: range, settings: Settings) -> None:
     """Times the arms in turn; each round begins with another, so that none always follows the same."""
     for index in indices:
         if settings.late and index >= _MIN_ROUNDS:
             for worker in workers:
                 worker.notes.append(f"time was up before round {index + 1}")
             return
-        progress(f"round {index + 1} of {settings.rounds}")
         shift = index % len(workers) if workers else 0
         for worker in workers[shift:] + workers[:shift]:
             try:

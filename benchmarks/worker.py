@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 import amp_fx
-from amp_fx.errors import FallbackWarning, OptionsError
-from amp_fx.options import Options
+from amp_fx.errors import FallbackWarning
 from benchmarks import timing
 from benchmarks.arms import ARMS, Arm, Prepared, prepare
 from benchmarks.cases import CASES, Case
@@ -39,8 +38,6 @@ class Trial:
             # what compiling imports and sets up once is nobody's compile time
             with counting():
                 torch.compile(torch.sin)(torch.zeros(8))
-        if arm.backend == "amp_fx":
-            Options.parse(None, arm.options)
         prepared = prepare(case.workload(device), arm, case.mode, device)
         self.step = _Training(prepared) if case.mode == "training" else prepared.forward
 
@@ -103,8 +100,6 @@ def main() -> int:
                 raise RuntimeError(f"{do!r} before 'start'")
             else:
                 reply = getattr(trial, do)(**request)
-        except OptionsError as error:
-            reply = {"skipped": str(error)}
         except Exception as error:  # the other arms are worth having
             traceback.print_exc()
             reply = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}

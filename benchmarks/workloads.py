@@ -184,20 +184,19 @@ def llama_decode(
 
 @_workload
 def llama_512(
-    batch: int = 8, length: int = 512, layers: int = 4, width: int = 256, hidden: int = 688, vocab: int = 1024
+    batch: int = 8,
+    length: int = 512,
+    layers: int = 4,
+    width: int = 256,
+    hidden: int = 688,
+    vocab: int = 1024,
+    head: int = 64,
+    groups: int = 2,
 ) -> tuple[nn.Module, Batch]:
-    """RMS norms, rotary positions, grouped-query attention, SwiGLU."""
+    """RMS norms, rotary positions, SwiGLU, attention whose queries share keys in groups of so many."""
     tokens = _tokens(batch, length + 1, vocab=vocab)
-    model = _Llama(vocab, layers, width, heads=width // 64, kv_heads=width // 128, hidden=hidden)
-    return model, {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-
-
-def llama_8b_block(
-    batch: int, length: int, width: int = 4096, hidden: int = 14336, vocab: int = 1024
-) -> tuple[nn.Module, Batch]:
-    """One block of Llama-3-8B, of 32 heads and 8 for keys and values, with a small embedding and head."""
-    tokens = _tokens(batch, length + 1, vocab=vocab)
-    model = _Llama(vocab, 1, width, heads=32, kv_heads=8, hidden=hidden)
+    heads = width // head
+    model = _Llama(vocab, layers, width, heads, kv_heads=heads // groups, hidden=hidden)
     return model, {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
@@ -229,7 +228,9 @@ def gpt2(
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-def _hf_llama(attention: str) -> tuple[nn.Module, Batch]:
+@_workload
+def llama(attention: str = "sdpa") -> tuple[nn.Module, Batch]:
+    """Decoder with RMS norms, rotary positions and grouped-query attention."""
     model = hugging_face.llama(
         layers=2, width=256, heads=4, kv_heads=2, hidden=688, vocab=512, length=128, attention=attention
     )
@@ -242,15 +243,9 @@ def _hf_llama(attention: str) -> tuple[nn.Module, Batch]:
 
 
 @_workload
-def llama() -> tuple[nn.Module, Batch]:
-    """Decoder with RMS norms, rotary positions and grouped-query attention."""
-    return _hf_llama("sdpa")
-
-
-@_workload
 def llama_eager() -> tuple[nn.Module, Batch]:
     """The same with attention spelled out: the softmax asks for fp32 itself."""
-    return _hf_llama("eager")
+    return llama("eager")
 
 
 @_workload

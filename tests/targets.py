@@ -28,7 +28,7 @@ from amp_fx.targets.compiling import Backend, compile_graph
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import TracedGraph, Tracer
 from benchmarks.arms import ARMS
-from benchmarks.counts import Counter, Counts, Row, measure
+from benchmarks.counts import Counter, Counts, Row, count
 from benchmarks.workloads import make
 from zoo import Case
 
@@ -135,7 +135,7 @@ def arm(options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16) -> 
 
 def counted(workload: str, arm: str) -> Row:
     """Runs in the process. What a training step of a workload of the benchmarks costs in one of their arms."""
-    return measure(make(workload), ARMS[arm], "training", "cuda:h100")
+    return count(make(workload), ARMS[arm], "training", "cuda:h100")[0]
 
 
 def compiled(

@@ -56,13 +56,13 @@ def test_a_table_has_a_line_per_arm_and_the_reasons_of_those_that_are_missing() 
     rows = [
         row("autocast", QUIET),
         row("amp_fx", scaled(0.5), peak_bytes=1_500_000),
-        row("freezing", (), notes=("skipped: unknown option",)),
+        row("freezing", (), notes=("failed: ValueError",)),
     ]
     lines = case_table(rows).splitlines()
     assert lines[0] == "mlp, training: batch 8"
     [ours] = [line.split() for line in lines if line.startswith("amp_fx")]
     assert ours == ["amp_fx", "500.00", "(500.00-505.00)", "0.50", "(0.50-0.50)", "-", "1.5"]
-    assert lines[-1] == "note: freezing: skipped: unknown option"
+    assert lines[-1] == "note: freezing: failed: ValueError"
 
 
 # --- files ---
@@ -74,21 +74,6 @@ def test_results_survive_the_way_through_a_file(tmp_path: Path) -> None:
     header, found = read_timings(tmp_path / "r.jsonl")
     assert found == rows
     assert {"hardware", "processor", "torch", "python", "commit", "date", "threads", "load"} <= header.keys()
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("", "no header"),
-        ('{"arm": "fp32"}\n', "no header"),
-        ('{"header": {}}\n{"arm": "fp32"}\n', "did not write"),
-    ],
-)
-def test_other_files_are_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
-    path = tmp_path / "other.jsonl"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"other\.jsonl.*{complaint}"):
-        read_timings(path)
 
 
 # --- the page ---
@@ -168,14 +153,13 @@ def test_recipes_of_fp8_are_timed_where_a_case_asks_for_them() -> None:
     assert CASES["gpt2"].takes(ARMS["fp8"])
     assert CASES["llama_8b_block_inference_length16"].takes(ARMS["fp8_rowwise"])
     assert {"fp8", "fp8_rowwise"} <= {*arms_for("inference", "cuda")}
-    assert "fp8_mxfp8" not in arms_for("inference", "cuda")
     assert "fp8" not in arms_for("inference", "cpu")
     assert not CASES["llama_8b_block"].takes(ARMS["fp32"])
 
 
 def test_the_block_of_llama_has_the_linears_of_8b() -> None:
     with torch.device("meta"):
-        model, _ = CASES["llama_8b_block"].build(batch=1, length=16)
+        model, _ = CASES["llama_8b_block"].build(**CASES["llama_8b_block"].sizes["cuda"])
     shapes = [tuple(p.shape) for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2]
     assert shapes == [
         (4096, 4096),
@@ -197,7 +181,7 @@ def test_arms_take_turns_and_none_always_follows_the_same() -> None:
 
         return SimpleNamespace(ask=ask, steps=1, times=[], notes=[])
 
-    running._rounds([worker("a"), worker("b")], range(2), running.Settings(), lambda doing: None)
+    running._rounds([worker("a"), worker("b")], range(2), running.Settings())
     assert asked == ["a", "b", "b", "a"]
 
 
