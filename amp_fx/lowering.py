@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 import torch.fx as fx
 
 from amp_fx._torch import (

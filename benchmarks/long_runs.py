@@ -62,7 +62,7 @@ def train(name: str, task: Task, arm: Arm, seeds: Sequence[int], steps: int) -> 
     model = task.make()
     scaler = amp_fx.GradScaler("cpu") if arm.scaler else None
     options = None if arm.options is None else dict(arm.options)
-    step_of = torch.compile(model, backend=arm.backend, options=options)
+    step_of = model if arm.backend is None else torch.compile(model, backend=arm.backend, options=options)
     runs = []
     for seed in seeds:
         torch.manual_seed(seed)
