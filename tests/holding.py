@@ -1,12 +1,30 @@
-"""Bytes that weights' copies and constants take, of one test's models."""
+"""What weights' copies and constants cost: bytes that they take, and compiles."""
 
 from __future__ import annotations
 
 import gc
+from typing import Any
 
+import pytest
+
+import amp_fx.lowering
 from amp_fx import weights
 
-__all__ = ["Held"]
+__all__ = ["Compiles", "Held"]
+
+
+class Compiles:
+    """Counts how often Inductor is asked for a graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        original = amp_fx.lowering.compile_with_inductor
+
+        def count(*args: Any) -> Any:
+            self.count += 1
+            return original(*args)
+
+        monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", count)
 
 
 class Held:

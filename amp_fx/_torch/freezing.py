@@ -61,6 +61,7 @@ def observe_freezing(
     # what is replaced is put back at the end, so blocks of two threads must not overlap
     with _freezing:
         replace = constant_folding.replace_node_with_constant
+        fold = freezing.constant_fold
         compile_frozen = compile_fx.fw_compiler_freezing
 
         def replace_node_with_constant(
@@ -69,6 +70,10 @@ def observe_freezing(
             if constant is not None:
                 folded(gm, node, constant)
             replace(gm, node, constant, name)
+
+        def constant_fold(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+            _pack_by_onednn(gm)
+            fold(gm, *args, **kwargs)
 
         def fw_compiler_freezing(*args: Any, inner_compile: Callable[..., Any], **kwargs: Any) -> Any:
             return compile_frozen(*args, inner_compile=_lifted(inner_compile, lifting), **kwargs)
@@ -89,6 +94,9 @@ def observe_freezing(
             def insertable_tensor_check(self, tensor: torch.Tensor) -> bool:
                 if self._at is None:
                     raise AssertionError("asked between two nodes")
+                if tensor.is_mkldnn:
+                    # a graph cannot pack in a call: these ops do not run on fake values
+                    return True
                 more = tensor.numel() - sum(map(self._elements, self._sources[self._at]))
                 if more > self._left:
                     return False
@@ -103,9 +111,26 @@ def observe_freezing(
             mock.patch.object(constant_folding, "ConstantFolder", Folder),
             mock.patch.object(constant_folding, "replace_node_with_constant", replace_node_with_constant),
             mock.patch.object(freezing, "replace_node_with_constant", replace_node_with_constant),
+            mock.patch.object(freezing, "constant_fold", constant_fold),
             mock.patch.object(compile_fx, "fw_compiler_freezing", fw_compiler_freezing),
         ):
             yield
+
+
+def _pack_by_onednn(gm: fx.GraphModule) -> None:
+    """Has oneDNN pack the fp32 weights of linears that Inductor would have MKL pack.
+
+    MKL takes eight megabytes for each, however small, and packs anew for each batch size. Where the batch size is not
+    known Inductor packs by oneDNN, too.
+    """
+    mkldnn = torch.ops.mkldnn
+    for node in gm.graph.nodes:
+        # not there if torch is built without MKL
+        if str(node.target) == "mkl._mkl_reorder_linear_weight":
+            node.target = mkldnn._reorder_linear_weight.default
+        elif str(node.target) == "mkl._mkl_linear":
+            x, packed, _, bias, _ = node.args
+            node.target, node.args = mkldnn._linear_pointwise.default, (x, packed, bias, "none", [], "")
 
 
 def _lifted(inner_compile: Callable[..., Any], lifting: Lifting) -> Callable[..., Any]:

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-import amp_fx.lowering
 import amp_fx.weights.folding
 from amp_fx import OptionsError, WeightsError, weights
 from amp_fx.options import Options
 from amp_fx.placement.profile import DeviceProfile
 from graphs import DEFAULTS
-from holding import Held
+from holding import Compiles, Held
 
 
 @pytest.fixture(autouse=True)
@@ -269,20 +268,6 @@ def test_frozen_graphs_of_any_size_are_frozen_again() -> None:
         net.table.weight.data.mul_(2.0)
         for rows in (2, 3, 5):
             assert close_to_autocast(run(tokens(rows)), net, tokens(rows), FOLDED)
-
-
-class Compiles:
-    """Counts how often Inductor is asked for a graph."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        original = amp_fx.lowering.compile_with_inductor
-
-        def count(*args: Any) -> Any:
-            self.count += 1
-            return original(*args)
-
-        monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", count)
 
 
 def test_packed_weights_follow_without_compiling(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,217 @@
+"""Weights that live across calls, in small models with no option but ``weights``, or with none."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_fx import weights
+from holding import Compiles, Held
+
+
+@pytest.fixture(autouse=True)
+def held() -> Iterator[Held]:
+    weights.clear()
+    yield Held()
+    weights.clear()
+
+
+def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend="amp_fx", options=options)
+
+
+def first(value: Any) -> Tensor:
+    """The first of several outputs."""
+    return value[0] if isinstance(value, tuple) else value
+
+
+def is_right(got: Tensor, model: nn.Module, x: Tensor) -> bool:
+    """At most a little further from fp64 than eager autocast."""
+    exact = first(copy.deepcopy(model).double()(x.double() if x.is_floating_point() else x))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        theirs = first(model(x))
+    return bool((got - exact).norm() <= 1.2 * (theirs - exact).norm()) and got.dtype is torch.float32
+
+
+def scale(model: nn.Module) -> None:
+    """Writes to all weights."""
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+
+
+# ---- linears that gain nothing from 16 bits ----
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+
+
+@pytest.mark.parametrize("mode", ["cache", "freeze"])
+def test_linears_in_fp32_are_packed_and_follow_their_weights(
+    mode: str, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, compiles = mlp(), Compiles(monkeypatch)
+    run = compiled(net, weights=mode)
+    with torch.no_grad():
+        for rows in (4, 16, 3):
+            x = torch.randn(rows, 16)
+            assert is_right(run(x), net, x)
+            scale(net)
+            assert is_right(run(x), net, x)
+    # of four rows, and of any number
+    assert compiles.count == 2
+    # MKL takes eight megabytes for each matrix
+    assert 0 < held.bytes() < 100_000
+
+
+def test_a_small_network_of_convolutions_with_a_classifier_follows_its_weights() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    ).eval()  # fmt: skip
+    run = compiled(net, weights="cache")
+    with torch.no_grad():
+        for rows in (4, 16):
+            x = torch.randn(rows, 3, 16, 16)
+            assert is_right(run(x), net, x)
+            scale(net)
+            assert is_right(run(x), net, x)
+
+
+class Joined(nn.Module):
+    """Multiplies by two matrices, one of them twice, in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat([self.one, self.other, self.one], 1)
+
+
+def test_a_matrix_that_is_joined_from_weights_is_packed() -> None:
+    net, x = Joined(), torch.randn(16, 64)
+    run = compiled(net)
+    with torch.inference_mode():
+        assert is_right(run(x), net, x)
+        scale(net)
+        assert is_right(run(x), net, x)
+
+
+_PROGRAM = """
+import sys, torch
+from torch import nn
+net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+run, x = torch.compile(net, backend="amp_fx", options={"weights": sys.argv[1]}), torch.randn(4, 16)
+with torch.no_grad():
+    for _ in range(2):
+        assert torch.allclose(run(x), net(x), rtol=1e-5, atol=1e-5)
+        net[0].weight.data.mul_(2.0)
+"""
+
+
+@pytest.mark.slow
+def test_cold_and_warm_caches_of_another_process_give_the_same(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", _PROGRAM, "cache"], env=environment, check=True)
+
+
+# ---- weights with several readers ----
+
+
+class Tied(nn.Module):
+    """An embedding tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle, self.head = nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 32)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(F.gelu(self.middle(self.table(tokens))))
+
+
+class Shared(nn.Module):
+    """Two linears with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.wide = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.wide.weight = self.low.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(F.gelu(self.low(x)))
+
+
+class OneMemory(Shared):
+    """Two linears with two parameters in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide.weight = nn.Parameter(self.low.weight.data)
+
+
+class Returned(Shared):
+    """Gives back a view of the weight, whose memory a caller may write to."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.low.weight.t()
+
+
+class OfBoth(nn.Module):
+    """A convolution, and a linear that reads a view of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Conv2d(64, 64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.low(x).relu().mean((2, 3)), self.low.weight.flatten(1))
+
+
+#: models with a low and an fp32 reader of one weight, what they take, and their options
+READERS: dict[str, tuple[type[nn.Module], Callable[[int], Tensor], dict[str, Any]]] = {
+    "an embedding tied to the head": (Tied, lambda rows: torch.arange(rows * 7).reshape(rows, 7) % 32, {}),
+    "a convolution and a linear": (OfBoth, lambda rows: torch.randn(rows, 64, 4, 4), {}),
+    **{
+        name: (
+            model,
+            lambda rows: torch.randn(rows, 64),
+            {
+                "profile": "off",
+                "policy": {"rules": [{"module": "wide", "op": "linear", "precision": "fp32"}]},
+            },
+        )
+        for name, model in (("two linears", Shared), ("two parameters", OneMemory), ("its user", Returned))
+    },
+}
+
+
+@pytest.mark.parametrize("readers", READERS)
+def test_a_weight_with_a_low_and_an_fp32_reader_is_followed(
+    readers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, make_input, options = READERS[readers]
+    net, compiles = model().eval(), Compiles(monkeypatch)
+    run = compiled(net, **options)
+    with torch.inference_mode():
+        for rows in (4, 16):
+            x = make_input(rows)
+            for _ in range(2):
+                got = run(x)
+                assert is_right(first(got), net, x)
+                if isinstance(net, Returned):
+                    assert got[1].data_ptr() == net.low.weight.data_ptr()
+                scale(net)
+    assert compiles.count == 2
