@@ -80,24 +80,21 @@ class FrozenGraph:
         self._compile_graph = compile_graph
         self._may_change = may_change
         placeholders = self._placeholders = gm.graph.find_nodes(op="placeholder")
-        left = {key for node in gm.graph.nodes for key in written_storages(node)}
-        if not packs_wide:
-            left |= {
-                storage_of(arg)
-                for node in gm.graph.nodes
-                if is_matmul(node) and node.meta["val"].dtype is torch.float32
-                for arg in node.all_input_nodes
-            }
+        written = {key for node in gm.graph.nodes for key in written_storages(node)}
+        wide = set() if packs_wide else _read_wide(gm)
+        copied = {node.meta.get(COPY_META) for node in placeholders}
+        #: become constants; a weight that is read in fp32 as well may be one only in low
+        self._constant = [
+            COPY_META in node.meta
+            or (_is_weight(node) and is_plain(node) and storage_of(node) not in written | wide)
+            for node in placeholders
+        ]
         self._weights = [
             at
             for at, node in enumerate(placeholders)
-            if _is_weight(node) and is_plain(node) and storage_of(node) not in left
+            if COPY_META not in node.meta and (self._constant[at] or node.name in copied)
         ]
-        self._others = [
-            at
-            for at, node in enumerate(placeholders)
-            if at not in self._weights and COPY_META not in node.meta
-        ]
+        self._others = [at for at in range(len(placeholders)) if not self._constant[at]]
         # models of one class share their graphs
         self._found: dict[Key, _Frozen] = {}
         #: what is common to all models, if the weights are inputs of the compiled graph
@@ -191,10 +188,10 @@ class FrozenGraph:
         holder = nn.Module()
         positions = {self._placeholders[at].name: position for position, at in enumerate(self._weights)}
         values = {node.name: node.meta.get("val") for node in self._placeholders}
-        for node in self._placeholders:
-            position = positions.get(node.meta.get(COPY_META, node.name))
-            if position is None:
+        for node, is_constant in zip(self._placeholders, self._constant, strict=True):
+            if not is_constant:
                 continue
+            position = positions[node.meta.get(COPY_META, node.name)]
             form, part = form_of(node)
             # what is more than a cast is folded by Inductor
             value = node.meta["val"] if isinstance(form, Cast) else values[node.meta[COPY_META]]
@@ -259,6 +256,16 @@ class _Frozen:
     def still_holds(self, weights: Sequence[Tensor]) -> bool:
         """True if the weights have not changed; looks more closely than in every call."""
         return all(look_at(w) is look for w, look in zip(weights, self.watch.looks, strict=True))
+
+
+def _read_wide(gm: fx.GraphModule) -> set[int | None]:
+    """Storages of what matmuls in fp32 read."""
+    return {
+        storage_of(arg)
+        for node in gm.graph.nodes
+        if is_matmul(node) and node.meta["val"].dtype is torch.float32
+        for arg in node.all_input_nodes
+    }
 
 
 def _is_weight(node: fx.Node) -> bool:
