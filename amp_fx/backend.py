@@ -136,6 +136,8 @@ class _Call:
         ambient: autocast state at graph entry per device type.
         training: True if the graph will be differentiated.
         scaler: name of the scaler of the graph's backward, or None. What takes its gradients itself has no backward.
+        in_autocast: True if the user's own autocast is on somewhere: as Dynamo made it, with autocast off, the graph
+            would return other dtypes.
         fp8: the pass that chooses what runs in fp8, or None.
     """
 
@@ -153,6 +155,8 @@ class _Call:
         )
         outside = self.training and not takes_own_gradients(gm)
         self.scaler = opts.scaler if outside and is_scaled(ambient) else None
+        ambient_by_user = any(region.by_user for region in ambient.values())
+        self.in_autocast = ambient_by_user or any(map(is_autocast_call, gm.graph.nodes))
         self.fp8: PlaceFp8 | None = None
 
 
@@ -176,7 +180,7 @@ def _way(call: _Call, rewritten: fx.GraphModule, plan: Plan) -> _Way:
             return _Way.FROZEN
     if copied_weights(rewritten):
         return _Way.COPIES
-    if call.fp8 is None and not plan.changed and not any(map(is_autocast_call, call.gm.graph.nodes)):
+    if call.fp8 is None and not plan.changed and not call.in_autocast:
         return _Way.AS_TRACED
     return _Way.REWRITTEN
 

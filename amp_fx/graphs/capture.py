@@ -44,7 +44,7 @@ from amp_fx._torch import (
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.composites import COMPOSITES
 from amp_fx.graphs.distributed import changes_layout, fake_mode_of, stand_in
-from amp_fx.graphs.facts import is_gradient_call, is_leaf_call, output_nodes, source_line, tensors
+from amp_fx.graphs.facts import is_gradient_call, is_leaf_call, output_nodes, tensors, where
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 
 __all__ = ["OPAQUE_BODIES", "OUTPUT_META", "REGION_META", "capture", "graph_devices"]
@@ -198,7 +198,7 @@ class _Capture(fx.Interpreter):
     @property
     def where(self) -> str:
         """The node that is run, with its source line."""
-        return f"{self._at.name} ({source_line(self._at) or 'no source line'})" if self._at else "the graph"
+        return f"{self._at.name} ({where(self._at)})" if self._at else "the graph"
 
     @property
     def _tracer(self) -> Any:
@@ -355,15 +355,12 @@ def _check_rule(n: fx.Node, regions: Mapping[str, Region]) -> None:
         return
     by_user = [device for device, region in regions.items() if region.by_user and region.enabled]
     if any(has_autocast_rule(n.target, device) for device in by_user if device in ("cpu", "cuda", "xpu")):
-        raise CaptureError(
-            f"{n.target} has an autocast rule of its own, inside torch.autocast"
-            f" ({source_line(n) or 'no source line'})"
-        )
+        raise CaptureError(f"{n.target} has an autocast rule of its own, inside torch.autocast ({where(n)})")
 
 
 def _example(n: fx.Node) -> Any:
     if "example_value" not in n.meta:
-        raise CaptureError(f"{n.name} ({source_line(n)}) has no fake value")
+        raise CaptureError(f"{n.name} ({where(n)}) has no fake value")
     return n.meta["example_value"]
 
 

@@ -26,8 +26,8 @@ from amp_fx.graphs.facts import (
     is_eligible,
     output_nodes,
     run_fake,
-    source_line,
     tensors,
+    where,
 )
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 
@@ -83,7 +83,7 @@ def ambient_dtype(adopted: fx.GraphModule) -> torch.dtype | None:
         return dtype
     raise CaptureError(
         f"{node.name} is recorded as {dtype}, which neither the program itself nor one torch.autocast around its "
-        f"export gives [{source_line(node) or 'no source line'}]. Export again without torch.autocast around "
+        f"export gives [{where(node)}]. Export again without torch.autocast around "
         "torch.export.export, or use amp_fx.export(model, args)."
     )
 

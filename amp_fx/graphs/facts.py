@@ -58,6 +58,7 @@ __all__ = [
     "storage_of",
     "tensor_nodes",
     "tensors",
+    "where",
     "written_arguments",
     "written_storages",
 ]
@@ -170,6 +171,12 @@ def source_line(node: fx.Node) -> str:
     trace = node.meta.get("stack_trace")
     # passes on Inductor's graphs see none
     return _innermost_line(trace) if isinstance(trace, str) else ""
+
+
+def where(node: fx.Node) -> str:
+    """Where an error is, in words: the user's source line; in a module of torch that is called directly, its path."""
+    path = module_path(node)
+    return source_line(node) or (f"module {path}" if path else "no source line")
 
 
 @functools.lru_cache(maxsize=4096)  # repeated layers have the same lines
@@ -417,8 +424,8 @@ def run_fake(node: fx.Node) -> Any:
         dtypes = ", ".join(
             f"{n.name}: {n.meta['val'].dtype}" for n in node.all_input_nodes if tensors(n.meta["val"])
         )
-        where = source_line(node) or "no source line"
-        raise VerifyError(f"{node.name} = {node.target}({dtypes}) does not run: {error} [{where}]") from error
+        call = f"{node.name} = {node.target}({dtypes})"
+        raise VerifyError(f"{call} does not run: {error} [{where(node)}]") from error
 
 
 def fake_values(node: fx.Node) -> list[Any]:

@@ -164,7 +164,7 @@ class _Casts:
         positional = len(node.args)
         node.args = tuple(cast[:positional])
         node.kwargs = dict(zip(names[positional:], cast[positional:], strict=True))
-        if self._retyped(node):
+        if self._retyped(node, plan):
             node.meta["val"] = run_fake(node)
             node.meta[RAN_META] = fake_values(node)
             node.meta.pop("tensor_meta", None)
@@ -205,11 +205,17 @@ class _Casts:
                 return {}
         return dict.fromkeys(slots, plan.dtype)
 
-    def _retyped(self, node: fx.Node) -> bool:
-        """True if an input's dtype is not the traced one; others keep their value (and unbacked sizes)."""
+    def _retyped(self, node: fx.Node, plan: NodePlan) -> bool:
+        """True if the result may have another dtype than traced; others keep their value (and unbacked sizes).
+
+        An input has another dtype, or the traced one is that of the user's torch.autocast, which was on in the trace
+        and is off when the graph runs.
+        """
         if _element_of_call(node):
             return True
-        return isinstance(node.target, OpOverload) and any(
+        if not isinstance(node.target, OpOverload):
+            return False
+        return (plan.traced is not None and plan.dtype is not plan.traced) or any(
             source.meta["val"].dtype is not self.traced.get(source)
             for source in node.all_input_nodes
             if is_eligible(source.meta.get("val"))

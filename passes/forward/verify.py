@@ -18,9 +18,9 @@ from amp_fx.graphs.facts import (
     is_eligible,
     output_nodes,
     run_fake,
-    source_line,
     tensor_nodes,
     tensors,
+    where,
     written_arguments,
 )
 from amp_fx.passes.base import Pass, PassContext, PassResult
@@ -87,18 +87,18 @@ def _check_runs(node: fx.Node) -> None:
     got = [value.dtype for value in tensors(run_fake(node))]
     claimed = [value.dtype for value in tensors(node.meta["val"])]
     if got != claimed:
-        raise VerifyError(f"{node.name} gives {got}, its metadata says {claimed} [{source_line(node)}]")
+        raise VerifyError(f"{node.name} gives {got}, its metadata says {claimed} [{where(node)}]")
 
 
 def _check_planned(node: fx.Node, plan: NodePlan) -> None:
     planned = f"{node.name} ({plan.op}) is planned as {plan.dtype}"
     first = next((value.dtype for value in tensors(node.meta["val"]) if is_eligible(value)), None)
     if first is not None and first is not plan.dtype:
-        raise VerifyError(f"{planned} but gives {first} [{source_line(node)}]")
+        raise VerifyError(f"{planned} but gives {first} [{where(node)}]")
     for source in _taken(node, plan):
         dtype = source.meta["val"].dtype
         if dtype is not plan.dtype:
-            raise VerifyError(f"{planned} but takes {source.name} in {dtype} [{source_line(node)}]")
+            raise VerifyError(f"{planned} but takes {source.name} in {dtype} [{where(node)}]")
 
 
 def _taken(node: fx.Node, plan: NodePlan) -> list[fx.Node]:
@@ -120,6 +120,4 @@ def _check_outputs(gm: fx.GraphModule) -> None:
     for node, traced in zip(output_nodes(gm), output.meta[OUTPUT_META], strict=True):
         got = [value.dtype for value in tensors(node.meta.get("val"))]
         if got != traced:
-            raise VerifyError(
-                f"output {node.name} has dtypes {got}, Dynamo traced {traced} [{source_line(node)}]"
-            )
+            raise VerifyError(f"output {node.name} has dtypes {got}, Dynamo traced {traced} [{where(node)}]")

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from amp_fx import PassError, VerifyError
 from amp_fx.passes import PIPELINE, FuseCasts, Pass, PassContext, PassResult, Verify, run_passes
@@ -91,6 +91,14 @@ def test_an_output_that_is_not_what_dynamo_traced_is_named() -> None:
         VerifyError,
         match=r"output matmul has dtypes \[.*bfloat16\], Dynamo traced \[.*float32\] \[.*the line to name\]",
     ):
+        verify(gm)
+
+
+def test_in_a_module_of_torch_that_has_no_line_of_the_users_the_module_is_named() -> None:
+    gm = run_until(FuseCasts, nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), torch.randn(4, 4)).gm
+    (linear,) = gm.graph.find_nodes(op="call_function", target=aten.linear.default)
+    linear.meta["val"] = linear.meta["val"].float()
+    with pytest.raises(VerifyError, match=r"\[module 1\]$"):
         verify(gm)
 
 

@@ -1,0 +1,131 @@
+"""The user's own autocast around, or inside, what amp_fx places otherwise than autocast would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_fx import Plan
+from graphs import agree, rewrite
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+#: what a user gets who names no option: matmuls as small as these stay in fp32
+NO_OPTION: Mapping[str, Any] = {"profile": "auto", "strict": False}
+
+
+class Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def tensor(*shape: int) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(shape, requires_grad=True)
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "linear": (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), (tensor(4, 8),)),
+    "conv1d": (nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4)), (tensor(2, 2, 8),)),
+    "conv2d": (nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)), (tensor(2, 2, 6, 6),)),
+    "conv_transpose2d": (nn.Sequential(nn.ConvTranspose2d(2, 4, 3), nn.ReLU()), (tensor(2, 2, 6, 6),)),
+    "bmm": (lambda x: torch.bmm(x, x).relu(), (tensor(2, 4, 4),)),
+    "baddbmm": (lambda x, y, z: torch.baddbmm(x, y, z), (tensor(2, 4, 4), tensor(2, 4, 4), tensor(2, 4, 4))),
+    "einsum": (lambda x, y: torch.einsum("bij,bjk->bik", x, y), (tensor(2, 4, 4), tensor(2, 4, 4))),
+    "scaled_dot_product_attention": (Attention(), (tensor(1, 2, 4, 8), tensor(1, 2, 4, 8), tensor(1, 2, 4, 8))),
+}  # fmt: skip
+
+
+def rule(op: str, precision: str) -> dict[str, Any]:
+    return {"policy": {"rules": [{"op": op, "precision": precision}]}}
+
+
+def dtypes(plans: list[Plan], op: str) -> list[torch.dtype | None]:
+    return [row.dtype for plan in plans for row in plan.nodes if row.op.partition(".")[0] == op]
+
+
+@pytest.mark.parametrize("ambient", [BF16, FP16])
+@pytest.mark.parametrize("op", PROGRAMS)
+def test_what_is_too_small_to_gain_stays_in_fp32_and_returns_what_autocast_returns(
+    op: str, ambient: torch.dtype
+) -> None:
+    program, inputs = PROGRAMS[op]
+    plans = agree(program, *inputs, options=NO_OPTION, ambient=ambient)
+    assert FP32 in dtypes(plans, op)
+
+
+def test_a_call_with_several_results_returns_what_autocast_returns() -> None:
+    weights = [weight.detach() for weight in nn.LSTM(4, 4).parameters()]
+
+    def program(x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        # nn.LSTM itself is a graph break
+        return torch.lstm(x, (h, c), weights, True, 1, 0.0, False, False, False)
+
+    # Dynamo's fake LSTM is fp32 for what requires a gradient, whatever eager autocast returns
+    given = (torch.randn(3, 2, 4), torch.randn(1, 2, 4), torch.randn(1, 2, 4))
+    rewritten = rewrite(program, *given, options=rule("lstm", "fp32"), ambient=BF16)
+    assert rewritten.one("lstm").dtype is FP32
+    assert [value.dtype for value in rewritten.outputs] == [BF16] * 3
+
+
+@pytest.mark.parametrize("ambient", [None, BF16])
+def test_regions_inside_the_model_and_islands_in_them(ambient: torch.dtype | None) -> None:
+    class Regions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outside, self.region, self.island, self.nested = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            a = self.outside(x)
+            with torch.autocast("cpu", BF16):
+                b = self.region(a)
+                with torch.autocast("cpu", enabled=False):
+                    c = self.island(b.float())
+                    with torch.autocast("cpu", BF16):
+                        d = self.nested(c)
+            return a, b, c, d
+
+    plans = agree(Regions(), tensor(4, 8), options=NO_OPTION, ambient=ambient, reference=FP32, tolerance=2e-2)
+    assert dtypes(plans, "linear") == [FP32] * 4
+
+
+class Softmax(nn.Module):
+    """A listed fp32 op on CUDA, between two linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities = F.softmax(self.first(x), -1)
+        return self.second(probabilities), probabilities
+
+
+def test_a_rule_may_keep_in_fp32_what_the_ambient_autocast_lowers() -> None:
+    plans = agree(Softmax(), tensor(4, 8), options=rule("linear", "fp32"), ambient=BF16)
+    assert set(dtypes(plans, "linear")) == {FP32}
+
+
+@pytest.mark.parametrize("options", [rule("softmax", "low"), {"policy": "fast"}], ids=["rule", "fast"])
+def test_a_policy_may_lower_what_the_ambient_autocast_keeps_in_fp32(options: Mapping[str, Any]) -> None:
+    rewritten = rewrite(Softmax(), tensor(4, 8), device="cuda", options=options, ambient=BF16)
+    assert rewritten.one("softmax").dtype is BF16
+    (softmax,) = [node for node in rewritten.gm.graph.nodes if "softmax" in str(node.target)]
+    assert softmax.meta["val"].dtype is BF16
+    # autocast has returned it in fp32
+    returned = [node.meta["val"].dtype for node in rewritten.gm.graph.output_node().all_input_nodes]
+    assert returned == [BF16, FP32]
+
+
+def test_what_copies_a_dtype_has_the_one_that_autocast_gives_where_nothing_is_cast() -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.linear(x, w)
+        return torch.zeros_like(h), h.float()
+
+    plans = agree(program, tensor(4, 8), tensor(8, 8), options=NO_OPTION, ambient=BF16)
+    assert dtypes(plans, "linear") == [FP32]
