@@ -81,7 +81,7 @@ def amp_fx(
         if opts.strict or (opts.plan is not None and isinstance(error, PassError)):
             raise
         return _fall_back(call, str(error))
-    if call.training and call.scaler is None:
+    if call.training:
         _say_what_scales(call, plan)
     call.fp8 = fp8_placement(opts, call.ambient, plan, rewritten)
     compiled = _COMPILE[_way(call, rewritten, plan)](call, rewritten)
@@ -119,12 +119,12 @@ def _say(plan: Plan) -> None:
 
 
 def _say_what_scales(call: _Call, plan: Plan) -> None:
-    """Warns where no scaler of amp_fx scales the gradients of an fp16 graph, or of one that was given a scaler."""
+    """Warns where no scaler of amp_fx scales the gradients of an fp16 graph, or nobody asks the one that does."""
     if not is_scaled(call.ambient):
         if call.opts.scaler is not None:
             warn_ignored(call.opts.scaler, call.ambient)
-    elif call.opts.scaler is None:
-        expect_scaler(plan, call.example_inputs)
+    elif call.opts.scaler == call.scaler:
+        expect_scaler(plan, call.example_inputs, call.scaler)
     else:
         warn_taken_inside(call.opts.scaler)
 

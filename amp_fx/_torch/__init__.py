@@ -59,6 +59,7 @@ from amp_fx._torch.inductor import (
 from amp_fx._torch.joint import JointRoles, joint_roles, program_outputs
 from amp_fx._torch.lowering import Lowered, lower_with_inductor
 from amp_fx._torch.multi_tensor import find_nonfinite_, largest_magnitudes, update_scale
+from amp_fx._torch.scalers import before_scaler_steps
 from amp_fx._torch.tracing import (
     defining_module,
     ignore_fresh_symbols,
@@ -83,6 +84,7 @@ __all__ = [
     "OpOverload",
     "autocast_disabled",
     "autocast_shield",
+    "before_scaler_steps",
     "breaks_without_graph",
     "compile_id",
     "compile_package",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from amp_fx.errors import ScalerError, did_you_mean
 from amp_fx.scaling.uses import CompiledGraph
 
-__all__ = ["Scaler", "find_scaler", "register"]
+__all__ = ["Scaler", "find_scaler", "register", "scaler_of"]
 
 
+@runtime_checkable
 class Scaler(Protocol):
     """What a compiled graph, and whoever finds a scaler by its name, knows of it."""
 
@@ -29,6 +30,15 @@ class Scaler(Protocol):
 
     def get_scale(self) -> float:
         """The scale now; waits for the device."""
+        ...
+
+    def scales(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether its graphs were called with some of these since its last ``update``."""
+        ...
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether it has looked at gradients since its last ``update``."""
         ...
 
 
@@ -46,6 +56,11 @@ def register(scaler: Scaler, *, replace: bool) -> None:
     with _lock:
         if replace or scaler.name not in _scalers:
             _scalers[scaler.name] = scaler
+
+
+def scaler_of(parameters: Sequence[Tensor]) -> Scaler | None:
+    """The living scaler whose graphs were called with some of the parameters since its last ``update``."""
+    return next((scaler for scaler in list(_scalers.values()) if scaler.scales(parameters)), None)
 
 
 def find_scaler(name: str) -> Scaler:

@@ -24,6 +24,7 @@ from amp_fx.errors import ScalerError
 from amp_fx.scaling.findings import look
 from amp_fx.scaling.history import History, any_of, names_of
 from amp_fx.scaling.registry import register
+from amp_fx.scaling.stepping import watch_steps
 from amp_fx.scaling.uses import CompiledGraph, OwnScale, Uses
 
 __all__ = ["GradScaler"]
@@ -95,8 +96,6 @@ class GradScaler(torch.amp.GradScaler):
         self._in_graph = False
         #: a loss of this step was scaled before any graph used the scaler: the step goes on as it began
         self._scaled_outside = False
-        #: a graph was called in this step
-        self._entered = False
         self._history = History()
 
     @property
@@ -118,8 +117,11 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(graph.device)
         assert self._scale is not None
-        self._in_graph = self._entered = True
+        if not self._in_graph:
+            self._in_graph = True
+            watch_steps(self)
         use = self._uses.of(graph, leaves, self._own_scale if self._per_graph else None)
+        use.entered = True
         if self._scaled_outside:
             return torch.ones((), device=graph.device)
         scale = self._scale if use.own is None else use.own.value
@@ -127,6 +129,15 @@ class GradScaler(torch.amp.GradScaler):
         # value of that moment, so nothing is wrong with it; .data keeps autograd's version check out of it.
         scale = scale.data
         return scale if scale.device == graph.device else scale.to(graph.device, non_blocking=True)
+
+    def scales(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether graphs of this scaler were called with some of these parameters since the last ``update``."""
+        return any(use.entered and use.has(parameters) for use in self._uses)
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether gradients were looked at since the last ``update``."""
+        return bool(self._history.findings)
 
     def _own_scale(self, device: torch.device) -> OwnScale:
         scale, growth_tracker = self._check_scale_growth_tracker("enter_graph")
@@ -185,7 +196,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: a closure; or a second step without ``update``.
-            ScalerError: a parameter is fp16 itself.
+            ScalerError: a parameter is fp16 itself; or graphs of another scaler have scaled the gradients.
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
@@ -220,7 +231,9 @@ class GradScaler(torch.amp.GradScaler):
             super().update(new_scale)
         if self._per_graph:
             self._update_own_scales(new_scale)
-        self._scaled_outside = self._entered = False
+        self._scaled_outside = False
+        for use in self._uses:
+            use.entered = False
         self._history.end_step()
 
     def _update_own_scales(self, new_scale: float | Tensor | None) -> None:
@@ -331,7 +344,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         findings = self._history.findings or self._history.last_findings
         leaves = [leaf for use in self._uses for leaf, _ in use.living()]
-        if self._entered and leaves and not self._history.findings:
+        if leaves and any(use.entered for use in self._uses) and not self._history.findings:
             findings = [look(leaves, torch.zeros((), device=leaves[0].device))]
         return self._history.names(findings, self._uses.names())
 
@@ -367,4 +380,4 @@ class GradScaler(torch.amp.GradScaler):
 
 
 #: what a copy and a pickle begin anew
-_OF_THIS_PROCESS = {"_entered", "_history", "_in_graph", "_process_group", "_scaled_outside", "_uses"}
+_OF_THIS_PROCESS = {"_history", "_in_graph", "_process_group", "_scaled_outside", "_uses"}

@@ -1,4 +1,4 @@
-"""What users hear about scaling that is missing, and about a scaler that is ignored.
+"""What users hear about scaling that is missing, and about a scaler that is ignored or not used.
 
 ``torch.amp.GradScaler`` works from outside: nothing in a graph tells whether there is one. But an optimizer that it
 steps is stepped from inside its ``step``. So a graph that trains in fp16 without loss scaling is remembered by its
@@ -25,6 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_fx.errors import ScalingWarning
 from amp_fx.graphs.regions import Region
 from amp_fx.plans.plan import Plan
+from amp_fx.scaling.registry import scaler_of
+from amp_fx.scaling.stepping import parameters_of
 
 __all__ = ["expect_scaler", "is_scaled", "warn_ignored", "warn_taken_inside", "without_scaling"]
 
@@ -35,6 +37,19 @@ _not_training: ContextVar[bool] = ContextVar("amp_fx_not_training", default=Fals
 _NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 
 
+_MISSING = (
+    "amp_fx trains in float16 without loss scaling: gradients below 6e-8 become zero. "
+    "Use options={'dtype': 'float16', 'scaler': 'default'} with scaler = amp_fx.GradScaler(device), "
+    "or torch.amp.GradScaler, or dtype 'bfloat16', which needs no scaling."
+)
+
+_UNUSED = (
+    "An optimizer is stepped without amp_fx.GradScaler {0!r}, which scales its gradients inside the compiled backward: "
+    "a step with inf or nan is not skipped, and the scale never adapts. Write scaler.step(optimizer); scaler.update() "
+    "with that scaler, or use dtype 'bfloat16', which needs none."
+)
+
+
 @dataclass
 class _State:
     """What was said, and what waits for an optimizer's step.
@@ -43,14 +58,16 @@ class _State:
         is_waiting: a graph waits; a plain truth value, so that a step costs nothing else once none does.
         parameters: of the graphs that wait, by id.
         any_optimizer: a graph waits whose inputs are no parameters, as inside FSDP.
+        any_unscaled: a graph waits that has no scaler.
         is_hooked: steps are looked at.
-        warned: nothing scales; said once.
+        warned: nothing scales, or nobody asks what does; said once.
         warned_ignored: the scaler is ignored; said once.
     """
 
     is_waiting: bool = False
     parameters: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=weakref.WeakValueDictionary)
     any_optimizer: bool = False
+    any_unscaled: bool = False
     is_hooked: bool = False
     warned: bool = False
     warned_ignored: bool = False
@@ -109,18 +126,20 @@ def warn_taken_inside(scaler: str) -> None:
     )
 
 
-def expect_scaler(plan: Plan, example_inputs: Sequence[Any]) -> None:
-    """Warns, once in a process, if the first step after a graph's backward is made without loss scaling.
+def expect_scaler(plan: Plan, example_inputs: Sequence[Any], scaler: str | None) -> None:
+    """Warns, once in a process, if the first step after a graph's backward is made without a scaler.
 
     Args:
-        plan: of a graph with a backward, which does not scale.
+        plan: of a graph with a backward.
         example_inputs: the values that the graph came with.
+        scaler: what scales inside that backward; None: nothing does.
     """
     if _state.warned or _not_training.get() or all(row.dtype is not torch.float16 for row in plan.nodes):
         return
     leaves = [value for value in example_inputs if isinstance(value, nn.Parameter) and value.requires_grad]
     _state.parameters.update({id(leaf): leaf for leaf in leaves})
     _state.any_optimizer |= not leaves
+    _state.any_unscaled |= scaler is None
     _state.is_waiting = True
     if not _state.is_hooked:
         register_optimizer_step_pre_hook(_before_step)
@@ -130,24 +149,23 @@ def expect_scaler(plan: Plan, example_inputs: Sequence[Any]) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     if not _state.is_waiting or torch.compiler.is_compiling():
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     # sharded parameters are not what graphs see
     if not _state.any_optimizer and not any(
         _is_waited_for(p) or type(p) is not nn.Parameter for p in parameters
     ):
         return
-    _state.is_waiting = _state.any_optimizer = False
+    message = _MISSING if _state.any_unscaled else ""
+    _state.is_waiting = _state.any_optimizer = _state.any_unscaled = False
     _state.parameters.clear()
     if any(map(_is_scaler_step, _frames(sys._getframe(1)))):
         return
-    _state.warned = True
-    warnings.warn(
-        "amp_fx trains in float16 without loss scaling: gradients below 6e-8 become zero. "
-        "Use options={'dtype': 'float16', 'scaler': 'default'} with scaler = amp_fx.GradScaler(device), "
-        "or torch.amp.GradScaler, or dtype 'bfloat16', which needs no scaling.",
-        ScalingWarning,
-        stacklevel=_users_level(),
-    )
+    scaler = scaler_of(parameters)
+    if scaler is not None:
+        message = "" if scaler.has_looked else _UNUSED.format(scaler.name)
+    if message:
+        _state.warned = True
+        warnings.warn(message, ScalingWarning, stacklevel=_users_level())
 
 
 def _is_waited_for(parameter: Tensor) -> bool:

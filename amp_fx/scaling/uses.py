@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from amp_fx._torch import is_wrapper
+
 __all__ = ["CompiledGraph", "OwnScale", "Use", "Uses"]
 
 
@@ -60,11 +62,13 @@ class Use:
         leaves: the parameters, weakly.
         names: of the parameters.
         own: the graph's own scale, if it has one.
+        entered: the graph was called in this step.
     """
 
     leaves: tuple[weakref.ref[nn.Parameter], ...]
     names: tuple[str, ...]
     own: OwnScale | None
+    entered: bool = False
 
     def is_of(self, leaves: Sequence[nn.Parameter]) -> bool:
         """True if these are the parameters."""
@@ -73,6 +77,13 @@ class Use:
     def is_dead(self) -> bool:
         """True if a parameter is gone."""
         return any(ref() is None for ref in self.leaves)
+
+    def has(self, parameters: Sequence[Tensor]) -> bool:
+        """True if one of these is among its parameters; sharded ones may be, where a graph has been handed none."""
+        if not self.leaves:
+            return any(map(is_wrapper, parameters))
+        ids = set(map(id, parameters))
+        return any(id(leaf) in ids for leaf, _ in self.living())
 
     def living(self) -> Iterator[tuple[nn.Parameter, str]]:
         """The parameters that are left, with their names."""
