@@ -19,7 +19,7 @@ import torch.fx as fx
 from amp_fx._torch import compile_id, graph_break
 from amp_fx.errors import CaptureError, PassError
 from amp_fx.fp8 import add_choices, fp8_placement
-from amp_fx.graphs.capture import graph_devices
+from amp_fx.graphs.devices import graph_device, graph_devices
 from amp_fx.graphs.facts import is_fp8
 from amp_fx.graphs.fallback import under_autocast, warn_fallback
 from amp_fx.graphs.regions import Region, ambient_regions, is_autocast_call
@@ -83,7 +83,8 @@ def amp_fx(
         return _fall_back(call, str(error))
     if call.training:
         _say_what_scales(call, plan)
-    call.fp8 = fp8_placement(opts, call.ambient, plan, rewritten)
+    device = graph_device(gm, call.ambient)
+    call.fp8 = fp8_placement(opts, device, call.ambient[device].dtype, plan, rewritten)
     compiled = _COMPILE[_way(call, rewritten, plan)](call, rewritten)
     if call.fp8 is not None:
         add_choices(plan, call.fp8)

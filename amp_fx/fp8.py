@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from amp_fx._torch import size_hint
 from amp_fx.errors import PlanError
 from amp_fx.graphs.facts import FP8_DTYPES, LOW_DTYPES
 from amp_fx.graphs.linears import LINEAR_OPS
-from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
 from amp_fx.passes import PlaceFp8
 from amp_fx.passes.joint.place_fp8 import Fp8Choice
@@ -32,13 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 def fp8_placement(
-    opts: Options, ambient: Mapping[str, Region], plan: Plan, rewritten: fx.GraphModule
+    opts: Options, device: str, low: torch.dtype, plan: Plan, rewritten: fx.GraphModule
 ) -> PlaceFp8 | None:
     """The pass that chooses what runs in fp8, for a graph that will be differentiated.
 
     Args:
         opts: validated options.
-        ambient: autocast state at graph entry per device type.
+        device: type of the device that the graph is about.
+        low: the low dtype there.
         plan: of the forward; what the policy means on this device is written into it.
         rewritten: the graph, whose calls are marked; with measured harm it has the budget of its matmuls.
 
@@ -50,14 +50,13 @@ def fp8_placement(
     """
     if not plan.training:
         return None
-    device = "cuda" if "cuda" in ambient else next(iter(sorted(ambient)))
     if plan.decides_fp8:
         placed = _planned(opts, device, plan)
         return placed and replace(placed, **_of_graph(rewritten))
     if opts.policy.base != "fp8":
         return None
     wanted = opts.fp8 if opts.harm is None else opts.harm.fp8
-    here = fp8_device(wanted, resolve(opts.profile, device), device, ambient[device].dtype)
+    here = fp8_device(wanted, resolve(opts.profile, device), device, low)
     plan.fp8 = here.meaning
     if isinstance(here, NoFp8):
         return None

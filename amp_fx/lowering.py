@@ -18,7 +18,7 @@ from amp_fx._torch import (
     source_hash,
     traced_anew,
 )
-from amp_fx.graphs.capture import graph_devices
+from amp_fx.graphs.devices import graph_devices
 from amp_fx.options import Options
 from amp_fx.passes import (
     JOINT_PIPELINES,

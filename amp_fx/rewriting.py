@@ -12,6 +12,7 @@ import torch.fx as fx
 from amp_fx._torch import compile_id, log_artifact, saved_tensors_shield
 from amp_fx.errors import CaptureError, PassError, PlanError
 from amp_fx.graphs.capture import capture
+from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
 from amp_fx.passes import (
@@ -67,7 +68,7 @@ def rewrite(
         captured = capture(gm, ambient)
         log_artifact("amp_fx_captured", lambda: captured.print_readable(print_output=False))
         traced = time.thread_time()
-        device = "cuda" if "cuda" in ambient else next(iter(sorted(ambient)))
+        device = graph_device(gm, ambient)
         pipeline, folded = PIPELINE, frozenset[str]()
         if opts.weights != "cast" and not torch.is_grad_enabled():
             pipeline, folded = cached_pipeline(PIPELINE), weight_inputs(captured)

@@ -35,7 +35,7 @@ from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 
 import amp_fx.rewriting
 from amp_fx._torch import autocast_shield
-from amp_fx.graphs.capture import graph_devices
+from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
 

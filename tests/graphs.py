@@ -23,7 +23,8 @@ import amp_fx.lowering
 import amp_fx.rewriting
 from amp_fx import record
 from amp_fx._torch import autocast_disabled, enable_autocast
-from amp_fx.graphs.capture import capture, graph_devices
+from amp_fx.graphs.capture import capture
+from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
 from amp_fx.passes import PIPELINE, Pass, PassContext, run_passes

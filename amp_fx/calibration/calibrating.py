@@ -19,7 +19,8 @@ from amp_fx.calibration.meter import Meter
 from amp_fx.calibration.step import Step
 from amp_fx.calibration.traced import TracedGraph
 from amp_fx.errors import AmpFxError, CaptureError, OptionsError, ScalerError
-from amp_fx.graphs.capture import capture, graph_devices
+from amp_fx.graphs.capture import capture
+from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.scope import not_ours
 from amp_fx.options import Options

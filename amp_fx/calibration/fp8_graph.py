@@ -9,6 +9,7 @@ from typing import Any
 import torch.fx as fx
 
 from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, replace_inner_compile
+from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
 from amp_fx.passes import PlaceFp8
@@ -78,8 +79,7 @@ def read_fp8(
         None where AOTAutograd makes no joint graph of it.
     """
     rewritten, _ = rewrite(gm, ambient, replace(opts, profile="off", plan=None, harm=None), training=True)
-    device = "cuda" if "cuda" in ambient else min(ambient)
-    placed = PlaceFp8(RECIPES[opts.fp8], device, cost)
+    placed = PlaceFp8(RECIPES[opts.fp8], graph_device(gm, ambient), cost)
     found: list[Fp8Graph] = []
 
     def look(joint: fx.GraphModule) -> None:

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from amp_fx.calibration.fp8_graph import Fp8Graph
 from amp_fx.graphs.capture import capture
+from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
 from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, run_in_order, run_passes
@@ -67,7 +68,7 @@ class TracedGraph:
     @property
     def device_type(self) -> str:
         """Type of the device that it runs on."""
-        return "cuda" if "cuda" in self.ambient else next(iter(sorted(self.ambient)))
+        return graph_device(self.gm, self.ambient)
 
     def priced(
         self, opts: Options, profile: DeviceProfile | None, rows: Mapping[str, CallHarm]

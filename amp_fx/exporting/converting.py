@@ -20,7 +20,7 @@ from amp_fx.exporting.ends import narrow_ends
 from amp_fx.exporting.options import ExportOptions
 from amp_fx.exporting.program import new_program
 from amp_fx.exporting.stored import beyond_range, store_low, stored_weights, tied
-from amp_fx.graphs.capture import graph_devices
+from amp_fx.graphs.devices import graph_device, graph_devices
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
@@ -127,7 +127,7 @@ def _convert(
     ep: torch.export.ExportedProgram, opts: ExportOptions, keep_io_dtypes: bool
 ) -> torch.export.ExportedProgram:
     gm, regions = _open(ep, opts.shared)
-    device = "cuda" if "cuda" in regions else next(iter(sorted(regions)), "cpu")
+    device = graph_device(gm, regions)
     low = regions[device].dtype if regions else opts.shared.low_dtype(device)
     narrowed = {} if keep_io_dtypes else narrow_ends(gm, ep.graph_signature, low)
     weights = stored_weights(ep)

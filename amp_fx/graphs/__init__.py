@@ -9,7 +9,8 @@ Open ``capture.py`` first.
 
 from __future__ import annotations
 
-from amp_fx.graphs.capture import capture, graph_devices
+from amp_fx.graphs.capture import capture
+from amp_fx.graphs.devices import graph_device, graph_devices
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.fallback import under_autocast, warn_fallback
 from amp_fx.graphs.regions import Region, ambient_regions, node_regions
@@ -20,6 +21,7 @@ __all__ = [
     "ambient_dtype",
     "ambient_regions",
     "capture",
+    "graph_device",
     "graph_devices",
     "node_regions",
     "under_autocast",

@@ -47,7 +47,7 @@ from amp_fx.graphs.distributed import changes_layout, fake_mode_of, stand_in
 from amp_fx.graphs.facts import is_gradient_call, is_leaf_call, output_nodes, tensors, where
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 
-__all__ = ["OPAQUE_BODIES", "OUTPUT_META", "REGION_META", "capture", "graph_devices"]
+__all__ = ["OPAQUE_BODIES", "OUTPUT_META", "REGION_META", "capture"]
 
 logger = logging.getLogger(__name__)
 
@@ -143,15 +143,6 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
         traced._param_name_to_source = gm._param_name_to_source
     logger.debug("captured %d Dynamo nodes as %d ATen nodes", len(gm.graph.nodes), len(traced.graph.nodes))
     return traced
-
-
-def graph_devices(gm: fx.GraphModule) -> frozenset[str]:
-    """Device types of the tensors in a Dynamo or captured graph."""
-    return frozenset(
-        value.device.type
-        for node in gm.graph.nodes
-        for value in tensors(node.meta.get("val", node.meta.get("example_value")))
-    )
 
 
 def _capture_bodies(

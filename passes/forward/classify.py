@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.capture import REGION_META
+from amp_fx.graphs.devices import call_device
 from amp_fx.graphs.facts import (
     LOW_DTYPES,
     argument_value,
@@ -111,7 +112,9 @@ def _label(node: fx.Node, context: PassContext) -> NodePlan:
         if is_eligible(source.meta.get("val"))
     ]
     outputs = [value for value in tensors(node.meta.get("val")) if is_eligible(value)]
-    region = _region(node, inputs + outputs)
+    regions: Mapping[str, Region] = node.meta.get(REGION_META, {})
+    device = call_device(inputs + outputs, regions)
+    region = None if device is None else regions[device]
     op = op_name(node.target) if isinstance(node.target, OpOverload) else _target_name(node)
     plan = NodePlan(
         name=f"{context.path}{node.name}",
@@ -134,7 +137,7 @@ def _label(node: fx.Node, context: PassContext) -> NodePlan:
         return plan
     if not isinstance(node.target, OpOverload):  # case 1
         return keep("not an ATen op: left as traced")
-    if region is None:
+    if device is None or region is None:
         return keep("no floating tensor that autocast may re-type")
     if any(
         _chooses_dtype(value) for source in node.all_input_nodes for value in tensors(source.meta.get("val"))
@@ -152,7 +155,7 @@ def _label(node: fx.Node, context: PassContext) -> NodePlan:
         return keep("already low as the program wrote it")
     if in_place_target(node) is not None:  # case 5
         return _label_write(plan, node, node.target)
-    return _label_from_lists(plan, node, node.target, context, inputs or outputs)  # case 6
+    return _label_from_lists(plan, node, node.target, context, device)  # case 6
 
 
 def _label_write(plan: NodePlan, node: fx.Node, op: OpOverload) -> NodePlan:
@@ -166,9 +169,9 @@ def _label_write(plan: NodePlan, node: fx.Node, op: OpOverload) -> NodePlan:
 
 
 def _label_from_lists(
-    plan: NodePlan, node: fx.Node, op: OpOverload, context: PassContext, values: list[torch.Tensor]
+    plan: NodePlan, node: fx.Node, op: OpOverload, context: PassContext, device: str
 ) -> NodePlan:
-    row = lookup(op, values[0].device.type)
+    row = lookup(op, device)
     if row is not None and any(argument_value(node, name) is not None for name in row.unless_given):
         row = None
     rule = context.policy.rule_for(plan.op, plan.module_path)
@@ -181,11 +184,7 @@ def _label_from_lists(
         return plan
     plan.op_class, plan.reason, plan.own_dtype_slots = row.op_class, row.reason, row.own_dtype_slots
     plan.takes = Takes.MIXED if row.mixes else Takes.DTYPE
-    if (
-        plan.op in _PRODUCTS
-        and row.origin is Origin.COMPOSITE
-        and not _rounds(node, values[0].device.type, plan)
-    ):
+    if plan.op in _PRODUCTS and row.origin is Origin.COMPOSITE and not _rounds(node, device, plan):
         plan.op_class, plan.reason = (
             OpClass.PROMOTE,
             "no matrix product in these shapes: autocast casts nothing",
@@ -220,11 +219,6 @@ def _functional(op: OpOverload) -> OpOverload | None:
 def _chooses_dtype(value: torch.Tensor) -> bool:
     """A tensor of a dtype that amp_fx places, but of a type or layout that it does not."""
     return value.dtype in (torch.float32, *LOW_DTYPES) and not is_eligible(value)
-
-
-def _region(node: fx.Node, values: list[torch.Tensor]) -> Region | None:
-    regions: Mapping[str, Region] = node.meta.get(REGION_META, {})
-    return next((regions[v.device.type] for v in values if v.device.type in regions), None)
 
 
 def _target_name(node: fx.Node) -> str:

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
 from amp_fx.placement.devices import builtin
 from amp_fx.placement.profile import ProfileError
-from amp_fx.policy.table import supported_devices
+from amp_fx.policy.table import lookup, supported_devices
 from amp_fx.rewriting import rewrite
 from amp_fx.targets.moving import move
 
@@ -53,6 +54,37 @@ def test_every_listed_op_goes_low(device: str, profile: str) -> None:
     assert dtypes["aten.linear.default"] is torch.float16
     assert dtypes["aten.layer_norm.default"] is torch.float32
     assert plan.profile == ""
+
+
+def with_number(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph with its result multiplied by a 0-d CPU tensor, and raised to its power."""
+    (result,) = gm.graph.output_node().all_input_nodes
+    like = result.meta["example_value"]
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        number = gm.graph.placeholder("number")
+    with like.fake_mode:
+        number.meta["example_value"] = torch.empty(())
+    for target in (torch.mul, torch.pow):
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            call = gm.graph.call_function(target, (number, result))
+        call.meta["example_value"], result = like, call
+    gm.graph.output_node().args = ((result,),)
+    gm.recompile()
+    return gm
+
+
+@pytest.mark.parametrize("device", OTHERS)
+def test_a_number_on_the_cpu_changes_neither_rates_nor_lists(device: str) -> None:
+    opts = Options.parse(None, {"dtype": "float16", "weights": "cast"})
+    gm = with_number(graph(device))
+    devices = graph_devices(gm)
+    with torch.no_grad():
+        gm, plan = rewrite(gm, ambient_regions(dict.fromkeys(devices, torch.float16)), opts)
+    assert plan.profile == ""
+    assert {row.dtype for row in plan.nodes if row.op == "linear"} == {torch.float16}
+    power = lookup(aten.pow.Tensor_Tensor, device)
+    assert power is not None
+    assert [row.op_class for row in plan.nodes if row.op == "pow.Tensor_Tensor"] == [power.op_class]
 
 
 def test_a_profile_of_another_device_is_an_error(tmp_path: Any) -> None:
