@@ -120,6 +120,7 @@ def dtypes_preset(dtypes: Mapping[Any, Any]) -> tuple[str, dict[str, Any]] | Non
                 f"{key}={dtype} cannot be: {_FIXED[about]}. Give {key}=float32, or leave it out."
             )
         meant[about], given[key] = dtype, dtype
-    text = ",".join(f"{key}={dtype}" for key, dtype in given.items())
+    # nothing is lowered where FSDP is given no dtype
+    text = ",".join(f"{key}={dtype}" for key, dtype in given.items()) or "float32"
     compute = meant.get("compute", "float32")
     return text, _FLOAT32 if compute == "float32" else {"base": "fast", "dtype": compute}

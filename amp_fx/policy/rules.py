@@ -8,9 +8,10 @@ A policy is ``"autocast"`` or, with rules, an object (or its JSON text)::
                {"op": "layer_norm", "module": "encoder", "precision": "low"}]}
 
 The last rule that matches a node wins. A name of another system, ``"mixed_bfloat16"`` or ``"O1"``, is a policy, too
-(``presets.py``). ``str(policy)`` prints the form it parses. With ``"harm"``, the file that
-``amp_fx.calibrate(...).save(...)`` wrote, measured harm decides instead of the base list; ``"budget"`` is how much
-error a graph may have, relative to torch.autocast's::
+(``presets.py``), and may be a base: the rules come after its own. ``str(policy)`` prints the form it parses.
+
+With ``"harm"``, the file that ``amp_fx.calibrate(...).save(...)`` wrote, measured harm decides instead of the base
+list; ``"budget"`` is how much error a graph may have, relative to torch.autocast's::
 
     {"base": "autocast", "harm": "harm.json", "budget": 1.0}
 """
@@ -168,35 +169,54 @@ class Policy:
                 data = json.loads(data)
             except json.JSONDecodeError as error:
                 raise OptionsError(f"policy {data!r} is not valid JSON: {error}.") from error
-        named = preset(data) if isinstance(data, str) else None
         if isinstance(data, Mapping):
-            named = dtypes_preset(data)
-        if named is not None:
-            return replace(cls.parse(named[1]), name=named[0])
+            dtypes = dtypes_preset({key: value for key, value in data.items() if key != "rules"})
+            if dtypes is not None:
+                data = {"base": dtypes[0], "rules": data["rules"]} if "rules" in data else dtypes[0]
         if isinstance(data, str):
-            data = {"base": data}
+            return cls._named(data)
         if not isinstance(data, Mapping):
             raise OptionsError(
                 f"policy must be one of {', '.join(map(repr, BASES))} or an object with keys "
                 f"{', '.join(_POLICY_KEYS)}; got {data!r}."
             )
         _check_keys(data, _POLICY_KEYS, "policy")
-        base = data.get("base", "autocast")
-        if not isinstance(base, str) or base not in BASES:
-            raise OptionsError(
-                f"Unknown policy {base!r}; valid: {', '.join(map(repr, BASES))}, or a name of another system: "
-                f"{', '.join(PRESETS)}." + did_you_mean(str(base), [*BASES, *PRESETS])
-            )
-        dtype = data.get("dtype")
-        if dtype is not None and dtype not in _POLICY_DTYPES:
-            raise OptionsError(
-                f"Unknown dtype {dtype!r} in policy {dict(data)!r}; valid: {', '.join(_POLICY_DTYPES)}."
-            )
+        base = cls._named(data.get("base", "autocast"))
         rules = data.get("rules", ())
         if not isinstance(rules, (list, tuple)):
             raise OptionsError(f"'rules' of a policy must be a list of rules; got {rules!r}.")
+        own = tuple(Rule.parse(rule) for rule in rules)
         harm, budget = _parse_harm(data)
-        return cls(base, tuple(Rule.parse(rule) for rule in rules), dtype, harm=harm, budget=budget)
+        return cls(base.base, base.rules + own, _parse_dtype(data, base), harm=harm, budget=budget)
+
+    @classmethod
+    def _named(cls, name: object) -> Policy:
+        """A key of :data:`BASES`, or a name of another system."""
+        named = preset(name) if isinstance(name, str) else None
+        if named is not None:
+            return replace(cls.parse(named[1]), name=named[0])
+        if isinstance(name, str) and name in BASES:
+            return cls(name)
+        raise OptionsError(
+            f"Unknown policy {name!r}; valid: {', '.join(map(repr, BASES))}, or a name of another system: "
+            f"{', '.join(PRESETS)}." + did_you_mean(str(name), [*BASES, *PRESETS])
+        )
+
+
+def _parse_dtype(data: Mapping[Any, Any], base: Policy) -> str | None:
+    """The low dtype that a policy names, or its base does."""
+    dtype = data.get("dtype")
+    if dtype is None:
+        return base.dtype
+    if dtype not in _POLICY_DTYPES:
+        raise OptionsError(
+            f"Unknown dtype {dtype!r} in policy {dict(data)!r}; valid: {', '.join(_POLICY_DTYPES)}."
+        )
+    if base.dtype not in (None, dtype):
+        raise OptionsError(
+            f"dtype {dtype!r} contradicts base {str(base)!r}, which means {base.dtype}; drop one of the two."
+        )
+    return dtype
 
 
 def _parse_harm(data: Mapping[Any, Any]) -> tuple[str | None, float]:

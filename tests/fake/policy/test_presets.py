@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_fx import OptionsError, Policy
+from amp_fx import OptionsError, Policy, Rule
 from amp_fx.options import Options
 from amp_fx.policy.presets import PRESETS
 from graphs import rewrite
@@ -122,6 +122,9 @@ def test_the_fields_of_fsdp_and_deepspeed_are_taken_as_a_mapping() -> None:
         ("compute=bfloat16,outptu=float32", "Unknown key 'outptu'.*Did you mean 'output'"),
         ("mixed_bfloat", "Unknown policy 'mixed_bfloat'.*Did you mean 'mixed_bfloat16'"),
         ({"base": "fast", "dtype": "float64"}, "Unknown dtype 'float64' in policy"),
+        ({"base": "O1", "dtype": "bfloat16"}, "'bfloat16' contradicts base 'O1'.*float16"),
+        ({"base": "mixed_bfloat"}, "Unknown policy 'mixed_bfloat'.*Did you mean 'mixed_bfloat16'"),
+        ({"base": {"base": "fast"}}, "Unknown policy {'base': 'fast'}"),
     ],
 )
 def test_what_cannot_be_is_an_error_that_says_why(policy: Any, message: str) -> None:
@@ -137,11 +140,40 @@ def test_two_dtypes_are_an_error() -> None:
         Options.parse(options={"policy": "mixed_bfloat16", "scaler": "default"})
 
 
+NORM = {"op": "layer_norm", "precision": "fp32"}
+
+
+@pytest.mark.parametrize("name", [*NAMES, *NOTHING_LOW])
+def test_rules_go_on_top_of_a_name(name: str) -> None:
+    plain, ruled = Policy.parse(name), Policy.parse({"base": name, "rules": [NORM]})
+    assert (ruled.base, ruled.dtype) == (plain.base, plain.dtype)
+    assert ruled.rules == (*plain.rules, Rule("fp32", op="layer_norm"))
+    assert Policy.parse(str(ruled)) == ruled
+
+
+def test_the_last_rule_wins_over_those_of_the_name() -> None:
+    # O3 has a rule that lowers everything
+    assert dtypes("O3")["layer_norm"] == {"float16"}
+    ruled = dtypes({"base": "O3", "rules": [NORM]})
+    assert ruled == {**dtypes("O3"), "layer_norm": {"float32"}}
+
+
+def test_rules_go_on_top_of_the_fields_of_fsdp() -> None:
+    fields = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    assert Policy.parse({**fields, "rules": [NORM]}) == Policy.parse(
+        {"base": "mixed_bfloat16", "rules": [NORM]}
+    )
+
+
 def test_rules_go_on_top_of_the_object_form() -> None:
     form = Policy.parse("O2").to_dict()
-    form["rules"].append({"op": "layer_norm", "precision": "fp32"})
-    assert dtypes(form)["layer_norm"] == {"float32"}
-    assert dtypes("O2")["layer_norm"] == {"float16"}
+    form["rules"].append(NORM)
+    assert Policy.parse(form) == Policy.parse({"base": "O2", "rules": [NORM]})
+
+
+def test_fields_that_name_no_dtype_lower_nothing() -> None:
+    policy = Policy.parse({"param_dtype": None})
+    assert Policy.parse(str(policy)) == policy == Policy.parse("float32")
 
 
 def test_the_loss_stays_in_fp32_where_its_inputs_are_low() -> None:
