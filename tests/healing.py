@@ -81,13 +81,15 @@ def low_copies_heal_in_place() -> list[bool]:
 
 
 def large_writes_are_healed_at_once() -> list[bool]:
-    """A contiguous 1/16, wherever it is, and each slice along the first dimension, in whatever order of memory."""
+    """A contiguous 1/16, wherever it is, and each slice along each short dimension, in whatever order of memory."""
     torch.manual_seed(0)
     weights = [
         torch.randn(8, 64, 64),
         torch.randn(64, 96),
         torch.randn(96, 64).t(),
         torch.randn(2 * CHUNK + 77),
+        # of a transposed convolution, and what ends just behind a chunk
+        torch.randn(24, 50, 4, 4),
     ]
     copies = [torch.empty_like(w, dtype=LOW) for w in weights]
     healed = casts(weights, copies)
@@ -97,7 +99,10 @@ def large_writes_are_healed_at_once() -> list[bool]:
         flat = weight.as_strided((weight.numel(),), (1,))
         size = -(-len(flat) // 16)
         pieces = [flat[at : at + size] for at in range(0, len(flat) - size + 1, max(1, len(flat) // 13))]
-        for piece in (*pieces, *(weight if len(weight) <= 64 else ())):
+        slices = [
+            weight.select(at, i) for at, n in enumerate(weight.shape) if n <= 64 for i in range(0, n, 3)
+        ]
+        for piece in (*pieces, *slices):
             piece.mul_(1.5)
             healed.heal()
             found.append(current(copies, weights))
@@ -148,6 +153,7 @@ def matrices_in_fp8_heal() -> list[bool]:
         (torch.randn(2, CHUNK + 16) * 1e-3, True),
         (torch.randn(272, 32).t(), True),
         (torch.randn(272, 32), False),
+        (torch.randn(512, 64), True),
         (torch.randn(32, 64).t().bfloat16(), False),
         (zeros * 1e30, True),
     ]
@@ -164,7 +170,9 @@ def matrices_in_fp8_heal() -> list[bool]:
 
     found = [are_current()]
     for parameter in parameters:
-        for piece in (parameter.data[:, : -(-parameter.shape[1] // 16)], parameter.data[:1]):
+        short = [at for at, size in enumerate(parameter.shape) if size <= 64]
+        slices = [parameter.data.select(at, -1) for at in short]
+        for piece in (parameter.data[:, : -(-parameter.shape[1] // 16)], parameter.data[:1], *slices):
             piece.mul_(3.0)
             found.append(are_current())
     parameters[0].data[7, 9] = float("nan")

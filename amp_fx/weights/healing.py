@@ -9,7 +9,7 @@ runs before the graph with one program for each chunk::
         store(seen, now)
 
 A chunk that is not written to costs the loads of its sample. The sample is spread over the chunk: every contiguous run
-of 1/16 of a weight has some of it, and every slice along the first dimension of a weight with up to 64 slices. The
+of 1/16 of a weight has some of it, and every slice along a dimension of a weight with up to 64 slices. The
 first element of a chunk that is not zero is in it, too: zeros stay what they are under many writes. Every
 :data:`PERIOD` calls a chunk is cast again whatever its sample says, each chunk at another call.
 
@@ -31,15 +31,21 @@ from torch import Tensor
 
 from amp_fx.weights.forms import Form, Scaled
 from amp_fx.weights.healing_fp8 import heal_rows_kernel, row_chunks, row_constants
-from amp_fx.weights.healing_sample import BITS, BLOCK, SPREAD, TYPES, look_at_sample, note_sample
+from amp_fx.weights.healing_sample import (
+    BITS,
+    BLOCK,
+    SPREAD,
+    TYPES,
+    look_at_sample,
+    note_sample,
+    padded,
+    sampled_places,
+)
 
 __all__ = ["CHUNK", "OPTIONS", "PERIOD", "HealedCopies", "constants", "heal_kernel"]
 
 #: elements; of a chunk in float32, 3 % of the sectors of 32 bytes are read to compare it
 CHUNK = 16384
-#: slices along the first dimension of which each has a sampled element
-_SLICES = 64
-
 #: calls after which each chunk has been cast again
 PERIOD = 256
 
@@ -256,16 +262,6 @@ def _chunks(at: int, weight: Tensor, copy: tuple[Tensor, ...], form: Form) -> It
             copy[0].data_ptr() + start * copy[0].element_size(),
             count,
         )
-        spread = np.arange(SPREAD, dtype=np.int32) * count // SPREAD
-        yield _Chunk(at, row, np.concatenate([spread, _of_slices(weight, start, count)]))
-
-
-def _of_slices(weight: Tensor, start: int, count: int) -> NDArray[np.int32]:
-    """An element of each slice along the first dimension, where slices are not pieces of memory."""
-    if weight.ndim < 2 or not 1 < weight.shape[0] <= _SLICES or weight.stride(0) == max(weight.stride()):
-        return np.empty(0, np.int32)
-    positions = np.arange(start, start + count) // weight.stride(0) % weight.shape[0]
-    _, first = np.unique(positions, return_index=True)
-    found = np.zeros(_SLICES, np.int32)
-    found[: len(first)] = first
-    return found
+        dimensions = zip(weight.shape, weight.stride(), strict=True)
+        places = sampled_places(start, count, dimensions)
+        yield _Chunk(at, row, padded(places).astype(np.int32))

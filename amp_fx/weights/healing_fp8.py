@@ -24,7 +24,15 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]  # as abov
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_fx.weights.healing_sample import BITS, BLOCK, SPREAD, TYPES, look_at_sample, note_sample
+from amp_fx.weights.healing_sample import (
+    BITS,
+    BLOCK,
+    TYPES,
+    look_at_sample,
+    note_sample,
+    padded,
+    sampled_places,
+)
 
 __all__ = ["heal_rows_kernel", "row_chunks", "row_constants"]
 
@@ -143,17 +151,22 @@ def row_chunks(
                 row_step,
                 step,
             ),
-            _sampled(rows, count, row_step, step, in_rows=in_rows),
+            _sampled(row, rows, data.shape, row_step, step, in_rows=in_rows),
         )
 
 
-def _sampled(rows: int, count: int, row_step: int, step: int, *, in_rows: bool) -> NDArray[np.int64]:
+def _sampled(
+    first: int, rows: int, shape: torch.Size, row_step: int, step: int, *, in_rows: bool
+) -> NDArray[np.int64]:
     """Spread in the order of memory, and in the order of the weight's dimensions where that is another."""
-    spread = np.arange(SPREAD, dtype=np.int64) * (rows * count) // SPREAD
+    columns, count = shape
     found = []
     lies_in_rows = step <= row_step
     if in_rows or lies_in_rows:
-        found.append(spread // count * row_step + spread % count * step)
+        places = sampled_places(first * count, rows * count, ((columns, count), (count, 1)))
+        found.append(places // count * row_step + places % count * step)
     if not in_rows or not lies_in_rows:
-        found.append(spread % rows * row_step + spread // rows * step)
-    return np.concatenate(found)
+        # the chunk by itself, the other way round
+        places = sampled_places(0, rows * count, ((count, rows), (rows, 1)))
+        found.append(places % rows * row_step + places // rows * step)
+    return padded(np.concatenate(found))

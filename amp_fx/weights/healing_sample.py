@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # comes with builds of torch for GPUs
 import triton.language as tl  # pyright: ignore[reportMissingImports]  # as above
+from numpy.typing import NDArray
 
-__all__ = ["BITS", "BLOCK", "SPREAD", "TYPES", "look_at_sample", "note_sample"]
+__all__ = ["BITS", "BLOCK", "SPREAD", "TYPES", "look_at_sample", "note_sample", "padded", "sampled_places"]
 
 #: elements that are converted at a time
 BLOCK = 2048
 
 #: sampled elements of a chunk, spread evenly; a power of two
 SPREAD = 64
+
+#: slices along a dimension of which each has a sampled element
+_SLICES = 64
 
 #: dtypes of weights
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -77,3 +84,31 @@ def note_sample(bits, seen, nonzero, seen_nonzero, chunk, now, first, sampled: t
     tl.store(seen + chunk * sampled + tl.arange(0, sampled), now)
     tl.store(nonzero + chunk, first)
     tl.store(seen_nonzero + chunk, tl.load(bits + first))
+
+
+def sampled_places(start: int, count: int, dimensions: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+    """Which elements of a chunk are sampled: evenly spaced ones, and one of each slice along a short dimension.
+
+    Args:
+        start: how many elements of the weight are before the chunk.
+        count: elements of the chunk.
+        dimensions: of the weight, in any order: its size, and how many elements a step is.
+
+    Returns:
+        For each, how many elements of the chunk are before it.
+    """
+    # the first and the last are among them, for writes that end or begin just there
+    found = np.arange(SPREAD, dtype=np.int64) * (count - 1) // (SPREAD - 1)
+    for size, step in dimensions:
+        if 1 < size <= _SLICES and len(np.unique((start + found) // step % size)) < size:
+            slices = (start + np.arange(count)) // step % size
+            missed = np.setdiff1d(slices, slices[found])
+            first = [int(np.argmax(slices == one)) for one in missed]
+            found = np.concatenate([found, np.array(first, np.int64)])
+    return found
+
+
+def padded(places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """As many as a power of two, by looking at the first more than once."""
+    count = 1 << (len(places) - 1).bit_length()
+    return np.pad(places, (0, count - len(places)), constant_values=places[0])

@@ -1,9 +1,10 @@
 """The elements of weights, as bits where they lie: a sample of them, and digests of all of them.
 
-A sample is small enough to be compared in each call. Every contiguous run of 1/16 of a weight's memory has elements of
-it, and every slice along the first dimension of a weight with up to :data:`_SLICES` slices: evenly spaced ones. Zeros
-stay what they are under many writes, so if one of these is zero, there are more pieces, and in each an element is
-sampled that is not zero where there is any.
+A sample is small enough to be compared in each call. It has elements of every contiguous run of 1/16 of a weight's
+memory, of every slice along a dimension with up to :data:`_SLICES` slices, and of every run of 1/16 of the slices along
+another: channels are in the first dimension of a convolution's weight, in the second of a transposed one's and of what
+is multiplied from the right. Zeros stay what they are under many writes, so if one of these elements is zero, there are
+more pieces, and in each an element is sampled that is not zero where there is any.
 
 A digest tells a chunk of memory from what it was before. A few chunks are compared in each call, in turn.
 """
@@ -25,7 +26,11 @@ __all__ = ["Elements", "Glance", "is_dense", "sampled_offsets"]
 #: a run of 1/16 has the middle of one of so many equal pieces, and all of one of so many
 _MIDDLES, _PIECES = 18, 32
 
+#: slices along a dimension of which each has a sampled element
 _SLICES = 64
+
+#: with so many slices along the first dimension in memory, it does not matter where in one of them an element lies
+_LONG = 160
 
 #: bytes of a word of a sample. Words lie at multiples of it; sampled are pairs, of one line of the cache
 _WORD = 8
@@ -154,28 +159,42 @@ def sampled_offsets(weight: Tensor) -> NDArray[np.int64]:
     count = weight.numel()
     if not count:
         return np.empty(0, np.int64)
-    slices = weight.shape[0] if weight.ndim and weight.shape[0] <= _SLICES else 1
     order = sorted(range(weight.ndim), key=lambda at: (-weight.stride(at), -weight.shape[at]))
+    # dimensions in the order of memory
     bits = _bits(weight).permute(order)
-    lies_apart = slices == 1 or order[0] == 0
+    slices = bits.shape[0] if bits.ndim and bits.shape[0] <= _SLICES else 1
     # each slice in as many pieces as make enough
-    found = [_spread(bits, slices if lies_apart else 1)]
-    if not lies_apart:
-        at = order.index(0)
-        for index in range(slices):
-            inside = _nonzero(bits.select(at, index), 1)
-            found.append(inside + index * weight.stride(0))
-    return np.unique(np.concatenate(found))
-
-
-def _spread(bits: Tensor, slices: int) -> NDArray[np.int64]:
-    """Elements of each slice and of each run of 1/16: offsets in memory."""
     few, many = (slices * -(-pieces // slices) for pieces in (_MIDDLES, _PIECES))
-    if bits.numel() > _MIDDLES * _PIECES:
-        _, middles = _middles(bits.numel(), few)
-        if bool((bits.reshape(-1)[middles.to(bits.device)] != 0).all()):
-            return _offsets(bits, middles)
-    return _nonzero(bits, many)
+    if count > _MIDDLES * _PIECES:
+        positions = _diagonal(bits.shape)
+        if bits.shape[0] < _LONG:
+            positions = torch.cat([positions, _middles(count, few)[1]])
+        if bool((bits.reshape(-1)[positions.to(bits.device)] != 0).all()):
+            return np.unique(_offsets(bits, positions))
+    inner = [_nonzero_slices(bits.movedim(at, 0)) for at in range(1, bits.ndim)]
+    return np.unique(np.concatenate([_nonzero(bits, many), *inner]))
+
+
+def _diagonal(shape: torch.Size) -> Tensor:
+    """An element of each slice along the inner dimensions, or of each run of slices where there are many.
+
+    With many slices along the first dimension, too, these are evenly spaced in memory.
+    """
+    count = max(_MIDDLES, *(size for size in shape[1:] if size <= _SLICES), 1)
+    positions = torch.zeros(count, dtype=torch.int64)
+    for size in shape:
+        positions = positions * size + (2 * torch.arange(count) + 1) * size // (2 * count)
+    return positions
+
+
+def _nonzero_slices(bits: Tensor) -> NDArray[np.int64]:
+    """An element of each slice along the first dimension, or of each of many runs, as :func:`_nonzero`."""
+    flat = bits.reshape(len(bits), -1)
+    first = (flat != 0).to(torch.uint8).argmax(1, keepdim=True)
+    chosen = torch.arange(len(bits))
+    if len(bits) > _SLICES:
+        chosen = torch.from_numpy(_nonzero(flat.gather(1, first).flatten(), _PIECES))
+    return _offsets(bits, chosen * flat.shape[1] + first.flatten().cpu()[chosen])
 
 
 def _nonzero(bits: Tensor, pieces: int) -> NDArray[np.int64]:

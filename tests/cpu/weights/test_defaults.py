@@ -215,3 +215,36 @@ def test_a_weight_with_a_low_and_an_fp32_reader_is_followed(
                     assert got[1].data_ptr() == net.low.weight.data_ptr()
                 scale(net)
     assert compiles.count == 2
+
+
+# ---- writes that leave no trace ----
+
+
+class FromTheRight(nn.Module):
+    """Multiplies by a matrix whose columns are what it gives, as Conv1D of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(12, 64)), nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+#: models, and what they take
+CHANNELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "a transposed convolution": (lambda: nn.ConvTranspose2d(8, 60, 4), (2, 8, 6, 6)),
+    "a matrix": (FromTheRight, (16, 12)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANNELS)
+def test_a_channel_in_the_second_dimension_that_is_written_to_is_seen(kind: str) -> None:
+    model, shape = CHANNELS[kind]
+    net, x = model(), torch.randn(shape)
+    run = compiled(net, weights="freeze")
+    with torch.no_grad():
+        for channel in (3, 31, 47):
+            assert is_right(run(x), net, x)
+            net.get_parameter("weight").data[:, channel] = 1.0
+        assert is_right(run(x), net, x)

@@ -297,6 +297,10 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "packed experts": lambda: torch.randn(8, 64, 64),
     "a vector": lambda: torch.randn(1000),
     "a matrix": lambda: torch.randn(64, 48),
+    "long rows": lambda: torch.randn(90, 2048),
+    "many long rows": lambda: torch.randn(180, 2048),
+    "a transposed convolution": lambda: torch.randn(8, 60, 4, 4),
+    "experts that are multiplied from the right": lambda: torch.randn(4, 90, 96),
     "a transposed matrix": lambda: torch.randn(48, 64).t(),
     "many rows": lambda: torch.randn(300, 7),
     "channels last": lambda: torch.randn(24, 16, 3, 3).to(memory_format=torch.channels_last),
@@ -308,6 +312,14 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+def slices_of(value: Tensor) -> Iterator[Tensor]:
+    """Along each dimension: each slice of up to 64, runs of 1/16 of more."""
+    for at, size in enumerate(value.shape):
+        length = 1 if size <= 64 else -(-size // 16)
+        for start in range(0, size - length + 1, 1 if size <= 64 else max(1, size // 50)):
+            yield value.narrow(at, start, length)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_write_to_a_sixteenth_or_to_a_slice_is_seen_by_the_next_call(layout: str) -> None:
     torch.manual_seed(0)
@@ -317,8 +329,7 @@ def test_a_write_to_a_sixteenth_or_to_a_slice_is_seen_by_the_next_call(layout: s
     flat = parameter.data.permute(order).view(-1) if layout != "every second column" else parameter.data[:0]
     size = -(-len(flat) // 16)
     pieces = [flat[at : at + size] for at in range(0, len(flat) - size + 1, max(1, len(flat) // 97))]
-    slices = list(parameter.data) if len(parameter) <= 64 else []
-    for piece in (*pieces, *slices):
+    for piece in (*pieces, *slices_of(parameter.data)):
         assert are_current(copies, [parameter])
         before = piece.clone()
         piece.mul_(3.0)
