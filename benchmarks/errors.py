@@ -83,11 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     header = describe(args.device)
     print(", ".join(f"{key} {value}" for key, value in header.items()))
-    print(f"{'':<12}{'':<10}{'loss':>10}{'gradients':>12}")
+    print(f"{'':<18}{'':<10}{'loss':>10}{'gradients':>12}")
     rows: list[Row] = []
     for name in args.only:
         for row in measure(make(name), [ARMS[arm] for arm in args.arms], args.device):
-            print(f"{row.workload:<12}{row.arm:<10}{row.loss:>10.1e}{row.gradient:>12.1e}", flush=True)
+            print(f"{row.workload:<18}{row.arm:<10}{row.loss:>10.1e}{row.gradient:>12.1e}", flush=True)
             rows.append(row)
     if args.json:
         write(args.json, header, rows)
