@@ -102,7 +102,7 @@ def test_the_order_of_the_inputs_does_not_matter_their_roles_do() -> None:
 
 def test_what_is_packed_alike_for_two_batch_sizes_is_one_tensor() -> None:
     weight, before = torch.randn(64, 64), folded_bytes()
-    one, other = Holding(packed(1), [weight]), Holding(packed(128), [weight])
+    one, other = Holding(packed(16), [weight]), Holding(packed(128), [weight])
     assert one.constants[0] is other.constants[0]
     assert folded_bytes() == before + 2 * 64 * 64
 
