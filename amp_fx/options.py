@@ -139,7 +139,7 @@ class Options:
         plan = _parse_plan(values.get("plan"))
         harm = _load_harm(policy, dtype, numerics, fp8)
         scaler = _parse_scaler(values.get("scaler"), dtype)
-        weights = _one_of("weights", WEIGHTS, values.get("weights", "auto"))
+        weights = _parse_weights(values.get("weights", "auto"), numerics)
         return cls(dtype, policy, numerics, profile, plan, scaler, weights, strict, inductor, harm, fp8)
 
     def low_dtype(self, device_type: str) -> torch.dtype:
@@ -244,6 +244,21 @@ def _one_of(option: str, valid: Mapping[str, str], value: object) -> str:
     raise OptionsError(
         f"Unknown {option} {value!r}; valid: {', '.join(map(repr, valid))}." + did_you_mean(str(value), valid)
     )
+
+
+def _parse_weights(value: object, numerics: str) -> str:
+    """Where low weights live.
+
+    Raises:
+        OptionsError: no such place, or one that rounds otherwise than numerics ask.
+    """
+    weights = _one_of("weights", WEIGHTS, value)
+    if weights == "freeze" and numerics == "eager":
+        raise OptionsError(
+            "weights='freeze' contradicts numerics='eager': what is folded and packed does not round where eager "
+            "torch.autocast rounds; use weights='cache', or drop one of the two."
+        )
+    return weights
 
 
 def _parse_scaler(value: object, dtype: torch.dtype | None) -> str | None:

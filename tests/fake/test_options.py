@@ -166,6 +166,7 @@ def test_options_win_over_the_mode() -> None:
             r"fp8='tensorwise' is about policy 'fp8', policy is 'fast'",
         ),
         ({"policy": "fp8", "numerics": "eager"}, r"policy 'fp8' contradicts numerics='eager'"),
+        ({"weights": "freeze", "numerics": "eager"}, r"weights='freeze' contradicts numerics='eager'"),
         ({"fp88": "auto"}, r"Unknown option 'fp88' .* Did you mean 'fp8'\?"),
         ({"policy": "{oops"}, r"is not valid JSON"),
         ({"policy": {"bse": "autocast"}}, r"Unknown key 'bse' in policy .* Did you mean 'base'\?"),
