@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import compile_id, graph_break
+from amp_fx._torch import UNTRACED, compile_id, graph_break, in_inference_mode, note_inference_mode
 from amp_fx.errors import CaptureError, PassError
 from amp_fx.fp8 import add_choices, fp8_placement
 from amp_fx.graphs.devices import graph_device, graph_devices
@@ -35,10 +35,10 @@ from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import autocast_casts, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
 from amp_fx.weights.freezing import freeze
-from amp_fx.weights.inference import cached, copied_weights, in_inference_mode
+from amp_fx.weights.inference import cached, copied_weights
 from amp_fx.weights.watch import counting
 
-__all__ = ["amp_fx"]
+__all__ = ["amp_fx", "listen"]
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def _say_what_scales(call: _Call, plan: Plan) -> None:
     if not is_scaled(call.ambient):
         if call.opts.scaler is not None:
             warn_ignored(call.opts.scaler, call.ambient)
-    elif call.opts.scaler == call.scaler:
+    elif call.opts.scaler is None or call.opts.scaler == call.scaler:
         expect_scaler(plan, call.example_inputs, call.scaler)
     else:
         warn_taken_inside(call.opts.scaler)
@@ -235,5 +235,12 @@ def _fall_back(call: _Call, reason: str) -> Callable[..., Any]:
     return compiled
 
 
-# torch.compile loads this file when it is first given the name
-watch(amp_fx)
+def listen() -> None:
+    """From now on Dynamo tells in which mode a program calls, and what it gives up; may be called again."""
+    UNTRACED.install()
+    note_inference_mode()
+    watch(amp_fx)
+
+
+# torch.compile loads this file when it is first given the name; `import amp_fx` does not
+listen()

@@ -24,8 +24,7 @@ def _fresh_state() -> Iterator[None]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     # graphs of other tests, which wait for an optimizer to warn of missing loss scaling
-    unscaled._state.is_waiting = unscaled._state.any_optimizer = False
-    unscaled._state.parameters.clear()
+    unscaled.wait_no_more()
     yield
     for device in ("cpu", "cuda"):
         assert not torch.is_autocast_enabled(device), f"the test left torch.autocast({device!r}) on"

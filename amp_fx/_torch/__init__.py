@@ -36,13 +36,24 @@ from amp_fx._torch.breaks import DynamoWatch, LeftOut, breaks_without_graph, gra
 from amp_fx._torch.dynamo import (
     compile_id,
     in_compiled_autograd,
+    in_inference_mode,
     is_left_out_in_place,
     is_looked_up,
+    let_go,
     log_artifact,
-    on_dynamo_compile,
+    note_inference_mode,
     unwrapped_errors,
 )
 from amp_fx._torch.freezing import Lifting, observe_freezing, packed_memory
+from amp_fx._torch.hooks import (
+    AFTER_STEP,
+    BEFORE_STEP,
+    EXIT,
+    HOOKS,
+    SCALER_STEPS,
+    UNTRACED,
+    remove_all,
+)
 from amp_fx._torch.inductor import (
     compile_package,
     compile_with_inductor,
@@ -59,7 +70,7 @@ from amp_fx._torch.inductor import (
 from amp_fx._torch.joint import JointRoles, joint_roles, program_outputs
 from amp_fx._torch.lowering import Lowered, lower_with_inductor
 from amp_fx._torch.multi_tensor import find_nonfinite_, largest_magnitudes, update_scale
-from amp_fx._torch.scalers import before_scaler_steps
+from amp_fx._torch.storages import StorageRef, borrowed, storage_ref
 from amp_fx._torch.tracing import (
     defining_module,
     ignore_fresh_symbols,
@@ -73,6 +84,12 @@ from amp_fx._torch.tracing import (
 )
 
 __all__ = [
+    "AFTER_STEP",
+    "BEFORE_STEP",
+    "EXIT",
+    "HOOKS",
+    "SCALER_STEPS",
+    "UNTRACED",
     "DynamoWatch",
     "FakeTensor",
     "FakeTensorMode",
@@ -82,9 +99,10 @@ __all__ = [
     "Lifting",
     "Lowered",
     "OpOverload",
+    "StorageRef",
     "autocast_disabled",
     "autocast_shield",
-    "before_scaler_steps",
+    "borrowed",
     "breaks_without_graph",
     "compile_id",
     "compile_package",
@@ -100,6 +118,7 @@ __all__ = [
     "has_low_lstm",
     "ignore_fresh_symbols",
     "in_compiled_autograd",
+    "in_inference_mode",
     "inductor_mode_options",
     "inductor_option_names",
     "is_functorch_wrapped",
@@ -110,20 +129,23 @@ __all__ = [
     "joint_roles",
     "largest_magnitudes",
     "lays_out_convolutions",
+    "let_go",
     "log_artifact",
     "lower_with_inductor",
     "make_fx",
     "nesting_change",
+    "note_inference_mode",
     "observe_freezing",
-    "on_dynamo_compile",
     "packed_memory",
     "program_outputs",
+    "remove_all",
     "replace_inner_compile",
     "rest_left_out",
     "saved_tensors_shield",
     "size_hint",
     "source_hash",
     "stock_inductor",
+    "storage_ref",
     "symbolic_kernels",
     "traced_anew",
     "track_tensor_tree",

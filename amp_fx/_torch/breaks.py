@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
-from torch._dynamo import callback_handler as _callback_handler
 from torch._dynamo.utils import counters as _dynamo_counters
+
+from amp_fx._torch.hooks import COMPILE_ENDS, COMPILE_STARTS
 
 __all__ = ["DynamoWatch", "LeftOut", "breaks_without_graph", "graph_break", "rest_left_out"]
 
@@ -104,16 +105,14 @@ class DynamoWatch:
         self._backend = backend
 
     def start(self) -> None:
-        """Listens from now on, until :meth:`stop` or ``torch.compiler.reset()``; may be called again."""
-        if self._ended not in _callback_handler.end_callbacks:
-            _callback_handler.register_start_callback(self._started)
-            _callback_handler.register_end_callback(self._ended)
+        """Listens from now on, until :meth:`stop`; may be called again."""
+        COMPILE_STARTS.listen(self._started)
+        COMPILE_ENDS.listen(self._ended)
 
     def stop(self) -> None:
         """Listens no more."""
-        if self._ended in _callback_handler.end_callbacks:
-            _callback_handler.remove_start_callback(self._started)
-            _callback_handler.remove_end_callback(self._ended)
+        COMPILE_STARTS.leave(self._started)
+        COMPILE_ENDS.leave(self._ended)
 
     def _started(self, _: object) -> None:
         DynamoWatch._before = Counter(_dynamo_counters["unimplemented"])

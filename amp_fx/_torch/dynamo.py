@@ -6,43 +6,59 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch._dynamo import compiled_autograd as _compiled_autograd
 from torch._dynamo import config as _dynamo_config
 from torch._guards import CompileContext
 from torch._logging import trace_structured as _trace_structured
 
+from amp_fx._torch.hooks import COMPILE_STARTS
+
 __all__ = [
     "compile_id",
     "in_compiled_autograd",
+    "in_inference_mode",
     "is_left_out_in_place",
     "is_looked_up",
+    "let_go",
     "log_artifact",
-    "on_dynamo_compile",
+    "note_inference_mode",
     "unwrapped_errors",
 ]
 
 
-class _Kept(list[Any]):
-    """Callbacks of which ``torch.compiler.reset()`` keeps the first."""
+class _Started(threading.local):
+    """The compilation that Dynamo has begun last in this thread, and the mode in which the program called."""
 
-    def clear(self) -> None:
-        del self[1:]
+    id = ""
+    in_inference_mode = False
+
+    def note(self, args: Any) -> None:
+        """Dynamo begins to compile: soon it switches the mode off, and leaves no trace of it."""
+        self.id, self.in_inference_mode = args.compile_id, torch.is_inference_mode_enabled()
 
 
-def on_dynamo_compile(started: Callable[[str], None]) -> None:
-    """Calls back, from now on, when Dynamo begins to compile: with the compile id, in the mode of the program's call.
+_started = _Started()
 
-    Call it once.
+
+def note_inference_mode() -> None:
+    """From now on :func:`in_inference_mode` knows."""
+    COMPILE_STARTS.listen(_started.note)
+
+
+def in_inference_mode() -> bool:
+    """True if the graph that is being compiled will be called under ``torch.inference_mode``.
+
+    Dynamo's guards are on the dispatch keys of tensors, which differ there, so it compiles again for the other mode.
     """
-    from torch._dynamo.callback import callback_handler
-
-    callback_handler.start_callbacks = _Kept(
-        [lambda args: started(args.compile_id), *callback_handler.start_callbacks]
-    )
+    if _started.id and _started.id == compile_id():
+        return _started.in_inference_mode
+    return torch.is_inference_mode_enabled()
 
 
 def in_compiled_autograd() -> bool:
@@ -54,6 +70,12 @@ def compile_id() -> str:
     """Dynamo's name of the graph that is being compiled, forward or backward, as ``"0/0"``."""
     current = CompileContext.current_compile_id()
     return "graph" if current is None else str(current)
+
+
+def let_go(copied: fx.Graph) -> None:
+    """A copy of a graph of Dynamo's knows the program's tensors no more: Dynamo itself forgets them when it is done."""
+    for node in copied.find_nodes(op="placeholder"):
+        node.meta.pop("grapharg", None)
 
 
 def is_left_out_in_place(module: torch.nn.Module) -> bool:

@@ -37,6 +37,7 @@ from amp_fx._torch import (
     ignore_fresh_symbols,
     is_functorch_wrapped,
     is_hooks_switch,
+    let_go,
     make_fx,
     nesting_change,
     track_tensor_tree,
@@ -392,4 +393,5 @@ def _restore_placeholders(traced: fx.GraphModule, originals: list[fx.Node]) -> N
         node._rename(original.name)
         if hasattr(original, "_dynamo_source"):
             node._dynamo_source = original._dynamo_source  # type: ignore[attr-defined]  # Dynamo's own
+    let_go(traced.graph)
     traced.recompile()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor, enable_autocast, symbolic_kernels
+from amp_fx._torch import FakeTensor, enable_autocast, let_go, symbolic_kernels
 from amp_fx.errors import FallbackWarning
 from amp_fx.graphs.facts import is_eligible
 from amp_fx.graphs.regions import Region
@@ -72,6 +72,7 @@ def _wrap(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
         return graph.call_method("to", (copies[node], value.dtype))
 
     graph.output(fx.map_arg(gm.graph.output_node().args[0], traced))
+    let_go(graph)
     wrapped = fx.GraphModule(gm, graph)
     wrapped.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):

@@ -13,20 +13,17 @@ A backend is called with graphs, so of code that never becomes a graph it hears 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_fx._torch import DynamoWatch, LeftOut, is_looked_up, rest_left_out
+from amp_fx._torch import AFTER_STEP, EXIT, DynamoWatch, LeftOut, is_looked_up, rest_left_out
 
-__all__ = ["graph_arrived", "listen_again", "not_told", "remedy", "watch"]
+__all__ = ["graph_arrived", "not_told", "remedy", "watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,46 +39,36 @@ _REMEDIES = {
 _not_told: ContextVar[bool] = ContextVar("amp_fx_not_told", default=False)
 
 
-@dataclass
-class _Known:
-    """What this process knows."""
-
-    is_settled: bool = False  #: a graph has arrived, or it was told that none has
-    told: set[str] = field(default_factory=set)
-    watch: DynamoWatch | None = None
-
-
-_known = _Known()
+#: what this process was told
+_told: set[str] = set()
 
 
 def watch(backend: Callable[..., Any]) -> None:
-    """Listens to Dynamo and to optimizers from now on; called when the backend is loaded.
+    """Listens to Dynamo from now on, and until a graph arrives to optimizers; called when the backend is loaded.
 
     Args:
         backend: the function that ``torch.compile`` finds by the name ``"amp_fx"``.
     """
-    _known.watch = DynamoWatch(_tell, backend)
-    _known.watch.start()
-    register_optimizer_step_post_hook(_stepped)
+    DynamoWatch(_tell, backend).start()
+    AFTER_STEP.listen(_stepped)
     # without an optimizer, as in serving; before logging itself ends
-    atexit.register(_ending)
+    EXIT.listen(_ending)
 
 
 def graph_arrived(gm: fx.GraphModule) -> None:
     """Notes that amp_fx was called with a graph."""
     if _not_told.get():
         return
-    _known.is_settled = True
-    listen_again()
+    _settle()
     rest = rest_left_out(gm)
     if rest is not None:
         _tell(rest)
 
 
-def listen_again() -> None:
-    """``torch.compiler.reset()`` drops all listeners of Dynamo's."""
-    if _known.watch is not None:
-        _known.watch.start()
+def _settle() -> None:
+    """Nothing more is to be told of graphs that do not arrive."""
+    AFTER_STEP.leave(_stepped)
+    EXIT.leave(_ending)
 
 
 @contextlib.contextmanager
@@ -102,9 +89,9 @@ def remedy(found: LeftOut) -> str:
 
 def _tell(found: LeftOut) -> None:
     text = _describe(found)
-    if _not_told.get() or text in _known.told:
+    if _not_told.get() or text in _told:
         return
-    _known.told.add(text)
+    _told.add(text)
     logger.warning("not compiled: %s. Functions that it calls may still be compiled.", text)
 
 
@@ -116,21 +103,20 @@ def _describe(found: LeftOut) -> str:
 
 
 def _stepped(*_: Any) -> None:
-    """Optimizers call this after each step."""
-    if not _known.is_settled:
-        _tell_of_none("an optimizer has stepped")
+    """Optimizers call this after a step."""
+    _tell_of_none("an optimizer has stepped")
 
 
 def _ending() -> None:
     """Python calls this when the process ends."""
     # what Dynamo gave up says more
-    if not _known.is_settled and not _known.told:
+    if not _told:
         _tell_of_none("the process ends")
 
 
 def _tell_of_none(event: str) -> None:
     if is_looked_up("amp_fx"):
-        _known.is_settled = True
+        _settle()
         logger.warning(
             "torch.compile was given backend='amp_fx' and %s, but no graph has reached amp_fx: what was compiled runs "
             "eagerly, or was not called. model.compile() compiles nothing of torch's own modules (nn.Sequential, "

@@ -16,7 +16,6 @@ import torch.fx as fx
 from torch import nn
 
 from amp_fx._torch import replace_inner_compile, unwrapped_errors
-from amp_fx.backend import amp_fx
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.facts import tensors
 from amp_fx.graphs.uncompiled import not_told
@@ -116,6 +115,8 @@ def _here(
     not_compiled: NotCompiled,
 ) -> tuple[list[Plan], dict[str, Cost], list[ModuleCasts]]:
     """Plans, costs and casts by module on the device that the model is on."""
+    # late: it listens to Dynamo as soon as it is loaded
+    from amp_fx.backend import amp_fx
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         not_compiled.graph(gm)

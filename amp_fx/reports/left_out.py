@@ -18,7 +18,7 @@ from amp_fx._torch import (
     is_left_out_in_place,
     rest_left_out,
 )
-from amp_fx.graphs.uncompiled import listen_again, remedy
+from amp_fx.graphs.uncompiled import remedy
 from amp_fx.plans.plan import Plan
 from amp_fx.reports.advice import NOT_COMPILED, Advice
 
@@ -61,13 +61,14 @@ class NotCompiled:
     def listen(self) -> Iterator[None]:
         """Inside, Dynamo compiles everything anew, and forgets it afterwards."""
         torch.compiler.reset()
-        DynamoWatch(self.left_out.append).start()
+        watch = DynamoWatch(self.left_out.append)
+        watch.start()
         try:
             yield
             self.breaks.extend(breaks_without_graph())
         finally:
+            watch.stop()
             torch.compiler.reset()
-            listen_again()
 
     def graph(self, gm: fx.GraphModule) -> None:
         """Notes what a graph says of code after it."""

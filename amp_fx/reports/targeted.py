@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx.backend import amp_fx
 from amp_fx.graphs.uncompiled import not_told
 from amp_fx.plans.plan import Plan
 from amp_fx.reports.baseline import autocast_backend
@@ -80,6 +79,9 @@ def _traced(
 
 def compiled_graphs(graphs: Sequence[TracedGraph], options: Mapping[str, Any]) -> Explained:
     """The part of :func:`explain_for` in the process that compiles for the target."""
+    # late: it listens to Dynamo as soon as it is loaded
+    from amp_fx.backend import amp_fx
+
     with record() as recording, without_scaling():
         ours = _lowered(graphs, lambda gm, inputs: amp_fx(gm, inputs, options=options))
     ours.complete(recording.plans)

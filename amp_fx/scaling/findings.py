@@ -11,8 +11,7 @@ for the many small gradients of a model: it reads 4 bytes, writes them back as t
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,29 +27,25 @@ _AT_HAND = {"cpu"}
 
 @dataclass
 class Finding:
-    """What was found in the gradients of some parameters.
+    """What was found in the gradients of some parameters. It holds none of them: whoever asks has them.
 
     Attributes:
         found: 1.0 if a gradient has inf or nan, else 0.0; fp32, 0-d.
-        parameters: those with gradients, weakly.
+        parameters: ids of those with gradients.
         marks: for each gradient a number that is inf or nan if the gradient has one; 0-d.
     """
 
     found: Tensor
-    parameters: Sequence[weakref.ref[Tensor]]
+    parameters: Sequence[int]
     marks: Sequence[Tensor]
 
-    def nonfinite(self) -> Iterator[Tensor]:
+    def nonfinite(self) -> set[int]:
         """The parameters with a bad gradient; waits for the device."""
-        for ref, mark in zip(self.parameters, self.marks, strict=True):
-            parameter = ref()
-            if parameter is not None and not mark.isfinite():
-                yield parameter
+        return {key for key, mark in zip(self.parameters, self.marks, strict=True) if not mark.isfinite()}
 
-    def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def of(self, parameters: Collection[int]) -> list[Tensor]:
         """The marks of some of them."""
-        ids = set(map(id, parameters))
-        return [mark for ref, mark in zip(self.parameters, self.marks, strict=True) if id(ref()) in ids]
+        return [mark for key, mark in zip(self.parameters, self.marks, strict=True) if key in parameters]
 
 
 def look(parameters: Sequence[Tensor], found: Tensor) -> Finding:
@@ -60,10 +55,10 @@ def look(parameters: Sequence[Tensor], found: Tensor) -> Finding:
         parameters: on any devices. Their gradients are dense, sparse, sharded or None.
         found: 0.0 in fp32, 0-d; becomes 1.0 if inf or nan is found.
     """
-    owners, grads = list[weakref.ref[Tensor]](), list[Tensor]()
+    owners, grads = list[int](), list[Tensor]()
     for parameter in parameters:
         for part in _plain(parameter.grad):
-            owners.append(weakref.ref(parameter))
+            owners.append(id(parameter))
             grads.append(part)
     kinds = [(grad.device, grad.dtype) for grad in grads]
     if kinds.count((found.device, torch.float32)) == len(kinds):

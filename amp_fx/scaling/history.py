@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +12,14 @@ from amp_fx.scaling.findings import Finding
 
 __all__ = ["History", "any_of", "names_of"]
 
+_Optimizer = weakref.ref[torch.optim.Optimizer]
+
 
 class History:
     """Of one scaler, in one process.
 
     Attributes:
-        findings: of the step in progress, one for each optimizer.
+        findings: of the step in progress, each with its optimizer.
         last_findings: of the step before.
         found: what the last step of each optimizer found: fp32, 0-d, on the device.
         last_found: what the last step found in all: fp32, 0-d.
@@ -25,11 +27,15 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
-        self.last_findings: list[Finding] = []
+        self.findings: list[tuple[_Optimizer, Finding]] = []
+        self.last_findings: list[tuple[_Optimizer, Finding]] = []
         self.found: weakref.WeakKeyDictionary[torch.optim.Optimizer, Tensor] = weakref.WeakKeyDictionary()
         self.last_found: Tensor | None = None
         self.skipped: Tensor | None = None
+
+    def add_finding(self, optimizer: torch.optim.Optimizer, finding: Finding) -> None:
+        """The gradients of an optimizer's parameters were looked at."""
+        self.findings.append((weakref.ref(optimizer), finding))
 
     def add_step(self, optimizer: torch.optim.Optimizer, found: Tensor) -> None:
         """An optimizer's step is over, and ``found`` says whether it was skipped."""
@@ -42,18 +48,28 @@ class History:
         """The scale was updated: what is found from now on belongs to another step."""
         self.last_findings, self.findings = self.findings, []
 
-    def names(self, findings: Sequence[Finding], in_graphs: dict[int, str]) -> list[str]:
-        """Names of the parameters with bad gradients, nearest to the loss first; waits for the device.
+    def bad(self) -> set[int]:
+        """Ids of the parameters with bad gradients, in the step in progress or else in the last; waits for the device.
+
+        Of optimizers that are alive, and so are their parameters: the ids are theirs.
+        """
+        found = self.findings or self.last_findings
+        living = [(optimizer, finding) for ref, finding in found if (optimizer := ref()) is not None]
+        return {
+            key for optimizer, finding in living for key in finding.nonfinite() & names_of(optimizer).keys()
+        }
+
+    def names(self, bad: Collection[int], in_graphs: dict[int, str]) -> list[str]:
+        """Names of parameters, nearest to the loss first.
 
         Args:
-            findings: about some of them.
+            bad: their ids.
             in_graphs: names of parameters by id, in the order of the forward; others are named by their optimizers.
         """
         names = dict(in_graphs)
         for optimizer in self.found:
             for key, name in names_of(optimizer).items():
                 names.setdefault(key, name)
-        bad = {id(parameter) for finding in findings for parameter in finding.nonfinite()}
         return list(dict.fromkeys(name for key, name in reversed(names.items()) if key in bad))
 
 

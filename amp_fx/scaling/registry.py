@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from amp_fx._torch import UNTRACED
 from amp_fx.errors import ScalerError, did_you_mean
 from amp_fx.scaling.uses import CompiledGraph
 
@@ -53,6 +54,7 @@ def register(scaler: Scaler, *, replace: bool) -> None:
         scaler: under its name.
         replace: whether it takes the place of a living one of that name.
     """
+    UNTRACED.install()
     with _lock:
         if replace or scaler.name not in _scalers:
             _scalers[scaler.name] = scaler

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from amp_fx._torch import FakeTensor, FakeTensorMode
+from amp_fx._torch import FakeTensor, FakeTensorMode, let_go
 from amp_fx.passes import ScaleBackward
 from amp_fx.scaling.registry import find_scaler
 
@@ -87,6 +87,7 @@ class ScaledGraph:
         for node in originals:
             if hasattr(node, "_dynamo_source"):
                 copies[node]._dynamo_source = node._dynamo_source
+        let_go(graph)
         scale = self._example_scale(originals)
         with graph.inserting_after(copies[originals[-1]]):
             placeholder = graph.placeholder("amp_fx_scale")

@@ -121,7 +121,6 @@ class GradScaler(torch.amp.GradScaler):
             self._in_graph = True
             watch_steps(self)
         use = self._uses.of(graph, leaves, self._own_scale if self._per_graph else None)
-        use.entered = True
         if self._scaled_outside:
             return torch.ones((), device=graph.device)
         scale = self._scale if use.own is None else use.own.value
@@ -232,8 +231,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._per_graph:
             self._update_own_scales(new_scale)
         self._scaled_outside = False
-        for use in self._uses:
-            use.entered = False
+        self._uses.end_step()
         self._history.end_step()
 
     def _update_own_scales(self, new_scale: float | Tensor | None) -> None:
@@ -243,8 +241,7 @@ class GradScaler(torch.amp.GradScaler):
             if new_scale is not None:
                 use.own.fill(new_scale)
                 continue
-            leaves = [leaf for leaf, _ in use.living()]
-            marks = [mark for finding in self._history.findings for mark in finding.of(leaves)]
+            marks = [mark for _, finding in self._history.findings for mark in finding.of(use.ids)]
             if marks:
                 found = torch.zeros_like(use.own.value)
                 # 0 or nan, so that no dtype is too narrow
@@ -278,7 +275,7 @@ class GradScaler(torch.amp.GradScaler):
         low = [p for p in parameters if p.dtype is torch.float16]
         if low:
             self._refuse_fp16(low, optimizer)
-        self._history.findings.append(look(parameters, found))
+        self._history.add_finding(optimizer, look(parameters, found))
         if self._is_distributed():
             # one process may have none of the parameters
             dist.all_reduce(found, dist.ReduceOp.MAX, self._process_group)
@@ -342,11 +339,12 @@ class GradScaler(torch.amp.GradScaler):
         The step in progress, or the last one if there is none; what this process found, not what others did.
         Between ``backward`` and ``unscale_`` or ``step``, gradients are looked at here. Waits for the device.
         """
-        findings = self._history.findings or self._history.last_findings
-        leaves = [leaf for use in self._uses for leaf, _ in use.living()]
-        if leaves and any(use.entered for use in self._uses) and not self._history.findings:
-            findings = [look(leaves, torch.zeros((), device=leaves[0].device))]
-        return self._history.names(findings, self._uses.names())
+        leaves = [leaf for use in self._uses for leaf in use.leaves]
+        if leaves and not self._history.findings:
+            bad = look(leaves, torch.zeros((), device=leaves[0].device)).nonfinite()
+        else:
+            bad = self._history.bad()
+        return self._history.names(bad, self._uses.names())
 
     @property
     def graph_scales(self) -> list[tuple[str, float]]:

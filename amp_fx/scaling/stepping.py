@@ -8,43 +8,34 @@ any scaler is looked at before it is made.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from amp_fx._torch import before_scaler_steps
+from amp_fx._torch import SCALER_STEPS
 from amp_fx.errors import ScalerError
 from amp_fx.scaling.registry import Scaler, scaler_of
 
 __all__ = ["parameters_of", "watch_steps"]
 
 
-class _Watch:
-    """Looks at steps while there are scalers that scale graphs."""
-
-    def __init__(self) -> None:
-        self._scalers = 0
-        self._undo: Callable[[], None] | None = None
-
-    def enter(self, scaler: Scaler) -> None:
-        if not self._scalers:
-            self._undo = before_scaler_steps(_refuse_other)
-        self._scalers += 1
-        weakref.finalize(scaler, self._leave).atexit = False
-
-    def _leave(self) -> None:
-        self._scalers -= 1
-        if not self._scalers and self._undo is not None:
-            self._undo()
-
-
-_watch = _Watch()
+#: scalers that scale graphs, as many as live
+_scalers = 0
 
 
 def watch_steps(scaler: Scaler) -> None:
     """From now on, and while this scaler lives, no other steps what it scales; said once of each scaler."""
-    _watch.enter(scaler)
+    global _scalers
+    _scalers += 1
+    SCALER_STEPS.listen(_refuse_other)
+    weakref.finalize(scaler, _leave).atexit = False
+
+
+def _leave() -> None:
+    global _scalers
+    _scalers -= 1
+    if not _scalers:
+        SCALER_STEPS.leave(_refuse_other)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

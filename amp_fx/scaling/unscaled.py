@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,15 +19,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from amp_fx._torch import BEFORE_STEP, StorageRef, storage_ref
 from amp_fx.errors import ScalingWarning
 from amp_fx.graphs.regions import Region
 from amp_fx.plans.plan import Plan
 from amp_fx.scaling.registry import scaler_of
 from amp_fx.scaling.stepping import parameters_of
 
-__all__ = ["expect_scaler", "is_scaled", "warn_ignored", "warn_taken_inside", "without_scaling"]
+__all__ = [
+    "expect_scaler",
+    "is_scaled",
+    "wait_no_more",
+    "warn_ignored",
+    "warn_taken_inside",
+    "without_scaling",
+]
 
 #: True while a model is only looked at
 _not_training: ContextVar[bool] = ContextVar("amp_fx_not_training", default=False)
@@ -55,20 +61,16 @@ class _State:
     """What was said, and what waits for an optimizer's step.
 
     Attributes:
-        is_waiting: a graph waits; a plain truth value, so that a step costs nothing else once none does.
-        parameters: of the graphs that wait, by id.
+        parameters: the memory of those of the graphs that wait, by id.
         any_optimizer: a graph waits whose inputs are no parameters, as inside FSDP.
         any_unscaled: a graph waits that has no scaler.
-        is_hooked: steps are looked at.
         warned: nothing scales, or nobody asks what does; said once.
         warned_ignored: the scaler is ignored; said once.
     """
 
-    is_waiting: bool = False
-    parameters: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    parameters: dict[int, StorageRef] = field(default_factory=dict)
     any_optimizer: bool = False
     any_unscaled: bool = False
-    is_hooked: bool = False
     warned: bool = False
     warned_ignored: bool = False
 
@@ -137,18 +139,13 @@ def expect_scaler(plan: Plan, example_inputs: Sequence[Any], scaler: str | None)
     if _state.warned or _not_training.get() or all(row.dtype is not torch.float16 for row in plan.nodes):
         return
     leaves = [value for value in example_inputs if isinstance(value, nn.Parameter) and value.requires_grad]
-    _state.parameters.update({id(leaf): leaf for leaf in leaves})
+    _state.parameters.update({id(leaf): storage_ref(leaf) for leaf in leaves})
     _state.any_optimizer |= not leaves
     _state.any_unscaled |= scaler is None
-    _state.is_waiting = True
-    if not _state.is_hooked:
-        register_optimizer_step_pre_hook(_before_step)
-        _state.is_hooked = True
+    BEFORE_STEP.listen(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    if not _state.is_waiting or torch.compiler.is_compiling():
-        return
     parameters = parameters_of(optimizer)
     # sharded parameters are not what graphs see
     if not _state.any_optimizer and not any(
@@ -156,8 +153,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
     ):
         return
     message = _MISSING if _state.any_unscaled else ""
-    _state.is_waiting = _state.any_optimizer = _state.any_unscaled = False
-    _state.parameters.clear()
+    wait_no_more()
     if any(map(_is_scaler_step, _frames(sys._getframe(1)))):
         return
     scaler = scaler_of(parameters)
@@ -168,8 +164,17 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
         warnings.warn(message, ScalingWarning, stacklevel=_users_level())
 
 
+def wait_no_more() -> None:
+    """No graph waits for a step."""
+    _state.any_optimizer = _state.any_unscaled = False
+    _state.parameters.clear()
+    BEFORE_STEP.leave(_before_step)
+
+
 def _is_waited_for(parameter: Tensor) -> bool:
-    return _state.parameters.get(id(parameter)) is parameter
+    memory = _state.parameters.get(id(parameter))
+    # else the id was that of one that has died
+    return memory is not None and memory() is not None
 
 
 def _frames(innermost: FrameType | None) -> Iterator[FrameType]:

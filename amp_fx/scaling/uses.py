@@ -1,12 +1,11 @@
 """Which compiled graphs use a scaler, and with which parameters.
 
-A scaler knows a graph by the names of its parameters and the device of its scale. It holds graphs and parameters
-weakly: neither lives longer for being scaled.
+A scaler knows a graph by the names of its parameters and the device of its scale. Graphs are held weakly, parameters
+from a call to the end of its step; else they are known by their ids, as long as their memory lasts.
 """
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from amp_fx._torch import is_wrapper
+from amp_fx._torch import StorageRef, is_wrapper, storage_ref
 
 __all__ = ["CompiledGraph", "OwnScale", "Use", "Uses"]
 
@@ -59,38 +58,37 @@ class Use:
     """One graph with one set of parameters: models of one class share their graphs.
 
     Attributes:
-        leaves: the parameters, weakly.
+        ids: of the parameters.
         names: of the parameters.
         own: the graph's own scale, if it has one.
+        memory: of the parameters.
+        leaves: the parameters themselves, from a call of the graph to the end of the step.
         entered: the graph was called in this step.
     """
 
-    leaves: tuple[weakref.ref[nn.Parameter], ...]
+    ids: tuple[int, ...]
     names: tuple[str, ...]
     own: OwnScale | None
+    memory: tuple[StorageRef, ...] = ()
+    leaves: Sequence[nn.Parameter] = ()
     entered: bool = False
 
-    def is_of(self, leaves: Sequence[nn.Parameter]) -> bool:
-        """True if these are the parameters."""
-        return all(map(operator.is_, [ref() for ref in self.leaves], leaves))
+    def enter(self, leaves: Sequence[nn.Parameter]) -> None:
+        """The graph is called with these, which have its ids."""
+        self.leaves, self.entered = leaves, True
+        if not self.memory or self.is_dead():
+            self.memory = tuple(map(storage_ref, leaves))
 
     def is_dead(self) -> bool:
-        """True if a parameter is gone."""
-        return any(ref() is None for ref in self.leaves)
+        """True if a parameter is gone, or has got other memory since the graph was called."""
+        return any(memory() is None for memory in self.memory)
 
     def has(self, parameters: Sequence[Tensor]) -> bool:
         """True if one of these is among its parameters; sharded ones may be, where a graph has been handed none."""
-        if not self.leaves:
+        if not self.ids:
             return any(map(is_wrapper, parameters))
         ids = set(map(id, parameters))
-        return any(id(leaf) in ids for leaf, _ in self.living())
-
-    def living(self) -> Iterator[tuple[nn.Parameter, str]]:
-        """The parameters that are left, with their names."""
-        for ref, name in zip(self.leaves, self.names, strict=True):
-            leaf = ref()
-            if leaf is not None:
-                yield leaf, name
+        return any(id(leaf) in ids for leaf in self.leaves)
 
 
 class Uses:
@@ -106,22 +104,41 @@ class Uses:
         leaves: Sequence[nn.Parameter],
         own_scale: Callable[[torch.device], OwnScale] | None,
     ) -> Use:
-        """The use of a graph with these parameters.
+        """The use of a graph with these parameters, which is going on until :meth:`end_step`.
 
         Args:
             graph: the graph.
             leaves: its parameters in this call.
             own_scale: makes the scale of a use that is new; None where graphs have none.
         """
-        for use in self._of.get(graph, ()):
-            if use.is_of(leaves):
-                return use
+        use = self._known(graph, tuple(map(id, leaves)), own_scale)
+        use.enter(leaves)
+        return use
+
+    def _known(
+        self,
+        graph: CompiledGraph,
+        ids: tuple[int, ...],
+        own_scale: Callable[[torch.device], OwnScale] | None,
+    ) -> Use:
+        known = self._find(graph, ids)
+        if known is not None:
+            return known
+        new = Use(ids, graph.names, None if own_scale is None else own_scale(graph.device))
         with self._lock:
-            own = None if own_scale is None else own_scale(graph.device)
-            use = Use(tuple(weakref.ref(leaf) for leaf in leaves), graph.names, own)
-            # a new list: another thread may be looking through the old one
-            self._of[graph] = [*(other for other in self._of.get(graph, ()) if not other.is_dead()), use]
-            return use
+            known = self._find(graph, ids)
+            if known is None:
+                # a new list: another thread may be looking through the old one
+                self._of[graph] = [*(other for other in self._of.get(graph, ()) if not other.is_dead()), new]
+        return known or new
+
+    def _find(self, graph: CompiledGraph, ids: tuple[int, ...]) -> Use | None:
+        return next((use for use in self._of.get(graph, ()) if use.ids == ids), None)
+
+    def end_step(self) -> None:
+        """Keeps no parameters: neither they nor graphs live longer for being scaled."""
+        for use in self:
+            use.leaves, use.entered = (), False
 
     def __iter__(self) -> Iterator[Use]:
         for uses in list(self._of.values()):
@@ -129,4 +146,5 @@ class Uses:
 
     def names(self) -> dict[int, str]:
         """Names of the living parameters by their ids, in the order of the graphs."""
-        return {id(leaf): name for use in self for leaf, name in use.living()}
+        living = (use for use in self if not use.is_dead())
+        return {key: name for use in living for key, name in zip(use.ids, use.names, strict=True)}

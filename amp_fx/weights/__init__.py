@@ -12,7 +12,7 @@ from __future__ import annotations
 from amp_fx.weights.copies import LowCopies
 from amp_fx.weights.freezing import FrozenGraph, freeze
 from amp_fx.weights.held import clear, held_bytes
-from amp_fx.weights.inference import cached, copied_weights, in_inference_mode, weight_inputs
+from amp_fx.weights.inference import cached, copied_weights, weight_inputs
 from amp_fx.weights.watch import touch
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "copied_weights",
     "freeze",
     "held_bytes",
-    "in_inference_mode",
     "touch",
     "weight_inputs",
 ]

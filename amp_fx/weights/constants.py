@@ -27,7 +27,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.node import map_arg
 
-from amp_fx._torch import autocast_disabled, packed_memory
+from amp_fx._torch import autocast_disabled, borrowed, packed_memory
 from amp_fx.weights.watch import Key, Look, key_of
 
 __all__ = ["Constant", "Constants", "Holder", "folded_bytes"]
@@ -155,7 +155,10 @@ class Constants:
                 if self._layouts[at] is None:
                     found[at] = self._packed(at, weights, tensor, seen[at])
                 if found[at].tensor is None:
-                    found[at].tensor, found[at].looks = tensor, seen[at]
+                    # what lies in the memory of a weight does not keep it
+                    lies = None if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
+                    in_weight = any(look.storage == lies for look in seen[at])
+                    found[at].tensor, found[at].looks = borrowed(tensor) if in_weight else tensor, seen[at]
 
             with torch.inference_mode(False), torch.no_grad(), autocast_disabled():
                 _Partly(self._program, stale, fresh, keep).run(*weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_fx.weights.forms import Form
 from amp_fx.weights.memory import is_dense
@@ -31,13 +31,14 @@ __all__ = ["LowCopies", "clear_copies", "copied_bytes", "heals"]
 #: what the kernel that heals copies reads
 _HEALED = (torch.float32, torch.float16, torch.bfloat16)
 
+#: copies are written in place, by one thread at a time
 _lock = threading.RLock()
 
-#: of all graphs: weight -> form -> copy
-_copies = WeakTensorKeyDictionary()
+#: of all graphs, as long as one of them has it: where a weight lies, how, and form -> copy
+_copies: weakref.WeakValueDictionary[tuple[object, ...], _Copy] = weakref.WeakValueDictionary()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Copy:
     """The copy of a weight.
 
@@ -52,29 +53,21 @@ class _Copy:
 
 def _copy_of(weight: Tensor, form: Form) -> _Copy:
     """The one copy of a weight, with whatever it holds: addresses stay as they are, for CUDA graphs."""
-    # typed as if a default could only be None
-    copies: dict[Form, _Copy] = _copies.setdefault(weight, {})  # pyright: ignore[reportAssignmentType]
-    copy = copies.get(form)
-    like = form.empty(weight, torch.device("meta"))
-    if copy is None or any(
-        (tensor.shape, tensor.stride(), tensor.device) != (wanted.shape, wanted.stride(), weight.device)
-        for tensor, wanted in zip(copy.tensors, like, strict=True)
-    ):
-        copy = copies[form] = _Copy(form.empty(weight, weight.device))
+    key = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device, form
+    copy = _copies.get(key)
+    if copy is None:
+        copy = _copies[key] = _Copy(form.empty(weight, weight.device))
     return copy
 
 
 def clear_copies() -> None:
     """Drops all copies."""
-    with _lock:
-        _copies.clear()
+    _copies.clear()
 
 
 def copied_bytes() -> int:
     """Bytes of all copies that are alive."""
-    with _lock:
-        held = [copy for copies in _copies.values() for copy in copies.values()]
-    return sum(tensor.nbytes for copy in held for tensor in copy.tensors)
+    return sum(tensor.nbytes for copy in list(_copies.values()) for tensor in copy.tensors)
 
 
 @dataclass
@@ -83,11 +76,13 @@ class _Found:
 
     Attributes:
         copies: what the graph is called with.
+        made: what these are of.
         healed: those that renew themselves.
     """
 
     watch: Watch
     copies: list[Tensor]
+    made: list[_Copy]
     healed: HealedCopies | None
 
 
@@ -126,6 +121,11 @@ class LowCopies:
 
     def _renew(self, weights: list[Tensor]) -> list[Tensor]:
         key = key_of(weights)
+        before = self._found.get(key)
+        if before is not None and before.watch.has_moved(weights):
+            # before others are made: there are never two whole sets of them
+            del self._found[key]
+        del before
         healing = [heals(weight) for weight in weights]
         # looked at before they are copied: a write in between is seen at the next call
         looks = [look_at(w, elements=not is_healed) for w, is_healed in zip(weights, healing, strict=True)]
@@ -151,8 +151,9 @@ class LowCopies:
         for copy, look in zip(copies, looks, strict=True):
             copy.look = look
         watch.confirm(weights)
-        found = self._found[key] = _Found(watch, [tensors[at][part] for at, part in self._tensors], healed)
-        return found.copies
+        read = [tensors[at][part] for at, part in self._tensors]
+        self._found[key] = _Found(watch, read, copies, healed)
+        return read
 
     def _healed(
         self,

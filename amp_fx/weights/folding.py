@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from amp_fx._torch import autocast_disabled, observe_freezing, tunes_kernels
+from amp_fx._torch import autocast_disabled, borrowed, observe_freezing, tunes_kernels
 from amp_fx.graphs.facts import LOW_DTYPES
 from amp_fx.weights.constants import Constants
 
@@ -56,7 +56,8 @@ class FoldingRecord:
 
     def value(self, position: int, dtype: torch.dtype) -> Tensor:
         """A weight as a constant of the graph that is going to be frozen."""
-        value = self._weights[position].detach().to(dtype)
+        weight = self._weights[position].detach()
+        value = borrowed(weight) if weight.dtype is dtype else weight.to(dtype)
         self._keep.append(value)
         self._positions[id(value)] = position
         return value

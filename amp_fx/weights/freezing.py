@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +13,14 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from amp_fx._torch import FakeTensor
+from amp_fx._torch import FakeTensor, StorageRef
 from amp_fx.errors import WeightsError
 from amp_fx.graphs.facts import COPY_META, is_matmul, is_parameter, storage_of, written_storages
 from amp_fx.weights.constants import Constant, Constants
 from amp_fx.weights.folding import FoldingRecord
 from amp_fx.weights.forms import Cast, form_of
 from amp_fx.weights.inference import Compile, is_plain
-from amp_fx.weights.watch import Key, OnDeath, Watch, key_of, look_at
+from amp_fx.weights.watch import Key, Watch, key_of, look_at
 
 __all__ = ["FrozenGraph", "freeze"]
 
@@ -97,6 +99,8 @@ class FrozenGraph:
         self._others = [at for at in range(len(placeholders)) if not self._constant[at]]
         # models of one class share their graphs
         self._found: dict[Key, _Frozen] = {}
+        #: where weights must not change: the memory that is left of those of which some was freed
+        self._left: dict[Key, list[StorageRef]] = {}
         #: what is common to all models, if the weights are inputs of the compiled graph
         self._shared: tuple[Callable[..., Any], Constants] | None = None
         self._call = _Call()
@@ -120,7 +124,7 @@ class FrozenGraph:
         key = key_of(weights)
         # looked at before: a write in between is seen at the next call
         looks = [*map(look_at, weights)]
-        watch = Watch(weights, looks, OnDeath(self._found, key))
+        watch = Watch(weights, looks, functools.partial(self._freed, key))
         compiled, constants = self._shared or self._compile(args, weights)
         frozen, tensors = _Frozen(compiled, watch), []
         if constants is not None:
@@ -149,10 +153,24 @@ class FrozenGraph:
         finally:
             self._call.tensors = ()
 
+    def _freed(self, key: Key, _: object) -> None:
+        """The memory of a weight was freed: what was made of it goes."""
+        frozen = self._found.pop(key, None)
+        if frozen is not None and not self._may_change:
+            living = [storage for ref in frozen.watch.refs if (storage := ref()) is not None]
+            left = {**self._left, key: [weakref.ref(storage) for storage in living]}
+            self._left = {key: refs for key, refs in left.items() if _is_any_alive(refs)}
+
+    def _have_changed(self, frozen: _Frozen | None, weights: Sequence[Tensor]) -> bool:
+        if frozen is not None:
+            return not frozen.still_holds(weights)
+        # of a model that has died nothing is left; one in which a weight has got other memory has that of the others
+        return _is_any_alive(self._left.get(key_of(weights), ()))
+
     def _renew(self, weights: Sequence[Tensor], args: Sequence[Any]) -> tuple[_Frozen, Sequence[Tensor]]:
         with self._lock:
             frozen = self._found.get(key_of(weights))
-            if frozen is not None and not self._may_change and not frozen.still_holds(weights):
+            if not self._may_change and self._have_changed(frozen, weights):
                 raise WeightsError(
                     "weights have changed since the graph was frozen, and strict=True forbids to freeze it again. "
                     "Use weights='cache' for weights that change, or torch.compiler.reset() after changing them."
@@ -256,6 +274,10 @@ class _Frozen:
     def still_holds(self, weights: Sequence[Tensor]) -> bool:
         """True if the weights have not changed; looks more closely than in every call."""
         return all(look_at(w) is look for w, look in zip(weights, self.watch.looks, strict=True))
+
+
+def _is_any_alive(refs: Sequence[StorageRef]) -> bool:
+    return any(ref() is not None for ref in refs)
 
 
 def _read_wide(gm: fx.GraphModule) -> set[int | None]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor, compile_id, on_dynamo_compile
+from amp_fx._torch import FakeTensor
 from amp_fx.graphs.facts import COPY_META, is_parameter
 from amp_fx.weights.copies import LowCopies
 from amp_fx.weights.forms import form_of
 
-__all__ = ["cached", "copied_weights", "in_inference_mode", "is_plain", "weight_inputs"]
+__all__ = ["cached", "copied_weights", "is_plain", "weight_inputs"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,31 +52,6 @@ def cached(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Com
     weights = [position[node.meta[COPY_META]] for node in inputs]
     copies = LowCopies(weights, [*map(form_of, inputs)])
     return lambda *args: compiled(*args, *copies.of(args))
-
-
-class _Started(threading.local):
-    """The compilation that Dynamo has begun last in this thread, and the mode in which the program called."""
-
-    id = ""
-    in_inference_mode = False
-
-    def note(self, compile_id: str) -> None:
-        """Dynamo begins to compile: soon it switches the mode off."""
-        self.id, self.in_inference_mode = compile_id, torch.is_inference_mode_enabled()
-
-
-_started = _Started()
-on_dynamo_compile(_started.note)
-
-
-def in_inference_mode() -> bool:
-    """True if the graph that is being compiled will be called under ``torch.inference_mode``.
-
-    Dynamo's guards are on the dispatch keys of tensors, which differ there, so it compiles again for the other mode.
-    """
-    if _started.id and _started.id == compile_id():
-        return _started.in_inference_mode
-    return torch.is_inference_mode_enabled()
 
 
 def is_plain(node: fx.Node) -> bool:

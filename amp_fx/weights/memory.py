@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from amp_fx._torch import borrowed
+
 __all__ = ["Elements", "Glance", "is_dense", "sampled_offsets"]
 
 #: a run of 1/16 has the middle of one of so many equal pieces, and all of one of so many
@@ -57,12 +59,12 @@ class Elements:
     """All bits of one weight at one moment.
 
     Args:
-        weight: a plain tensor. Its storage is kept alive.
+        weight: a plain tensor. Not kept alive: whoever asks later has it, where it lay.
     """
 
     def __init__(self, weight: Tensor) -> None:
         #: everything from the first element to the last; what lies between the elements of a view counts, too
-        span = _bits(weight).as_strided((_span(weight) if weight.numel() else 0,), (1,))
+        span = borrowed(_bits(weight).as_strided((_span(weight) if weight.numel() else 0,), (1,)))
         self.span = span
         offsets = sampled_offsets(weight)
         self.is_plain = span.device.type == "cpu"

@@ -15,9 +15,6 @@ What makes many copies of weights that have not changed is avoided: events are t
 
 from __future__ import annotations
 
-import functools
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -26,10 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
-from amp_fx._torch import is_wrapper
+from amp_fx._torch import AFTER_STEP, is_wrapper, storage_ref
 from amp_fx.errors import WeightsError
+from amp_fx.weights.by_weight import ByWeight
 from amp_fx.weights.memory import Elements, Glance
 
 __all__ = [
@@ -55,8 +53,6 @@ VERSION: Callable[[Tensor], int] = attrgetter("_version")
 #: which weights, in which order; while somebody watches them they live, and no other tensor has their ids
 Key = tuple[int, ...]
 
-_lock = threading.RLock()
-
 
 class Look:
     """What one weight looked like at one moment. Whatever is made from it then, belongs to this object.
@@ -69,23 +65,29 @@ class Look:
     def __init__(self, weight: Tensor, *, elements: bool) -> None:
         #: the weight may have been written to
         self.is_stale = False
-        #: some of its elements may have been written to
-        self.is_doubtful = False
-        self.marks = _marks(weight)
+        #: how often some of its elements may have been written to, and how many of these times were looked into
+        self.doubts = self._settled = 0
+        self.marks, self.lies = _marks(weight), _lies(weight)
         self.elements = Elements(weight) if elements else None
         self.storage = weight.untyped_storage().data_ptr()
 
     def holds(self, weight: Tensor) -> bool:
         """True if the weight still looks so. Not in every call: this takes longer than :class:`Watch`."""
-        if self.is_stale or self.marks != _marks(weight):
+        if self.is_stale or self.marks != _marks(weight) or self.lies != _lies(weight):
             return False
         if self.elements is None:
             # its elements are looked at elsewhere; but who is in doubt has to make sure
             return not self.is_doubtful
+        doubts = self.doubts
         if not (self.elements.are_same() if self.is_doubtful else self.elements.sample_is_same()):
             return False
-        self.is_doubtful = False
+        self._settled = doubts
         return True
+
+    @property
+    def is_doubtful(self) -> bool:
+        """True if some of its elements may have been written to."""
+        return self.doubts != self._settled
 
 
 @dataclass
@@ -94,49 +96,32 @@ class Events:
 
     #: events so far, of any of them
     count: int = 0
-    #: by id of the weight
-    looks: dict[int, Look] = field(default_factory=dict)
-    refs: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    looks: ByWeight[Look] = field(default_factory=ByWeight)
 
     def register(self, weight: Tensor, look: Look) -> None:
         """From now on, this is what the weight looks like."""
-        _hook()
-        key = id(weight)
-        before = self.looks.get(key)
+        AFTER_STEP.listen(_stepped)
+        before = self.looks.put(weight, look)
         if before is not None:
             self.is_stale(before)
-        else:
-            # before a dying weight's id is another's
-            self.refs[key] = weakref.ref(weight, lambda _: self._forget(key))
-        self.looks[key] = look
 
     def is_stale(self, look: Look) -> None:
         """What was made from this look must not be used any more."""
+        # in this order: who counts after this sees it
         look.is_stale = True
         self.count += 1
 
     def is_doubtful(self, look: Look) -> None:
         """All elements are to be compared before what was made from this look is used again."""
-        look.is_doubtful = True
+        look.doubts += 1
         self.count += 1
 
     def in_storages(self, storages: set[int]) -> list[Look]:
         """Those that lie there."""
-        return [look for look in list(self.looks.values()) if look.storage in storages]
-
-    def _forget(self, key: int) -> None:
-        self.looks.pop(key, None)
-        self.refs.pop(key, None)
+        return [look for look in self.looks.values() if look.storage in storages]
 
 
 events = Events()
-
-
-@functools.cache
-def _hook() -> None:
-    """Hears of optimizer steps from now on."""
-    hook: Any = torch.compiler.disable(_stepped)
-    register_optimizer_step_post_hook(hook)
 
 
 def look_at(weight: Tensor, *, elements: bool = True) -> Look:
@@ -146,12 +131,11 @@ def look_at(weight: Tensor, *, elements: bool = True) -> Look:
         weight: a plain tensor.
         elements: False: somebody else looks at its elements.
     """
-    with _lock:
-        look = events.looks.get(id(weight))
-        if look is None or (elements and look.elements is None) or not look.holds(weight):
-            look = Look(weight, elements=elements)
-            events.register(weight, look)
-        return look
+    look = events.looks.get(id(weight))
+    if look is None or (elements and look.elements is None) or not look.holds(weight):
+        look = Look(weight, elements=elements)
+        events.register(weight, look)
+    return look
 
 
 def touch(*parameters: Tensor) -> None:
@@ -173,17 +157,14 @@ def touch(*parameters: Tensor) -> None:
         # where the memory of these is, is not known here
         forget()
         return
-    storages = _storages(parameters)
-    with _lock:
-        for look in events.in_storages(storages):
-            events.is_stale(look)
+    for look in events.in_storages(_storages(parameters)):
+        events.is_stale(look)
 
 
 def forget() -> None:
     """All weights count as written to."""
-    with _lock:
-        for look in list(events.looks.values()):
-            events.is_stale(look)
+    for look in events.looks.values():
+        events.is_stale(look)
 
 
 def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,9 +172,9 @@ def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         # nearly always there are none
-        for key in events.looks.keys() & map(id, args):
-            look, weight = events.looks.get(key), events.refs.get(key)
-            if look is not None and weight is not None and getattr(weight(), "requires_grad", False):
+        for arg in args if events.looks else ():
+            look = events.looks.get(id(arg))
+            if look is not None and getattr(arg, "requires_grad", False):
                 events.is_doubtful(look)
         return compiled(*args)
 
@@ -203,18 +184,18 @@ def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """After a step: the weights of this optimizer have changed, others have not."""
     if not events.looks:
+        AFTER_STEP.leave(_stepped)
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     plain = [*filter(_is_plain, parameters)]
     changed = _storages([p for p in plain if p.grad is not None])
     # without a gradient, or without one any more; of sharded parameters it is not known where they are gathered
     perhaps = _storages(plain) if len(plain) == len(parameters) else None
-    with _lock:
-        for look in list(events.looks.values()):
-            if look.storage in changed:
-                events.is_stale(look)
-            elif perhaps is None or look.storage in perhaps:
-                events.is_doubtful(look)
+    for look in events.looks.values():
+        if look.storage in changed:
+            events.is_stale(look)
+        elif perhaps is None or look.storage in perhaps:
+            events.is_doubtful(look)
 
 
 class Watch:
@@ -223,7 +204,7 @@ class Watch:
     Args:
         weights: plain tensors.
         looks: one for each.
-        on_death: called when one of them dies. The watch must be dropped then: it keeps their storages alive.
+        on_death: called when the memory of one of them is freed. The watch must be dropped then.
         healed: those whose elements somebody else looks at.
     """
 
@@ -236,7 +217,7 @@ class Watch:
     ) -> None:
         self.looks = list(looks)
         self._count = events.count
-        self._refs = [weakref.ref(w, on_death) for w in weights]
+        self.refs = [storage_ref(w, on_death) for w in weights]
         # inference tensors have none
         self._have_versions = [not w.is_inference() for w in weights]
         addresses = [look.marks[0] for look in looks]
@@ -270,20 +251,22 @@ class Watch:
             return False
         changed = self._glance.changed()
         if changed is not None:
-            with _lock:
-                events.is_stale(self._elements[changed])
+            events.is_stale(self._elements[changed])
         return changed is None
+
+    def has_moved(self, weights: Sequence[Tensor]) -> bool:
+        """True if one has got other memory."""
+        return [*map(ADDRESS, weights)] != self._marks[: len(weights)]
 
     def confirm(self, weights: Sequence[Tensor]) -> None:
         """After something was made of them: had a write begun meanwhile, that may be torn, even if it is undone."""
-        with _lock:
-            for weight, look in zip(weights, self.looks, strict=True):
-                if not look.holds(weight):
-                    events.is_stale(look)
+        for weight, look in zip(weights, self.looks, strict=True):
+            if not look.holds(weight):
+                events.is_stale(look)
 
 
 class OnDeath:
-    """Drops an entry of a table when a weight of it dies."""
+    """Drops an entry of a table when the memory of a weight of it is freed."""
 
     def __init__(self, table: dict[Key, Any], key: Key) -> None:
         self._table, self._key = table, key
@@ -301,6 +284,11 @@ def key_of(weights: Sequence[Tensor]) -> Key:
 def _marks(weight: Tensor) -> tuple[int, int]:
     """Address and version; inference tensors have no version."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def _lies(weight: Tensor) -> tuple[object, ...]:
+    """How it lies there."""
+    return weight.shape, weight.stride(), weight.dtype
 
 
 def _is_plain(parameter: Tensor) -> bool:

@@ -14,19 +14,23 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
 import amp_fx
+import amp_fx.backend
+from amp_fx._torch import hooks
 from amp_fx.graphs import uncompiled
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process in which nothing was told yet; graphs run op by op."""
-    torch.compiler.reset()
-    monkeypatch.setattr(uncompiled, "_known", uncompiled._Known(watch=uncompiled._known.watch))
+    hooks.remove_all()
+    monkeypatch.setattr(uncompiled, "_told", set[str]())
     monkeypatch.setattr("amp_fx.backend.lower", lambda gm, *_: gm.forward)
-    uncompiled.listen_again()
+    amp_fx.backend.listen()
     yield
-    torch.compiler.reset()
-    uncompiled.listen_again()
+    hooks.remove_all()
+    amp_fx.backend.listen()
+    # when the tests end, there is nothing to tell
+    uncompiled._settle()
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -136,6 +140,13 @@ def test_functions_compiled_for_other_backends_are_not_ours_to_tell(caplog: pyte
     torch.compile(Recurrent(nn.LSTM), backend="eager")(torch.randn(2, 4, 8))
     torch.compile(Recurrent(nn.GRU), backend=lambda gm, _: gm)(torch.randn(2, 4, 8))
     assert warned(caplog) == []
+
+
+def test_dynamos_reset_does_not_end_listening(caplog: pytest.LogCaptureFixture) -> None:
+    torch.compiler.reset()
+    torch.compiler.reset()
+    compiled(Recurrent(nn.LSTM))(torch.randn(2, 4, 8))
+    assert len(warned(caplog)) == 1
 
 
 def test_explaining_tells_nothing_and_listening_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -267,6 +278,6 @@ def test_at_the_end_nothing_is_told_that_was_told_before(caplog: pytest.LogCaptu
     model = nn.Sequential(nn.Linear(4, 4))
     model.compile(backend="amp_fx")
     model(torch.ones(2, 4))
-    uncompiled._ending()
-    uncompiled._ending()
+    for _ in range(2):
+        hooks.EXIT._call()
     assert len(warned(caplog)) == 1
