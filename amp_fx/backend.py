@@ -31,6 +31,7 @@ from amp_fx.passes import PlaceFp8
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.publish import is_heard, publish
 from amp_fx.plans.summary import summary
+from amp_fx.plans.unused import unused_rules
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import autocast_casts, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
@@ -113,9 +114,13 @@ def _say_cast(weights: str) -> None:
 
 
 def _say(plan: Plan) -> None:
-    """One line in the log for each graph, and the plan to whoever listens."""
+    """One line in the log for each graph and each rule that is about nothing, and the plan to whoever listens."""
     if logger.isEnabledFor(logging.INFO):
         logger.info("graph %s: %s", plan.graph, summary(plan))
+    # after a break there are other graphs, which may have what the rule is about
+    level = logging.INFO if plan.graph_break else logging.WARNING
+    for text in unused_rules([plan]):
+        logger.log(level, "%s", text)
     publish(plan)
 
 

@@ -129,7 +129,7 @@ def _replay(captured: fx.GraphModule, opts: Options, pipeline: Sequence[Pass], c
     rows = {row.name: saved for row, saved in zip(outline.nodes, chosen.nodes, strict=True)}
     pipeline = _marking(pipeline, context, chosen)
     plan = run_passes(captured, replay_pipeline(Replay(rows), pipeline), context)
-    plan.policy = chosen.policy
+    plan.policy, plan.unused_rules = chosen.policy, chosen.unused_rules
     if plan.decides_fp8:
         # the recipe; what comes after it in words is about the graph that the plan was read off
         plan.fp8 = chosen.fp8.partition(",")[0]

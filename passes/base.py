@@ -26,9 +26,21 @@ from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import add_graph
 from amp_fx.policy import Policy
 
-__all__ = ["Pass", "PassContext", "PassResult", "bodies", "run_in_order", "run_keyed", "run_passes"]
+__all__ = [
+    "RULES_META",
+    "Pass",
+    "PassContext",
+    "PassResult",
+    "bodies",
+    "run_in_order",
+    "run_keyed",
+    "run_passes",
+]
 
 logger = logging.getLogger(__name__)
+
+#: gm.meta key: the user's rules that are about a call of the graph, until the pipeline has run
+RULES_META = "amp_fx_rules"
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,7 @@ def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContex
     Raises:
         PassError: a pass failed; the cause is chained.
     """
-    plan = Plan(policy=str(context.policy))
+    plan = Plan(policy=str(context.policy), unused_rules=[r.to_dict() for r in context.policy.users_rules])
     for name, body in bodies(gm):
         inner = run_passes(
             body,
@@ -116,7 +128,10 @@ def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContex
         plan.nodes += inner.nodes
         plan.casts += inner.casts
         plan.inputs += inner.inputs
+        plan.unused_rules = [rule for rule in plan.unused_rules if rule in inner.unused_rules]
     run_in_order(gm, pipeline, context)
+    matched = [rule.to_dict() for rule in gm.meta.pop(RULES_META, ())]
+    plan.unused_rules = [rule for rule in plan.unused_rules if rule not in matched]
     log_artifact(f"amp_fx_{context.path}rewritten", lambda: gm.print_readable(print_output=False))
     add_graph(plan, gm, context.path)
     return plan

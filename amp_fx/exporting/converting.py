@@ -29,6 +29,7 @@ from amp_fx.placement.devices import resolve
 from amp_fx.placement.fp8_device import Fp8Device, fp8_device
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.unused import unused_rules
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import supported_devices
 
@@ -156,6 +157,8 @@ def _convert(
         given.parameter = given.name in context.folded or given.copy_of in context.folded
     program = new_program(ep, gm, store_low(gm, groups, opts.weights_beyond_range), narrowed)
     program.graph_module.meta[_PLAN] = plan
+    for text in unused_rules([plan]):
+        logger.warning("%s", text)
     logger.debug("converted %d nodes, %d casts", len(gm.graph.nodes), len(plan.casts))
     if profile is not None:
         _warn_kept(plan, profile)

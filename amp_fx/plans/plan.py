@@ -195,6 +195,8 @@ class Plan:
         training: True if the graph was to be differentiated.
         profile: name of the device profile that weighed casts against arithmetic, or an empty string.
         fp8: under policy fp8: the recipe, or why the policy means autocast here; else an empty string.
+        unused_rules: the policy's rules that no call of this graph matches, in the form that a policy has them. Another
+            graph of the program may have such calls.
     """
 
     graph: str = "graph"
@@ -209,6 +211,7 @@ class Plan:
     training: bool = False
     profile: str = ""
     fp8: str = ""
+    unused_rules: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def changed(self) -> bool:

@@ -28,6 +28,7 @@ from typing import Any
 
 from amp_fx.errors import OptionsError, did_you_mean
 from amp_fx.policy.classes import OpClass
+from amp_fx.policy.op_names import check_op
 from amp_fx.policy.presets import PRESETS, dtypes_preset, preset
 
 __all__ = ["BASES", "PRECISIONS", "Policy", "Rule"]
@@ -82,7 +83,7 @@ class Rule:
         """Builds a rule from a mapping.
 
         Raises:
-            OptionsError: unknown key, unknown precision, a pattern that does not compile, or neither ``op`` nor
+            OptionsError: unknown key, precision or op, a pattern that does not compile, or neither ``op`` nor
                 ``module`` given.
         """
         if isinstance(data, Rule):
@@ -109,6 +110,7 @@ class Rule:
             )
         if op is not None:
             op = op.removeprefix("aten.").removeprefix("aten::").removesuffix(".default")
+            check_op(op, dict(data))
         if module is not None:
             try:
                 re.compile(module)
@@ -139,10 +141,18 @@ class Policy:
     harm: str | None = None
     budget: float = 1.0
 
+    @property
+    def users_rules(self) -> tuple[Rule, ...]:
+        """Those that the user wrote: none in a name of another system."""
+        return self.rules if self.name is None else ()
+
+    def matching(self, op_name: str, module_path: str) -> list[Rule]:
+        """The rules about this node, in order."""
+        return [rule for rule in self.rules if rule.matches(op_name, module_path)]
+
     def rule_for(self, op_name: str, module_path: str) -> Rule | None:
         """The rule that decides this node, or None where the base list does."""
-        matching = (rule for rule in reversed(self.rules) if rule.matches(op_name, module_path))
-        return next(matching, None)
+        return next(reversed(self.matching(op_name, module_path)), None)
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as JSON-like data, in the form :meth:`parse` reads."""

@@ -14,11 +14,13 @@ import torch
 
 from amp_fx.plans.plan import CastPlan, NodePlan, Plan
 from amp_fx.plans.summary import TOO_SMALL, matmuls, untouched_matmuls
+from amp_fx.plans.unused import unused_rules
 from amp_fx.policy import OpClass
 from amp_fx.reports.risks import origin_of, starred, with_rule
 
 __all__ = [
     "NOT_COMPILED",
+    "UNUSED_RULE",
     "Advice",
     "advise",
     "layout_advice",
@@ -28,6 +30,9 @@ __all__ = [
 
 #: the kind of advice about code that never became a graph
 NOT_COMPILED = "not compiled"
+
+#: the kind of advice about a rule that is about nothing
+UNUSED_RULE = "rule"
 
 #: tensor cores read operands in rows of 16 bytes
 _ALIGNMENT = 8
@@ -41,8 +46,8 @@ class Advice:
     """One thing worth changing.
 
     Attributes:
-        kind: ``"not compiled"``, ``"torch.func"``, ``"dimensions"``, ``"small"``, ``"island"``, ``"weights"``,
-            ``"scaling"``, ``"layout"``, ``"fallback"`` or ``"graph break"``.
+        kind: ``"not compiled"``, ``"rule"``, ``"torch.func"``, ``"dimensions"``, ``"small"``, ``"island"``,
+            ``"weights"``, ``"scaling"``, ``"layout"``, ``"fallback"`` or ``"graph break"``.
         text: what was found, and where.
         options: what to add to ``torch.compile(..., options=...)``; empty where code has to change.
         remedy: what to change in the code; empty where ``options`` or ``text`` say it.
@@ -65,6 +70,7 @@ def advise(plans: Sequence[Plan]) -> list[Advice]:
         for plan in plans
         if plan.fallback
     ]
+    found += [Advice(UNUSED_RULE, text) for text in unused_rules(plans)]
     forward = [plan for plan in plans if plan.phase == "forward"]
     found += _untouched(forward)
     found += _islands(forward)

@@ -9,7 +9,7 @@ from html import escape
 import torch
 
 from amp_fx.plans.plan import dtype_name
-from amp_fx.reports.advice import NOT_COMPILED
+from amp_fx.reports.advice import NOT_COMPILED, UNUSED_RULE
 from amp_fx.reports.report_data import ReportData
 
 __all__ = ["first_screen", "heading", "markdown", "notebook", "table"]
@@ -40,13 +40,15 @@ def _findings(report: ReportData, room: int) -> list[list[str]]:
     risks = report.risks
     counted = Counter(report.graph_breaks).items()
     breaks = [f"{times} times {reason}" if times > 1 else reason for reason, times in counted]
+    unused = [row.text for row in report.advice if row.kind == UNUSED_RULE]
     blocks = [
         *_left_out(report),
+        _block("unused rules", unused, 3),
         _block("graph breaks", breaks, 3),
         _block("most sensitive to rounding", list(map(str, risks)), 3),
         _block("to keep the first of them in fp32", [f"options={row.options}" for row in risks[:1]], 1),
     ]
-    advice = [str(row) for row in report.advice if row.kind not in ("graph break", NOT_COMPILED)]
+    advice = [str(row) for row in report.advice if row.kind not in ("graph break", NOT_COMPILED, UNUSED_RULE)]
     return [*blocks, _block("advice", advice, min(4, room - sum(map(len, blocks)) - 1))]
 
 

@@ -27,11 +27,11 @@ from amp_fx.graphs.facts import (
     tensors,
 )
 from amp_fx.graphs.regions import Region
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import RULES_META, Pass, PassContext, PassResult
 from amp_fx.plans.plan import PLAN_META, NodePlan, Takes
 from amp_fx.policy import OpClass, OpGroup, Origin
 from amp_fx.policy.fast import LOW_IO, MAY_ROUND
-from amp_fx.policy.rules import PRECISIONS
+from amp_fx.policy.rules import PRECISIONS, Rule
 from amp_fx.policy.table import lookup, op_name
 
 __all__ = ["Classify"]
@@ -74,7 +74,8 @@ class Classify(Pass):
     4. no autocast of the user's, and every input is already low as traced: ``keep``; amp_fx lowers fp32
        programs, what the user lowered stays as written.
     5. writes in place: takes the dtype of what it writes to, as eager autocast does.
-    6. a user rule; else the device's list; else ``keep``.
+    6. a user rule; the last one that matches.
+    7. the device's list; else ``keep``.
 
     Before::
 
@@ -94,17 +95,19 @@ class Classify(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
         counts: Counter[str] = Counter()
+        matched: set[Rule] = set()
         for node in gm.graph.nodes:
             if node.op not in ("call_function", "call_method"):
                 continue
-            plan = _label(node, context)
+            plan = _label(node, context, matched)
             node.meta[PLAN_META] = plan
             counts[plan.op_class.value] += 1
+        gm.meta[RULES_META] = matched
         summary = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         return PassResult(gm, sum(counts.values()), summary or "no calls")
 
 
-def _label(node: fx.Node, context: PassContext) -> NodePlan:
+def _label(node: fx.Node, context: PassContext, matched: set[Rule]) -> NodePlan:
     inputs = [
         source.meta["val"]
         for _, value in arguments(node)
@@ -155,7 +158,11 @@ def _label(node: fx.Node, context: PassContext) -> NodePlan:
         return keep("already low as the program wrote it")
     if in_place_target(node) is not None:  # case 5
         return _label_write(plan, node, node.target)
-    return _label_from_lists(plan, node, node.target, context, device)  # case 6
+    rules = context.policy.matching(plan.op, plan.module_path)
+    matched.update(rules)
+    if rules:  # case 6
+        return _label_by_rule(plan, rules[-1], lookup(node.target, device))
+    return _label_from_lists(plan, node, node.target, context, device)  # case 7
 
 
 def _label_write(plan: NodePlan, node: fx.Node, op: OpOverload) -> NodePlan:
@@ -168,17 +175,18 @@ def _label_write(plan: NodePlan, node: fx.Node, op: OpOverload) -> NodePlan:
     return plan
 
 
+def _label_by_rule(plan: NodePlan, rule: Rule, row: OpGroup | None) -> NodePlan:
+    plan.op_class, plan.takes, plan.reason = PRECISIONS[rule.precision], Takes.DTYPE, f"user rule {rule}"
+    plan.own_dtype_slots = row.own_dtype_slots if row is not None else ()
+    return plan
+
+
 def _label_from_lists(
     plan: NodePlan, node: fx.Node, op: OpOverload, context: PassContext, device: str
 ) -> NodePlan:
     row = lookup(op, device)
     if row is not None and any(argument_value(node, name) is not None for name in row.unless_given):
         row = None
-    rule = context.policy.rule_for(plan.op, plan.module_path)
-    if rule is not None:
-        plan.op_class, plan.takes, plan.reason = PRECISIONS[rule.precision], Takes.DTYPE, f"user rule {rule}"
-        plan.own_dtype_slots = row.own_dtype_slots if row is not None else ()
-        return plan
     if row is None:
         plan.reason, plan.dtype = "not on the op lists: left as traced", plan.traced
         return plan

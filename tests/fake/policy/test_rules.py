@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_fx import OptionsError, Policy, Rule
+from amp_fx.policy.table import all_names, supported_devices
 from graphs import check, rewrite
 
 
@@ -149,7 +150,7 @@ def test_a_rule_keeps_the_exceptions_of_the_ops_arguments() -> None:
         ("aten::linear", "linear", True),
         ("aten.linear.default", "linear", True),
         ("linear", "linear_backward", False),
-        ("soft", "softmax.int", False),
+        ("max", "softmax.int", False),
         ("mylib::attention", "mylib::attention", True),
     ],
 )
@@ -181,11 +182,34 @@ def test_module_patterns_are_searched_for_anywhere() -> None:
         ({"op": 3, "precision": "low"}, r"'op' in policy rule .* must be a string; got 3"),
         ({"module": ["a"], "precision": "low"}, r"'module' in policy rule .* must be a string"),
         ("softmax", r"A policy rule must be an object with keys op, module, precision; got 'softmax'"),
+        ({"op": "softmaxx", "precision": "fp32"}, r"Unknown op 'softmaxx' .* Did you mean 'softmax'\?"),
+        ({"op": "F.linear", "precision": "fp32"}, r"Unknown op 'F\.linear' .* Did you mean 'linear'\?"),
+        ({"op": "softmax.dim", "precision": "fp32"}, r"Unknown overload 'softmax\.dim' .*'softmax\.int'"),
+        ({"op": "prims::flor", "precision": "fp32"}, r"Unknown op .* Did you mean 'prims::floor'\?"),
     ],
 )
 def test_bad_rules_are_named(rule: object, message: str) -> None:
     with pytest.raises(OptionsError, match=message):
         Policy.parse({"rules": [rule]})
+
+
+@pytest.mark.parametrize("device", supported_devices())
+def test_every_op_on_a_list_may_be_in_a_rule(device: str) -> None:
+    for name in all_names(device):
+        assert Rule.parse({"op": name, "precision": "fp32"}).op == name
+
+
+def test_an_op_that_no_list_has_may_be_in_a_rule() -> None:
+    @torch.library.custom_op("amp_fx_rules::halve", mutates_args=())
+    def halve(x: Tensor) -> Tensor:
+        return x / 2
+
+    assert Rule.parse({"op": "amp_fx_rules::halve", "precision": "low"}).op == "amp_fx_rules::halve"
+    with pytest.raises(OptionsError, match="Did you mean 'amp_fx_rules::halve'"):
+        Rule.parse({"op": "amp_fx_rules::halv", "precision": "low"})
+    # a library that is imported later
+    assert Rule.parse({"op": "not_imported_yet::op", "precision": "low"}).op == "not_imported_yet::op"
+    assert Rule.parse({"op": "_fused_rms_norm", "precision": "low"}).op == "_fused_rms_norm"
 
 
 def test_a_policy_prints_the_form_it_parses() -> None:
@@ -200,7 +224,7 @@ def test_a_policy_prints_the_form_it_parses() -> None:
 _RULES = st.builds(
     Rule,
     precision=st.sampled_from(["fp32", "low"]),
-    op=st.from_regex(r"\A[a-z_]{1,8}(\.[A-Z][a-z]+)?\Z"),
+    op=st.sampled_from(all_names("cpu")),
     module=st.none() | st.sampled_from([".*", r"layers\.\d+", 'quote"d', "ünïcode$", ""]),
 )
 

@@ -1,0 +1,159 @@
+"""A rule that matches no call is told, once for each graph in the log and in every report of them all."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_fx
+from amp_fx import Plan, Report
+from amp_fx.plans.unused import unused_rules
+from graphs import agree, rewrite
+
+
+class Net(nn.Module):
+    """Two linears and a softmax, in one graph or in two."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.head(x).softmax(-1)
+
+
+def rules(*given: dict[str, str]) -> dict[str, Any]:
+    return {"policy": {"rules": [{"precision": "fp32", **rule} for rule in given]}}
+
+
+def unused(plan: Plan) -> list[str]:
+    return [rule.get("op", "") or rule["module"] for rule in plan.unused_rules]
+
+
+def test_ops_and_modules_that_are_not_there_are_named() -> None:
+    given = rules(
+        {"op": "softmax"},
+        {"op": "softmax.int", "module": "encoder"},
+        {"op": "log_softmax"},
+        {"module": "head"},
+        {"module": "decoder"},
+    )
+    plan = rewrite(Net(), torch.randn(2, 8), options=given).plan
+    assert unused(plan) == ["softmax.int", "log_softmax", "decoder"]
+    assert Plan.from_json(plan.to_json()).unused_rules == plan.unused_rules
+
+
+def test_a_rule_that_another_one_overrules_has_matched() -> None:
+    plan = rewrite(Net(), torch.randn(2, 8), options=rules({"module": "head"}, {"module": ".*"})).plan
+    assert unused(plan) == []
+
+
+def test_a_rule_about_what_stays_as_it_was_written_has_not() -> None:
+    def program(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = x.tanh()
+        return x.add_(1)
+
+    plan = rewrite(program, torch.randn(8), options=rules({"op": "tanh"}, {"op": "add_"})).plan
+    assert unused(plan) == ["tanh", "add_"]
+
+
+def test_calls_inside_of_bodies_count() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.net, x.exp(), use_reentrant=False)
+
+    given = rules({"op": "softmax"}, {"op": "exp"}, {"op": "log"})
+    plan = rewrite(Checkpointed(), torch.randn(2, 8), options=given).plan
+    assert "wrap_body" in str([row.name for row in plan.nodes])
+    assert unused(plan) == ["log"]
+
+
+def test_names_of_other_systems_have_rules_of_their_own() -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16)
+
+    assert unused(rewrite(program, torch.randn(8), options={"policy": "O3"}).plan) == []
+
+
+TWO = rules({"module": "encoder"}, {"module": "head"}, {"module": "decoder"})
+
+
+def test_a_rule_that_matches_in_one_of_several_graphs_is_used() -> None:
+    plans = agree(Net(breaks=True), torch.randn(2, 8), options=TWO, fullgraph=False)
+    assert [unused(plan) for plan in plans] == [["head", "decoder"], ["encoder", "decoder"]]
+    (text,) = unused_rules(plans)
+    assert "decoder" in text
+    assert "2 graphs" in text
+
+
+def test_graphs_with_other_rules_do_not_hide_it() -> None:
+    plans = [
+        rewrite(Net(), torch.randn(2, 8), options=rules({"module": module})).plan
+        for module in ("decoder", "head")
+    ]
+    (text,) = unused_rules(plans)
+    assert "decoder" in text
+
+
+def test_a_graph_that_is_left_to_autocast_says_nothing_about_rules() -> None:
+    fallen = Plan(fallback="it cannot be captured", policy="a")
+    unused_here = Plan(policy="a", unused_rules=[{"module": "decoder", "precision": "fp32"}])
+    assert len(unused_rules([fallen, unused_here])) == 1
+    assert unused_rules([fallen]) == []
+
+
+def test_a_plan_that_is_followed_says_what_its_own_rules_matched() -> None:
+    made = rewrite(Net(), torch.randn(2, 8), options=rules({"module": "decoder"})).plan
+    for own in ({}, rules({"module": "nowhere"})):
+        followed = rewrite(Net(), torch.randn(2, 8), options={"plan": made, **own}).plan
+        assert unused(followed) == ["decoder"]
+
+
+def test_the_log_names_rule_graph_and_the_nearest_module(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="amp_fx")
+    agree(Net(), torch.randn(2, 8), options=TWO)
+    (record,) = [r for r in caplog.records if "matched no call" in r.getMessage()]
+    assert record.levelno == logging.WARNING
+    for part in ('{"module": "decoder", "precision": "fp32"}', "graph 0/0", "'encoder'"):
+        assert part in record.getMessage()
+
+
+def test_in_the_log_a_graph_that_others_follow_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="amp_fx")
+    agree(Net(breaks=True), torch.randn(2, 8), options=rules({"module": "head"}), fullgraph=False)
+    (record,) = [r for r in caplog.records if "matched no call" in r.getMessage()]
+    assert record.levelno == logging.INFO
+
+
+def test_every_report_names_it(tmp_path: Path) -> None:
+    report = amp_fx.explain(Net(breaks=True), torch.randn(2, 8), options=TWO)
+    assert '{"module": "decoder", "precision": "fp32"}' in str(report)
+    assert '"module": "head"' not in str(report).partition("unused rules")[2]
+    found = [row for row in report.to_dict()["summary"]["advice"] if row["kind"] == "rule"]
+    assert len(found) == 1
+    for suffix in (".html", ".md", ".json"):
+        saved = report.save(tmp_path / f"report{suffix}").read_text(encoding="utf-8")
+        assert "matched no call" in saved
+    assert str(Report.load(tmp_path / "report.json")) == str(report)
+    assert json.loads((tmp_path / "report.json").read_text())["plans"][0]["unused_rules"]
+
+
+def test_export_tells_it(caplog: pytest.LogCaptureFixture) -> None:
+    amp_fx.export(Net(), (torch.randn(2, 8),), **rules({"module": "decoder"}))
+    assert "decoder" in caplog.text
