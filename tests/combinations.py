@@ -1,0 +1,188 @@
+"""Options together: every pair of values of every two options, in as few rows as a greedy search finds.
+
+A new option, or a new value of one, joins by its entry in :data:`AXES`; what contradicts another value has a line in
+:data:`EXCLUDED`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from combined_models import MODELS
+
+__all__ = [
+    "AXES",
+    "EXCLUDED",
+    "Excluded",
+    "Row",
+    "allowed_pairs",
+    "covering_rows",
+    "is_allowed",
+    "options_of",
+    "pairs_of",
+    "sample",
+    "words",
+]
+
+#: the name of a value for every axis
+Row = dict[str, str]
+Pair = frozenset[tuple[str, str]]
+
+_RULES = [{"module": "first", "precision": "fp32"}, {"op": "softmax", "precision": "low"}]
+
+#: what an option leaves out where it is not given
+LEFT_OUT = None
+
+#: axis -> name of a value -> the value. The first is the default.
+AXES: Mapping[str, Mapping[str, Any]] = {
+    "model": MODELS,
+    "gradients": {
+        "train": torch.enable_grad,
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+    },
+    "weights": {"auto": LEFT_OUT, "cast": "cast", "cache": "cache", "freeze": "freeze"},
+    # the third stands for the file of a CPU that multiplies in fp8, which is emulated
+    "profile": {"auto": LEFT_OUT, "off": "off", "with fp8": "a file"},
+    "policy": {
+        "autocast": LEFT_OUT,
+        "autocast, rules": {"base": "autocast", "rules": _RULES},
+        "fast": "fast",
+        "fast, rules": {"base": "fast", "rules": _RULES},
+        "fp8": "fp8",
+        "fp8, rules": {"base": "fp8", "rules": _RULES},
+    },
+    "fp8": {"auto": LEFT_OUT, "rowwise": "rowwise"},
+    "numerics": {"compiled": LEFT_OUT, "eager": "eager"},
+    "dtype": {"auto": LEFT_OUT, "bfloat16": "bfloat16", "float16": "float16"},
+    "scaler": {"none": LEFT_OUT, "default": "default"},
+    "plan": {"none": LEFT_OUT, "replayed": "a file"},
+    # torch takes a mode or options, not both: a mode among options is what it stands for
+    "mode": {"none": LEFT_OUT, "reduce-overhead": torch._inductor.list_mode_options("reduce-overhead")},
+    "dynamic": {"None": None, "True": True, "False": False},
+    "autocast": {"off": None, "bfloat16": torch.bfloat16, "float16": torch.float16},
+}
+
+#: axes that are keys of ``options``
+_OPTIONS = ("weights", "profile", "policy", "fp8", "numerics", "dtype", "scaler", "plan")
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Values that do not go together.
+
+    Attributes:
+        values: axis -> names of values. A row that has one of each is left out.
+        reason: why.
+        is_error: they are refused with an ``OptionsError``, which a test asks for.
+    """
+
+    values: Mapping[str, Sequence[str]]
+    reason: str
+    is_error: bool = False
+
+
+_FP8 = ("fp8", "fp8, rules")
+
+EXCLUDED = (
+    Excluded({"numerics": ["eager"], "policy": _FP8}, "eager torch.autocast has no fp8", is_error=True),
+    Excluded(
+        {"numerics": ["eager"], "weights": ["freeze"]}, "what is folded rounds otherwise", is_error=True
+    ),
+    Excluded({"scaler": ["default"], "autocast": ["float16"]}, "a warning says that the scaler is ignored"),
+    Excluded({"scaler": ["default"], "dtype": ["bfloat16"]}, "bf16 needs no loss scaling", is_error=True),
+    Excluded(
+        {"fp8": ["rowwise"], "policy": [name for name in AXES["policy"] if name not in _FP8]},
+        "fp8= is about policy fp8",
+        is_error=True,
+    ),
+)
+
+
+def options_of(row: Row) -> dict[str, Any]:
+    """The row's ``options``; files are still to be put in."""
+    chosen = {axis: AXES[axis][row[axis]] for axis in _OPTIONS}
+    given = {axis: value for axis, value in chosen.items() if value is not LEFT_OUT}
+    return {**given, **(AXES["mode"][row["mode"]] or {})}
+
+
+def words(row: Row) -> str:
+    """What the row has that is no default, for people."""
+    chosen = [f"{axis} {name}" for axis, name in row.items() if name != next(iter(AXES[axis]))]
+    return ", ".join(chosen) or "defaults"
+
+
+def is_allowed(row: Mapping[str, str]) -> bool:
+    """Whether a row, or a part of one, holds nothing that is excluded."""
+    return not any(
+        all(row.get(axis) in names for axis, names in excluded.values.items()) for excluded in EXCLUDED
+    )
+
+
+def allowed_pairs() -> set[Pair]:
+    """Every two values of two axes that can stand in one row."""
+    return {pair for pair in _pairs(AXES) if _completed(dict(pair), set(), random.Random(0)) is not None}
+
+
+def covering_rows(seed: int = 0) -> list[Row]:
+    """Rows in which every allowed pair occurs; the first ones cover most.
+
+    Args:
+        seed: of the choice among values that cover as much; other seeds give other rows.
+    """
+    left, rows, chance = allowed_pairs(), [], random.Random(seed)
+    # in the order of the table: sets have none
+    order = [pair for pair in _pairs(AXES) if pair in left]
+    while left:
+        first = next(pair for pair in order if pair in left)
+        row = _completed(dict(first), left, chance)
+        assert row is not None, first
+        left -= pairs_of(row)
+        rows.append({axis: row[axis] for axis in AXES})
+    return rows
+
+
+def pairs_of(row: Row) -> set[Pair]:
+    """Every two values of a row."""
+    return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+
+
+def sample(rows: Sequence[Row], size: int) -> list[Row]:
+    """As many rows, each the one with the most pairs that those before it do not have."""
+    left, chosen = set[Pair]().union(*map(pairs_of, rows)), []
+    for _ in range(size):
+        best = max(rows, key=lambda row: len(pairs_of(row) & left))
+        left -= pairs_of(best)
+        chosen.append(best)
+    return chosen
+
+
+def _completed(part: Row, left: set[Pair], chance: random.Random) -> Row | None:
+    """A whole row that holds a part; each value is the one that covers most of what is left. None: there is none."""
+    if not is_allowed(part):
+        return None
+    axis = next((axis for axis in AXES if axis not in part), None)
+    if axis is None:
+        return part
+
+    def gain(name: str) -> int:
+        return sum(frozenset([(axis, name), other]) in left for other in part.items())
+
+    names = chance.sample([*AXES[axis]], len(AXES[axis]))
+    for name in sorted(names, key=gain, reverse=True):
+        row = _completed({**part, axis: name}, left, chance)
+        if row is not None:
+            return row
+    return None
+
+
+def _pairs(axes: Mapping[str, Mapping[str, Any]]) -> Iterator[Pair]:
+    for one, other in itertools.combinations(axes, 2):
+        for names in itertools.product(axes[one], axes[other]):
+            yield frozenset(zip((one, other), names, strict=True))

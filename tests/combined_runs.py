@@ -1,0 +1,241 @@
+"""Runs a row of the table of combined options as a program does: a call, changed weights, a batch of another size.
+
+Rows of other seeds than the tests', some of them: ``PYTHONPATH=. python tests/combined_runs.py --seed 1 --rows 3 7``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import amp_fx
+from amp_fx.errors import ScalingWarning
+from combinations import AXES, Row, covering_rows, options_of, words
+from combined_models import Model, make
+from fp8 import FP8_CPU
+
+__all__ = ["STEPS", "Seen", "check", "distances", "session"]
+
+Prepare = Callable[[Model], Callable[..., Any]]
+
+#: what a session does before each of its calls, and the sizes of their batches
+STEPS = {"the first call": 4, "after weights have changed": 4, "with another batch size": 6}
+
+#: of a loop's loss in fp16
+_SCALE = 128.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one call gives: outputs, gradients, and buffers after it."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+    buffers: list[Tensor]
+
+
+def check(row: Row, folder: Path) -> None:
+    """Runs a row twice, the second time from a warm cache.
+
+    Args:
+        row: of the table.
+        folder: for files that options name.
+
+    Raises:
+        AssertionError: a result is worse than eager autocast allows, or has another dtype, or is another one from a
+            warm cache.
+    """
+    low, ambient = _low_dtype(row), AXES["autocast"][row["autocast"]]
+    options, dynamic = _with_files(row, folder), AXES["dynamic"][row["dynamic"]]
+
+    def ours() -> list[Seen]:
+        torch._dynamo.reset()
+        return session(
+            row, lambda m: torch.compile(m, backend="amp_fx", options=options, dynamic=dynamic), ambient
+        )
+
+    cold = ours()
+    _check_dtypes(cold, session(row, _eagerly, ambient))
+    autocast, exact = session(row, _eagerly, low), session(row, _eagerly, dtype=torch.float64)
+    for step, found, theirs, wanted in zip(STEPS, cold, autocast, exact, strict=True):
+        errors, others = distances(found, wanted), distances(theirs, wanted)
+        for part, error in errors.items():
+            allowed = _allowed(row, others[part])
+            assert error <= allowed, f"{step}: {part} are off by {error:.2e}, allowed {allowed:.2e}"
+    if _has_inductors_bits(row):
+        torch._dynamo.reset()
+        rounding = {"emulate_precision_casts": True}
+        stock = session(row, lambda m: torch.compile(m, options=rounding, dynamic=dynamic), low)
+        assert torch.equal(cold[0].outputs[0].float(), stock[0].outputs[0].float()), "not Inductor's bits"
+
+    counters.clear()
+    warm = ours()
+    # graphs that Inductor freezes are not cached
+    assert counters["aot_autograd"]["autograd_cache_saved"] == 0, "compiled again with a warm cache"
+    for step, again, found in zip(STEPS, warm, cold, strict=True):
+        assert _same(again, found), f"{step}: another result from a warm cache"
+
+
+def session(
+    row: Row, prepare: Prepare, autocast: torch.dtype | None = None, dtype: torch.dtype = torch.float32
+) -> list[Seen]:
+    """Calls a model at every step of :data:`STEPS`; its weights change after each call.
+
+    Args:
+        row: of the table.
+        prepare: compiles a model, or not.
+        autocast: of the program, around the model and its loss.
+        dtype: of parameters and batches.
+    """
+    training = row["gradients"] == "train"
+    model = make(row["model"]).to(dtype).train(training)
+    program, scaler = prepare(model), _scaler(row, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=model.rate)
+    seen = []
+    for seed, size in enumerate(STEPS.values()):
+        batch = model.batch(size, seed)
+        batch = batch.to(dtype) if batch.is_floating_point() else batch
+        with AXES["gradients"][row["gradients"]](), _autocast(autocast):
+            outputs = program(batch)
+            loss = outputs.to(dtype).square().mean()
+        if training:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+        seen.append(_look(outputs, model))
+        if training:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        else:
+            _write(model, through_data=bool(seed))
+    return seen
+
+
+def distances(seen: Seen, exact: Seen) -> dict[str, float]:
+    """Relative distance, in L2, of outputs, gradients and buffers."""
+    parts = ("outputs", "gradients", "buffers")
+    return {part: _distance(getattr(seen, part), getattr(exact, part)) for part in parts}
+
+
+def _eagerly(model: Model) -> Model:
+    return model
+
+
+def _with_files(row: Row, folder: Path) -> dict[str, Any]:
+    """The options, with a device profile and a plan in files."""
+    options = options_of(row)
+    if options.get("profile") == "a file":
+        options["profile"] = str(folder / "profile.json")
+        FP8_CPU.save(options["profile"])
+    if options.pop("plan", None) is not None:
+        model, path = make(row["model"]).train(row["gradients"] == "train"), folder / "report.json"
+        torch._dynamo.reset()
+        with AXES["gradients"][row["gradients"]](), _autocast(AXES["autocast"][row["autocast"]]):
+            amp_fx.explain(model, model.batch(4, 0), options=options).save(path)
+        options["plan"] = str(path)
+    return options
+
+
+def _low_dtype(row: Row) -> torch.dtype:
+    """What is low in a row: the program's own autocast comes first."""
+    ambient = AXES["autocast"][row["autocast"]]
+    return ambient or (torch.float16 if row["dtype"] == "float16" else torch.bfloat16)
+
+
+def _scaler(row: Row, dtype: torch.dtype) -> torch.amp.GradScaler:
+    if dtype is torch.float32 and row["scaler"] == "default":
+        return amp_fx.GradScaler("cpu", init_scale=_SCALE)
+    # without a scaler in the graph, fp16 has the one that every loop has
+    return torch.amp.GradScaler("cpu", init_scale=_SCALE, enabled=_low_dtype(row) is torch.float16)
+
+
+def _write(model: nn.Module, *, through_data: bool) -> None:
+    """Changes everything that is read, in place."""
+    with torch.no_grad():
+        for value in filter(torch.is_floating_point, [*model.parameters(), *model.buffers()]):
+            (value.data if through_data else value).mul_(1.25)
+
+
+def _look(outputs: Tensor, model: nn.Module) -> Seen:
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return Seen([outputs.detach().clone()], gradients, [value.clone() for value in model.buffers()])
+
+
+def _allowed(row: Row, autocast_error: float) -> float:
+    """Rounding falls differently in two programs; policies fast and fp8 round more than autocast does."""
+    if row["policy"].startswith("fp8") and row["profile"] == "with fp8":
+        return 0.15
+    return (2.0 if row["policy"].startswith("fast") else 1.25) * autocast_error + 2e-3
+
+
+def _has_inductors_bits(row: Row) -> bool:
+    """True where nothing but the casts differs from Inductor's own autocast."""
+    return (row["numerics"], row["profile"], row["policy"]) == ("eager", "off", "autocast")
+
+
+def _distance(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    pairs = [(value.double(), wanted.double()) for value, wanted in zip(values, exact, strict=True)]
+    wrong = sum((value - wanted).square().sum().item() for value, wanted in pairs)
+    norm = sum(wanted.square().sum().item() for _, wanted in pairs)
+    return (wrong / norm) ** 0.5 if norm else wrong
+
+
+def _tensors(seen: Seen) -> list[Tensor]:
+    return [*seen.outputs, *seen.gradients, *seen.buffers]
+
+
+def _check_dtypes(ours: Sequence[Seen], eager: Sequence[Seen]) -> None:
+    got, wanted = ([[value.dtype for value in _tensors(seen)] for seen in run] for run in (ours, eager))
+    assert got == wanted, f"outputs, gradients and buffers have dtypes {got}, eagerly {wanted}"
+
+
+def _same(one: Seen, other: Seen) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(_tensors(one), _tensors(other), strict=True))
+
+
+@contextlib.contextmanager
+def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
+        yield
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code says whether a row failed."""
+    parser = argparse.ArgumentParser(description="Runs rows of the table of combined options.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, nargs="*", help="their numbers; all by default")
+    given = parser.parse_args(arguments)
+    rows = covering_rows(given.seed)
+    failed = 0
+    for number in given.rows or range(len(rows)):
+        start, verdict = time.perf_counter(), "ok"
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("error", amp_fx.FallbackWarning)
+            warnings.simplefilter("error", ScalingWarning)
+            try:
+                check(rows[number], Path(folder))
+            except Exception:
+                failed += 1
+                verdict = traceback.format_exc()
+        seconds = time.perf_counter() - start
+        print(f"{number}: {words(rows[number])}: {seconds:.0f} s, {verdict}", flush=True)
+    print(f"{failed} rows failed")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

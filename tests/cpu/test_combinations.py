@@ -1,0 +1,101 @@
+"""Options together, each pair of their values in some row of a table, on eight small models.
+
+Rows run as programs do (``combined_runs.py``). A sample of the table is fast enough for every day; all of it is slow.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from amp_fx import OptionsError
+from amp_fx.options import Options
+from combinations import (
+    AXES,
+    EXCLUDED,
+    Excluded,
+    Row,
+    allowed_pairs,
+    covering_rows,
+    is_allowed,
+    options_of,
+    pairs_of,
+    sample,
+    words,
+)
+from combined_models import MODELS
+from combined_runs import check, distances, session
+
+DEFAULTS: Row = {axis: next(iter(values)) for axis, values in AXES.items()}
+ROWS = covering_rows()
+EVERY_DAY = sample(ROWS, 12)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=words(row), marks=() if row in EVERY_DAY else pytest.mark.slow) for row in ROWS],
+)
+def test_options_together_give_what_each_promises(row: Row, tmp_path: Path) -> None:
+    check(row, tmp_path)
+
+
+def test_every_pair_of_values_that_may_stand_together_is_in_a_row() -> None:
+    assert set[Any]().union(*map(pairs_of, ROWS)) == allowed_pairs()
+    assert all(map(is_allowed, ROWS))
+    assert len(ROWS) < 60
+
+
+def test_no_pair_is_left_out_but_what_the_table_says_and_what_follows_from_it() -> None:
+    left_out = {
+        frozenset({(one, a), (other, b)})
+        for one, other in itertools.combinations(AXES, 2)
+        for a, b in itertools.product(AXES[one], AXES[other])
+    } - allowed_pairs()
+    # the recipe needs policy fp8, which those numerics cannot have
+    assert [pair for pair in left_out if is_allowed(dict(pair))] == [
+        frozenset({("fp8", "rowwise"), ("numerics", "eager")})
+    ]
+
+
+def test_the_rows_are_the_same_each_time() -> None:
+    assert covering_rows() == ROWS
+    assert covering_rows(seed=1) != ROWS
+
+
+def test_the_rows_of_every_day_have_every_value() -> None:
+    values = {(axis, name) for row in EVERY_DAY for axis, name in row.items()}
+    assert values == {(axis, name) for axis, names in AXES.items() for name in names}
+
+
+@pytest.mark.parametrize("excluded", EXCLUDED, ids=lambda excluded: excluded.reason)
+def test_what_is_excluded_names_values_of_the_table(excluded: Excluded) -> None:
+    assert all(set(names) <= AXES[axis].keys() for axis, names in excluded.values.items())
+
+
+@pytest.mark.parametrize(
+    "excluded", [each for each in EXCLUDED if each.is_error], ids=lambda excluded: excluded.reason
+)
+def test_what_contradicts_itself_is_refused(excluded: Excluded) -> None:
+    for names in itertools.product(*excluded.values.values()):
+        row = {**DEFAULTS, **dict(zip(excluded.values, names, strict=True))}
+        with pytest.raises(OptionsError):
+            Options.parse(None, options_of(row))
+
+
+@pytest.mark.parametrize("gradients", ["train", "no_grad"])
+@pytest.mark.parametrize("model", MODELS)
+def test_changed_weights_show_in_results(model: str, gradients: str) -> None:
+    row = {**DEFAULTS, "model": model, "gradients": gradients}
+    first, changed, _ = session(row, lambda m: m, dtype=torch.float64)
+    assert distances(changed, first)["outputs"] > 0.1
+
+
+def test_weights_that_are_not_followed_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: copy.deepcopy(model))
+    with pytest.raises(AssertionError, match="after weights have changed: outputs are off"):
+        check({**DEFAULTS, "gradients": "no_grad"}, tmp_path)
