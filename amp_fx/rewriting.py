@@ -33,7 +33,7 @@ from amp_fx.placement.fp8_choice import FP8_BUDGET, Fp8Budget
 from amp_fx.placement.fp8_device import Fp8Device, NoFp8, fp8_device
 from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.plan_files import choose_plan
+from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.weights.inference import weight_inputs
 
 __all__ = ["autocast_casts", "rewrite"]
@@ -126,7 +126,7 @@ def _replay(captured: fx.GraphModule, opts: Options, pipeline: Sequence[Pass], c
     outline = run_passes(captured, OUTLINE, context)
     outline.graph, outline.training = compile_id(), context.training
     chosen = choose_plan(opts.plan or (), outline)
-    rows = {row.name: saved for row, saved in zip(outline.nodes, chosen.nodes, strict=True)}
+    rows = {row.name: saved for saved, row in counterparts(chosen, outline)}
     pipeline = _marking(pipeline, context, chosen)
     plan = run_passes(captured, replay_pipeline(Replay(rows), pipeline), context)
     plan.policy, plan.unused_rules = chosen.policy, chosen.unused_rules

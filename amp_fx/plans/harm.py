@@ -23,7 +23,7 @@ from amp_fx.errors import PlanError
 from amp_fx.graphs.facts import arguments, is_eligible, tensor_nodes
 from amp_fx.plans.files import TooLongError, read_text, write_text
 from amp_fx.plans.plan import Plan, dtype_name, named_dtypes
-from amp_fx.plans.plan_files import choose_plan
+from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.schema import SchemaError, decode, parse_object
 
 __all__ = ["INSIDE", "CallHarm", "GraphHarm", "Harm", "ReadHarm", "as_number", "slots"]
@@ -94,8 +94,8 @@ class GraphHarm:
         Args:
             outline: of that capture; the same calls in the same order.
         """
-        names = {saved.name: row.name for row, saved in zip(outline.nodes, self.outline.nodes, strict=True)}
-        return [replace(call, name=names[call.name]) for call in self.calls]
+        names = {saved.name: row.name for saved, row in counterparts(self.outline, outline)}
+        return [replace(call, name=names[call.name]) for call in self.calls if call.name in names]
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Plan files: what ``options={"plan": ...}`` takes, and which of several plans a graph is to follow.
 
 A plan is matched with a graph by content, not by name: the same calls, in the same modules, in the same order.
-Shapes do not count, so that a plan holds for other batch sizes.
+Shapes do not count, so that a plan holds for other batch sizes, nor do tensors of literal numbers, so that it holds on
+another device.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import difflib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from amp_fx.errors import PlanError
 from amp_fx.plans.files import TooLongError, read_text
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 from amp_fx.plans.schema import SchemaError, parse_object
 
-__all__ = ["choose_plan", "load_plans", "moved_nodes"]
+__all__ = ["choose_plan", "counterparts", "load_plans", "moved_nodes"]
 
 #: bytes; a plan has about 600 a call
 _MAX_FILE = 256 * 1024 * 1024
+
+#: what stands for numbers that the program writes: other calls on another device, and none of them computes
+_LITERALS = frozenset({"detach_", "empty.memory_format", "lift_fresh_copy", "tensor"})
 
 #: nodes that a message names
 _SHOWN = 6
@@ -89,7 +93,7 @@ def moved_nodes(plan: Plan, outline: Plan) -> list[str]:
     for kind, i, j, k, m in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if kind == "equal":
             continue
-        gone, new = plan.nodes[i:j], outline.nodes[k:m]
+        gone, new = _computing(plan)[i:j], _computing(outline)[k:m]
         if len(gone) == len(new):
             moved += [_change(old, row) for old, row in zip(gone, new, strict=True)]
         else:
@@ -97,8 +101,18 @@ def moved_nodes(plan: Plan, outline: Plan) -> list[str]:
     return moved
 
 
+def counterparts(plan: Plan, outline: Plan) -> Iterator[tuple[NodePlan, NodePlan]]:
+    """(row of a plan, row of a graph that it is about), in order; tensors of literal numbers have none."""
+    return zip(_computing(plan), _computing(outline), strict=True)
+
+
 def _calls(plan: Plan) -> list[tuple[str, ...]]:
-    return [(row.module_path, row.op, _dtype(row.traced), _dtype(row.low)) for row in plan.nodes]
+    return [(row.module_path, row.op, _dtype(row.traced), _dtype(row.low)) for row in _computing(plan)]
+
+
+def _computing(plan: Plan) -> list[NodePlan]:
+    """The rows but for literals."""
+    return [row for row in plan.nodes if row.op not in _LITERALS and (row.op != "full" or row.shape)]
 
 
 def _change(old: NodePlan, new: NodePlan) -> str:

@@ -150,7 +150,8 @@ def labels_of(graph: fx.Graph, plans: Mapping[str, NodePlan], low: torch.dtype) 
     for node in graph.nodes:
         plan = node_plan(node)
         if plan is not None:
-            placed = plans[plan.name]
+            # literal numbers are in no plan
+            placed = plans.get(plan.name, plan)
             labels[node] = placed.dtype is not low
             labels[rounded(node)] = (placed.pinned or placed.dtype) is not low
     return labels

@@ -110,6 +110,30 @@ def test_a_plan_of_static_shapes_holds_for_dynamic_ones() -> None:
     assert decisions(followed.plan) == decisions(made.plan)
 
 
+class Literal(nn.Module):
+    """A tensor of numbers, as the program writes it, and without the numbers, as for a GPU that is not there."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.layer, self.written = nn.Linear(8, 8), written
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = torch.tensor([0.5] * 8) if self.written else torch.empty(8)
+        return F.gelu(self.layer(x) * factor)
+
+
+def test_a_plan_holds_wherever_tensors_of_numbers_are_made() -> None:
+    for written in (True, False):
+        made = rewrite(Literal(written), torch.randn(6, 8), options={"policy": RULES})
+        found = follow([made.plan], Literal(not written)).plan
+        placed = [(row.op, row.dtype) for row in found.nodes if row.op in ("linear", "mul.Tensor", "gelu")]
+        assert placed == [
+            ("linear", torch.bfloat16),
+            ("mul.Tensor", torch.float32),
+            ("gelu", torch.float32),
+        ]
+
+
 def test_a_decision_that_was_edited_is_followed(made: Rewritten, tmp_path: Path) -> None:
     data = json.loads(made.plan.to_json())
     row = next(row for row in data["nodes"] if row["module_path"] == "block.0" and row["op"] == "linear")
