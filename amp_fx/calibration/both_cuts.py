@@ -23,7 +23,7 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.tradeoff import Choice, hull
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import NodePlan, Plan
-from amp_fx.plans.plan_files import choose_plan
+from amp_fx.plans.plan_files import choose_plan, counterparts
 
 __all__ = ["BothCuts"]
 
@@ -143,7 +143,7 @@ class BothCuts:
         named: list[dict[str, NodePlan]] = []
         for parts, found in zip(self.priced, self._harm.graphs, strict=True):
             chosen = choose_plan(plans, found.outline)
-            rows = {row.name: saved for row, saved in zip(found.outline.nodes, chosen.nodes, strict=True)}
+            rows = {row.name: saved for saved, row in counterparts(chosen, found.outline)}
             labels += [labels_of(part.graph, rows, part.low) for part in parts]
             named.append(rows)
         return Placed(labels, self.second.chosen_in(named, plans))

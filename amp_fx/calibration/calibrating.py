@@ -17,8 +17,8 @@ from amp_fx.calibration.fp8_graph import read_fp8
 from amp_fx.calibration.measuring import differentiate, run_measured
 from amp_fx.calibration.meter import Meter
 from amp_fx.calibration.step import Step
-from amp_fx.calibration.traced import TracedGraph
-from amp_fx.errors import AmpFxError, CaptureError, OptionsError, ScalerError
+from amp_fx.calibration.traced import TargetGraph, TracedGraph
+from amp_fx.errors import AmpFxError, CaptureError, OptionsError, ScalerError, TargetError
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
@@ -32,10 +32,12 @@ from amp_fx.placement.fp8_device import recipe_name
 from amp_fx.placement.profile import FLOAT8, DeviceProfile
 from amp_fx.plans.harm import CallHarm, GraphHarm, Harm, ReadHarm
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.plan_files import counterparts, moved_nodes
 from amp_fx.policy.fp8 import RECIPES
 from amp_fx.policy.table import supported_devices
 from amp_fx.scaling import find_scaler
 from amp_fx.targets import find_target
+from amp_fx.targets.process import TargetProcess
 
 __all__ = ["calibrate"]
 
@@ -106,7 +108,8 @@ def calibrate(
     steps = [Step(program, batch, loss) for batch in _each(batches)]
     if not steps:
         raise AmpFxError("calibrate needs at least one batch; got none.")
-    harm, graphs = _measure(program, steps, parameters, opts, scale, (probes, seed), moves=target is not None)
+    process = None if target is None else TargetProcess(target)
+    harm, graphs = _measure(program, steps, parameters, opts, scale, (probes, seed), process)
     return Calibration(harm, graphs, opts, steps)
 
 
@@ -117,8 +120,7 @@ def _measure(
     opts: Options,
     scale: float,
     signs: tuple[int, int],
-    *,
-    moves: bool,
+    process: TargetProcess | None,
 ) -> tuple[Harm, list[TracedGraph]]:
     """Runs every step under a backend that watches each value.
 
@@ -129,7 +131,7 @@ def _measure(
         opts: with the low dtype.
         scale: of the loss.
         signs: vectors of random signs a batch, and their seed.
-        moves: True where the graphs are planned for a GPU, and measured on the CPU.
+        process: that compiles for a GPU, where the graphs are planned for that, and measured on the CPU.
     """
     probes, seed = signs
     low = opts.low_dtype(parameters[0].device.type)
@@ -156,12 +158,13 @@ def _measure(
         number = len(found)
         graph = TracedGraph(gm, ambient, outline.graph)
         measured.append(outline)
-        if moves and "cuda" not in devices:
-            graph = TracedGraph.on_target(gm, example_inputs, ambient, low)
+        if process is not None and "cuda" not in devices:
+            graph = TargetGraph.of(gm, example_inputs, low, process)
             outline = graph.outline(opts)
             outline.graph_break = measured[-1].graph_break
+            _check_same(measured[-1], outline)
         if recipe is not None and any(_is_differentiated(value) for value in example_inputs):
-            names = {here.name: row.name for here, row in zip(measured[-1].nodes, outline.nodes, strict=True)}
+            names = {here.name: row.name for here, row in counterparts(measured[-1], outline)}
             cost = _fp8_cost(resolve(opts.profile, graph.device_type), low)
             graph.fp8 = read_fp8(gm, example_inputs, ambient, opts, cost, names)
         found.append(GraphHarm(outline))
@@ -188,6 +191,19 @@ def _measure(
     harm = Harm(type(program).__name__, low, scale, batches=len(steps), kinks=kinks, graphs=found)
     harm.fp8 = "" if recipe is None else recipe.name
     return harm, graphs
+
+
+def _check_same(measured: Plan, outline: Plan) -> None:
+    """Refuses a graph of which other calls were measured than there are on the device that is planned for.
+
+    Raises:
+        TargetError: names them.
+    """
+    if moved := moved_nodes(measured, outline):
+        raise TargetError(
+            f"graph {measured.graph} has other calls on the target than here, where it is measured: "
+            f"{'; '.join(moved[:4])}. Calibrate on that device, or leave target out."
+        )
 
 
 def _mean(rows: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ import torch.fx as fx
 from amp_fx.calibration.fp8_graph import Fp8Graph
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_device
-from amp_fx.graphs.regions import Region
+from amp_fx.graphs.facts import tensors
+from amp_fx.graphs.regions import Region, ambient_regions
 from amp_fx.options import Options
 from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, run_in_order, run_passes
 from amp_fx.passes.base import bodies
@@ -21,10 +22,10 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.plan import Plan
 from amp_fx.rewriting import rewrite
-from amp_fx.targets.moving import move
-from amp_fx.targets.tracing import Tracer
+from amp_fx.targets import tracing
+from amp_fx.targets.process import TargetProcess
 
-__all__ = ["TracedGraph"]
+__all__ = ["TargetGraph", "TracedGraph", "there"]
 
 
 @dataclass
@@ -43,28 +44,6 @@ class TracedGraph:
     name: str
     fp8: Fp8Graph | None = None
 
-    @classmethod
-    def on_target(
-        cls, gm: fx.GraphModule, inputs: Sequence[Any], ambient: Mapping[str, Region], low: torch.dtype
-    ) -> TracedGraph:
-        """The same graph on a GPU, with that device's op lists; the GPU need not be in this machine.
-
-        Args:
-            gm: on the CPU; not changed.
-            inputs: real ones.
-            ambient: autocast state at its entry, per device type.
-            low: the low dtype.
-        """
-        tracer = Tracer()
-        tracer(gm, inputs)
-        (kept,) = tracer.graphs
-        for node in kept.gm.graph.find_nodes(op="placeholder"):
-            if isinstance(value := node.meta["example_value"], torch.Tensor):
-                # autograd would ask for the device, and ends the process where there is none
-                value.requires_grad_(False)
-        region = ambient.get("cpu", Region(True, low, by_user=False))
-        return cls(move(kept.gm, torch.device("cuda", 0)), {"cuda": region}, kept.name)
-
     @property
     def device_type(self) -> str:
         """Type of the device that it runs on."""
@@ -81,24 +60,116 @@ class TracedGraph:
             rows: what was measured, by the call's name.
         """
         context = PassContext(opts.policy, opts.numerics, profile, training=True)
-        return list(_priced(capture(self.gm, self.ambient), context, rows))
+        return list(_priced(self._run(_constrained, context), context, rows))
 
     def outline(self, opts: Options) -> Plan:
         """The graph's calls as ``classify`` labels them."""
-        outline = run_passes(capture(self.gm, self.ambient), OUTLINE, PassContext(opts.policy, training=True))
+        outline = self._run(_outline, PassContext(opts.policy, training=True))
         outline.graph, outline.training = self.name, True
         return outline
 
     def plan(self, opts: Options, placement: Placement | None = None) -> Plan:
         """What the backend would do with these options; see :func:`amp_fx.rewriting.rewrite`."""
-        _, plan = rewrite(self.gm, self.ambient, opts, training=True, placement=placement)
+        plan = self._run(_plan, opts, placement)
         plan.graph = self.name
         return plan
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A function of Dynamo's graph and the autocast state, where the device is."""
+        return function(self.gm, self.ambient, *args)
+
+
+@dataclass
+class TargetGraph(TracedGraph):
+    """The same graph on a GPU, with that device's op lists; the GPU need not be in this machine.
+
+    What is done with it is done where :func:`amp_fx.explain` does it: in the process that compiles for the target.
+
+    Attributes:
+        traced: on the CPU, as data.
+        process: that compiles for the target.
+        low: the low dtype.
+    """
+
+    traced: tracing.TracedGraph = field(kw_only=True)
+    process: TargetProcess = field(kw_only=True)
+    low: torch.dtype = field(kw_only=True)
+
+    @classmethod
+    def of(
+        cls, gm: fx.GraphModule, inputs: Sequence[Any], low: torch.dtype, process: TargetProcess
+    ) -> TargetGraph:
+        """A graph of Dynamo's on the CPU, in a call of a backend.
+
+        Args:
+            gm: not changed.
+            inputs: real ones.
+            low: the low dtype.
+            process: that compiles for the target.
+        """
+        tracer = tracing.Tracer()
+        tracer(gm, inputs)
+        (traced,) = tracer.graphs
+        return cls(traced.gm, {}, traced.name, traced=traced, process=process, low=low)
+
+    @property
+    def device_type(self) -> str:
+        """That of all targets."""
+        return "cuda"
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """As above, with what can be sent from process to process.
+
+        Raises:
+            TargetError: the graph cannot be sent.
+        """
+        found = self.process.call(f"{__name__}:there", function.__name__, self.traced, self.low, *args)
+        return found.gm if isinstance(found, tracing.TracedGraph) else found
+
+
+def there(name: str, traced: tracing.TracedGraph, low: torch.dtype, *args: Any) -> Any:
+    """The part of :class:`TargetGraph` in the process that compiles for the target."""
+    # late: only the other process needs Inductor
+    from amp_fx.targets.compiling import on_target
+
+    with on_target(traced) as (gm, inputs, _):
+        for value in tensors(inputs):
+            # what is sent back is read where autograd would ask for the device, and there is none
+            value.requires_grad_(False)
+        found = globals()[name](gm, ambient_regions({"cuda": low}), *args)
+        return replace(traced, gm=found) if isinstance(found, fx.GraphModule) else found
+
+
+def _outline(gm: fx.GraphModule, ambient: Mapping[str, Region], context: PassContext) -> Plan:
+    return run_passes(capture(gm, ambient), OUTLINE, context)
+
+
+def _plan(
+    gm: fx.GraphModule, ambient: Mapping[str, Region], opts: Options, placement: Placement | None
+) -> Plan:
+    return rewrite(gm, ambient, opts, training=True, placement=placement)[1]
+
+
+def _constrained(gm: fx.GraphModule, ambient: Mapping[str, Region], context: PassContext) -> fx.GraphModule:
+    """The graph and the bodies inside it, classified, with hazards pinned."""
+    captured = capture(gm, ambient)
+    _constrain(captured, context)
+    return captured
+
+
+def _constrain(gm: fx.GraphModule, context: PassContext) -> None:
+    for name, body in bodies(gm):
+        _constrain(body, _inside(context, name))
+    run_in_order(gm, (PinDtypes(), Classify(), Constrain()), context)
 
 
 def _priced(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]) -> Iterator[PricedGraph]:
     for name, body in bodies(gm):
-        yield from _priced(body, replace(context, path=f"{context.path}{name}."), rows)
-    run_in_order(gm, (PinDtypes(), Classify(), Constrain()), context)
+        yield from _priced(body, _inside(context, name), rows)
     if (found := price(gm, context, rows)) is not None:
         yield found
+
+
+def _inside(context: PassContext, name: str) -> PassContext:
+    """What passes read in a body."""
+    return replace(context, path=f"{context.path}{name}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from amp_fx.targets._torch import compile_contexts, pretended
 from amp_fx.targets.moving import move
 from amp_fx.targets.tracing import TracedGraph
 
-__all__ = ["Backend", "InnerCompile", "compile_graph"]
+__all__ = ["Backend", "InnerCompile", "compile_graph", "on_target"]
 
 #: as in ``torch.compile``
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -23,6 +23,28 @@ Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 InnerCompile = Callable[..., Callable[[list[Any]], Any]]
 
 _CUDA = torch.device("cuda", 0)
+
+
+@contextlib.contextmanager
+def on_target(traced: TracedGraph) -> Iterator[tuple[fx.GraphModule, list[Any], FakeTensorMode]]:
+    """A graph and its inputs as Dynamo would have made them on this process's target; inside, that is there.
+
+    Args:
+        traced: on the CPU.
+
+    Raises:
+        TargetError: the process has no target, see :func:`amp_fx.targets.enter`.
+    """
+    gm = move(traced.gm, _CUDA)
+    inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
+    ambient = (
+        contextlib.nullcontext()
+        if traced.autocast is None
+        else enable_autocast("cuda", True, traced.autocast)
+    )
+    with pretended(), compile_contexts(mode, traced.name), torch.set_grad_enabled(traced.grad), ambient:
+        yield gm, inputs, mode
 
 
 def compile_graph(traced: TracedGraph, backend: Backend, inner_compile: InnerCompile) -> None:
@@ -36,20 +58,9 @@ def compile_graph(traced: TracedGraph, backend: Backend, inner_compile: InnerCom
     Raises:
         TargetError: the process has no target, see :func:`amp_fx.targets.enter`.
     """
-    gm = move(traced.gm, _CUDA)
-    inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
-    ambient = (
-        contextlib.nullcontext()
-        if traced.autocast is None
-        else enable_autocast("cuda", True, traced.autocast)
-    )
     with (
-        pretended(),
-        compile_contexts(mode, traced.name),
+        on_target(traced) as (gm, inputs, mode),
         replace_inner_compile(_run_under(mode, inner_compile)),
-        torch.set_grad_enabled(traced.grad),
-        ambient,
     ):
         compiled = backend(gm, inputs)
         # the backward is compiled when it is first run

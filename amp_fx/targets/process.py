@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from amp_fx.errors import TargetError
 from amp_fx.targets.table import find_target
@@ -35,7 +36,7 @@ class Reply:
 
 
 class TargetProcess:
-    """Calls functions in a process that compiles for a target. Close it after use.
+    """Calls functions in a process that compiles for a target. It ends when nobody has a reference to this, or earlier.
 
     Args:
         target: ``"cuda:h100"``.
@@ -61,6 +62,7 @@ class TargetProcess:
             stderr=self._log,
             env=environment,
         )
+        self._end = weakref.finalize(self, _end, self._process, self._log)
         try:
             self.call("amp_fx.targets.serving:enter", self._target)
         except BaseException:
@@ -98,12 +100,16 @@ class TargetProcess:
 
     def close(self) -> None:
         """Ends the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
+        self._end()
 
     def _obituary(self) -> str:
         code = self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines() or ["it wrote nothing."]
         return f"the process that compiles for {self._target} ended with code {code}: {lines[-1]}"
+
+
+def _end(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    process.kill()
+    process.communicate()
+    log.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import amp_fx
 from amp_fx.plans.harm import Harm
 from amp_fx.policy.fp8 import ROLES
 from amp_fx.targets import find_target
+from amp_fx.targets.process import TargetProcess
 from fp8 import MLP
 from small_models import GPT, tokens, train
 
@@ -113,6 +115,60 @@ def test_a_plan_for_a_target_is_replayed_there_and_its_harm_serves_explain(tmp_p
     again = amp_fx.explain(model, *batch, target="cuda:h100", options={"policy": policy, "strict": True})
     assert {row.name: row.dtype for row in again.plan.nodes} == placed
     assert Harm.load(tmp_path / "harm.json") == cal.harm
+
+
+class Indexing(nn.Module):
+    """What Python does to tensors, literal numbers, and a norm whose kernel torch looks for on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.norm, self.head = nn.Linear(32, 96), nn.BatchNorm1d(8), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(4, 8, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 8, 32)
+        y = self.norm(y)[torch.tensor([0, 2, 1])] * torch.tensor([0.5, 2.0] * 16)
+        y[:, 0] = 0
+        return self.head(y[..., 2:, :] * torch.tensor(1.5)).square().mean() + y[:, 1].mean()
+
+
+def test_programs_that_index_and_unpack_are_planned_for_a_target() -> None:
+    x = torch.randn(4, 8, 32)
+    cal = amp_fx.calibrate(Indexing(), x, target="cuda:h100")
+    plan = cal.plan(error=1e-12)
+    # a compiled step on the CPU, which follows the target's plan
+    assert plan.measured is not None
+    assert plan.measured < 1e-5
+    assert cal.predict(plan) == 0
+    autocast = known(cal)
+    assert autocast.error > 1e-4
+    report = amp_fx.explain(
+        Indexing(), x, target="cuda:h100", options={"plan": autocast.plan.plans, "strict": True}
+    )
+    assert {row.name: row.dtype for row in report.plan.nodes} == dtypes(autocast)
+
+
+def test_a_graph_with_other_calls_on_the_target_is_refused() -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTMCell(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cell(x)[0].square().mean()
+
+    with pytest.raises(amp_fx.TargetError, match="other calls on the target"):
+        amp_fx.calibrate(Cell(), torch.randn(4, 16), target="cuda:h100")
+
+
+def test_the_process_of_a_target_ends_with_what_uses_it() -> None:
+    process = TargetProcess("cuda:h100")
+    system = process._process
+    assert system.poll() is None
+    del process
+    gc.collect()
+    assert system.poll() is not None
 
 
 @pytest.mark.slow
