@@ -20,11 +20,11 @@ from amp_fx._torch import UNTRACED, compile_id, graph_break, in_inference_mode, 
 from amp_fx.errors import CaptureError, PassError
 from amp_fx.fp8 import add_choices, fp8_placement
 from amp_fx.graphs.devices import graph_device, graph_devices
-from amp_fx.graphs.facts import is_fp8
 from amp_fx.graphs.fallback import under_autocast, warn_fallback
 from amp_fx.graphs.regions import Region, ambient_regions, is_autocast_call
 from amp_fx.graphs.scope import not_ours, takes_own_gradients
 from amp_fx.graphs.uncompiled import graph_arrived, watch
+from amp_fx.graphs.values import is_fp8
 from amp_fx.lowering import lower
 from amp_fx.options import Options
 from amp_fx.passes import PlaceFp8

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from amp_fx._torch import Lowered, lower_with_inductor, program_outputs, replace_inner_compile, size_hint
 from amp_fx.errors import FallbackWarning, OptionsError, TargetError
-from amp_fx.graphs.facts import cast_bytes
+from amp_fx.graphs.values import cast_bytes
 from amp_fx.reports.kernels import cast_kernels, conversions
 from amp_fx.targets import TARGETS, find_target
 from amp_fx.targets.serving import enter

@@ -6,7 +6,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensorMode, lower_with_inductor
-from amp_fx.graphs.facts import run_fake
+from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.passes import PassContext
 from amp_fx.passes.joint.fp8_matmuls import FP8_META
 from amp_fx.passes.joint.quantise_matmuls import QuantiseMatmuls

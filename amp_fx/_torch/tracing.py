@@ -12,6 +12,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -22,6 +23,7 @@ __all__ = [
     "is_hooks_switch",
     "is_wrapper",
     "nesting_change",
+    "op_name",
     "size_hint",
     "symbolic_kernels",
     "wrapped_tensors",
@@ -88,3 +90,18 @@ def wrapped_tensors(value: Any) -> list[torch.Tensor]:
     parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
     # a DTensor has its mesh among them
     return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def op_name(op: OpOverload) -> str:
+    """Returns the name of an op as the rows write it.
+
+    Args:
+        op: any overload.
+
+    Returns:
+        ``"linear"`` for ``aten.linear.default``, ``"softmax.int"`` for ``aten.softmax.int``; ops of other
+        namespaces keep theirs: ``"mylib::op"``.
+    """
+    name = op._schema.name.removeprefix("aten::")
+    overload = op._schema.overload_name
+    return f"{name}.{overload}" if overload else name

@@ -23,6 +23,7 @@ from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.scope import not_ours
+from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.options import Options
 from amp_fx.passes import OUTLINE, PassContext, run_passes
 from amp_fx.placement.devices import resolve
@@ -42,9 +43,6 @@ from amp_fx.targets.process import TargetProcess
 __all__ = ["calibrate"]
 
 logger = logging.getLogger(__name__)
-
-#: ops whose derivative jumps where their input changes its sign
-_KINKS = frozenset({"relu", "relu_", "relu6", "leaky_relu", "leaky_relu_", "hardtanh", "threshold", "prelu"})
 
 
 def calibrate(
@@ -187,7 +185,7 @@ def _measure(
     for number, (graph, outline) in enumerate(zip(found, measured, strict=True)):
         rows = GraphHarm(outline, _mean([meter.rows(number) for meter in meters]))
         graph.calls = rows.renamed(graph.outline)
-    kinks = sum(row.op in _KINKS for graph in found for row in graph.outline.nodes)
+    kinks = sum(has_trait(row.op, Trait.KINK) for graph in found for row in graph.outline.nodes)
     harm = Harm(type(program).__name__, low, scale, batches=len(steps), kinks=kinks, graphs=found)
     harm.fp8 = "" if recipe is None else recipe.name
     return harm, graphs

@@ -20,19 +20,19 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.facts import storage_of, written_storages
+from amp_fx.graphs.storages import storage_of, written_storages
+from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.plans.plan import node_plan
 from amp_fx.policy import OpClass
 
 __all__ = ["is_relu", "noise", "smoothed"]
 
 _IN_PLACE = torch.ops.aten.relu_.default
-_RELUS = frozenset({torch.ops.aten.relu.default, _IN_PLACE})
 
 
 def is_relu(node: fx.Node) -> bool:
     """True for the calls that are smoothed."""
-    return node.target in _RELUS
+    return has_trait(node, Trait.RELU)
 
 
 def smoothed(node: fx.Node, x: torch.Tensor, sigma: float) -> torch.Tensor:

@@ -23,8 +23,9 @@ from amp_fx.calibration.fp8_roles import multiply
 from amp_fx.calibration.kinks import noise, smoothed
 from amp_fx.calibration.meter import Key, Meter
 from amp_fx.errors import AmpFxError
-from amp_fx.graphs.facts import is_eligible, is_view, storage_of, written_storages
 from amp_fx.graphs.linears import LinearForm, linear_form
+from amp_fx.graphs.storages import is_view, storage_of, written_storages
+from amp_fx.graphs.values import is_eligible
 from amp_fx.plans.harm import slots
 from amp_fx.plans.plan import NodePlan, node_plan
 from amp_fx.policy import OpClass

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from amp_fx.errors import InputError
 from amp_fx.exporting.ends import check_dtypes, low_examples
 from amp_fx.exporting.stored import scale_target
+from amp_fx.graphs.calls import COPY_META
 from amp_fx.graphs.capture import OUTPUT_META, REGION_META
-from amp_fx.graphs.facts import COPY_META
 from amp_fx.plans.plan import CAST_META, PLAN_META, STEP_META
 
 __all__ = ["LowInputsProgram", "new_program"]

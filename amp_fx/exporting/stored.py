@@ -11,7 +11,8 @@ import torch.fx as fx
 from torch.export.graph_signature import InputKind, InputSpec
 
 from amp_fx.errors import OptionsError
-from amp_fx.graphs.facts import COPY_META, is_eligible
+from amp_fx.graphs.calls import COPY_META
+from amp_fx.graphs.values import is_eligible
 from amp_fx.weights.forms import FORM_META
 
 __all__ = ["Weight", "beyond_range", "scale_target", "store_low", "stored_weights", "tied"]

@@ -43,10 +43,12 @@ from amp_fx._torch import (
     track_tensor_tree,
 )
 from amp_fx.errors import CaptureError
+from amp_fx.graphs.calls import is_gradient_call, is_leaf_call, output_nodes
 from amp_fx.graphs.composites import COMPOSITES
 from amp_fx.graphs.distributed import changes_layout, fake_mode_of, stand_in
-from amp_fx.graphs.facts import is_gradient_call, is_leaf_call, output_nodes, tensors, where
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
+from amp_fx.graphs.source_lines import where
+from amp_fx.graphs.values import tensors
 
 __all__ = ["OPAQUE_BODIES", "OUTPUT_META", "REGION_META", "capture"]
 

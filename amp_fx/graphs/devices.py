@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.facts import numel, tensors
+from amp_fx.graphs.values import numel, tensors
 
 __all__ = ["call_device", "graph_device", "graph_devices"]
 

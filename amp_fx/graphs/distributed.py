@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensor, FakeTensorMode
-from amp_fx.graphs.facts import tensors
+from amp_fx.graphs.values import tensors
 
 __all__ = ["changes_layout", "fake_mode_of", "is_distributed", "stand_in"]
 

@@ -16,8 +16,8 @@ import torch.fx as fx
 
 from amp_fx._torch import FakeTensor, enable_autocast, let_go, symbolic_kernels
 from amp_fx.errors import FallbackWarning
-from amp_fx.graphs.facts import is_eligible
 from amp_fx.graphs.regions import Region
+from amp_fx.graphs.values import is_eligible
 
 __all__ = ["under_autocast", "warn_fallback"]
 

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.fx as fx
+
+from amp_fx.graphs.traits import OPS, LinearForm, op_row
 
 __all__ = ["LINEARS", "LINEAR_OPS", "LinearForm", "linear_form"]
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class LinearForm:
-    """``input @ weight.T + bias`` or ``input @ weight + bias``.
+#: by ATen name: position of the matrix
+LINEAR_OPS = {name: row.linear.weight for name, row in OPS.items() if row.linear is not None}
 
-    Attributes:
-        input: position of the argument whose rows are multiplied.
-        weight: of the matrix.
-        bias: of what is added, or None.
-        by_rows: the rows of the matrix are contracted, not its columns.
-    """
-
-    input: int
-    weight: int
-    bias: int | None
-    by_rows: bool
-
-
-#: target -> how it multiplies, where its second factor is a matrix
-LINEARS = {
-    aten.linear.default: LinearForm(0, 1, 2, by_rows=True),
-    aten.addmm.default: LinearForm(1, 2, 0, by_rows=False),
-    aten.mm.default: LinearForm(0, 1, None, by_rows=False),
-    aten.matmul.default: LinearForm(0, 1, None, by_rows=False),
-}
-
-#: the same by ATen name: position of the matrix
-LINEAR_OPS = {target._schema.name.removeprefix("aten::"): linear.weight for target, linear in LINEARS.items()}
+#: the same by target: how it multiplies, where its second factor is a matrix
+LINEARS = {getattr(aten, name).default: OPS[name].linear for name in LINEAR_OPS}
 
 
 def linear_form(node: fx.Node) -> LinearForm | None:
@@ -46,7 +24,7 @@ def linear_form(node: fx.Node) -> LinearForm | None:
 
     ``matmul`` is one where its first argument has rows, and its second is a matrix.
     """
-    found = LINEARS.get(node.target)  # type: ignore[call-overload]  # a target that is a string is not in it
+    found = op_row(node).linear
     if found is None or node.kwargs:
         return None
     operands = [node.args[found.input], node.args[found.weight]]

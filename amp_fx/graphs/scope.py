@@ -9,8 +9,9 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import in_compiled_autograd
+from amp_fx.graphs.calls import is_gradient_call
 from amp_fx.graphs.devices import graph_devices
-from amp_fx.graphs.facts import is_gradient_call, tensors
+from amp_fx.graphs.values import tensors
 
 __all__ = ["not_ours", "takes_own_gradients"]
 

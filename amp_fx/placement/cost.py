@@ -27,15 +27,13 @@ import torch.fx as fx
 from torch.utils._pytree import tree_map
 
 from amp_fx._torch import OpOverload, size_hint
-from amp_fx.graphs.facts import (
-    arguments,
-    fake_arguments,
-    is_eligible,
-    is_parameter,
-    is_view,
-    matmul_flops,
-    numel,
-)
+from amp_fx.graphs.calls import arguments, is_parameter
+from amp_fx.graphs.fake_runs import fake_arguments
+from amp_fx.graphs.flops import matmul_flops
+from amp_fx.graphs.linears import LINEAR_OPS
+from amp_fx.graphs.storages import is_view
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import is_eligible, numel
 from amp_fx.placement.layout import is_convolution, is_relaid
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import dtype_name, node_plan
@@ -47,16 +45,6 @@ __all__ = ["CostModel"]
 _UNIT = 1
 #: operations in fp32 and in 16 bits for each byte of memory traffic (H100 datasheet, SXM5)
 _FLOPS_A_BYTE = 20, 295
-#: their gradients do not depend on their inputs
-_LINEAR_OPS = frozenset({"add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "neg", "sum", "mean"})
-#: matmuls with a weight, and its position among the arguments
-_WEIGHTED = {"linear": 1, "matmul": 1, "mm": 1, "addmm": 2}
-#: calls that come down to matmuls that can return fp32; the gradient of what ``addmm`` and ``baddbmm`` add is summed
-_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
-#: views that a matmul's epilogue sees through (``amp_fx.passes.GemmEpilogue``)
-_RESHAPED = frozenset({"mT", "numpy_T", "permute", "reshape", "t", "transpose.int", "view"})
-#: they read as many elements as they return, however large the table
-_LOOKUPS = frozenset({"embedding", "index_select", "gather", "take", "index.Tensor"})
 
 
 @dataclass
@@ -134,14 +122,14 @@ class CostModel:
         Moving the cast in front of such a lookup would sum gradients in 16 bits, which autocast does not.
         """
         plan = node_plan(node)
-        return self.training and plan is not None and plan.op in _LOOKUPS
+        return self.training and plan is not None and has_trait(plan.op, Trait.LOOKUP)
 
     def saves_input(self, reader: fx.Node) -> bool:
         """True where the backward of ``reader`` needs the value it reads, so that it is kept in memory."""
         plan = node_plan(reader)
         if plan is None or plan.op_class in (OpClass.FOLLOW, OpClass.KEEP):
             return False
-        return self.training and plan.op not in _LINEAR_OPS
+        return self.training and not has_trait(plan.op, Trait.LINEAR)
 
     def traffic(self, node: fx.Node, itemsize: int) -> int:
         """Time to read or write the value once at ``itemsize`` bytes an element."""
@@ -154,7 +142,7 @@ class CostModel:
     def read(self, reader: fx.Node, value: fx.Node, itemsize: int) -> int:
         """Time for ``reader`` to read the value: all of it, or what a lookup picks."""
         plan = node_plan(reader)
-        picks = plan is not None and plan.op in _LOOKUPS and is_eligible(reader.meta.get("val"))
+        picks = plan is not None and has_trait(plan.op, Trait.LOOKUP) and is_eligible(reader.meta.get("val"))
         if self.has_wide_gradient(value):
             return self._time(numel(value.meta["val"]) * (itemsize + torch.float32.itemsize))
         return self.traffic(reader if picks else value, itemsize)
@@ -195,7 +183,7 @@ class CostModel:
     def _leaves_gradient_low(self, reader: fx.Node, value: fx.Node) -> bool:
         """True where a library kernel that returns 16 bits makes the gradient of what a call reads."""
         plan = node_plan(reader)
-        product = plan is not None and plan.op in _PRODUCTS
+        product = plan is not None and has_trait(plan.op, Trait.WIDE_GRADIENT)
         return self.is_external(reader) and not product and not _is_bias(reader, value)
 
     def _is_convolution_bias(self, reader: fx.Node, value: fx.Node) -> bool:
@@ -210,10 +198,14 @@ class CostModel:
             return False
         reader, base = next(iter(value.users)), value
         plan = node_plan(reader)
-        position = -1 if plan is None else _WEIGHTED.get(plan.op, -1)
+        position = -1 if plan is None else LINEAR_OPS.get(plan.op, -1)
         if not 0 <= position < len(reader.args) or reader.args[position] is not value:
             return False
-        while (plan := node_plan(base)) is not None and plan.op in _RESHAPED and len(base.users) == 1:
+        while (
+            (plan := node_plan(base)) is not None
+            and has_trait(plan.op, Trait.RESHAPES)
+            and len(base.users) == 1
+        ):
             base = base.all_input_nodes[0]
         tensor = value.meta["val"]
         return (
@@ -257,7 +249,7 @@ class CostModel:
         the casts do it (``amp_fx.placement.layout``).
         """
         plan, value = node_plan(node), node.meta["val"]
-        position = 1 if is_convolution(node) else -1 if plan is None else _WEIGHTED.get(plan.op, -1)
+        position = 1 if is_convolution(node) else -1 if plan is None else LINEAR_OPS.get(plan.op, -1)
         if self.profile is None or self.profile.device_type != "cpu" or not 0 <= position < len(node.args):
             return 0
         weight = node.args[position]

@@ -16,7 +16,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.facts import LOW_DTYPES, run_fake
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import LOW_DTYPES
 
 __all__ = [
     "CAST",
@@ -33,11 +35,6 @@ aten = torch.ops.aten
 
 #: how Inductor's graphs spell a cast
 CAST = torch.ops.prims.convert_element_type.default
-
-#: calls of a captured graph that Inductor lays out channels last; the second argument is the weight
-_CONVOLUTIONS = frozenset(
-    {aten.conv2d, aten.conv_transpose2d, aten.convolution, aten._convolution, aten._convolution_mode}
-)
 
 #: elements of a 16-bit piece: half of a megabyte, the second-level cache of today's cores
 _PIECE = 2**18
@@ -89,8 +86,11 @@ def lay_out(cast: fx.Node, stride: Sequence[int]) -> None:
 
 
 def is_convolution(node: fx.Node) -> bool:
-    """True for calls of a captured graph that convolve over two dimensions, or over any number of them."""
-    return isinstance(node.target, OpOverload) and node.target.overloadpacket in _CONVOLUTIONS
+    """True for calls of a captured graph that convolve over two dimensions, or over any number of them.
+
+    Inductor lays them out channels last; the second argument is the weight.
+    """
+    return has_trait(node, Trait.PLANAR_CONVOLUTION)
 
 
 def convolves(gm: fx.GraphModule) -> bool:

@@ -20,7 +20,8 @@ import torch
 import torch.fx as fx
 
 from amp_fx.errors import PlanError
-from amp_fx.graphs.facts import arguments, is_eligible, tensor_nodes
+from amp_fx.graphs.calls import arguments, tensor_nodes
+from amp_fx.graphs.values import is_eligible
 from amp_fx.plans.files import TooLongError, read_text, write_text
 from amp_fx.plans.plan import Plan, dtype_name, named_dtypes
 from amp_fx.plans.plan_files import choose_plan, counterparts

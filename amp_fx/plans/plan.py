@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.errors import PlanError
-from amp_fx.graphs.facts import FP8_DTYPES
+from amp_fx.graphs.values import FP8_DTYPES
 from amp_fx.plans.files import write_text
 from amp_fx.plans.schema import SchemaError, decode, parse_object
 from amp_fx.policy import OpClass

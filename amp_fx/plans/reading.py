@@ -9,22 +9,11 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, OpOverload, size_hint
-from amp_fx.graphs.facts import (
-    COPY_META,
-    cast_bytes,
-    is_cast,
-    is_eligible,
-    is_fp8,
-    is_matmul,
-    is_parameter,
-    is_view,
-    matmul_flops,
-    numel,
-    output_nodes,
-    source_line,
-    tensor_nodes,
-    tensors,
-)
+from amp_fx.graphs.calls import COPY_META, is_cast, is_parameter, output_nodes, tensor_nodes
+from amp_fx.graphs.flops import is_matmul, matmul_flops
+from amp_fx.graphs.source_lines import source_line
+from amp_fx.graphs.storages import is_view
+from amp_fx.graphs.values import cast_bytes, is_eligible, is_fp8, numel, tensors
 from amp_fx.plans.plan import CAST_META, STEP_META, CastPlan, InputPlan, NodePlan, Plan, node_plan
 
 __all__ = ["add_graph", "input_plan", "measure"]

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from amp_fx._torch import nesting_change
-from amp_fx.graphs.facts import LOW_DTYPES
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 
 __all__ = ["TOO_SMALL", "matmuls", "summary", "untouched_matmuls"]
@@ -15,36 +16,6 @@ __all__ = ["TOO_SMALL", "matmuls", "summary", "untouched_matmuls"]
 TOO_SMALL = "casting would cost more"
 
 _SHORT = {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-
-#: matmuls by their names in torch, of which the captured graph has no ATen call: inside vmap and torch.func
-_BY_NAME = frozenset(
-    {
-        "addbmm",
-        "addmm",
-        "addmv",
-        "baddbmm",
-        "bilinear",
-        "bmm",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "dot",
-        "einsum",
-        "linear",
-        "matmul",
-        "mm",
-        "mv",
-        "scaled_dot_product_attention",
-        "tensordot",
-    }
-)
-
-
-#: of these FLOPs are not counted
-_RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 
 
 def summary(plan: Plan) -> str:
@@ -78,12 +49,14 @@ def summary(plan: Plan) -> str:
 
 def matmuls(plan: Plan) -> list[NodePlan]:
     """Matmuls, convolutions, attention and recurrent layers that amp_fx decides about, in graph order."""
-    return [node for node in plan.nodes if node.flops or node.op.partition(".")[0] in _RECURRENT]
+    return [node for node in plan.nodes if node.flops or has_trait(node.op, Trait.RECURRENT)]
 
 
 def untouched_matmuls(plan: Plan) -> list[NodePlan]:
     """Matmuls, convolutions and attention inside ``vmap`` and ``torch.func``: they stay as the program has them."""
-    return [node for node in _inside_torch_func(plan) if node.op.strip("_") in _BY_NAME]
+    # the captured graph has no ATen calls there: these are their names in torch
+    kinds = Trait.MATMUL, Trait.UNCOUNTED_MATMUL
+    return [node for node in _inside_torch_func(plan) if has_trait(node.op.strip("_"), *kinds)]
 
 
 def _inside_torch_func(plan: Plan) -> Iterator[NodePlan]:

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from amp_fx._torch import op_name
+
 from .classes import OpClass, OpGroup, Origin
 from .common import COMMON_GROUPS
 from .cpu import CPU_GROUPS
 from .cuda import CUDA_GROUPS
 from .mps import MPS_GROUPS
 
-__all__ = ["all_names", "lookup", "op_name", "supported_devices"]
+__all__ = ["all_names", "lookup", "supported_devices"]
 
 #: xpu, mtia and maia autocast register what CUDA autocast registers, without cudnn's ops; hpu's registrations are in
 #: a package of its own, and taken to be the same.
@@ -40,21 +42,6 @@ _POINTWISE = OpGroup(
 def supported_devices() -> tuple[str, ...]:
     """Returns the device types that have op lists, sorted."""
     return tuple(sorted(_DEVICE_GROUPS))
-
-
-def op_name(op: torch._ops.OpOverload) -> str:
-    """Returns the name of an op as the rows write it.
-
-    Args:
-        op: any overload.
-
-    Returns:
-        ``"linear"`` for ``aten.linear.default``, ``"softmax.int"`` for ``aten.softmax.int``; ops of other
-        namespaces keep theirs: ``"mylib::op"``.
-    """
-    name = op._schema.name.removeprefix("aten::")
-    overload = op._schema.overload_name
-    return f"{name}.{overload}" if overload else name
 
 
 def lookup(op: torch._ops.OpOverload, device_type: str) -> OpGroup | None:

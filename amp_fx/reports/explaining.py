@@ -17,8 +17,8 @@ from torch import nn
 
 from amp_fx._torch import replace_inner_compile, unwrapped_errors
 from amp_fx.errors import AmpFxError
-from amp_fx.graphs.facts import tensors
 from amp_fx.graphs.uncompiled import not_told
+from amp_fx.graphs.values import tensors
 from amp_fx.options import Options
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import Plan

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from amp_fx.errors import AmpFxError
-from amp_fx.graphs.facts import tensors
+from amp_fx.graphs.values import tensors
 from amp_fx.plans.files import write_text
 from amp_fx.reports.counting import FORMATS, Counts
 from amp_fx.reports.histogram_figure import draw

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import Lowered
-from amp_fx.graphs.facts import cast_bytes, is_eligible
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import cast_bytes, is_eligible
 from amp_fx.placement.layout import CONVERT
 
 __all__ = ["calls", "cast_kernels", "conversion", "conversions", "is_move"]
 
-_CONVERSIONS = {
-    torch.ops.prims.convert_element_type.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.to.dtype,
-    CONVERT,
-}
 
 #: what a kernel may do beside converting and still be a cast
-_MOVES = {
-    getattr(torch.ops.aten, name).default
-    for name in ("view", "reshape", "permute", "t", "expand", "clone", "unsqueeze", "squeeze", "_unsafe_view")
-} | {
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.select.int,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.squeeze.dim,
-}
+_MOVES = Trait.MOVES, Trait.RESHAPES, Trait.UNCHANGED
 
 
 def conversion(node: fx.Node) -> tuple[Tensor, Tensor] | None:
     """The fake values before and after, if the node turns one floating dtype into another."""
-    if node.target not in _CONVERSIONS:
+    if not has_trait(node, Trait.CAST):
         return None
     before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
     if is_eligible(before) and is_eligible(after) and before.dtype is not after.dtype:
@@ -52,13 +38,13 @@ def conversions(gm: fx.GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
 
 def is_move(node: fx.Node) -> bool:
     """True for what hands on the values of its only tensor in another order or shape."""
-    return node.op == "call_function" and node.target in _MOVES and len(node.all_input_nodes) == 1
+    return has_trait(node, *_MOVES) and len(node.all_input_nodes) == 1
 
 
 def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:
     """Kernels that convert and move values and compute nothing: the conversions in each, and the bytes it moves."""
     generated = [
-        (frozenset(node for node in origins if node.target in _CONVERSIONS), size)
+        (frozenset(node for node in origins if has_trait(node, Trait.CAST)), size)
         for origins, size in lowered.generated
         if _only_casts(origins)
     ]
@@ -79,4 +65,6 @@ def calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 def _only_casts(origins: Collection[fx.Node]) -> bool:
     targets = {node.target for node in origins if node.op == "call_function"}
-    return bool(targets & _CONVERSIONS) and targets <= _CONVERSIONS | _MOVES
+    return any(has_trait(target, Trait.CAST) for target in targets) and all(
+        has_trait(target, Trait.CAST, *_MOVES) for target in targets
+    )

@@ -9,23 +9,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import Lowered, OpOverload, compile_id, lower_with_inductor
-from amp_fx.graphs.facts import (
-    arguments,
-    cast_bytes,
-    is_eligible,
-    is_fp8,
-    is_matmul,
-    is_view,
-    module_path,
-    source_line,
-    tensor_nodes,
-    tensors,
-)
+from amp_fx._torch import Lowered, OpOverload, compile_id, lower_with_inductor, op_name
+from amp_fx.graphs.calls import arguments, tensor_nodes
+from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.source_lines import module_path, source_line
+from amp_fx.graphs.storages import is_view
+from amp_fx.graphs.values import cast_bytes, is_eligible, is_fp8, tensors
 from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import input_plan, measure
 from amp_fx.policy import OpClass
-from amp_fx.policy.table import op_name
 from amp_fx.reports.kernels import cast_kernels, conversion, conversions, is_move
 from amp_fx.reports.report import Cost
 

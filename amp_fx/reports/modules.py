@@ -14,17 +14,10 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import Lowered
-from amp_fx.graphs.facts import (
-    FP8_DTYPES,
-    arguments,
-    cast_bytes,
-    is_eligible,
-    is_fp8,
-    is_matmul,
-    module_path,
-    tensor_nodes,
-    tensors,
-)
+from amp_fx.graphs.calls import arguments, tensor_nodes
+from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.source_lines import module_path
+from amp_fx.graphs.values import FP8_DTYPES, cast_bytes, is_eligible, is_fp8, tensors
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.reports.kernels import calls, cast_kernels, conversion, is_move
 from amp_fx.reports.risks import starred

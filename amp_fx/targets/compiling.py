@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensor, FakeTensorMode, enable_autocast, replace_inner_compile
-from amp_fx.graphs.facts import tensors
+from amp_fx.graphs.values import tensors
 from amp_fx.targets._torch import compile_contexts, pretended
 from amp_fx.targets.moving import move
 from amp_fx.targets.tracing import TracedGraph

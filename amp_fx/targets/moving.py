@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch.utils._pytree import tree_map_only
 
 from amp_fx._torch import FakeTensor
-from amp_fx.graphs.facts import tensor_nodes
+from amp_fx.graphs.calls import tensor_nodes
 
 __all__ = ["SOURCE_META", "fresh", "move", "rebuild"]
 

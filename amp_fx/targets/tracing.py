@@ -23,7 +23,7 @@ from amp_fx._torch import (
     is_functorch_wrapped,
 )
 from amp_fx.errors import TargetError
-from amp_fx.graphs.facts import tensors
+from amp_fx.graphs.values import tensors
 from amp_fx.targets.moving import SOURCE_META, fresh, rebuild
 
 __all__ = ["TracedGraph", "Tracer", "on_meta", "without_data"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensor
-from amp_fx.graphs.facts import COPY_META, is_parameter
+from amp_fx.graphs.calls import COPY_META, is_parameter
 from amp_fx.weights.copies import LowCopies
 from amp_fx.weights.forms import form_of
 

@@ -7,7 +7,9 @@ from typing import ClassVar
 
 import torch.fx as fx
 
-from amp_fx.graphs.facts import COPY_META, LOW_DTYPES, is_cast, storage_of, written_storages
+from amp_fx.graphs.calls import COPY_META, is_cast
+from amp_fx.graphs.storages import storage_of, written_storages
+from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.quantise_linears import PART_META, erase_unread
 from amp_fx.plans.plan import dtype_name

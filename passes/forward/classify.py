@@ -10,56 +10,24 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import OpOverload
+from amp_fx._torch import OpOverload, op_name
+from amp_fx.graphs.calls import argument_value, arguments, is_cast, tensor_nodes
 from amp_fx.graphs.capture import REGION_META
 from amp_fx.graphs.devices import call_device
-from amp_fx.graphs.facts import (
-    LOW_DTYPES,
-    argument_value,
-    arguments,
-    dtype_under_autocast,
-    in_place_target,
-    is_cast,
-    is_eligible,
-    module_path,
-    source_line,
-    tensor_nodes,
-    tensors,
-)
+from amp_fx.graphs.fake_runs import dtype_under_autocast
 from amp_fx.graphs.regions import Region
+from amp_fx.graphs.source_lines import module_path, source_line
+from amp_fx.graphs.storages import in_place_target
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
 from amp_fx.passes.base import RULES_META, Pass, PassContext, PassResult
 from amp_fx.plans.plan import PLAN_META, NodePlan, Takes
 from amp_fx.policy import OpClass, OpGroup, Origin
 from amp_fx.policy.fast import LOW_IO, MAY_ROUND
 from amp_fx.policy.rules import PRECISIONS, Rule
-from amp_fx.policy.table import lookup, op_name
+from amp_fx.policy.table import lookup
 
 __all__ = ["Classify"]
-
-
-#: calls that return each of their arguments, in its own dtype
-_EACH_ITS_OWN = (
-    torch.ops.aten.atleast_1d.Sequence,
-    torch.ops.aten.atleast_2d.Sequence,
-    torch.ops.aten.atleast_3d.Sequence,
-    torch.ops.aten.broadcast_tensors.default,
-    torch.ops.aten.meshgrid.default,
-    torch.ops.aten.meshgrid.indexing,
-)
-
-
-#: products that come down to a listed matmul for some shapes only
-_PRODUCTS = frozenset(
-    {
-        "chain_matmul",
-        "einsum",
-        "inner",
-        "linalg_matrix_power",
-        "linalg_multi_dot",
-        "matrix_power",
-        "tensordot",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -150,7 +118,7 @@ def _label(node: fx.Node, context: PassContext, matched: set[Rule]) -> NodePlan:
         return keep("the program's own cast", Takes.ANY)
     if argument_value(node, "dtype") is not None or (not inputs and outputs):
         return keep("the program names the dtype of the result", Takes.ANY)
-    if node.target in _EACH_ITS_OWN:
+    if has_trait(node, Trait.OWN_DTYPES):
         return keep("returns each argument in its own dtype")
     if not region.enabled:  # case 3
         return keep("inside torch.autocast(enabled=False)")
@@ -192,7 +160,11 @@ def _label_from_lists(
         return plan
     plan.op_class, plan.reason, plan.own_dtype_slots = row.op_class, row.reason, row.own_dtype_slots
     plan.takes = Takes.MIXED if row.mixes else Takes.DTYPE
-    if plan.op in _PRODUCTS and row.origin is Origin.COMPOSITE and not _rounds(node, device, plan):
+    if (
+        has_trait(node, Trait.SOMETIMES_MATMUL)
+        and row.origin is Origin.COMPOSITE
+        and not _rounds(node, device, plan)
+    ):
         plan.op_class, plan.reason = (
             OpClass.PROMOTE,
             "no matrix product in these shapes: autocast casts nothing",

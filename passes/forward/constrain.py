@@ -11,15 +11,10 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensor, OpOverload, has_low_lstm
-from amp_fx.graphs.facts import (
-    arguments,
-    differentiated,
-    is_cast,
-    is_eligible,
-    storage_of,
-    tensors,
-    written_arguments,
-)
+from amp_fx.graphs.calls import arguments, differentiated, is_cast
+from amp_fx.graphs.storages import storage_of, written_arguments
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.plan import NodePlan, Takes, node_plan
 from amp_fx.policy import OpClass
@@ -30,17 +25,6 @@ __all__ = ["HAZARDS", "HAZARD_META", "Constrain"]
 HAZARD_META = "amp_fx_hazard"
 
 aten = torch.ops.aten
-
-#: what turns a flushed-to-zero eps into inf or nan
-_DIVIDES = {"div", "rsqrt", "sqrt", "reciprocal", "log", "pow", "true_divide"}
-_ADDS_EPS = {"add", "clamp", "clamp_min", "maximum"}
-_SUMS = {"sum", "mean", "cumsum", "logsumexp"}
-#: arithmetic through which integer positions stay integer-like
-_POSITION_OPS = {"add", "sub", "mul", "div", "neg", "pow", "cumsum", "floor_divide", "rsub"}
-#: what stands between a constant tensor and its reader in a captured graph
-_SAME_NUMBER = (aten.lift_fresh_copy.default, aten.detach_.default, aten.detach.default, aten.to.dtype)
-#: views whose meaning depends on the exact layout of the storage behind them
-_LAYOUT_VIEWS = (aten.as_strided.default, aten.set_.source_Tensor)
 
 
 @dataclass(frozen=True)
@@ -102,11 +86,11 @@ def tiny_eps(graph: fx.Graph) -> Hazards:
     ``x / (x.norm() + 1e-8)`` is 0/0 in fp16, whose smallest normal number is 6.1e-5.
     """
     for node, plan in _ours(graph):
-        if _base(node) not in _ADDS_EPS or plan.low is None:
+        if not has_trait(node, Trait.ADDS_EPS) or plan.low is None:
             continue
         smallest = torch.finfo(plan.low).smallest_normal
         eps = next((c for c in _constants(node) if 0 < abs(c) < smallest), None)
-        if eps is not None and any(_base(user) in _DIVIDES for user in _readers(node)):
+        if eps is not None and any(has_trait(user, Trait.DIVIDES) for user in _readers(node)):
             yield node, f"tiny-eps: {eps:g} is below {plan.low}'s smallest normal number"
 
 
@@ -118,7 +102,7 @@ def exp_sum(graph: fx.Graph) -> Hazards:
     for node, _ in _ours(graph):
         if _base(node) != "exp":
             continue
-        sums = [user for user in _readers(node) if _base(user) in _SUMS]
+        sums = [user for user in _readers(node) if has_trait(user, Trait.SUMS)]
         if sums:
             for reached in (node, *sums):
                 yield reached, "exp-sum: exponentials that are summed need fp32's range and digits"
@@ -144,7 +128,7 @@ def positions(graph: fx.Graph) -> Hazards:
             chain.add(node)
         elif not from_chain or plan is None:
             continue
-        elif is_cast(node) or plan.op_class is OpClass.FOLLOW or _base(node) in _POSITION_OPS:
+        elif is_cast(node) or plan.op_class is OpClass.FOLLOW or has_trait(node, Trait.POSITIONS):
             chain.add(node)
         elif plan.op_class is OpClass.LOW:
             yield node, "positions: integers beyond 256 are not exact in a 16-bit dtype"
@@ -207,7 +191,7 @@ def _constant(node: fx.Node) -> object:
     """The number in a 0-d constant tensor: ``torch.full((), -1e9)``, ``torch.tensor(-1e9)``; else None."""
     if not isinstance(node.meta.get("val"), torch.Tensor) or node.meta["val"].ndim > 0:
         return None
-    while node.target in _SAME_NUMBER:
+    while has_trait(node, Trait.UNCHANGED, Trait.CAST):
         node = node.all_input_nodes[0]
     if node.target in (aten.full.default, aten.scalar_tensor.default):
         return node.args[-1]
@@ -310,7 +294,7 @@ def _tie_storages(gm: fx.GraphModule) -> int:
     for key, nodes in members.items():
         visible = [node for node in nodes if node in outputs or node.op == "placeholder"]
         shared_outside = len(visible) > 1
-        exact = any(node.target in _LAYOUT_VIEWS for node in nodes)
+        exact = any(has_trait(node, Trait.EXACT_LAYOUT) for node in nodes)
         if not (key in written or shared_outside or exact):
             continue
         _tie(nodes, pin=shared_outside or exact)

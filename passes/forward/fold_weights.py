@@ -8,16 +8,10 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.facts import (
-    COPY_META,
-    LOW_DTYPES,
-    argument_value,
-    is_cast,
-    is_eligible,
-    run_fake,
-    storage_of,
-    written_storages,
-)
+from amp_fx.graphs.calls import COPY_META, argument_value, is_cast
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.storages import storage_of, written_storages
+from amp_fx.graphs.values import LOW_DTYPES, is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.quantise_linears import PART_META, erase_unread
 from amp_fx.plans.plan import CAST_META, STEP_META, node_plan

@@ -12,16 +12,15 @@ from collections.abc import Mapping
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.facts import argument_value, numel
+from amp_fx.graphs.calls import argument_value
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import numel
 from amp_fx.placement.cost import CostModel
 from amp_fx.plans.harm import CallHarm, slots
 from amp_fx.plans.plan import node_plan
 from amp_fx.policy import OpClass
 
 __all__ = ["Memory"]
-
-#: hand the gradient of their result on as it is, to operands of the result's shape; signs do not matter
-_PASS_ON = frozenset({"add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor", "neg", "clone", "contiguous"})
 
 
 class Memory:
@@ -81,7 +80,7 @@ class Memory:
             return False
         if plan.op == "dropout":
             return not argument_value(reader, "p") or not argument_value(reader, "train")
-        return plan.op in _PASS_ON
+        return has_trait(plan.op, Trait.PASSES_GRADIENT)
 
     def _flows(self, reader: fx.Node, slot: str) -> bool:
         """True where a gradient goes from a call to an operand; where that was not measured, it may."""

@@ -24,7 +24,9 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.facts import in_place_target, is_parameter
+from amp_fx.graphs.calls import is_parameter
+from amp_fx.graphs.storages import in_place_target
+from amp_fx.graphs.traits import op_row
 from amp_fx.passes.forward.harm_memory import Memory
 from amp_fx.passes.forward.place import Network, is_shaped, named_arguments
 from amp_fx.placement.cost import CostModel
@@ -35,9 +37,6 @@ from amp_fx.policy import OpClass
 from amp_fx.policy.fast import LOW_IO, MAY_ROUND
 
 __all__ = ["HarmNetwork", "HarmTerm", "free_nodes"]
-
-#: operands whose gradient is a sum in a fused kernel, not the result of a library kernel: (op, argument)
-_SUMMED = frozenset({("addmm", "self"), ("baddbmm", "self")})
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class HarmNetwork(Network):
         return self._stored(reader) if self._memory.writes_gradient(reader) else self._rounded_by(reader)
 
     def _is_summed(self, plan: NodePlan, argument: str) -> bool:
-        return argument == "bias" or (plan.op, argument) in _SUMMED
+        return argument in ("bias", op_row(plan.op).addend)
 
     def _leaves_wide(self, value: fx.Node, plan: NodePlan) -> bool:
         """On CUDA the gradient of a matmul's weight leaves its kernel in fp32 (``gemm_epilogue``).

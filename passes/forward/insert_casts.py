@@ -10,37 +10,17 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
+from amp_fx.graphs.calls import argument_value, arguments, grad_modes, tensor_nodes
 from amp_fx.graphs.capture import REGION_META
-from amp_fx.graphs.facts import (
-    LOW_DTYPES,
-    RAN_META,
-    argument_value,
-    arguments,
-    fake_values,
-    grad_modes,
-    in_place_target,
-    is_eligible,
-    run_fake,
-    storage_of,
-    tensor_nodes,
-    tensors,
-    written_arguments,
-    written_storages,
-)
+from amp_fx.graphs.fake_runs import RAN_META, fake_values, run_fake
+from amp_fx.graphs.storages import in_place_target, storage_of, written_arguments, written_storages
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.plan import CAST_META, NodePlan, Takes, node_plan
 from amp_fx.policy import OpClass
 
 __all__ = ["InsertCasts"]
-
-#: norms that compute in fp32 whatever they are given; only their kernels for CPU take a low input with fp32 weights
-_NORMS = frozenset(
-    {
-        torch.ops.aten.group_norm.default,
-        torch.ops.aten.layer_norm.default,
-        torch.ops.aten.native_layer_norm.default,
-    }
-)
 
 #: what an inserted node takes over from those around it
 _COPIED_META = ("nn_module_stack", "stack_trace", REGION_META)
@@ -260,8 +240,8 @@ class _Casts:
 
 
 def _is_widened(node: fx.Node, plan: NodePlan) -> bool:
-    """True for a norm that is planned low, whose weights are not, on a device that takes no two dtypes."""
-    if node.target not in _NORMS or tensors(node.meta["val"])[0].device.type == "cpu":
+    """True for a norm that is planned low, whose weights are not, on a device that takes no two dtypes: no CPU."""
+    if not has_trait(node, Trait.NORM) or tensors(node.meta["val"])[0].device.type == "cpu":
         return False
     own = [argument_value(node, name) for name in plan.own_dtype_slots]
     dtypes = {weight.meta["val"].dtype for weight in own if isinstance(weight, fx.Node)}

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch.fx as fx
 
-from amp_fx.graphs.facts import is_view
+from amp_fx.graphs.storages import is_view
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.plan import Takes, node_plan
 from amp_fx.policy import OpClass

@@ -8,30 +8,13 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.facts import is_eligible
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
 __all__ = ["PinDtypes"]
 
 aten = torch.ops.aten
-
-#: casts whose dtype is read off another tensor or bundled with a device
-_CONVERSIONS = (aten.type_as.default, aten.to.other, aten.to.prim_dtype)
-
-#: creation ops that copy the dtype of their argument unless told otherwise
-_LIKE = (
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.randint_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty.default,
-)
 
 
 @dataclass(frozen=True)
@@ -65,10 +48,10 @@ class PinDtypes(Pass):
             value = node.meta.get("val")
             if not is_eligible(value):
                 continue
-            if node.target in _LIKE and node.kwargs.get("dtype") is None:  # case 1
+            if has_trait(node, Trait.IMPLIED_DTYPE) and node.kwargs.get("dtype") is None:  # case 1
                 node.kwargs = {**node.kwargs, "dtype": value.dtype}
                 pinned += 1
-            elif node.target in _CONVERSIONS:  # case 2
+            elif has_trait(node, Trait.IMPLIED_CAST):  # case 2
                 node.target = aten.to.dtype
                 node.args, node.kwargs = (node.args[0], value.dtype), {}
                 pinned += 1

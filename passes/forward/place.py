@@ -9,14 +9,9 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.facts import (
-    arguments,
-    in_place_target,
-    is_cast,
-    is_eligible,
-    tensor_nodes,
-    written_arguments,
-)
+from amp_fx.graphs.calls import arguments, is_cast, tensor_nodes
+from amp_fx.graphs.storages import in_place_target, written_arguments
+from amp_fx.graphs.values import is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve

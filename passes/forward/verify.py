@@ -10,19 +10,12 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload
 from amp_fx.errors import VerifyError
+from amp_fx.graphs.calls import arguments, output_nodes, tensor_nodes
 from amp_fx.graphs.capture import OUTPUT_META
-from amp_fx.graphs.facts import (
-    RAN_META,
-    arguments,
-    fake_values,
-    is_eligible,
-    output_nodes,
-    run_fake,
-    tensor_nodes,
-    tensors,
-    where,
-    written_arguments,
-)
+from amp_fx.graphs.fake_runs import RAN_META, fake_values, run_fake
+from amp_fx.graphs.source_lines import where
+from amp_fx.graphs.storages import written_arguments
+from amp_fx.graphs.values import is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.plan import CAST_META, NodePlan, Takes, node_plan
 from amp_fx.policy import OpClass

@@ -9,7 +9,9 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.facts import LOW_DTYPES, run_fake
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
 __all__ = ["GemmEpilogue"]
@@ -25,14 +27,6 @@ _WIDE: dict[OpOverload, OpOverload] = {
 
 #: position of the dtype that a scaled matmul returns, and of what it adds
 _SCALED_DTYPE, _SCALED_BIAS = 6, 4
-
-#: views that may stand between the matmul, the widening and the output
-_VIEWS = frozenset(
-    {aten.view.default, aten.reshape.default, aten.permute.default, aten.t.default, aten.transpose.int}
-)
-
-#: how a joint graph spells a cast
-_CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype})
 
 
 @dataclass(frozen=True)
@@ -108,10 +102,12 @@ def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if user.target in _VIEWS:
+            if has_trait(user, Trait.RESHAPES):
                 views.append(user)
                 stack.append(user)
-            elif user.target in _CASTS and user.meta["val"].dtype is torch.float32 and _only_leaves(user):
+            elif (
+                has_trait(user, Trait.CAST) and user.meta["val"].dtype is torch.float32 and _only_leaves(user)
+            ):
                 casts.append(user)
             else:
                 return [], []
@@ -120,4 +116,6 @@ def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def _only_leaves(node: fx.Node) -> bool:
     """True where a value, or a view of it, is returned and not read otherwise."""
-    return all(user.op == "output" or (user.target in _VIEWS and _only_leaves(user)) for user in node.users)
+    return all(
+        user.op == "output" or (has_trait(user, Trait.RESHAPES) and _only_leaves(user)) for user in node.users
+    )

@@ -8,32 +8,19 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.facts import LOW_DTYPES, is_eligible, run_fake
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import LOW_DTYPES, is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.placement.layout import CAST
 
 __all__ = ["KeepStatistics", "is_low_norm"]
 
-aten = torch.ops.aten
-
-#: calls of a captured graph whose decompositions round what they keep for the backward
-_NORMS = frozenset({aten.layer_norm, aten.native_layer_norm, aten.group_norm, aten.native_group_norm})
-
-#: what a joint graph says that their nodes come from: what rounds, and what reads it
-_FORWARD = frozenset({aten.native_layer_norm, aten.native_group_norm})
-_BACKWARD = frozenset({aten.native_layer_norm_backward, aten.native_group_norm_backward})
-
-_VIEWS = frozenset({aten.alias.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dims})
-
 
 def is_low_norm(node: fx.Node) -> bool:
     """True for a call of a captured graph that is a norm with a low input."""
     value = node.meta.get("val")
-    return (
-        getattr(node.target, "overloadpacket", None) in _NORMS
-        and isinstance(value, torch.Tensor)
-        and value.dtype in LOW_DTYPES
-    )
+    return has_trait(node, Trait.NORM) and isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,11 @@ class KeepStatistics(Pass):
 
 def _rounds_a_statistic(cast: fx.Node) -> bool:
     before, after = cast.all_input_nodes[0].meta.get("val"), cast.meta["val"]
-    if _origin(cast) not in _FORWARD or after.dtype not in LOW_DTYPES or not is_eligible(before):
+    if (
+        not has_trait(cast.meta.get("original_aten"), Trait.NORM)
+        or after.dtype not in LOW_DTYPES
+        or not is_eligible(before)
+    ):
         return False
     return before.dtype is torch.float32 and any(_is_backward(user) for user in cast.users)
 
@@ -86,7 +77,7 @@ def _low_readers(cast: fx.Node) -> set[fx.Node] | None:
     stack = [cast]
     while stack:
         for user in stack.pop().users:
-            if not (_is_backward(user) or user.target in _VIEWS):
+            if not (_is_backward(user) or has_trait(user, Trait.RESHAPES)):
                 return None
             if user.meta["val"].dtype in LOW_DTYPES and user not in found:
                 found.add(user)
@@ -95,10 +86,6 @@ def _low_readers(cast: fx.Node) -> set[fx.Node] | None:
 
 
 def _is_backward(node: fx.Node) -> bool:
-    if node.target in _VIEWS:
+    if has_trait(node, Trait.RESHAPES):
         return any(map(_is_backward, node.users))
-    return _origin(node) in _BACKWARD
-
-
-def _origin(node: fx.Node) -> object:
-    return getattr(node.meta.get("original_aten"), "overloadpacket", None)
+    return has_trait(node.meta.get("original_aten"), Trait.NORM_BACKWARD)

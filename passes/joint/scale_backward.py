@@ -9,21 +9,14 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import joint_roles, size_hint
-from amp_fx.graphs.facts import LOW_DTYPES, run_fake
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.traits import op_row
+from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
 __all__ = ["ScaleBackward"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-#: ops that add rows to a tensor, and which argument the rows are
-_ADDED: dict[object, int] = {
-    aten._unsafe_masked_index_put_accumulate.default: 3,
-    aten.embedding_dense_backward.default: 0,
-    aten.index_add.default: 3,
-    aten.index_put.default: 2,
-    aten.scatter_add.default: 3,
-}
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ class _Work:
 
 def _added_rows(node: fx.Node) -> int | None:
     """Which argument the node adds into zeros, and nothing else, if dividing that is cheaper; else None."""
-    position = _ADDED.get(node.target)
+    position = op_row(node).rows
     if position is None or len(node.users) != 1:
         return None
     rows = node.args[position]

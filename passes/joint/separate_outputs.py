@@ -8,7 +8,10 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.facts import LOW_DTYPES, is_matmul, run_fake, storage_of
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.storages import storage_of
+from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.placement.layout import CAST
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx import record, rewriting
-from amp_fx.graphs.facts import COPY_META
+from amp_fx.graphs.calls import COPY_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
 from amp_fx.placement.profile import FLOAT8

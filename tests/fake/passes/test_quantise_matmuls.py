@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from amp_fx.graphs.facts import FP8_DTYPES
+from amp_fx.graphs.values import FP8_DTYPES
 from fp8 import MLP, Step, calls, lowered, options
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx._torch import FakeTensorMode
-from amp_fx.graphs.facts import output_nodes
+from amp_fx.graphs.calls import output_nodes
 from amp_fx.passes import LayOutGradients, LayOutWeights, PassContext
 from amp_fx.placement.layout import CONVERT, channels_last_strides, is_relaid
 

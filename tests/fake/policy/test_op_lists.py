@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from amp_fx._torch import op_name
 from amp_fx.policy import table
 from amp_fx.policy.classes import OpClass, OpGroup, Origin
 from amp_fx.policy.common import COMMON_GROUPS, FFT, LINALG
@@ -256,7 +257,7 @@ def test_a_list_with_an_op_in_two_rows_is_refused() -> None:
 @by_row(EVERY_ROW)
 def test_every_name_is_an_out_of_place_overload_of_the_installed_torch(device: str, name: str) -> None:
     op = overload(name)
-    assert table.op_name(op) == name
+    assert op_name(op) == name
     assert not op._schema.is_mutable or name in ("batch_norm", "instance_norm", "native_batch_norm")
     group = row(device, name)
     slots = {argument.name for argument in op._schema.arguments}
@@ -321,6 +322,6 @@ def test_writes_unknown_ops_and_other_namespaces_have_no_row(op: torch._ops.OpOv
 
 
 def test_op_names_outside_aten_keep_their_namespace() -> None:
-    assert table.op_name(torch.ops.aten.linear.default) == "linear"
-    assert table.op_name(torch.ops.aten.softmax.int) == "softmax.int"
-    assert table.op_name(torch.ops.prims.add.default) == "prims::add"
+    assert op_name(torch.ops.aten.linear.default) == "linear"
+    assert op_name(torch.ops.aten.softmax.int) == "softmax.int"
+    assert op_name(torch.ops.prims.add.default) == "prims::add"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from amp_fx import WeightsError, backend, weights
 from amp_fx._torch import AFTER_STEP
-from amp_fx.graphs.facts import is_cast
+from amp_fx.graphs.calls import is_cast
 from amp_fx.weights import LowCopies, watch
 from amp_fx.weights.forms import Cast
 from amp_fx.weights.watch import Look, Watch, look_at

@@ -1,0 +1,48 @@
+"""Where a call stands in the user's program: source line and module."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import torch.fx as fx
+
+__all__ = ["module_path", "source_line", "where"]
+
+#: Dynamo writes a module's path as Python source: L['self'].encoder._modules['layer']._modules['0']
+_FRAME_LOCAL = re.compile(r"^[LG]\['\w+'\]")
+_INDEXED = re.compile(r"(?:\._modules)?\['?([^'\]]+)'?\]")
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's innermost source line, as ``file:line: code``, or an empty string."""
+    trace = node.meta.get("stack_trace")
+    # passes on Inductor's graphs see none
+    return _innermost_line(trace) if isinstance(trace, str) else ""
+
+
+def where(node: fx.Node) -> str:
+    """Where an error is, in words: the user's source line; in a module of torch that is called directly, its path."""
+    path = module_path(node)
+    return source_line(node) or (f"module {path}" if path else "no source line")
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the module the node belongs to, ``"encoder.layer.0"``; empty outside any module."""
+    # in a backward graph, that of the forward
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = _FRAME_LOCAL.sub("", str(list(stack.values())[-1][0]))
+    return _INDEXED.sub(r".\1", path).lstrip(".")
+
+
+@functools.lru_cache(maxsize=4096)  # repeated layers have the same lines
+def _innermost_line(trace: str) -> str:
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith("File "):
+            path, number = lines[index].split('"')[1], lines[index].split("line ")[1].split(",")[0]
+            code = lines[index + 1] if index + 1 < len(lines) else ""
+            return f"{path}:{number}: {code}"
+    return ""

@@ -1,0 +1,54 @@
+"""Tensors: which of them mixed precision may re-type, and how large they are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from amp_fx._torch import FakeTensor, size_hint
+
+__all__ = ["FP8_DTYPES", "LOW_DTYPES", "cast_bytes", "is_eligible", "is_fp8", "numel", "tensors"]
+
+#: dtypes that amp_fx places; fp8 and fp64 are the program's own business
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+_PLACED_DTYPES = (torch.float32, *LOW_DTYPES)
+
+#: dtypes of operands of scaled matmuls
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Tensors inside a nested value, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def is_eligible(value: Any) -> TypeGuard[torch.Tensor]:
+    """True for a tensor that mixed precision may re-type: plain, strided, fp32, bf16 or fp16.
+
+    The rule of ``is_eligible`` in ``ATen/autocast_mode.h`` (floating, not fp64), without tensor subclasses,
+    which choose their own storage.
+    """
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype in _PLACED_DTYPES
+        and value.layout is torch.strided
+        and type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    )
+
+
+def is_fp8(value: Any) -> TypeGuard[torch.Tensor]:
+    """True for a tensor of a dtype in which scaled matmuls take their operands."""
+    return isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES
+
+
+def numel(value: torch.Tensor) -> int:
+    """Number of elements; symbolic sizes count with the hint they were traced with."""
+    return math.prod(size_hint(size) for size in value.shape)
+
+
+def cast_bytes(value: torch.Tensor, to: torch.dtype) -> int:
+    """Bytes a cast of ``value`` reads and writes when it is a kernel of its own."""
+    return numel(value) * (value.dtype.itemsize + to.itemsize)
