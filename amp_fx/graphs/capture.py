@@ -15,71 +15,36 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.fx.traceback import preserve_node_meta
-from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_fx._torch import (
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
-    OpOverload,
-    disable_proxy_modes_tracing,
     enable_autocast,
-    get_proxy_mode,
-    has_autocast_rule,
     ignore_fresh_symbols,
-    is_functorch_wrapped,
-    is_hooks_switch,
     let_go,
     make_fx,
-    nesting_change,
-    track_tensor_tree,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import is_gradient_call, is_leaf_call, output_nodes
+from amp_fx.graphs.calls import output_nodes
+from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, REGION_META, CapturingInterpreter
 from amp_fx.graphs.composites import COMPOSITES
-from amp_fx.graphs.distributed import changes_layout, fake_mode_of, stand_in
-from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
-from amp_fx.graphs.source_lines import where
+from amp_fx.graphs.distributed import fake_mode_of, stand_in
+from amp_fx.graphs.regions import Region, node_regions
 from amp_fx.graphs.values import tensors
 
 __all__ = ["OPAQUE_BODIES", "OUTPUT_META", "REGION_META", "capture"]
 
 logger = logging.getLogger(__name__)
 
-#: node.meta key: device type -> Region
-REGION_META = "amp_fx_region"
-
 #: meta key of the output node: dtypes of each returned value, as traced
 OUTPUT_META = "amp_fx_traced"
-
-#: Higher-order ops whose bodies are left as they are, and why. A body that stays is traced at eager dtypes.
-OPAQUE_BODIES = {
-    "flex_attention": "score_mod bodies are scalar programs that Inductor inlines into the attention kernel",
-    "flex_attention_backward": "as flex_attention",
-    "triton_kernel_wrapper_mutation": "the body is a Triton kernel",
-    "triton_kernel_wrapper_functional": "the body is a Triton kernel",
-    "autograd_function_apply": "the forward and backward bodies share saved tensors, whose dtypes must agree",
-}
-
-
-#: A plain call of its body. AOTAutograd differentiates a body that was traced again with no tangents, and fails.
-_INLINED = "invoke_subgraph"
-
-
-@dataclass(frozen=True)
-class _Raw:
-    """A value that only exists inside a functorch region: a proxy for the graph, no fake tensor to run on."""
-
-    proxy: fx.Proxy
-    example: Any
 
 
 def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
@@ -109,8 +74,7 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
         raise CaptureError("the graph has no tensor to take a fake tensor mode from")
 
     regions = node_regions(gm.graph.nodes, ambient)
-    bodies = _capture_bodies(gm, regions)
-    interpreter = _Capture(gm, regions, bodies)
+    interpreter = CapturingInterpreter(gm, regions, _capture_bodies)
     try:
         with (
             fake_mode,
@@ -156,7 +120,7 @@ def _capture_bodies(
     for node in gm.graph.nodes:
         if not isinstance(node.target, HigherOrderOperator):
             continue
-        if node.target.name() in (*OPAQUE_BODIES, _INLINED):
+        if node.target.name() in (*OPAQUE_BODIES, INLINED):
             continue
         for arg in node.all_input_nodes:
             body = _body(gm, arg)
@@ -170,192 +134,6 @@ def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
         return None
     value = getattr(gm, str(node.target), None)
     return value if isinstance(value, fx.GraphModule) else None
-
-
-class _Capture(fx.Interpreter):
-    """Runs a Dynamo graph under make_fx, keeping what make_fx cannot take."""
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        regions: Mapping[fx.Node, Mapping[str, Region]],
-        bodies: Mapping[str, fx.GraphModule],
-    ) -> None:
-        super().__init__(gm)
-        self._at: fx.Node | None = None
-        self._has_raw = False
-        self._regions = regions
-        self._bodies = bodies
-        self._open: dict[fx.Node, contextlib.ExitStack] = {}
-        self._level = 0
-
-    @property
-    def where(self) -> str:
-        """The node that is run, with its source line."""
-        return f"{self._at.name} ({where(self._at)})" if self._at else "the graph"
-
-    @property
-    def _tracer(self) -> Any:
-        mode = get_proxy_mode()
-        if mode is None:
-            raise CaptureError("capture ran outside make_fx")
-        return mode.tracer
-
-    def run_node(self, n: fx.Node) -> Any:
-        self._at = n
-        graph = self._tracer.graph
-        # Node.prev of the graph's root is the newest node
-        last = graph._root.prev
-        result = self._run(n)
-        new = last.next
-        while new.op != "root":
-            # those of an inlined body have one already
-            new.meta.setdefault(REGION_META, self._regions[n])
-            new = new.next
-        return result
-
-    def _run(self, n: fx.Node) -> Any:
-        if is_autocast_call(n):
-            return self._switch_autocast(n)
-        step = nesting_change(n.target)
-        if self._level or step or is_hooks_switch(n.target):
-            self._level += step
-            return self._copy_raw(n)
-        if isinstance(n.target, HigherOrderOperator):
-            return self._inline(n) if n.target.name() == _INLINED else self._keep_higher_order(n)
-        if is_gradient_call(n) or is_leaf_call(n) or changes_layout(n):
-            return self._leave_raw(self._copy_raw(n))
-        _check_rule(n, self._regions[n])
-        with self._set_current_node(n):
-            args, kwargs = self._arguments(n)
-            given = (
-                {id(t): (t, self._tracer.unwrap_proxy(t)) for t in tensors((args, kwargs))} if n.args else {}
-            )
-            result = getattr(self, n.op)(n.target, args, kwargs)
-        before = {key: proxy for key, (_, proxy) in given.items()}
-        if type(result) in (list, tuple):
-            result = type(result)(self._separate(value, before.get(id(value))) for value in result)
-        else:
-            result = self._separate(result, before.get(id(result)))
-        for value, proxy in given.values():
-            # F.mse_loss broadcasts inside, and returns something else
-            self._separate(value, proxy)
-        return result
-
-    def _arguments(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found = self.fetch_args_kwargs_from_env(n)
-        return tree_map(self._leave_raw, found) if self._has_raw else found
-
-    def _switch_autocast(self, n: fx.Node) -> Any:
-        if n.target is torch.amp.autocast_mode._exit_autocast:
-            self._open.pop(n.args[0]).close()  # type: ignore[index]  # the node that entered
-            return None
-        device_type = str(n.args[0])
-        region = self._regions[n][device_type]
-        stack = self._open[n] = contextlib.ExitStack()
-        stack.enter_context(enable_autocast(device_type, region.enabled, region.dtype))
-        return None
-
-    def _inline(self, n: fx.Node) -> Any:
-        """Case: ``y = invoke_subgraph(body, name, x)`` becomes what the body does."""
-        body, _, *operands = self._arguments(n)[0]
-        regions = node_regions(body.graph.nodes, self._regions[n])
-        return _Capture(body, regions, _capture_bodies(body, regions)).run(*operands)
-
-    def _keep_higher_order(self, n: fx.Node) -> Any:
-        """Case: ``y = hop(body, x)`` stays ``y = hop(body', x)`` with the body captured."""
-        name = n.target.name()  # type: ignore[union-attr]  # a higher-order op
-        captured = [str(a.target) for a in n.all_input_nodes if str(a.target) in self._bodies]
-        by_user = any(region.by_user and region.enabled for region in self._regions[n].values())
-        if by_user and not captured:
-            raise CaptureError(
-                f"higher-order op {name} inside torch.autocast cannot be rewritten"
-                f" ({OPAQUE_BODIES.get(name, 'it has no body')})"
-            )
-        args, kwargs = self._arguments(n)
-        proxy_args, proxy_kwargs = tree_map(self._to_proxy, (args, kwargs))
-        proxy = self._tracer.create_proxy("call_function", n.target, proxy_args, proxy_kwargs, name=n.name)
-        proxy.node.meta.update({k: n.meta[k] for k in ("stack_trace", "nn_module_stack") if k in n.meta})
-        return track_tensor_tree(_example(n), proxy, constant=None, tracer=self._tracer)
-
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        if isinstance(value, fx.GraphModule):
-            value = self._bodies.get(str(target), value)
-            if getattr(self._tracer.root, str(target), value) is not value:
-                raise CaptureError(
-                    f"two bodies of higher-order ops, one inside the other, are named {target}"
-                )
-            self._tracer.root.add_module(str(target), value)
-        return value
-
-    def _copy_raw(self, n: fx.Node) -> _Raw:
-        """Case: a node inside a functorch region, or a switch around one, is copied as Dynamo wrote it.
-
-        So are ``torch.autograd.grad``, ``requires_grad_``, and what changes the layout of a DTensor.
-        """
-        args, kwargs = tree_map(self._to_proxy, self.fetch_args_kwargs_from_env(n))
-        proxy = self._tracer.create_proxy(n.op, n.target, args, kwargs, name=n.name)
-        example = n.meta.get("example_value")
-        proxy.node.meta.update({k: n.meta[k] for k in ("stack_trace", "nn_module_stack") if k in n.meta})
-        if not any(is_functorch_wrapped(leaf) for leaf in tree_leaves(example)):
-            with disable_proxy_modes_tracing():
-                proxy.node.meta["val"] = tree_map(stand_in, example)
-        self._has_raw = True
-        return _Raw(proxy, example)
-
-    def _leave_raw(self, value: Any) -> Any:
-        """Turns a functorch region's result into a fake tensor that make_fx can go on with."""
-        if not isinstance(value, _Raw):
-            return value
-        with disable_proxy_modes_tracing():
-            example = tree_map(stand_in, value.example)
-        return track_tensor_tree(example, value.proxy, constant=None, tracer=self._tracer)
-
-    def _to_proxy(self, value: Any) -> Any:
-        return value.proxy if isinstance(value, _Raw) else self._tracer.unwrap_proxy(value)
-
-    def _separate(self, result: Any, argument: Any) -> Any:
-        """Gives a no-op that returned its own argument a value of its own.
-
-        ``y = x.to(torch.float32)`` on an fp32 ``x`` returns ``x`` itself; make_fx would then call every later
-        use of ``x`` a use of ``y``. So do ``broadcast_tensors`` and with it ``F.mse_loss``: under ``no_grad``, later
-        uses of ``x`` would lose their gradient. In-place calls do return their argument, and stay.
-
-        Args:
-            result: what the call returned.
-            argument: proxy, from before the call, of the argument that ``result`` is; None if it is none.
-        """
-        proxy = self._tracer.unwrap_proxy(result) if isinstance(argument, fx.Proxy) else None
-        if proxy is None or proxy.node is argument.node:
-            return result
-        call = proxy.node.args[0] if proxy.node.target is operator.getitem else proxy.node
-        if not isinstance(call.target, OpOverload) or call.target._schema.is_mutable:
-            return result
-        with disable_proxy_modes_tracing():
-            alias = torch.ops.aten.alias.default(result)
-        track_tensor_tree(alias, proxy, constant=None, tracer=self._tracer)
-        track_tensor_tree(result, argument, constant=None, tracer=self._tracer)
-        return alias
-
-
-def _check_rule(n: fx.Node, regions: Mapping[str, Region]) -> None:
-    """A custom op may have an autocast rule of its own, which Dynamo's fake tensors and op lists do not show.
-
-    Raises:
-        CaptureError: it has one, and stands in a region of the user's.
-    """
-    if not isinstance(n.target, OpOverload) or n.target.namespace in ("aten", "prims"):
-        return
-    by_user = [device for device, region in regions.items() if region.by_user and region.enabled]
-    if any(has_autocast_rule(n.target, device) for device in by_user if device in ("cpu", "cuda", "xpu")):
-        raise CaptureError(f"{n.target} has an autocast rule of its own, inside torch.autocast ({where(n)})")
-
-
-def _example(n: fx.Node) -> Any:
-    if "example_value" not in n.meta:
-        raise CaptureError(f"{n.name} ({where(n)}) has no fake value")
-    return n.meta["example_value"]
 
 
 def _inline_constants(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
