@@ -21,13 +21,13 @@ from amp_fx._torch import (
 from amp_fx.graphs.devices import graph_devices
 from amp_fx.options import Options
 from amp_fx.passes import (
-    JOINT_PIPELINES,
-    POST_GRAD_PIPELINES,
-    KeepStatistics,
+    JOINT,
+    PARTITIONED,
+    Case,
     Pass,
     PlaceFp8,
-    QuantiseMatmuls,
     run_keyed,
+    select,
 )
 from amp_fx.passes.joint.keep_statistics import is_low_norm
 from amp_fx.passes.joint.separate_outputs import widens_for_both
@@ -61,19 +61,15 @@ def lower(
         A callable with the graph's signature.
     """
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
-    joint: list[Pass] = []
+    given: list[Pass] = []
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
-        joint.append(scaled.rewriting)
+        given.append(scaled.rewriting)
     if fp8 is not None:
-        joint += [fp8, QuantiseMatmuls()]
-    devices = [device for device in sorted(graph_devices(gm)) if device != "cpu" or _concerns_cpu(gm)]
-    joint += [step for device in devices for step in JOINT_PIPELINES.get(device, ())]
-    if opts.numerics == "eager":
-        # bit for bit what the decompositions give, which do not know whether eager PyTorch rounds here
-        joint = [step for step in joint if not isinstance(step, KeepStatistics)]
-    post_grad = [step for device in devices for step in POST_GRAD_PIPELINES.get(device, ())]
-    own = {**_hook("joint", joint, opts), **_hook("post_grad", post_grad, opts)}
+        given.append(fp8)
+    devices = frozenset(device for device in graph_devices(gm) if device != "cpu" or _concerns_cpu(gm))
+    case = Case(tuple(given), devices=devices, numerics=opts.numerics)
+    own = {**_hook(JOINT, case, opts), **_hook(PARTITIONED, case, opts)}
     # the cache does not tell a listener what the pass chose
     anew = traced_anew() if fp8 is not None and is_heard() else contextlib.nullcontext()
     with autocast_shield(), anew:
@@ -89,13 +85,15 @@ def _concerns_cpu(gm: fx.GraphModule) -> bool:
     )
 
 
-def _hook(stage: Literal["joint", "post_grad"], passes: Sequence[Pass], opts: Options) -> dict[str, Any]:
-    """The Inductor option that runs the passes at a stage."""
+def _hook(graph: str, case: Case, opts: Options) -> dict[str, Any]:
+    """The Inductor option that runs the passes on one of its graphs."""
+    passes = select(graph, case)
     if not passes:
         return {}
     # what they depend on: their source, their options, and the one setting of torch that is in no key by itself
     uuid = f"{_sources()} {passes} mkldnn={torch.backends.mkldnn.enabled}"
-    return graph_pass(stage, uuid, lambda graph: run_keyed(graph, passes), opts.inductor)
+    stage: Literal["joint", "post_grad"] = "joint" if graph == JOINT else "post_grad"
+    return graph_pass(stage, uuid, lambda gm: run_keyed(gm, passes, graph), opts.inductor)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.fx as fx
@@ -16,16 +16,16 @@ from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
 from amp_fx.passes import (
+    CAPTURED,
     OUTLINE,
-    PIPELINE,
-    Pass,
+    Case,
+    MarkFp8,
     PassContext,
     PlaceByHarm,
+    PlaceFp8Linears,
     Replay,
-    cached_pipeline,
-    fp8_pipeline,
-    replay_pipeline,
     run_passes,
+    select,
 )
 from amp_fx.passes.forward.place_by_harm import HARM_META, Placement
 from amp_fx.placement.devices import resolve
@@ -69,24 +69,23 @@ def rewrite(
         log_artifact("amp_fx_captured", lambda: captured.print_readable(print_output=False))
         traced = time.thread_time()
         device = graph_device(gm, ambient)
-        pipeline, folded = PIPELINE, frozenset[str]()
-        if opts.weights != "cast" and not torch.is_grad_enabled():
-            pipeline, folded = cached_pipeline(PIPELINE), weight_inputs(captured)
+        case = Case(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
+        folded = weight_inputs(captured) if case.caches_weights else frozenset[str]()
         profile = resolve(opts.profile, device)
         meaning = ""
         if opts.policy.base == "fp8" and not training:
             here = fp8_device(opts.fp8, profile, device, ambient[device].dtype).without_gradients()
             if isinstance(here, Fp8Device) and (opts.plan is not None or opts.harm is not None):
                 here = NoFp8("as autocast: plans and budgets of fp8 are about gradients")
-            pipeline = fp8_pipeline(pipeline, here) if isinstance(here, Fp8Device) else pipeline
+            case = case.giving(PlaceFp8Linears(here)) if isinstance(here, Fp8Device) else case
             meaning = here.meaning
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
         if opts.plan is not None:
-            plan = _replay(captured, opts, pipeline, context)
+            plan = _replay(captured, opts, case, context)
         elif opts.harm is not None:
-            plan = _place_by_harm(captured, opts.harm, placement, _marking(pipeline, context), context)
+            plan = _place_by_harm(captured, opts.harm, placement, _marking(case, context), context)
         else:
-            plan = run_passes(captured, _marking(pipeline, context), context)
+            plan = run_passes(captured, select(CAPTURED, _marking(case, context)), context)
     plan.training, plan.profile = training, "" if profile is None else profile.name
     plan.fp8 = plan.fp8 or meaning
     log_artifact("amp_fx_plan", plan.to_json)
@@ -113,22 +112,22 @@ def autocast_casts(
     return {"casts": len(plan.casts), "bytes": sum(cast.bytes for cast in plan.casts)}
 
 
-def _marking(pipeline: Sequence[Pass], context: PassContext, chosen: Plan | None = None) -> Sequence[Pass]:
-    """The passes, in training with the one that says which matmuls may run in fp8, or do in a plan that is followed."""
+def _marking(case: Case, context: PassContext, chosen: Plan | None = None) -> Case:
+    """In training, the pass that says which matmuls may run in fp8, or do in a plan that is followed, is given."""
     planned = chosen is not None and chosen.decides_fp8
     if not context.training or not (planned or context.policy.base == "fp8"):
-        return pipeline
-    return fp8_pipeline(pipeline, planned=planned)
+        return case
+    return case.giving(MarkFp8(planned))
 
 
-def _replay(captured: fx.GraphModule, opts: Options, pipeline: Sequence[Pass], context: PassContext) -> Plan:
+def _replay(captured: fx.GraphModule, opts: Options, case: Case, context: PassContext) -> Plan:
     """Runs the passes with the decisions of whichever plan was made for this graph."""
     outline = run_passes(captured, OUTLINE, context)
     outline.graph, outline.training = compile_id(), context.training
     chosen = choose_plan(opts.plan or (), outline)
     rows = {row.name: saved for saved, row in counterparts(chosen, outline)}
-    pipeline = _marking(pipeline, context, chosen)
-    plan = run_passes(captured, replay_pipeline(Replay(rows), pipeline), context)
+    case = _marking(case, context, chosen).giving(Replay(rows))
+    plan = run_passes(captured, select(CAPTURED, case), context)
     plan.policy, plan.unused_rules = chosen.policy, chosen.unused_rules
     if plan.decides_fp8:
         # the recipe; what comes after it in words is about the graph that the plan was read off
@@ -140,7 +139,7 @@ def _place_by_harm(
     captured: fx.GraphModule,
     harm: Harm,
     placement: Placement | None,
-    pipeline: Sequence[Pass],
+    case: Case,
     context: PassContext,
 ) -> Plan:
     """Runs the passes with what was measured of this graph."""
@@ -151,12 +150,12 @@ def _place_by_harm(
             raise
         # calibration is about gradients: what is only evaluated need not have been seen
         logger.info("graph %s was not calibrated: placed by the policy's base list", compile_id())
-        return run_passes(captured, pipeline, context)
+        return run_passes(captured, select(CAPTURED, case), context)
     budget = context.policy.budget
     # beyond autocast's error, the budget is for fp8
     first = min(budget, 1.0) if context.policy.base == "fp8" else budget
     step = PlaceByHarm(rows, first, placement=placement)
-    plan = run_passes(captured, replay_pipeline(step, pipeline), context)
+    plan = run_passes(captured, select(CAPTURED, case.giving(step)), context)
     if context.policy.base == "fp8":
         captured.meta[FP8_BUDGET] = _left_for_fp8(captured, rows, budget)
     return plan

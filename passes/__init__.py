@@ -1,43 +1,8 @@
-"""The compiler passes, one per file, and the one table that orders them.
+"""The compiler passes, one per file, and the one table that orders them: :data:`TABLE`.
 
-Folders say which graph a pass runs on:
-
-``forward/``, the captured graph, before AOTAutograd makes a backward of it:
-
-================= =====================================================================
-pin_dtypes        write down the dtypes that the program only implies
-classify          op lists and user rules: low, fp32, promote, follow, keep
-constrain         hazards that lists cannot see; storages that must not be re-typed
-keep_weights      (export) ops whose weights do not fit into the low dtype
-place             the precision of every value
-place_by_harm     (with harm) the precision of every value, by time and measured accuracy
-replay            (with a plan) the precision of every value, as the plan has it
-insert_casts      casts, each once per value and dtype
-cache_weights     (inference) low copies of weights are inputs, and their casts go
-fold_weights      (export) weights are stored as they are read, and their casts go
-fuse_casts        conversions that do nothing go
-verify            it runs, and its dtypes are the planned and the promised ones
-place_fp8_linears (policy fp8, no gradients) which matmuls run in fp8
-quantise_linears  (policy fp8, no gradients) operands are scaled and converted, and matmuls read them
-mark_fp8          (policy fp8, training) the matmuls that may run in fp8
-================= =====================================================================
-
-``joint/``, Inductor's joint graph, forward and backward together:
-
-================= =====================================================================
-scale_backward    (fp16) loss scaling and finite checks inside the backward
-place_fp8         (policy fp8) which matmuls run in fp8, forward and backward
-quantise_matmuls  (policy fp8) operands are scaled and converted once, and matmuls read them
-gemm_epilogue     (CUDA) a matmul returns fp32 where the graph does
-keep_statistics   norms keep what their backward needs in fp32
-lay_out_gradients (CPU) gradients of convolutions in their weights' layout
-================= =====================================================================
-
-``partitioned/``, Inductor's forward, backward and inference graphs, each by itself:
-
-==================== ==================================================================
-lay_out_weights      (CPU) convolutions' weights are cast channels last
-==================== ==================================================================
+Folders say which graph a pass runs on: ``forward/``, the captured graph, before AOTAutograd makes a backward of it;
+``joint/``, Inductor's joint graph, forward and backward together; ``partitioned/``, Inductor's forward, backward and
+inference graphs, each by itself.
 
 What a pass is, and the runner, are in ``base.py``; what a pass on Inductor's graphs may read of a node, in
 ``keyed.py``. Not here: op lists (``amp_fx.policy``), costs and the cut
@@ -46,9 +11,20 @@ What a pass is, and the runner, are in ``base.py``; what a pass on Inductor's gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from amp_fx.passes.base import Pass, PassContext, PassResult, run_in_order, run_keyed, run_passes
+from amp_fx.passes.base import (
+    CAPTURED,
+    JOINT,
+    PARTITIONED,
+    Pass,
+    PassContext,
+    PassResult,
+    run_in_order,
+    run_keyed,
+    run_passes,
+)
 from amp_fx.passes.forward.cache_weights import CacheWeights
 from amp_fx.passes.forward.classify import Classify
 from amp_fx.passes.forward.constrain import Constrain
@@ -72,14 +48,16 @@ from amp_fx.passes.joint.quantise_matmuls import QuantiseMatmuls
 from amp_fx.passes.joint.scale_backward import ScaleBackward
 from amp_fx.passes.joint.separate_outputs import SeparateOutputs
 from amp_fx.passes.partitioned.lay_out_weights import LayOutWeights
-from amp_fx.placement.fp8_device import Fp8Device
 
 __all__ = [
-    "JOINT_PIPELINES",
+    "CAPTURED",
+    "JOINT",
     "OUTLINE",
+    "PARTITIONED",
     "PIPELINE",
-    "POST_GRAD_PIPELINES",
+    "TABLE",
     "CacheWeights",
+    "Case",
     "Classify",
     "Constrain",
     "FoldWeights",
@@ -102,85 +80,177 @@ __all__ = [
     "QuantiseLinears",
     "QuantiseMatmuls",
     "Replay",
+    "Row",
     "ScaleBackward",
     "SeparateOutputs",
     "Verify",
-    "cached_pipeline",
-    "export_pipeline",
-    "fp8_pipeline",
-    "replay_pipeline",
     "run_in_order",
     "run_keyed",
     "run_passes",
+    "select",
 ]
 
-#: forward passes, in order
-PIPELINE: tuple[Pass, ...] = (
-    PinDtypes(),
-    Classify(),
-    Constrain(),
-    Place(),
-    InsertCasts(),
-    FuseCasts(),
-    Verify(),
+
+@dataclass(frozen=True)
+class Case:
+    """What decides which passes run on a graph.
+
+    Attributes:
+        given: passes whose fields somebody else has to fill in: by a plan, measured harm, a program's weights, a scaler
+            or a device. Such a pass runs where one is given.
+        outline: only what a plan is matched with, calls and their classes.
+        caches_weights: low copies of weights live across calls.
+        devices: types of the devices that Inductor compiles for.
+        numerics: ``"compiled"`` or ``"eager"``.
+    """
+
+    given: tuple[Pass, ...] = ()
+    outline: bool = False
+    caches_weights: bool = False
+    devices: frozenset[str] = frozenset()
+    numerics: str = "compiled"
+
+    def giving(self, *more: Pass) -> Case:
+        """The same with more passes given."""
+        return replace(self, given=(*self.given, *more))
+
+    def of(self, kind: type[Pass]) -> Pass | None:
+        """The pass of a class that is given, if any."""
+        return next((step for step in self.given if type(step) is kind), None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pass in the order of one graph. What it needs and ensures stands in its class.
+
+    Attributes:
+        graph: which it runs on.
+        step: the pass; a class: the pass of it that is given.
+        does: in a few words, and in brackets when.
+        when: whether it runs; a class besides only where one is given.
+        in_outline: also where only calls and their classes are wanted.
+    """
+
+    graph: str
+    step: Pass | type[Pass]
+    does: str
+    when: Callable[[Case], bool] = lambda case: True
+    in_outline: bool = False
+
+
+def _beside(*kinds: type[Pass]) -> Callable[[Case], bool]:
+    """Where passes of all these classes are given."""
+    return lambda case: all(case.of(kind) is not None for kind in kinds)
+
+
+def _without(*kinds: type[Pass]) -> Callable[[Case], bool]:
+    """Where no pass of these classes is given."""
+    return lambda case: all(case.of(kind) is None for kind in kinds)
+
+
+def _on(*devices: str) -> Callable[[Case], bool]:
+    """Where Inductor compiles for one of these devices."""
+    return lambda case: not case.devices.isdisjoint(devices)
+
+
+def _keeps_statistics(case: Case) -> bool:
+    # eager: bit for bit what the decompositions give, which do not know whether eager PyTorch rounds here
+    return case.numerics != "eager" and _on("cpu", "cuda")(case)
+
+
+#: every pass on every graph, in order
+TABLE: tuple[Row, ...] = (
+    Row(CAPTURED, PinDtypes(), "write down the dtypes that the program only implies", in_outline=True),
+    Row(
+        CAPTURED,
+        Classify(),
+        "op lists and user rules: low, fp32, promote, follow, keep",
+        in_outline=True,
+    ),
+    Row(CAPTURED, Constrain(), "hazards that lists cannot see; storages that must not be re-typed"),
+    Row(CAPTURED, KeepWeights, "(export) ops whose weights do not fit into the low dtype"),
+    Row(CAPTURED, Place(), "the precision of every value", _without(PlaceByHarm, Replay)),
+    Row(CAPTURED, PlaceByHarm, "(harm) the precision of every value, by time and measured accuracy"),
+    Row(CAPTURED, Replay, "(plan) the precision of every value, as the plan has it"),
+    Row(CAPTURED, InsertCasts(), "casts, each once per value and dtype"),
+    Row(
+        CAPTURED,
+        FoldWeights,
+        "(export) weights are stored as they are read, and their casts go",
+        _without(PlaceFp8Linears),
+    ),
+    Row(CAPTURED, FuseCasts(), "conversions that do nothing go"),
+    Row(CAPTURED, PlaceFp8Linears, "(policy fp8, no gradients) which matmuls run in fp8"),
+    Row(
+        CAPTURED,
+        QuantiseLinears(),
+        "(policy fp8, no gradients) operands are scaled and converted, and matmuls read them",
+        _beside(PlaceFp8Linears),
+    ),
+    Row(
+        CAPTURED,
+        FoldWeights,
+        "(export, policy fp8) weights are stored as they are read, and their casts go",
+        _beside(PlaceFp8Linears),
+    ),
+    Row(
+        CAPTURED,
+        FuseCasts(),
+        "(export, policy fp8) casts that folding has left go",
+        _beside(FoldWeights, PlaceFp8Linears),
+    ),
+    Row(
+        CAPTURED,
+        CacheWeights(),
+        "(inference) low copies of weights are inputs, and their casts go",
+        lambda case: case.caches_weights,
+    ),
+    Row(CAPTURED, Verify(), "it runs, and its dtypes are the planned and the promised ones"),
+    Row(CAPTURED, MarkFp8, "(policy fp8, training) the matmuls that may run in fp8"),
+    Row(JOINT, ScaleBackward, "(fp16) loss scaling and finite checks inside the backward"),
+    Row(JOINT, PlaceFp8, "(policy fp8) which matmuls run in fp8, forward and backward"),
+    Row(
+        JOINT,
+        QuantiseMatmuls(),
+        "(policy fp8) operands are scaled and converted once, and matmuls read them",
+        _beside(PlaceFp8),
+    ),
+    Row(
+        JOINT,
+        SeparateOutputs(),
+        "(CPU, CUDA) what is returned widened is read as it was",
+        _on("cpu", "cuda"),
+    ),
+    Row(JOINT, LayOutGradients(), "(CPU) gradients of convolutions in their weights' layout", _on("cpu")),
+    Row(JOINT, GemmEpilogue(), "(CUDA) a matmul returns fp32 where the graph does", _on("cuda")),
+    Row(
+        JOINT,
+        KeepStatistics(),
+        "(not numerics eager) norms keep what their backward needs in fp32",
+        _keeps_statistics,
+    ),
+    Row(PARTITIONED, LayOutWeights(), "(CPU) convolutions' weights are cast channels last", _on("cpu")),
 )
 
+
+def select(graph: str, case: Case) -> tuple[Pass, ...]:
+    """The passes that run on a graph, in order.
+
+    Args:
+        graph: one of :data:`CAPTURED`, :data:`JOINT`, :data:`PARTITIONED`.
+        case: what decides about it.
+    """
+    steps: list[Pass] = []
+    for row in TABLE:
+        step = row.step if isinstance(row.step, Pass) else case.of(row.step)
+        if row.graph != graph or step is None or (case.outline and not row.in_outline) or not row.when(case):
+            continue
+        steps.append(step)
+    return tuple(steps)
+
+
+#: forward passes, in order
+PIPELINE = select(CAPTURED, Case())
+
 #: what a plan is matched with: calls and their classes
-OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())
-
-#: device type -> passes on Inductor's joint graphs, in order
-JOINT_PIPELINES: dict[str, tuple[Pass, ...]] = {
-    "cuda": (SeparateOutputs(), GemmEpilogue(), KeepStatistics()),
-    "cpu": (SeparateOutputs(), LayOutGradients(), KeepStatistics()),
-}
-
-#: device type -> passes on Inductor's graphs after partitioning, in order
-POST_GRAD_PIPELINES: dict[str, tuple[Pass, ...]] = {"cpu": (LayOutWeights(),)}
-
-
-def cached_pipeline(pipeline: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Forward passes for a graph whose low weights live across calls."""
-    return tuple(
-        step
-        for base in pipeline
-        for step in ((CacheWeights(), base) if isinstance(base, Verify) else (base,))
-    )
-
-
-def fp8_pipeline(
-    pipeline: Sequence[Pass], here: Fp8Device | None = None, *, planned: bool = False
-) -> tuple[Pass, ...]:
-    """Forward passes for a graph whose low matmuls may run in fp8.
-
-    Args:
-        pipeline: without fp8.
-        here: the device, for a graph without gradients; None: the joint graph is where matmuls are chosen.
-        planned: a plan that is followed says what runs in fp8.
-    """
-    if here is None:
-        return (*pipeline, MarkFp8(planned))
-    return _with(pipeline, {FuseCasts: (PlaceFp8Linears(here), QuantiseLinears())})
-
-
-def export_pipeline(keep: KeepWeights, fold: FoldWeights, here: Fp8Device | None = None) -> tuple[Pass, ...]:
-    """The forward passes for a program that is stored together with its weights.
-
-    Args:
-        keep: weights that stay fp32.
-        fold: weights that are stored low.
-        here: a device, for a program whose low matmuls may run in fp8.
-    """
-    if here is None:
-        return _with(PIPELINE, {Constrain: (keep,), InsertCasts: (fold,)})
-    # what is folded leaves casts
-    return _with(fp8_pipeline(PIPELINE, here), {Constrain: (keep,), QuantiseLinears: (fold, FuseCasts())})
-
-
-def _with(pipeline: Sequence[Pass], after: Mapping[type[Pass], Sequence[Pass]]) -> tuple[Pass, ...]:
-    """A pipeline with more passes, each after one of a class."""
-    return tuple(step for base in pipeline for step in (base, *after.get(type(base), ())))
-
-
-def replay_pipeline(step_in: Replay | PlaceByHarm, pipeline: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:
-    """The forward passes where a plan, or measured harm, says what :class:`Place` would choose."""
-    return tuple(step_in if isinstance(step, Place) else step for step in pipeline)
+OUTLINE = select(CAPTURED, Case(outline=True))

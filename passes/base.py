@@ -27,6 +27,9 @@ from amp_fx.plans.reading import add_graph
 from amp_fx.policy import Policy
 
 __all__ = [
+    "CAPTURED",
+    "JOINT",
+    "PARTITIONED",
     "RULES_META",
     "Pass",
     "PassContext",
@@ -38,6 +41,10 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+#: The graphs that passes run on: the captured one, Inductor's joint one with forward and backward together, and
+#: Inductor's forward, backward and inference graphs, each by itself. A pass on one of the last two needs it by name.
+CAPTURED, JOINT, PARTITIONED = "captured graph", "joint graph", "partitioned graph"
 
 #: gm.meta key: the user's rules that are about a call of the graph, until the pipeline has run
 RULES_META = "amp_fx_rules"
@@ -84,7 +91,7 @@ class Pass(abc.ABC):
 
     #: kebab-case name in logs and errors
     name: ClassVar[str]
-    #: facts that passes before this one establish
+    #: facts that passes before this one establish, or the name of the one graph that it runs on
     needs: ClassVar[frozenset[str]] = frozenset()
     #: facts that hold afterwards
     ensures: ClassVar[frozenset[str]] = frozenset()
@@ -143,23 +150,28 @@ def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassCont
     Raises:
         PassError: a pass failed; the cause is chained.
     """
-    _run(gm, pipeline, context)
+    _run(gm, pipeline, context, CAPTURED)
     gm.recompile()
 
 
-def run_keyed(gm: fx.GraphModule, pipeline: Sequence[Pass]) -> None:
+def run_keyed(gm: fx.GraphModule, pipeline: Sequence[Pass], graph: str = JOINT) -> None:
     """Runs a pipeline on a graph that Inductor looks up in caches: its passes read no more than the keys hold.
+
+    Args:
+        gm: rewritten in place.
+        pipeline: in order.
+        graph: which of Inductor's graphs it is.
 
     Raises:
         PassError: a pass failed, or read more; the cause is chained.
     """
     with only_keyed(gm, {name for step in pipeline for name in step.marks}):
-        _run(gm, pipeline, PassContext())
+        _run(gm, pipeline, PassContext(), graph)
     gm.recompile()
 
 
-def _run(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> None:
-    facts: set[str] = set()
+def _run(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, graph: str) -> None:
+    facts = {graph}
     done: list[str] = []
     for step in pipeline:
         missing = step.needs - facts

@@ -24,7 +24,16 @@ from amp_fx.graphs.devices import graph_device, graph_devices
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
-from amp_fx.passes import FoldWeights, KeepWeights, PassContext, export_pipeline, run_passes
+from amp_fx.passes import (
+    CAPTURED,
+    Case,
+    FoldWeights,
+    KeepWeights,
+    PassContext,
+    PlaceFp8Linears,
+    run_passes,
+    select,
+)
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.fp8_device import Fp8Device, fp8_device
 from amp_fx.placement.profile import DeviceProfile
@@ -145,13 +154,12 @@ def _convert(
         profile,
         folded=frozenset(weight.name for weight in weights),
     )
+    case = Case((KeepWeights(tuple(w.name for w in kept)), fold))
     here = None
     if opts.shared.policy.base == "fp8":
         here = fp8_device(opts.shared.fp8, profile, device, low).without_gradients()
-    pipeline = export_pipeline(
-        KeepWeights(tuple(w.name for w in kept)), fold, here if isinstance(here, Fp8Device) else None
-    )
-    plan = run_passes(gm, pipeline, context)
+        case = case.giving(PlaceFp8Linears(here)) if isinstance(here, Fp8Device) else case
+    plan = run_passes(gm, select(CAPTURED, case), context)
     plan.fp8 = "" if here is None else here.meaning
     for given in plan.inputs:
         given.parameter = given.name in context.folded or given.copy_of in context.folded

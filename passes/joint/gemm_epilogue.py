@@ -12,7 +12,7 @@ from amp_fx._torch import OpOverload
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
 
 __all__ = ["GemmEpilogue"]
 
@@ -57,6 +57,8 @@ class GemmEpilogue(Pass):
     """
 
     name: ClassVar[str] = "gemm-epilogue"
+    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
+    ensures: ClassVar[frozenset[str]] = frozenset({"matmuls-widened"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""

@@ -11,7 +11,7 @@ import torch.fx as fx
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
 from amp_fx.placement.layout import CAST
 
 __all__ = ["KeepStatistics", "is_low_norm"]
@@ -45,6 +45,8 @@ class KeepStatistics(Pass):
     """
 
     name: ClassVar[str] = "keep-statistics"
+    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
+    ensures: ClassVar[frozenset[str]] = frozenset({"statistics-kept"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""

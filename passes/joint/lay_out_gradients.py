@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lays_out_convolutions
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
 from amp_fx.placement.layout import CAST, lay_out, relaid_weight
 
 __all__ = ["LayOutGradients"]
@@ -38,6 +38,8 @@ class LayOutGradients(Pass):
     """
 
     name: ClassVar[str] = "lay-out-gradients"
+    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
+    ensures: ClassVar[frozenset[str]] = frozenset({"gradients-laid-out"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""

@@ -12,7 +12,7 @@ from amp_fx._torch import joint_roles, size_hint
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
 
 __all__ = ["ScaleBackward"]
 
@@ -52,6 +52,8 @@ class ScaleBackward(Pass):
     """
 
     name: ClassVar[str] = "scale-backward"
+    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
+    ensures: ClassVar[frozenset[str]] = frozenset({"gradients-scaled"})
 
     scale: int
 

@@ -12,7 +12,7 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.flops import is_matmul
 from amp_fx.graphs.storages import storage_of
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
 from amp_fx.placement.layout import CAST
 
 __all__ = ["SeparateOutputs", "widens_for_both"]
@@ -56,6 +56,8 @@ class SeparateOutputs(Pass):
     """
 
     name: ClassVar[str] = "separate-outputs"
+    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
+    ensures: ClassVar[frozenset[str]] = frozenset({"outputs-separated"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lays_out_convolutions
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import PARTITIONED, Pass, PassContext, PassResult
 from amp_fx.placement.layout import channels_last_strides, lay_out, relaid_weight
 
 __all__ = ["LayOutWeights"]
@@ -40,6 +40,8 @@ class LayOutWeights(Pass):
     """
 
     name: ClassVar[str] = "lay-out-weights"
+    needs: ClassVar[frozenset[str]] = frozenset({PARTITIONED})
+    ensures: ClassVar[frozenset[str]] = frozenset({"weights-laid-out"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""

@@ -15,8 +15,18 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from amp_fx import Policy
-from amp_fx.passes import PIPELINE, Classify, Constrain, PassContext, PinDtypes, PlaceByHarm, run_passes
-from amp_fx.passes import replay_pipeline as with_place
+from amp_fx.passes import (
+    CAPTURED,
+    PIPELINE,
+    Case,
+    Classify,
+    Constrain,
+    PassContext,
+    PinDtypes,
+    PlaceByHarm,
+    run_passes,
+    select,
+)
 from amp_fx.passes.base import run_in_order
 from amp_fx.passes.forward.place_by_harm import PricedGraph, price
 from amp_fx.placement.cut import LOW, evaluate
@@ -75,7 +85,7 @@ def placed(
     for name, value in (harm or {}).items():
         rows[name] = CallHarm(name, value, value, dict.fromkeys(rows[name].reads, ReadHarm(value, value)))
     return run_passes(
-        captured(program, *args, low=low), with_place(PlaceByHarm(rows, **goal), PIPELINE), context
+        captured(program, *args, low=low), select(CAPTURED, Case((PlaceByHarm(rows, **goal),))), context
     )
 
 
@@ -159,7 +169,7 @@ def test_an_op_of_the_fp32_list_goes_low_where_that_is_harmless() -> None:
         if "linear" in row.name:
             row.value = 1e-6
     gm = captured(stream, *args, device="cuda")
-    plan = run_passes(gm, with_place(PlaceByHarm(rows), PIPELINE), CONTEXT)
+    plan = run_passes(gm, select(CAPTURED, Case((PlaceByHarm(rows),))), CONTEXT)
     norms = [row for row in plan.nodes if row.op == "layer_norm"]
     assert any(row.dtype is torch.bfloat16 for row in norms)
     assert any(row.dtype is torch.bfloat16 for row in plan.nodes if row.op == "add.Tensor")
@@ -192,7 +202,7 @@ def test_a_hazard_holds_whatever_was_measured() -> None:
 def test_what_was_not_measured_is_as_autocast_has_it() -> None:
     plain = run_passes(captured(variance, *ARGS), PIPELINE, PassContext(training=True))
     blind = run_passes(
-        captured(variance, *ARGS), with_place(PlaceByHarm({}), PIPELINE), PassContext(training=True)
+        captured(variance, *ARGS), select(CAPTURED, Case((PlaceByHarm({}),))), PassContext(training=True)
     )
     assert [row.dtype for row in blind.nodes] == [row.dtype for row in plain.nodes]
 
