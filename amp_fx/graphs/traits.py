@@ -115,10 +115,10 @@ OPS: Mapping[str, Op] = MappingProxyType(
     {
         # matmuls
         "linear": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=_BY_ROWS),
+        "addmm": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=LinearForm(1, 2, 0, by_rows=False), addend="self"),
+        "mm": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=_BY_COLUMNS),
         "matmul": _op(_T.WIDE_GRADIENT, linear=_BY_COLUMNS),
         "matmul.*": _op(_T.MATMUL),
-        "mm": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=_BY_COLUMNS),
-        "addmm": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=LinearForm(1, 2, 0, by_rows=False), addend="self"),
         "bmm": _op(_T.MATMUL, _T.WIDE_GRADIENT),
         "baddbmm": _op(_T.MATMUL, _T.WIDE_GRADIENT, addend="self"),
         "bilinear": _op(_T.MATMUL),
