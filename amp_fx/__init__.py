@@ -28,6 +28,7 @@ from amp_fx.plans import CastPlan, NodePlan, Plan
 from amp_fx.policy import Policy, Rule
 from amp_fx.reports import Recording, Report, explain, histogram, record
 from amp_fx.scaling import GradScaler
+from amp_fx.state import reset
 
 __all__ = [
     "AmpFxError",
@@ -61,6 +62,7 @@ __all__ = [
     "extra_files",
     "histogram",
     "record",
+    "reset",
 ]
 
 try:

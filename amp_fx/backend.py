@@ -7,7 +7,6 @@ Registered by the entry point ``torch_dynamo_backends``; decorating it as well w
 from __future__ import annotations
 
 import enum
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +34,7 @@ from amp_fx.plans.unused import unused_rules
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import autocast_casts, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
+from amp_fx.state import cache_results
 from amp_fx.weights.freezing import freeze
 from amp_fx.weights.inference import cached, copied_weights
 from amp_fx.weights.watch import counting
@@ -107,7 +107,7 @@ def _settled(opts: Options) -> Options:
     return replace(opts, weights="cast") if is_cast else opts
 
 
-@functools.cache
+@cache_results()
 def _say_cast(weights: str) -> None:
     """Once in a process."""
     logger.info("weights=%r means 'cast' in graphs with gradients", weights)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -34,6 +33,7 @@ from amp_fx.passes.joint.separate_outputs import widens_for_both
 from amp_fx.placement import layout
 from amp_fx.plans.publish import is_heard
 from amp_fx.scaling.scaled_graph import ScaledGraph
+from amp_fx.state import cache_results
 
 __all__ = ["KEYED_ROOMS", "lower"]
 
@@ -96,7 +96,7 @@ def _hook(graph: str, case: Case, opts: Options) -> dict[str, Any]:
     return graph_pass(stage, uuid, lambda gm: run_keyed(gm, passes, graph), opts.inductor)
 
 
-@functools.cache
+@cache_results()
 def _sources() -> str:
     """A hash of the rooms that passes are made of, constants included."""
     return source_hash(*(path for room in KEYED_ROOMS for path in sys.modules[f"amp_fx.{room}"].__path__))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from amp_fx.scaling import unscaled
+import amp_fx
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,8 +23,8 @@ def _fresh_state() -> Iterator[None]:
     """Each test starts with nothing compiled, a fixed seed, and must leave the ambient autocast as it was."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    # graphs of other tests, which wait for an optimizer to warn of missing loss scaling
-    unscaled.wait_no_more()
+    # weights of other tests, and graphs that wait for an optimizer to warn of missing loss scaling
+    amp_fx.reset()
     yield
     for device in ("cpu", "cuda"):
         assert not torch.is_autocast_enabled(device), f"the test left torch.autocast({device!r}) on"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import torch.fx as fx
+
+from amp_fx.state import cache_results
 
 __all__ = ["module_path", "source_line", "where"]
 
@@ -37,7 +38,7 @@ def module_path(node: fx.Node) -> str:
     return _INDEXED.sub(r".\1", path).lstrip(".")
 
 
-@functools.lru_cache(maxsize=4096)  # repeated layers have the same lines
+@cache_results(4096)  # repeated layers have the same lines
 def _innermost_line(trace: str) -> str:
     lines = [line.strip() for line in trace.strip().splitlines()]
     for index in range(len(lines) - 1, -1, -1):

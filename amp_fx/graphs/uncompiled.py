@@ -22,6 +22,7 @@ from typing import Any
 import torch.fx as fx
 
 from amp_fx._torch import AFTER_STEP, EXIT, DynamoWatch, LeftOut, is_looked_up, rest_left_out
+from amp_fx.state import register
 
 __all__ = ["graph_arrived", "not_told", "remedy", "watch"]
 
@@ -41,6 +42,7 @@ _not_told: ContextVar[bool] = ContextVar("amp_fx_not_told", default=False)
 
 #: what this process was told
 _told: set[str] = set()
+register("what was told of code that is not compiled", _told.clear)
 
 
 def watch(backend: Callable[..., Any]) -> None:

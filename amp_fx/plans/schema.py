@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import types
 import typing
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from amp_fx.errors import AmpFxError, did_you_mean
+from amp_fx.state import cache_results
 
 __all__ = ["SchemaError", "decode", "parse_object"]
 
@@ -105,7 +105,7 @@ def _object(cls: Any, value: Any, where: str) -> Any:
     return cls(**{key: _decode(hints[key], item, f"{where}.{key}") for key, item in value.items()})
 
 
-@functools.cache
+@cache_results()
 def _fields(cls: type) -> tuple[dict[str, Any], list[str]]:
     """Annotations by field, and the fields without a default."""
     hints = typing.get_type_hints(cls)

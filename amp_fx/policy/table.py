@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from amp_fx._torch import op_name
+from amp_fx.state import cache_results
 
 from .classes import OpClass, OpGroup, Origin
 from .common import COMMON_GROUPS
@@ -80,7 +80,7 @@ def _is_functional_pointwise(op: torch._ops.OpOverload) -> bool:
     )
 
 
-@functools.cache
+@cache_results()
 def _table(device_type: str) -> Mapping[str, OpGroup]:
     groups = _DEVICE_GROUPS.get(device_type)
     if groups is None:

@@ -26,6 +26,7 @@ from amp_fx.graphs.regions import Region
 from amp_fx.plans.plan import Plan
 from amp_fx.scaling.registry import scaler_of
 from amp_fx.scaling.stepping import parameters_of
+from amp_fx.state import register
 
 __all__ = [
     "expect_scaler",
@@ -76,6 +77,14 @@ class _State:
 
 
 _state = _State()
+
+
+def _forget() -> None:
+    """Nothing was said, and nothing waits; steps that are looked at still are."""
+    vars(_state).update(vars(_State(is_hooked=_state.is_hooked)))
+
+
+register("warnings about loss scaling, and graphs that wait for a step", _forget)
 
 
 def is_scaled(regions: Mapping[str, Region]) -> bool:

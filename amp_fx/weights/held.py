@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from amp_fx.state import register
 from amp_fx.weights.constants import folded_bytes
 from amp_fx.weights.copies import clear_copies, copied_bytes
 from amp_fx.weights.watch import forget
@@ -18,3 +19,6 @@ def clear() -> None:
 def held_bytes() -> int:
     """Bytes of all copies that are alive, and of the constants that frozen graphs have made of weights."""
     return copied_bytes() + folded_bytes()
+
+
+register("copies of weights", clear)

@@ -1,0 +1,48 @@
+"""What amp_fx keeps in a process stands in one list, and is forgotten by one call."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import amp_fx
+from amp_fx import state
+from amp_fx.graphs import uncompiled
+from amp_fx.policy import table
+from amp_fx.scaling import unscaled
+
+ROOT = Path(__file__).parents[2]
+
+#: these cache what is not forgotten, or say what is said once in another way
+LEFT = {"state.py", "copies.py", "watch.py", "fp8_device.py"}
+
+
+def test_results_are_cached_in_one_way() -> None:
+    files = [path for room in ("amp_fx", "passes", "viz") for path in (ROOT / room).rglob("*.py")]
+    found = {
+        path.name
+        for path in files
+        if re.search(r"\b(lru_cache|functools\.cache)\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(files) > 100
+    assert found <= LEFT
+
+
+def test_what_is_kept_is_forgotten() -> None:
+    unscaled._state.warned = unscaled._state.any_optimizer = True
+    uncompiled._known.told.add("something")
+    rows = table._table("cpu")
+    assert table._table("cpu") is rows
+    hooked = unscaled._state.is_hooked
+    amp_fx.reset()
+    assert not unscaled._state.warned
+    assert not unscaled._state.any_optimizer
+    assert unscaled._state.is_hooked is hooked
+    assert not uncompiled._known.told
+    assert table._table("cpu") is not rows
+
+
+def test_everything_is_registered_under_a_name_of_its_own() -> None:
+    names = state.registered()
+    assert "copies of weights" in names
+    assert any(name.endswith("_say_cast") for name in names)
