@@ -80,8 +80,9 @@ _state = _State()
 
 
 def _forget() -> None:
-    """Nothing was said, and nothing waits; steps that are looked at still are."""
-    vars(_state).update(vars(_State(is_hooked=_state.is_hooked)))
+    """Nothing was said, and nothing waits."""
+    wait_no_more()
+    _state.warned = _state.warned_ignored = False
 
 
 register("warnings about loss scaling, and graphs that wait for a step", _forget)
