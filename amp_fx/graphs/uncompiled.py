@@ -42,7 +42,7 @@ _not_told: ContextVar[bool] = ContextVar("amp_fx_not_told", default=False)
 
 #: what this process was told
 _told: set[str] = set()
-register("what was told of code that is not compiled", _told.clear)
+register("what was told of code that is not compiled", lambda: _told.clear())
 
 
 def watch(backend: Callable[..., Any]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 from amp_fx._torch import registered_ops
 from amp_fx.errors import OptionsError, did_you_mean
 from amp_fx.policy.table import all_names, supported_devices
+from amp_fx.state import cache_results
 
 __all__ = ["check_op"]
 
@@ -48,7 +47,7 @@ def check_op(op: str, rule: object) -> None:
     )
 
 
-@functools.cache
+@cache_results()
 def _listed() -> frozenset[str]:
     """What is on some list, with overloads and without."""
     names = {name for device in supported_devices() for name in all_names(device)}
