@@ -31,6 +31,8 @@ class Model(nn.Module):
 class Small(Model):
     """Too small to gain: by default it stays fp32 in training."""
 
+    rate = 0.4
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(_WIDTH, 64), nn.Linear(64, 16)
@@ -58,6 +60,8 @@ class Large(Model):
 class Convolutions(Model):
     """Convolutions with BatchNorm, which inference folds, and a classifier."""
 
+    rate = 0.06
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16)
@@ -72,6 +76,8 @@ class Convolutions(Model):
 
 class Attention(Model):
     """One transformer layer with a fused qkv."""
+
+    rate = 1.5
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,6 +97,8 @@ class Attention(Model):
 
 class Tied(Model):
     """A head whose weight is the embedding's: a low and an fp32 reader."""
+
+    rate = 0.06
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,6 +131,8 @@ class Experts(Model):
 class Broken(Model):
     """Two graphs: Dynamo breaks between them, and both read one weight."""
 
+    rate = 1.5
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, 16)
@@ -135,6 +145,8 @@ class Broken(Model):
 
 class Shared(Model):
     """One weight with two readers; a rule about one of them makes them differ."""
+
+    rate = 1.5
 
     def __init__(self) -> None:
         super().__init__()

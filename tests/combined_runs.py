@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from combinations import AXES, Row, covering_rows, options_of, words
 from combined_models import Model, make
 from fp8 import FP8_CPU
 
-__all__ = ["STEPS", "Seen", "check", "distances", "session"]
+__all__ = ["STEPS", "Seen", "check", "check_accuracy", "compiled", "distances", "session", "with_files"]
 
 Prepare = Callable[[Model], Callable[..., Any]]
 
@@ -59,35 +59,49 @@ def check(row: Row, folder: Path) -> None:
         AssertionError: a result is worse than eager autocast allows, or has another dtype, or is another one from a
             warm cache.
     """
-    low, ambient = _low_dtype(row), AXES["autocast"][row["autocast"]]
-    options, dynamic = _with_files(row, folder), AXES["dynamic"][row["dynamic"]]
+    options = with_files(row, folder)
+    cold = compiled(row, options)
+    _check_dtypes(row, cold)
+    check_accuracy(row, cold)
+    if (row["numerics"], row["profile"], row["policy"]) == ("eager", "off", "autocast"):
+        _check_bits(row, cold)
+    counters.clear()
+    warm = compiled(row, options)
+    # graphs that Inductor freezes are not cached
+    assert counters["aot_autograd"]["autograd_cache_saved"] == 0, "compiled again with a warm cache"
+    for step, again, found in zip(STEPS, warm, cold, strict=True):
+        pairs = zip(_tensors(again), _tensors(found), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), f"{step}: another result from a warm cache"
 
-    def ours() -> list[Seen]:
-        torch._dynamo.reset()
-        return session(
-            row, lambda m: torch.compile(m, backend="amp_fx", options=options, dynamic=dynamic), ambient
-        )
 
-    cold = ours()
-    _check_dtypes(cold, session(row, _eagerly, ambient))
-    autocast, exact = session(row, _eagerly, low), session(row, _eagerly, dtype=torch.float64)
-    for step, found, theirs, wanted in zip(STEPS, cold, autocast, exact, strict=True):
+def check_accuracy(row: Row, ours: Sequence[Seen]) -> None:
+    """Holds a session against fp64, beside eager autocast.
+
+    Raises:
+        AssertionError: a result is worse than eager autocast allows.
+    """
+    autocast, exact = session(row, _eagerly, _low_dtype(row)), session(row, _eagerly, dtype=torch.float64)
+    for step, found, theirs, wanted in zip(STEPS, ours, autocast, exact, strict=True):
         errors, others = distances(found, wanted), distances(theirs, wanted)
         for part, error in errors.items():
             allowed = _allowed(row, others[part])
             assert error <= allowed, f"{step}: {part} are off by {error:.2e}, allowed {allowed:.2e}"
-    if _has_inductors_bits(row):
-        torch._dynamo.reset()
-        rounding = {"emulate_precision_casts": True}
-        stock = session(row, lambda m: torch.compile(m, options=rounding, dynamic=dynamic), low)
-        assert torch.equal(cold[0].outputs[0].float(), stock[0].outputs[0].float()), "not Inductor's bits"
 
-    counters.clear()
-    warm = ours()
-    # graphs that Inductor freezes are not cached
-    assert counters["aot_autograd"]["autograd_cache_saved"] == 0, "compiled again with a warm cache"
-    for step, again, found in zip(STEPS, warm, cold, strict=True):
-        assert _same(again, found), f"{step}: another result from a warm cache"
+
+def compiled(row: Row, options: Mapping[str, Any]) -> list[Seen]:
+    """The session through amp_fx, compiled anew.
+
+    Args:
+        row: of the table.
+        options: of :func:`with_files`.
+    """
+    torch._dynamo.reset()
+    dynamic = AXES["dynamic"][row["dynamic"]]
+
+    def prepare(model: Model) -> Callable[..., Any]:
+        return torch.compile(model, backend="amp_fx", options=dict(options), dynamic=dynamic)
+
+    return session(row, prepare, AXES["autocast"][row["autocast"]])
 
 
 def session(
@@ -106,8 +120,8 @@ def session(
     program, scaler = prepare(model), _scaler(row, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=model.rate)
     seen = []
-    for seed, size in enumerate(STEPS.values()):
-        batch = model.batch(size, seed)
+    for step, size in enumerate(STEPS.values()):
+        batch = model.batch(size, seed=size)
         batch = batch.to(dtype) if batch.is_floating_point() else batch
         with AXES["gradients"][row["gradients"]](), _autocast(autocast):
             outputs = program(batch)
@@ -121,22 +135,17 @@ def session(
             scaler.update()
             optimizer.zero_grad()
         else:
-            _write(model, through_data=bool(seed))
+            _write(model, through_data=step > 0)
     return seen
 
 
-def distances(seen: Seen, exact: Seen) -> dict[str, float]:
-    """Relative distance, in L2, of outputs, gradients and buffers."""
-    parts = ("outputs", "gradients", "buffers")
-    return {part: _distance(getattr(seen, part), getattr(exact, part)) for part in parts}
+def with_files(row: Row, folder: Path) -> dict[str, Any]:
+    """The options of a row, with a device profile and a plan in files.
 
-
-def _eagerly(model: Model) -> Model:
-    return model
-
-
-def _with_files(row: Row, folder: Path) -> dict[str, Any]:
-    """The options, with a device profile and a plan in files."""
+    Args:
+        row: of the table.
+        folder: of the files.
+    """
     options = options_of(row)
     if options.get("profile") == "a file":
         options["profile"] = str(folder / "profile.json")
@@ -145,9 +154,35 @@ def _with_files(row: Row, folder: Path) -> dict[str, Any]:
         model, path = make(row["model"]).train(row["gradients"] == "train"), folder / "report.json"
         torch._dynamo.reset()
         with AXES["gradients"][row["gradients"]](), _autocast(AXES["autocast"][row["autocast"]]):
-            amp_fx.explain(model, model.batch(4, 0), options=options).save(path)
+            amp_fx.explain(model, model.batch(4, seed=0), options=options).save(path)
         options["plan"] = str(path)
     return options
+
+
+def distances(seen: Seen, exact: Seen) -> dict[str, float]:
+    """Relative distance, in L2, of outputs, gradients and buffers."""
+    parts = ("outputs", "gradients", "buffers")
+    return {part: _distance(getattr(seen, part), getattr(exact, part)) for part in parts}
+
+
+def _check_dtypes(row: Row, ours: Sequence[Seen]) -> None:
+    eager = session(row, _eagerly, AXES["autocast"][row["autocast"]])
+    got, wanted = ([[value.dtype for value in _tensors(seen)] for seen in run] for run in (ours, eager))
+    assert got == wanted, f"outputs, gradients and buffers have dtypes {got}, eagerly {wanted}"
+
+
+def _check_bits(row: Row, ours: Sequence[Seen]) -> None:
+    """Where nothing but the casts differs: beside Inductor's own autocast, which rounds as eager autocast does."""
+    torch._dynamo.reset()
+    options, dynamic = {"emulate_precision_casts": True}, AXES["dynamic"][row["dynamic"]]
+    stock = session(row, lambda m: torch.compile(m, options=options, dynamic=dynamic), _low_dtype(row))
+    # the backward, which is traced under autocast there, is another one
+    got, wanted = ours[0].outputs[0].float(), stock[0].outputs[0].float()
+    assert torch.equal(got, wanted), f"outputs differ from Inductor's by {(got - wanted).abs().max()}"
+
+
+def _eagerly(model: Model) -> Model:
+    return model
 
 
 def _low_dtype(row: Row) -> torch.dtype:
@@ -182,11 +217,6 @@ def _allowed(row: Row, autocast_error: float) -> float:
     return (2.0 if row["policy"].startswith("fast") else 1.25) * autocast_error + 2e-3
 
 
-def _has_inductors_bits(row: Row) -> bool:
-    """True where nothing but the casts differs from Inductor's own autocast."""
-    return (row["numerics"], row["profile"], row["policy"]) == ("eager", "off", "autocast")
-
-
 def _distance(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     pairs = [(value.double(), wanted.double()) for value, wanted in zip(values, exact, strict=True)]
     wrong = sum((value - wanted).square().sum().item() for value, wanted in pairs)
@@ -196,15 +226,6 @@ def _distance(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 def _tensors(seen: Seen) -> list[Tensor]:
     return [*seen.outputs, *seen.gradients, *seen.buffers]
-
-
-def _check_dtypes(ours: Sequence[Seen], eager: Sequence[Seen]) -> None:
-    got, wanted = ([[value.dtype for value in _tensors(seen)] for seen in run] for run in (ours, eager))
-    assert got == wanted, f"outputs, gradients and buffers have dtypes {got}, eagerly {wanted}"
-
-
-def _same(one: Seen, other: Seen) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(_tensors(one), _tensors(other), strict=True))
 
 
 @contextlib.contextmanager
