@@ -70,6 +70,9 @@ def lower(
     devices = frozenset(device for device in graph_devices(gm) if device != "cpu" or _concerns_cpu(gm))
     case = Case(tuple(given), devices=devices, numerics=opts.numerics)
     own = {**_hook(JOINT, case, opts), **_hook(PARTITIONED, case, opts)}
+    if "cpu" in devices:
+        # what the caches hand out may call it
+        layout.convert_op()
     # the cache does not tell a listener what the pass chose
     anew = traced_anew() if fp8 is not None and is_heard() else contextlib.nullcontext()
     with autocast_shield(), anew:

@@ -211,10 +211,10 @@ def _at_exit(call: Call) -> Undo:
 
 
 def _leave_untraced() -> Undo:
-    """Dynamo leaves the code in some of our folders alone, as it does torch's own scaler."""
+    """Dynamo leaves our code alone, as it does torch's own scaler; but for functions around modules to compile."""
     from torch._dynamo import trace_rules
 
-    ours = [f"{Path(__file__).parents[1] / room}/" for room in ("scaling", "weights")]
+    ours = [str(path) for path in Path(__file__).parents[1].iterdir() if path.name != "integrations"]
     trace_rules.SKIP_DIRS.extend(ours)
     trace_rules._recompile_re()
 

@@ -8,6 +8,7 @@ a Zen 5). What a step gains by it: ``python -m benchmarks --only resnet_cifar``.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -22,9 +23,10 @@ from amp_fx.graphs.values import LOW_DTYPES
 
 __all__ = [
     "CAST",
-    "CONVERT",
     "channels_last_strides",
+    "convert_op",
     "convolves",
+    "is_convert",
     "is_convolution",
     "is_relaid",
     "lay_out",
@@ -42,15 +44,7 @@ _PIECE = 2**18
 #: elements below which calling the library costs what its copy saves
 _WORTH_A_CALL = 2**15
 
-_library = torch.library.Library("amp_fx", "DEF")
-_library.define(
-    "convert(Tensor x, ScalarType dtype, int[] stride) -> Tensor",
-    # no strides are asked of its input: undoing them is what it is for
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
-)
 
-
-@torch.library.impl(_library, "convert", "CPU")
 def _convert(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
     """``x`` in another dtype, laid out as ``stride`` says. ``x`` has at least one dimension."""
     result = torch.empty_strided(x.shape, stride, dtype=dtype, device=x.device)
@@ -64,13 +58,32 @@ def _convert(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
     return result
 
 
-@torch.library.register_fake("amp_fx::convert", lib=_library)
-def _(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
-    return x.new_empty_strided(x.shape, stride, dtype=dtype)
+def convert_op() -> OpOverload:
+    """``(x, dtype, stride) -> a new tensor with the values of x``. Torch knows the op once this was called."""
+    _library()
+    return torch.ops.amp_fx.convert.default
 
 
-#: (x, dtype, stride) -> a new tensor with the values of x
-CONVERT: OpOverload = torch.ops.amp_fx.convert.default
+@functools.cache
+def _library() -> torch.library.Library:
+    library = torch.library.Library("amp_fx", "DEF")
+    library.define(
+        "convert(Tensor x, ScalarType dtype, int[] stride) -> Tensor",
+        # no strides are asked of its input: undoing them is what it is for
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+    )
+    library.impl("convert", _convert, "CPU")
+    torch.library.register_fake(
+        "amp_fx::convert",
+        lambda x, dtype, stride: x.new_empty_strided(x.shape, stride, dtype=dtype),
+        lib=library,
+    )
+    return library
+
+
+def is_convert(node: fx.Node) -> bool:
+    """True for calls of that op."""
+    return str(node.target) == "amp_fx.convert.default"
 
 
 def lay_out(cast: fx.Node, stride: Sequence[int]) -> None:
@@ -78,7 +91,7 @@ def lay_out(cast: fx.Node, stride: Sequence[int]) -> None:
     graph = cast.graph
     with graph.inserting_before(cast):
         laid_out = graph.call_function(
-            CONVERT, (cast.all_input_nodes[0], cast.meta["val"].dtype, list(stride))
+            convert_op(), (cast.all_input_nodes[0], cast.meta["val"].dtype, list(stride))
         )
     laid_out.meta = {**cast.meta, "val": run_fake(laid_out)}
     cast.replace_all_uses_with(laid_out)

@@ -10,7 +10,7 @@ from torch import Tensor
 from amp_fx._torch import Lowered
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import cast_bytes, is_eligible
-from amp_fx.placement.layout import CONVERT
+from amp_fx.placement.layout import is_convert
 
 __all__ = ["calls", "cast_kernels", "conversion", "conversions", "is_move"]
 
@@ -51,7 +51,7 @@ def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:
     called = [
         (frozenset({node}), cast_bytes(values[0], values[1].dtype))
         for node in calls(lowered.after)
-        if node.target is CONVERT and (values := conversion(node)) is not None
+        if is_convert(node) and (values := conversion(node)) is not None
     ]
     return generated + called
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_fx._torch import FakeTensorMode
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.passes import LayOutGradients, LayOutWeights, PassContext
-from amp_fx.placement.layout import CONVERT, channels_last_strides, is_relaid
+from amp_fx.placement.layout import channels_last_strides, convert_op, is_relaid
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -32,17 +32,17 @@ def test_there_and_back_it_has_the_values_of_a_cast_and_the_layout_asked_for(
     shape: tuple[int, ...], low: torch.dtype
 ) -> None:
     weight = torch.randn(shape)
-    narrow = CONVERT(weight, low, channels_last_strides(shape))
+    narrow = convert_op()(weight, low, channels_last_strides(shape))
     assert narrow.is_contiguous(memory_format=CHANNELS_LAST)
     torch.testing.assert_close(narrow, weight.to(low), rtol=0, atol=0)
-    wide = CONVERT(narrow, torch.float32, list(weight.stride()))
+    wide = convert_op()(narrow, torch.float32, list(weight.stride()))
     assert wide.is_contiguous()
     torch.testing.assert_close(wide, narrow.float(), rtol=0, atol=0)
 
 
 def test_it_keeps_the_promises_of_a_custom_op() -> None:
     torch.library.opcheck(
-        CONVERT, (torch.randn(4, 3, 3, 3), torch.bfloat16, [27, 1, 9, 3]), raise_exception=True
+        convert_op(), (torch.randn(4, 3, 3, 3), torch.bfloat16, [27, 1, 9, 3]), raise_exception=True
     )
 
 
@@ -92,8 +92,8 @@ def test_the_cast_of_a_convolutions_weight_also_lays_it_out(transposed: bool) ->
         (WEIGHT, {}),
     )
     assert LayOutWeights().call(gm, PassContext()).changed == 1
-    assert targets(gm) == [CONVERT, aten.convolution.default]
-    (cast,) = gm.graph.find_nodes(op="call_function", target=CONVERT)
+    assert targets(gm) == [convert_op(), aten.convolution.default]
+    (cast,) = gm.graph.find_nodes(op="call_function", target=convert_op())
     assert cast.meta["val"].dtype is torch.bfloat16
     assert cast.meta["val"].is_contiguous(memory_format=CHANNELS_LAST)
 
@@ -158,9 +158,9 @@ def test_the_gradient_of_a_weight_is_widened_into_the_layout_of_the_weight() -> 
     gradient = output_nodes(gm)[2]
     assert not gradient.meta["val"].is_contiguous()
     assert LayOutGradients().call(gm, PassContext()).changed == 1
-    assert targets(gm).count(CONVERT) == 1
+    assert targets(gm).count(convert_op()) == 1
     gradient = output_nodes(gm)[2]
-    assert gradient.target is CONVERT
+    assert gradient.target is convert_op()
     assert gradient.meta["val"].dtype is torch.float32
     assert gradient.meta["val"].is_contiguous()
 
@@ -182,4 +182,4 @@ def test_gradients_without_that_cast_or_without_a_change_of_layout_stay(
     device = {"device": how.get("device", "cpu")}
     gm = traced(backward(transform), (IMAGE, {**LOW, **device}), (WEIGHT, how), (IMAGE, {**LOW, **device}))
     assert LayOutGradients().call(gm, PassContext()).changed == 0
-    assert CONVERT not in targets(gm)
+    assert convert_op() not in targets(gm)
