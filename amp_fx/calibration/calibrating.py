@@ -82,7 +82,7 @@ def calibrate(
         fp8: how policy fp8 scales, as in ``options=`` of the backend; ``"auto"`` is that of the device or target.
         probes: vectors of random signs per batch, each a double backward; the gradient's own direction is one more.
             More of them, or more batches, make the numbers surer where few values decide, as in a classifier's head.
-        seed: of the random signs.
+        seed: of the random signs, and of random numbers that the step itself draws, as for dropout.
 
     Raises:
         OptionsError: bad options.
@@ -103,7 +103,7 @@ def calibrate(
     scale = _scale(scale, low)
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise OptionsError(f"probes must be an integer from 1 on; got {probes!r}.")
-    steps = [Step(program, batch, loss) for batch in _each(batches)]
+    steps = [Step(program, batch, loss, seed + number) for number, batch in enumerate(_each(batches))]
     if not steps:
         raise AmpFxError("calibrate needs at least one batch; got none.")
     process = None if target is None else TargetProcess(target)

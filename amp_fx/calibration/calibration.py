@@ -18,7 +18,7 @@ from amp_fx.calibration.points import CalibratedPlan, Point
 from amp_fx.calibration.second_cut import Placed
 from amp_fx.calibration.step import Step
 from amp_fx.calibration.traced import TracedGraph
-from amp_fx.calibration.verifying import Verifier
+from amp_fx.calibration.verifying import SLACK, Verifier
 from amp_fx.errors import OptionsError, PlanError
 from amp_fx.options import Options
 from amp_fx.placement.fp8_device import multiplies
@@ -187,7 +187,8 @@ class Calibration:
             error: relative L2 error of the gradient.
             time: seconds of a step; the plan of least error within them.
             verify: run one compiled step of the plan, forward and backward, against fp32 (fp64 where that fits). A plan
-                that misses its budget by more than 1.3 times gives way to the next on the frontier.
+                that misses its budget by more than 1.3 times gives way to the next on the frontier. Where equal steps
+                have other gradients each time, nothing can be checked, and the plan says so (``unverified``).
 
         Raises:
             OptionsError: more than one limit, or one that is no positive number; or fp8 that cannot be checked here.
@@ -230,7 +231,12 @@ class Calibration:
             found = replace(point.plan, budget=limit, tried=tuple(tried))
             if not verify:
                 return found
+            allowed = point.error if limit is None else limit
+            if doubt := self._verifier.doubt(allowed):
+                return replace(found, unverified=doubt)
             measured = self._verifier.error(found.plans)
+            if measured > SLACK * allowed and (doubt := self._verifier.doubt_compiled(allowed)):
+                return replace(found, unverified=doubt)
             found = replace(found, measured=measured)
             if limit is None or self._verifier.keeps(measured, limit, self.autocast_error):
                 return found

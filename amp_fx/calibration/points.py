@@ -48,6 +48,7 @@ class CalibratedPlan:
         budget: the error that was allowed; None where the caller gave none.
         measured: the error of a compiled step; None where none was run.
         tried: (predicted, measured) of plans that missed the budget.
+        unverified: why no compiled step could check the plan, or an empty string.
     """
 
     plans: list[Plan]
@@ -55,6 +56,7 @@ class CalibratedPlan:
     budget: float | None = None
     measured: float | None = None
     tried: tuple[tuple[float, float], ...] = ()
+    unverified: str = ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file that ``options={"plan": path}`` reads.
@@ -75,4 +77,6 @@ class CalibratedPlan:
             lines.append(f"a plan predicted at {predicted:.2e} had {measured:.2e} when compiled: not taken")
         if self.measured is not None:
             lines.append(f"a compiled step has {self.measured:.2e}")
+        if self.unverified:
+            lines.append(f"not checked by a compiled step: {self.unverified}")
         return "\n".join(lines)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -28,17 +30,18 @@ class Step:
         program: the model as it is.
         batch: as the user gave it.
         loss: what the model returns -> 0-d tensor, or None.
+        seed: of the random numbers that model and loss draw.
     """
 
     program: nn.Module
     batch: Any
     loss: Callable[[Any], torch.Tensor] | None
+    seed: int = 0
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[Callable[[Callable[..., Any]], torch.Tensor]]:
         """Yields a function from what is called, such as the compiled model, to its loss; nothing has changed after."""
-        args, kwargs = call_of(self.batch)
-        with untouched(self.program, args, kwargs) as (given, named), torch.enable_grad():
+        with self._repeatable(self.program, call_of(self.batch)) as (given, named):
             yield lambda program: loss_of(program(*given, **named), self.loss)
 
     def gradients(self, program: Callable[..., Any], scale: float = 1.0) -> Gradients:
@@ -54,9 +57,21 @@ class Step:
     def exact_gradients(self) -> Gradients:
         """The same of a copy of the model in fp64."""
         wide = copy.deepcopy(self.program).double()
-        args, kwargs = tree_map(_double, call_of(self.batch))
-        with untouched(wide, args, kwargs) as (given, named), torch.enable_grad():
+        with self._repeatable(wide, tree_map(_double, call_of(self.batch))) as (given, named):
             return _gradients(loss_of(wide(*given, **named), self.loss), wide, 1.0)
+
+    @contextlib.contextmanager
+    def _repeatable(
+        self, program: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Copies of the arguments; inside, random numbers are those of every run of this step."""
+        with untouched(program, *call) as given, torch.enable_grad():
+            torch.random.default_generator.manual_seed(self.seed)
+            if torch.cuda.is_available():
+                torch.cuda.manual_seed(self.seed)
+            random.seed(self.seed)
+            np.random.seed(self.seed % 2**32)
+            yield given
 
 
 def distance(gradients: Gradients, reference: Gradients) -> float:

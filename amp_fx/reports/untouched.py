@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +37,7 @@ def untouched(
     # a reducer that waits for gradients would refuse the next step
     alone = program.no_sync() if isinstance(program, DistributedDataParallel) else contextlib.nullcontext()
     try:
-        with torch.random.fork_rng(devices), alone:
+        with torch.random.fork_rng(devices), _other_generators(), alone:
             yield tree_map(_copy, (args, dict(kwargs)))
     finally:
         for module, attributes_before, buffers, parameters in attributes:
@@ -52,6 +54,17 @@ def untouched(
                     value.copy_(before)
         for value, gradient in gradients:
             value.grad = gradient
+
+
+@contextlib.contextmanager
+def _other_generators() -> Iterator[None]:
+    """Python's and NumPy's random numbers go on afterwards where they were."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def plain(value: Any) -> Any:

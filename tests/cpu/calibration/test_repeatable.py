@@ -1,0 +1,115 @@
+"""Plans are checked by steps that are equal: with the same random numbers, or not at all."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.calibration import verifying
+from amp_fx.calibration.step import Step, distance
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(F.gelu(self.up(x)), 0.3)
+        return self.down(h + 0.1 * torch.randn_like(h))
+
+
+class Plain(Noisy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def noisy_loss(out: Tensor) -> Tensor:
+    """Draws from every generator of the process."""
+    target = torch.randn_like(out) + torch.from_numpy(np.random.randn(*out.shape)).to(out)
+    return (out * (1 + random.random()) - target).square().mean()
+
+
+def square(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+def states() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]  # a tuple
+
+
+def test_dropout_and_random_losses_are_the_same_in_all_steps_that_are_compared() -> None:
+    model = Noisy()
+    before = states()
+    cal = amp_fx.calibrate(model, [X, X + 1], noisy_loss, profile="off")
+    plan = cal.plan()
+    assert states() == before
+    assert plan.measured is not None
+    assert not plan.unverified
+    assert plan.point.error == pytest.approx(plan.measured, rel=0.25)
+    # what is drawn in between changes nothing
+    random.random()
+    torch.rand(1)
+    assert cal._verifier.error(plan.plans) == pytest.approx(plan.measured, rel=1e-6)
+
+
+def test_a_loss_that_differs_from_run_to_run_is_told_and_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = torch.Generator()
+
+    def loss(out: Tensor) -> Tensor:
+        return (out - torch.randn(out.shape, generator=generator)).square().mean()
+
+    cal = amp_fx.calibrate(Plain(), X, loss, profile="off")
+    monkeypatch.setattr(verifying._State, "error", lambda *_: pytest.fail("something is compiled"))
+    plan = cal.plan()
+    assert plan.measured is None
+    assert "two equal steps" in plan.unverified
+    assert plan.unverified in str(plan)
+    assert "not checked" in caplog.text
+    # what was predicted holds for the step that was measured
+    assert 0 < plan.point.error <= cal.autocast_error * (1 + 1e-6)
+
+
+def test_compiled_code_that_differs_from_the_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cal = amp_fx.calibrate(Plain(), X, square, profile="off")
+    seen: list[Any] = []
+
+    def error(self: object, options: dict[str, Any]) -> float:
+        seen.append(options["policy" if "policy" in options else "plan"])
+        return 0.6
+
+    monkeypatch.setattr(verifying._State, "error", error)
+    plan = cal.plan()
+    assert plan.measured is None
+    assert "compiled in float32" in plan.unverified
+    assert not plan.tried
+    assert len(seen) == 2
+
+
+def test_a_program_that_does_not_run_in_fp64_is_judged_in_fp32() -> None:
+    class Own(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.zeros(64, 32)
+            h[:32] = x[:32]
+            return super().forward(h)
+
+    step = Step(Own(), X, square)
+    with pytest.raises(RuntimeError, match="dtype"):
+        step.exact_gradients()
+    (reference,) = verifying._State([step], 1.0)._references
+    assert distance(reference, step.gradients(step.program)) == 0
