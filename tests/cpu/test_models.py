@@ -15,6 +15,13 @@ import zoo
 from accuracy import AMP_FX, EAGER_AUTOCAST, FP32, Comparison, Mode, Run, compare, run
 from amp_fx._torch import has_low_lstm
 
+#: what takes longest to compile, of architectures whose kin are in every run
+SLOW = {
+    "train": {"bert", "llama", "lstm", "t5", "vit"},
+    "no_grad": {"llama", "t5"},
+    "inference_mode": {"bert"},
+}
+
 #: attention spelled out differs in what its backward saves
 IN_INFERENCE = [name for name in zoo.CASES if not name.endswith("_eager_attention")]
 IN_INFERENCE_MODE = ["bert", "gpt2", "mlp", "conv_net"]
@@ -27,8 +34,8 @@ def _models(mode: Mode, names: list[str]) -> list[object]:
             name,
             marks=[
                 pytest.mark.xdist_group(f"{name}-{mode}"),
-                # what is special about them is the graph, which cheaper tests look at
-                *([pytest.mark.slow] if name.endswith("_eager_attention") else ()),
+                # what is special about spelled-out attention is the graph, which cheaper tests look at
+                *([pytest.mark.slow] if name.endswith("_eager_attention") or name in SLOW[mode] else ()),
             ],
         )
         for name in names
