@@ -255,6 +255,11 @@ def test_with_strict_a_change_of_frozen_weights_is_an_error() -> None:
         net.conv.weight.data.mul_(2.0)
         with pytest.raises(WeightsError, match="weights='cache'"):
             run(x)
+    # other memory, and what was there is gone: no less, and not only once
+    net.conv.weight.data = net.conv.weight.data / 2
+    for _ in range(2):
+        with torch.inference_mode(), pytest.raises(WeightsError, match="weights='cache'"):
+            run(x)
 
 
 def test_frozen_graphs_of_any_size_are_frozen_again() -> None:

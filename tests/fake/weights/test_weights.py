@@ -531,6 +531,32 @@ def test_copies_die_with_their_weights(held: Held) -> None:
         gc.enable()
 
 
+def test_memory_that_outlives_its_weight_keeps_one_copy_for_whoever_is_there(held: Held) -> None:
+    flat = torch.randn(64 * 48)
+    copies = copies_for([flat])
+    for size in (64, 48, 64):
+        # a new object each time, perhaps with the id of the one before
+        parameter = nn.Parameter(flat[: size * 48].view(size, 48))
+        assert are_current(copies, [parameter])
+        assert copies.of([parameter])[0].shape == parameter.shape
+        flat.mul_(2.0)
+        assert are_current(copies, [parameter])
+    assert held.bytes() <= 2 * (64 + 48) * 48
+    del flat, parameter
+    assert held.bytes() == 0
+
+
+def test_weights_that_change_between_two_pieces_of_memory_have_one_copy(held: Held) -> None:
+    parameter = nn.Parameter(torch.randn(64, 48))
+    # as moving averages are put in the place of what is trained, and taken out again
+    values = [parameter.data, torch.randn(64, 48)]
+    copies = copies_for([parameter])
+    for step in range(4):
+        parameter.data = values[step % 2]
+        assert are_current(copies, [parameter])
+        assert held.bytes() == 2 * 64 * 48
+
+
 def test_models_of_one_class_have_copies_of_their_own() -> None:
     one, other = new_weights(), new_weights()
     copies = copies_for(one)
