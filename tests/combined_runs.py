@@ -174,7 +174,8 @@ def _check_dtypes(row: Row, ours: Sequence[Seen]) -> None:
 def _check_bits(row: Row, ours: Sequence[Seen]) -> None:
     """Where nothing but the casts differs: beside Inductor's own autocast, which rounds as eager autocast does."""
     torch._dynamo.reset()
-    options, dynamic = {"emulate_precision_casts": True}, AXES["dynamic"][row["dynamic"]]
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    dynamic = AXES["dynamic"][row["dynamic"]]
     stock = session(row, lambda m: torch.compile(m, options=options, dynamic=dynamic), _low_dtype(row))
     # the backward, which is traced under autocast there, is another one
     got, wanted = ours[0].outputs[0].float(), stock[0].outputs[0].float()

@@ -19,11 +19,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.optim.optimizer as optimizers
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import ConvertFrame
 from torch._dynamo.utils import counters
-from torch.optim import optimizer
 
 PACKAGE = Path(__file__).resolve().parents[1] / "amp_fx"
 
@@ -215,7 +215,7 @@ def hooked() -> dict[str, Any]:
     """What torch would call, besides its own."""
     handler = torch._dynamo.callback.callback_handler
     lists = handler.start_callbacks, handler.end_callbacks
-    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    hooks = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
     skipped = [path for path in trace_rules.SKIP_DIRS if path.startswith(str(PACKAGE))]
     return {"dynamo": list(map(len, lists)), "optimizers": list(map(len, hooks)), "skipped": bool(skipped)}
 

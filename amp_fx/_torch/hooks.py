@@ -232,15 +232,15 @@ COMPILE_STARTS = Calls("Dynamo begins to compile", _of_dynamo("start_callbacks")
 #: likewise; also where compiling has failed, with the error on its way
 COMPILE_ENDS = Calls("Dynamo has compiled", _of_dynamo("end_callbacks"))
 
-#: with the optimizer, and the arguments of its step
+#: with the optimizer, and the arguments of its step; what is called takes whatever torch passes
 BEFORE_STEP = Calls(
     "an optimizer steps",
-    lambda call: _optimizer.register_optimizer_step_pre_hook(call).remove,
+    lambda call: _optimizer.register_optimizer_step_pre_hook(call).remove,  # pyright: ignore[reportArgumentType]
     _a_step_is_running,
 )
 AFTER_STEP = Calls(
     "an optimizer has stepped",
-    lambda call: _optimizer.register_optimizer_step_post_hook(call).remove,
+    lambda call: _optimizer.register_optimizer_step_post_hook(call).remove,  # pyright: ignore[reportArgumentType]
     _a_step_is_running,
 )
 

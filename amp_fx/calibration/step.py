@@ -66,7 +66,7 @@ class Step:
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Copies of the arguments; inside, random numbers are those of every run of this step."""
         with untouched(program, *call) as given, torch.enable_grad():
-            torch.random.default_generator.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)
             if torch.cuda.is_available():
                 torch.cuda.manual_seed(self.seed)
             random.seed(self.seed)
