@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,12 +73,16 @@ def scalar_range(graph: fx.Graph) -> Hazards:
     ``scores.masked_fill(mask, torch.finfo(torch.float32).min)`` raises in both 16-bit dtypes; ``where``
     silently writes -inf, and a fully masked row then gives NaN in softmax.
     """
-    for node, plan in _ours(graph):
-        low = plan.low
-        for constant in _constants(node):
-            if low is not None and math.isfinite(constant) and abs(constant) > torch.finfo(low).max:
-                yield node, f"scalar-range: {constant:g} is beyond {low}"
-                break
+    lows = _possible_lows(graph)
+    for node, _ in _ours(graph):
+        beyond = (
+            (constant, low)
+            for constant in _constants(node)
+            for low in lows[node]
+            if math.isfinite(constant) and abs(constant) > torch.finfo(low).max
+        )
+        for constant, low in itertools.islice(beyond, 1):
+            yield node, f"scalar-range: {constant:g} is beyond {low}"
 
 
 def tiny_eps(graph: fx.Graph) -> Hazards:
@@ -85,13 +90,15 @@ def tiny_eps(graph: fx.Graph) -> Hazards:
 
     ``x / (x.norm() + 1e-8)`` is 0/0 in fp16, whose smallest normal number is 6.1e-5.
     """
-    for node, plan in _ours(graph):
-        if not has_trait(node, Trait.ADDS_EPS) or plan.low is None:
+    lows = _possible_lows(graph)
+    for node, _ in _ours(graph):
+        if not has_trait(node, Trait.ADDS_EPS) or not lows[node]:
             continue
-        smallest = torch.finfo(plan.low).smallest_normal
+        low = max(lows[node], key=lambda dtype: torch.finfo(dtype).smallest_normal)
+        smallest = torch.finfo(low).smallest_normal
         eps = next((c for c in _constants(node) if 0 < abs(c) < smallest), None)
         if eps is not None and any(has_trait(user, Trait.DIVIDES) for user in _readers(node)):
-            yield node, f"tiny-eps: {eps:g} is below {plan.low}'s smallest normal number"
+            yield node, f"tiny-eps: {eps:g} is below {low}'s smallest normal number"
 
 
 def exp_sum(graph: fx.Graph) -> Hazards:
@@ -163,6 +170,21 @@ def _ours(graph: fx.Graph) -> Iterator[tuple[fx.Node, NodePlan]]:
         plan = node_plan(node)
         if plan is not None and plan.op_class not in (OpClass.KEEP, OpClass.FP32):
             yield node, plan
+
+
+def _possible_lows(graph: fx.Graph) -> dict[fx.Node, list[torch.dtype]]:
+    """The low dtypes that each call may run in: its region's, and those in which what it promotes or moves may come.
+
+    In a region of ``torch.autocast("cpu", torch.bfloat16)``, what was computed in fp16 outside stays fp16.
+    """
+    lows: dict[fx.Node, list[torch.dtype]] = {}
+    for node, plan in _ours(graph):
+        taken = (
+            [] if plan.op_class is OpClass.LOW else [lows.get(source, []) for source in node.all_input_nodes]
+        )
+        own = [] if plan.low is None else [plan.low]
+        lows[node] = list(dict.fromkeys(itertools.chain(own, *taken)))
+    return lows
 
 
 def _is_floating(node: fx.Node) -> bool:

@@ -76,6 +76,17 @@ def test_a_mask_that_autocast_cannot_write_works() -> None:
     )
 
 
+def test_the_range_of_another_low_dtype_counts_where_its_values_come() -> None:
+    def program(q: Tensor, k: Tensor) -> Tensor:
+        scores = torch.matmul(q, k)
+        with torch.autocast("cpu", BF16):
+            return scores.relu().masked_fill(torch.ones(4, 4).triu(1).bool(), -1e9)
+
+    assert rewrite(program, square(), square(), options={"dtype": "float16"}).dtypes("masked_fill") == [
+        "float32"
+    ]
+
+
 @pytest.mark.parametrize(
     ("program", "op"),
     [
@@ -395,6 +406,22 @@ def test_an_input_that_is_mutated_and_returned_stays_itself() -> None:
         return x.mT, torch.matmul(x, w)
 
     check(program, square(), square(), casts={("float32", "bfloat16"): 3, ("bfloat16", "float32"): 1})
+
+
+@pytest.mark.parametrize("name", ["view_as", "reshape_as", "expand_as"])
+def test_a_written_view_in_the_shape_of_another_value_has_the_dtype_of_its_own_storage(name: str) -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.matmul(x, w)
+        getattr(h, name)(x).mul_(2)
+        return h
+
+    check(
+        program,
+        square(),
+        square(),
+        casts={("float32", "bfloat16"): 2, ("bfloat16", "float32"): 1},
+        dtypes={"matmul": "bfloat16", name: "bfloat16", "mul_": "bfloat16"},
+    )
 
 
 def test_two_outputs_that_share_a_storage_still_do() -> None:
