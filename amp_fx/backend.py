@@ -32,7 +32,7 @@ from amp_fx.plans.publish import is_heard, publish
 from amp_fx.plans.summary import summary
 from amp_fx.plans.unused import unused_rules
 from amp_fx.policy.table import supported_devices
-from amp_fx.rewriting import autocast_casts, rewrite
+from amp_fx.rewriting import add_autocast, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
 from amp_fx.state import cache_results
 from amp_fx.weights.freezing import freeze
@@ -93,7 +93,7 @@ def amp_fx(
         compiled = counting(compiled)
     plan.graph, plan.graph_break = compile_id(), graph_break(gm)
     if is_heard():
-        plan.autocast = autocast_casts(gm, call.ambient, training=call.training)
+        add_autocast(plan, gm, call.ambient, training=call.training)
     # last: Inductor may ask Dynamo to trace again, and then this graph never runs
     _say(plan)
     return compiled

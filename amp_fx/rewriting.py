@@ -32,11 +32,12 @@ from amp_fx.placement.devices import resolve
 from amp_fx.placement.fp8_choice import FP8_BUDGET, Fp8Budget
 from amp_fx.placement.fp8_device import Fp8Device, NoFp8, fp8_device
 from amp_fx.plans.harm import CallHarm, Harm
+from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.weights.inference import weight_inputs
 
-__all__ = ["autocast_casts", "rewrite"]
+__all__ = ["add_autocast", "rewrite"]
 
 logger = logging.getLogger(__name__)
 
@@ -101,15 +102,21 @@ def rewrite(
     return captured, plan
 
 
-def autocast_casts(
-    gm: fx.GraphModule, ambient: Mapping[str, Region], *, training: bool
-) -> dict[str, int] | None:
-    """Casts and their bytes where torch.autocast itself would place them; None if that does not pass."""
+def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], *, training: bool) -> None:
+    """Writes into a plan what torch.autocast itself would cast, and compute in; nothing if that does not pass.
+
+    Args:
+        plan: of the graph.
+        gm: Dynamo's graph; not changed.
+        ambient: autocast state at graph entry per device type.
+        training: True if the graph will be differentiated.
+    """
     try:
-        _, plan = rewrite(gm, ambient, Options(numerics="eager", profile="off"), training=training)
+        _, theirs = rewrite(gm, ambient, Options(numerics="eager", profile="off"), training=training)
     except (CaptureError, PassError):
-        return None
-    return {"casts": len(plan.casts), "bytes": sum(cast.bytes for cast in plan.casts)}
+        return
+    plan.autocast = {"casts": len(theirs.casts), "bytes": sum(cast.bytes for cast in theirs.casts)}
+    plan.autocast_dtypes = module_dtypes(theirs.nodes)
 
 
 def _marking(case: Case, context: PassContext, chosen: Plan | None = None) -> Case:

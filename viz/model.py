@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from amp_fx.plans.diff import keyed
+from amp_fx.plans.modules import is_passage
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.policy import OpClass
 from amp_fx.viz.drawable import Drawable
@@ -125,7 +126,7 @@ class _Builder:
         self._casts = {cast.name: cast for cast in self.plan.casts if cast.inserted}
         self._inputs = {given.name: given for given in self.plan.inputs}
         self._group(())
-        calls = [node for node in self.plan.nodes if not (_is_passage(node) or self._is_aside(node))]
+        calls = [node for node in self.plan.nodes if not (is_passage(node) or self._is_aside(node))]
         # how many calls are in a module, at any depth
         sizes = Counter(
             ".".join(parts[:end])
@@ -309,7 +310,7 @@ class _Builder:
             if name in self._casts:
                 casts.insert(0, self._casts[name])
                 name = self._casts[name].value
-            elif name in self._rows and _is_passage(self._rows[name]):
+            elif name in self._rows and is_passage(self._rows[name]):
                 name = self._rows[name].inputs[0]
             elif name in self._inputs and self._inputs[name].alias:
                 name = self._inputs[name].alias
@@ -343,10 +344,3 @@ class _Builder:
 
 def _dtype(node: NodePlan) -> str:
     return "" if node.computed is None else dtype_name(node.computed)
-
-
-def _is_passage(node: NodePlan) -> bool:
-    """True for what hands on the bytes of its only input: views, and elements of results."""
-    if len(node.inputs) != 1 or node.dtype is None:
-        return False
-    return node.op == "getitem" or (node.op_class is OpClass.FOLLOW and not node.bytes and not node.flops)

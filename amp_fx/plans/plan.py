@@ -192,6 +192,8 @@ class Plan:
         graph_break: why Dynamo ended the graph before the program did, or an empty string.
         autocast: casts and their bytes if torch.autocast had placed them, ``{"casts": 9, "bytes": 640}``;
             None where that was not asked for.
+        autocast_dtypes: path of a module -> dtype name that torch.autocast would compute it in; empty where that was
+            not asked for.
         training: True if the graph was to be differentiated.
         profile: name of the device profile that weighed casts against arithmetic, or an empty string.
         fp8: under policy fp8: the recipe, or why the policy means autocast here; else an empty string.
@@ -208,6 +210,7 @@ class Plan:
     phase: str = "forward"
     graph_break: str = ""
     autocast: dict[str, int] | None = None
+    autocast_dtypes: dict[str, str] = field(default_factory=dict)
     training: bool = False
     profile: str = ""
     fp8: str = ""

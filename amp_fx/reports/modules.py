@@ -14,10 +14,9 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import Lowered
-from amp_fx.graphs.calls import arguments, tensor_nodes
-from amp_fx.graphs.flops import is_matmul
 from amp_fx.graphs.source_lines import module_path
-from amp_fx.graphs.values import FP8_DTYPES, cast_bytes, is_eligible, is_fp8, tensors
+from amp_fx.graphs.values import cast_bytes
+from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.reports.kernels import calls, cast_kernels, conversion, is_move
 from amp_fx.reports.risks import starred
@@ -90,7 +89,8 @@ def casts_by_module(
 
     Args:
         graphs: name of who made them -> phase and graph, in the order of compilation.
-        plans: of the program's forward; they tell parameters from other inputs, which lowered graphs do not.
+        plans: of the program's forward; they tell parameters from other inputs, which lowered graphs do not, and what
+            a module computes in: lowered graphs say what is in a kernel's registers.
     """
     weights = {given.shape for plan in plans for given in plan.inputs if given.parameter}
     rows = [
@@ -99,8 +99,13 @@ def casts_by_module(
         for phase, graph in lowered
         for row in _rows(name, phase, graph, weights)
     ]
-    dtypes = {name: _dtypes(lowered) for name, lowered in graphs.items()}
-    order = dict.fromkeys(path for found in dtypes.values() for path in found)
+    dtypes: dict[str, dict[str, str]] = {"torch.autocast": {}, "amp_fx": {}}
+    for plan in plans:
+        if plan.phase == "forward":
+            dtypes["torch.autocast"] |= plan.autocast_dtypes
+            dtypes["amp_fx"] |= module_dtypes(plan.nodes)
+    known = {path for found in dtypes.values() for path in found}
+    order = dict.fromkeys(path for lowered in graphs.values() for path in _modules(lowered) if path in known)
     order |= dict.fromkeys(row.module for row in rows)
     paths: dict[str, list[str]] = {}
     for path in order:
@@ -114,6 +119,13 @@ def casts_by_module(
         )
         for module, same in paths.items()
     ]
+
+
+def _modules(graphs: Sequence[tuple[str, Lowered]]) -> Iterator[str]:
+    """Paths of the modules of the forward, in the order in which they compute."""
+    for phase, lowered in graphs:
+        if phase == "forward":
+            yield from map(module_path, calls(lowered.after))
 
 
 def _sums(rows: Sequence[_Row]) -> list[CastSum]:
@@ -184,29 +196,3 @@ def _module(node: fx.Node) -> str:
     readers = [next(iter(user.users), user) if is_move(user) else user for user in users]
     neighbours = (*readers, node) if inputs[0].op == "placeholder" else (node, *readers, *inputs)
     return next((path for path in map(module_path, neighbours) if path), "")
-
-
-def _dtypes(graphs: Sequence[tuple[str, Lowered]]) -> dict[str, str]:
-    """What each module computes in: its matmuls, else its last floating result. Casts are not asked."""
-    found: dict[str, str] = {}
-    settled: set[str] = set()
-    for phase, lowered in graphs:
-        for node in calls(lowered.after):
-            path = module_path(node) if phase == "forward" else ""
-            if not path or path in settled or conversion(node) is not None or is_move(node):
-                continue
-            read = [
-                value.meta["val"].dtype
-                for _, argument in arguments(node)
-                for value in tensor_nodes(argument)
-                if is_eligible(value.meta.get("val")) or is_fp8(value.meta.get("val"))
-            ]
-            # scales are fp32
-            read = [dtype for dtype in read if dtype in FP8_DTYPES] or read
-            results = [value.dtype for value in tensors(node.meta.get("val")) if is_eligible(value)]
-            if is_matmul(node) and read:
-                settled.add(path)
-                found[path] = dtype_name(read[-1])
-            elif results:
-                found[path] = dtype_name(results[0])
-    return found

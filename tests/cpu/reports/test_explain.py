@@ -28,6 +28,7 @@ from amp_fx._torch import replace_inner_compile
 from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.lowered import LoweredGraphs
+from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
 
 OFF = {"profile": "off", "strict": True}
@@ -191,6 +192,48 @@ def test_equal_blocks_are_one_row_and_weights_are_told_from_activations(gpt: Rep
     (gradients,) = [c for c in up.casts if c.name == "amp_fx" and c.what == "weight gradient"]
     assert (gradients.before, gradients.after, gradients.phase) == ("bfloat16", "float32", "backward")
     assert list(rows).index("blocks.*.qkv") < list(rows).index("blocks.*.up") < list(rows).index("head")
+
+
+class Layers(nn.Module):
+    """Norms, an activation and a softmax, which kernels compute in fp32 whatever they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.batch_norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
+        self.act, self.layer_norm, self.head = nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 8)
+        self.softmax = nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.batch_norm(self.convolution(x)))
+        return self.softmax(self.head(self.layer_norm(x)))
+
+
+@pytest.mark.usefixtures("_no_code")
+@pytest.mark.parametrize(
+    "policy", ["autocast", {"rules": [{"module": "batch_norm|layer_norm", "precision": "fp32"}]}]
+)
+def test_all_pictures_say_the_same_of_a_module(policy: Any) -> None:
+    x = torch.randn(2, 4, 8, 8)
+    report = amp_fx.explain(Layers(), x, options={**OFF, "policy": policy})
+    drawn = drawing(report)
+    beside = {row["module"]: row["dtypes"] for row in drawn["modules"]}
+    calls = {node["module"]: node["dtype"] for node in drawn["graphs"][0]["nodes"] if node["dtype"]}
+    names = dict(Layers().named_children())
+    assert {name: beside[name]["amp_fx"] for name in names} == {name: calls[name] for name in names}
+    # what its hooks see under eager autocast is what torch.autocast is said to compute
+    seen: dict[str, str] = {}
+    model = Layers()
+
+    def note(module: nn.Module, _: object, result: Tensor) -> None:
+        seen[next(name for name, child in model.named_children() if child is module)] = dtype_name(
+            result.dtype
+        )
+
+    for child in model.children():
+        child.register_forward_hook(note)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    assert {name: beside[name]["torch.autocast"] for name in names} == seen
 
 
 def test_calls_of_the_backward_have_classes_of_their_own(gpt: Report) -> None:
