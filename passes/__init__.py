@@ -172,7 +172,13 @@ TABLE: tuple[Row, ...] = (
     Row(CAPTURED, Place(), "the precision of every value", _without(PlaceByHarm, Replay)),
     Row(CAPTURED, PlaceByHarm, "(harm) the precision of every value, by time and measured accuracy"),
     Row(CAPTURED, Replay, "(plan) the precision of every value, as the plan has it"),
-    Row(CAPTURED, InsertCasts(), "casts, each once per value and dtype"),
+    Row(CAPTURED, InsertCasts(), "casts, each once per value and dtype", _without(FoldWeights)),
+    Row(
+        CAPTURED,
+        InsertCasts(stored=True),
+        "(export) the same, and operands of norms in one dtype",
+        _beside(FoldWeights),
+    ),
     Row(
         CAPTURED,
         FoldWeights,

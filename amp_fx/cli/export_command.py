@@ -136,12 +136,19 @@ def _need_onnx() -> None:
 
 
 def _write_onnx(ep: torch.export.ExportedProgram, path: Path) -> None:
-    # onnxscript's optimizer folds fp32 statistics into a low convolution, and the result has two dtypes
-    normalized = any("batch_norm" in str(node.target) for node in ep.graph.nodes)
-    program = torch.onnx.export(ep, dynamo=True, optimize=not normalized, verbose=False)
+    import onnx
+
+    program = torch.onnx.export(ep, dynamo=True, verbose=False)
     if program is None:
         raise AmpFxError("torch.onnx.export returned no program.")
     program.save(str(path))
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise AmpFxError(
+            f"{path} was written, and no runtime will load it: {error}. Keep the call that it names in fp32 with a "
+            'rule in --policy, {"module": ..., "precision": "fp32"}, or export without --onnx.'
+        ) from error
     print(f"wrote {path}")
     if any(value.dtype is torch.bfloat16 for value in ep.state_dict.values()):
         print(

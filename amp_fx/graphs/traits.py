@@ -49,6 +49,9 @@ class Trait(enum.Enum):
     RELU = "a kink that calibration smooths"
     # norms
     NORM = "a norm that computes in fp32 inside, and keeps its statistics for the backward"
+    BATCH_NORM = (
+        "a norm by statistics that it may be given; kernels for CUDA take a low input with fp32 weights"
+    )
     NORM_BACKWARD = "reads the statistics of a norm"
     # hazards of a low range
     DIVIDES = "turns an eps that was flushed to zero into inf or nan"
@@ -247,8 +250,10 @@ OPS: Mapping[str, Op] = MappingProxyType(
         "relu6.*": _op(_T.KINK),
         "threshold.*": _op(_T.KINK),
         # norms
-        "batch_norm": _op(writes=("running_mean", "running_var"), writes_if="training"),
-        "instance_norm": _op(writes=("running_mean", "running_var"), writes_if="use_input_stats"),
+        "batch_norm": _op(_T.BATCH_NORM, writes=("running_mean", "running_var"), writes_if="training"),
+        "instance_norm": _op(
+            _T.BATCH_NORM, writes=("running_mean", "running_var"), writes_if="use_input_stats"
+        ),
         "group_norm": _op(_T.NORM),
         "layer_norm": _op(_T.NORM),
         "native_group_norm": _op(_T.NORM),

@@ -36,7 +36,9 @@ class InsertCasts(Pass):
     formula: the backward mirrors the casts.
 
     A norm that is planned low keeps its weights in fp32, and no device but a CPU has a kernel for that. Elsewhere its
-    input is widened and its result is rounded, which compiled code does in the norm's kernel.
+    input is widened and its result is rounded, which compiled code does in the norm's kernel. So it is in a program
+    that is stored, whatever the device: ONNX has no norm with two dtypes, and its optimizer would fold fp32 weights of
+    a batch norm into a low convolution.
 
     Before::
 
@@ -54,15 +56,21 @@ class InsertCasts(Pass):
         q_f32 = torch.ops.aten.to.dtype(q, torch.float32)
         k_f32 = torch.ops.aten.to.dtype(k, torch.float32)
         return (q_f32, k_f32)
+
+    Attributes:
+        stored: the program is stored, for any runtime.
     """
 
     name: ClassVar[str] = "insert-casts"
     needs: ClassVar[frozenset[str]] = frozenset({"dtypes"})
     ensures: ClassVar[frozenset[str]] = frozenset({"casts"})
 
+    stored: bool = False
+
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
-        casts = _Casts(gm.graph)
+        # a kernel that takes both rounds as eager PyTorch does
+        casts = _Casts(gm.graph, is_stored=self.stored and context.numerics != "eager")
         for node in list(gm.graph.nodes):
             plan = node_plan(node)
             if plan is not None:
@@ -76,6 +84,7 @@ class _Casts:
     """The rewriting in progress."""
 
     graph: fx.Graph
+    is_stored: bool = False
     count: int = 0
     #: dtype of every value in the program as traced
     traced: dict[fx.Node, torch.dtype] = field(default_factory=dict)
@@ -131,7 +140,7 @@ class _Casts:
 
     def rewrite(self, node: fx.Node, plan: NodePlan) -> None:
         """Casts the arguments of one node and brings its fake value up to date."""
-        wanted, widened = self._wanted(node, plan), _is_widened(node, plan)
+        wanted, widened = self._wanted(node, plan), self._is_widened(node, plan)
         if widened:
             slots = [(name, source) for name, value in arguments(node) for source in tensor_nodes(value)]
             wanted = dict.fromkeys(slots, torch.float32)
@@ -156,6 +165,18 @@ class _Casts:
         pinned = plan.pinned or self._rounded.get(node)
         if pinned is not None:
             self._pin(node, pinned)
+
+    def _is_widened(self, node: fx.Node, plan: NodePlan) -> bool:
+        """True for a norm that is planned low, whose weights are not, where there may be no kernel for two dtypes."""
+        if self.is_stored:
+            takes_one = has_trait(node, Trait.NORM) or has_trait(node, Trait.BATCH_NORM)
+        else:
+            takes_one = has_trait(node, Trait.NORM) and tensors(node.meta["val"])[0].device.type != "cpu"
+        if not takes_one:
+            return False
+        own = [argument_value(node, name) for name in plan.own_dtype_slots]
+        dtypes = {weight.meta["val"].dtype for weight in own if isinstance(weight, fx.Node)}
+        return plan.dtype in LOW_DTYPES and bool(dtypes - {plan.dtype})
 
     def _wanted(self, node: fx.Node, plan: NodePlan) -> dict[tuple[str, fx.Node], torch.dtype]:
         """Dtype demanded per (argument name, node); absent where the argument is taken as it is."""
@@ -237,15 +258,6 @@ class _Casts:
         if node in self._storage:
             self._storage[cast] = self._storage[node]
         self.traced[cast] = self.traced[node]
-
-
-def _is_widened(node: fx.Node, plan: NodePlan) -> bool:
-    """True for a norm that is planned low, whose weights are not, on a device that takes no two dtypes: no CPU."""
-    if not has_trait(node, Trait.NORM) or tensors(node.meta["val"])[0].device.type == "cpu":
-        return False
-    own = [argument_value(node, name) for name in plan.own_dtype_slots]
-    dtypes = {weight.meta["val"].dtype for weight in own if isinstance(weight, fx.Node)}
-    return plan.dtype in LOW_DTYPES and bool(dtypes - {plan.dtype})
 
 
 def _first_results(node: fx.Node) -> list[fx.Node]:

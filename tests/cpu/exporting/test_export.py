@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import cpp_extension
 
 import amp_fx
+from amp_fx.cli import main
 from graphs import rewrite
 
 pytestmark = [
@@ -333,15 +334,59 @@ def _session(path: Path) -> Any:
 def test_onnxruntime_runs_a_program_in_fp16(exported: dict[str, Exported], tmp_path: Path, name: str) -> None:
     case = exported[name]
     ep = amp_fx.convert(case.stock, dtype="float16", profile="off")
-    # with it on, BatchNorm is folded into convolutions of another dtype: see docs/export.md
-    path = _onnx(ep, tmp_path / "model.onnx", optimize=name != "resnet")
-    session = _session(path)
+    session = _session(_onnx(ep, tmp_path / "model.onnx"))
     outputs = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: case.x.numpy()})[0])
     with torch.no_grad():
         fp16, fp32 = ep.module()(case.x), case.model(case.x)
     assert outputs.dtype is torch.float32
     assert _error(outputs, case.exact) <= _allowed(_error(fp16, case.exact))
     assert _error(outputs, case.exact) > 10 * _error(fp32, case.exact), "it really computes in fp16"
+
+
+class _Norms(nn.Module):
+    """Every norm between low calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.batch = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)
+        self.second, self.instance = nn.ConvTranspose2d(16, 8, 3), nn.InstanceNorm2d(8, affine=True)
+        self.third, self.flat = nn.Linear(12, 16), nn.BatchNorm1d(16)
+        self.layer, self.fourth = nn.LayerNorm(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.third(self.instance(self.second(self.batch(self.first(x)).relu())).mean((1, 2)))
+        return self.fourth(self.layer(x) + self.flat(x))
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+def test_norms_between_low_calls_load_and_run_in_onnxruntime(tmp_path: Path, optimize: bool) -> None:
+    import onnx
+
+    model, x = _Norms().eval(), torch.randn(4, 3, 12, 12)
+    ep = amp_fx.export(model, (x,), dtype="float16", profile="off")
+    path = _onnx(ep, tmp_path / "model.onnx", optimize=optimize)
+    onnx.checker.check_model(str(path), full_check=True)
+    outputs = torch.from_numpy(_session(path).run(None, {"x": x.numpy()})[0])
+    exact = copy.deepcopy(model).double()(x.double()).detach()
+    with torch.no_grad():
+        assert _error(outputs, exact) <= _allowed(_error(ep.module()(x), exact))
+
+
+def test_the_command_line_names_what_no_runtime_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import onnx
+
+    def refuse(*_: object, **__: object) -> None:
+        raise onnx.checker.ValidationError("Scale has inconsistent type")
+
+    monkeypatch.setattr(onnx.checker, "check_model", refuse)
+    (tmp_path / "one_linear.py").write_text(
+        "import torch\n\n\ndef make():\n    return torch.nn.Linear(8, 8), (torch.ones(2, 8),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "one_linear:make", "-o", "model.pt2", "--dtype", "float16", "--onnx"]) == 1
+    assert "Scale has inconsistent type" in capsys.readouterr().err
 
 
 def test_onnxruntime_says_that_it_has_no_bf16_kernels_on_cpu(tmp_path: Path) -> None:

@@ -129,8 +129,38 @@ def test_weights_of_matmuls_are_stored_low_and_their_casts_are_gone() -> None:
         "second.weight": BF16,
         "second.bias": BF16,
     }
-    assert casts(ep) == {(FP32, BF16): 1, (BF16, FP32): 1}, "one for the input, one for the output"
+    assert casts(ep) == {(FP32, BF16): 2, (BF16, FP32): 2}, (
+        "for the input, for the output, and around the norm"
+    )
     assert all(value.dtype is FP32 for value in model.parameters()), "the model itself is not changed"
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 3, 3)
+        self.norms = nn.Sequential(
+            nn.BatchNorm2d(16), nn.GroupNorm(4, 16), nn.InstanceNorm2d(16, affine=True), nn.LayerNorm(10)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norms(self.up(x)))
+
+
+@pytest.mark.parametrize("numerics", ["compiled", "eager"])
+def test_norms_are_stored_with_operands_of_one_dtype(numerics: str) -> None:
+    model, x = Norms().eval(), torch.randn(2, 3, 12, 12)
+    ep = converted(model, x, numerics=numerics)
+    norms = [node for node in ep.graph.nodes if str(node.target).endswith("_norm.default")]
+    assert len(norms) == 4
+    for norm in norms:
+        taken = {source.meta["val"].dtype for source in norm.all_input_nodes}
+        # bit for bit what eager PyTorch does on a CPU, which has kernels for both
+        assert taken == ({FP32} if numerics == "compiled" else {BF16, FP32})
+    with torch.autocast("cpu", BF16):
+        autocast = model(x)
+    exact = copy.deepcopy(model).double()(x.double())
+    assert error(ep.module()(x), exact) <= 1.1 * error(autocast, exact)
 
 
 def test_the_program_computes_what_autocast_computes_and_returns_the_dtypes_of_the_model() -> None:
@@ -179,7 +209,7 @@ def test_low_precision_ends_on_request() -> None:
     x = torch.randn(4, 16)
     model = MLP()
     ep = converted(model, x, keep_io_dtypes=False)
-    assert not casts(ep)
+    assert casts(ep) == {(BF16, FP32): 1, (FP32, BF16): 1}, "around the norm"
     result = ep.module()(x.bfloat16())
     assert result.dtype is BF16
     assert error(result, model(x)) < 0.02
