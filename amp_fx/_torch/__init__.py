@@ -5,7 +5,8 @@ package imports from ``torch._*``, but what stands for a GPU that is not there (
 name is private only by its underscore but documented or used by other projects (``compile_fx``, ``CustomGraphPass``),
 the comment says so.
 
-Here: one file for each of torch's layers: Dynamo, tracing, autocast, AOTAutograd, Inductor.
+Here: one file for each of torch's layers: Dynamo, tracing, autocast, AOTAutograd, Inductor; and in ``hooks.py`` the
+list of what torch calls of amp_fx, from when to when.
 Not here: decisions. What is asked is asked in torch's words, and what is answered is plain data or a torch type.
 Open ``inductor.py`` first.
 """

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
+import torch.optim.optimizer as _optimizer
 from torch._dynamo.utils import counters as _dynamo_counters
 
 from amp_fx._torch.hooks import COMPILE_ENDS, COMPILE_STARTS
@@ -125,7 +126,10 @@ class DynamoWatch:
         stack = getattr(error, "real_stack", None)
         if isinstance(error, (Unsupported, UserError)) and stack:
             code, compiler = _compiling()
-            if code is not None and (self._backend is None or compiler is self._backend):
+            # the step of an optimizer calls what is hooked in, which Dynamo leaves out: nothing of the program's
+            if code is None or code.co_filename == _optimizer.__file__:
+                return
+            if self._backend is None or compiler is self._backend:
                 named = getattr(code, "co_qualname", code.co_name)
                 name = "the model" if _is_entry(code.co_filename) else named
                 self._tell(_left_out(name, True, _place(stack[-1]), getattr(error, "msg", str(error))))

@@ -49,8 +49,9 @@ __all__ = [
     "remove_all",
 ]
 
-#: takes whatever torch passes
-Call = Callable[..., object]
+#: what torch calls, and whom that calls, with whatever torch passes
+Call = Callable[..., None]
+Listener = Callable[..., object]
 Undo = Callable[[], object]
 
 
@@ -96,17 +97,19 @@ class Calls(Hook):
     def __init__(
         self, name: str, register: Callable[[Call], Undo], is_busy: Callable[[], bool] = lambda: False
     ) -> None:
-        super().__init__(name, lambda: register(torch.compiler.disable(self._call)))
+        # typed as whatever it may be given
+        called: Any = torch.compiler.disable(self._call)
+        super().__init__(name, lambda: register(called))
         self._is_busy = is_busy
-        self._listeners: tuple[Call, ...] = ()
+        self._listeners: tuple[Listener, ...] = ()
 
-    def listen(self, listener: Call) -> None:
+    def listen(self, listener: Listener) -> None:
         """From now on ``listener`` is called; may be said again."""
         if listener not in self._listeners:
             self._listeners = (*self._listeners, listener)
         self.settle()
 
-    def leave(self, listener: Call) -> None:
+    def leave(self, listener: Listener) -> None:
         """``listener`` is called no more; it may say so itself."""
         self._listeners = tuple(other for other in self._listeners if other != listener)
         self.settle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -25,10 +25,14 @@ class ByWeight(Generic[Value]):
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[Value, StorageRef]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def has_any(self, keys: Iterable[int]) -> bool:
+        """True if there is something of one of these; says in little time that there is not."""
+        return bool(self._rows) and not self._rows.keys().isdisjoint(keys)
 
     def get(self, key: int) -> Value | None:
         """What there is of the weight with an id."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensor
@@ -55,5 +56,6 @@ def cached(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Com
 
 
 def is_plain(node: fx.Node) -> bool:
-    """True for tensors, not for their subclasses and not for sizes."""
-    return type(node.meta.get("val")) is FakeTensor
+    """True for tensors of known sizes, not for their subclasses and not for sizes."""
+    value = node.meta.get("val")
+    return type(value) is FakeTensor and not any(isinstance(size, torch.SymInt) for size in value.shape)

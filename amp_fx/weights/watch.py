@@ -4,13 +4,14 @@ Nothing in PyTorch tells that a weight was written to: fused optimizers and ``p.
 ``p.data = q`` keeps the version, numpy moves nothing. So in each call a weight counts as unchanged only if all of this
 holds:
 
-* it is the same object, at the same address, with the same version;
+* it is the same object, at the same address, with the same version, and its memory was not freed in between;
 * no optimizer of ``torch.optim`` has made a step with it, and no graph with gradients has been called with it;
   after the latter all its elements are compared, as whatever trains it may write to a few;
 * a sample of its elements has the same bits: see :mod:`amp_fx.weights.memory` for what that cannot miss;
 * so has the part of all elements whose turn it is.
 
-What makes many copies of weights that have not changed is avoided: events are those of single weights.
+What makes many copies of weights that have not changed is avoided: events are those of single weights. No weight is
+kept alive, and none has a weak reference: programs may swap their tensors (``torch.utils.swap_tensors``).
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         # nearly always there are none
-        for arg in args if events.looks else ():
+        for arg in args if events.looks.has_any(map(id, args)) else ():
             look = events.looks.get(id(arg))
             if look is not None and getattr(arg, "requires_grad", False):
                 events.is_doubtful(look)

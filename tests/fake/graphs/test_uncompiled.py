@@ -149,6 +149,17 @@ def test_dynamos_reset_does_not_end_listening(caplog: pytest.LogCaptureFixture) 
     assert len(warned(caplog)) == 1
 
 
+def test_a_hook_of_ours_in_a_compiled_step_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = OwnClass()
+    model(torch.randn(2, 8)).sum().backward()
+    steps = list[object]()
+    hooks.AFTER_STEP.listen(lambda *given: steps.append(given[0]))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.compile(optimizer.step, backend="amp_fx")()
+    assert steps == [optimizer]
+    assert not [text for text in warned(caplog) if "not compiled" in text]
+
+
 def test_explaining_tells_nothing_and_listening_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     model, x = Recurrent(nn.LSTM), torch.randn(2, 4, 8)
     amp_fx.explain(model, x)
