@@ -131,6 +131,8 @@ def _head(model: Drawing, names: Sequence[str]) -> Iterator[str]:
         " A bar is as long as the bytes that cast kernels read and write; weights include biases.",
         "sub",
     )
+    if model["more"]:
+        yield _text(_MARGIN, 96, model["more"], "")
     for column, name in enumerate(names):
         total = _of(model["totals"], name)
         x = _MARGIN + column * (_COLUMN + _MARGIN)

@@ -125,6 +125,8 @@ def _heading(model: Drawing) -> str:
 
 def _title(model: Drawing) -> str:
     lines = [f"{model['title']}: cast placement, policy {model['policy']}", *map(total_line, model["totals"])]
+    if model["more"]:
+        lines.append(model["more"])
     if model["diff"]:
         lines.append(f"against the earlier report: {model['diff'].splitlines()[0]}")
     return "\n".join(lines)

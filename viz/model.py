@@ -16,6 +16,7 @@ from typing import Any
 from amp_fx.plans.diff import keyed
 from amp_fx.plans.modules import is_passage
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
+from amp_fx.plans.summary import more_bytes
 from amp_fx.policy import OpClass
 from amp_fx.viz.drawable import Drawable
 from amp_fx.viz.groups import add_group, complete, levels
@@ -59,6 +60,7 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
         policy=", ".join(dict.fromkeys(plan.policy for plan in report.plans)),
         text=str(report),
         diff="" if against is None else str(against.diff(report)),
+        more=_more(report),
         totals=[
             Total(
                 name=name,
@@ -77,6 +79,11 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
             for harms in [report.harms.get(plan.graph, {})]
         ],
     )
+
+
+def _more(report: Drawable) -> str:
+    moved = {name: cost.moved for name, cost in report.compared().items()}
+    return more_bytes(report.plans, moved.get("amp_fx"), moved.get("torch.autocast"))
 
 
 #: a node in both of two reports: phase, module, op and turn; or phase and name for inputs

@@ -19,6 +19,7 @@ function showTotals() {
   $("sentence").textContent = ours.moved
     ? `Casts move ${size(ours.kernel_bytes)} of ${size(ours.moved)}, ${perCent(ours.kernel_bytes, ours.moved)}.`
     : `${ours.casts} casts in the graph, ${size(ours.cast_bytes)} if none is fused.`;
+  $("more").textContent = model.more;
   const most = Math.max(...model.totals.map((total) => total.moved ?? total.cast_bytes), 1);
   for (const { name, casts, cast_bytes: bytes, kernels, kernel_bytes: left, moved } of model.totals) {
     cell($("bars"), "span", name);

@@ -140,14 +140,16 @@ class ModuleRow(TypedDict):
 class Drawing(TypedDict):
     """The picture of a report.
 
-    ``text`` is its first screen, ``diff`` the difference in words, or empty. ``modules`` are what the totals compare,
-    in the order of the program, or empty.
+    ``text`` is its first screen, ``diff`` the difference in words, or empty. ``more`` says why all kernels move more
+    bytes than torch.autocast's, or is empty. ``modules`` are what the totals compare, in the order of the program, or
+    empty.
     """
 
     title: str
     policy: str
     text: str
     diff: str
+    more: str
     totals: list[Total]
     modules: list[ModuleRow]
     graphs: list[Graph]

@@ -125,7 +125,9 @@ _ASSUMED = gpu_row((8, 0))
 #: large GEMMs and copies reach this part of the datasheet: on an H200 bf16 sustains about 790 of 989 TFLOP/s
 _SUSTAINED = 0.8
 
-#: seconds between the starts of empty kernels in one stream
+#: Seconds between the starts of empty kernels in one stream. What depends on it: a training step of a ResNet with 8
+#: images of 96 x 96. By Inductor's counts for an H100, two convolutions and the classifier in fp32 are 6 kernels fewer
+#: and 10 MB more, which pays from 1 us a kernel on.
 _CUDA_LAUNCH = 4e-6
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from amp_fx._torch import nesting_change
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 
-__all__ = ["TOO_SMALL", "matmuls", "summary", "untouched_matmuls"]
+__all__ = ["TOO_SMALL", "matmuls", "more_bytes", "summary", "untouched_matmuls"]
 
 #: what :mod:`amp_fx.passes.forward.place` writes where a device profile keeps a matmul in fp32
 TOO_SMALL = "casting would cost more"
@@ -45,6 +45,29 @@ def summary(plan: Plan) -> str:
     if plan.fp8:
         parts.append(f"fp8: {plan.fp8}")
     return "; ".join([text, *parts])
+
+
+def more_bytes(plans: Sequence[Plan], ours: int | None, theirs: int | None) -> str:
+    """Why a program moves more bytes than under torch.autocast, in words; empty where it does not, or nobody counted.
+
+    Args:
+        plans: of the program.
+        ours: bytes that all its kernels move.
+        theirs: the same under torch.autocast.
+    """
+    if not ours or not theirs or ours < 1.0005 * theirs:
+        return ""
+    rows = [row for plan in plans if plan.phase == "forward" for row in matmuls(plan)]
+    wide = [row for row in rows if row.dtype not in LOW_DTYPES]
+    small = sum(TOO_SMALL in row.reason for row in wide)
+    ruled = sum(row.reason.startswith("user rule") for row in wide)
+    causes = [
+        f"{small} of {len(rows)} matmuls stay in fp32, where their casts would take longer than low precision saves",
+        f"rules keep {ruled} of {len(rows)} matmuls in fp32",
+    ]
+    why = " and ".join(text for text, count in zip(causes, (small, ruled), strict=True) if count)
+    more = f"{100 * (ours / theirs - 1):.1f} % more bytes than torch.autocast moves"
+    return f"{more}, because {why}" if why else more
 
 
 def matmuls(plan: Plan) -> list[NodePlan]:

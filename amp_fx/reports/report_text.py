@@ -9,6 +9,7 @@ from html import escape
 import torch
 
 from amp_fx.plans.plan import dtype_name
+from amp_fx.plans.summary import more_bytes
 from amp_fx.reports.advice import NOT_COMPILED, UNUSED_RULE
 from amp_fx.reports.report_data import ReportData
 
@@ -94,6 +95,8 @@ def _cost_lines(report: ReportData) -> list[str]:
             lines.append(f"  {title:<28}{cells}")
     if report.costs and "torch.autocast" in compared:
         lines.append(f"  ({_BASELINE})")
+        if more := more_bytes(report.plans, compared["amp_fx"].moved, compared["torch.autocast"].moved):
+            lines.append(f"  {more}")
     if held := report.held:
         copies = [given for given in held if given.dtype is not torch.float32]
         kept = f"{len(copies)}, {_size(sum(given.bytes for given in held))}"

@@ -14,6 +14,7 @@ import amp_fx
 from amp_fx.cli.entry import main
 from amp_fx.errors import TargetError
 from amp_fx.reports.report import Report
+from amp_fx.viz.model import drawing
 from targets import needs_a_target
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
@@ -54,6 +55,27 @@ def test_the_report_has_plans_and_costs_of_forward_and_backward(report: Report) 
     assert ours.moved is not None
     assert autocast.moved is not None
     assert 0 < ours.moved < autocast.moved
+
+
+class Convolutions(nn.Module):
+    """Too small to repay the starts of the kernels that cast weights and gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64)) for _ in range(2))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_a_default_plan_that_moves_more_bytes_than_autocast_says_why() -> None:
+    report = amp_fx.explain(Convolutions(), torch.randn(16, 64, 16, 16), target="cuda:h100")
+    ours, autocast = report.costs["amp_fx"], report.costs["torch.autocast"]
+    assert (ours.moved or 0) > (autocast.moved or 0)
+    assert "more bytes than torch.autocast moves, because 2 of 2 matmuls" in str(report)
+    assert "because 2 of 2 matmuls" in drawing(report)["more"]
 
 
 def test_the_report_names_graph_breaks_modules_and_source_lines(report: Report) -> None:

@@ -14,7 +14,7 @@ from torch.func import grad, vmap
 
 from amp_fx import Plan, record
 from amp_fx.placement.devices import builtin
-from amp_fx.plans.summary import matmuls, summary, untouched_matmuls
+from amp_fx.plans.summary import matmuls, more_bytes, summary, untouched_matmuls
 from graphs import rewrite
 
 
@@ -53,6 +53,22 @@ def test_what_a_rule_keeps_in_fp32_names_the_rule() -> None:
     assert text.startswith("2 of 3 matmuls in bf16, ")
     assert "; 1 in fp32: user rule " in text
     assert "head" in text
+
+
+def test_more_bytes_than_under_autocast_have_their_cause() -> None:
+    small = rewrite(Net(), torch.randn(4, 16), options={"profile": "auto"}).plan
+    assert more_bytes([small], 1_050_000, 1_000_000).startswith("5.0 % more bytes")
+    assert "3 of 3 matmuls stay in fp32" in more_bytes([small], 1_050_000, 1_000_000)
+    rule = {"module": "head", "precision": "fp32"}
+    ruled = rewrite(Net(), torch.randn(4, 16), options={"policy": {"rules": [rule]}}).plan
+    assert "rules keep 1 of 3 matmuls" in more_bytes([ruled], 1_050_000, 1_000_000)
+    low = rewrite(Net(), torch.randn(4, 16)).plan
+    assert "because" not in more_bytes([low], 1_050_000, 1_000_000)
+
+
+def test_nothing_is_said_of_as_many_bytes_or_fewer() -> None:
+    for ours, theirs in ((1_000_000, 1_000_000), (900_000, 1_000_000), (None, 1_000_000), (1_000_000, None)):
+        assert more_bytes([Plan()], ours, theirs) == ""
 
 
 class Pinn(nn.Module):

@@ -7,11 +7,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from amp_fx import AmpFxError
 from amp_fx.reports.modules import CastSum, ModuleCasts
 from amp_fx.reports.report import Cost, Report
-from amp_fx.viz import beside
+from amp_fx.viz import beside, dot
 from amp_fx.viz.model import drawing
 from pictures import NASTY, compared
 
@@ -50,6 +51,22 @@ def test_where_nothing_is_saved_the_headline_does_not_say_so() -> None:
     svg = beside.render(drawing(report))
     assert texts(svg, "headline") == ["9 cast kernels, as many as torch.autocast has: casts move 900 kB"]
     assert any("(+1.0 %)" in text for text in texts(svg))
+
+
+def test_more_bytes_than_under_autocast_have_their_cause_in_every_picture(tmp_path: Path) -> None:
+    report = compared()
+    report.costs["amp_fx"] = replace(report.costs["amp_fx"], moved=10_500_000)
+    for row in report.plans[0].nodes[:5]:
+        if row.flops:
+            row.dtype, row.reason = torch.float32, "in fp32 because casting would cost more than it saves"
+    words = "5.0 % more bytes than torch.autocast moves, because 1 of 3 matmuls"
+    assert words in " ".join(texts(beside.render(drawing(report))))
+    assert words in str(report)
+    assert words in dot.source(drawing(report)).source
+    page = report.save(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f'"more":"{words}' in page
+    assert 'id="more"' in page
+    assert drawing(compared())["more"] == ""
 
 
 def test_what_is_gone_is_struck_through_beside_what_it_was() -> None:
