@@ -1,13 +1,14 @@
 """Random small programs, held against eager autocast: ``python tests/fuzz.py --cases 5000``.
 
 A program is a few lines of Python that use ops of the lists, views, in-place writes, mixed dtypes, casts, and
-regions of autocast and of ``no_grad``. Each is traced by Dynamo, rewritten twice (both ``numerics``) and run.
-Compared with the same lines run eagerly:
+regions of autocast and of ``no_grad``. Each is traced by Dynamo, rewritten twice (both ``numerics``) and run, with
+options that are drawn as well (``fuzz_options.py``). Compared with the same lines run eagerly:
 
 1. dtypes of outputs, mutated inputs and gradients: equal.
 2. who shares a storage with whom, and which inputs were written to: equal.
-3. values under ``numerics="eager"`` and the user's own autocast: equal bit for bit.
-4. values otherwise: within low-precision error of the program in fp64.
+3. values under ``numerics="eager"`` and the user's own autocast: equal bit for bit, where options place every op as
+   autocast does.
+4. values otherwise: within low-precision error of the program in fp64, where no rule sends an op low.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis
@@ -31,13 +32,14 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError
 
 import amp_fx.rewriting
 from amp_fx._torch import autocast_shield
 from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
-from amp_fx.options import Options
+from amp_fx.plans.plan import Plan
+from fuzz_options import DEFAULTS, DrawnOptions, drawn_options
 
 __all__ = ["UNTRACED", "DisagreementError", "Input", "Program", "TorchError", "compare", "programs", "search"]
 
@@ -187,8 +189,8 @@ BLOCKS = (
 #: words of lines that decide on a value: an error below may flip them, so no bound holds for what follows
 _DECIDES = (">", "max", "sort", "long", "relu", "clamp")
 
-#: Dynamo does not trace every program
-UNTRACED = (Unsupported, UserError)
+#: Dynamo does not trace every program, and fails on some
+UNTRACED = (InternalTorchDynamoError, Unsupported, UserError)
 
 #: words of lines that name a dtype
 _CONVERTS = ("dtype", ".to(", "float()", "half()", "double()", "type_as", "long()")
@@ -215,12 +217,19 @@ class Program:
         lines: its body.
         outputs: names that it returns, repeats allowed.
         ambient: dtype of the user's autocast around the call, or None.
+        options: that it is compiled with.
     """
 
     inputs: tuple[Input, ...]
     lines: tuple[str, ...]
     outputs: tuple[str, ...]
     ambient: torch.dtype | None
+    options: DrawnOptions = DEFAULTS
+
+    @property
+    def low(self) -> torch.dtype:
+        """The low dtype."""
+        return self.ambient or self.options.low
 
     @property
     def source(self) -> str:
@@ -268,7 +277,7 @@ class Program:
         return made
 
     def __str__(self) -> str:
-        return f"# autocast: {self.ambient}\n# {self.inputs}\n{self.source}"
+        return f"# autocast: {self.ambient}\n# {self.options}\n# {self.inputs}\n{self.source}"
 
 
 class DisagreementError(AssertionError):
@@ -304,7 +313,7 @@ def programs(draw: st.DrawFn) -> Program:
     results = names[len(inputs) :]
     hypothesis.assume(results)
     outputs = [results[-1], *draw(st.lists(st.sampled_from(names), max_size=2))]
-    return Program(tuple(inputs), tuple(lines), tuple(outputs), ambient)
+    return Program(tuple(inputs), tuple(lines), tuple(outputs), ambient, draw(drawn_options()))
 
 
 def _draw_line(draw: st.DrawFn, names: Sequence[str]) -> tuple[str, str]:
@@ -375,7 +384,7 @@ def compare(program: Program, through: str = "eager") -> None:
         ours = _rewritten(function, program, through)
         for numerics, got in ours.items():
             _compare_facts(f"numerics={numerics!r}", got, eager)
-        if program.ambient is not None:
+        if program.ambient is not None and program.options.is_autocast:
             _compare_bits(ours["eager"], eager)
         if not program.decides:
             _compare_values(function, program, ours["compiled"])
@@ -399,16 +408,18 @@ def _check_torch(function: Callable[..., Any], program: Program, eager: _Run) ->
 def _rewritten(function: Callable[..., Any], program: Program, through: str) -> dict[str, _Run]:
     """The rewritten program under both numerics, traced once."""
     torch._dynamo.reset()
-    low = program.ambient or BF16
     chosen = "compiled"
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         training = torch.is_grad_enabled() and any(v.requires_grad for v in inputs if isinstance(v, Tensor))
-        regions = ambient_regions(dict.fromkeys(graph_devices(gm), low))
+        regions = ambient_regions(dict.fromkeys(graph_devices(gm), program.low))
         runs: dict[str, Callable[..., Any]] = {}
         for numerics in ("compiled", "eager"):
-            opts = Options(low, numerics=numerics, profile="off", strict=True)
-            rewritten, _ = amp_fx.rewriting.rewrite(gm, regions, opts, training=training)
+            opts = program.options.options(numerics)
+            rewritten, plan = amp_fx.rewriting.rewrite(gm, regions, opts, training=training)
+            if program.options.replayed:
+                opts = replace(opts, plan=(Plan.from_json(plan.to_json()),))
+                rewritten, _ = amp_fx.rewriting.rewrite(gm, regions, opts, training=training)
             runs[numerics] = rewritten
             if through == "aot_eager":
                 with autocast_shield():
@@ -509,7 +520,7 @@ def _compare_bits(got: _Run, eager: _Run) -> None:
 
 def _compare_values(function: Callable[..., Any], program: Program, got: _Run) -> None:
     """Within a few times the error of autocast, or of the inputs rounded, whichever is larger."""
-    low = program.ambient or BF16
+    low = program.low
     eps = torch.finfo(low).eps
     exact = None if program.names_dtypes else _run(function, program.arguments(FP64), None)
     exact = exact or _run(function, program.arguments(), None)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import amp_fx.rewriting
 import fuzz
+from amp_fx import Plan
+from fuzz_options import DEFAULTS, DrawnOptions
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BUDGET = hypothesis.settings(
@@ -30,11 +32,31 @@ def test_random_programs_do_what_they_do_eagerly(program: fuzz.Program) -> None:
         hypothesis.reject()
 
 
-def two(*lines: str, outputs: tuple[str, ...] = ("y2",), ambient: torch.dtype | None = None) -> fuzz.Program:
+def two(
+    *lines: str,
+    outputs: tuple[str, ...] = ("y2",),
+    ambient: torch.dtype | None = None,
+    options: DrawnOptions = DEFAULTS,
+) -> fuzz.Program:
     """A program of two fp32 matrices."""
-    return fuzz.Program(
-        (fuzz.Input((4, 4), FP32, False), fuzz.Input((4, 4), FP32, True)), lines, outputs, ambient
-    )
+    matrices = fuzz.Input((4, 4), FP32, False), fuzz.Input((4, 4), FP32, True)
+    return fuzz.Program(matrices, lines, outputs, ambient, options)
+
+
+def test_programs_are_compiled_with_the_options_that_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite, plans = amp_fx.rewriting.rewrite, list[Plan]()
+
+    def noted(*args: object, **kwargs: object) -> object:
+        gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
+        plans.append(plan)
+        return gm, plan
+
+    monkeypatch.setattr(amp_fx.rewriting, "rewrite", noted)
+    options = DrawnOptions(low=torch.float16, base="fast", rules=(("mul", "low"),), replayed=True)
+    fuzz.compare(two("y2 = x0 * x1", options=options))
+    # once by the policy and once by the plan, for both numerics
+    assert [plan.node("mul").dtype for plan in plans] == [torch.float16] * 4
+    assert {plan.policy for plan in plans} == {str(options.options("compiled").policy)}
 
 
 def test_a_wrong_dtype_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,97 @@
+"""Options that random programs are compiled with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+
+from amp_fx.options import Options
+from amp_fx.placement.profile import DeviceProfile
+
+__all__ = ["DEFAULTS", "DrawnOptions", "drawn_options"]
+
+#: ops that rules are about
+_OPS = (
+    *(
+        "add",
+        "bmm",
+        "cat",
+        "clone",
+        "einsum",
+        "exp",
+        "gelu",
+        "layer_norm",
+        "linear",
+        "matmul",
+        "mean",
+        "mse_loss",
+    ),
+    *("mul", "relu", "reshape", "softmax", "sum", "tanh", "to", "view", "where"),
+)
+
+#: rates by which every listed op gains, also where a cast costs more than it saves elsewhere
+_GAINS = DeviceProfile("gains", "cpu", {"float32": 1e6, "bfloat16": 1e9, "float16": 1e9}, 1e12, 1e-12)
+
+#: rates by which some gain and others do not
+_MIXED = DeviceProfile("mixed", "cpu", {"float32": 1e9, "bfloat16": 2e9, "float16": 2e9}, 1e10, 1e-9)
+
+_PROFILES: Mapping[str, str | DeviceProfile] = {
+    "off": "off",
+    "auto": "auto",
+    "gains": _GAINS,
+    "mixed": _MIXED,
+}
+
+
+@dataclass(frozen=True)
+class DrawnOptions:
+    """Options of a compilation.
+
+    Attributes:
+        low: the low dtype where the program has no autocast of its own.
+        base: of the policy.
+        rules: of the policy: op and precision.
+        profile: a key of the table of profiles.
+        replayed: the program follows the plan that was made of it.
+    """
+
+    low: torch.dtype = torch.bfloat16
+    base: str = "autocast"
+    rules: tuple[tuple[str, str], ...] = ()
+    profile: str = "off"
+    replayed: bool = False
+
+    @property
+    def is_autocast(self) -> bool:
+        """True where every op runs in the dtype that autocast has for it."""
+        return self.base == "autocast" and not self.rules and self.profile == "off"
+
+    def options(self, numerics: str) -> Options:
+        """The options as the backend takes them."""
+        rules: list[dict[str, Any]] = [{"op": op, "precision": precision} for op, precision in self.rules]
+        policy = {"base": self.base, "rules": rules}
+        given = Options.parse(
+            None, {"dtype": self.low, "policy": policy, "numerics": numerics, "strict": True}
+        )
+        return replace(given, profile=_PROFILES[self.profile])
+
+
+DEFAULTS = DrawnOptions()
+
+
+def drawn_options() -> st.SearchStrategy[DrawnOptions]:
+    """Options, the defaults as often as not."""
+    rule = st.tuples(st.sampled_from(_OPS), st.sampled_from(["fp32", "low"]))
+    drawn = st.builds(
+        DrawnOptions,
+        low=st.sampled_from([torch.bfloat16, torch.float16]),
+        base=st.sampled_from(["autocast", "fast"]),
+        rules=st.lists(rule, max_size=3).map(tuple),
+        profile=st.sampled_from(list(_PROFILES)),
+        replayed=st.booleans(),
+    )
+    return st.one_of(st.just(DEFAULTS), drawn)
