@@ -10,33 +10,49 @@ import enum
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import UNTRACED, compile_id, graph_break, in_inference_mode, note_inference_mode
-from amp_fx.errors import CaptureError, PassError
+from amp_fx._torch import (
+    UNTRACED,
+    compile_id,
+    graph_break,
+    in_inference_mode,
+    note_inference_mode,
+    raised_by_backend,
+)
+from amp_fx.errors import PassError
 from amp_fx.fp8 import add_choices, fp8_placement
 from amp_fx.graphs.devices import graph_device, graph_devices
-from amp_fx.graphs.fallback import under_autocast, warn_fallback
+from amp_fx.graphs.fallback import (
+    Taken,
+    first_that_works,
+    is_for_the_caller,
+    reason_of,
+    under_autocast,
+    warn_fallback,
+)
 from amp_fx.graphs.regions import Region, ambient_regions, is_autocast_call
 from amp_fx.graphs.scope import not_ours, takes_own_gradients
 from amp_fx.graphs.uncompiled import graph_arrived, watch
 from amp_fx.graphs.values import is_fp8
-from amp_fx.lowering import lower
+from amp_fx.lowering import lower, lower_as_it_is
 from amp_fx.options import Options
 from amp_fx.passes import PlaceFp8
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.publish import is_heard, publish
 from amp_fx.plans.summary import summary
 from amp_fx.plans.unused import unused_rules
+from amp_fx.policy.fp8 import AUTO
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import add_autocast, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
 from amp_fx.state import cache_results
 from amp_fx.weights.freezing import freeze
-from amp_fx.weights.inference import cached, copied_weights
+from amp_fx.weights.inference import KeptWeights, cached, copied_weights
 from amp_fx.weights.watch import counting
 
 __all__ = ["amp_fx", "listen"]
@@ -64,39 +80,112 @@ def amp_fx(
 
     Raises:
         OptionsError: bad options.
-        CaptureError, PassError: the graph cannot be rewritten and ``strict`` is set.
+        Exception: with ``strict``, whatever fails, as CaptureError or PassError where the graph cannot be rewritten;
+            else only what Inductor cannot compile by itself either.
         PlanError: none of the plans in the options is about this graph.
     """
     graph_arrived(gm)
     opts = _settled(Options.parse(mode, options))
     devices = graph_devices(gm).intersection(supported_devices())
+    call = _Call(gm, example_inputs, ambient_regions({d: opts.low_dtype(d) for d in devices}), opts)
     reason = not_ours(gm, devices)
     if reason:
         logger.debug("graph passed through to Inductor: %s", reason)
-        return lower(gm, example_inputs, opts)
-    call = _Call(gm, example_inputs, ambient_regions({d: opts.low_dtype(d) for d in devices}), opts)
-    try:
-        rewritten, plan = rewrite(gm, call.ambient, opts, training=call.training)
-    except (CaptureError, PassError) as error:
-        # a plan that cannot be followed is the user's to know: what fell back when it was made, still does
-        if opts.strict or (opts.plan is not None and isinstance(error, PassError)):
-            raise
-        return _fall_back(call, str(error))
+    ways = _WAYS_THROUGH if reason else _WAYS
+    return first_that_works([partial(way, call) for way in ways], partial(_is_raised, opts))
+
+
+def _is_raised(opts: Options, error: Exception) -> bool:
+    """True for errors after which nothing else is tried."""
+    # a plan that cannot be followed is the user's to know: what fell back when it was made, still does
+    is_of_plan = opts.plan is not None and isinstance(raised_by_backend(error), PassError)
+    return opts.strict or is_of_plan or is_for_the_caller(error)
+
+
+def _as_asked(call: _Call, _reason: str) -> Taken:
+    """Everything that the options say."""
+    opts = call.opts
+    rewritten, plan = rewrite(call.gm, call.ambient, opts, training=call.training)
     if call.training:
         _say_what_scales(call, plan)
-    device = graph_device(gm, call.ambient)
+    device = graph_device(call.gm, call.ambient)
     call.fp8 = fp8_placement(opts, device, call.ambient[device].dtype, plan, rewritten)
     compiled = _COMPILE[_way(call, rewritten, plan)](call, rewritten)
     if call.fp8 is not None:
         add_choices(plan, call.fp8)
     if call.training:
         compiled = counting(compiled)
-    plan.graph, plan.graph_break = compile_id(), graph_break(gm)
+    plan.graph, plan.graph_break = compile_id(), graph_break(call.gm)
     if is_heard():
-        add_autocast(plan, gm, call.ambient, training=call.training)
+        add_autocast(plan, call.gm, call.ambient, training=call.training)
     # last: Inductor may ask Dynamo to trace again, and then this graph never runs
     _say(plan)
-    return compiled
+    return "as its options say", compiled
+
+
+def _plainly(call: _Call, reason: str) -> Taken | None:
+    """Without what amp_fx adds to a rewritten graph; None where the options ask for nothing of that."""
+    opts, left_out = call.opts, list[str]()
+    if opts.weights != "cast":
+        opts, left_out = replace(opts, weights="cast"), ["with weights cast in each call"]
+    if opts.policy.base == "fp8":
+        opts = replace(opts, policy=replace(opts.policy, base="autocast"), fp8=AUTO)
+        left_out.append("without fp8")
+    if opts.scaler is not None:
+        opts = replace(opts, scaler=None)
+        left_out.append("with gradients that the scaler scales from outside")
+    if not left_out:
+        return None
+    _, compiled = _as_asked(_Call(call.gm, call.example_inputs, call.ambient, opts), reason)
+    return " and ".join(left_out), compiled
+
+
+def _under_autocast(call: _Call, reason: str) -> Taken:
+    """With torch.autocast's semantics; where that fails on the graph, too, in fp32."""
+    how, graph = _autocast_graph(call)
+    compiled = lower(graph, call.example_inputs, call.opts, call.scaler)
+    return _not_rewritten(call, reason, how), compiled
+
+
+def _without_passes(call: _Call, reason: str) -> Taken:
+    """The same, and nothing of amp_fx runs in Inductor."""
+    how, graph = _autocast_graph(call)
+    compiled = lower_as_it_is(graph, call.example_inputs, call.opts)
+    return _not_rewritten(call, reason, how), compiled
+
+
+def _by_inductor_alone(call: _Call, reason: str) -> Taken | None:
+    """As stock torch.compile has it; None inside the program's own autocast, which is not in the graph."""
+    if any(region.by_user for region in call.ambient.values()):
+        return None
+    compiled = lower_as_it_is(call.gm, call.example_inputs, call.opts)
+    return _not_rewritten(call, reason, "in the precision that the program has"), compiled
+
+
+def _passed_through(call: _Call, _reason: str) -> Taken:
+    """A graph that is none of mixed precision's business."""
+    return "as it is", lower(call.gm, call.example_inputs, call.opts)
+
+
+#: how a graph is compiled: the first that does not fail. The last is Inductor's alone
+_WAYS = (_as_asked, _plainly, _under_autocast, _without_passes, _by_inductor_alone)
+_WAYS_THROUGH = (_passed_through, _by_inductor_alone)
+
+
+def _autocast_graph(call: _Call) -> tuple[str, fx.GraphModule]:
+    """The graph with torch.autocast's semantics, and how that is said."""
+    graph = under_autocast(call.gm, call.ambient)
+    if graph is call.gm:
+        return "in fp32, since torch.autocast fails on it too", graph
+    return "with torch.autocast's semantics", graph
+
+
+def _not_rewritten(call: _Call, reason: str, how: str) -> str:
+    """Tells how a graph is compiled instead."""
+    plan = Plan(compile_id(), str(call.opts.policy), graph_break=graph_break(call.gm))
+    plan.fallback = f"{reason}; compiled {how}"
+    _say(plan)
+    return how
 
 
 def _settled(opts: Options) -> Options:
@@ -206,7 +295,8 @@ def _rewritten(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _copies(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    return cached(rewritten, call.example_inputs, lambda graph, inputs: lower(graph, inputs, call.opts))
+    compiled = cached(rewritten, call.example_inputs, lambda graph, inputs: lower(graph, inputs, call.opts))
+    return _Kept(compiled, call.opts)
 
 
 def _frozen(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
@@ -215,13 +305,14 @@ def _frozen(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
     # a constant that is part of the code could not change
     inductor = {**opts.inductor, "freezing": True, "always_keep_tensor_constants": may_change}
     frozen = replace(opts, inductor=inductor)
-    return freeze(
+    graph = freeze(
         rewritten,
         call.example_inputs,
         lambda g, inputs: lower(g, inputs, frozen),
         may_change=may_change,
         packs_wide=opts.weights != "auto",
-    ) or lower(rewritten, call.example_inputs, opts)
+    )
+    return lower(rewritten, call.example_inputs, opts) if graph is None else _Kept(graph, opts)
 
 
 _COMPILE: dict[_Way, Callable[[_Call, fx.GraphModule], Callable[..., Any]]] = {
@@ -232,12 +323,31 @@ _COMPILE: dict[_Way, Callable[[_Call, fx.GraphModule], Callable[..., Any]]] = {
 }
 
 
-def _fall_back(call: _Call, reason: str) -> Callable[..., Any]:
-    fallback = under_autocast(call.gm, call.ambient)
-    warn_fallback(reason, in_fp32=fallback is call.gm)
-    compiled = lower(fallback, call.example_inputs, call.opts, call.scaler)
-    _say(Plan(compile_id(), str(call.opts.policy), fallback=reason, graph_break=graph_break(call.gm)))
-    return compiled
+class _Kept:
+    """A graph with what is kept of its weights; if that fails, what it needs of them is made in each call.
+
+    Args:
+        graph: compiled.
+        opts: if they are strict, what fails is raised.
+    """
+
+    def __init__(self, graph: KeptWeights, opts: Options) -> None:
+        self._graph, self._opts = graph, opts
+        self._gave_up = False
+
+    def __call__(self, *args: Any) -> Any:
+        if self._gave_up:
+            return self._graph.run(args, self._graph.anew(args))
+        try:
+            made = self._graph.kept(args)
+        except Exception as error:
+            if _is_raised(self._opts, error):
+                raise
+            logger.info("what is kept of weights fails", exc_info=True)
+            made, reason = self._graph.anew(args), reason_of(error)
+            self._gave_up = True
+            warn_fallback("makes what a graph needs of its weights in each call", reason)
+        return self._graph.run(args, made)
 
 
 def listen() -> None:

@@ -15,7 +15,7 @@ Every message names the bad value, the valid ones, and what to do::
         `-- VerifyError                  the rewritten graph breaks a dtype contract; names node and line
 
 ``CaptureError`` and ``PassError`` reach the user only with ``options={"strict": True}``. Otherwise the graph
-is compiled with torch.autocast's semantics and one :class:`FallbackWarning` says why.
+is compiled in a plainer way, at last with torch.autocast's semantics, and one :class:`FallbackWarning` says why.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class VerifyError(PassError):
 
 
 class FallbackWarning(UserWarning):
-    """A graph is compiled with torch.autocast's semantics because amp_fx could not rewrite it."""
+    """Something of amp_fx has failed on a graph, which is compiled or called in a plainer way."""
 
 
 class ScalingWarning(UserWarning):

@@ -35,7 +35,7 @@ from amp_fx.plans.publish import is_heard
 from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.state import cache_results
 
-__all__ = ["KEYED_ROOMS", "lower"]
+__all__ = ["KEYED_ROOMS", "lower", "lower_as_it_is"]
 
 #: rooms whose sources are in the keys of the compile caches: all that passes on Inductor's graphs import from
 KEYED_ROOMS = ("_torch", "graphs", "passes", "placement", "plans", "policy")
@@ -78,6 +78,12 @@ def lower(
     with autocast_shield(), anew:
         compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)
+
+
+def lower_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable[..., Any]:
+    """Compiles a graph with Inductor, and runs none of amp_fx's passes on it."""
+    with autocast_shield():
+        return compile_with_inductor(gm, example_inputs, dict(opts.inductor))
 
 
 def _concerns_cpu(gm: fx.GraphModule) -> bool:

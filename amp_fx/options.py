@@ -80,7 +80,7 @@ class Options:
         scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs, or None. It may be given with dtype "auto",
             and then counts where that is fp16.
         weights: a key of :data:`WEIGHTS`; where low copies of weights live.
-        strict: raise where the backend would fall back to torch.autocast's semantics.
+        strict: raise what fails, where the backend would take a plainer way.
         inductor: options handed to Inductor, from ``mode=`` and by their own names.
         harm: what the file that the policy names holds, or None.
         fp8: a key of :data:`FP8`; how policy fp8 scales.

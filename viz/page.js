@@ -133,7 +133,7 @@ function showTabs() {
     const tab = document.createElement("button");
     tab.setAttribute("role", "tab");
     tab.dataset.graph = index;
-    tab.textContent = (alone ? g.phase : g.label) + (g.graph_break ? " (ends at a graph break)" : "") + (g.fallback ? " (torch.autocast)" : "");
+    tab.textContent = (alone ? g.phase : g.label) + (g.graph_break ? " (ends at a graph break)" : "") + (g.fallback ? " (not rewritten)" : "");
     tab.title = g.graph_break || g.fallback;
     tab.addEventListener("click", () => choose(index));
     $("graphs").append(tab);

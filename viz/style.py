@@ -233,5 +233,5 @@ def graph_label(model: Drawing, graph: Graph) -> str:
     if graph["graph_break"]:
         text += f"\nends at a graph break: {graph['graph_break']}"
     if graph["fallback"]:
-        text += f"\nleft to torch.autocast: {graph['fallback']}"
+        text += f"\nnot rewritten: {graph['fallback']}"
     return text

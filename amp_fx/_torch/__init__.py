@@ -43,6 +43,8 @@ from amp_fx._torch.dynamo import (
     let_go,
     log_artifact,
     note_inference_mode,
+    raised_by_backend,
+    speaks_to_dynamo,
     unwrapped_errors,
 )
 from amp_fx._torch.freezing import Lifting, observe_freezing, packed_memory
@@ -142,6 +144,7 @@ __all__ = [
     "op_name",
     "packed_memory",
     "program_outputs",
+    "raised_by_backend",
     "registered_ops",
     "remove_all",
     "replace_inner_compile",
@@ -149,6 +152,7 @@ __all__ = [
     "saved_tensors_shield",
     "size_hint",
     "source_hash",
+    "speaks_to_dynamo",
     "stock_inductor",
     "storage_ref",
     "symbolic_kernels",

@@ -28,6 +28,8 @@ __all__ = [
     "let_go",
     "log_artifact",
     "note_inference_mode",
+    "raised_by_backend",
+    "speaks_to_dynamo",
     "unwrapped_errors",
 ]
 
@@ -106,6 +108,22 @@ def unwrapped_errors(kind: type[Exception]) -> Iterator[None]:
         if isinstance(error.inner_exception, kind):
             raise error.inner_exception from error
         raise
+
+
+def raised_by_backend(error: Exception) -> Exception:
+    """What a backend has raised, of what Dynamo or Inductor have made of it."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    while isinstance(error, BackendCompilerFailed):
+        error = error.inner_exception
+    return error
+
+
+def speaks_to_dynamo(error: Exception) -> bool:
+    """True for what asks Dynamo to trace again or to leave a function alone, or says what a program cannot do."""
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+
+    return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
 
 
 def log_artifact(name: str, text: Callable[[], str]) -> None:

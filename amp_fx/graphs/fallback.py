@@ -1,25 +1,109 @@
-"""The way out for graphs that cannot be rewritten: torch.autocast's own semantics, and one warning.
+"""The ways out for what fails: the next way to compile a graph, and one warning.
 
-Never silently fp32, never a crash: the graph runs as ``torch.compile`` + ``torch.autocast`` would run it,
-with the outputs cast back to the dtypes that Dynamo traced.
+Never silently fp32, never a crash: where nothing better works, the graph runs as ``torch.compile`` + ``torch.autocast``
+would run it, with the outputs cast back to the dtypes that Dynamo traced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor, enable_autocast, let_go, symbolic_kernels
-from amp_fx.errors import FallbackWarning
+from amp_fx._torch import (
+    FakeTensor,
+    enable_autocast,
+    let_go,
+    raised_by_backend,
+    speaks_to_dynamo,
+    symbolic_kernels,
+)
+from amp_fx.errors import AmpFxError, CaptureError, FallbackWarning, PassError
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import is_eligible
 
-__all__ = ["under_autocast", "warn_fallback"]
+__all__ = [
+    "Taken",
+    "Way",
+    "first_that_works",
+    "is_for_the_caller",
+    "reason_of",
+    "under_autocast",
+    "warn_fallback",
+]
+
+logger = logging.getLogger(__name__)
+
+#: how a graph was compiled, as the warning says it, and the compiled graph
+Taken = tuple[str, Callable[..., Any]]
+
+#: compiles a graph in one way. It is given the reasons why others failed, and returns None if it is none for this graph
+Way = Callable[[str], Taken | None]
+
+
+def first_that_works(ways: Iterable[Way], is_raised: Callable[[Exception], bool]) -> Callable[..., Any]:
+    """Compiles a graph in the first way that does not fail, and warns once if that is not the first.
+
+    Args:
+        ways: the best one first, the last one without anything of amp_fx.
+        is_raised: True for errors after which no other way is tried.
+
+    Raises:
+        Exception: such an error; or if all ways fail, that of the last: it is not about amp_fx.
+    """
+    failures: list[Exception] = []
+    for way in ways:
+        reason = "; ".join(dict.fromkeys(map(reason_of, failures)))
+        try:
+            taken = way(reason)
+        except Exception as error:
+            if is_raised(error):
+                raise
+            logger.info("a way to compile a graph fails", exc_info=True)
+            failures.append(error)
+            continue
+        if taken is None:
+            continue
+        how, compiled = taken
+        if failures:
+            # the errors hold the graph
+            failures.clear()
+            warn_fallback(f"compiles a graph {how}", reason)
+        return compiled
+    raise failures[-1]
+
+
+def is_for_the_caller(error: Exception) -> bool:
+    """True for errors that are about the program or its options, and for warnings that are to be errors."""
+    cause = raised_by_backend(error)
+    is_about_options = isinstance(cause, AmpFxError) and not isinstance(cause, (CaptureError, PassError))
+    return is_about_options or isinstance(cause, Warning) or speaks_to_dynamo(error)
+
+
+def reason_of(error: Exception) -> str:
+    """An error in a line: our own as they are, of others what and where."""
+    cause = raised_by_backend(error)
+    if isinstance(cause, AmpFxError):
+        return str(cause)
+    text, frames = str(cause).strip(), traceback.extract_tb(cause.__traceback__)
+    where = [f"[{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}]" for frame in frames[-1:]]
+    return " ".join([f"{type(cause).__name__}:", *text.splitlines()[:1], *where])
+
+
+def warn_fallback(what: str, reason: str) -> None:
+    """One warning per graph: what happens, why, and how to make it an error."""
+    warnings.warn(
+        f"amp_fx {what}, because a better way failed: {reason}. options={{'strict': True}} makes this an error.",
+        FallbackWarning,
+        stacklevel=3,
+    )
 
 
 def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
@@ -30,17 +114,6 @@ def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.Grap
     """
     wrapped = _wrap(gm, ambient)
     return wrapped if _runs(wrapped) else gm
-
-
-def warn_fallback(reason: str, in_fp32: bool) -> None:
-    """One warning per graph: what happened, why, and how to make it an error."""
-    how = "in fp32, since torch.autocast fails on it too" if in_fp32 else "with torch.autocast's semantics"
-    warnings.warn(
-        f"amp_fx compiles a graph {how}, because it could not rewrite it: {reason}. "
-        "options={'strict': True} makes this an error.",
-        FallbackWarning,
-        stacklevel=3,
-    )
 
 
 def _wrap(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:

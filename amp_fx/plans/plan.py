@@ -186,7 +186,7 @@ class Plan:
         policy: the policy in the form it parses.
         nodes: in graph order.
         casts: in graph order.
-        fallback: why the graph was left to torch.autocast, or an empty string.
+        fallback: why the graph was not rewritten, and how it is compiled instead; or an empty string.
         inputs: tensors that the graph and its bodies are given.
         phase: ``"forward"`` or ``"backward"``.
         graph_break: why Dynamo ended the graph before the program did, or an empty string.

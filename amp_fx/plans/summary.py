@@ -25,7 +25,7 @@ def summary(plan: Plan) -> str:
     'off'} forces them)"``. Matmuls are convolutions, attention and recurrent layers, too.
     """
     if plan.fallback:
-        return f"under torch.autocast, because it could not be rewritten: {plan.fallback}"
+        return f"not rewritten: {plan.fallback}"
     casts = f"{len(plan.casts)} cast{'s' * (len(plan.casts) != 1)}"
     outside, inside = matmuls(plan), untouched_matmuls(plan)
     total = len(outside) + len(inside)

@@ -66,7 +66,7 @@ class Advice:
 def advise(plans: Sequence[Plan]) -> list[Advice]:
     """What the data suggests, most useful first."""
     found = [
-        Advice("fallback", f"graph {plan.graph} runs under torch.autocast: {plan.fallback}")
+        Advice("fallback", f"graph {plan.graph} is not rewritten: {plan.fallback}")
         for plan in plans
         if plan.fallback
     ]

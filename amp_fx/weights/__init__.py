@@ -12,11 +12,12 @@ from __future__ import annotations
 from amp_fx.weights.copies import LowCopies
 from amp_fx.weights.freezing import FrozenGraph, freeze
 from amp_fx.weights.held import clear, held_bytes
-from amp_fx.weights.inference import cached, copied_weights, weight_inputs
+from amp_fx.weights.inference import KeptWeights, cached, copied_weights, weight_inputs
 from amp_fx.weights.watch import touch
 
 __all__ = [
     "FrozenGraph",
+    "KeptWeights",
     "LowCopies",
     "cached",
     "clear",

@@ -174,6 +174,11 @@ class Constants:
             holder.hold(found, tensors)
             return tensors
 
+    def anew(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that follow from weights, computed for one call and not kept."""
+        with torch.inference_mode(False), torch.no_grad(), autocast_disabled():
+            return list(self._program(*weights))
+
     def _name(self, at: int, weights: Sequence[Tensor], layout: int) -> _Name:
         key = key_of([weights[position] for position in self._needs[at]])
         return _Name(self._expressions[at], key, layout)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from amp_fx.weights.forms import Form
+from amp_fx.weights.forms import Form, new_copy
 from amp_fx.weights.memory import is_dense
 from amp_fx.weights.watch import Key, Look, OnDeath, Watch, key_of, look_at
 
@@ -118,6 +118,15 @@ class LowCopies:
             return found.copies
         with _lock:
             return self._renew(weights)
+
+    def anew(self, args: Sequence[Tensor]) -> list[Tensor]:
+        """Copies for one call, which are not kept.
+
+        Args:
+            args: of the graph.
+        """
+        made = [new_copy(args[position], form) for position, form in self._copies]
+        return [made[at][part] for at, part in self._tensors]
 
     def _renew(self, weights: list[Tensor]) -> list[Tensor]:
         key = key_of(weights)

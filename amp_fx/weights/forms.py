@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_fx.policy.fp8_copy import Call, fp8_copy, run
 
-__all__ = ["FORM_META", "Cast", "Form", "Scaled", "form_of"]
+__all__ = ["FORM_META", "Cast", "Form", "Scaled", "form_of", "new_copy"]
 
 aten = torch.ops.aten
 
@@ -83,3 +83,12 @@ Form = Cast | Scaled
 def form_of(node: fx.Node) -> tuple[Form, int]:
     """The form of an input that is a copy of a weight, and which of its tensors the input is."""
     return node.meta.get(FORM_META) or (Cast(node.meta["val"].dtype), 0)
+
+
+def new_copy(weight: Tensor, form: Form) -> tuple[Tensor, ...]:
+    """The tensors of a copy that nobody keeps."""
+    # an inference tensor could not be written to outside inference mode
+    with torch.inference_mode(False), torch.no_grad():
+        tensors = form.empty(weight, weight.device)
+        form.write(weight, tensors)
+    return tensors

@@ -19,12 +19,15 @@ from amp_fx.graphs.facts import COPY_META, is_matmul, is_parameter, storage_of, 
 from amp_fx.weights.constants import Constant, Constants
 from amp_fx.weights.folding import FoldingRecord
 from amp_fx.weights.forms import Cast, form_of
-from amp_fx.weights.inference import Compile, is_plain
+from amp_fx.weights.inference import Compile, is_plain, low_copies
 from amp_fx.weights.watch import Key, Watch, key_of, look_at
 
 __all__ = ["FrozenGraph", "freeze"]
 
 logger = logging.getLogger(__name__)
+
+#: a compiled graph, and the constants that it is called with
+_Ready = tuple[Callable[..., Any], Sequence[Tensor]]
 
 
 def freeze(
@@ -135,8 +138,8 @@ class FrozenGraph:
         self._found[key] = frozen
         return frozen, tensors
 
-    def __call__(self, *args: Any) -> Any:
-        """One call, with all inputs of the program.
+    def kept(self, args: Sequence[Any]) -> _Ready:
+        """The compiled graph and its constants, for a call with all inputs of the program.
 
         Raises:
             WeightsError: a weight has changed, and may not.
@@ -147,9 +150,21 @@ class FrozenGraph:
         tensors = None if frozen is None else frozen.tensors
         if frozen is None or tensors is None or not frozen.watch.is_current(weights):
             frozen, tensors = self._renew(weights, args)
-        self._call.tensors = tensors
+        return frozen.compiled, tensors
+
+    def anew(self, args: Sequence[Any]) -> _Ready:
+        """As :meth:`kept`, with constants of this call; where they are part of the code, the graph runs op by op."""
+        if self._shared is not None:
+            compiled, constants = self._shared
+            return compiled, constants.anew([args[at] for at in self._weights])
+        copies = low_copies(self._gm).anew(args)
+        return lambda *_: self._gm(*args, *copies), ()
+
+    def run(self, args: Sequence[Any], made: _Ready) -> Any:
+        """One call with what :meth:`kept` or :meth:`anew` has found."""
+        compiled, self._call.tensors = made
         try:
-            return frozen.compiled(*[args[at] for at in self._others])
+            return compiled(*[args[at] for at in self._others])
         finally:
             self._call.tensors = ()
 

@@ -52,7 +52,7 @@ def scale(model: nn.Module) -> None:
 # ---- linears that gain nothing from 16 bits ----
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
 
 

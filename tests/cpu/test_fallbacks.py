@@ -1,0 +1,241 @@
+"""Each stage of the backend fails on purpose: the next way is taken, with one warning; strict raises."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed, SkipFrame
+
+import amp_fx.backend
+import amp_fx.lowering
+from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, record, weights
+from amp_fx.graphs.fallback import first_that_works, is_for_the_caller
+from amp_fx.passes import LayOutGradients, PlaceFp8, PlaceFp8Linears
+from amp_fx.scaling.scaled_graph import ScaledGraph
+from amp_fx.weights import FrozenGraph, LowCopies
+from amp_fx.weights.folding import FoldingRecord
+from fp8 import MLP, lowered
+from fp8 import options as fp8_options
+from graphs import without_inductor
+from holding import Held
+
+
+class OnPurposeError(KeyError):
+    """What a stage fails with: no error of the house."""
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise OnPurposeError("on purpose")
+
+
+@pytest.fixture(autouse=True)
+def held() -> Iterator[Held]:
+    weights.clear()
+    yield Held()
+    weights.clear()
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+
+
+def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    # so small that no profile may decide
+    return torch.compile(model, backend="amp_fx", options={"profile": "off", **options})
+
+
+def scale_weight(model: nn.Sequential) -> None:
+    next(model.parameters()).data.mul_(1.5)
+
+
+def is_low(got: Tensor, model: nn.Module, x: Tensor) -> bool:
+    """About as far from fp64 as eager autocast."""
+    exact = copy.deepcopy(model).double()(x.double())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        limit = (model(x) - exact).norm()
+    return bool(0.3 * limit < (got - exact).norm() < 1.3 * limit) and got.dtype is torch.float32
+
+
+@contextlib.contextmanager
+def one_warning(how: str, reason: str = "OnPurposeError.*on purpose") -> Iterator[None]:
+    with pytest.warns(FallbackWarning, match=f"{how}.*{reason}.*strict") as caught:
+        yield
+    assert sum(warning.category is FallbackWarning for warning in caught) == 1
+
+
+# ---- while a graph is compiled ----
+
+#: what fails, the options, and how the graph is compiled then
+STAGES: dict[str, tuple[tuple[Any, str], dict[str, Any], str]] = {
+    "rewriting": ((amp_fx.backend, "rewrite"), {}, "autocast's semantics"),
+    "finding a plan's recipe": ((amp_fx.backend, "fp8_placement"), {}, "autocast's semantics"),
+    "telling": ((amp_fx.backend, "add_autocast"), {}, "autocast's semantics"),
+    "copies": ((amp_fx.backend, "cached"), {"numerics": "eager"}, "weights cast in each call"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_that_fails_is_left_out(stage: str, monkeypatch: pytest.MonkeyPatch, held: Held) -> None:
+    place, options, how = STAGES[stage]
+    monkeypatch.setattr(*place, fails)
+    model, x = net(), torch.randn(8, 64)
+    run = compiled(model, **options)
+    with torch.inference_mode(), without_inductor(), record() as recording, one_warning(how):
+        assert is_low(run(x), model, x)
+        assert is_low(run(x), model, x)
+    [plan] = recording.plans
+    assert ("on purpose" in plan.fallback) == ("autocast" in how)
+    assert held.bytes() == 0
+    torch._dynamo.reset()
+    run = compiled(model, strict=True, **options)
+    with torch.inference_mode(), record(), pytest.raises(BackendCompilerFailed) as info:
+        run(x)
+    assert isinstance(info.value.inner_exception, OnPurposeError)
+
+
+def test_where_freezing_fails_weights_are_cast_in_each_call(
+    monkeypatch: pytest.MonkeyPatch, held: Held
+) -> None:
+    model, x = net(), torch.randn(8, 64)
+    run = compiled(model)
+    # after Inductor has compiled it
+    monkeypatch.setattr(FoldingRecord, "finish", fails)
+    with torch.inference_mode(), one_warning("weights cast in each call"):
+        assert is_low(run(x), model, x)
+        scale_weight(model)
+        assert is_low(run(x), model, x)
+    assert held.bytes() == 0
+
+
+def test_where_our_passes_in_inductor_fail_it_compiles_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayOutGradients, "call", fails)
+    model, x = nn.Conv2d(4, 8, 3), torch.randn(2, 4, 8, 8)
+    with one_warning("autocast's semantics", "lay-out-gradients.*on purpose"):
+        got = compiled(model)(x)
+    assert is_low(got, model, x)
+    expected = torch.autograd.grad(model(x).square().sum(), model.weight)[0]
+    got.square().sum().backward()
+    assert model.weight.grad is not None
+    assert (model.weight.grad - expected).norm() < 0.02 * expected.norm()
+
+
+def test_where_scaling_fails_the_scaler_works_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScaledGraph, "extend", fails)
+    model, x = net(), torch.randn(8, 64)
+    scaler = GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    run = compiled(model, dtype="float16", scaler="default")
+    with without_inductor(), one_warning("from outside"):
+        scaler.scale(run(x).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    expected = torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert gradient is not None
+        assert (gradient - wanted).norm() < 0.01 * wanted.norm()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_where_fp8_fails_matmuls_run_in_16_bits(
+    training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlaceFp8 if training else PlaceFp8Linears, "call", fails)
+    model, x = MLP(32, 64, 64), torch.randn(64, 32)
+    options = fp8_options(tmp_path, strict=False)
+    if training:
+        with one_warning("without fp8", "place-fp8.*on purpose"):
+            step = lowered(model, [x], options)
+        assert not any(step.scaled())
+        assert {str(row.dtype) for row in step.plan.nodes if row.flops} == {"torch.bfloat16"}
+    else:
+        with torch.no_grad(), without_inductor(), one_warning("without fp8", "place-fp8-linears.*on purpose"):
+            got = compiled(model, **options)(x)
+        assert (got - model(x)).abs() < 0.01 * model(x).abs()
+
+
+def test_where_all_of_ours_fails_inductor_compiles_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rewrite", "lower", "under_autocast"):
+        monkeypatch.setattr(amp_fx.backend, name, fails)
+    model, x = net(), torch.randn(8, 64)
+    with torch.no_grad(), without_inductor(), one_warning("the precision that the program has"):
+        assert torch.allclose(compiled(model)(x), model(x), atol=1e-6)
+    # nor is a graph without floats, which is passed through
+    torch._dynamo.reset()
+    with without_inductor(), one_warning("the precision that the program has"):
+        assert compiled(lambda x: x + 1)(torch.arange(3)).tolist() == [1, 2, 3]
+
+
+def test_what_inductor_cannot_compile_either_is_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def cannot(gm: Any, inputs: Any, config: Any) -> Any:
+        found.append(f"no kernel for graph {len(found)}")
+        raise RuntimeError(found[-1])
+
+    monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", cannot)
+    with torch.inference_mode(), pytest.raises(BackendCompilerFailed) as info:
+        # a warning would be another error
+        compiled(net())(torch.randn(8, 64))
+    assert len(found) > 1
+    assert str(info.value.inner_exception) == found[-1]
+
+
+def test_errors_about_options_and_words_to_dynamo_are_raised() -> None:
+    for error in (PlanError("no such plan"), ScalingWarning("of the caller's filter"), SkipFrame("leave it")):
+        assert is_for_the_caller(error)
+
+        def way(_: str, error: Exception = error) -> Any:
+            raise error
+
+        with pytest.raises(type(error)):
+            first_that_works([way, lambda _: ("otherwise", print)], is_for_the_caller)
+    assert not is_for_the_caller(OnPurposeError())
+
+
+# ---- in a call ----
+
+
+def test_where_copies_fail_in_a_call_they_are_made_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = net(), torch.randn(8, 64)
+    # copies, where nothing is folded
+    run = compiled(model, numerics="eager")
+    with torch.inference_mode(), without_inductor():
+        assert is_low(run(x), model, x)
+        monkeypatch.setattr(LowCopies, "_renew", fails)
+        with one_warning("in each call"):
+            for _ in range(2):
+                scale_weight(model)
+                assert is_low(run(x), model, x)
+
+
+@pytest.mark.parametrize("is_code", [False, True], ids=["inputs", "part of the code"])
+def test_where_constants_fail_in_a_call_they_are_computed_in_each(
+    is_code: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_code:
+        monkeypatch.setattr("amp_fx.weights.folding.tunes_kernels", lambda: True)
+    model, x = net(), torch.randn(8, 64)
+    run = compiled(model)
+    with torch.inference_mode():
+        assert is_low(run(x), model, x)
+        monkeypatch.setattr(FrozenGraph, "_renew", fails)
+        scale_weight(model)
+        with one_warning("in each call"):
+            for _ in range(2):
+                assert is_low(run(x), model, x)
+                scale_weight(model)
+
+
+def test_with_strict_what_fails_in_a_call_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = net(), torch.randn(8, 64)
+    run = compiled(model, numerics="eager", strict=True)
+    monkeypatch.setattr(LowCopies, "of", fails)
+    with torch.inference_mode(), without_inductor(), pytest.raises(OnPurposeError):
+        run(x)
