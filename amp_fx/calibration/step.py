@@ -54,11 +54,13 @@ class Step:
         with self.untouched() as run:
             return _gradients(run(program), self.program, scale)
 
-    def exact_gradients(self) -> Gradients:
-        """The same of a copy of the model in fp64."""
+    def exact_gradients(self) -> Gradients | None:
+        """The same of a copy of the model in fp64; None where it draws random numbers, which are others in fp64."""
         wide = copy.deepcopy(self.program).double()
         with self._repeatable(wide, tree_map(_double, call_of(self.batch))) as (given, named):
-            return _gradients(loss_of(wide(*given, **named), self.loss), wide, 1.0)
+            before = _drawn()
+            gradients = _gradients(loss_of(wide(*given, **named), self.loss), wide, 1.0)
+            return gradients if _drawn() == before else None
 
     @contextlib.contextmanager
     def _repeatable(
@@ -80,6 +82,14 @@ def distance(gradients: Gradients, reference: Gradients) -> float:
     norm = sum(exact.square().sum().item() for exact in reference.values())
     ratio = (far / norm) ** 0.5 if norm else float("inf")
     return ratio if ratio == ratio else float("inf")
+
+
+def _drawn() -> list[Any]:
+    """Where the generators of random numbers are that a program has by default."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return [*(state.tolist() for state in states), random.getstate(), repr(np.random.get_state(legacy=False))]
 
 
 def _gradients(loss: torch.Tensor, program: nn.Module, scale: float) -> Gradients:

@@ -31,8 +31,8 @@ _APART = 0.3
 #: what fp32 rounds, in gradients
 _ROUNDING = 1e-5
 
-#: gradients in fp32 and fp64 that are further apart are not of the same random numbers
-_SAME = 1e-4
+#: times what fp32 rounds that compiled code, which adds up in another order, may be from fp64
+_ROUNDED_OTHERWISE = 3.0
 
 #: nothing is low
 _FP32 = {"policy": {"rules": [{"module": ".*", "precision": "fp32"}]}, "profile": "off"}
@@ -85,9 +85,11 @@ class Verifier:
         return _said(f"two equal steps in float32 have gradients that are {apart:.1e} apart", apart, limit)
 
     def doubt_compiled(self, limit: float) -> str:
-        """The same, from a step that is compiled in float32."""
+        """The same, from a step that is compiled in float32, beside what float32 itself rounds."""
         if self._fp32 is None:
             self._fp32 = self.compiled(_FP32)
+        if self._fp32 <= _ROUNDED_OTHERWISE * max(state.rounded for state in self._states):
+            return ""
         apart = f"a step that is compiled in float32 has a gradient that is {self._fp32:.1e} from the uncompiled one"
         return _said(apart, self._fp32, limit)
 
@@ -123,20 +125,28 @@ class _State:
         return max(apart for _, apart in self._judged)
 
     @property
+    def rounded(self) -> float:
+        """How far gradients in fp32 are from those in fp64, at most; 0 where these are not known."""
+        pairs = zip(self._exact, self._judged, strict=True)
+        return max(0.0 if exact is None else distance(plain, exact) for exact, (plain, _) in pairs)
+
+    @functools.cached_property
     def _references(self) -> list[Gradients]:
-        return [reference for reference, _ in self._judged]
+        """What the gradient of each step should be."""
+        pairs = zip(self._exact, self._judged, strict=True)
+        return [plain if exact is None else exact for exact, (plain, _) in pairs]
+
+    @functools.cached_property
+    def _exact(self) -> list[Gradients | None]:
+        return [self._in_fp64(step) for step in self._steps]
 
     @functools.cached_property
     def _judged(self) -> list[tuple[Gradients, float]]:
-        """Of each step what its gradient should be, and how far equal steps are apart."""
+        """Of each step its gradient in fp32, and how far that of an equal step is apart."""
         found = []
         for step in self._steps:
             plain = step.gradients(step.program)
-            apart = distance(step.gradients(step.program), plain)
-            exact = self._in_fp64(step)
-            # other random numbers are drawn in fp64
-            is_same = exact is not None and distance(plain, exact) < _SAME
-            found.append((exact if is_same else plain, apart))
+            found.append((plain, distance(step.gradients(step.program), plain)))
         return found
 
     def _in_fp64(self, step: Step) -> Gradients | None:
