@@ -6,7 +6,6 @@ Registered by the entry point ``torch_dynamo_backends``; decorating it as well w
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,37 +21,29 @@ from amp_fx._torch import (
     graph_break,
     in_inference_mode,
     note_inference_mode,
-    raised_by_backend,
 )
-from amp_fx.errors import PassError
-from amp_fx.fp8 import add_choices, fp8_placement
+from amp_fx.compiling import Call, compile_rewritten, is_raised
 from amp_fx.graphs.devices import graph_device, graph_devices
 from amp_fx.graphs.fallback import (
     Taken,
     first_that_works,
-    is_for_the_caller,
-    reason_of,
     under_autocast,
-    warn_fallback,
 )
-from amp_fx.graphs.regions import Region, ambient_regions, is_autocast_call
-from amp_fx.graphs.scope import not_ours, takes_own_gradients
+from amp_fx.graphs.regions import ambient_regions
+from amp_fx.graphs.scope import not_ours
 from amp_fx.graphs.uncompiled import graph_arrived, watch
-from amp_fx.graphs.values import is_fp8
+from amp_fx.levels import add_choices, level_placement
 from amp_fx.lowering import lower, lower_as_it_is
 from amp_fx.options import Options
-from amp_fx.passes import PlaceFp8
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.publish import is_heard, publish
 from amp_fx.plans.summary import summary
 from amp_fx.plans.unused import unused_rules
-from amp_fx.policy.fp8 import AUTO
+from amp_fx.policy.levels import AUTO
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import add_autocast, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
 from amp_fx.state import cache_results
-from amp_fx.weights.freezing import freeze
-from amp_fx.weights.inference import KeptWeights, cached, copied_weights
 from amp_fx.weights.watch import counting
 
 __all__ = ["amp_fx", "listen"]
@@ -87,32 +78,25 @@ def amp_fx(
     graph_arrived(gm)
     opts = _settled(Options.parse(mode, options))
     devices = graph_devices(gm).intersection(supported_devices())
-    call = _Call(gm, example_inputs, ambient_regions({d: opts.low_dtype(d) for d in devices}), opts)
+    call = Call(gm, example_inputs, ambient_regions({d: opts.low_dtype(d) for d in devices}), opts)
     reason = not_ours(gm, devices)
     if reason:
         logger.debug("graph passed through to Inductor: %s", reason)
     ways = _WAYS_THROUGH if reason else _WAYS
-    return first_that_works([partial(way, call) for way in ways], partial(_is_raised, opts))
+    return first_that_works([partial(way, call) for way in ways], partial(is_raised, opts))
 
 
-def _is_raised(opts: Options, error: Exception) -> bool:
-    """True for errors after which nothing else is tried."""
-    # a plan that cannot be followed is the user's to know: what fell back when it was made, still does
-    is_of_plan = opts.plan is not None and isinstance(raised_by_backend(error), PassError)
-    return opts.strict or is_of_plan or is_for_the_caller(error)
-
-
-def _as_asked(call: _Call, _reason: str) -> Taken:
+def _as_asked(call: Call, _reason: str) -> Taken:
     """Everything that the options say."""
     opts = call.opts
     rewritten, plan = rewrite(call.gm, call.ambient, opts, training=call.training)
     if call.training:
         _say_what_scales(call, plan)
     device = graph_device(call.gm, call.ambient)
-    call.fp8 = fp8_placement(opts, device, call.ambient[device].dtype, plan, rewritten)
-    compiled = _COMPILE[_way(call, rewritten, plan)](call, rewritten)
-    if call.fp8 is not None:
-        add_choices(plan, call.fp8)
+    call.place = level_placement(opts, device, call.ambient[device].dtype, plan, rewritten)
+    compiled = compile_rewritten(call, rewritten, plan)
+    if call.place is not None:
+        add_choices(plan, call.place)
     if call.training:
         compiled = counting(compiled)
     plan.graph, plan.graph_break = compile_id(), graph_break(call.gm)
@@ -123,7 +107,7 @@ def _as_asked(call: _Call, _reason: str) -> Taken:
     return "as its options say", compiled
 
 
-def _plainly(call: _Call, reason: str) -> Taken | None:
+def _plainly(call: Call, reason: str) -> Taken | None:
     """Without what amp_fx adds to a rewritten graph; None where the options ask for nothing of that."""
     opts, left_out = call.opts, list[str]()
     if opts.weights != "cast":
@@ -136,25 +120,25 @@ def _plainly(call: _Call, reason: str) -> Taken | None:
         left_out.append("with gradients that the scaler scales from outside")
     if not left_out:
         return None
-    _, compiled = _as_asked(_Call(call.gm, call.example_inputs, call.ambient, opts), reason)
+    _, compiled = _as_asked(Call(call.gm, call.example_inputs, call.ambient, opts), reason)
     return " and ".join(left_out), compiled
 
 
-def _under_autocast(call: _Call, reason: str) -> Taken:
+def _under_autocast(call: Call, reason: str) -> Taken:
     """With torch.autocast's semantics; where that fails on the graph, too, in fp32."""
     how, graph = _autocast_graph(call)
     compiled = lower(graph, call.example_inputs, call.opts, call.scaler)
     return _not_rewritten(call, reason, how), compiled
 
 
-def _without_passes(call: _Call, reason: str) -> Taken:
+def _without_passes(call: Call, reason: str) -> Taken:
     """The same, and nothing of amp_fx runs in Inductor."""
     how, graph = _autocast_graph(call)
     compiled = lower_as_it_is(graph, call.example_inputs, call.opts)
     return _not_rewritten(call, reason, how), compiled
 
 
-def _by_inductor_alone(call: _Call, reason: str) -> Taken | None:
+def _by_inductor_alone(call: Call, reason: str) -> Taken | None:
     """As stock torch.compile has it; None inside the program's own autocast, which is not in the graph."""
     if any(region.by_user for region in call.ambient.values()):
         return None
@@ -162,7 +146,7 @@ def _by_inductor_alone(call: _Call, reason: str) -> Taken | None:
     return _not_rewritten(call, reason, "in the precision that the program has"), compiled
 
 
-def _passed_through(call: _Call, _reason: str) -> Taken:
+def _passed_through(call: Call, _reason: str) -> Taken:
     """A graph that is none of mixed precision's business."""
     return "as it is", lower(call.gm, call.example_inputs, call.opts)
 
@@ -172,7 +156,7 @@ _WAYS = (_as_asked, _plainly, _under_autocast, _without_passes, _by_inductor_alo
 _WAYS_THROUGH = (_passed_through, _by_inductor_alone)
 
 
-def _autocast_graph(call: _Call) -> tuple[str, fx.GraphModule]:
+def _autocast_graph(call: Call) -> tuple[str, fx.GraphModule]:
     """The graph with torch.autocast's semantics, and how that is said."""
     graph = under_autocast(call.gm, call.ambient)
     if graph is call.gm:
@@ -180,7 +164,7 @@ def _autocast_graph(call: _Call) -> tuple[str, fx.GraphModule]:
     return "with torch.autocast's semantics", graph
 
 
-def _not_rewritten(call: _Call, reason: str, how: str) -> str:
+def _not_rewritten(call: Call, reason: str, how: str) -> str:
     """Tells how a graph is compiled instead."""
     plan = Plan(compile_id(), str(call.opts.policy), graph_break=graph_break(call.gm))
     plan.fallback = f"{reason}; compiled {how}"
@@ -213,7 +197,7 @@ def _say(plan: Plan) -> None:
     publish(plan)
 
 
-def _say_what_scales(call: _Call, plan: Plan) -> None:
+def _say_what_scales(call: Call, plan: Plan) -> None:
     """Warns where no scaler of amp_fx scales the gradients of an fp16 graph, or nobody asks the one that does."""
     if not is_scaled(call.ambient):
         if call.opts.scaler is not None:
@@ -222,132 +206,6 @@ def _say_what_scales(call: _Call, plan: Plan) -> None:
         expect_scaler(plan, call.example_inputs, call.scaler)
     else:
         warn_taken_inside(call.opts.scaler)
-
-
-class _Call:
-    """What the backend was called with, and what follows from it.
-
-    Attributes:
-        ambient: autocast state at graph entry per device type.
-        training: True if the graph will be differentiated.
-        scaler: name of the scaler of the graph's backward, or None. What takes its gradients itself has no backward.
-        in_autocast: True if the user's own autocast is on somewhere: as Dynamo made it, with autocast off, the graph
-            would return other dtypes.
-        fp8: the pass that chooses what runs in fp8, or None.
-    """
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        ambient: Mapping[str, Region],
-        opts: Options,
-    ) -> None:
-        self.gm, self.example_inputs, self.ambient, self.opts = gm, example_inputs, ambient, opts
-        # read off the real inputs: fake values do not say whether they require a gradient
-        self.training = torch.is_grad_enabled() and any(
-            value.requires_grad for value in example_inputs if isinstance(value, torch.Tensor)
-        )
-        outside = self.training and not takes_own_gradients(gm)
-        self.scaler = opts.scaler if outside and is_scaled(ambient) else None
-        ambient_by_user = any(region.by_user for region in ambient.values())
-        self.in_autocast = ambient_by_user or any(map(is_autocast_call, gm.graph.nodes))
-        self.fp8: PlaceFp8 | None = None
-
-
-class _Way(enum.Enum):
-    """How a graph goes to Inductor."""
-
-    AS_TRACED = "nothing to cast: as Dynamo made it"
-    REWRITTEN = "with its casts inside"
-    COPIES = "with low copies of weights as inputs"
-    FROZEN = "with weights as constants, which Inductor folds and packs"
-
-
-def _way(call: _Call, rewritten: fx.GraphModule, plan: Plan) -> _Way:
-    opts = call.opts
-    if not torch.is_grad_enabled():
-        # folding BatchNorm does not round where eager autocast rounds
-        packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not _has_fp8(rewritten)
-        # by default only what takes the place of a low copy
-        asked = opts.weights == "cache" or (opts.weights == "auto" and copied_weights(rewritten))
-        if opts.weights == "freeze" or (packs and asked):
-            return _Way.FROZEN
-    if copied_weights(rewritten):
-        return _Way.COPIES
-    if call.fp8 is None and not plan.changed and not call.in_autocast:
-        return _Way.AS_TRACED
-    return _Way.REWRITTEN
-
-
-def _has_fp8(rewritten: fx.GraphModule) -> bool:
-    """True if fp8 copies of weights are inputs: there is nothing to pack, as oneDNN has no fp8."""
-    return any(is_fp8(node.meta["val"]) for node in copied_weights(rewritten))
-
-
-def _as_traced(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    logger.debug("nothing to cast: the graph is compiled as Dynamo made it")
-    return lower(call.gm, call.example_inputs, call.opts, call.scaler)
-
-
-def _rewritten(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    return lower(rewritten, call.example_inputs, call.opts, call.scaler, call.fp8)
-
-
-def _copies(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    compiled = cached(rewritten, call.example_inputs, lambda graph, inputs: lower(graph, inputs, call.opts))
-    return _Kept(compiled, call.opts)
-
-
-def _frozen(call: _Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    opts = call.opts
-    may_change = opts.weights != "freeze" or not opts.strict
-    # a constant that is part of the code could not change
-    inductor = {**opts.inductor, "freezing": True, "always_keep_tensor_constants": may_change}
-    frozen = replace(opts, inductor=inductor)
-    graph = freeze(
-        rewritten,
-        call.example_inputs,
-        lambda g, inputs: lower(g, inputs, frozen),
-        may_change=may_change,
-        packs_wide=opts.weights != "auto",
-    )
-    return lower(rewritten, call.example_inputs, opts) if graph is None else _Kept(graph, opts)
-
-
-_COMPILE: dict[_Way, Callable[[_Call, fx.GraphModule], Callable[..., Any]]] = {
-    _Way.AS_TRACED: _as_traced,
-    _Way.REWRITTEN: _rewritten,
-    _Way.COPIES: _copies,
-    _Way.FROZEN: _frozen,
-}
-
-
-class _Kept:
-    """A graph with what is kept of its weights; if that fails, what it needs of them is made in each call.
-
-    Args:
-        graph: compiled.
-        opts: if they are strict, what fails is raised.
-    """
-
-    def __init__(self, graph: KeptWeights, opts: Options) -> None:
-        self._graph, self._opts = graph, opts
-        self._gave_up = False
-
-    def __call__(self, *args: Any) -> Any:
-        if self._gave_up:
-            return self._graph.run(args, self._graph.anew(args))
-        try:
-            made = self._graph.kept(args)
-        except Exception as error:
-            if _is_raised(self._opts, error):
-                raise
-            logger.info("what is kept of weights fails", exc_info=True)
-            made, reason = self._graph.anew(args), reason_of(error)
-            self._gave_up = True
-            warn_fallback("makes what a graph needs of its weights in each call", reason)
-        return self._graph.run(args, made)
 
 
 def listen() -> None:

@@ -24,7 +24,7 @@ from amp_fx.passes import (
     PARTITIONED,
     Case,
     Pass,
-    PlaceFp8,
+    PlaceLevels,
     run_keyed,
     select,
 )
@@ -46,7 +46,7 @@ def lower(
     example_inputs: Sequence[Any],
     opts: Options,
     scaler: str | None = None,
-    fp8: PlaceFp8 | None = None,
+    place: PlaceLevels | None = None,
 ) -> Callable[..., Any]:
     """Compiles a graph with Inductor.
 
@@ -55,7 +55,7 @@ def lower(
         example_inputs: one per placeholder.
         opts: validated options.
         scaler: name of the :class:`amp_fx.GradScaler` of the graph's backward, or None.
-        fp8: the pass that chooses what runs in fp8, or None. It says afterwards what it chose.
+        place: the pass that chooses what runs below 16 bits, or None. It says afterwards what it chose.
 
     Returns:
         A callable with the graph's signature.
@@ -65,8 +65,8 @@ def lower(
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
         given.append(scaled.rewriting)
-    if fp8 is not None:
-        given.append(fp8)
+    if place is not None:
+        given.append(place)
     devices = frozenset(device for device in graph_devices(gm) if device != "cpu" or _concerns_cpu(gm))
     case = Case(tuple(given), devices=devices, numerics=opts.numerics)
     own = {**_hook(JOINT, case, opts), **_hook(PARTITIONED, case, opts)}
@@ -74,7 +74,7 @@ def lower(
         # what the caches hand out may call it
         layout.convert_op()
     # the cache does not tell a listener what the pass chose
-    anew = traced_anew() if fp8 is not None and is_heard() else contextlib.nullcontext()
+    anew = traced_anew() if place is not None and is_heard() else contextlib.nullcontext()
     with autocast_shield(), anew:
         compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)

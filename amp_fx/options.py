@@ -19,7 +19,7 @@ from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.policy import Policy
-from amp_fx.policy.fp8 import AUTO
+from amp_fx.policy.levels import AUTO, levels_of
 
 __all__ = ["DTYPES", "FP8", "NUMERICS", "WEIGHTS", "Options"]
 
@@ -56,10 +56,7 @@ _REMOVED = {
 #: name -> what a scale of policy fp8 stands for
 FP8 = {
     AUTO: "'rowwise' on Hopper (sm_90), 'tensorwise' on other devices",
-    "rowwise": "a row that a matmul contracts; e4m3, scales are powers of two",
-    "tensorwise": "a whole tensor; gradients in e5m2",
-    "rowwise_gw_hp": "as rowwise; gradients of weights are multiplied in the low dtype",
-    "mxfp8": "32 elements of a row that a matmul contracts; e4m3, scales are powers of two; on sm_100 and sm_103",
+    **{name: level.about for name, level in levels_of("fp8").items()},
 }
 
 
@@ -205,13 +202,13 @@ def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str, fp8: st
             f"policy harm {policy.harm!r} was measured for {dtype_name(harm.dtype)}, dtype is {dtype_name(dtype)}; "
             f"calibrate with dtype={dtype_name(dtype)!r}, or change one of the two."
         )
-    if policy.base == "fp8" and not harm.fp8:
+    if policy.base == "fp8" and not harm.level:
         raise OptionsError(
             f"policy harm {policy.harm!r} has nothing of fp8; calibrate with policy='fp8', or take another base."
         )
-    if fp8 not in (AUTO, harm.fp8):
+    if fp8 not in (AUTO, harm.level):
         raise OptionsError(
-            f"policy harm {policy.harm!r} was measured for fp8={harm.fp8!r}, fp8 is {fp8!r}; drop the option, or "
+            f"policy harm {policy.harm!r} was measured for fp8={harm.level!r}, fp8 is {fp8!r}; drop the option, or "
             "calibrate for it."
         )
     return harm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.fx as fx
@@ -19,22 +20,23 @@ from amp_fx.passes import (
     CAPTURED,
     OUTLINE,
     Case,
-    MarkFp8,
+    MarkMatmuls,
     PassContext,
     PlaceByHarm,
-    PlaceFp8Linears,
+    PlaceLevels,
     Replay,
     run_passes,
     select,
 )
 from amp_fx.passes.forward.place_by_harm import HARM_META, Placement
+from amp_fx.passes.levels.place_levels import BUDGET_META, Budget
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.fp8_choice import FP8_BUDGET, Fp8Budget
-from amp_fx.placement.fp8_device import Fp8Device, NoFp8, fp8_device
+from amp_fx.placement.level_device import meaning
 from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
+from amp_fx.policy.levels import levels_of
 from amp_fx.weights.inference import weight_inputs
 
 __all__ = ["add_autocast", "rewrite"]
@@ -73,13 +75,14 @@ def rewrite(
         case = Case(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
         folded = weight_inputs(captured) if case.caches_weights else frozenset[str]()
         profile = resolve(opts.profile, device)
-        meaning = ""
-        if opts.policy.base == "fp8" and not training:
-            here = fp8_device(opts.fp8, profile, device, ambient[device].dtype).without_gradients()
-            if isinstance(here, Fp8Device) and (opts.plan is not None or opts.harm is not None):
-                here = NoFp8("as autocast: plans and budgets of fp8 are about gradients")
-            case = case.giving(PlaceFp8Linears(here)) if isinstance(here, Fp8Device) else case
-            meaning = here.meaning
+        said = ""
+        if levels_of(opts.policy.base) and not training:
+            means = meaning(opts.fp8, profile, device, ambient[device].dtype, training=False)
+            said = means.text
+            if means.level is not None and (opts.plan is not None or opts.harm is not None):
+                said = f"as autocast: plans and budgets of {opts.policy.base} are about gradients"
+            elif means.level is not None:
+                case = case.giving(PlaceLevels(means.level, device, means.cost, joint=False))
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
         if opts.plan is not None:
             plan = _replay(captured, opts, case, context)
@@ -88,7 +91,7 @@ def rewrite(
         else:
             plan = run_passes(captured, select(CAPTURED, _marking(case, context)), context)
     plan.training, plan.profile = training, "" if profile is None else profile.name
-    plan.fp8 = plan.fp8 or meaning
+    plan.meaning = plan.meaning or said
     log_artifact("amp_fx_plan", plan.to_json)
     done = time.thread_time()
     logger.debug(
@@ -120,11 +123,11 @@ def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], 
 
 
 def _marking(case: Case, context: PassContext, chosen: Plan | None = None) -> Case:
-    """In training, the pass that says which matmuls may run in fp8, or do in a plan that is followed, is given."""
-    planned = chosen is not None and chosen.decides_fp8
-    if not context.training or not (planned or context.policy.base == "fp8"):
+    """In training, the pass that says which matmuls may run below 16 bits, or do in a plan, is given."""
+    planned = chosen is not None and chosen.decides_levels
+    if not context.training or not (planned or levels_of(context.policy.base)):
         return case
-    return case.giving(MarkFp8(planned))
+    return case.giving(MarkMatmuls(planned))
 
 
 def _replay(captured: fx.GraphModule, opts: Options, case: Case, context: PassContext) -> Plan:
@@ -133,12 +136,11 @@ def _replay(captured: fx.GraphModule, opts: Options, case: Case, context: PassCo
     outline.graph, outline.training = compile_id(), context.training
     chosen = choose_plan(opts.plan or (), outline)
     rows = {row.name: saved for saved, row in counterparts(chosen, outline)}
+    if not chosen.decides_levels:
+        rows = {name: replace(row, levels={}) for name, row in rows.items()}
     case = _marking(case, context, chosen).giving(Replay(rows))
     plan = run_passes(captured, select(CAPTURED, case), context)
     plan.policy, plan.unused_rules = chosen.policy, chosen.unused_rules
-    if plan.decides_fp8:
-        # the recipe; what comes after it in words is about the graph that the plan was read off
-        plan.fp8 = chosen.fp8.partition(",")[0]
     return plan
 
 
@@ -159,21 +161,21 @@ def _place_by_harm(
         logger.info("graph %s was not calibrated: placed by the policy's base list", compile_id())
         return run_passes(captured, select(CAPTURED, case), context)
     budget = context.policy.budget
-    # beyond autocast's error, the budget is for fp8
-    first = min(budget, 1.0) if context.policy.base == "fp8" else budget
+    # beyond autocast's error, the budget is for what runs below 16 bits
+    first = min(budget, 1.0) if levels_of(context.policy.base) else budget
     step = PlaceByHarm(rows, first, placement=placement)
     plan = run_passes(captured, select(CAPTURED, case.giving(step)), context)
-    if context.policy.base == "fp8":
-        captured.meta[FP8_BUDGET] = _left_for_fp8(captured, rows, budget)
+    if levels_of(context.policy.base):
+        captured.meta[BUDGET_META] = _left_below(captured, rows, budget)
     return plan
 
 
-def _left_for_fp8(captured: fx.GraphModule, rows: Mapping[str, CallHarm], budget: float) -> Fp8Budget:
-    """What matmuls in fp8 may add to the error of a graph that was placed by harm, bodies included."""
+def _left_below(captured: fx.GraphModule, rows: Mapping[str, CallHarm], budget: float) -> Budget:
+    """What matmuls below 16 bits may add to the error of a graph that was placed by harm, bodies included."""
     metas = [module.meta for module in captured.modules() if isinstance(module, fx.GraphModule)]
     spent, autocast = (sum(meta[HARM_META][at] for meta in metas if HARM_META in meta) for at in (0, 1))
-    harms = tuple(((row.name, role), row.in_fp8(role)) for row in rows.values() for role in row.fp8)
-    return Fp8Budget(harms, max(budget**2 * autocast - spent, 0.0))
+    harms = tuple(((row.name, role), row.below(role)) for row in rows.values() for role in row.roles)
+    return Budget(harms, max(budget**2 * autocast - spent, 0.0))
 
 
 def _measured(captured: fx.GraphModule, harm: Harm, context: PassContext) -> dict[str, CallHarm]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_fx.policy.fp8 import RECIPES
+from amp_fx.policy.levels import levels_of
 from benchmarks.workloads import Batch, Workload
 
 __all__ = ["ARMS", "MODES", "Arm", "Prepared", "arms_for", "prepare"]
@@ -80,7 +80,7 @@ ARMS = {
                 devices=_GPU,
                 named_only=True,
             )
-            for recipe in RECIPES
+            for recipe in levels_of("fp8")
         ),
         # on a CPU, weights are folded and packed by default
         Arm("freeze", "amp_fx", {"weights": "freeze"}, modes=_INFERENCE, devices=_GPU),

@@ -1,8 +1,8 @@
 """The compiler passes, one per file, and the one table that orders them: :data:`TABLE`.
 
 Folders say which graph a pass runs on: ``forward/``, the captured graph, before AOTAutograd makes a backward of it;
-``joint/``, Inductor's joint graph, forward and backward together; ``partitioned/``, Inductor's forward, backward and
-inference graphs, each by itself.
+``joint/``, Inductor's joint graph, forward and backward together; ``levels/``, either of these; ``partitioned/``,
+Inductor's forward, backward and inference graphs, each by itself.
 
 What a pass is, and the runner, are in ``base.py``; what a pass on Inductor's graphs may read of a node, in
 ``keyed.py``. Not here: op lists (``amp_fx.policy``), costs and the cut
@@ -32,21 +32,19 @@ from amp_fx.passes.forward.fold_weights import FoldWeights
 from amp_fx.passes.forward.fuse_casts import FuseCasts
 from amp_fx.passes.forward.insert_casts import InsertCasts
 from amp_fx.passes.forward.keep_weights import KeepWeights
-from amp_fx.passes.forward.mark_fp8 import MarkFp8
 from amp_fx.passes.forward.pin_dtypes import PinDtypes
 from amp_fx.passes.forward.place import Place
 from amp_fx.passes.forward.place_by_harm import PlaceByHarm
-from amp_fx.passes.forward.place_fp8_linears import PlaceFp8Linears
-from amp_fx.passes.forward.quantise_linears import QuantiseLinears
 from amp_fx.passes.forward.replay import Replay
 from amp_fx.passes.forward.verify import Verify
 from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
 from amp_fx.passes.joint.keep_statistics import KeepStatistics
 from amp_fx.passes.joint.lay_out_gradients import LayOutGradients
-from amp_fx.passes.joint.place_fp8 import PlaceFp8
-from amp_fx.passes.joint.quantise_matmuls import QuantiseMatmuls
 from amp_fx.passes.joint.scale_backward import ScaleBackward
 from amp_fx.passes.joint.separate_outputs import SeparateOutputs
+from amp_fx.passes.levels.mark_matmuls import MarkMatmuls
+from amp_fx.passes.levels.place_levels import PlaceLevels
+from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
 from amp_fx.passes.partitioned.lay_out_weights import LayOutWeights
 
 __all__ = [
@@ -68,16 +66,14 @@ __all__ = [
     "KeepWeights",
     "LayOutGradients",
     "LayOutWeights",
-    "MarkFp8",
+    "MarkMatmuls",
     "Pass",
     "PassContext",
     "PassResult",
     "PinDtypes",
     "Place",
     "PlaceByHarm",
-    "PlaceFp8",
-    "PlaceFp8Linears",
-    "QuantiseLinears",
+    "PlaceLevels",
     "QuantiseMatmuls",
     "Replay",
     "Row",
@@ -183,27 +179,27 @@ TABLE: tuple[Row, ...] = (
         CAPTURED,
         FoldWeights,
         "(export) weights are stored as they are read, and their casts go",
-        _without(PlaceFp8Linears),
+        _without(PlaceLevels),
     ),
     Row(CAPTURED, FuseCasts(), "conversions that do nothing go"),
-    Row(CAPTURED, PlaceFp8Linears, "(policy fp8, no gradients) which matmuls run in fp8"),
+    Row(CAPTURED, PlaceLevels, "(policy fp8, no gradients) which matmuls run below 16 bits"),
     Row(
         CAPTURED,
-        QuantiseLinears(),
+        QuantiseMatmuls(joint=False),
         "(policy fp8, no gradients) operands are scaled and converted, and matmuls read them",
-        _beside(PlaceFp8Linears),
+        _beside(PlaceLevels),
     ),
     Row(
         CAPTURED,
         FoldWeights,
         "(export, policy fp8) weights are stored as they are read, and their casts go",
-        _beside(PlaceFp8Linears),
+        _beside(PlaceLevels),
     ),
     Row(
         CAPTURED,
         FuseCasts(),
         "(export, policy fp8) casts that folding has left go",
-        _beside(FoldWeights, PlaceFp8Linears),
+        _beside(FoldWeights, PlaceLevels),
     ),
     Row(
         CAPTURED,
@@ -212,14 +208,14 @@ TABLE: tuple[Row, ...] = (
         lambda case: case.caches_weights,
     ),
     Row(CAPTURED, Verify(), "it runs, and its dtypes are the planned and the promised ones"),
-    Row(CAPTURED, MarkFp8, "(policy fp8, training) the matmuls that may run in fp8"),
+    Row(CAPTURED, MarkMatmuls, "(policy fp8, training) the matmuls that may run below 16 bits"),
     Row(JOINT, ScaleBackward, "(fp16) loss scaling and finite checks inside the backward"),
-    Row(JOINT, PlaceFp8, "(policy fp8) which matmuls run in fp8, forward and backward"),
+    Row(JOINT, PlaceLevels, "(policy fp8) which matmuls run below 16 bits, forward and backward"),
     Row(
         JOINT,
         QuantiseMatmuls(),
         "(policy fp8) operands are scaled and converted once, and matmuls read them",
-        _beside(PlaceFp8),
+        _beside(PlaceLevels),
     ),
     Row(
         JOINT,

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, log_artifact
-from amp_fx.errors import PassError
+from amp_fx.errors import PassError, PlanError
 from amp_fx.graphs.capture import REGION_META
 from amp_fx.passes.keyed import only_keyed
 from amp_fx.placement.profile import DeviceProfile
@@ -181,7 +181,7 @@ def _run(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, gra
         try:
             result = step.call(gm, context)
             gm.graph.lint()
-        except PassError:
+        except (PassError, PlanError):
             raise
         except Exception as error:
             # chained, never swallowed: tests run strict, users get a named reason with the fallback

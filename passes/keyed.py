@@ -20,15 +20,15 @@ __all__ = ["CUSTOM", "MARK", "marked", "only_keyed"]
 #: node.meta key of what AOTAutograd hands on to all that a call becomes, backward included
 CUSTOM = "custom"
 
-#: key in that: the name that the call has in the plan. It is on calls that policy and plan let run in fp8
-MARK = "amp_fx_fp8"
+#: key in that: the name that the call has in the plan. It is on calls that policy and plan let run below 16 bits
+MARK = "amp_fx_level"
 
 #: node.meta keys that tracing makes of a graph's code and inputs, and of nothing else
 _KEYED = frozenset({"desc", "original_aten", "partitioner_tag", "val"})
 
 
 def marked(node: fx.Node) -> str | None:
-    """The name in the plan of the call that a node comes from, if that may run in fp8."""
+    """The name in the plan of the call that a node comes from, if that may run below 16 bits."""
     return (node.meta.get(CUSTOM) or {}).get(MARK)
 
 

@@ -26,7 +26,7 @@ import amp_fx
 from amp_fx.errors import ScalingWarning
 from combinations import AXES, Row, covering_rows, options_of, words
 from combined_models import Model, make
-from fp8 import FP8_CPU
+from levels import FP8_CPU
 
 __all__ = ["STEPS", "Seen", "check", "check_accuracy", "compiled", "distances", "session", "with_files"]
 

@@ -158,7 +158,7 @@ def matrices_in_fp8_heal() -> list[bool]:
         (zeros * 1e30, True),
     ]
     parameters: list[Tensor] = [nn.Parameter(weight) for weight, _ in cases]
-    forms = [Scaled(in_rows) for _, in_rows in cases]
+    forms = [Scaled("rowwise", in_rows) for _, in_rows in cases]
     positions = [at for at in range(len(cases)) for _ in range(2)]
     low = LowCopies(positions, [(form, part) for form in forms for part in range(2)])
     first = low.of(parameters)

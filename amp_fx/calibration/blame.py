@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from amp_fx.calibration.points import Point
-from amp_fx.calibration.second_cut import Fp8Harm
-from amp_fx.passes.forward.harm_terms import HarmTerm
 from amp_fx.passes.forward.place_by_harm import PricedGraph
+from amp_fx.placement.priced import HarmTerm
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import NodePlan, dtype_name
+from amp_fx.policy.levels import LEVELS
 
 __all__ = ["blame_lines"]
 
-#: roundings that are listed; and of each kind where fp8 was measured, too
+#: roundings that are listed; and of each kind where a level below 16 bits was measured, too
 _SHOWN, _SHOWN_EACH = 12, 7
 
 #: above it a prediction says only that the error is large
@@ -27,7 +27,7 @@ def blame_lines(
     parts: Sequence[PricedGraph],
     calls: Mapping[str, NodePlan],
     known: Mapping[str, Point],
-    fp8: Sequence[Fp8Harm] | None = None,
+    below: Sequence[HarmTerm] | None = None,
 ) -> list[str]:
     """The lines of ``print(calibration)``.
 
@@ -36,7 +36,7 @@ def blame_lines(
         parts: graphs with their prices.
         calls: what is known of each call, by name.
         known: placements to compare with.
-        fp8: what policy fp8 would add, worst first; None where that was not measured.
+        below: what the policy below 16 bits would add, worst first; None where that was not measured.
     """
     terms = [term for part in parts for term in part.priced.blame(part.autocast)]
     terms.sort(key=lambda term: -term.harm)
@@ -52,12 +52,13 @@ def blame_lines(
         "",
         "what torch.autocast's error is made of",
     ]
-    shown = _SHOWN if fp8 is None else _SHOWN_EACH
+    shown = _SHOWN if below is None else _SHOWN_EACH
     lines += _shares([(term.harm, _what(term, calls), term.call) for term in terms], calls, shown)
-    if fp8 is not None:
-        lines += ["", f"what policy fp8 adds ({harm.fp8})"]
-        rows = [(each.harm, f"{each.role}: {each.operand}", each.call) for each in fp8]
-        lines += _shares(rows, calls, shown) or ["  nothing: it would run nothing in fp8"]
+    if below is not None:
+        policy = LEVELS[harm.level].policy
+        lines += ["", f"what policy {policy} adds ({harm.level})"]
+        rows = [(each.harm, each.slot, each.call) for each in below]
+        lines += _shares(rows, calls, shown) or [f"  nothing: it would run nothing in {policy}"]
     return [*lines, "", *_notes(harm, known)]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from amp_fx._torch import compile_id, graph_break, unwrapped_errors
 from amp_fx.calibration.calibration import Calibration
-from amp_fx.calibration.fp8_graph import read_fp8
+from amp_fx.calibration.joint_graph import read_matmuls
 from amp_fx.calibration.measuring import differentiate, run_measured
 from amp_fx.calibration.meter import Meter
 from amp_fx.calibration.step import Step
@@ -27,14 +27,13 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.options import Options
 from amp_fx.passes import OUTLINE, PassContext, run_passes
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.fp8 import Fp8Cost
-from amp_fx.placement.fp8_choice import OPERATIONS
-from amp_fx.placement.fp8_device import recipe_name
-from amp_fx.placement.profile import FLOAT8, DeviceProfile
+from amp_fx.placement.level_cost import OPERATIONS, LevelCost
+from amp_fx.placement.level_device import level_name
+from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.harm import CallHarm, GraphHarm, Harm, ReadHarm
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import counterparts, moved_nodes
-from amp_fx.policy.fp8 import RECIPES
+from amp_fx.policy.levels import Level, levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.scaling import find_scaler
 from amp_fx.targets import find_target
@@ -99,7 +98,7 @@ def calibrate(
     if not parameters:
         raise AmpFxError("the model has no parameter that requires a gradient.")
     low = opts.low_dtype(parameters[0].device.type if target is None else "cuda")
-    opts = replace(opts, dtype=low, profile=_profile(profile, target), fp8=_recipe(opts, parameters, target))
+    opts = replace(opts, dtype=low, profile=_profile(profile, target), fp8=_level(opts, parameters, target))
     scale = _scale(scale, low)
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise OptionsError(f"probes must be an integer from 1 on; got {probes!r}.")
@@ -133,7 +132,7 @@ def _measure(
     """
     probes, seed = signs
     low = opts.low_dtype(parameters[0].device.type)
-    recipe = RECIPES[opts.fp8] if opts.policy.base == "fp8" else None
+    level = levels_of(opts.policy.base).get(opts.fp8)
     meters: list[Meter] = []
     graphs: list[TracedGraph] = []
     found: list[GraphHarm] = []
@@ -161,10 +160,10 @@ def _measure(
             outline = graph.outline(opts)
             outline.graph_break = measured[-1].graph_break
             _check_same(measured[-1], outline)
-        if recipe is not None and any(_is_differentiated(value) for value in example_inputs):
+        if level is not None and any(_is_differentiated(value) for value in example_inputs):
             names = {here.name: row.name for here, row in counterparts(measured[-1], outline)}
-            cost = _fp8_cost(resolve(opts.profile, graph.device_type), low)
-            graph.fp8 = read_fp8(gm, example_inputs, ambient, opts, cost, names)
+            cost = _cost(resolve(opts.profile, graph.device_type), low, level)
+            graph.below = read_matmuls(gm, example_inputs, ambient, opts, cost, names)
         found.append(GraphHarm(outline))
         graphs.append(graph)
         return lambda *args: run_measured(captured, meters[-1], number, args)
@@ -174,7 +173,7 @@ def _measure(
         with unwrapped_errors(AmpFxError):
             compiled = torch.compile(program, backend=backend, dynamic=False)
             for number, step in enumerate(_progress(steps)):
-                meter = Meter(low, scale, recipe=recipe)
+                meter = Meter(low, scale, level=level)
                 meters.append(meter)
                 with step.untouched() as run:
                     differentiate(meter, lambda run=run: run(compiled), parameters, seed + number, probes)
@@ -187,7 +186,7 @@ def _measure(
         graph.calls = rows.renamed(graph.outline)
     kinks = sum(has_trait(row.op, Trait.KINK) for graph in found for row in graph.outline.nodes)
     harm = Harm(type(program).__name__, low, scale, batches=len(steps), kinks=kinks, graphs=found)
-    harm.fp8 = "" if recipe is None else recipe.name
+    harm.level = "" if level is None else level.name
     return harm, graphs
 
 
@@ -223,10 +222,10 @@ def _mean(rows: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:
             },
             {
                 role: {
-                    operand: _average([batch[name].fp8[role][operand] for batch in seen if name in batch])
+                    operand: _average([batch[name].roles[role][operand] for batch in seen if name in batch])
                     for operand in operands
                 }
-                for role, operands in row.fp8.items()
+                for role, operands in row.roles.items()
             },
         )
         for name, row in seen[0].items()
@@ -270,28 +269,29 @@ def _scale(scale: float | None, low: torch.dtype) -> float:
     return float(scale)
 
 
-def _recipe(opts: Options, parameters: Sequence[nn.Parameter], target: str | None) -> str:
-    """How matmuls are measured in fp8: ``"auto"`` settled for the device that is planned for."""
-    if opts.policy.base != "fp8":
+def _level(opts: Options, parameters: Sequence[nn.Parameter], target: str | None) -> str:
+    """How matmuls are measured below 16 bits: ``"auto"`` settled for the device that is planned for."""
+    if not levels_of(opts.policy.base):
         return opts.fp8
     if target is not None:
-        return recipe_name(opts.fp8, "cuda", find_target(target).gpu.capability)
-    return recipe_name(opts.fp8, parameters[0].device.type)
+        return level_name(opts.fp8, "cuda", find_target(target).gpu.capability)
+    return level_name(opts.fp8, parameters[0].device.type)
 
 
-def _fp8_cost(profile: DeviceProfile | None, low: torch.dtype) -> Fp8Cost:
+def _cost(profile: DeviceProfile | None, low: torch.dtype, level: Level) -> LevelCost:
     """What matmuls and copies take on the device that is planned for.
 
     Raises:
-        OptionsError: it has no fp8.
+        OptionsError: it has no rate for the level.
     """
     if profile is None:
         return OPERATIONS
-    cost = Fp8Cost.of(profile, low)
+    cost = LevelCost.of(profile, low, level)
     if cost is None:
+        what = f"{profile.device_type} {profile.name} has no {level.policy} rate"
         raise OptionsError(
-            f"policy 'fp8' has nothing to choose: {profile.device_type} {profile.name} has no fp8 rate. Plan for a GPU "
-            f"that has one (target='cuda:h100'), give a profile with {FLOAT8!r} in its peak, or profile='off'."
+            f"policy {level.policy!r} has nothing to choose: {what}. Plan for a GPU that has one (target='cuda:h100'), "
+            f"give a profile with {level.rate!r} in its peak, or profile='off'."
         )
     return cost
 

@@ -12,22 +12,21 @@ from pathlib import Path
 import torch
 
 from amp_fx.calibration.blame import blame_lines
-from amp_fx.calibration.both_cuts import BothCuts
+from amp_fx.calibration.cuts import Cuts, Placed
 from amp_fx.calibration.figure import save_figure
 from amp_fx.calibration.points import CalibratedPlan, Point
-from amp_fx.calibration.second_cut import Placed
 from amp_fx.calibration.step import Step
 from amp_fx.calibration.traced import TracedGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
 from amp_fx.errors import OptionsError, PlanError
 from amp_fx.options import Options
-from amp_fx.placement.fp8_device import multiplies
+from amp_fx.placement.level_device import multiplies
 from amp_fx.placement.tradeoff import Choice
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.policy import Policy
-from amp_fx.policy.fp8 import RECIPES, Recipe
+from amp_fx.policy.levels import LEVELS, Level
 
 __all__ = ["Calibration"]
 
@@ -84,8 +83,8 @@ class Calibration:
         return Calibration(harm, last._graphs, last._opts, steps)
 
     @functools.cached_property
-    def _cuts(self) -> BothCuts:
-        return BothCuts(self._graphs, self.harm, self._opts)
+    def _cuts(self) -> Cuts:
+        return Cuts(self._graphs, self.harm, self._opts)
 
     def _corner(self, choice: Choice[Placed]) -> Point:
         return self._cuts.point(None, choice.placement, lambda: self._plans_of(choice.placement))
@@ -102,20 +101,18 @@ class Calibration:
             for name, policy in _KNOWN.items()
         }
 
-        if self._cuts.second.is_measured:
-            plans_of["fp8"] = self._as_policy_fp8()
+        if self.harm.level:
+            plans_of[LEVELS[self.harm.level].policy] = self._by_policy()
         return {
             name: self._cuts.point(name, self._cuts.placed(plans), lambda plans=plans: plans)
             for name, plans in plans_of.items()
         }
 
-    def _as_policy_fp8(self) -> list[Plan]:
-        """The plans of policy fp8 by itself: what is low as autocast has it."""
+    def _by_policy(self) -> list[Plan]:
+        """The plans of the policy below 16 bits by itself: what is low as autocast has it."""
         opts = replace(self._opts, policy=replace(self._opts.policy, rules=()), profile="off", harm=None)
         plans = [graph.plan(opts) for graph in self._graphs]
-        low = self._cuts.low(self._cuts.placed(plans).labels)
-        chosen = self._cuts.second.all_that_gains(low, timed=self._cuts.is_timed)
-        self._cuts.second.write(plans, low, chosen.placement)
+        self._cuts.write(plans, self._cuts.by_policy(self._cuts.placed(plans)))
         return plans
 
     def _plans_of(self, choice: Placed) -> list[Plan]:
@@ -131,8 +128,8 @@ class Calibration:
                 graph.plan(replace(self._opts, harm=replace(self.harm, graphs=[found])), placement)
                 for graph, found, placement in zip(self._graphs, self.harm.graphs, placed, strict=True)
             ]
-        if self._cuts.second.is_measured:
-            self._cuts.second.write(plans, self._cuts.low(choice.labels), choice.fp8)
+        if self.harm.level:
+            self._cuts.write(plans, choice)
         return plans
 
     @property
@@ -143,7 +140,7 @@ class Calibration:
     def frontier(self) -> list[Point]:
         """Placements that no other beats in both time and error, by time, with autocast, fast and fp32 among them.
 
-        And fp8, where that was measured: what policy fp8 would choose by itself.
+        And fp8, where that was measured: what the policy would choose by itself.
         """
         corners = [self._corner(each) for each in self._cuts.corners(_CORNERS)]
         points = [*corners, *self._known.values()]
@@ -195,8 +192,8 @@ class Calibration:
         """
         if sum(limit is not None for limit in (budget, error, time)) > 1:
             raise OptionsError("plan takes one of budget, error and time.")
-        if verify and self.harm.fp8:
-            self._check_that_it_runs(RECIPES[self.harm.fp8])
+        if verify and self.harm.level:
+            self._check_that_it_runs(LEVELS[self.harm.level])
         with torch.enable_grad():
             if time is not None:
                 chosen = self._within_time(_positive("time", time))
@@ -208,12 +205,12 @@ class Calibration:
                 limit = factor * self.autocast_error
             return self._finish(self._cuts.within(limit**2), limit, verify)
 
-    def _check_that_it_runs(self, recipe: Recipe) -> None:
+    def _check_that_it_runs(self, level: Level) -> None:
         """A compiled step runs where the model is, whatever device is planned for."""
         device = next(self._steps[0].program.parameters()).device.type
-        if not multiplies(recipe, device):
+        if not multiplies(level, device):
             raise OptionsError(
-                f"a {device} does not multiply in {recipe.name!r}, so that no compiled step can check a plan; give "
+                f"a {device} does not multiply in {level.name!r}, so that no compiled step can check a plan; give "
                 "verify=False."
             )
 
@@ -253,10 +250,11 @@ class Calibration:
     # --- what a reader sees ---
 
     def __str__(self) -> str:
-        known, fp8 = self._known, None
-        if self._cuts.second.is_measured:
-            fp8 = self._cuts.second.blame(self._cuts.placed(known["fp8"].plan.plans).fp8)
-        return "\n".join(blame_lines(self.harm, self._cuts.parts, self._sources(), known, fp8))
+        known, below = self._known, None
+        if self.harm.level:
+            plans = known[LEVELS[self.harm.level].policy].plan.plans
+            below = self._cuts.blame(self._cuts.placed(plans))
+        return "\n".join(blame_lines(self.harm, self._cuts.parts, self._sources(), known, below))
 
     def _sources(self) -> dict[str, NodePlan]:
         return {row.name: row for graph in self.harm.graphs for row in graph.outline.nodes}

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.calibration.attention import attend, is_attention
-from amp_fx.calibration.fp8_roles import multiply
 from amp_fx.calibration.kinks import noise, smoothed
 from amp_fx.calibration.meter import Key, Meter
+from amp_fx.calibration.roles import multiply
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.linears import LinearForm, linear_form
 from amp_fx.graphs.storages import is_view, storage_of, written_storages
@@ -94,7 +94,7 @@ class _Measured(fx.Interpreter):
             return _laid_out(result, n.meta["val"])
         if sigma := self._noise_of.get(n):
             return smoothed(n, args[0], sigma)
-        if plan is not None and (linear := self._may_run_in_fp8(n, plan)):
+        if plan is not None and (linear := self._may_run_below(n, plan)):
             result = multiply(
                 self._meter,
                 (self._graph, plan.name),
@@ -109,9 +109,9 @@ class _Measured(fx.Interpreter):
         with sdpa_kernel([SDPBackend.MATH]):
             return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]  # an OpOverload
 
-    def _may_run_in_fp8(self, n: fx.Node, plan: NodePlan) -> LinearForm | None:
-        """How a call multiplies whose three matmuls are measured in fp8, each by itself."""
-        linear = linear_form(n) if self._meter.recipe is not None and plan.op_class is OpClass.LOW else None
+    def _may_run_below(self, n: fx.Node, plan: NodePlan) -> LinearForm | None:
+        """How a call multiplies whose three matmuls are measured below 16 bits, each by itself."""
+        linear = linear_form(n) if self._meter.level is not None and plan.op_class is OpClass.LOW else None
         if linear is None:
             return None
         operands = n.args[linear.input], n.args[linear.weight]

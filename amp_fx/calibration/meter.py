@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from amp_fx.plans.harm import CallHarm, ReadHarm
-from amp_fx.policy.fp8 import Recipe
+from amp_fx.policy.levels import Level
 
 __all__ = ["Key", "Meter", "RoleKey", "sample_stride"]
 
@@ -50,8 +50,8 @@ class Meter:
         values: harm of rounding a value.
         gradients: the same, of rounding its gradient.
         leaves: values that need no gradient, made to have one so that their harm is known.
-        recipe: how matmuls would run in fp8; None: that is not measured.
-        fp8: harm of reading an operand in fp8.
+        level: below 16 bits, in which matmuls would run; None: that is not measured.
+        roles: harm of reading an operand in it.
     """
 
     low: torch.dtype
@@ -61,8 +61,8 @@ class Meter:
     values: dict[Key, float] = field(default_factory=dict)
     gradients: dict[Key, float] = field(default_factory=dict)
     leaves: list[torch.Tensor] = field(default_factory=list)
-    recipe: Recipe | None = None
-    fp8: dict[RoleKey, float] = field(default_factory=dict)
+    level: Level | None = None
+    roles: dict[RoleKey, float] = field(default_factory=dict)
     _shared: dict[Key, Key] = field(default_factory=dict)
 
     def share(self, key: Key, known: Key) -> Key:
@@ -124,7 +124,7 @@ class Meter:
         """Adds the harm of a rounding.
 
         Args:
-            table: :attr:`values`, :attr:`gradients` or :attr:`fp8`.
+            table: :attr:`values`, :attr:`gradients` or :attr:`roles`.
             key: where it is added.
             sensitivity: gradient of s with respect to what is rounded.
             error: of elements of it, as :meth:`rounding` gave it.
@@ -149,9 +149,9 @@ class Meter:
                 row.reads[slot] = ReadHarm(*harms)
             else:
                 row.value, row.gradient = harms
-        for (number, name, role, operand), harm in self.fp8.items():
+        for (number, name, role, operand), harm in self.roles.items():
             if number == graph:
-                found.setdefault(name, CallHarm(name)).fp8.setdefault(role, {})[operand] = _finite(harm)
+                found.setdefault(name, CallHarm(name)).roles.setdefault(role, {})[operand] = _finite(harm)
         return list(found.values())
 
 

@@ -68,8 +68,8 @@ class CalibratedPlan:
 
     def __str__(self) -> str:
         low = sum(row.dtype is row.low for plan in self.plans for row in plan.nodes if row.low is not None)
-        fp8 = sum(len(row.fp8_roles) for plan in self.plans for row in plan.nodes)
-        also = f", {fp8} matmuls in fp8" if any(plan.decides_fp8 for plan in self.plans) else ""
+        below = sum(len(row.levels_below) for plan in self.plans for row in plan.nodes)
+        also = f", {below} matmuls below 16 bits" if any(plan.decides_levels for plan in self.plans) else ""
         lines = [f"{low} calls low{also}, predicted gradient error {self.point.error:.2e}"]
         if self.budget is not None and self.point.error > self.budget * (1 + 1e-6):
             lines.append(f"no placement keeps the budget of {self.budget:.2e}: this one has the least error")

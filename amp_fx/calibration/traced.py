@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx.calibration.fp8_graph import Fp8Graph
+from amp_fx.calibration.joint_graph import MatmulsBelow
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.facts import tensors
@@ -36,13 +36,13 @@ class TracedGraph:
         gm: Dynamo's graph; not changed.
         ambient: autocast state at its entry, per device type.
         name: Dynamo's id.
-        fp8: under policy fp8: the matmuls that may run in fp8.
+        below: the matmuls that may run below 16 bits; none under other policies.
     """
 
     gm: fx.GraphModule
     ambient: Mapping[str, Region]
     name: str
-    fp8: Fp8Graph | None = None
+    below: MatmulsBelow = field(default_factory=MatmulsBelow)
 
     @property
     def device_type(self) -> str:

@@ -30,16 +30,17 @@ from amp_fx.passes import (
     FoldWeights,
     KeepWeights,
     PassContext,
-    PlaceFp8Linears,
+    PlaceLevels,
     run_passes,
     select,
 )
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.fp8_device import Fp8Device, fp8_device
+from amp_fx.placement.level_device import Meaning, meaning
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.unused import unused_rules
 from amp_fx.policy import OpClass
+from amp_fx.policy.levels import levels_of
 from amp_fx.policy.table import supported_devices
 
 __all__ = ["REPORT_FILE", "convert", "export", "extra_files"]
@@ -154,13 +155,13 @@ def _convert(
         profile,
         folded=frozenset(weight.name for weight in weights),
     )
-    case = Case((KeepWeights(tuple(w.name for w in kept)), fold))
-    here = None
-    if opts.shared.policy.base == "fp8":
-        here = fp8_device(opts.shared.fp8, profile, device, low).without_gradients()
-        case = case.giving(PlaceFp8Linears(here)) if isinstance(here, Fp8Device) else case
+    case, means = Case((KeepWeights(tuple(w.name for w in kept)), fold)), Meaning("")
+    if levels_of(opts.shared.policy.base):
+        means = meaning(opts.shared.fp8, profile, device, low, training=False)
+    if means.level is not None:
+        case = case.giving(PlaceLevels(means.level, device, means.cost, joint=False))
     plan = run_passes(gm, select(CAPTURED, case), context)
-    plan.fp8 = "" if here is None else here.meaning
+    plan.meaning = means.text
     for given in plan.inputs:
         given.parameter = given.name in context.folded or given.copy_of in context.folded
     program = new_program(ep, gm, store_low(gm, groups, opts.weights_beyond_range), narrowed)

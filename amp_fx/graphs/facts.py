@@ -19,11 +19,10 @@ from amp_fx.graphs.fake_runs import RAN_META, dtype_under_autocast, fake_argumen
 from amp_fx.graphs.flops import is_matmul, matmul_flops
 from amp_fx.graphs.source_lines import module_path, source_line, where
 from amp_fx.graphs.storages import in_place_target, is_view, storage_of, written_arguments, written_storages
-from amp_fx.graphs.values import FP8_DTYPES, LOW_DTYPES, cast_bytes, is_eligible, is_fp8, numel, tensors
+from amp_fx.graphs.values import LOW_DTYPES, cast_bytes, is_eligible, numel, tensors
 
 __all__ = [
     "COPY_META",
-    "FP8_DTYPES",
     "LOW_DTYPES",
     "RAN_META",
     "argument_value",
@@ -37,7 +36,6 @@ __all__ = [
     "in_place_target",
     "is_cast",
     "is_eligible",
-    "is_fp8",
     "is_gradient_call",
     "is_leaf_call",
     "is_matmul",

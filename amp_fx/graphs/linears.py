@@ -1,4 +1,4 @@
-"""Calls that multiply the rows of a tensor by one matrix: with their gradients, the matmuls that may run in fp8."""
+"""Calls that multiply the rows of a tensor by one matrix: they, and their gradients, may run below 16 bits."""
 
 from __future__ import annotations
 

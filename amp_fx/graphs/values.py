@@ -10,14 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import FakeTensor, size_hint
 
-__all__ = ["FP8_DTYPES", "LOW_DTYPES", "cast_bytes", "is_eligible", "is_fp8", "numel", "tensors"]
+__all__ = ["LOW_DTYPES", "cast_bytes", "is_eligible", "numel", "tensors"]
 
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _PLACED_DTYPES = (torch.float32, *LOW_DTYPES)
-
-#: dtypes of operands of scaled matmuls
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -37,11 +34,6 @@ def is_eligible(value: Any) -> TypeGuard[torch.Tensor]:
         and value.layout is torch.strided
         and type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
     )
-
-
-def is_fp8(value: Any) -> TypeGuard[torch.Tensor]:
-    """True for a tensor of a dtype in which scaled matmuls take their operands."""
-    return isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES
 
 
 def numel(value: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ import torch
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.plans.files import TooLongError, read_text, write_text
 from amp_fx.plans.schema import SchemaError, decode, parse_object
+from amp_fx.policy.levels import LEVELS
 
 __all__ = ["DEVICE_TYPES", "DTYPES", "FLOAT8", "DeviceProfile", "ProfileError", "check_device_type"]
 
@@ -35,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FLOAT8 = "float8_e4m3fn"
 
 #: what a profile may have a matmul rate for
-_RATES = (*DTYPES, FLOAT8)
+_RATES = tuple(dict.fromkeys(level.rate for level in LEVELS.values()))
 
 _FORMAT = "amp_fx device profile"
 _VERSION = 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
-from amp_fx.policy.fp8 import FORWARD
+from amp_fx.policy.levels import FORWARD
 
 __all__ = ["Change", "Diff", "Key", "diff_plans", "keyed"]
 
@@ -134,14 +134,17 @@ def keyed(plans: Sequence[Plan]) -> dict[Key, NodePlan]:
 
 def _gradients(*nodes: NodePlan | None) -> list[str]:
     """The roles of a call's matmuls in the backward, of which a plan says what they multiply."""
-    return list(dict.fromkeys(role for node in nodes if node for role in node.roles if role != FORWARD))
+    return list(dict.fromkeys(role for node in nodes if node for role in node.levels if role != FORWARD))
 
 
 def _dtype(node: NodePlan | None, role: str) -> str:
     """What is multiplied in a role, or computed in the call; where a plan says nothing of a role, the call's dtype."""
     if node is None or node.dtype is None:
         return ""
-    return dtype_name(node.roles.get(role, node.dtype) if role else node.computed or node.dtype)
+    level = node.levels_below.get(role)
+    return dtype_name(
+        (node.computed or node.dtype) if not role else node.dtype if level is None else level.dtype
+    )
 
 
 def _cast_bytes(plans: Sequence[Plan]) -> int:

@@ -30,7 +30,7 @@ from amp_fx.plans.schema import SchemaError, decode, parse_object
 __all__ = ["INSIDE", "CallHarm", "GraphHarm", "Harm", "ReadHarm", "as_number", "slots"]
 
 #: bumped when the JSON form changes incompatibly
-_VERSION = 1
+_VERSION = 2
 
 #: slots of what a kernel of attention rounds inside if it runs low: the probabilities on their way to the values,
 #: scores and their gradient, and the result, from which its backward takes sums
@@ -62,19 +62,20 @@ class CallHarm:
         value: harm if the result is rounded for all who read it.
         gradient: harm if the gradient of the result, all its parts added up, is rounded.
         reads: argument, as :func:`slots` names it -> what rounding it on the way in costs; and slots of :data:`INSIDE`.
-        fp8: of a matmul that may run in fp8: role (:data:`amp_fx.policy.fp8.ROLES`) -> operand, ``"input"``,
-            ``"weight"`` or ``"gradient"`` -> harm if this matmul reads it in fp8. Empty where that was not measured.
+        roles: of a matmul that may run below 16 bits: role (:data:`amp_fx.policy.levels.ROLES`) -> operand,
+            ``"input"``, ``"weight"`` or ``"gradient"`` -> harm if this matmul reads it so. Empty where that was not
+            measured.
     """
 
     name: str
     value: float | None = 0.0
     gradient: float | None = 0.0
     reads: dict[str, ReadHarm] = field(default_factory=dict)
-    fp8: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    roles: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
-    def in_fp8(self, role: str) -> float:
-        """What one of the call's matmuls adds in fp8; infinite where it overflows, or was not measured."""
-        return sum(map(as_number, self.fp8[role].values())) if role in self.fp8 else math.inf
+    def below(self, role: str) -> float:
+        """What one of the call's matmuls adds below 16 bits; infinite where it overflows, or was not measured."""
+        return sum(map(as_number, self.roles[role].values())) if role in self.roles else math.inf
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Harm:
         batches: number of batches whose harms were averaged.
         states: number of states of the model that were measured; of each rounding, the largest harm counts.
         kinks: calls whose derivative jumps (ReLU and its kin): of ReLU the flips are predicted in magnitude.
-        fp8: recipe by which matmuls were measured in fp8 (:data:`amp_fx.policy.fp8.RECIPES`); empty where none was.
+        level: below 16 bits, in which matmuls were measured (:data:`amp_fx.policy.levels.LEVELS`), or empty.
         graphs: in order of their first call.
     """
 
@@ -120,7 +121,7 @@ class Harm:
     batches: int = 1
     states: int = 1
     kinks: int = 0
-    fp8: str = ""
+    level: str = ""
     graphs: list[GraphHarm] = field(default_factory=list)
 
     def graph(self, outline: Plan) -> GraphHarm:
@@ -143,14 +144,14 @@ class Harm:
             harms: of one model, at least one; names, and the loss scale, are those of the last.
 
         Raises:
-            PlanError: they have different low dtypes or recipes of fp8, or a graph of one was not measured in another.
+            PlanError: they have different low dtypes or levels, or a graph of one was not measured in another.
         """
         last = harms[-1]
-        recipes = {harm.fp8 for harm in harms}
-        if len(recipes) > 1:
-            names = ", ".join(sorted(recipe or "none" for recipe in recipes))
+        levels = {harm.level for harm in harms}
+        if len(levels) > 1:
+            names = ", ".join(sorted(level or "none" for level in levels))
             raise PlanError(
-                f"harms of different recipes of fp8 ({names}) are not comparable; calibrate with one of them."
+                f"harms of different levels ({names}) are not comparable; calibrate with one of them."
             )
         dtypes = {harm.dtype for harm in harms}
         if len(dtypes) > 1:
@@ -259,8 +260,8 @@ def _largest(measured: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:
             known.reads[slot] = ReadHarm(
                 _larger(before.value, read.value), _larger(before.gradient, read.gradient)
             )
-        for role, operands in call.fp8.items():
-            largest = known.fp8.setdefault(role, {})
+        for role, operands in call.roles.items():
+            largest = known.roles.setdefault(role, {})
             for operand, harm in operands.items():
                 largest[operand] = _larger(largest.get(operand, 0.0), harm)
     return list(found.values())

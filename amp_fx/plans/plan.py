@@ -17,10 +17,10 @@ import torch
 import torch.fx as fx
 
 from amp_fx.errors import PlanError
-from amp_fx.graphs.values import FP8_DTYPES
 from amp_fx.plans.files import write_text
 from amp_fx.plans.schema import SchemaError, decode, parse_object
 from amp_fx.policy import OpClass
+from amp_fx.policy.levels import FORWARD, LEVELS, ROLES, Level
 
 __all__ = [
     "CAST_META",
@@ -47,7 +47,7 @@ CAST_META = "amp_fx_cast"
 STEP_META = "amp_fx_step"
 
 #: bumped when the JSON form changes incompatibly
-_VERSION = 2
+_VERSION = 3
 
 
 #: how a node takes its floating arguments; values of NodePlan.takes
@@ -86,11 +86,9 @@ class NodePlan:
         flops: of matmuls, convolutions and attention; 0 elsewhere.
         inputs: names of what it reads, casts and graph inputs included.
         operands: shapes of the floating tensors it reads, in order.
-        multiplied: dtype of what is multiplied, where that is narrower than ``dtype``: of a matmul in fp8, whose result
-            is in the low dtype.
-        roles: of a matmul where policy fp8 has chosen: dtype of what each of its matmuls reads, in the forward and in
-            both gradients, ``{"forward": float8_e4m3fn, "gradient of its input": bfloat16, ...}``; else empty. A plan
-            in which a call has them is followed in these, too.
+        levels: of a matmul where a policy below 16 bits has chosen: role (:data:`amp_fx.policy.levels.ROLES`) -> name
+            of the level (:data:`amp_fx.policy.levels.LEVELS`) in which it multiplies, ``{"forward": "rowwise",
+            "gradient of its input": "bfloat16", ...}``; else empty. A plan of training is followed in these, too.
     """
 
     name: str
@@ -112,18 +110,27 @@ class NodePlan:
     flops: int = 0
     inputs: tuple[str, ...] = ()
     operands: tuple[tuple[int, ...], ...] = ()
-    multiplied: torch.dtype | None = None
-    roles: dict[str, torch.dtype] = field(default_factory=dict)
+    levels: dict[str, str] = field(default_factory=dict)
 
     @property
-    def fp8_roles(self) -> tuple[str, ...]:
-        """The roles in which fp8 is multiplied."""
-        return tuple(role for role, dtype in self.roles.items() if dtype in FP8_DTYPES)
+    def levels_below(self) -> dict[str, Level]:
+        """The roles in which a level below 16 bits is multiplied, with the level.
+
+        Raises:
+            PlanError: no such role or level.
+        """
+        for what, valid, found in (("role", ROLES, self.levels), ("level", LEVELS, self.levels.values())):
+            if unknown := [name for name in found if name not in valid]:
+                raise PlanError(
+                    f"{self.name} has {what} {unknown[0]!r} in the plan; valid: {', '.join(map(repr, valid))}."
+                )
+        return {role: level for role, name in self.levels.items() if (level := LEVELS[name]).policy}
 
     @property
     def computed(self) -> torch.dtype | None:
         """The dtype of the arithmetic: of what is multiplied, else of the computation and its result."""
-        return self.multiplied or self.dtype
+        level = self.levels_below.get(FORWARD)
+        return self.dtype if level is None else level.dtype
 
 
 @dataclass
@@ -196,7 +203,8 @@ class Plan:
             not asked for.
         training: True if the graph was to be differentiated.
         profile: name of the device profile that weighed casts against arithmetic, or an empty string.
-        fp8: under policy fp8: the recipe, or why the policy means autocast here; else an empty string.
+        meaning: in words, what a policy below 16 bits means on the device: the level, or why it means autocast; else an
+            empty string.
         unused_rules: the policy's rules that no call of this graph matches, in the form that a policy has them. Another
             graph of the program may have such calls.
     """
@@ -213,7 +221,7 @@ class Plan:
     autocast_dtypes: dict[str, str] = field(default_factory=dict)
     training: bool = False
     profile: str = ""
-    fp8: str = ""
+    meaning: str = ""
     unused_rules: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -222,9 +230,9 @@ class Plan:
         return any(cast.inserted for cast in self.casts)
 
     @property
-    def decides_fp8(self) -> bool:
-        """True where the plan says of its matmuls whether they run in fp8."""
-        return any(row.roles for row in self.nodes)
+    def decides_levels(self) -> bool:
+        """True where the plan says of the matmuls of a step whether they run below 16 bits."""
+        return self.training and any(row.levels for row in self.nodes)
 
     def node(self, name: str) -> NodePlan:
         """The plan of one node.
@@ -265,7 +273,9 @@ class Plan:
         fields = dict(data)
         version = fields.pop("version", None)
         if version != _VERSION:
-            raise PlanError(f"plan has version {version!r}; this amp_fx reads version {_VERSION}.")
+            raise PlanError(
+                f"plan has version {version!r}; this amp_fx reads version {_VERSION}: make a new plan."
+            )
         missing = next((key for key in ("nodes", "casts", "inputs") if key not in fields), None)
         if missing is not None:
             raise PlanError(f"not a plan: plan.{missing} is missing.")

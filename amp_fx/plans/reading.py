@@ -13,8 +13,9 @@ from amp_fx.graphs.calls import COPY_META, is_cast, is_parameter, output_nodes, 
 from amp_fx.graphs.flops import is_matmul, matmul_flops
 from amp_fx.graphs.source_lines import source_line
 from amp_fx.graphs.storages import is_view
-from amp_fx.graphs.values import cast_bytes, is_eligible, is_fp8, numel, tensors
+from amp_fx.graphs.values import cast_bytes, is_eligible, numel, tensors
 from amp_fx.plans.plan import CAST_META, STEP_META, CastPlan, InputPlan, NodePlan, Plan, node_plan
+from amp_fx.policy.levels import is_narrow
 
 __all__ = ["add_graph", "input_plan", "measure"]
 
@@ -61,7 +62,7 @@ def measure(row: NodePlan, node: fx.Node, path: str, seen: dict[Any, int]) -> No
         row.bytes = sum(numel(value) * value.dtype.itemsize for value in results if value.is_floating_point())
     row.inputs = tuple(f"{path}{source.name}" for source in dict.fromkeys(read))
     row.operands = tuple(
-        _shape(value) for source in read if is_eligible(value := source.meta.get("val")) or is_fp8(value)
+        _shape(value) for source in read if is_eligible(value := source.meta.get("val")) or is_narrow(value)
     )
     if row.operands and matmul is not None:
         key = matmul.target, row.operands, row.shape

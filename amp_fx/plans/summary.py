@@ -42,8 +42,8 @@ def summary(plan: Plan) -> str:
     parts = [f"{count} in {dtype}: {why}" for (dtype, why), count in wide.items()]
     if inside:
         parts.append(f"{len(inside)} inside vmap or torch.func: left as written")
-    if plan.fp8:
-        parts.append(f"fp8: {plan.fp8}")
+    if plan.meaning:
+        parts.append(f"below 16 bits: {plan.meaning}")
     return "; ".join([text, *parts])
 
 

@@ -14,10 +14,11 @@ from amp_fx.graphs.calls import arguments, tensor_nodes
 from amp_fx.graphs.flops import is_matmul
 from amp_fx.graphs.source_lines import module_path, source_line
 from amp_fx.graphs.storages import is_view
-from amp_fx.graphs.values import cast_bytes, is_eligible, is_fp8, tensors
+from amp_fx.graphs.values import cast_bytes, is_eligible, tensors
 from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import input_plan, measure
 from amp_fx.policy import OpClass
+from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
 from amp_fx.reports.kernels import cast_kernels, conversion, conversions, is_move
 from amp_fx.reports.report import Cost
 
@@ -109,6 +110,7 @@ def _backward_plan(gm: fx.GraphModule, graph: str, forward: Sequence[Plan]) -> P
     """What the backward computes in which dtype: nothing is decided there, it mirrors the forward."""
     origin = next((plan for plan in forward if plan.graph == graph), Plan(graph))
     low = next((node.low for node in origin.nodes if node.low is not None), None)
+    levels = [level for node in origin.nodes for level in node.levels_below.values()]
     plan = Plan(graph, origin.policy, phase="backward")
     flops: dict[Any, int] = {}
     for node in gm.graph.nodes:
@@ -121,7 +123,7 @@ def _backward_plan(gm: fx.GraphModule, graph: str, forward: Sequence[Plan]) -> P
         if (values := conversion(node)) is not None:
             plan.casts.append(_backward_cast(node, *values))
             continue
-        row = _backward_node(node, low)
+        row = _backward_node(node, low, levels)
         measure(row, node, "", flops)
         plan.nodes.append(row)
     return plan
@@ -149,7 +151,7 @@ def _backward_class(node: fx.Node, dtype: torch.dtype | None, low: torch.dtype |
     return OpClass.FOLLOW if is_view(node) or is_move(node) else OpClass.PROMOTE
 
 
-def _backward_node(node: fx.Node, low: torch.dtype | None) -> NodePlan:
+def _backward_node(node: fx.Node, low: torch.dtype | None, levels: Sequence[Level]) -> NodePlan:
     results = [value for value in tensors(node.meta.get("val")) if is_eligible(value)]
     dtypes = {
         source.meta["val"].dtype
@@ -158,10 +160,10 @@ def _backward_node(node: fx.Node, low: torch.dtype | None) -> NodePlan:
         if is_eligible(source.meta.get("val"))
     }
     dtype = results[0].dtype if results else None
-    multiplied = _multiplied(node)
-    if multiplied is not None:
+    level = _level(node, levels)
+    if level is not None:
         # the others are scales
-        dtypes = {multiplied}
+        dtypes = {level.dtype}
     elif is_matmul(node) and len(dtypes) == 1:
         # a weight's gradient leaves a 16-bit matmul in fp32
         (dtype,) = dtypes
@@ -180,12 +182,13 @@ def _backward_node(node: fx.Node, low: torch.dtype | None) -> NodePlan:
         traced=dtype,
         low=low,
         dtype=dtype,
-        multiplied=multiplied,
+        levels={} if level is None else {FORWARD: level.name},
     )
 
 
-def _multiplied(node: fx.Node) -> torch.dtype | None:
-    """The dtype that a scaled matmul multiplies; e5m2, in which gradients may be, has the same rate as e4m3."""
-    if not is_matmul(node) or not any(is_fp8(source.meta.get("val")) for source in node.all_input_nodes):
+def _level(node: fx.Node, levels: Sequence[Level]) -> Level | None:
+    """The level in which a matmul of the backward multiplies, as those of the forward; None where it is low."""
+    read = {value.dtype for source in node.all_input_nodes if is_narrow(value := source.meta.get("val"))}
+    if not is_matmul(node):
         return None
-    return torch.float8_e4m3fn
+    return next((level for level in (*levels, *LEVELS.values()) if level.dtype in read), None)

@@ -61,7 +61,7 @@ def heading(report: ReportData) -> str:
     if backward:
         graphs += f", {backward} backward"
     policy = ", ".join(dict.fromkeys(plan.policy for plan in report.plans)) or "none"
-    if meant := dict.fromkeys(plan.fp8 for plan in report.plans if plan.fp8):
+    if meant := dict.fromkeys(plan.meaning for plan in report.plans if plan.meaning):
         policy += f" ({', '.join(meant)})"
     return f"amp_fx {report.title}".rstrip() + f": {graphs}, policy {policy}"
 

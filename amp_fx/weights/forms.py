@@ -1,4 +1,4 @@
-"""What a copy of a weight may be: the weight in a low dtype, or in fp8 with its scales."""
+"""What a copy of a weight may be: the weight in a low dtype, or narrower, with its scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from amp_fx.policy.fp8_copy import Call, fp8_copy, run
+from amp_fx.policy.levels import LEVELS
+from amp_fx.policy.scaled import Call, run, scale_of, scaled
 
 __all__ = ["FORM_META", "Cast", "Form", "Scaled", "form_of", "new_copy"]
 
@@ -40,22 +41,24 @@ class Cast:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix in fp8, and one factor for each column of what it is multiplied to. Two tensors.
+    """A matrix with one factor for each column of what it is multiplied to. Two tensors.
 
-    The first is e4m3 (columns, contracted), contiguous; the second fp32 (columns, 1): ``data * factors`` is the matrix.
+    The first is (columns, contracted), contiguous, in the dtype of the level; the second fp32 (columns, 1): ``data *
+    factors`` is the matrix. Where factors are powers of two, scaling itself rounds nothing, so that every runtime
+    computes the same copy.
 
     Attributes:
+        level: name of the level, which has a scale for each row.
         in_rows: True if the weight is (columns, contracted), else it is the other way round.
-
-    Factors are powers of two: scaling itself rounds nothing, so that every runtime computes the same copy.
     """
 
+    level: str
     in_rows: bool
 
     def empty(self, weight: Tensor, device: torch.device) -> tuple[Tensor, ...]:
         """The tensors, with nothing in them yet."""
         columns, contracted = weight.shape if self.in_rows else reversed(weight.shape)
-        data = torch.empty(columns, contracted, dtype=torch.float8_e4m3fn, device=device)
+        data = torch.empty(columns, contracted, dtype=LEVELS[self.level].dtype, device=device)
         return data, torch.empty(columns, 1, dtype=torch.float32, device=device)
 
     def write(self, weight: Tensor, tensors: tuple[Tensor, ...]) -> None:
@@ -65,15 +68,17 @@ class Scaled:
 
     def made(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The tensors of a weight."""
-        return self._made(weight, run, is_wide=weight.dtype is torch.float32)
+        return self._made(weight, weight.dtype, run)
 
-    def steps(self, weight: fx.Node, call: Call) -> tuple[fx.Node, ...]:
+    def steps(self, weight: fx.Node, call: Call) -> tuple[fx.Node, fx.Node]:
         """The copy as nodes of a graph, each made with ``call``."""
-        return self._made(weight, call, is_wide=weight.meta["val"].dtype is torch.float32)
+        return self._made(weight, weight.meta["val"].dtype, call)
 
-    def _made(self, weight: Any, call: Call, *, is_wide: bool) -> tuple[Any, Any]:
+    def _made(self, weight: Any, dtype: torch.dtype, call: Call) -> tuple[Any, Any]:
+        level, is_wide = LEVELS[self.level], dtype is torch.float32
         rows = weight if self.in_rows else call(aten.permute.default, weight, [1, 0])
-        data, factors = fp8_copy(rows, torch.float8_e4m3fn, [[-1]], call, powers=True, is_wide=is_wide)
+        scale = scale_of(rows, level.dtype, [[-1]], call, powers=level.powers, is_wide=is_wide)
+        data, factors = scaled(rows, scale, level.dtype, call)
         return call(aten.clone.default, data, memory_format=torch.contiguous_format), factors
 
 

@@ -13,7 +13,7 @@ of 1/16 of a weight has some of it, and every slice along a dimension of a weigh
 first element of a chunk that is not zero is in it, too: zeros stay what they are under many writes. Every
 :data:`PERIOD` calls a chunk is cast again whatever its sample says, each chunk at another call.
 
-Copies in fp8 have a kernel of their own: :mod:`amp_fx.weights.healing_fp8`.
+Copies in fp8 have a kernel of their own: :mod:`amp_fx.weights.healing_rows`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from amp_fx.weights.forms import Form, Scaled
-from amp_fx.weights.healing_fp8 import heal_rows_kernel, row_chunks, row_constants
+from amp_fx.weights.healing_rows import heal_rows_kernel, row_chunks, row_constants
 from amp_fx.weights.healing_sample import (
     BITS,
     BLOCK,

@@ -11,8 +11,9 @@ from amp_fx.graphs.calls import COPY_META, is_cast
 from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.forward.quantise_linears import PART_META, erase_unread
+from amp_fx.passes.levels.quantiser import PART_META, erase_unread
 from amp_fx.plans.plan import dtype_name
+from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.forms import FORM_META, Cast, Form
 
 __all__ = ["CacheWeights"]
@@ -26,7 +27,7 @@ class CacheWeights(Pass):
     readers in fp32 and so that the signature only grows at its end. Weights that the graph writes to stay as they are.
 
     1. casts to a low dtype.
-    2. fp8 copies and their factors (:class:`QuantiseLinears`).
+    2. copies with scales, and their factors (:class:`QuantiseMatmuls`).
 
     Before::
 
@@ -60,7 +61,8 @@ class CacheWeights(Pass):
                 inputs.take(cast, weight, Cast(dtype), 0, dtype_name(dtype))
             for node in parts.get(weight, ()):  # case 2
                 part = node.meta[PART_META]
-                inputs.take(node, weight, part.form, part.index, ("fp8", "fp8_scale")[part.index])
+                policy = LEVELS[part.form.level].policy
+                inputs.take(node, weight, part.form, part.index, (policy, f"{policy}_scale")[part.index])
         if parts:
             erase_unread(gm.graph)
         return PassResult(gm, inputs.count, f"{inputs.count} low copies of weights are inputs")

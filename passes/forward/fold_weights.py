@@ -13,9 +13,10 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.forward.quantise_linears import PART_META, erase_unread
+from amp_fx.passes.levels.quantiser import PART_META, erase_unread
 from amp_fx.plans.plan import CAST_META, STEP_META, node_plan
 from amp_fx.policy import OpClass
+from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.forms import FORM_META, Scaled
 
 __all__ = ["FoldWeights"]
@@ -33,8 +34,8 @@ class FoldWeights(Pass):
     2. the same, but rows of the weight are looked up, too (an embedding tied to a head): rows are widened after
        the lookup. Left out if ``tables`` is ``"keep"``.
     3. rows are looked up and nothing else: as case 2 if ``tables`` is ``"low"``.
-    4. only fp8 copies of one form are made of the weight: the input is the copy, and its factors are one more input
-       behind it.
+    4. only copies with scales, of one form, are made of the weight: the input is the copy, and its factors are one more
+       input behind it.
     5. anything else (written to, or read in fp32 too) keeps its dtype and its casts.
 
     The caller must store each weight in the dtype that its input has afterwards.
@@ -104,7 +105,7 @@ class FoldWeights(Pass):
 
 
 def _scaled_form(holders: list[fx.Node]) -> Scaled | None:
-    """The form of the fp8 copies, if all that is made of these inputs are copies of one form."""
+    """The form of the copies with scales, if all that is made of these inputs are copies of one form."""
     forms: set[Scaled] = set()
     waiting = list(holders)
     while waiting:
@@ -120,7 +121,7 @@ def _scaled_form(holders: list[fx.Node]) -> Scaled | None:
 
 
 def _store_scaled(holders: list[fx.Node], form: Scaled) -> None:
-    """The inputs become the fp8 copy, and its factors inputs of their own where somebody reads them."""
+    """The inputs become the copy, and its factors inputs of their own where somebody reads them."""
     graph = holders[0].graph
     parts = [
         node for node in graph.nodes if PART_META in node.meta and node.meta[PART_META].source in holders
@@ -134,7 +135,7 @@ def _store_scaled(holders: list[fx.Node], form: Scaled) -> None:
         given = part.source
         if part.index:
             with graph.inserting_after(given):
-                given = graph.placeholder(f"{part.source.name}_fp8_scale")
+                given = graph.placeholder(f"{part.source.name}_{LEVELS[form.level].policy}_scale")
             given.meta = {"val": node.meta["val"], COPY_META: part.source.name, FORM_META: (form, 1)}
         node.replace_all_uses_with(given)
 

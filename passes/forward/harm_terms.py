@@ -18,7 +18,6 @@ Kernels of attention round operands of the matmuls inside them (7; ``amp_fx/cali
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -31,41 +30,13 @@ from amp_fx.passes.forward.harm_memory import Memory
 from amp_fx.passes.forward.place import Network, is_shaped, named_arguments
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var
+from amp_fx.placement.priced import HarmTerm
 from amp_fx.plans.harm import INSIDE, CallHarm, as_number, slots
 from amp_fx.plans.plan import NodePlan, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.fast import LOW_IO, MAY_ROUND
 
-__all__ = ["HarmNetwork", "HarmTerm", "free_nodes"]
-
-
-@dataclass(frozen=True)
-class HarmTerm:
-    """``harm`` is done if ``var`` has ``label`` and ``against`` (where given) has the other one.
-
-    Attributes:
-        harm: what it adds to the squared relative error of the gradient; infinite where something overflows.
-        label: HIGH or LOW.
-        var: variable of the cut.
-        against: the same, or None.
-        call: name of the call whose result, operand or gradient is rounded.
-        slot: the operand, as :func:`amp_fx.plans.harm.slots` names it; empty for the result.
-        backward: True where the gradient is rounded.
-    """
-
-    harm: float
-    label: bool
-    var: Var
-    against: Var | None
-    call: str
-    slot: str
-    backward: bool
-
-    def is_done(self, labels: Mapping[Var, bool]) -> bool:
-        """True where the labels round here; variables without a label are fp32."""
-        if labels.get(self.var, HIGH) is not self.label:
-            return False
-        return self.against is None or labels.get(self.against, HIGH) is not self.label
+__all__ = ["HarmNetwork", "free_nodes"]
 
 
 def free_nodes(

@@ -13,26 +13,24 @@ import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.constrain import HAZARD_META
-from amp_fx.passes.forward.harm_prices import Priced
 from amp_fx.passes.forward.harm_terms import HarmNetwork, free_nodes
-from amp_fx.passes.forward.place import Network, Place, assign_as_autocast, rounded
+from amp_fx.passes.forward.place import ALWAYS, Network, Place, assign_as_autocast, rounded
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
+from amp_fx.placement.priced import Labels, Priced, within
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.placement.tradeoff import Choice, bracket
+from amp_fx.placement.tradeoff import Choice
 from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.plan import NodePlan, node_plan
 from amp_fx.policy import OpClass
 
-__all__ = ["HARM_META", "Labels", "PlaceByHarm", "Placement", "PricedGraph", "choose", "price", "within"]
+__all__ = ["HARM_META", "PlaceByHarm", "Placement", "PricedGraph", "cheapest", "price"]
 
 #: gm.meta key: harm of the placement that was chosen, and of torch.autocast's
 HARM_META = "amp_fx_harm"
 
 #: call -> whether it computes in fp32, and whether its result is stored so
 Placement = Mapping[str, tuple[bool, bool]]
-
-Labels = list[Mapping[Var, bool]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,8 @@ class PricedGraph:
     Attributes:
         graph: classified, hazards pinned; its plans hold autocast's placement.
         low: the low dtype.
-        priced: time and harm of any placement.
+        priced: time and harm of any placement: in picoseconds with a device profile; without, in bytes moved and what
+            could be moved during the arithmetic.
         autocast: the labels of torch.autocast: every listed op low, values where a cut over bytes puts them.
         network: makes the cut's problem for a device profile, or for None.
     """
@@ -50,15 +49,10 @@ class PricedGraph:
     graph: fx.Graph
     low: torch.dtype
     priced: Priced
-    autocast: Mapping[Var, bool]
+    autocast: Labels
     network: Callable[[DeviceProfile | None], HarmNetwork]
 
-    def choose(self, weight: float) -> Choice[Mapping[Var, bool]]:
-        """The placement of least time and weighted harm."""
-        labels = self.priced.solve(weight)
-        return Choice(self.priced.time(labels), self.priced.harm(labels), weight, labels)
-
-    def placement(self, labels: Mapping[Var, bool]) -> Placement:
+    def placement(self, labels: Labels) -> Placement:
         """Labels in a form that holds for the same graph captured again."""
         return {
             plan.name: (labels[node], labels.get(rounded(node), HIGH))
@@ -75,13 +69,27 @@ class PricedGraph:
                 found[node], found[rounded(node)] = placement[plan.name]
         return found
 
-    def moved(self, labels: Mapping[Var, bool]) -> int:
-        """Bytes that a placement reads and writes, by the cost model."""
-        return self._by_bytes.time(labels)
+    def labels_in(self, rows: Mapping[str, NodePlan]) -> dict[Var, bool]:
+        """The labels that a plan gives to the calls.
+
+        Args:
+            rows: call -> what the plan has for it.
+        """
+        labels: dict[Var, bool] = {var: label for label, var in ALWAYS.items()}
+        for node in self.graph.nodes:
+            plan = node_plan(node)
+            if plan is not None:
+                # literal numbers are in no plan
+                placed = rows.get(plan.name, plan)
+                labels[node] = placed.dtype is not self.low
+                labels[rounded(node)] = (placed.pinned or placed.dtype) is not self.low
+        return labels
 
     @functools.cached_property
-    def _by_bytes(self) -> Priced:
-        return Priced(self.network(None))
+    def by_bytes(self) -> Priced:
+        """Bytes that a placement reads and writes, by the cost model."""
+        network = self.network(None)
+        return Priced(network.build(), network.terms, network.scale)
 
     @property
     def autocast_harm(self) -> float:
@@ -117,79 +125,17 @@ def price(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]
         rates = CostModel(gm.graph, profile, context.training, context.folded)
         return HarmNetwork(gm.graph, rates, low, rows, free)
 
-    priced = Priced(network(context.profile), by_operations=context.profile is None)
-    return PricedGraph(gm.graph, low, priced, autocast, network)
+    timed = network(context.profile)
+    problem = timed.build()
+    if context.profile is None:
+        for var, (high, narrow) in timed.operations().items():
+            problem.add_unary(var, high * timed.scale, narrow * timed.scale)
+    return PricedGraph(gm.graph, low, Priced(problem, timed.terms, timed.scale), autocast, network)
 
 
-def choose(parts: Sequence[PricedGraph], weight: float) -> Choice[Labels]:
-    """The placement of several graphs of least time and weighted harm."""
-    found = [part.choose(weight) for part in parts]
-    time, harm = sum(each.time for each in found), sum(each.harm for each in found)
-    return Choice(time, harm, weight, [each.placement for each in found])
-
-
-def within(parts: Sequence[PricedGraph], limit: float) -> Choice[Labels]:
-    """The cheapest placement found of several graphs whose harm is at most ``limit``; if none is, that of least harm.
-
-    Corners of the hull are exact, but may lie far apart. Between the last that is beyond the limit and the first that
-    is within it, or autocast's own placement, as few calls as possible are moved.
-    """
-    # autocast's own placement is within its own error
-    limit *= 1 + 1e-9
-
-    def solve_all(weight: float) -> Choice[Labels]:
-        return choose(parts, weight)
-
-    beyond, exact = bracket(solve_all, limit)
-    if beyond is None or exact.harm > limit:
-        return exact
-    found = [exact, _moved_towards(parts, beyond.placement, exact.placement, limit)]
-    theirs: Labels = [
-        {var: part.autocast.get(var, HIGH) for var in placed}
-        for part, placed in zip(parts, exact.placement, strict=True)
-    ]
-    pairs = list(zip(parts, theirs, strict=True))
-    if all(part.priced.allows(labels) for part, labels in pairs):
-        found.append(_moved_towards(parts, beyond.placement, theirs, limit))
-    return min((each for each in found if each.harm <= limit), key=lambda each: (each.time, each.harm))
-
-
-def _moved_towards(
-    parts: Sequence[PricedGraph], start: Sequence[Mapping[Var, bool]], goal: Labels, limit: float
-) -> Choice[Labels]:
-    """From one placement towards another, until it is within the limit: first what lowers harm most for its time."""
-    state = [dict(labels) for labels in start]
-    moves: list[tuple[float, int, set[Var]]] = []
-    for at, part in enumerate(parts):
-        for group in part.priced.groups(state[at], goal[at]):
-            time, harm = part.priced.flipped(state[at], group)
-            moves.append((-harm / max(time, 1e-3), at, group))
-    moves.sort(key=lambda move: -move[0])
-    total = sum(part.priced.harm(labels) for part, labels in zip(parts, state, strict=True))
-    done: list[tuple[int, set[Var]]] = []
-    for _, at, group in moves:
-        if total <= limit:
-            break
-        total += parts[at].priced.flipped(state[at], group)[1]
-        _flip(state[at], group)
-        done.append((at, group))
-    for at, group in done:
-        time, harm = parts[at].priced.flipped(state[at], group)
-        if time < 0 and total + harm <= limit:
-            total += harm
-            _flip(state[at], group)
-    pairs = list(zip(parts, state, strict=True))
-    return Choice(
-        sum(part.priced.time(labels) for part, labels in pairs),
-        sum(part.priced.harm(labels) for part, labels in pairs),
-        math.nan,
-        list(state),
-    )
-
-
-def _flip(labels: dict[Var, bool], group: set[Var]) -> None:
-    for var in group:
-        labels[var] = not labels.get(var, HIGH)
+def cheapest(parts: Sequence[PricedGraph], limit: float) -> Choice[list[Labels]]:
+    """The cheapest placement found whose harm is at most ``limit``, see :func:`amp_fx.placement.priced.within`."""
+    return within([part.priced for part in parts], limit, [part.autocast for part in parts])
 
 
 @dataclass(frozen=True)
@@ -235,9 +181,9 @@ class PlaceByHarm(Pass):
         if self.placement is not None:
             labels = found.labels(self.placement)
         elif self.weight is not None:
-            labels = found.choose(self.weight).placement
+            labels = found.priced.choose(self.weight).placement
         else:
-            (labels,) = within([found], self.budget**2 * found.autocast_harm).placement
+            (labels,) = cheapest([found], self.budget**2 * found.autocast_harm).placement
         gm.meta[HARM_META] = found.priced.harm(labels), found.autocast_harm
         low_nodes = _apply(labels, found)
         error, theirs = math.sqrt(found.priced.harm(labels)), math.sqrt(found.autocast_harm)
@@ -246,7 +192,7 @@ class PlaceByHarm(Pass):
         )
 
 
-def _apply(labels: Mapping[Var, bool], found: PricedGraph) -> int:
+def _apply(labels: Labels, found: PricedGraph) -> int:
     """Writes the labels into the plans, with what each rounding costs; returns how many calls are low."""
     costs: dict[str, float] = {}
     for term in found.priced.terms:

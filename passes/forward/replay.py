@@ -51,6 +51,6 @@ class Replay(Pass):
             for name in _DECISIONS:
                 setattr(plan, name, getattr(row, name))
             if context.training:
-                plan.roles = dict(row.roles)
+                plan.levels = dict(row.levels)
             followed += 1
         return PassResult(gm, followed, f"{followed} nodes as the plan has them")

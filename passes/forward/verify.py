@@ -55,8 +55,9 @@ class Verify(Pass):
                 _is_retyped(source) for source in node.all_input_nodes
             ):  # case 1
                 _check_runs(node)
-            # what multiplies in fp8 takes fp8
-            if plan.op_class in (OpClass.LOW, OpClass.FP32) and plan.multiplied is None:  # case 2
+            # without gradients, what multiplies below 16 bits takes what its level says
+            is_below = plan.computed is not plan.dtype and not context.training
+            if plan.op_class in (OpClass.LOW, OpClass.FP32) and not is_below:  # case 2
                 _check_planned(node, plan)
             checked += 1
         _check_outputs(gm)  # case 3

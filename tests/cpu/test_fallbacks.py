@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, SkipFrame
 
 import amp_fx.backend
+import amp_fx.compiling
 import amp_fx.lowering
 from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, record, weights
 from amp_fx.graphs.fallback import first_that_works, is_for_the_caller
-from amp_fx.passes import LayOutGradients, PlaceFp8, PlaceFp8Linears
+from amp_fx.passes import LayOutGradients, PlaceLevels
 from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.weights import FrozenGraph, LowCopies
 from amp_fx.weights.folding import FoldingRecord
-from fp8 import MLP, lowered
-from fp8 import options as fp8_options
 from graphs import without_inductor
 from holding import Held
+from levels import MLP, lowered
+from levels import options as level_options
 
 
 class OnPurposeError(KeyError):
@@ -75,9 +76,9 @@ def one_warning(how: str, reason: str = "OnPurposeError.*on purpose") -> Iterato
 #: what fails, the options, and how the graph is compiled then
 STAGES: dict[str, tuple[tuple[Any, str], dict[str, Any], str]] = {
     "rewriting": ((amp_fx.backend, "rewrite"), {}, "autocast's semantics"),
-    "finding a plan's recipe": ((amp_fx.backend, "fp8_placement"), {}, "autocast's semantics"),
+    "finding a plan's recipe": ((amp_fx.backend, "level_placement"), {}, "autocast's semantics"),
     "telling": ((amp_fx.backend, "add_autocast"), {}, "autocast's semantics"),
-    "copies": ((amp_fx.backend, "cached"), {"numerics": "eager"}, "weights cast in each call"),
+    "copies": ((amp_fx.compiling, "cached"), {"numerics": "eager"}, "weights cast in each call"),
 }
 
 
@@ -146,16 +147,16 @@ def test_where_scaling_fails_the_scaler_works_from_outside(monkeypatch: pytest.M
 def test_where_fp8_fails_matmuls_run_in_16_bits(
     training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PlaceFp8 if training else PlaceFp8Linears, "call", fails)
+    monkeypatch.setattr(PlaceLevels, "call", fails)
     model, x = MLP(32, 64, 64), torch.randn(64, 32)
-    options = fp8_options(tmp_path, strict=False)
+    options = level_options(tmp_path, strict=False)
     if training:
-        with one_warning("without fp8", "place-fp8.*on purpose"):
+        with one_warning("without fp8", "place-levels.*on purpose"):
             step = lowered(model, [x], options)
         assert not any(step.scaled())
         assert {str(row.dtype) for row in step.plan.nodes if row.flops} == {"torch.bfloat16"}
     else:
-        with torch.no_grad(), without_inductor(), one_warning("without fp8", "place-fp8-linears.*on purpose"):
+        with torch.no_grad(), without_inductor(), one_warning("without fp8", "place-levels.*on purpose"):
             got = compiled(model, **options)(x)
         assert (got - model(x)).abs() < 0.01 * model(x).abs()
 

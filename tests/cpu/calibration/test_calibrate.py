@@ -382,4 +382,4 @@ def test_the_command_writes_harm_plan_and_figure(
     arguments += ["--policy", "fp8", "--fp8", "rowwise", "-o", "fp8.json"]
     assert main(arguments) == 0
     assert "what policy fp8 adds (rowwise)" in capsys.readouterr().out
-    assert Harm.load("fp8.json").fp8 == "rowwise"
+    assert Harm.load("fp8.json").level == "rowwise"

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.plans.harm import Harm
-from amp_fx.policy.fp8 import ROLES
+from amp_fx.policy.levels import ROLES
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
-from fp8 import MLP
+from levels import MLP
 from small_models import GPT, tokens, train
 
 
@@ -177,19 +177,19 @@ def test_a_plan_with_fp8_for_a_target_is_followed_there() -> None:
     model, x = MLP(16, 4096, 4096, 16), torch.randn(2048, 16)
     cal = amp_fx.calibrate(model, x, policy="fp8", target="cuda:h100")
     # what an H100 is best at
-    assert cal.harm.fp8 == "rowwise"
+    assert cal.harm.level == "rowwise"
     autocast, fp8 = known(cal), known(cal, "fp8")
     assert autocast.time is not None
     assert fp8.time is not None
     assert fp8.time < autocast.time
     plan = cal.plan(10, verify=False)
     # the first contracts too little
-    placed = [row.fp8_roles for row in plan.plans[0].nodes if row.op == "linear"]
+    placed = [(*row.levels_below,) for row in plan.plans[0].nodes if row.op == "linear"]
     assert placed == [(), ROLES, ()]
     report = amp_fx.explain(model, x, target="cuda:h100", options={"plan": plan.plans, "strict": True})
-    assert [row.fp8_roles for row in report.plan.nodes if row.op == "linear"] == placed
+    assert [(*row.levels_below,) for row in report.plan.nodes if row.op == "linear"] == placed
     assert report.shares()["float8_e4m3fn"]["flops"] > 0.95
-    with pytest.raises(amp_fx.AmpFxError, match=r"in fp8, which cuda sm_80 \(A100\) does not have"):
+    with pytest.raises(amp_fx.AmpFxError, match=r"which cuda sm_80 \(A100\) does not have"):
         amp_fx.explain(model, x, target="cuda:a100", options={"plan": plan.plans, "strict": True})
     with pytest.raises(amp_fx.OptionsError, match=r"cuda sm_80 \(A100\) has no fp8 rate"):
         amp_fx.calibrate(model, x, policy="fp8", target="cuda:a100")

@@ -83,17 +83,17 @@ def test_the_kernel_for_casts_compiles_and_rounds_to_nearest(dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100])
-def test_the_kernel_for_fp8_compiles(capability: int) -> None:
+def test_the_kernel_for_scales_of_rows_compiles(capability: int) -> None:
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-    from amp_fx.weights import healing, healing_fp8
+    from amp_fx.weights import healing, healing_rows
 
-    constants = healing_fp8.row_constants(torch.float32, 64, healing.PERIOD)
+    constants = healing_rows.row_constants(torch.float32, 64, healing.PERIOD)
     pointers = ("*i64", "*i64", "*i32", "*i64", "*i32", "*i32")
     names = ("table", "offsets", "seen", "nonzero", "seen_nonzero", "turns")
     source = ASTSource(
-        fn=healing_fp8.heal_rows_kernel,
+        fn=healing_rows.heal_rows_kernel,
         signature={**dict(zip(names, pointers, strict=True)), **dict.fromkeys(constants, "constexpr")},
         constexprs=constants,
     )

@@ -24,7 +24,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process in which nothing was told yet; graphs run op by op."""
     hooks.remove_all()
     monkeypatch.setattr(uncompiled, "_told", set[str]())
-    monkeypatch.setattr("amp_fx.backend.lower", lambda gm, *_: gm.forward)
+    monkeypatch.setattr("amp_fx.compiling.lower", lambda gm, *_: gm.forward)
     amp_fx.backend.listen()
     yield
     hooks.remove_all()

@@ -17,8 +17,8 @@ import amp_fx.lowering
 from amp_fx.passes import Pass, PassContext, PassResult
 from amp_fx.passes.base import run_keyed
 from amp_fx.passes.keyed import CUSTOM, MARK, marked
-from fp8 import MLP, options
 from graphs import DEFAULTS
+from levels import MLP, options
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from amp_fx.graphs.values import FP8_DTYPES
-from fp8 import MLP, Step, calls, lowered, options
+import amp_fx
+from amp_fx.plans.plan import Plan
+from amp_fx.policy.levels import NARROW_DTYPES
+from levels import MLP, Step, calls, emulating_blocks, lowered, options
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-RECIPES = ["rowwise", "tensorwise", "rowwise_gw_hp"]
+LEVELS = ["rowwise", "tensorwise", "rowwise_gw_hp"]
 
 
 def conversions(gm: fx.GraphModule) -> list[fx.Node]:
     """Casts to fp8."""
-    return [n for n in calls(gm, prims.convert_element_type.default) if n.meta["val"].dtype in FP8_DTYPES]
+    return [n for n in calls(gm, prims.convert_element_type.default) if n.meta["val"].dtype in NARROW_DTYPES]
 
 
 class Attention(nn.Module):
@@ -34,29 +37,29 @@ class Attention(nn.Module):
         return (x + self.o((self.q(y) * self.k(y)).sigmoid() * self.v(y))).float().square().mean()
 
 
-def attention(folder: Path, recipe: str, *shape: int) -> Step:
+def attention(folder: Path, level: str, *shape: int) -> Step:
     x = torch.randn(*(shape or (2, 16)), 32, requires_grad=True)
-    return lowered(Attention(), [x], options(folder, recipe))
+    return lowered(Attention(), [x], options(folder, level))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, recipe: str) -> None:
-    forward, backward = attention(tmp_path, recipe).scaled()
+@pytest.mark.parametrize("level", LEVELS)
+def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, level: str) -> None:
+    forward, backward = attention(tmp_path, level).scaled()
     assert len(forward) == 4
-    assert len(backward) == (4 if recipe == "rowwise_gw_hp" else 8)
+    assert len(backward) == (4 if level == "rowwise_gw_hp" else 8)
     for node in (*forward, *backward):
         first, second, *scales = (arg.meta["val"] for arg in node.args[:4])  # type: ignore[union-attr]
         # row-major, column-major
         assert first.stride() == (first.shape[1], 1)
         assert second.stride() == (1, second.shape[0])
         by_row = [(first.shape[0], 1), (1, second.shape[1])]
-        assert [scale.shape for scale in scales] == ([(), ()] if recipe == "tensorwise" else by_row)
+        assert [scale.shape for scale in scales] == ([(), ()] if level == "tensorwise" else by_row)
         assert all(scale.dtype is torch.float32 and scale.is_contiguous() for scale in scales)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_sums_are_fast_in_the_forward_and_exact_in_the_backward(tmp_path: Path, recipe: str) -> None:
-    forward, backward = attention(tmp_path, recipe).scaled()
+@pytest.mark.parametrize("level", LEVELS)
+def test_sums_are_fast_in_the_forward_and_exact_in_the_backward(tmp_path: Path, level: str) -> None:
+    forward, backward = attention(tmp_path, level).scaled()
     assert [node.args[7] for node in forward] == [True] * len(forward)
     assert [node.args[7] for node in backward] == [False] * len(backward)
 
@@ -67,7 +70,7 @@ def test_a_bias_is_added_by_the_kernel_that_multiplies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "values"),
+    ("level", "values"),
     [
         # as rows of the forward, of the gradient of the input, of the gradient of the weight:
         # 2 inputs, 4 weights; 4 gradients, 4 weights; 4 gradients, 2 inputs
@@ -78,7 +81,7 @@ def test_a_bias_is_added_by_the_kernel_that_multiplies(tmp_path: Path) -> None:
     ],
 )
 def test_a_value_is_converted_once_for_all_that_read_it(
-    tmp_path: Path, recipe: str, values: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, level: str, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # in the graph of forward and backward together: afterwards the backward may make copies again
     from amp_fx.passes import QuantiseMatmuls
@@ -92,10 +95,10 @@ def test_a_value_is_converted_once_for_all_that_read_it(
         return result
 
     monkeypatch.setattr(QuantiseMatmuls, "call", counted)
-    step = attention(tmp_path, recipe)
+    step = attention(tmp_path, level)
     assert counts == [values]
     matmuls = sum(map(len, step.scaled()))
-    assert matmuls == (8 if recipe == "rowwise_gw_hp" else 12)
+    assert matmuls == (8 if level == "rowwise_gw_hp" else 12)
 
 
 def test_a_weight_is_read_in_fp32_and_has_no_low_copy(tmp_path: Path) -> None:
@@ -110,7 +113,7 @@ def test_a_weight_is_read_in_fp32_and_has_no_low_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "made"),
+    ("level", "made"),
     [
         # 4 gradients twice, 4 weights, 2 inputs
         ("rowwise", 14),
@@ -119,20 +122,20 @@ def test_a_weight_is_read_in_fp32_and_has_no_low_copy(tmp_path: Path) -> None:
     ],
 )
 def test_copies_of_weights_for_the_backward_are_made_in_the_backward(
-    tmp_path: Path, recipe: str, made: int
+    tmp_path: Path, level: str, made: int
 ) -> None:
-    step = attention(tmp_path, recipe)
+    step = attention(tmp_path, level)
     saved = [n for n in step.forward.graph.output_node().all_input_nodes if n.op != "placeholder"]
-    assert not [n for n in saved if n.meta["val"].dtype in FP8_DTYPES and n.meta["val"].shape == (32, 32)]
+    assert not [n for n in saved if n.meta["val"].dtype in NARROW_DTYPES and n.meta["val"].shape == (32, 32)]
     assert len(conversions(step.backward)) == made
     # of a weight that is turned, the largest magnitude is not looked for again
     largest = [n for n in calls(step.backward, aten.amax.default) if n.meta["val"].numel() == 1]
-    assert len(largest) == (0 if recipe == "rowwise" else 4)
+    assert len(largest) == (0 if level == "rowwise" else 4)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
 def test_the_copy_is_kept_where_the_backward_reads_its_source_for_nothing_else(
-    tmp_path: Path, recipe: str
+    tmp_path: Path, level: str
 ) -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -144,11 +147,11 @@ def test_the_copy_is_kept_where_the_backward_reads_its_source_for_nothing_else(
                 x = layer(x)
             return x.float().square().mean()
 
-    step = lowered(Chain(), [torch.randn(1024, 64)], options(tmp_path, recipe))
+    step = lowered(Chain(), [torch.randn(1024, 64)], options(tmp_path, level))
     saved = [
         n for n in step.forward.graph.output_node().all_input_nodes if n.meta["val"].numel() == 1024 * 64
     ]
-    fp8 = [n for n in saved if n.meta["val"].dtype in FP8_DTYPES]
+    fp8 = [n for n in saved if n.meta["val"].dtype in NARROW_DTYPES]
     # of the second and third linear. The fourth is in bf16, and what it returns is squared
     assert len(fp8) == 2
     assert len([n for n in saved if n.meta["val"].dtype is torch.bfloat16]) == 2
@@ -167,3 +170,46 @@ def test_one_token_has_scales_by_row_as_well(tmp_path: Path) -> None:
     # gradients of weights contract one token
     assert (len(forward), len(backward)) == (4, 4)
     assert all(node.args[2].meta["val"].shape == (1, 1) for node in forward)  # type: ignore[union-attr]
+
+
+# --- scales of blocks, which no CPU multiplies ---
+
+
+def emulated(folder: Path, *sizes: int, tokens: int, **settings: bool) -> tuple[Plan, list[list[fx.Node]]]:
+    """(plan, scaled matmuls of forward and backward) of one step."""
+    torch._dynamo.reset()
+    compiled = torch.compile(  # type: ignore[call-overload]
+        MLP(*sizes), backend="amp_fx", options=options(folder, "mxfp8"), **settings
+    )
+    with amp_fx.record() as recording, emulating_blocks() as graphs:
+        compiled(torch.randn(tokens, sizes[0])).backward()
+    return recording.plans[0], [calls(graph, aten._scaled_mm.default) for graph in graphs]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "expected"),
+    [
+        ((32, 64, 96, 16), 64, (2, 3)),
+        # tokens are contracted in gradients of weights: 48 is no multiple of 32
+        ((32, 64, 64, 32), 48, (2, 1)),
+        # the second linear contracts 48, the gradient of its input does not
+        ((32, 48, 64, 32), 32, (1, 3)),
+        ((32, 64, 48, 32), 32, (2, 2)),
+    ],
+)
+def test_scales_of_blocks_are_bytes_and_what_32_does_not_divide_is_not_contracted(
+    tmp_path: Path, sizes: tuple[int, ...], tokens: int, expected: tuple[int, int]
+) -> None:
+    plan, scaled = emulated(tmp_path, *sizes, tokens=tokens)
+    assert plan.meaning == "mxfp8"
+    assert tuple(map(len, scaled)) == expected
+    for node in itertools.chain(*scaled):
+        kinds = [arg.meta["val"].dtype for arg in node.args[:4]]  # type: ignore[union-attr]  # nodes
+        assert kinds == [torch.float8_e4m3fn] * 2 + [torch.float8_e8m0fnu] * 2
+
+
+def test_a_number_of_tokens_that_is_not_known_has_no_scales_of_blocks(tmp_path: Path) -> None:
+    plan, scaled = emulated(tmp_path, 32, 64, 64, 16, tokens=64, dynamic=True)
+    assert not any(scaled)
+    reason = next(row.reason for row in plan.nodes if row.flops)
+    assert "mxfp8 has no scales for a number of rows that is not known" in reason

@@ -52,16 +52,10 @@ def test_a_harm_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert not {"bandwidth", "peak", "launch"} & set(json.loads(text))
 
 
-def test_what_was_measured_of_fp8_is_an_optional_part_of_the_file(tmp_path: Path) -> None:
+def test_what_was_measured_below_16_bits_is_a_part_of_the_file(tmp_path: Path) -> None:
     harm = measured(two_matmuls, *ARGS)
-    # a file from before fp8 was measured
-    before = json.loads(json.dumps(harm.to_dict()))
-    del before["fp8"]
-    for call in before["graphs"][0]["calls"]:
-        del call["fp8"]
-    assert Harm.from_dict(before) == harm
-    harm.fp8 = "rowwise"
-    harm.graphs[0].calls[0].fp8 = {
+    harm.level = "rowwise"
+    harm.graphs[0].calls[0].roles = {
         "forward": {"input": 1e-4, "weight": 2e-4},
         "gradient of its weight": {"input": None},
     }
@@ -69,22 +63,22 @@ def test_what_was_measured_of_fp8_is_an_optional_part_of_the_file(tmp_path: Path
     read = Harm.load(tmp_path / "harm.json")
     assert read == harm
     first, second, *_ = read.graphs[0].calls
-    assert first.in_fp8("forward") == pytest.approx(3e-4)
+    assert first.below("forward") == pytest.approx(3e-4)
     # it overflows, or was not measured
-    assert first.in_fp8("gradient of its weight") == first.in_fp8("gradient of its input") == math.inf
-    assert second.in_fp8("forward") == math.inf
+    assert first.below("gradient of its weight") == first.below("gradient of its input") == math.inf
+    assert second.below("forward") == math.inf
 
 
-def test_of_several_states_the_largest_harm_of_fp8_counts_and_recipes_have_to_agree() -> None:
+def test_of_several_states_the_largest_harm_of_a_level_counts_and_levels_have_to_agree() -> None:
     states = [measured(two_matmuls, *ARGS) for _ in range(2)]
     for state, (x, w) in zip(states, ((1e-4, 5e-4), (3e-4, None)), strict=True):
-        state.fp8 = "rowwise"
-        state.graphs[0].calls[0].fp8 = {"forward": {"input": x, "weight": w}}
+        state.level = "rowwise"
+        state.graphs[0].calls[0].roles = {"forward": {"input": x, "weight": w}}
     worst = Harm.worst(states)
-    assert worst.graphs[0].calls[0].fp8 == {"forward": {"input": 3e-4, "weight": None}}
-    assert worst.fp8 == "rowwise"
-    states[0].fp8 = "tensorwise"
-    with pytest.raises(PlanError, match=r"different recipes of fp8 \(rowwise, tensorwise\)"):
+    assert worst.graphs[0].calls[0].roles == {"forward": {"input": 3e-4, "weight": None}}
+    assert worst.level == "rowwise"
+    states[0].level = "tensorwise"
+    with pytest.raises(PlanError, match=r"different levels \(rowwise, tensorwise\)"):
         Harm.worst(states)
 
 
@@ -92,8 +86,8 @@ def test_of_several_states_the_largest_harm_of_fp8_counts_and_recipes_have_to_ag
     ("change", "message"),
     [
         (
-            lambda data: data["graphs"][0]["calls"][0].update(fp8={"forward": 1.0}),
-            r"calls\[0\].fp8.forward should be object",
+            lambda data: data["graphs"][0]["calls"][0].update(roles={"forward": 1.0}),
+            r"calls\[0\].roles.forward should be object",
         ),
         (lambda data: data.update(version=0), "version 0"),
         (lambda data: data.update(format="amp_fx plan"), "not a harm file"),
@@ -170,7 +164,7 @@ def test_policy_fp8_takes_a_harm_file_that_has_fp8(tmp_path: Path) -> None:
     policy = {"base": "fp8", "harm": path, "budget": 8}
     with pytest.raises(OptionsError, match=r"has nothing of fp8; calibrate with policy='fp8'"):
         Options.parse(None, {"policy": policy})
-    harm.fp8 = "tensorwise"
+    harm.level = "tensorwise"
     harm.save(path)
     parsed = Options.parse(None, {"policy": policy, "fp8": "tensorwise"})
     assert parsed.policy.budget == 8

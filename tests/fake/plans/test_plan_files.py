@@ -258,7 +258,7 @@ def edited(plan: Plan, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "plan has version 1; this amp_fx reads version 2"),
+        ({"version": 1}, "plan has version 1; this amp_fx reads version 3"),
         ({"nodes": {}}, "plan.nodes should be list"),
         ({"nodes": [{"name": 1}]}, r"plan.nodes\[0\].op is missing"),
         ({"nodes": [{"nam": "x"}]}, r"plan.nodes\[0\].nam is unknown; .* Did you mean 'name'\?"),

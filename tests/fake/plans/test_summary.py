@@ -103,7 +103,7 @@ def test_graphs_without_matmuls_and_those_that_fall_back_say_so() -> None:
 def test_the_log_has_one_line_for_each_compiled_graph(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("amp_fx.backend.lower", lambda gm, *_: gm.forward)
+    monkeypatch.setattr("amp_fx.compiling.lower", lambda gm, *_: gm.forward)
     torch.compiler.reset()
     model = torch.compile(Net().requires_grad_(False), backend="amp_fx", options={"profile": "off"})
     with caplog.at_level(logging.INFO, "amp_fx.backend"), record() as recording:

@@ -1,0 +1,219 @@
+"""Both cuts over all graphs of a model: what a placement costs, and the placements that no other beats.
+
+The first cut is between float32 and the low dtype. The second, given the first, is between the low dtype and the level
+below: only where that was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from amp_fx.calibration.joint_graph import PricedMatmuls
+from amp_fx.calibration.points import Point
+from amp_fx.calibration.traced import TracedGraph
+from amp_fx.errors import PlanError
+from amp_fx.options import Options
+from amp_fx.passes.forward.place_by_harm import PricedGraph, cheapest
+from amp_fx.passes.levels.place_levels import write_choice
+from amp_fx.placement.cut import HIGH, LOW, Var
+from amp_fx.placement.devices import resolve
+from amp_fx.placement.priced import HarmTerm, Labels, Priced, choose_all, within
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.placement.tradeoff import Choice, hull
+from amp_fx.plans.harm import GraphHarm, Harm
+from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.plans.plan_files import choose_plan, counterparts
+from amp_fx.policy.levels import LEVELS
+
+__all__ = ["Cuts", "Placed"]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where everything in a model is.
+
+    Attributes:
+        labels: of the first cut, for each priced graph or body.
+        below: of the second, for each graph.
+    """
+
+    labels: list[Labels]
+    below: list[Labels]
+
+
+class Cuts:
+    """Time, bytes and error of any placement of a model."""
+
+    def __init__(self, graphs: Sequence[TracedGraph], harm: Harm, opts: Options) -> None:
+        self._graphs = graphs
+        self._harm = harm
+        self._opts = opts
+
+    @functools.cached_property
+    def priced(self) -> list[list[PricedGraph]]:
+        """Prices of every graph and of the bodies inside it."""
+        return [
+            graph.priced(self._opts, self._profile(graph.device_type), {row.name: row for row in found.calls})
+            for graph, found in zip(self._graphs, self._harm.graphs, strict=True)
+        ]
+
+    @functools.cached_property
+    def parts(self) -> list[PricedGraph]:
+        """The same in one list."""
+        return [part for parts in self.priced for part in parts]
+
+    def _profile(self, device_type: str) -> DeviceProfile | None:
+        return resolve(self._opts.profile, device_type)
+
+    @property
+    def is_timed(self) -> bool:
+        """True where every device that is planned for has a profile."""
+        return all(self._profile(graph.device_type) is not None for graph in self._graphs)
+
+    @property
+    def autocast_error(self) -> float:
+        """Predicted error of torch.autocast; roundings that overflow are left out."""
+        return math.sqrt(sum(part.autocast_harm for part in self.parts))
+
+    def below(self, labels: Sequence[Labels]) -> list[PricedMatmuls]:
+        """What may run below 16 bits in each graph, given the first cut."""
+        rest, found = iter(labels), []
+        for graph, measured, parts in zip(self._graphs, self._harm.graphs, self.priced, strict=True):
+            placed = {name: at for part in parts for name, at in part.placement(next(rest)).items()}
+            low = {name for name, (is_wide, _) in placed.items() if not is_wide}
+            found.append(graph.below.priced({row.name: row for row in measured.calls}, low))
+        return found
+
+    def point(self, name: str | None, placed: Placed, make: Callable[[], list[Plan]]) -> Point:
+        """A placement with what it costs.
+
+        Args:
+            name: of the point, or None.
+            placed: where everything is.
+            make: makes its plans.
+        """
+        parts = [*self.parts, *self.below(placed.labels)]
+        pairs = list(zip(parts, [*placed.labels, *placed.below], strict=True))
+        return Point(
+            name=name,
+            time=sum(part.priced.time(each) for part, each in pairs) * 1e-12 if self.is_timed else None,
+            bytes_moved=sum(part.by_bytes.time(each) for part, each in pairs),
+            error=math.sqrt(sum(part.priced.harm(each) for part, each in pairs)),
+            make=make,
+        )
+
+    def corners(self, most: int) -> list[Choice[Placed]]:
+        """Placements that no other beats in both time and error, by time."""
+        found = [self._with(each, self._nothing) for each in _corners(self.parts, most)]
+        if self._harm.level:
+            second = _corners(self.below(self._at_autocast.placement), most)
+            found += [self._with(self._at_autocast, each) for each in second]
+        found.sort(key=lambda choice: (choice.time, choice.harm))
+        best: list[Choice[Placed]] = []
+        for choice in found:
+            if not best or choice.harm < best[-1].harm:
+                best.append(choice)
+        return best
+
+    def within(self, limit: float) -> Choice[Placed]:
+        """The cheapest placement found whose squared error is at most ``limit``."""
+        if not self._harm.level:
+            return self._with(cheapest(self.parts, limit), self._nothing)
+        above = limit >= self.autocast_error**2
+        first = self._at_autocast if above else cheapest(self.parts, limit)
+        second = [part.priced for part in self.below(first.placement)]
+        return self._with(first, within(second, limit - first.harm))
+
+    @functools.cached_property
+    def _at_autocast(self) -> Choice[list[Labels]]:
+        """The first cut within torch.autocast's error; what a budget allows beyond it is for the level below."""
+        return cheapest(self.parts, self.autocast_error**2)
+
+    @property
+    def _nothing(self) -> Choice[list[Labels]]:
+        return Choice(0, 0.0, math.nan, [{} for _ in self._graphs])
+
+    def _with(self, first: Choice[list[Labels]], below: Choice[list[Labels]]) -> Choice[Placed]:
+        placed = Placed(first.placement, below.placement)
+        return Choice(first.time + below.time, first.harm + below.harm, first.weight, placed)
+
+    def placed(self, plans: Sequence[Plan]) -> Placed:
+        """What plans have low, and below 16 bits.
+
+        Raises:
+            PlanError: the plans are not of this model, or have what was not measured.
+        """
+        labels: list[Labels] = []
+        below: list[Labels] = []
+        for parts, found in zip(self.priced, self._harm.graphs, strict=True):
+            chosen = choose_plan(plans, found.outline)
+            rows = {row.name: saved for saved, row in counterparts(chosen, found.outline)}
+            labels += [part.labels_in(rows) for part in parts]
+            below.append(_labels_below(self._harm, found, rows))
+        return Placed(labels, below)
+
+    def by_policy(self, placed: Placed) -> Placed:
+        """What the policy runs below 16 bits by itself: what gains time, or all that may where time is not known."""
+        problems = [part.priced.base for part in self.below(placed.labels)]
+        below: list[Labels] = [dict.fromkeys(problem.unary, LOW) for problem in problems]
+        if self.is_timed:
+            below = choose_all([Priced(problem) for problem in problems], 0.0).placement
+        return Placed(placed.labels, below)
+
+    def write(self, plans: Sequence[Plan], placed: Placed) -> None:
+        """Writes into plans in which level their matmuls run, and what that adds to the error."""
+        level, low = LEVELS[self._harm.level], dtype_name(self._harm.dtype)
+        for plan, part, labels in zip(plans, self.below(placed.labels), placed.below, strict=True):
+            plan.meaning = level.name
+            rows = {row.name: row for row in plan.nodes}
+            for var in part.priced.base.unary:
+                name, role = var  # type: ignore[misc]  # as PlaceLevels names them
+                is_below = labels.get(var, HIGH) is LOW
+                adds = (
+                    f"{level.policy}, {level.name}, adds" if is_below else f"{low}, {level.policy} would add"
+                )
+                error = math.sqrt(part.priced.harm({var: LOW}))
+                why = f"{adds} {error:.1e} to the gradient's error"
+                write_choice(rows[name], role, level if is_below else None, why)
+
+    def blame(self, placed: Placed) -> list[HarmTerm]:
+        """What a placement adds below 16 bits, operand by operand, worst first."""
+        pairs = zip(self.below(placed.labels), placed.below, strict=True)
+        terms = [term for part, labels in pairs for term in part.priced.blame(labels)]
+        return sorted(terms, key=lambda term: -term.harm)
+
+
+def _corners(parts: Sequence[PricedGraph | PricedMatmuls], most: int) -> list[Choice[list[Labels]]]:
+    priced = [part.priced for part in parts]
+    return hull(lambda weight: choose_all(priced, weight), most)
+
+
+def _labels_below(harm: Harm, measured: GraphHarm, rows: Mapping[str, NodePlan]) -> Labels:
+    """What a plan runs below 16 bits in one graph.
+
+    Args:
+        harm: of the model.
+        measured: of the graph.
+        rows: call -> what its plan says of it.
+
+    Raises:
+        PlanError: something else was measured.
+    """
+    known = {(row.name, role) for row in measured.calls for role in row.roles}
+    found: dict[Var, bool] = {}
+    for name, row in rows.items():
+        for role, level in row.levels_below.items():
+            if level.name != harm.level:
+                raise PlanError(
+                    f"the plan runs {name} in {level.name}, {role}; measured was {harm.level or 'no such level'}. "
+                    f"Calibrate with policy={level.policy!r} and {level.policy}={level.name!r}."
+                )
+            if (name, role) not in known:
+                raise PlanError(
+                    f"the plan runs {name} in {level.name}, {role}, which was not measured; calibrate again."
+                )
+            found[name, role] = LOW
+    return found

@@ -1,0 +1,124 @@
+"""What a graph multiplies that may run below 16 bits: read off its joint graph, as the backend does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.fx as fx
+
+from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, replace_inner_compile
+from amp_fx.graphs.devices import graph_device
+from amp_fx.graphs.regions import Region
+from amp_fx.options import Options
+from amp_fx.passes import PlaceLevels
+from amp_fx.passes.levels.level_problem import level_problem
+from amp_fx.placement.cut import LOW, Problem, Var
+from amp_fx.placement.level_cost import BYTES, LevelCost
+from amp_fx.placement.priced import HarmTerm, Priced
+from amp_fx.plans.harm import CallHarm, as_number
+from amp_fx.policy.levels import LEVELS
+from amp_fx.rewriting import rewrite
+
+__all__ = ["MatmulsBelow", "PricedMatmuls", "read_matmuls"]
+
+
+@dataclass(frozen=True)
+class PricedMatmuls:
+    """The second cut of one graph.
+
+    Attributes:
+        priced: time and harm of any placement; times are those that the level takes more, so negative where it gains.
+        by_bytes: the same, of bytes moved.
+    """
+
+    priced: Priced
+    by_bytes: Priced
+
+
+@dataclass(frozen=True)
+class MatmulsBelow:
+    """The matmuls of one graph that may run below 16 bits, where autocast's list is low.
+
+    Attributes:
+        problem: of the second cut; variables are (name of the call, role).
+        by_bytes: the same, of bytes moved.
+    """
+
+    problem: Problem = field(default_factory=Problem)
+    by_bytes: Problem = field(default_factory=Problem)
+
+    def priced(self, rows: Mapping[str, CallHarm], low: Collection[str]) -> PricedMatmuls:
+        """The cut with measured harm; what was not measured is never placed below.
+
+        Args:
+            rows: what was measured, by the call's name.
+            low: the calls that run in the low dtype.
+        """
+        problem = _only(self.problem, low)
+        terms = [
+            HarmTerm(as_number(harm), LOW, (name, role), call=name, slot=f"{role}: {operand}")
+            for name, row in rows.items()
+            for role, operands in row.roles.items()
+            for operand, harm in operands.items()
+        ]
+        unknown = problem.unary.keys() - {term.var for term in terms}
+        terms += [HarmTerm(math.inf, LOW, var) for var in unknown]
+        by_bytes = Priced(_only(self.by_bytes, low), relative=True)
+        return PricedMatmuls(Priced(problem, terms, relative=True), by_bytes)
+
+
+def _only(problem: Problem, calls: Collection[str]) -> Problem:
+    """The problem where all other calls run in fp32, and read no copies."""
+
+    def is_kept(var: Var) -> bool:
+        name, _ = var  # type: ignore[misc]  # as PlaceLevels names them
+        return name in calls
+
+    kept = Problem({var: times for var, times in problem.unary.items() if is_kept(var)})
+    for term in problem.shared:
+        if readers := tuple(filter(is_kept, term.readers)):
+            kept.shared.append(replace(term, readers=readers))
+    return kept
+
+
+def read_matmuls(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    ambient: Mapping[str, Region],
+    opts: Options,
+    cost: LevelCost,
+    names: Mapping[str, str],
+) -> MatmulsBelow:
+    """Traces forward and backward of a graph under the policy; no code is generated.
+
+    Args:
+        gm: Dynamo's graph, in a call of a backend; not changed.
+        inputs: real ones.
+        ambient: autocast state at its entry, per device type.
+        opts: a policy below 16 bits, with its level.
+        cost: of the device that is planned for.
+        names: call in this graph -> its name in the result.
+
+    Returns:
+        Nothing where AOTAutograd makes no joint graph of it.
+    """
+    rewritten, _ = rewrite(gm, ambient, replace(opts, profile="off", plan=None, harm=None), training=True)
+    level = LEVELS[opts.fp8]
+    placed = PlaceLevels(level, graph_device(gm, ambient), cost)
+    found: list[MatmulsBelow] = []
+
+    def look(joint: fx.GraphModule) -> None:
+        matmuls = [replace(matmul, name=names[matmul.name]) for matmul in placed.allowed(joint)]
+        found.append(MatmulsBelow(*(level_problem(matmuls, level, each) for each in (cost, BYTES))))
+
+    with replace_inner_compile(_as_it_is), autocast_shield():
+        compile_with_inductor(rewritten, inputs, graph_pass("joint", "amp_fx.calibrate", look, {}))
+    return found[0] if found else MatmulsBelow()
+
+
+def _as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """Stands in for Inductor's code, which nobody runs."""
+    return gm.forward

@@ -1,0 +1,127 @@
+"""Levels below 16 bits in a graph that will be differentiated: which pass chooses, and what it chose."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import size_hint
+from amp_fx.errors import PlanError
+from amp_fx.options import Options
+from amp_fx.passes import PlaceLevels
+from amp_fx.passes.keyed import marked
+from amp_fx.passes.levels.place_levels import BUDGET_META, write_choice
+from amp_fx.placement.devices import builtin, resolve
+from amp_fx.placement.level_device import meaning, multiplies
+from amp_fx.plans.plan import Plan
+from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, levels_of
+
+__all__ = ["add_choices", "level_placement"]
+
+logger = logging.getLogger(__name__)
+
+
+def level_placement(
+    opts: Options, device: str, low: torch.dtype, plan: Plan, rewritten: fx.GraphModule
+) -> PlaceLevels | None:
+    """The pass that chooses what runs below 16 bits, for a graph that will be differentiated.
+
+    Args:
+        opts: validated options.
+        device: type of the device that the graph is about.
+        low: the low dtype there.
+        plan: of the forward; what the policy means on this device is written into it.
+        rewritten: the graph, whose calls are marked; with measured harm it has the budget of its matmuls.
+
+    Returns:
+        None where the policy is another one, or the device has no such level: then the policy means autocast.
+
+    Raises:
+        PlanError: a plan that is followed has a level where that cannot be.
+    """
+    if not plan.training:
+        return None
+    if plan.decides_levels:
+        placed = _planned(opts, device, plan)
+    elif levels_of(opts.policy.base):
+        wanted = opts.fp8 if opts.harm is None else opts.harm.level
+        means = meaning(wanted, resolve(opts.profile, device), device, low, training=True)
+        plan.meaning = means.text
+        budget = rewritten.meta.get(BUDGET_META)
+        placed = means.level and PlaceLevels(means.level, device, means.cost, budget)
+    else:
+        return None
+    return placed and replace(placed, **_of_graph(rewritten))
+
+
+def _of_graph(rewritten: fx.GraphModule) -> dict[str, Any]:
+    """What the pass reads besides the code of the graph."""
+    graphs = [module.graph for module in rewritten.modules() if isinstance(module, fx.GraphModule)]
+    marks = (marked(node) for graph in graphs for node in graph.nodes)
+    inputs = (node.meta["val"] for node in rewritten.graph.find_nodes(op="placeholder"))
+    return {
+        "marks": tuple(name for name in marks if name is not None),
+        "hints": tuple(size_hint(value) for value in inputs if isinstance(value, torch.SymInt)),
+    }
+
+
+def _planned(opts: Options, device: str, plan: Plan) -> PlaceLevels | None:
+    """The pass that does what a plan has; None where that runs nothing below 16 bits."""
+    planned = tuple(
+        (row.name, role, level.name) for row in plan.nodes for role, level in row.levels_below.items()
+    )
+    levels = [LEVELS[name] for name in dict.fromkeys(name for *_, name in planned)]
+    for level in levels:
+        what = f"the plan runs matmuls in {level.policy} by recipe {level.name!r}"
+        if opts.fp8 not in (AUTO, level.name):
+            raise PlanError(
+                f"{what}, {level.policy} is {opts.fp8!r}; make a plan for that, or drop the option."
+            )
+        if opts.numerics == "eager":
+            raise PlanError(f"{what}, which numerics='eager' contradicts; drop one of the two.")
+        if device == "cuda" and level.rate not in builtin(device).peak:
+            raise PlanError(
+                f"{what}, which cuda {builtin(device).name} does not have; make a plan for this device."
+            )
+        if not multiplies(level, device):
+            raise PlanError(f"{what}, by which this {device} does not multiply; make a plan for another one.")
+        if device != "cuda":
+            logger.info(
+                "the plan runs %d matmuls in %s, which a %s emulates", len(planned), level.policy, device
+            )
+    plan.meaning = ", ".join(level.name for level in levels)
+    return PlaceLevels(None, device, planned=planned) if planned else None
+
+
+def add_choices(plan: Plan, placed: PlaceLevels) -> None:
+    """Writes into the plan what the pass has chosen; gradients are told where the forward is.
+
+    Args:
+        plan: of the forward, after the graph was compiled.
+        placed: the pass, after it has run.
+
+    Raises:
+        PlanError: a plan that is followed has a level for a call that is no product of two matrices any more.
+    """
+    if not placed.sizes:
+        # a cache had the code; what a plan has is known anyway
+        if placed.level is not None:
+            plan.meaning += f", compiled earlier: what runs in {placed.level.policy} is not known here"
+        return
+    chosen: dict[str, dict[str, tuple[Level | None, str]]] = {}
+    for (name, role), choice in placed.choices.items():
+        chosen.setdefault(name, {})[role] = choice
+    for row in plan.nodes:
+        found = chosen.get(row.name, {})
+        if FORWARD in row.levels_below and FORWARD not in found:
+            raise PlanError(
+                f"the plan runs {row.name} ({row.op}) in {row.levels[FORWARD]}, which is no product of two matrices "
+                "here. Make a new plan, or drop the option."
+            )
+        row.levels.clear()
+        for role, choice in found.items():
+            write_choice(row, role, *choice)

@@ -1,0 +1,96 @@
+"""What a policy below 16 bits means on a device: which level, at which costs, or that there is none."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from amp_fx.placement.devices import builtin
+from amp_fx.placement.level_cost import LevelCost
+from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
+from amp_fx.policy.levels import AUTO, LEVELS, Level
+from amp_fx.state import cache_results
+
+__all__ = ["Meaning", "level_name", "meaning", "multiplies"]
+
+logger = logging.getLogger(__name__)
+
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a policy means on a device.
+
+    Attributes:
+        text: for the reader of a plan: the level's name, or why there is none.
+        level: None: the policy means autocast.
+        cost: of matmuls and copies; None: everything that may run in the level does.
+    """
+
+    text: str
+    level: Level | None = None
+    cost: LevelCost | None = None
+
+
+def meaning(
+    wanted: str, profile: DeviceProfile | None, device: str, low: torch.dtype, *, training: bool
+) -> Meaning:
+    """What policy fp8 means on a device; the log says once if it means autocast.
+
+    Args:
+        wanted: a level's name, or ``"auto"``.
+        profile: rates that count; None where all that may run in the level is to.
+        device: type of the device.
+        low: the low dtype there.
+        training: False where nothing is differentiated.
+    """
+    hardware = profile
+    if hardware is None and device in DEVICE_TYPES:
+        hardware = builtin(device)
+    name = device if hardware is None else f"{device} {hardware.name}"
+    level = LEVELS[level_name(wanted, device)]
+    if hardware is None or level.rate not in hardware.peak:
+        return _as_autocast(f"{name} has no {level.policy} rate", level.policy)
+    if not multiplies(level, device):
+        return _as_autocast(f"{name} does not multiply in {level.name}", level.policy)
+    if not training and level.evaluated:
+        level = LEVELS[level.evaluated]
+    return Meaning(level.name, level, None if profile is None else LevelCost.of(profile, low, level))
+
+
+def _as_autocast(why: str, policy: str) -> Meaning:
+    _say_once(f"policy {policy!r} means 'autocast' here: {why}")
+    return Meaning(f"as autocast: {why}")
+
+
+def level_name(wanted: str, device: str, capability: tuple[int, int] | None = None) -> str:
+    """The level that is meant: torchao measured ``"auto"``'s rowwise scaling on Hopper, where it is most mature.
+
+    Args:
+        wanted: a level's name, or ``"auto"``.
+        device: type of the device.
+        capability: of a GPU; None: of the one in this machine, if there is one.
+    """
+    if wanted != AUTO:
+        return wanted
+    return "rowwise" if (capability or _capability(device)) == _HOPPER else "tensorwise"
+
+
+def multiplies(level: Level, device: str) -> bool:
+    """True where a device that has the rate multiplies in the level."""
+    return level.capabilities is None or _capability(device) in level.capabilities
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    """Of a device by NVIDIA; None of others."""
+    if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability()
+
+
+@cache_results()
+def _say_once(text: str) -> None:
+    logger.warning("%s", text)

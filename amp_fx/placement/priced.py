@@ -1,0 +1,272 @@
+"""Cuts with a second price: placements of least time and weighted harm, and the cheapest found within a limit of harm.
+
+Both cuts are here: fp32 against the low dtype, and the low dtype against a level below. In either, harm is a sum of
+terms of one variable, or of two in a submodular way, so that a cut stays exact for any weight of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, evaluate, solve
+from amp_fx.placement.tradeoff import Choice, bracket
+
+__all__ = ["HarmTerm", "Labels", "Priced", "choice_of", "choose_all", "within"]
+
+#: variable -> its label; what has none is HIGH
+Labels = Mapping[Var, bool]
+
+
+@dataclass(frozen=True)
+class HarmTerm:
+    """``harm`` is done if ``var`` has ``label`` and ``against`` (where given) has the other one.
+
+    Attributes:
+        harm: what it adds to the squared relative error of the gradient; infinite where something overflows.
+        label: HIGH or LOW.
+        var: variable of the cut.
+        against: the same, or None.
+        call: name of the call whose result, operand or gradient is rounded.
+        slot: the operand, as :func:`amp_fx.plans.harm.slots` names it; empty for the result.
+        backward: True where the gradient is rounded.
+    """
+
+    harm: float
+    label: bool
+    var: Var
+    against: Var | None = None
+    call: str = ""
+    slot: str = ""
+    backward: bool = False
+
+    def is_done(self, labels: Labels) -> bool:
+        """True where the labels round here."""
+        if labels.get(self.var, HIGH) is not self.label:
+            return False
+        return self.against is None or labels.get(self.against, HIGH) is not self.label
+
+
+class Priced:
+    """A cut's problem with harm: placements of least ``time + weight * harm``, exactly, for any weight.
+
+    Attributes:
+        base: the problem without harm.
+        terms: what roundings cost, and when they happen.
+
+    Args:
+        problem: the base.
+        terms: as the attribute.
+        scale: units of the problem that are one unit of time; less than that only breaks ties.
+        relative: times are those beyond everything HIGH, so negative where LOW gains.
+    """
+
+    def __init__(
+        self, problem: Problem, terms: Sequence[HarmTerm] = (), scale: int = 1, *, relative: bool = False
+    ) -> None:
+        self.base = problem
+        self._scale = scale
+        self._start = 0
+        self.terms = terms
+        dearest = sum(max(costs) for costs in problem.unary.values())
+        self._all = dearest + sum(term.cost for term in problem.shared) + 1
+        finite = [term.harm for term in terms if math.isfinite(term.harm)]
+        self._smallest = max(finite, default=1.0) * 1e-12
+        if relative:
+            self._start = self.time({})
+
+    def choose(self, weight: float) -> Choice[Labels]:
+        """The placement of least cost.
+
+        Args:
+            weight: units of time that a squared relative error of 1 is worth; infinite: the least harm.
+        """
+        labels = solve(self.problem(weight))
+        return Choice(self.time(labels), self.harm(labels), weight, labels)
+
+    def problem(self, weight: float) -> Problem:
+        """What :meth:`choose` minimises."""
+        base = self.base
+        problem = Problem(dict(base.unary), base.pins, list(base.shared), base.implies, base.equal)
+        prices = [self._price(term.harm, weight) for term in self.terms]
+        # an overflow is dearer than everything else together
+        beyond = self._all + sum(price for price in prices if price is not None)
+        for term, known in zip(self.terms, prices, strict=True):
+            price = beyond if known is None else known
+            if term.against is not None:
+                problem.shared.append(Shared(price, term.label, (term.var,), term.against))
+            elif term.label is LOW:
+                problem.add_unary(term.var, 0, price)
+            else:
+                problem.add_unary(term.var, price, 0)
+        return problem
+
+    def _price(self, harm: float, weight: float) -> int | None:
+        """None for an overflow."""
+        if not harm or math.isinf(harm):
+            return None if harm else 0
+        if math.isinf(weight):
+            # the smallest difference of harms that counts beats any time
+            return round(harm / self._smallest) * self._all
+        return round(harm * weight * self._scale)
+
+    def time(self, labels: Labels) -> int:
+        """Time of a placement in units, whether or not the constraints allow it; casts that tie are left out."""
+        total = sum(
+            high if labels.get(var, HIGH) is HIGH else low for var, (high, low) in self.base.unary.items()
+        )
+        total += sum(term.cost for term in self.base.shared if _is_paid(term, labels))
+        return total // self._scale - self._start
+
+    def harm(self, labels: Labels) -> float:
+        """Squared relative error of the gradient that a placement adds."""
+        return sum(term.harm for term in self.terms if term.is_done(labels))
+
+    def blame(self, labels: Labels) -> list[HarmTerm]:
+        """The roundings of a placement, worst first."""
+        return sorted((term for term in self.terms if term.is_done(labels)), key=lambda term: -term.harm)
+
+    def allows(self, labels: Labels) -> bool:
+        """True where a placement breaks no pin, no implication and no equality."""
+        complete = {var: labels.get(var, HIGH) for var in self.base.variables()}
+        return evaluate(self.base, complete) is not None
+
+    @property
+    def is_tied(self) -> bool:
+        """True where constraints forbid to move every variable by itself."""
+        return bool(self.base.pins or self.base.equal or self.base.implies)
+
+    def groups(self, first: Labels, second: Labels) -> list[set[Var]]:
+        """The variables in which two placements differ, those together that constraints tie."""
+        differ = {var for var in self.base.variables() if first.get(var, HIGH) is not second.get(var, HIGH)}
+        ties = nx.Graph()
+        ties.add_nodes_from(sorted(differ, key=str))
+        pairs = (*self.base.equal, *self.base.implies)
+        ties.add_edges_from((a, b) for a, b in pairs if a in differ and b in differ)
+        return list(nx.connected_components(ties))
+
+    def flipped(self, labels: Labels, group: set[Var]) -> tuple[float, float]:
+        """How time and harm change when the variables of a group take their other labels."""
+        after = ChainMap({var: not labels.get(var, HIGH) for var in group}, labels)  # type: ignore[arg-type]  # only read
+        time = 0
+        for var in group:
+            high, low = self.base.unary.get(var, (0, 0))
+            time += (high - low) if after[var] is HIGH else (low - high)
+        copies = {id(term): term for var in group for term in self._shared_of.get(var, ())}
+        time += sum(term.cost * (_is_paid(term, after) - _is_paid(term, labels)) for term in copies.values())
+        terms = {id(term): term for var in group for term in self._terms_of.get(var, ())}
+        harm = sum(term.harm * (term.is_done(after) - term.is_done(labels)) for term in terms.values())
+        return time / self._scale, harm
+
+    @functools.cached_property
+    def _shared_of(self) -> dict[Var, list[Shared]]:
+        found: dict[Var, list[Shared]] = {}
+        for term in self.base.shared:
+            for var in {*term.readers, *(() if term.value is None else (term.value,))}:
+                found.setdefault(var, []).append(term)
+        return found
+
+    @functools.cached_property
+    def _terms_of(self) -> dict[Var, list[HarmTerm]]:
+        found: dict[Var, list[HarmTerm]] = {}
+        for term in self.terms:
+            for var in {term.var, *(() if term.against is None else (term.against,))}:
+                found.setdefault(var, []).append(term)
+        return found
+
+
+def choose_all(parts: Sequence[Priced], weight: float) -> Choice[list[Labels]]:
+    """The placement of several graphs of least time and weighted harm."""
+    return choice_of(parts, [part.choose(weight).placement for part in parts], weight)
+
+
+def choice_of(
+    parts: Sequence[Priced], labels: Sequence[Labels], weight: float = math.nan
+) -> Choice[list[Labels]]:
+    """A placement of several graphs with its time and harm."""
+    pairs = list(zip(parts, labels, strict=True))
+    time = sum(part.time(each) for part, each in pairs)
+    return Choice(time, sum(part.harm(each) for part, each in pairs), weight, list(labels))
+
+
+def within(
+    parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None = None
+) -> Choice[list[Labels]]:
+    """The cheapest placement found of several graphs whose harm is at most ``limit``; if none is, that of least harm.
+
+    Corners of the hull are exact, but may lie far apart. Between the last that is beyond the limit and the first that
+    is within it, or a placement that is known, as few variables as possible are moved.
+
+    Args:
+        parts: the graphs.
+        limit: of the sum of their harms.
+        known: a placement of each that may be within the limit.
+    """
+    # a placement is within its own harm
+    limit *= 1 + 1e-9
+    beyond, exact = bracket(lambda weight: choose_all(parts, weight), limit)
+    if beyond is None or exact.harm > limit:
+        return exact
+    found = [exact, _towards(parts, beyond.placement, exact.placement, limit)]
+    if known is not None and all(part.allows(each) for part, each in zip(parts, known, strict=True)):
+        found.append(_towards(parts, beyond.placement, known, limit))
+    return min((each for each in found if each.harm <= limit), key=lambda each: (each.time, each.harm))
+
+
+def _towards(
+    parts: Sequence[Priced], start: Sequence[Labels], goal: Sequence[Labels], limit: float
+) -> Choice[list[Labels]]:
+    """From one placement towards another, until it is within the limit: first what lowers harm most for its time.
+
+    Then single moves, first what gains the most time for its harm, while the limit is kept.
+    """
+    state = [dict(labels) for labels in start]
+    moves = [(at, group) for at, part in enumerate(parts) for group in part.groups(state[at], goal[at])]
+
+    def change(move: tuple[int, set[Var]]) -> tuple[float, float]:
+        at, group = move
+        return parts[at].flipped(state[at], group)
+
+    def harm_for_time(move: tuple[int, set[Var]]) -> float:
+        time, harm = change(move)
+        return harm / max(time, 1e-3)
+
+    def time_for_harm(move: tuple[int, set[Var]]) -> float:
+        time, harm = change(move)
+        return time / max(harm, 1e-30)
+
+    total = sum(part.harm(labels) for part, labels in zip(parts, state, strict=True))
+    for move in sorted(moves, key=harm_for_time):
+        if total <= limit:
+            break
+        total += change(move)[1]
+        _flip(state, move)
+    for at, part in enumerate(parts):
+        if not part.is_tied:
+            moves += [(at, {var}) for var in part.base.unary]
+    changed = True
+    while changed:
+        changed = False
+        for move in sorted(moves, key=time_for_harm):
+            time, harm = change(move)
+            if time < 0 and total + harm <= limit:
+                total += harm
+                _flip(state, move)
+                changed = True
+    return choice_of(parts, state)
+
+
+def _flip(state: Sequence[dict[Var, bool]], move: tuple[int, set[Var]]) -> None:
+    at, group = move
+    for var in group:
+        state[at][var] = not state[at].get(var, HIGH)
+
+
+def _is_paid(term: Shared, labels: Labels) -> bool:
+    wanted = any(labels.get(reader, HIGH) is term.label for reader in term.readers)
+    return wanted and (term.value is None or labels.get(term.value, HIGH) is not term.label)

@@ -1,0 +1,166 @@
+"""Operands with scales, and their product: the arithmetic of levels below 16 bits, for nodes of a graph and tensors.
+
+Scales are those of torchao: the largest magnitude becomes the largest number of the dtype. FP8 Formats for Deep
+Learning, https://arxiv.org/abs/2209.05433. Scales of blocks: OCP Microscaling Formats (MX) 1.0 has the byte; the order
+in which libraries read them is that of cuBLAS, https://docs.nvidia.com/cuda/cublas/#d-block-scaling-factors-layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["TILE", "Call", "block_scales", "run", "scale_of", "scaled", "scaled_mm"]
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+#: runs an op, or adds it to a graph: ``call(op, *args, **kwargs)``
+Call = Callable[..., Any]
+
+#: the smallest magnitude that a scale is made for: scale and inverse are normal numbers in fp32, and zeros stay zeros
+_LEAST = 2.0**-100
+
+#: scales of blocks in a tile: rows and columns. Byte 16 * (row % 32) + 4 * (row // 32) + column of it is the scale at
+#: (row, column)
+TILE = (128, 4)
+
+_MANTISSA_BITS = 23
+_EXPONENT = 0xFF
+
+
+def run(target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The :data:`Call` for tensors."""
+    return target(*args, **kwargs)
+
+
+def scale_of(
+    value: Any,
+    dtype: torch.dtype,
+    groups: Sequence[Sequence[int]],
+    call: Call,
+    *,
+    powers: bool,
+    is_wide: bool,
+) -> Any:
+    """What a value is multiplied by before it is rounded.
+
+    Args:
+        value: of any shape.
+        dtype: e4m3 or e5m2.
+        groups: dimensions over which a scale is shared, reduced one group after the other.
+        call: what every step is made with.
+        powers: scales are powers of two, so that scaling itself rounds nothing.
+        is_wide: the value is fp32.
+
+    Returns:
+        fp32, of size 1 in the dimensions of the groups.
+    """
+    amax = call(aten.abs.default, value)
+    for dims in groups:
+        amax = call(aten.amax.default, amax, dims, True)
+    if not is_wide:
+        amax = call(prims.convert_element_type.default, amax, torch.float32)
+    amax = call(aten.clamp_min.default, amax, _LEAST)
+    scale = call(aten.mul.Tensor, call(aten.reciprocal.default, amax), torch.finfo(dtype).max)
+    if powers:
+        for function in (aten.log2.default, aten.floor.default, aten.exp2.default):
+            scale = call(function, scale)
+    return scale
+
+
+def scaled(value: Any, scale: Any, dtype: torch.dtype, call: Call) -> tuple[Any, Any]:
+    """A value in a narrow dtype, and what gives it back.
+
+    Args:
+        value: of any shape.
+        scale: from :func:`scale_of`.
+        dtype: e4m3 or e5m2.
+        call: what every step is made with.
+
+    Returns:
+        The value in the dtype, shaped and laid out as it was; and the factors in fp32, which are 1 / scale.
+        ``value ~ data * factors``.
+    """
+    largest = torch.finfo(dtype).max
+    # widened by the product itself: a cast of its own would make Inductor keep the value in fp32
+    data = call(aten.mul.Tensor, value, scale)
+    data = call(aten.clamp_min.default, data, -largest)
+    data = call(aten.clamp_max.default, data, largest)
+    return call(prims.convert_element_type.default, data, dtype), call(aten.reciprocal.default, scale)
+
+
+def block_scales(factors: Any, call: Call) -> Any:
+    """Factors of blocks as :func:`torch._scaled_mm` takes them.
+
+    Args:
+        factors: fp32 ``[rows, blocks, 1]``, powers of two up to rounding errors, sizes known. Infinity becomes NaN,
+            which e8m0 has; what stands for a NaN is any number, as everything that was scaled by it is NaN.
+        call: what every step is made with.
+
+    Returns:
+        e8m0, in one dimension, so that no compiler lays it out otherwise: rows and blocks filled up with the smallest
+        scale to full tiles, tile after tile.
+    """
+    # the exponent of the nearest power of two: functions of a device may miss it by a bit
+    bits = call(aten.view.dtype, factors, torch.int32)
+    bits = call(aten.add.Tensor, bits, 1 << (_MANTISSA_BITS - 1))
+    bits = call(aten.bitwise_right_shift.Tensor_Scalar, bits, _MANTISSA_BITS)
+    bits = call(aten.bitwise_and.Scalar, bits, _EXPONENT)
+    scales = call(prims.convert_element_type.default, bits, torch.uint8)
+    rows, blocks, _ = _shape(factors)
+    scales = call(aten.view.default, scales, [rows, blocks])
+    below, beside = (-size % tile for size, tile in zip((rows, blocks), TILE, strict=True))
+    if below or beside:
+        scales = call(aten.constant_pad_nd.default, scales, [0, beside, 0, below], 0)
+    full = [rows + below, blocks + beside]
+    scales = call(aten.view.default, scales, [full[0] // TILE[0], 4, 32, full[1] // TILE[1], TILE[1]])
+    scales = call(aten.permute.default, scales, [0, 3, 2, 1, 4])
+    scales = call(aten.clone.default, scales, memory_format=torch.contiguous_format)
+    scales = call(aten.view.default, scales, [-1])
+    return call(aten.view.dtype, scales, torch.float8_e8m0fnu)
+
+
+def scaled_mm(
+    first: Any,
+    second: Any,
+    factors: Sequence[Any],
+    bias: Any,
+    dtype: torch.dtype,
+    call: Call,
+    *,
+    is_forward: bool,
+) -> Any:
+    """The product of two operands with scales.
+
+    Sums are exact to fp32 in the backward, and as the hardware adds up fastest in the forward. Library kernels take
+    scales of one kind: with one for the first and one for each column of the second, those are multiplied behind the
+    product, in fp32, where Inductor fuses that with what comes next.
+
+    Args:
+        first: (rows, contracted), its rows in one piece each.
+        second: (contracted, columns), its columns in one piece each.
+        factors: of both: one, ``[rows, 1]`` and ``[1, columns]``, or :func:`block_scales`; or one of all the first, and
+            ``[columns, 1]``.
+        bias: one number for each column, or None.
+        dtype: of the result.
+        call: what every step is made with.
+        is_forward: False in the backward.
+    """
+    one, other = factors
+    if len(_shape(one)) == len(_shape(other)):
+        return call(aten._scaled_mm.default, first, second, one, other, bias, None, dtype, is_forward)
+    # without the factors of its columns the result may be beyond the range of fp16
+    wide = torch.float32 if dtype is torch.float16 else dtype
+    ones = call(aten.ones_like.default, one)
+    product = call(aten._scaled_mm.default, first, second, one, ones, None, None, wide, is_forward)
+    product = call(aten.mul.Tensor, product, call(aten.view.default, other, [1, -1]))
+    if bias is not None:
+        product = call(aten.add.Tensor, product, bias)
+    return call(prims.convert_element_type.default, product, dtype)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of a tensor, or of what a node of a graph stands for."""
+    return tuple(value.meta["val"].shape if hasattr(value, "meta") else value.shape)

@@ -1,0 +1,59 @@
+"""A package of AOTInductor in fp8, on a CPU, which emulates it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import amp_fx
+from levels import FP8_CPU, error
+
+pytestmark = [
+    pytest.mark.xdist_group("export"),
+    # torch.export copies its own call graph by deepcopy, which warns
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.Linear(256, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.second(self.first(x).relu()))
+
+
+def test_a_package_computes_what_its_program_computes_and_takes_a_quarter_of_the_bytes(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model, x = Net().eval().requires_grad_(False), torch.randn(5, 256)
+    FP8_CPU.save(tmp_path / "profile.json")
+    program = amp_fx.export(
+        model,
+        (x,),
+        dynamic_shapes={"x": {0: Dim("batch", min=1, max=64)}},
+        policy="fp8",
+        fp8="rowwise",
+        profile=str(tmp_path / "profile.json"),
+    )
+    torch.export.save(program, tmp_path / "program.pt2")
+    wide = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert (tmp_path / "program.pt2").stat().st_size < 0.3 * wide
+    path = torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(tmp_path / "package.pt2"),
+        # the code around the kernels takes longer to optimise than it gains here
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
+    )
+    package, exact = torch._inductor.aoti_load_package(path), copy.deepcopy(model).double()
+    for rows in (x, torch.randn(17, 256)):
+        found = package(rows)
+        assert 0.005 < error([found], [exact(rows.double())]) < 0.06
+        assert error([found], [program.module()(rows).double()]) < 0.01

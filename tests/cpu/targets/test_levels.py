@@ -1,0 +1,290 @@
+"""Policy fp8 for GPUs that are not there: what is chosen, counted, drawn, and the code that is generated."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.placement.level_cost import copy_traffic
+from amp_fx.policy.levels import LEVELS
+from amp_fx.reports.report import Report
+from amp_fx.targets.tracing import TracedGraph, Tracer
+from examples.gpt import Block, GPTConfig
+from targets import Facts, needs_a_target, process
+
+pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
+
+FP8 = "float8_e4m3fn"
+
+#: operands and scales, of which the code knows by name or by sizes and strides
+_ARGUMENT = r"(\w+|reinterpret_tensor\(\w+, \(.*?\), \(.*?\), \d+\))"
+_CALL = re.compile(r"extern_kernels\._scaled_mm\(" + ", ".join([_ARGUMENT] * 4))
+_VIEW = re.compile(r"reinterpret_tensor\(\w+, \((.*?)\), \((.*?)\), \d+\)")
+_BUFFER = re.compile(r"(\w+) = (?:empty_strided_cuda\(|reinterpret_tensor\(\w+, )\((.*?)\), \((.*?)\), ")
+_RENAMED = re.compile(r"(\w+) = (\w+); del")
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Blocks(nn.Module):
+    """Two blocks of a GPT, without a loss of their own."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        config = GPTConfig(heads=width // 64, width=width)
+        self.blocks = nn.Sequential(Block(config), Block(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).mean()
+
+
+@pytest.fixture(scope="module")
+def blocks() -> list[TracedGraph]:
+    tracer = Tracer()
+    torch.compile(Blocks(), backend=tracer)(torch.empty(16, 512, 512))
+    return tracer.graphs
+
+
+def operands(text: str) -> list[list[Layout | None]]:
+    """Sizes and strides of both operands and their scales, of every scaled matmul; None for inputs of the graph."""
+    found, layouts = [], dict[str, Layout]()
+    for line in text.splitlines():
+        if match := _BUFFER.search(line):
+            layouts[match[1]] = _numbers(match[2]), _numbers(match[3])
+        elif (match := _RENAMED.search(line)) and match[2] in layouts:
+            layouts[match[1]] = layouts[match[2]]
+        elif match := _CALL.search(line):
+            found.append([_layout(argument, layouts) for argument in match.groups()])
+    return found
+
+
+def _layout(argument: str, layouts: dict[str, Layout]) -> Layout | None:
+    view = _VIEW.match(argument)
+    return (_numbers(view[1]), _numbers(view[2])) if view else layouts.get(argument)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number.strip())
+
+
+def counted(blocks: list[TracedGraph], **options: Any) -> Facts:
+    return process().call("targets:compiled", blocks, {"profile": "off", "strict": True, **options})
+
+
+def test_two_blocks_keep_less_and_move_less_forward_than_in_bf16(blocks: list[TracedGraph]) -> None:
+    low, fp8 = counted(blocks), counted(blocks, policy="fp8")
+    assert fp8.counts.extern_kernels == low.counts.extern_kernels
+    assert fp8.counts.saved_bytes < 0.62 * low.counts.saved_bytes
+    assert fp8.forward.bytes_moved < 0.95 * low.forward.bytes_moved
+    assert fp8.counts.bytes_moved < 1.06 * low.counts.bytes_moved
+
+
+def test_with_one_scale_for_each_operand_gradients_of_weights_leave_in_fp32(
+    blocks: list[TracedGraph],
+) -> None:
+    low, fp8 = counted(blocks), counted(blocks, policy="fp8", fp8="tensorwise")
+    # what is rounded and widened again: none of 8
+    assert (low.rounded, fp8.rounded) == (0, 0)
+    assert fp8.casts.count("gradient") == low.casts.count("gradient")
+    assert fp8.counts.saved_bytes < 0.62 * low.counts.saved_bytes
+    assert fp8.counts.bytes_moved < 1.12 * low.counts.bytes_moved
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("read", ["rows", "columns"])
+def test_a_copy_is_the_kernels_and_bytes_that_the_cut_charges(recipe: str, read: str) -> None:
+    target = process("cuda:b200" if recipe == "mxfp8" else "cuda:h100")
+    for rows, columns in ((8192, 512), (512, 2048), (4096, 4096), (8192, 4096)):
+        for dtype in (torch.bfloat16, torch.float32):
+            kernels, nbytes = target.call("level_copies:counted", recipe, rows, columns, dtype, read)
+            in_rows = recipe != "tensorwise" and read == "rows"
+            block = LEVELS[recipe].block
+            least, expected = copy_traffic(rows * columns, dtype.itemsize, in_rows=in_rows, block=block)
+            assert kernels == expected
+            # scales of rows are read and written, too
+            assert least <= nbytes < 1.03 * least
+
+
+def test_a_copy_that_is_read_both_ways_in_one_graph_is_written_twice_by_one_kernel() -> None:
+    elements = 2048 * 2048
+    kernels, nbytes = process().call("level_copies:counted", "tensorwise", 2048, 2048, torch.bfloat16, "both")
+    least, expected = copy_traffic(elements, 2, in_rows=False)
+    assert kernels == expected
+    assert nbytes == pytest.approx(least + elements, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "architecture"),
+    [
+        ("rowwise", "cuda:h100", 90),
+        ("tensorwise", "cuda:h100", 90),
+        ("mxfp8", "cuda:b200", 100),
+    ],
+)
+def test_generated_code_calls_the_library_with_the_layouts_it_wants(
+    recipe: str, target: str, architecture: int
+) -> None:
+    tracer = Tracer()
+    torch.compile(Blocks(128), backend=tracer)(torch.empty(4, 128, 128))
+    options = {"policy": "fp8", "fp8": recipe, "profile": "off", "strict": True}
+    codes = process(target).call("generated:sources", tracer.graphs, options)
+    lines = [line.strip() for code in codes for line in code.text.splitlines()]
+    lines = [line for line in lines if line.startswith("extern_kernels._scaled_mm(")]
+    # 8 linears: themselves, the gradients of 7 inputs or all, and of 8 weights
+    assert len(lines) >= 23
+    assert sum("use_fast_accum=True" in line for line in lines) == 8
+    # where it is not an input of the graph: what is contracted lies in one piece
+    calls = [call for code in codes for call in operands(code.text)]
+    assert len(calls) == len(lines)
+    firsts, seconds = ([layout for call in calls if (layout := call[place])] for place in (0, 1))
+    assert min(len(firsts), len(seconds)) >= 16
+    for (_, contracted), strides in firsts:
+        assert strides == (contracted, 1)
+    for (contracted, _), strides in seconds:
+        assert strides == (1, contracted)
+    wide = [line for line in lines if "out_dtype=torch.float32" in line]
+    assert len(wide) == (0 if recipe == "rowwise" else 8)
+    if recipe == "mxfp8":
+        # what the library reads as tiles of 128 rows and 4 blocks lies in one piece
+        scales = [layout for call in calls for layout in call[2:] if layout]
+        assert len(scales) >= 32
+        assert all(len(sizes) == 1 and strides == (1,) for sizes, strides in scales)
+        assert all("float8_e8m0fnu" in code.text for code in codes)
+    sizes = process(target).call("generated:cubins", codes, (architecture,))
+    assert sizes
+    assert all(size > 1000 for by_architecture in sizes.values() for size in by_architecture.values())
+
+
+def test_with_scales_of_blocks_two_blocks_keep_less_than_in_bf16(blocks: list[TracedGraph]) -> None:
+    low, fp8 = (
+        process("cuda:b200").call("targets:compiled", blocks, {"profile": "off", "strict": True, **options})
+        for options in ({}, {"policy": "fp8", "fp8": "mxfp8"})
+    )
+    assert fp8.counts.extern_kernels == low.counts.extern_kernels
+    # gradients of weights leave in fp32
+    assert (low.rounded, fp8.rounded) == (0, 0)
+    assert fp8.casts.count("gradient") == low.casts.count("gradient")
+    assert fp8.counts.saved_bytes < 0.62 * low.counts.saved_bytes
+    assert fp8.forward.bytes_moved < 0.98 * low.forward.bytes_moved
+    # copies by columns are read once more for each block of 32 than Inductor reads them for whole columns
+    assert fp8.counts.bytes_moved < 1.28 * low.counts.bytes_moved
+
+
+def served(tokens: int) -> list[TracedGraph]:
+    """Two blocks without gradients."""
+    tracer = Tracer()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(Blocks().eval(), backend=tracer)(torch.empty(1, tokens, 512))
+    return tracer.graphs
+
+
+@pytest.fixture(scope="module")
+def decoding() -> list[TracedGraph]:
+    return served(1)
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[TracedGraph]:
+    return served(2048)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "recipe", "share", "kernels"),
+    [
+        ("decoding", "rowwise", 0.52, 2),
+        ("decoding", "tensorwise", 0.52, 16),
+        ("prompt", "rowwise", 0.87, 2),
+        ("prompt", "tensorwise", 1.20, 32),
+    ],
+)
+def test_without_gradients_weights_are_read_in_half_of_their_bytes(
+    graphs: str, recipe: str, share: float, kernels: int, request: pytest.FixtureRequest
+) -> None:
+    traced = request.getfixturevalue(graphs)
+    low, fp8 = (
+        counted(traced, weights="cache", **others) for others in ({}, {"policy": "fp8", "fp8": recipe})
+    )
+    assert fp8.counts.extern_kernels == low.counts.extern_kernels
+    assert fp8.counts.bytes_moved < share * low.counts.bytes_moved
+    assert fp8.counts.kernels <= low.counts.kernels + kernels
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("weights", ["cast", "cache"])
+def test_code_without_gradients_calls_the_library_with_the_layouts_it_wants(
+    decoding: list[TracedGraph], recipe: str, weights: str
+) -> None:
+    options = {"policy": "fp8", "fp8": recipe, "profile": "off", "strict": True, "weights": weights}
+    codes = process().call("generated:sources", decoding, options)
+    calls = [call for code in codes for call in operands(code.text)]
+    assert len(calls) == 8
+    for first, second, *_ in calls:
+        assert first is None or first[1] == (first[0][1], 1)
+        assert second is not None
+        assert second[1] == (1, second[0][0])
+    sizes = process().call("generated:cubins", codes, (90,))
+    assert all(size > 1000 for by_architecture in sizes.values() for size in by_architecture.values())
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    with torch.device("meta"):
+        model, x = Blocks(4096), torch.empty(4, 2048, 4096)
+    return amp_fx.explain(model, x, options={"policy": "fp8"}, target="cuda:h100")
+
+
+def test_a_report_has_the_share_of_fp8(report: Report) -> None:
+    shares = report.shares()
+    # all but attention
+    assert shares[FP8]["flops"] > 0.85
+    assert shares[FP8]["bytes"] == 0
+    assert sum(share["flops"] for share in shares.values()) == pytest.approx(1)
+    assert "policy fp8 (rowwise)" in str(report)
+    assert FP8 in report.table()
+
+
+def test_a_report_says_which_matmuls_of_forward_and_backward_are_in_fp8(report: Report) -> None:
+    forward, backward = (
+        [row for plan in report.plans if plan.phase == phase for row in plan.nodes if row.levels_below]
+        for phase in ("forward", "backward")
+    )
+    assert len(forward) == 8
+    assert len(backward) >= 15
+    assert {row.dtype for row in forward + backward} == {torch.bfloat16}
+    assert all("forward: fp8, rowwise" in row.reason for row in forward)
+    assert all("gradient of its weight: fp8, rowwise" in row.reason for row in forward)
+    assert sum(row.flops for row in backward) > 1.8 * sum(row.flops for row in forward)
+
+
+def test_fp8_is_drawn_and_kept_like_other_dtypes(report: Report, tmp_path: Path) -> None:
+    again = Report.load(report.save(tmp_path / "report.json"))
+    assert again.to_dict() == report.to_dict()
+    assert again.shares() == report.shares()
+    page = Path(report.save(tmp_path / "picture.html")).read_text(encoding="utf-8")
+    assert FP8 in page
+    report.save(tmp_path / "report.md")
+    report.save(tmp_path / "casts.beside.svg")
+
+
+@pytest.mark.parametrize(
+    ("target", "meaning"),
+    [
+        ("cuda:a100", "as autocast: cuda sm_80 (A100) has no fp8 rate"),
+        ("cuda:b200", "tensorwise"),
+        pytest.param("cuda:l4", "tensorwise", marks=pytest.mark.slow),
+    ],
+)
+def test_the_device_decides_what_the_policy_means(target: str, meaning: str) -> None:
+    with torch.device("meta"):
+        model, x = Blocks(2048), torch.empty(8, 2048, 2048)
+    report = amp_fx.explain(model, x, options={"policy": "fp8"}, target=target)
+    assert report.plan.meaning == meaning
+    assert (FP8 in report.shares()) is (meaning == "tensorwise")
+    assert f"policy fp8 ({meaning})" in str(report)

@@ -1,0 +1,261 @@
+"""Matmuls below 16 bits in graphs without gradients: what they read, and what they compute. No code is generated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from amp_fx import record, rewriting
+from amp_fx.graphs.calls import COPY_META
+from amp_fx.graphs.regions import ambient_regions
+from amp_fx.options import Options
+from amp_fx.reports import Report
+from amp_fx.viz.model import drawing
+from graphs import Rewritten, casts_of, dynamo_graph, rewrite, without_inductor
+from levels import Attention, calls, error, evaluated, exact, options, scaled
+
+aten = torch.ops.aten
+
+FP8 = torch.float8_e4m3fn
+
+
+class Columns(nn.Module):
+    """A weight whose columns are multiplied, as transformers' ``Conv1D`` has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(32, 48) / 6), nn.Parameter(torch.randn(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, 32), self.weight).view(*x.shape[:-1], 48)
+        return y.sigmoid() @ torch.ones(48, 1, dtype=y.dtype)
+
+
+def run(
+    model: nn.Module,
+    x: Tensor,
+    folder: Path,
+    level: str = "rowwise",
+    dynamic: bool | None = None,
+    **others: Any,
+) -> Rewritten:
+    return evaluated(model, x, options(folder, level, **others), dynamic)
+
+
+@pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_results_are_as_near_to_fp64_as_e4m3_lets_them(tmp_path: Path, level: str, dtype: str) -> None:
+    model, x = Attention().eval(), torch.randn(2, 5, 32)
+    found = run(model, x, tmp_path, level, dtype=dtype)
+    assert len(scaled(found)) == 4
+    low = rewrite(model, x, options={"dtype": dtype})
+    wrong, wrong_low = (
+        error([result.outputs.detach() - x], [exact(model, x) - x.double()]) for result in (found, low)
+    )
+    assert 5 * wrong_low < wrong < 0.07
+    assert found.outputs.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("level", "means"), [("mxfp8", "as autocast"), ("rowwise_gw_hp", "rowwise"), ("tensorwise", "tensorwise")]
+)
+def test_what_a_level_means_without_gradients(tmp_path: Path, level: str, means: str) -> None:
+    found = run(Attention(), torch.randn(4, 32), tmp_path, level)
+    assert found.plan.meaning.startswith(means)
+    assert bool(scaled(found)) is (means != "as autocast")
+
+
+@pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
+def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, level: str) -> None:
+    # the rows of the first lie apart
+    class Turned(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.t())
+
+    for model, x in (
+        (Attention(), torch.randn(2, 5, 32)),
+        (Turned(), torch.randn(32, 5)),
+        (Columns(), torch.randn(3, 32)),
+    ):
+        found = run(model, x, tmp_path, level)
+        assert scaled(found)
+        for node in scaled(found):
+            first, second, *scales = (arg.meta["val"] for arg in node.args[:4])  # type: ignore[union-attr]
+            assert first.dtype is second.dtype is FP8
+            assert first.stride() == (first.shape[1], 1)
+            assert second.stride() == (1, second.shape[0])
+            by_row = [(first.shape[0], 1), (1, second.shape[1])]
+            assert [scale.shape for scale in scales] == (by_row if level == "rowwise" else [(), ()])
+
+
+def test_a_value_is_converted_once_for_all_that_read_it(tmp_path: Path) -> None:
+    found = run(Attention(), torch.randn(2, 2, 32), tmp_path)
+    conversions = [n for n in calls(found.gm, aten.to.dtype) if n.meta["val"].dtype is FP8]
+    # two values and four weights
+    assert len(conversions) == 6
+    # a weight is rounded once
+    sources = {n.all_input_nodes[0] for n in calls(found.gm, aten.abs.default)}
+    assert sum(n.op == "placeholder" and n.meta["val"].dtype is torch.float32 for n in sources) == 4
+
+
+class Written(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x).relu()
+        first = self.q(y)
+        y.mul_(2)
+        return x + first + self.k(y)
+
+
+class Shifted(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[1:] = x[:-1]
+        y.masked_fill_(y > 2, 2)
+        return super().forward(y)
+
+
+@pytest.mark.parametrize(("make", "count"), [(Written, 2), (Shifted, 4)])
+def test_a_value_that_is_written_to_is_converted_again_and_no_write_goes(
+    tmp_path: Path, make: Callable[[], nn.Module], count: int
+) -> None:
+    model, x = make(), torch.randn(16, 32)
+    found = run(model, x, tmp_path)
+    assert len(scaled(found)) == count
+    assert error([found.outputs], [exact(model, x)]) < 0.03
+
+
+def test_the_plan_knows_the_calls_as_before(tmp_path: Path) -> None:
+    model, x = Attention(), torch.randn(2, 5, 32)
+    rules = {"base": "fp8", "rules": [{"op": "linear", "precision": "low"}]}
+    low, found = (run(model, x, tmp_path, policy=policy) for policy in (rules, "fp8"))
+    assert found.plan.meaning == "rowwise"
+    pairs = list(zip(low.plan.nodes, found.plan.nodes, strict=True))
+    assert [a.name for a, _ in pairs] == [b.name for _, b in pairs]
+    assert [a.flops for a, _ in pairs] == [b.flops for _, b in pairs]
+    assert [(a.shape, a.bytes, a.dtype) for a, _ in pairs] == [(b.shape, b.bytes, b.dtype) for _, b in pairs]
+    linears = [row for row in found.plan.nodes if row.flops]
+    assert [row.levels for row in linears] == [{"forward": "rowwise"}] * 4
+    assert {row.computed for row in linears} == {FP8}
+    assert all("fp8, rowwise" in row.reason for row in linears)
+    # of what is differentiated, it says nothing
+    assert not found.plan.decides_levels
+    names = {row.name for row in (*found.plan.nodes, *found.plan.casts, *found.plan.inputs)}
+    assert all(set(row.inputs) <= names for row in found.plan.nodes)
+    # a step of a copy is no cast of the graph
+    assert len(found.plan.casts) == len(low.plan.casts) - 4
+    assert all({*cast.users} <= names | {"output"} for cast in found.plan.casts)
+
+
+def test_any_number_of_rows_runs_below(tmp_path: Path) -> None:
+    model = Attention()
+    for x in (torch.randn(1, 32), torch.randn(32), torch.randn(2, 3, 5, 32)):
+        found = run(model, x, tmp_path)
+        assert len(scaled(found)) == 4
+        assert found.outputs.shape == x.shape
+        assert error([found.outputs], [exact(model, x)]) < 0.03
+
+
+@pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
+def test_sizes_may_be_symbols(tmp_path: Path, level: str) -> None:
+    model, x = Attention(), torch.randn(3, 5, 32)
+    found = run(model, x, tmp_path, level, dynamic=True)
+    assert len(scaled(found)) == 4
+    assert error([found.outputs], [exact(model, x)]) < 0.03
+
+
+def test_subclasses_of_tensors_stay_as_they_are(tmp_path: Path) -> None:
+    class Sub(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.head = nn.Linear(32, 32), nn.Linear(32, 16)
+            self.weight = nn.Parameter(TwoTensor(torch.randn(32, 32), torch.randn(32, 32)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.matmul(self.plain(x), self.weight))
+
+    torch._dynamo.reset()
+    model, x = Sub(), torch.randn(4, 32)
+    with torch.no_grad(), without_inductor(), record() as recording:
+        compiled = torch.compile(model, backend="amp_fx", options=options(tmp_path, weights="cast"))
+        got, expected = compiled(x), model(x)
+    assert type(got) is type(expected)
+    assert error([got.a], [expected.a.double()]) < 0.05
+    (plan,) = recording.plans
+    assert [row.computed for row in plan.nodes if row.flops] == [FP8, None, None]
+
+
+@pytest.mark.parametrize("make", [Attention, Columns])
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32", "bf16"])
+def test_copies_of_weights_are_inputs_with_their_factors(
+    tmp_path: Path, make: Callable[[], nn.Module], wide: bool
+) -> None:
+    model = make().eval()
+    if not wide:
+        model.bfloat16()
+    x = torch.randn(4, 32, dtype=torch.float32 if wide else torch.bfloat16)
+    with torch.no_grad():
+        found = dynamo_graph(model, x)
+        opts = Options.parse(None, options(tmp_path, "rowwise", weights="cache"))
+        gm, plan = rewriting.rewrite(found, ambient_regions({"cpu": torch.bfloat16}), opts)
+    copies = [n for n in gm.graph.find_nodes(op="placeholder") if COPY_META in n.meta]
+    in_fp8 = [n.meta["val"] for n in copies if n.meta["val"].dtype is FP8]
+    factors = [n.meta["val"] for n in copies if n.name.endswith("fp8_scale")]
+    shapes = [(32, 32)] * 4 if make is Attention else [(48, 32)]
+    assert [tuple(value.shape) for value in in_fp8] == shapes
+    assert [tuple(value.shape) for value in factors] == [(rows, 1) for rows, _ in shapes]
+    assert all(value.is_contiguous() for value in in_fp8)
+    # no weight of a matmul below 16 bits is read any more
+    read = {
+        n.name for node in calls(gm, aten.abs.default) for n in node.all_input_nodes if n.op == "placeholder"
+    }
+    assert not read & {n.meta[COPY_META] for n in copies}
+    assert ("float32", "float8_e4m3fn") not in casts_of(gm)
+    if make is Attention and wide:
+        report = Report([plan])
+        # four weights, four biases
+        assert re.search(r"low copies of weights kept +8, 4.86 kB", str(report))
+        assert sum(given.bytes for given in report.held) == 4 * (32 * 32 + 4 * 32 + 2 * 32)
+        labels = [node["label"] for node in drawing(report)["graphs"][0]["nodes"]]
+        assert labels.count("weight") == labels.count("weight scales") == 4
+
+
+class Chain(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+@pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
+def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(tmp_path: Path, level: str) -> None:
+    model, x = Chain(32), torch.randn(4, 32)
+    with torch.no_grad():
+        model.a.weight[3:7] = 0
+    x[1] = 0
+    found = run(model, x, tmp_path, level)
+    assert not found.outputs[1].any()
+    assert error([found.outputs], [exact(model, x)]) < 0.06
+    x[2, 4] = float("inf")
+    outputs = run(model, x, tmp_path, level).outputs
+    assert not outputs[2].isfinite().any()
+    assert bool(outputs[3].isfinite().all()) is (level == "rowwise")
+
+
+@pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
+def test_a_graph_in_fp16_does_not_overflow_before_its_scales(tmp_path: Path, level: str) -> None:
+    model, x = Chain(512), torch.ones(4, 512) * 100
+    with torch.no_grad():
+        # in fp8 the weights are 448 times this
+        model.a.weight.fill_(2e-3)
+    found = run(model, x, tmp_path, level, dtype="float16")
+    # all weights are rounded alike
+    assert error([found.outputs], [exact(model, x)]) < 0.1

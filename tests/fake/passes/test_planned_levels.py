@@ -1,0 +1,309 @@
+"""Plans that say in which level each matmul runs, and steps that follow them. No code is generated."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import checkpoint
+
+import amp_fx
+from amp_fx import Plan, PlanError
+from amp_fx.placement.level_cost import LevelCost
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.diff import diff_plans
+from amp_fx.plans.plan import NodePlan
+from amp_fx.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT
+from levels import FP8_CPU, MLP, Step, lowered, options
+
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+SIZES = 32, 64, 64, 64, 16
+
+
+def step(plan: Plan, tokens: int = 32, **given: Any) -> Step:
+    return lowered(MLP(*SIZES), [torch.randn(tokens, 32)], {"plan": plan, "strict": True, **given})
+
+
+def roles(plan: Plan) -> list[tuple[str, ...]]:
+    """What runs below 16 bits, of each linear."""
+    return [(*row.levels_below,) for row in plan.nodes if row.op == "linear"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """A plan of policy fp8."""
+    torch._dynamo.reset()
+    given = options(tmp_path_factory.mktemp("fp8"), "rowwise")
+    return lowered(MLP(*SIZES), [torch.randn(32, 32)], given).plan
+
+
+def edited(plan: Plan, *linears: Sequence[str], level: str = "rowwise") -> Plan:
+    """The plan with other roles in a level."""
+    wanted = iter(linears)
+
+    def changed(row: NodePlan) -> NodePlan:
+        if row.op != "linear":
+            return row
+        ours = next(wanted)
+        return replace(row, levels={role: level if role in ours else "bfloat16" for role in ROLES})
+
+    return replace(plan, nodes=[changed(row) for row in plan.nodes])
+
+
+def refused(plan: object, **given: Any) -> str:
+    with pytest.raises(BackendCompilerFailed) as info:
+        lowered(MLP(*SIZES), [torch.randn(32, 32)], {"plan": plan, **given})
+    assert isinstance(info.value.inner_exception, PlanError)
+    return str(info.value.inner_exception)
+
+
+def test_a_plan_says_of_every_matmul_in_which_level_it_runs(made: Plan) -> None:
+    # no gradient of the input of the first
+    assert roles(made) == [(FORWARD, WEIGHT), (FORWARD, INPUT, WEIGHT), (FORWARD, INPUT, WEIGHT), ()]
+    data = json.loads(made.to_json())
+    linears = [row["levels"] for row in data["nodes"] if row["op"] == "linear"]
+    assert linears[1] == dict.fromkeys(ROLES, "rowwise")
+    assert linears[3] == dict.fromkeys(ROLES, "bfloat16")
+    assert not any(row["levels"] for row in data["nodes"] if row["op"] != "linear")
+    assert Plan.from_json(made.to_json()) == made
+    with pytest.raises(PlanError, match="version 2"):
+        Plan.from_dict({**data, "version": 2})
+
+
+@pytest.mark.parametrize("given", [{}, {"policy": "fp8", "profile": "off"}, {"policy": "fast"}])
+def test_a_plan_is_followed_whatever_policy_and_profile_say(made: Plan, given: dict[str, Any]) -> None:
+    again = step(made, **given)
+    assert roles(again.plan) == roles(made)
+    assert tuple(map(len, again.scaled())) == (3, 5)
+    assert again.plan.meaning == "rowwise"
+    assert [row.computed for row in again.plan.nodes if row.flops] == [FP8, FP8, FP8, BF16]
+    reason = next(row.reason for row in again.plan.nodes if row.op == "linear")
+    assert reason.count("fp8, rowwise, as the plan has it") == 2
+    # what is followed once more does not say it twice
+    assert given or step(again.plan).reasons()["layers.0"] == reason
+
+
+@pytest.mark.parametrize(
+    "linears",
+    [
+        ((FORWARD,), (), (INPUT, WEIGHT), ()),
+        # the policy leaves the last in the low dtype; a plan is the last word
+        ((), (), (), (FORWARD, WEIGHT)),
+    ],
+    ids=["some", "last"],
+)
+def test_any_choice_is_followed_to_the_letter(made: Plan, linears: Sequence[Sequence[str]]) -> None:
+    found = step(edited(made, *linears))
+    forward, backward = found.scaled()
+    assert len(forward) == sum(FORWARD in each for each in linears)
+    assert len(backward) == sum(role != FORWARD for each in linears for role in each)
+    assert [set(each) for each in roles(found.plan)] == [set(each) for each in linears]
+    assert all("low, as the plan has it" in found.reasons()[f"layers.{n}"] for n in range(3))
+
+
+def test_a_plan_that_has_nothing_below_runs_nothing_there_under_policy_fp8(
+    made: Plan, tmp_path: Path
+) -> None:
+    none = edited(made, (), (), (), ())
+    given = {**options(tmp_path, "rowwise"), "plan": none}
+    found = lowered(MLP(*SIZES), [torch.randn(32, 32)], given)
+    assert found.scaled() == ([], [])
+    # one that says nothing of levels leaves it to the policy
+    silent = replace(made, nodes=[replace(row, levels={}) for row in made.nodes])
+    found = lowered(MLP(*SIZES), [torch.randn(32, 32)], {**given, "plan": silent})
+    assert tuple(map(len, found.scaled())) == (3, 5)
+
+
+def test_levels_are_those_of_the_plan_and_may_differ(made: Plan) -> None:
+    both = edited(made, (FORWARD, WEIGHT), (), (), ())
+    rows = iter(row for row in edited(made, (), ROLES, (), (), level="tensorwise").nodes)
+    nodes = [row if row.levels_below else other for row, other in zip(both.nodes, rows, strict=True)]
+    found = step(replace(both, nodes=nodes))
+    assert found.plan.meaning == "rowwise, tensorwise"
+    scales = [node.args[2].meta["val"].ndim for node in found.scaled()[0]]  # type: ignore[union-attr]
+    assert scales == [2, 0]
+    gradients = {node.args[0].meta["val"].dtype for node in found.scaled()[1]}  # type: ignore[union-attr]
+    assert gradients == {FP8, torch.float8_e5m2}
+
+
+def test_what_cannot_be_is_refused_by_name(made: Plan) -> None:
+    def with_row(op: str, **changes: Any) -> Plan:
+        at = next(at for at, row in enumerate(made.nodes) if row.op == op and row.name != "linear")
+        return replace(
+            made, nodes=[*made.nodes[:at], replace(made.nodes[at], **changes), *made.nodes[at + 1 :]]
+        )
+
+    assert "'rowwise', fp8 is 'tensorwise'" in refused(made, policy="fp8", fp8="tensorwise")
+    assert "numerics='eager' contradicts" in refused(made, numerics="eager")
+    wrong = edited(made, (WEIGHT,), (), (), (), level="rowwise_gw_hp")
+    assert "leaves gradients of weights in the low dtype" in refused(wrong)
+    assert "linear_1 (linear) in rowwise, forward: only" in refused(with_row("linear", dtype=torch.float32))
+    message = refused(with_row("gelu", levels={FORWARD: "rowwise"}))
+    assert "gelu (gelu) in rowwise, forward: only linear, addmm, mm, matmul" in message
+    message = refused(with_row("linear", levels={"backward": "rowwise"}))
+    assert "linear_1 has role 'backward' in the plan; valid: 'forward'" in message
+    message = refused(with_row("linear", levels={FORWARD: "rowwize"}))
+    assert "linear_1 has level 'rowwize' in the plan; valid: 'float32', 'bfloat16'" in message
+    with pytest.raises(BackendCompilerFailed, match="16 does not divide its sizes 32 x 40"):
+        lowered(MLP(32, 40, 40, 40, 16), [torch.randn(32, 32)], {"plan": made})
+
+
+def test_a_diff_of_plans_names_the_matmul_and_the_role(made: Plan) -> None:
+    other = edited(made, (FORWARD, WEIGHT), (FORWARD, WEIGHT), (), ())
+    assert [str(change) for change in diff_plans([made], [other]).changes] == [
+        "layers.1 linear, gradient of its input (forward): float8_e4m3fn -> bfloat16",
+        "layers.2 linear (forward): float8_e4m3fn -> bfloat16",
+        "layers.2 linear, gradient of its input (forward): float8_e4m3fn -> bfloat16",
+        "layers.2 linear, gradient of its weight (forward): float8_e4m3fn -> bfloat16",
+    ]
+    assert not diff_plans([made], [made])
+    # a plan of autocast says nothing of roles
+    plain = replace(made, nodes=[replace(row, levels={}) for row in made.nodes])
+    assert len(diff_plans([plain], [other]).changes) == 4
+
+
+def test_what_becomes_a_batch_of_products_is_refused() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(32, 32)
+            self.w: Tensor
+            self.register_buffer("w", torch.randn(16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.matmul(self.a(x).transpose(1, 2), self.w).float().square().mean()
+
+    model, x = Turned(), torch.randn(4, 16, 32)
+    plan = lowered(model, [x], {"profile": "off", "strict": True}).plan
+    nodes = [replace(row, levels={FORWARD: "rowwise"}) if row.op == "matmul" else row for row in plan.nodes]
+    with pytest.raises(
+        BackendCompilerFailed, match=r"matmul \(matmul\) in rowwise, which is no product of two matrices"
+    ):
+        lowered(model, [x], {"plan": replace(plan, nodes=nodes)})
+
+
+def test_other_numbers_of_tokens_keep_gradients_of_weights_low_and_say_so(
+    made: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = step(made, tokens=24)
+    assert tuple(map(len, found.scaled())) == (3, 2)
+    assert roles(found.plan) == [(FORWARD,), (FORWARD, INPUT), (FORWARD, INPUT), ()]
+    assert "16 does not divide its sizes 64 x 24 x 32, though the plan has fp8" in found.reasons()["layers.0"]
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("the plan has fp8 for gradient of its weight of linear" in text for text in warned)
+
+
+def test_a_plan_knows_the_calls_inside_a_checkpoint(tmp_path: Path) -> None:
+    class Checkpointed(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(lambda y: self.layers[1](self.layers[0](y)).relu(), x, use_reentrant=False)  # type: ignore[assignment]
+            return self.layers[2](x).float().mean()
+
+    model, x = Checkpointed(32, 64, 64, 16), torch.randn(32, 32)
+    first = lowered(model, [x], options(tmp_path))
+    assert sum(map(len, roles(first.plan))) == 5
+    again = lowered(model, [x], {"plan": first.plan, "strict": True})
+    assert roles(again.plan) == roles(first.plan)
+    assert tuple(map(len, again.scaled())) == tuple(map(len, first.scaled()))
+
+
+@pytest.mark.parametrize("policy", ["autocast", "fp8"])
+def test_evaluation_by_a_plan_of_training_and_training_by_one_of_evaluation(
+    made: Plan, policy: str, tmp_path: Path
+) -> None:
+    given = {"policy": policy, "profile": options(tmp_path)["profile"]}
+    with torch.no_grad():
+        found = step(made, **given)
+        assert {row.computed for row in found.plan.nodes if row.flops} == {BF16}
+        del given["policy"]
+        plan = lowered(MLP(*SIZES), [torch.randn(32, 32)], options(tmp_path, "rowwise")).plan
+    assert any(row.levels_below for row in plan.nodes)
+    # gradients were not asked about
+    count = (3, 5) if policy == "fp8" else (0, 0)
+    assert tuple(map(len, step(plan, policy=policy, **given).scaled())) == count
+
+
+# --- measured harm under the policy ---
+
+
+@pytest.fixture(scope="module")
+def cal() -> amp_fx.Calibration:
+    torch.manual_seed(0)
+    return amp_fx.calibrate(MLP(*SIZES), torch.randn(32, 32), policy="fp8", fp8="tensorwise", profile=FP8_CPU)
+
+
+def test_a_policy_with_harm_runs_below_what_the_plan_of_the_same_budget_does(
+    cal: amp_fx.Calibration, tmp_path: Path
+) -> None:
+    path = str(cal.save(tmp_path / "harm.json"))
+    counts = []
+    for budget in (1, 4, 20):
+        policy = {"base": "fp8", "harm": path, "budget": budget}
+        found = lowered(MLP(*SIZES), [torch.randn(32, 32)], {**options(tmp_path), "policy": policy})
+        plan = cal.plan(budget, verify=False)
+        assert roles(found.plan) == roles(plan.plans[0])
+        assert cal.predict(found.plan) == pytest.approx(plan.point.error)
+        assert found.plan.meaning == "tensorwise"
+        counts.append(sum(map(len, found.scaled())))
+        if budget == 4:
+            why = "fp8 would cost more time or error than the budget allows"
+            assert any(why in reason for reason in found.reasons().values())
+    assert 0 == counts[0] < counts[1] < counts[2] == 8
+    with torch.no_grad():
+        found = lowered(MLP(*SIZES), [torch.randn(32, 32)], {**options(tmp_path), "policy": policy})
+    assert {row.computed for row in found.plan.nodes if row.flops} <= {BF16, torch.float32}
+    assert found.plan.meaning == "as autocast: plans and budgets of fp8 are about gradients"
+
+
+def test_a_plan_of_another_level_or_of_what_was_not_measured_is_not_predicted(
+    cal: amp_fx.Calibration, made: Plan
+) -> None:
+    with pytest.raises(PlanError, match=r"in rowwise, .*measured was tensorwise"):
+        cal.predict(made)
+    plan = cal.plan(20, verify=False).plans[0]
+    plain = amp_fx.calibrate(MLP(*SIZES), torch.randn(32, 32), profile="off")
+    with pytest.raises(PlanError, match="measured was no such level"):
+        plain.predict(plan)
+    assert plain.predict(edited(plan, (), (), (), ())) > 0
+    row = next(row for row in plan.nodes if row.op == "gelu")
+    nodes = [replace(row, levels={FORWARD: "tensorwise"}) if each is row else each for each in plan.nodes]
+    with pytest.raises(PlanError, match="runs gelu in tensorwise, forward, which was not measured"):
+        cal.predict(replace(plan, nodes=nodes))
+
+
+def test_a_device_without_the_rate_has_nothing_to_choose() -> None:
+    slow = DeviceProfile("a CPU", "cpu", {"float32": 1e9, "bfloat16": 1e9, "float16": 1e9}, 1e9, 1e-6)
+    assert LevelCost.of(slow, BF16, LEVELS["rowwise"]) is None
+    with pytest.raises(amp_fx.OptionsError, match="cpu a CPU has no fp8 rate"):
+        amp_fx.calibrate(MLP(*SIZES), torch.randn(32, 32), policy="fp8", profile=slow)
+    with pytest.raises(amp_fx.OptionsError, match="fp8='rowwise' is about policy 'fp8'"):
+        amp_fx.calibrate(MLP(*SIZES), torch.randn(32, 32), fp8="rowwise")
+
+
+def test_rules_keep_calls_from_the_level_whatever_was_measured() -> None:
+    policy = {"base": "fp8", "rules": [{"module": r"layers\.1", "precision": "low"}]}
+    torch.manual_seed(0)
+    found = amp_fx.calibrate(MLP(*SIZES), torch.randn(32, 32), policy=policy, profile="off")
+    assert roles(found.plan(100, verify=False).plans[0]) == [(FORWARD, WEIGHT), (), ROLES, ()]
+
+
+def test_weights_are_not_held_low_for_a_plan_that_reads_them_below(made: Plan) -> None:
+    found = step(made, weights="cache")
+    assert tuple(map(len, found.scaled())) == (3, 5)
+    assert not any(given.copy_of for given in found.plan.inputs)
+
+
+def test_a_model_of_one_linear_has_a_plan() -> None:
+    cal = amp_fx.calibrate(
+        nn.Linear(16, 16), torch.randn(16, 16), lambda y: y.square().mean(), policy="fp8", profile="off"
+    )
+    assert "nothing: it would run nothing in fp8" in str(cal)
+    assert not any(row.levels_below for row in cal.plan(100, verify=False).plans[0].nodes)

@@ -1,0 +1,89 @@
+"""What levels cost on devices, and what they mean there. None of the devices is here."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from amp_fx.placement.cut import HIGH, LOW, Problem, Shared
+from amp_fx.placement.level_cost import LevelCost, copy_traffic
+from amp_fx.placement.level_device import meaning
+from amp_fx.placement.priced import Priced
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.policy.levels import LEVELS
+from amp_fx.targets import TARGETS, find_target
+
+
+def cost_of(profile: DeviceProfile) -> LevelCost | None:
+    return LevelCost.of(profile, torch.bfloat16, LEVELS["rowwise"])
+
+
+@pytest.mark.parametrize("name", ["a100", "rtx3090", "rtx4090", "l4", "h100", "h200", "b200"])
+def test_devices_have_fp8_by_their_published_rates(name: str) -> None:
+    cost = cost_of(TARGETS[f"cuda:{name}"].profile)
+    assert (cost is None) is (name in ("a100", "rtx3090"))
+    assert cost is None or 1.9 < cost.below / cost.low < 2.1
+
+
+def runs_below(size: int, tokens: int = 8192, weight: int = 4) -> bool:
+    """Whether an H100 runs a square linear in fp8, whose input is a fused value; bytes of an element of its weight."""
+    cost = cost_of(find_target("cuda:h100").profile)
+    assert cost is not None
+    problem = Problem(
+        {"mm": cost.matmul(2 * tokens * size * size, tokens * size + size * size, 2)},
+        shared=[
+            Shared(cost.moving(*copy_traffic(elements, itemsize, in_rows=True)), LOW, ("mm",))
+            for elements, itemsize in ((tokens * size, 2), (size * size, weight))
+        ],
+    )
+    if weight > 2:
+        problem.shared.append(Shared(cost.moving(size * size * 6, 1), HIGH, ("mm",)))
+    return Priced(problem).choose(0.0).placement["mm"] is LOW
+
+
+def test_small_linears_stay_low_and_large_ones_go() -> None:
+    assert [runs_below(size) for size in (128, 256, 4096, 8192)] == [False, False, True, True]
+
+
+def test_a_weight_that_is_low_in_memory_is_not_converted_for_few_tokens() -> None:
+    assert not runs_below(4096, tokens=16, weight=2)
+    assert runs_below(4096, tokens=8192, weight=2)
+
+
+def test_copies_by_columns_and_of_all_take_three_kernels_and_read_twice() -> None:
+    elements = 4096 * 4096
+    assert copy_traffic(elements, 2, in_rows=True) == (3 * elements, 1)
+    assert copy_traffic(elements, 4, in_rows=False) == (9 * elements, 3)
+    assert copy_traffic(elements, 2, in_rows=True, block=32) == (3 * elements + elements // 32, 1)
+    traffic = copy_traffic(elements, 2, in_rows=False, block=32)
+    assert traffic == (5 * elements + elements // 32 * 13, 3)
+
+
+@pytest.mark.parametrize(
+    ("target", "capability", "auto", "blocks"),
+    [
+        ("cuda:h100", (9, 0), "rowwise", False),
+        ("cuda:l4", (8, 9), "tensorwise", False),
+        ("cuda:b200", (10, 0), "tensorwise", True),
+        ("cuda:b200", (10, 3), "tensorwise", True),
+        ("cuda:rtx5090", (12, 0), "tensorwise", False),
+    ],
+)
+def test_scales_of_blocks_are_for_devices_whose_library_takes_them(
+    target: str, capability: tuple[int, int], auto: str, blocks: bool
+) -> None:
+    profile = find_target(target).profile
+
+    def means(level: str, *, training: bool = True) -> str:
+        return meaning(level, profile, "cuda", torch.bfloat16, training=training).text
+
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+    ):
+        assert means("auto") == auto
+        unable = f"as autocast: cuda {profile.name} does not multiply in mxfp8"
+        assert means("mxfp8") == ("mxfp8" if blocks else unable)
+        assert means("mxfp8", training=False) == ("rowwise" if blocks else unable)

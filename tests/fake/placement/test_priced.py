@@ -1,0 +1,172 @@
+"""Cuts with harm: exact against brute force, and nearly the best within a limit. The second cut is the example."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
+from amp_fx.placement.level_cost import LevelCost, copy_traffic
+from amp_fx.placement.priced import HarmTerm, Labels, Priced, within
+from amp_fx.policy.levels import LEVELS
+from amp_fx.targets import find_target
+
+Draw = Callable[[random.Random], Problem]
+
+
+def anything(draw: random.Random) -> Problem:
+    """Any times, any readers."""
+    count = draw.randint(1, 7)
+    problem = Problem({m: (draw.randint(0, 40), draw.randint(0, 40)) for m in range(count)})
+    for _ in range(draw.randint(1, 5)):
+        readers = tuple(draw.sample(range(count), draw.randint(1, min(count, 4))))
+        problem.shared.append(Shared(draw.randint(0, 30), HIGH, readers))
+        for _ in range(draw.randint(1, 3)):
+            some = tuple(draw.sample(readers, draw.randint(1, len(readers))))
+            problem.shared.append(Shared(draw.randint(0, 30), LOW, some))
+    return problem
+
+
+def linears(draw: random.Random) -> Problem:
+    """Forward, gradient of the input and gradient of the weight of linears that may share their input, by an H100."""
+    cost = LevelCost.of(find_target("cuda:h100").profile, torch.bfloat16, LEVELS["rowwise"])
+    assert cost is not None
+    problem = Problem()
+    by_row, tokens, inner = (
+        draw.random() < 0.5,
+        draw.choice((512, 4096, 16384)),
+        draw.choice((512, 1024, 4096)),
+    )
+    inputs = list[int]()
+
+    def value(elements: int, stored: bool, itemsize: int, *readings: tuple[int, bool]) -> None:
+        readers = tuple(reader for reader, _ in readings)
+        problem.shared.append(Shared(0 if stored else cost.moving(2 * elements), HIGH, readers))
+        if not by_row:
+            whole = cost.moving(*copy_traffic(elements, itemsize, in_rows=False))
+            problem.shared.append(Shared(whole, LOW, readers))
+        for reader, rows in readings:
+            if by_row or not rows:
+                traffic = (elements * (1 + itemsize), 1)
+                if by_row:
+                    traffic = copy_traffic(elements, itemsize, in_rows=rows)
+                problem.shared.append(Shared(cost.moving(*traffic), LOW, (reader,)))
+
+    for number in range(draw.randint(1, 2)):
+        outer = draw.choice((256, 1024, 4096, 14336))
+        forward, grad_input, grad_weight = range(3 * number, 3 * number + 3)
+        for matmul, elements in (
+            (forward, tokens * inner + inner * outer),
+            (grad_input, tokens * outer + inner * outer),
+            (grad_weight, tokens * outer + tokens * inner),
+        ):
+            problem.add_unary(matmul, *cost.matmul(2 * tokens * inner * outer, elements, 2))
+        value(inner * outer, False, 4, (forward, True), (grad_input, False))
+        value(tokens * outer, draw.random() < 0.5, 2, (grad_input, True), (grad_weight, False))
+        inputs += [forward, grad_weight]
+    value(tokens * inner, False, 2, *((m, m % 3 == 0) for m in inputs))
+    return problem
+
+
+def total(problem: Problem, labels: Labels) -> int:
+    """What a choice takes, written down independently of the cut."""
+    time = sum(low if labels[m] is LOW else high for m, (high, low) in problem.unary.items())
+    return time + sum(
+        term.cost for term in problem.shared if any(labels[reader] is term.label for reader in term.readers)
+    )
+
+
+def choices(problem: Problem, free: list[Var]) -> list[dict[Var, bool]]:
+    """All that could be chosen."""
+    rest = dict.fromkeys(problem.unary, HIGH)
+    every = itertools.product((HIGH, LOW), repeat=len(free))
+    return [{**rest, **dict(zip(free, some, strict=True))} for some in every]
+
+
+def with_harm(problem: Problem, draw: random.Random) -> tuple[Priced, dict[Var, float]]:
+    """Harm for each variable; some are infinite."""
+    some = (0.0, 1e-6, 3e-5, 1e-3, math.inf)
+    harms = {m: draw.choice((draw.random(), draw.choice(some))) for m in problem.unary}
+    return Priced(problem, [HarmTerm(harm, LOW, m) for m, harm in harms.items()]), harms
+
+
+@pytest.mark.parametrize("draw_one", [anything, linears])
+def test_the_cut_is_as_good_as_the_best_of_all_choices(draw_one: Draw) -> None:
+    draw, partly = random.Random(0), 0
+    for _ in range(1000 if draw_one is anything else 300):
+        problem = draw_one(draw)
+        found = Priced(problem).choose(0.0)
+        assert found.time == total(problem, found.placement)
+        assert found.time == min(total(problem, one) for one in choices(problem, [*problem.unary]))
+        partly += len({*found.placement.values()}) > 1
+    assert partly > 50
+
+
+@pytest.mark.parametrize("draw_one", [anything, linears])
+def test_with_harm_the_cut_is_as_good_as_the_best_of_all_choices(draw_one: Draw) -> None:
+    draw, partly = random.Random(0), 0
+    for _ in range(600 if draw_one is anything else 200):
+        problem = draw_one(draw)
+        priced, harms = with_harm(problem, draw)
+        weight = draw.choice((0.0, 10.0, 1e3, 1e7, 1e9, math.inf))
+        found = priced.choose(weight)
+        # an infinite harm is never done, and with an infinite weight none is
+        free = [m for m, harm in harms.items() if not harm or max(harm, weight) < math.inf]
+        price = 0.0 if math.isinf(weight) else weight
+        costs = (
+            total(problem, each) + sum(round(harms[m] * price) for m in free if each[m] is LOW)
+            for each in choices(problem, free)
+        )
+        chosen = [m for m in problem.unary if found.placement[m] is LOW]
+        assert {*chosen} <= {*free}
+        assert found.time + sum(round(harms[m] * price) for m in chosen) == min(costs)
+        assert found.harm == sum(harms[m] for m in chosen)
+        partly += 0 < len(chosen) < len(problem.unary)
+    assert partly > 30
+
+
+@pytest.mark.parametrize("draw_one", [anything, linears])
+def test_within_a_limit_of_harm_nearly_all_is_gained_that_could_be(draw_one: Draw) -> None:
+    draw, shares = random.Random(1), []
+    for _ in range(200):
+        problem = draw_one(draw)
+        priced, harms = with_harm(problem, draw)
+        free = [m for m, harm in harms.items() if math.isfinite(harm)]
+        limit = draw.random() * sum(harms[m] for m in free)
+        found = within([priced], limit)
+        (labels,) = found.placement
+        assert found.harm <= limit * (1 + 1e-9)
+        assert (found.time, found.harm) == (priced.time(labels), priced.harm(labels))
+        nothing = priced.time({})
+        best = min(priced.time(each) for each in choices(problem, free) if priced.harm(each) <= limit)
+        if best < nothing:
+            shares.append((nothing - found.time) / (nothing - best))
+    assert len(shares) > 30
+    assert sum(shares) / len(shares) > 0.96
+
+
+def test_several_graphs_share_one_limit() -> None:
+    parts = [
+        Priced(Problem({"mm": (gain, 0)}), [HarmTerm(harm, LOW, "mm")])
+        for gain, harm in ((10, 3.0), (9, 1.0), (1, 1.0))
+    ]
+    for limit, expected in ((0.5, 0), (1.0, 0b010), (2.0, 0b110), (4.0, 0b011), (5.0, 0b111)):
+        chosen = within(parts, limit).placement
+        assert sum((each["mm"] is LOW) << at for at, each in enumerate(chosen)) == expected
+
+
+def test_what_takes_as_long_stays_in_the_low_dtype_and_a_copy_is_paid_for_once() -> None:
+    def chosen(problem: Problem) -> set[Var]:
+        return {m for m, label in Priced(problem).choose(0.0).placement.items() if label is LOW}
+
+    for copy, expected in ((6, set()), (5, {"mm"})):
+        assert chosen(Problem({"mm": (10, 4)}, shared=[Shared(copy, LOW, ("mm",))])) == expected
+    readers = ("q", "k", "v")
+    apart = [Shared(6, LOW, (name,)) for name in readers]
+    assert not chosen(Problem(dict.fromkeys(readers, (10, 5)), shared=apart))
+    assert chosen(Problem(dict.fromkeys(readers, (10, 5)), shared=[Shared(6, LOW, readers)])) == {*readers}
