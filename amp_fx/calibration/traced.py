@@ -12,8 +12,8 @@ import torch.fx as fx
 from amp_fx.calibration.joint_graph import MatmulsBelow
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_device
-from amp_fx.graphs.facts import tensors
 from amp_fx.graphs.regions import Region, ambient_regions
+from amp_fx.graphs.values import tensors
 from amp_fx.options import Options
 from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, run_in_order, run_passes
 from amp_fx.passes.base import bodies

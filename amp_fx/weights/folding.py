@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from amp_fx._torch import autocast_disabled, borrowed, observe_freezing, tunes_kernels
-from amp_fx.graphs.facts import LOW_DTYPES
+from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.weights.constants import Constants
 
 __all__ = ["FoldingRecord"]

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from amp_fx._torch import FakeTensor, StorageRef
 from amp_fx.errors import WeightsError
-from amp_fx.graphs.facts import COPY_META, is_matmul, is_parameter, storage_of, written_storages
+from amp_fx.graphs.calls import COPY_META, is_parameter
+from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.weights.constants import Constant, Constants
 from amp_fx.weights.folding import FoldingRecord
 from amp_fx.weights.forms import Cast, form_of

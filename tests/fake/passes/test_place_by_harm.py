@@ -110,7 +110,7 @@ def measured(draw: st.DrawFn) -> dict[str, CallHarm]:
 @given(measured(), st.sampled_from([0.0, 1e6, 1e9, 1e12, math.inf]))
 def test_the_cut_with_harm_is_the_brute_force_optimum(rows: dict[str, CallHarm], weight: float) -> None:
     problem = priced(GRAPH, rows).priced.problem(weight)
-    found = priced(GRAPH, rows).priced.solve(weight)
+    found = priced(GRAPH, rows).priced.choose(weight).placement
     free = sorted(problem.variables() - problem.pins.keys(), key=str)
     assert len(free) <= 14
     costs = (
@@ -124,7 +124,7 @@ def test_the_cut_with_harm_is_the_brute_force_optimum(rows: dict[str, CallHarm],
 @given(measured())
 def test_error_falls_and_time_grows_with_the_weight(rows: dict[str, CallHarm]) -> None:
     graph = priced(GRAPH, rows)
-    corners = [graph.choose(weight) for weight in (0.0, 1e3, 1e6, 1e8, 1e10, 1e13, 1e16, math.inf)]
+    corners = [graph.priced.choose(weight) for weight in (0.0, 1e3, 1e6, 1e8, 1e10, 1e13, 1e16, math.inf)]
     for before, after in itertools.pairwise(corners):
         assert after.harm <= before.harm * (1 + 1e-9)
         assert after.time >= before.time
@@ -132,7 +132,7 @@ def test_error_falls_and_time_grows_with_the_weight(rows: dict[str, CallHarm]) -
 
 def test_the_harm_of_a_placement_is_the_sum_of_the_roundings_that_happen() -> None:
     graph = priced(GRAPH, ROWS)
-    nothing = graph.choose(math.inf)
+    nothing = graph.priced.choose(math.inf)
     assert nothing.harm == 0
     # both matmuls: a result, two operands, their gradients and the gradient of the result that arrives in fp32;
     # all arithmetic between them is one kernel, whose result the second matmul reads
@@ -325,5 +325,5 @@ def test_what_attention_rounds_inside_is_charged_where_it_runs_low() -> None:
         rows["scaled_dot_product_attention"].reads[slot] = ReadHarm(1e-6, 0.0)
     inside = {("scaled_dot_product_attention", slot, False) for slot in INSIDE}
     assert inside <= charged(gm, rows)
-    high = priced(captured(program, *SQUARE), rows).choose(math.inf)
+    high = priced(captured(program, *SQUARE), rows).priced.choose(math.inf)
     assert high.harm == 0

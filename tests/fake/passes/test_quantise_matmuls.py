@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,7 +176,7 @@ def test_one_token_has_scales_by_row_as_well(tmp_path: Path) -> None:
 # --- scales of blocks, which no CPU multiplies ---
 
 
-def emulated(folder: Path, *sizes: int, tokens: int, **settings: bool) -> tuple[Plan, list[list[fx.Node]]]:
+def emulated(folder: Path, *sizes: int, tokens: int, **settings: Any) -> tuple[Plan, list[list[fx.Node]]]:
     """(plan, scaled matmuls of forward and backward) of one step."""
     torch._dynamo.reset()
     compiled = torch.compile(  # type: ignore[call-overload]

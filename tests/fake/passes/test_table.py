@@ -18,36 +18,33 @@ from amp_fx.passes import (
     Case,
     FoldWeights,
     KeepWeights,
-    MarkFp8,
+    MarkMatmuls,
     Pass,
     PlaceByHarm,
-    PlaceFp8,
-    PlaceFp8Linears,
+    PlaceLevels,
     Replay,
     ScaleBackward,
     select,
 )
-from amp_fx.placement.fp8_device import Fp8Device
-from amp_fx.policy.fp8 import RECIPES
+from amp_fx.policy.levels import LEVELS
 
-RECIPE = RECIPES["rowwise"]
-FP8 = PlaceFp8Linears(Fp8Device(RECIPE, "cuda", None))
+BELOW = PlaceLevels(LEVELS["rowwise"], "cuda")
 EXPORT = KeepWeights(()), FoldWeights((), "tied")
 GIVEN: tuple[tuple[Pass, ...], ...] = (
     (),
-    (FP8,),
+    (BELOW,),
     EXPORT,
-    (*EXPORT, FP8),
+    (*EXPORT, BELOW),
     (Replay({}),),
     (PlaceByHarm({}),),
-    (MarkFp8(),),
-    (Replay({}), MarkFp8(planned=True)),
+    (MarkMatmuls(),),
+    (Replay({}), MarkMatmuls(planned=True)),
 )
 JOINTLY: tuple[tuple[Pass, ...], ...] = (
     (),
     (ScaleBackward(0),),
-    (PlaceFp8(RECIPE, "cuda", None),),
-    (ScaleBackward(0), PlaceFp8(RECIPE, "cuda", None)),
+    (BELOW,),
+    (ScaleBackward(0), BELOW),
 )
 
 
@@ -110,13 +107,13 @@ def test_a_plan_or_harm_takes_the_place_of_the_placement() -> None:
         assert found.index(step.name) == names(CAPTURED, Case()).index("place")
 
 
-def test_exported_weights_in_fp8_are_folded_after_they_are_quantised() -> None:
-    low, fp8 = names(CAPTURED, Case(EXPORT)), names(CAPTURED, Case((*EXPORT, FP8)))
+def test_exported_weights_below_16_bits_are_folded_after_they_are_quantised() -> None:
+    low, below = names(CAPTURED, Case(EXPORT)), names(CAPTURED, Case((*EXPORT, BELOW)))
     assert low[-4:] == ["insert-casts", "fold-weights", "fuse-casts", "verify"]
-    assert fp8[-6:] == [
+    assert below[-6:] == [
         "fuse-casts",
-        "place-fp8-linears",
-        "quantise-linears",
+        "place-levels",
+        "quantise-matmuls",
         "fold-weights",
         "fuse-casts",
         "verify",
