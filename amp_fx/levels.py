@@ -17,6 +17,7 @@ from amp_fx.passes.keyed import marked
 from amp_fx.passes.levels.place_levels import BUDGET_META, write_choice
 from amp_fx.placement.devices import builtin, resolve
 from amp_fx.placement.level_device import meaning, multiplies
+from amp_fx.placement.profile import DEVICE_TYPES
 from amp_fx.plans.plan import Plan
 from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, levels_of
 
@@ -48,8 +49,9 @@ def level_placement(
     if plan.decides_levels:
         placed = _planned(opts, device, plan)
     elif levels_of(opts.policy.base):
-        wanted = opts.fp8 if opts.harm is None else opts.harm.level
-        means = meaning(wanted, resolve(opts.profile, device), device, low, training=True)
+        wanted = opts.level if opts.harm is None else opts.harm.level
+        profile = resolve(opts.profile, device)
+        means = meaning(opts.policy.base, wanted, profile, device, low, training=True)
         plan.meaning = means.text
         budget = rewritten.meta.get(BUDGET_META)
         placed = means.level and PlaceLevels(means.level, device, means.cost, budget)
@@ -77,19 +79,20 @@ def _planned(opts: Options, device: str, plan: Plan) -> PlaceLevels | None:
     levels = [LEVELS[name] for name in dict.fromkeys(name for *_, name in planned)]
     for level in levels:
         what = f"the plan runs matmuls in {level.policy} by recipe {level.name!r}"
-        if opts.fp8 not in (AUTO, level.name):
+        if opts.level not in (AUTO, level.name):
             raise PlanError(
-                f"{what}, {level.policy} is {opts.fp8!r}; make a plan for that, or drop the option."
+                f"{what}, {opts.policy.base} is {opts.level!r}; make a plan for that, or drop the option."
             )
         if opts.numerics == "eager":
             raise PlanError(f"{what}, which numerics='eager' contradicts; drop one of the two.")
-        if device == "cuda" and level.rate not in builtin(device).peak:
+        has_rate = device in DEVICE_TYPES and level.rate in builtin(device).peak
+        if device == "cuda" and not has_rate:
             raise PlanError(
                 f"{what}, which cuda {builtin(device).name} does not have; make a plan for this device."
             )
         if not multiplies(level, device):
             raise PlanError(f"{what}, by which this {device} does not multiply; make a plan for another one.")
-        if device != "cuda":
+        if not has_rate:
             logger.info(
                 "the plan runs %d matmuls in %s, which a %s emulates", len(planned), level.policy, device
             )

@@ -20,8 +20,9 @@ from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import AUTO, levels_of
+from amp_fx.policy.rules import BASES
 
-__all__ = ["DTYPES", "FP8", "NUMERICS", "WEIGHTS", "Options"]
+__all__ = ["DTYPES", "LEVEL_OPTIONS", "NUMERICS", "WEIGHTS", "Options"]
 
 #: accepted spellings of the low dtype
 DTYPES: dict[str, torch.dtype | None] = {
@@ -53,10 +54,11 @@ _REMOVED = {
     "slow on a CPU, it is the allocator: docs/profiling.md has the remedy.",
 }
 
-#: name -> what a scale of policy fp8 stands for
-FP8 = {
-    AUTO: "'rowwise' on Hopper (sm_90), 'tensorwise' on other devices",
-    **{name: level.about for name, level in levels_of("fp8").items()},
+#: policy below 16 bits, which has an option of its name -> values of that, and what a scale stands for in each
+LEVEL_OPTIONS = {
+    base: {AUTO: "as suits the device", **{name: level.about for name, level in levels_of(base).items()}}
+    for base in BASES
+    if levels_of(base)
 }
 
 
@@ -80,7 +82,7 @@ class Options:
         strict: raise what fails, where the backend would take a plainer way.
         inductor: options handed to Inductor, from ``mode=`` and by their own names.
         harm: what the file that the policy names holds, or None.
-        fp8: a key of :data:`FP8`; how policy fp8 scales.
+        level: what the option of a policy below 16 bits is, see :data:`LEVEL_OPTIONS`.
     """
 
     dtype: torch.dtype | None = None
@@ -93,7 +95,7 @@ class Options:
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
     harm: Harm | None = None
-    fp8: str = AUTO
+    level: str = AUTO
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
@@ -101,13 +103,13 @@ class Options:
 
         Args:
             mode: a ``torch.compile`` mode, or None.
-            options: keys are fields of this class or Inductor options.
+            options: keys are fields of this class, or of :data:`LEVEL_OPTIONS`, or Inductor options.
 
         Raises:
             OptionsError: unknown key, one that was removed, bad value, or a contradiction.
             PlanError: the plan or harm file cannot be read, or holds no plan or harm.
         """
-        own = {f.name for f in fields(cls)} - {"inductor", "harm"}
+        own = {f.name for f in fields(cls)} - {"inductor", "harm", "level"} | LEVEL_OPTIONS.keys()
         values: dict[str, Any] = {}
         inductor = _mode_options(mode)
         for key, value in (options or {}).items():
@@ -131,13 +133,13 @@ class Options:
                 )
             inductor["emulate_precision_casts"] = True
         policy = Policy.parse(values.get("policy", "autocast"))
-        fp8 = _parse_fp8(values.get("fp8", AUTO), policy, numerics)
+        level = _parse_level(values, policy, numerics)
         dtype = _with_policy(dtype, policy)
         plan = _parse_plan(values.get("plan"))
-        harm = _load_harm(policy, dtype, numerics, fp8)
+        harm = _load_harm(policy, dtype, numerics, level)
         scaler = _parse_scaler(values.get("scaler"), dtype)
         weights = _parse_weights(values.get("weights", "auto"), numerics)
-        return cls(dtype, policy, numerics, profile, plan, scaler, weights, strict, inductor, harm, fp8)
+        return cls(dtype, policy, numerics, profile, plan, scaler, weights, strict, inductor, harm, level)
 
     def low_dtype(self, device_type: str) -> torch.dtype:
         """The low dtype on a device type: the one asked for, or what "auto" means there."""
@@ -188,7 +190,7 @@ def _parse_plan(value: object) -> tuple[Plan, ...] | None:
     return tuple(plan for plan in plans if plan.phase == "forward")
 
 
-def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str, fp8: str) -> Harm | None:
+def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str, level: str) -> Harm | None:
     if policy.harm is None:
         return None
     if numerics == "eager":
@@ -202,37 +204,38 @@ def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str, fp8: st
             f"policy harm {policy.harm!r} was measured for {dtype_name(harm.dtype)}, dtype is {dtype_name(dtype)}; "
             f"calibrate with dtype={dtype_name(dtype)!r}, or change one of the two."
         )
-    if policy.base == "fp8" and not harm.level:
+    base = policy.base
+    if base in LEVEL_OPTIONS and harm.level not in LEVEL_OPTIONS[base]:
         raise OptionsError(
-            f"policy harm {policy.harm!r} has nothing of fp8; calibrate with policy='fp8', or take another base."
+            f"policy harm {policy.harm!r} has nothing of {base}; calibrate with policy={base!r}, or take another base."
         )
-    if fp8 not in (AUTO, harm.level):
+    if level not in (AUTO, harm.level):
         raise OptionsError(
-            f"policy harm {policy.harm!r} was measured for fp8={harm.level!r}, fp8 is {fp8!r}; drop the option, or "
-            "calibrate for it."
+            f"policy harm {policy.harm!r} was measured for {base}={harm.level!r}, {base} is {level!r}; drop the "
+            "option, or calibrate for it."
         )
     return harm
 
 
-def _parse_fp8(value: object, policy: Policy, numerics: str) -> str:
-    """The recipe by name.
+def _parse_level(values: Mapping[str, object], policy: Policy, numerics: str) -> str:
+    """The level below 16 bits by name.
 
     Raises:
-        OptionsError: no such recipe, or one of another policy; or numerics that fp8 cannot have.
+        OptionsError: no such level, or one of another policy; or numerics that such a policy cannot have.
     """
-    recipe = _one_of("fp8", FP8, value)
-    if policy.base != "fp8":
-        if recipe != AUTO:
+    asked = {base: _one_of(base, valid, values.get(base, AUTO)) for base, valid in LEVEL_OPTIONS.items()}
+    for base, level in asked.items():
+        if base != policy.base and level != AUTO:
             raise OptionsError(
-                f"fp8={recipe!r} is about policy 'fp8', policy is {str(policy)!r}; add policy='fp8', or drop it."
+                f"{base}={level!r} is about policy {base!r}, policy is {str(policy)!r}; add policy={base!r}, or "
+                "drop it."
             )
-        return recipe
-    if numerics == "eager":
+    if policy.base in asked and numerics == "eager":
         raise OptionsError(
-            "policy 'fp8' contradicts numerics='eager', which rounds where eager torch.autocast rounds; drop one of "
-            "the two."
+            f"policy {policy.base!r} contradicts numerics='eager', which rounds where eager torch.autocast rounds; "
+            "drop one of the two."
         )
-    return recipe
+    return asked.get(policy.base, AUTO)
 
 
 def _one_of(option: str, valid: Mapping[str, str], value: object) -> str:

@@ -77,7 +77,8 @@ def rewrite(
         profile = resolve(opts.profile, device)
         said = ""
         if levels_of(opts.policy.base) and not training:
-            means = meaning(opts.fp8, profile, device, ambient[device].dtype, training=False)
+            low = ambient[device].dtype
+            means = meaning(opts.policy.base, opts.level, profile, device, low, training=False)
             said = means.text
             if means.level is not None and (opts.plan is not None or opts.harm is not None):
                 said = f"as autocast: plans and budgets of {opts.policy.base} are about gradients"

@@ -98,7 +98,7 @@ def calibrate(
     if not parameters:
         raise AmpFxError("the model has no parameter that requires a gradient.")
     low = opts.low_dtype(parameters[0].device.type if target is None else "cuda")
-    opts = replace(opts, dtype=low, profile=_profile(profile, target), fp8=_level(opts, parameters, target))
+    opts = replace(opts, dtype=low, profile=_profile(profile, target), level=_level(opts, parameters, target))
     scale = _scale(scale, low)
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise OptionsError(f"probes must be an integer from 1 on; got {probes!r}.")
@@ -132,7 +132,7 @@ def _measure(
     """
     probes, seed = signs
     low = opts.low_dtype(parameters[0].device.type)
-    level = levels_of(opts.policy.base).get(opts.fp8)
+    level = levels_of(opts.policy.base).get(opts.level)
     meters: list[Meter] = []
     graphs: list[TracedGraph] = []
     found: list[GraphHarm] = []
@@ -271,11 +271,12 @@ def _scale(scale: float | None, low: torch.dtype) -> float:
 
 def _level(opts: Options, parameters: Sequence[nn.Parameter], target: str | None) -> str:
     """How matmuls are measured below 16 bits: ``"auto"`` settled for the device that is planned for."""
-    if not levels_of(opts.policy.base):
-        return opts.fp8
+    base = opts.policy.base
+    if not levels_of(base):
+        return opts.level
     if target is not None:
-        return level_name(opts.fp8, "cuda", find_target(target).gpu.capability)
-    return level_name(opts.fp8, parameters[0].device.type)
+        return level_name(base, opts.level, "cuda", find_target(target).gpu.capability)
+    return level_name(base, opts.level, parameters[0].device.type)
 
 
 def _cost(profile: DeviceProfile | None, low: torch.dtype, level: Level) -> LevelCost:

@@ -106,7 +106,7 @@ def read_matmuls(
         Nothing where AOTAutograd makes no joint graph of it.
     """
     rewritten, _ = rewrite(gm, ambient, replace(opts, profile="off", plan=None, harm=None), training=True)
-    level = LEVELS[opts.fp8]
+    level = LEVELS[opts.level]
     placed = PlaceLevels(level, graph_device(gm, ambient), cost)
     found: list[MatmulsBelow] = []
 

@@ -15,7 +15,7 @@ from amp_fx.cli.command import Command
 from amp_fx.cli.models import Target, load_target
 from amp_fx.errors import AmpFxError
 from amp_fx.exporting.converting import export, extra_files
-from amp_fx.options import DTYPES, FP8
+from amp_fx.options import DTYPES, LEVEL_OPTIONS
 
 __all__ = ["EXPORT"]
 
@@ -47,7 +47,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="auto", help="default: %(default)s")
     parser.add_argument("--policy", default="autocast", help="a base and rules, as in options=")
     parser.add_argument(
-        "--fp8", choices=sorted(FP8), default="auto", help="how policy fp8 scales; default: %(default)s"
+        "--fp8",
+        choices=sorted(LEVEL_OPTIONS["fp8"]),
+        default="auto",
+        help="how policy fp8 scales; default: %(default)s",
     )
     parser.add_argument(
         "--profile",

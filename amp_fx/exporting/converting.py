@@ -156,8 +156,9 @@ def _convert(
         folded=frozenset(weight.name for weight in weights),
     )
     case, means = Case((KeepWeights(tuple(w.name for w in kept)), fold)), Meaning("")
-    if levels_of(opts.shared.policy.base):
-        means = meaning(opts.shared.fp8, profile, device, low, training=False)
+    base = opts.shared.policy.base
+    if levels_of(base):
+        means = meaning(base, opts.shared.level, profile, device, low, training=False)
     if means.level is not None:
         case = case.giving(PlaceLevels(means.level, device, means.cost, joint=False))
     plan = run_passes(gm, select(CAPTURED, case), context)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_fx.errors import OptionsError, did_you_mean
-from amp_fx.options import Options
+from amp_fx.options import LEVEL_OPTIONS, Options
 
 __all__ = ["ExportOptions"]
 
 #: option -> valid values, besides the options of the backend that export takes
 _CHOICES = {"weights_beyond_range": ("raise", "clamp", "keep"), "tables": ("tied", "low", "keep")}
-_SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", "fp8")
+_SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", *LEVEL_OPTIONS)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from amp_fx.exporting.stored import scale_target
 from amp_fx.graphs.calls import COPY_META
 from amp_fx.graphs.capture import OUTPUT_META, REGION_META
 from amp_fx.plans.plan import CAST_META, PLAN_META, STEP_META
+from amp_fx.weights.forms import FORM_META
 
 __all__ = ["LowInputsProgram", "new_program"]
 
@@ -59,7 +60,7 @@ def _check_inputs(
 def new_program(
     ep: torch.export.ExportedProgram,
     gm: fx.GraphModule,
-    stored: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Mapping[str, torch.Tensor]],
     narrowed: Mapping[str, torch.dtype],
 ) -> torch.export.ExportedProgram:
     """The program with a new graph and new weights.
@@ -67,8 +68,7 @@ def new_program(
     Args:
         ep: what was exported.
         gm: its graph, rewritten.
-        stored: weights that have changed and factors of those in fp8, by their names in the state dict or among the
-            constants.
+        stored: what takes the place of weights, by their names in the state dict or among the constants.
         narrowed: inputs of the user whose dtype has changed.
     """
     check_dtypes(gm, narrowed.keys())
@@ -99,25 +99,27 @@ def new_program(
 
 
 def _input_specs(gm: fx.GraphModule, signature: ExportGraphSignature) -> list[InputSpec]:
-    """Those of the program, and of the factors of its fp8 weights."""
+    """Those of the program, and of the factors of its weights below 16 bits."""
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     found = []
     for node in gm.graph.find_nodes(op="placeholder"):
         spec = specs.get(node.name)
         if spec is None:
             weight = specs[node.meta[COPY_META]]
-            spec = replace(weight, arg=TensorArgument(node.name), target=scale_target(str(weight.target)))
+            form, _ = node.meta[FORM_META]
+            target = scale_target(str(weight.target), form)
+            spec = replace(weight, arg=TensorArgument(node.name), target=target)
         found.append(spec)
     return found
 
 
-def _with_stored(values: Mapping[str, Any], stored: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Values by name, those that have changed, and factors beside their weights."""
+def _with_stored(
+    values: Mapping[str, Any], stored: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """Values by name, and what takes the place of those that have changed."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found[name] = stored.get(name, value)
-        if scale_target(name) in stored:
-            found[scale_target(name)] = stored[scale_target(name)]
+        found |= stored.get(name, {name: value})
     return found
 
 

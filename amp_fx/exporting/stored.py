@@ -13,7 +13,8 @@ from torch.export.graph_signature import InputKind, InputSpec
 from amp_fx.errors import OptionsError
 from amp_fx.graphs.calls import COPY_META
 from amp_fx.graphs.values import is_eligible
-from amp_fx.weights.forms import FORM_META
+from amp_fx.policy.levels import LEVELS
+from amp_fx.weights.forms import FORM_META, Scaled
 
 __all__ = ["Weight", "beyond_range", "scale_target", "store_low", "stored_weights", "tied"]
 
@@ -41,9 +42,9 @@ class Weight:
         return torch.nn.Parameter(value, requires_grad) if is_parameter else value
 
 
-def scale_target(target: str) -> str:
-    """The name under which the factors of an fp8 weight are stored."""
-    return f"{target}_fp8_scale"
+def scale_target(target: str, form: Scaled) -> str:
+    """The name under which the factors of a weight below 16 bits are stored."""
+    return f"{target}_{LEVELS[form.level].policy}_scale"
 
 
 def stored_weights(ep: torch.export.ExportedProgram) -> list[Weight]:
@@ -80,20 +81,23 @@ def _overflows(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
 
 def store_low(
     gm: fx.GraphModule, groups: Iterable[Sequence[Weight]], when_beyond: str
-) -> dict[str, torch.Tensor]:
-    """The weights that change and factors of those in fp8, by their names in the state dict or among the constants.
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights that change, by their names in the state dict or among the constants.
 
     Args:
         gm: the graph after the passes; its inputs have the dtypes to store.
         groups: weights, tied ones together.
         when_beyond: the option ``weights_beyond_range``.
 
+    Returns:
+        What takes the place of each: the weight under its own name, and below 16 bits its factors beside it.
+
     Raises:
         OptionsError: values that the low dtype cannot hold.
     """
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     scaled = {node.meta[COPY_META] for node in inputs.values() if node.meta.get(FORM_META, (None, 0))[1] == 1}
-    stored: dict[str, torch.Tensor] = {}
+    stored: dict[str, dict[str, torch.Tensor]] = {}
     refused: list[str] = []
     for group in groups:
         node, value = inputs[group[0].name], group[0].value.detach()
@@ -102,9 +106,9 @@ def store_low(
             data, factors = form.made(value)
             for weight in group:
                 target = str(weight.spec.target)
-                stored[target] = weight.kept_as(data)
+                stored[target] = {target: weight.kept_as(data)}
                 if weight.name in scaled:
-                    stored[scale_target(target)] = weight.kept_as(factors)
+                    stored[target][scale_target(target, form)] = weight.kept_as(factors)
             continue
         dtype = node.meta["val"].dtype
         if value.dtype is dtype:
@@ -116,7 +120,8 @@ def store_low(
             refused.append(f"{names} (largest magnitude {value[beyond].abs().max().item():g})")
             low = torch.where(beyond, value.sign().to(dtype) * torch.finfo(dtype).max, low)
         for weight in group:
-            stored[str(weight.spec.target)] = weight.kept_as(low, requires_grad=weight.value.requires_grad)
+            target = str(weight.spec.target)
+            stored[target] = {target: weight.kept_as(low, requires_grad=weight.value.requires_grad)}
     if refused and when_beyond == "raise":
         raise OptionsError(
             f"weights beyond the range of the low dtype: {', '.join(refused)}. Use dtype='bfloat16', or say what to do "

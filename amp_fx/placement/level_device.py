@@ -10,14 +10,12 @@ import torch
 from amp_fx.placement.devices import builtin
 from amp_fx.placement.level_cost import LevelCost
 from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
-from amp_fx.policy.levels import AUTO, LEVELS, Level
+from amp_fx.policy.levels import AUTO, LEVELS, Level, levels_of
 from amp_fx.state import cache_results
 
 __all__ = ["Meaning", "level_name", "meaning", "multiplies"]
 
 logger = logging.getLogger(__name__)
-
-_HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,18 @@ class Meaning:
 
 
 def meaning(
-    wanted: str, profile: DeviceProfile | None, device: str, low: torch.dtype, *, training: bool
+    base: str,
+    wanted: str,
+    profile: DeviceProfile | None,
+    device: str,
+    low: torch.dtype,
+    *,
+    training: bool,
 ) -> Meaning:
-    """What policy fp8 means on a device; the log says once if it means autocast.
+    """What a policy below 16 bits means on a device; the log says once if it means autocast.
 
     Args:
+        base: of the policy.
         wanted: a level's name, or ``"auto"``.
         profile: rates that count; None where all that may run in the level is to.
         device: type of the device.
@@ -51,7 +56,7 @@ def meaning(
     if hardware is None and device in DEVICE_TYPES:
         hardware = builtin(device)
     name = device if hardware is None else f"{device} {hardware.name}"
-    level = LEVELS[level_name(wanted, device)]
+    level = LEVELS[level_name(base, wanted, device)]
     if hardware is None or level.rate not in hardware.peak:
         return _as_autocast(f"{name} has no {level.policy} rate", level.policy)
     if not multiplies(level, device):
@@ -66,17 +71,20 @@ def _as_autocast(why: str, policy: str) -> Meaning:
     return Meaning(f"as autocast: {why}")
 
 
-def level_name(wanted: str, device: str, capability: tuple[int, int] | None = None) -> str:
-    """The level that is meant: torchao measured ``"auto"``'s rowwise scaling on Hopper, where it is most mature.
+def level_name(base: str, wanted: str, device: str, capability: tuple[int, int] | None = None) -> str:
+    """The level that is meant.
 
     Args:
+        base: of the policy.
         wanted: a level's name, or ``"auto"``.
         device: type of the device.
         capability: of a GPU; None: of the one in this machine, if there is one.
     """
     if wanted != AUTO:
         return wanted
-    return "rowwise" if (capability or _capability(device)) == _HOPPER else "tensorwise"
+    found = capability or _capability(device)
+    rows = [level for level in levels_of(base).values() if level.auto is not None]
+    return next(level.name for level in rows if not level.auto or found in level.auto)
 
 
 def multiplies(level: Level, device: str) -> bool:

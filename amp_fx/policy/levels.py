@@ -68,6 +68,7 @@ class Level:
         powers: scales are powers of two, so that scaling itself rounds nothing.
         weight_gradients: False where the matmuls that give gradients of weights stay in the low dtype.
         capabilities: CUDA devices whose libraries multiply in it; None: all that have the rate.
+        auto: CUDA devices that :data:`AUTO` means it for; empty: all that no row above is meant for; None: none.
         evaluated: name of the level that stands for it where nothing is differentiated; empty: itself.
         stored: name of the level in which weights are brought there; empty: itself.
         multiply: makes the product of operands with scales, see :func:`amp_fx.policy.scaled.scaled_mm`.
@@ -84,6 +85,7 @@ class Level:
     powers: bool = False
     weight_gradients: bool = True
     capabilities: tuple[tuple[int, int], ...] | None = None
+    auto: tuple[tuple[int, int], ...] | None = None
     evaluated: str = ""
     stored: str = ""
     # an address would change the keys of caches
@@ -112,12 +114,15 @@ LEVELS = {
             about="a row that a matmul contracts; e4m3, scales are powers of two",
             scale=Scale.ROW,
             powers=True,
+            # Hopper, where torchao measured it, and kernels for it are most mature
+            auto=((9, 0),),
         ),
         _FP8(
             name="tensorwise",
             about="a whole tensor; gradients in e5m2",
             gradient=torch.float8_e5m2,
             scale=Scale.WHOLE,
+            auto=(),
             # so it may be made once, and kept
             stored="rowwise",
         ),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from amp_fx import AmpFxError, OptionsError, Policy, Rule
-from amp_fx.options import FP8, Options
+from amp_fx.options import LEVEL_OPTIONS, Options
 from amp_fx.policy.levels import AUTO, levels_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -208,8 +208,8 @@ def test_options_survive_copying_and_pickling() -> None:
 
 def test_policy_fp8_is_plain_data_and_prints_the_form_it_parses() -> None:
     options = Options.parse(None, {"policy": "fp8", "fp8": "rowwise_gw_hp"})
-    assert (str(options.policy), options.fp8) == ("fp8", "rowwise_gw_hp")
-    assert set(FP8) == {AUTO, *levels_of("fp8")}
+    assert (str(options.policy), options.level) == ("fp8", "rowwise_gw_hp")
+    assert set(LEVEL_OPTIONS["fp8"]) == {AUTO, *levels_of("fp8")}
     rules = {"base": "fp8", "dtype": "float16", "rules": [{"module": "head", "precision": "low"}]}
     assert Policy.parse(str(Policy.parse(rules))) == Policy.parse(rules)
-    assert Options.parse(None, {"fp8": "auto"}).fp8 == "auto"
+    assert Options.parse(None, {"fp8": "auto"}).level == "auto"

@@ -77,7 +77,7 @@ def test_scales_of_blocks_are_for_devices_whose_library_takes_them(
     profile = find_target(target).profile
 
     def means(level: str, *, training: bool = True) -> str:
-        return meaning(level, profile, "cuda", torch.bfloat16, training=training).text
+        return meaning("fp8", level, profile, "cuda", torch.bfloat16, training=training).text
 
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
