@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from amp_fx.weights.forms import Form, new_copy
+from amp_fx.policy.levels import LEVELS
+from amp_fx.weights.forms import Form, Scaled, new_copy
 from amp_fx.weights.memory import is_dense
 from amp_fx.weights.watch import Key, Look, OnDeath, Watch, key_of, look_at
 
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LowCopies", "clear_copies", "copied_bytes", "heals"]
 
-#: what the kernel that heals copies reads
+#: what the kernels that heal copies read, and in which dtypes they write rows with a scale
 _HEALED = (torch.float32, torch.float16, torch.bfloat16)
+_HEALED_ROWS = (torch.float8_e4m3fn,)
 
 #: copies are written in place, by one thread at a time
 _lock = threading.RLock()
@@ -135,13 +137,13 @@ class LowCopies:
             # before others are made: there are never two whole sets of them
             del self._found[key]
         del before
-        healing = [heals(weight) for weight in weights]
+        forms = [form for _, form in self._copies]
+        healing = [heals(weight, form) for weight, form in zip(weights, forms, strict=True)]
         # looked at before they are copied: a write in between is seen at the next call
         looks = [look_at(w, elements=not is_healed) for w, is_healed in zip(weights, healing, strict=True)]
         watch = Watch(weights, looks, OnDeath(self._found, key), healing)
         # an inference tensor could not be written to outside inference mode
         with torch.inference_mode(False), torch.no_grad():
-            forms = [form for _, form in self._copies]
             copies = [_copy_of(w, form) for w, form in zip(weights, forms, strict=True)]
             is_stale = [copy.look is not look for copy, look in zip(copies, looks, strict=True)]
             tensors = [copy.tensors for copy in copies]
@@ -191,6 +193,8 @@ def _triton_is_here() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def heals(weight: Tensor) -> bool:
-    """True if its copies can heal themselves."""
+def heals(weight: Tensor, form: Form) -> bool:
+    """True if such a copy of it can heal itself."""
+    if isinstance(form, Scaled) and LEVELS[form.level].dtype not in _HEALED_ROWS:
+        return False
     return weight.is_cuda and weight.dtype in _HEALED and is_dense(weight) and _triton_is_here()
