@@ -77,8 +77,15 @@ def rewrite(
         profile = resolve(opts.profile, device)
         said = ""
         if levels_of(opts.policy.base) and not training:
-            low = ambient[device].dtype
-            means = meaning(opts.policy.base, opts.level, profile, device, low, training=False)
+            means = meaning(
+                opts.policy.base,
+                opts.level,
+                profile,
+                device,
+                ambient[device].dtype,
+                training=False,
+                keeps_weights=case.caches_weights and opts.numerics != "eager",
+            )
             said = means.text
             if means.level is not None and (opts.plan is not None or opts.harm is not None):
                 said = f"as autocast: plans and budgets of {opts.policy.base} are about gradients"
@@ -126,7 +133,7 @@ def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], 
 def _marking(case: Case, context: PassContext, chosen: Plan | None = None) -> Case:
     """In training, the pass that says which matmuls may run below 16 bits, or do in a plan, is given."""
     planned = chosen is not None and chosen.decides_levels
-    if not context.training or not (planned or levels_of(context.policy.base)):
+    if not context.training or not (planned or levels_of(context.policy.base, training=True)):
         return case
     return case.giving(MarkMatmuls(planned))
 
@@ -163,10 +170,11 @@ def _place_by_harm(
         return run_passes(captured, select(CAPTURED, case), context)
     budget = context.policy.budget
     # beyond autocast's error, the budget is for what runs below 16 bits
-    first = min(budget, 1.0) if levels_of(context.policy.base) else budget
+    below = levels_of(context.policy.base, training=True)
+    first = min(budget, 1.0) if below else budget
     step = PlaceByHarm(rows, first, placement=placement)
     plan = run_passes(captured, select(CAPTURED, case.giving(step)), context)
-    if levels_of(context.policy.base):
+    if below:
         captured.meta[BUDGET_META] = _left_below(captured, rows, budget)
     return plan
 

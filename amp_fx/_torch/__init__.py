@@ -73,7 +73,7 @@ from amp_fx._torch.inductor import (
 from amp_fx._torch.joint import JointRoles, joint_roles, program_outputs
 from amp_fx._torch.lowering import Lowered, lower_with_inductor
 from amp_fx._torch.multi_tensor import find_nonfinite_, largest_magnitudes, update_scale
-from amp_fx._torch.ops import registered_ops
+from amp_fx._torch.ops import quantised_ops, registered_ops
 from amp_fx._torch.storages import StorageRef, borrowed, storage_ref
 from amp_fx._torch.tracing import (
     defining_module,
@@ -144,6 +144,7 @@ __all__ = [
     "op_name",
     "packed_memory",
     "program_outputs",
+    "quantised_ops",
     "raised_by_backend",
     "registered_ops",
     "remove_all",

@@ -5,9 +5,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-__all__ = ["registered_ops"]
+__all__ = ["quantised_ops", "registered_ops"]
+
+
+def quantised_ops() -> Any:
+    """The ops of quantised models as PyTorch exports them, ``dequantize_per_channel`` and others."""
+    # registers them; Inductor's patterns need them too
+    import torch.ao.quantization.fx._decomposed
+
+    return torch.ops.quantized_decomposed
 
 
 def registered_ops() -> frozenset[str]:

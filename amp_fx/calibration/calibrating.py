@@ -274,6 +274,10 @@ def _level(opts: Options, parameters: Sequence[nn.Parameter], target: str | None
     base = opts.policy.base
     if not levels_of(base):
         return opts.level
+    if not levels_of(base, training=True):
+        raise OptionsError(
+            f"policy {base!r} is about graphs without gradients, which calibrate measures none of."
+        )
     if target is not None:
         return level_name(base, opts.level, "cuda", find_target(target).gpu.capability)
     return level_name(base, opts.level, parameters[0].device.type)

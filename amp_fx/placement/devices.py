@@ -11,7 +11,14 @@ import torch
 
 from amp_fx.errors import did_you_mean
 from amp_fx.placement.gpus import ROCM, Gpu, gpu_row
-from amp_fx.placement.profile import DEVICE_TYPES, FLOAT8, DeviceProfile, ProfileError, check_device_type
+from amp_fx.placement.profile import (
+    DEVICE_TYPES,
+    FLOAT8,
+    INT8,
+    DeviceProfile,
+    ProfileError,
+    check_device_type,
+)
 
 __all__ = ["builtin", "cuda_profile", "resolve"]
 
@@ -71,6 +78,7 @@ class _Cpu(NamedTuple):
     float32: float  # sustained FLOP/s of one thread
     bfloat16: float  # relative to float32
     float16: float  # relative to float32
+    int8: float | None = None  # likewise: packed weights, products summed in int32; None: slower than bf16
 
 
 #: The first row whose flags the CPU has counts. The ratios matter, the rates less so: FLOP a cycle times a
@@ -79,18 +87,21 @@ class _Cpu(NamedTuple):
 _CPUS = (
     # AMX tiles do 1024 bf16 operations a cycle, 16 times what two AVX-512 FMA pipes do in fp32 (Intel 64 and
     # IA-32 Optimization Reference Manual, chapter on AMX); half is left at AMX clocks and memory speed.
-    _Cpu("amx_fp16", frozenset({"amx_bf16", "amx_fp16"}), 100e9, 8.0, 8.0),
+    # int8: twice as many. Measured on a Sapphire Rapids, layers of 2048 and 4096: 1.8 to 2.5 times bf16, from 1 to 1024
+    # rows.
+    _Cpu("amx_fp16", frozenset({"amx_bf16", "amx_fp16"}), 100e9, 8.0, 8.0, 16.0),
     # Sapphire and Emerald Rapids: fp16 has AVX-512 vectors, but oneDNN widens and accumulates in fp32.
-    _Cpu("amx_bf16", frozenset({"amx_bf16", "avx512_fp16"}), 100e9, 8.0, 1.0),
+    _Cpu("amx_bf16", frozenset({"amx_bf16", "avx512_fp16"}), 100e9, 8.0, 1.0, 16.0),
     # An AMX CPU whose hypervisor hides AVX512-FP16.
-    _Cpu("amx_bf16 without fp16", frozenset({"amx_bf16"}), 100e9, 8.0, 0.03),
+    _Cpu("amx_bf16 without fp16", frozenset({"amx_bf16"}), 100e9, 8.0, 0.03, 16.0),
     # Sapphire Rapids whose hypervisor hides AMX: vdpbf16ps does two multiply-adds a lane.
-    _Cpu("avx512_bf16 avx512_fp16", frozenset({"avx512_bf16", "avx512_fp16"}), 100e9, 2.0, 1.0),
+    _Cpu("avx512_bf16 avx512_fp16", frozenset({"avx512_bf16", "avx512_fp16"}), 100e9, 2.0, 1.0, 4.0),
     # Zen 5: bf16 vectors are as wide as the registers, and MKL runs fp32 with AVX2 on AMD. Measured on one: 4.4.
-    _Cpu("avx512_bf16 zen5", frozenset({"avx512_bf16", "avx512_vp2intersect"}), 90e9, 4.0, 0.03),
+    _Cpu("avx512_bf16 zen5", frozenset({"avx512_bf16", "avx512_vp2intersect"}), 90e9, 4.0, 0.03, 8.0),
     # Cooper Lake, Zen 4. Measured: bf16 2.2 in a GEMM, 1.8 in a whole GPT step. oneDNN has no fp16
-    # kernel here, ATen's own loops do 0.15 (linear) or 0.02 (mm): 0.04 in all, less for larger matrices.
-    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03),
+    # kernel here, ATen's own loops do 0.15 (linear) or 0.02 (mm): 0.04 in all, less for larger matrices. int8
+    # (VNNI), a layer of 2048 with packed weights: 1.5 times bf16 at 1 row, 1.8 at 16, 2.0 at 128.
+    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0),
     # Skylake to Ice Lake: oneDNN emulates bf16 in fp32 vectors. Measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE:
     # 0.36 alone, 0.53 where other processes take half of the time (pytorch#86270: half as fast).
     _Cpu("avx512", frozenset({"avx512_bw"}), 100e9, 0.4, 0.03),
@@ -160,6 +171,7 @@ def _cpu_row(flags: frozenset[str]) -> _Cpu:
 def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
     rate = row.float32 * threads
     low = {"bfloat16": rate * row.bfloat16, "float16": rate * row.float16}
+    below = {} if row.int8 is None else {INT8: rate * row.int8}
     per_thread, socket = _CPU_BANDWIDTH
     return DeviceProfile(
         name=f"{row.name}, {threads} threads",
@@ -167,6 +179,7 @@ def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
         peak={
             "float32": _float32_rate("cpu", rate, max(rate, low["bfloat16"] * _CPU_FLOAT32_AS_BFLOAT16)),
             **low,
+            **below,
         },
         bandwidth=min(per_thread * threads, socket),
         launch=_CPU_LAUNCH,
@@ -194,6 +207,7 @@ def cuda_profile(label: str, row: Gpu) -> DeviceProfile:
         "bfloat16": row.bfloat16,
         "float16": row.float16,
         **({} if row.float8 is None else {FLOAT8: row.float8}),
+        **({} if row.int8 is None else {INT8: row.int8}),
     }
     return DeviceProfile(
         name=f"{label} ({row.name})",

@@ -24,6 +24,7 @@ class Gpu:
         memory: GB.
         l2: cache, in MiB.
         float8: TFLOP/s in e4m3 and e5m2, dense, accumulated in fp32; None without such tensor cores.
+        int8: TOP/s, dense, summed in int32; None where torch has no kernels for them.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Gpu:
     memory: int
     l2: float
     float8: float | None = None
+    int8: float | None = None
 
     @property
     def key(self) -> str:
@@ -54,21 +56,23 @@ GPUS = (
     Gpu("V100", (7, 0), 15.7, 15.7, 125, 7.8, 900, 80, 16, 6),  # Tesla V100 SXM2 datasheet, whitepaper
     Gpu("T4", (7, 5), 8.1, 8.1, 65, 4.0, 320, 40, 16, 4),  # T4 datasheet
     # Tensor cores for fp16, bf16 and TF32.
-    Gpu("A100", (8, 0), 19.5, 156, 312, 312, 1555, 108, 40, 40),  # A100 datasheet and whitepaper, 40 GB
+    Gpu(
+        "A100", (8, 0), 19.5, 156, 312, 312, 1555, 108, 40, 40, int8=624
+    ),  # A100 datasheet and whitepaper, 40 GB
     # NVIDIA Ampere GA102 whitepaper, table 2
-    Gpu("RTX 3090", (8, 6), 35.6, 35.6, 71, 71, 936, 82, 24, 6),
+    Gpu("RTX 3090", (8, 6), 35.6, 35.6, 71, 71, 936, 82, 24, 6, int8=284),
     # Tensor cores for fp8, too.
     # NVIDIA Ada whitepaper, appendix A
-    Gpu("RTX 4090", (8, 9), 82.6, 82.6, 165.2, 165.2, 1008, 128, 24, 72, float8=330.3),
+    Gpu("RTX 4090", (8, 9), 82.6, 82.6, 165.2, 165.2, 1008, 128, 24, 72, float8=330.3, int8=660.6),
     # L4 datasheet (half of the sparse rates)
-    Gpu("L4", (8, 9), 30.3, 60, 121, 121, 300, 58, 24, 48, float8=242.5),
+    Gpu("L4", (8, 9), 30.3, 60, 121, 121, 300, 58, 24, 48, float8=242.5, int8=242.5),
     # H100 and H200 datasheets, SXM5 (half of the sparse rates); Hopper whitepaper
-    Gpu("H100", (9, 0), 66.9, 494.7, 989.4, 989.4, 3350, 132, 80, 50, float8=1978.9),
-    Gpu("H200", (9, 0), 66.9, 494.7, 989.4, 989.4, 4800, 132, 141, 50, float8=1978.9),
+    Gpu("H100", (9, 0), 66.9, 494.7, 989.4, 989.4, 3350, 132, 80, 50, float8=1978.9, int8=1978.9),
+    Gpu("H200", (9, 0), 66.9, 494.7, 989.4, 989.4, 4800, 132, 141, 50, float8=1978.9, int8=1978.9),
     # Blackwell datasheet, HGX B200 (half of the sparse rates, an eighth of the board's memory)
-    Gpu("B200", (10, 0), 75, 1100, 2250, 2250, 7700, 148, 180, 126, float8=4500),
+    Gpu("B200", (10, 0), 75, 1100, 2250, 2250, 7700, 148, 180, 126, float8=4500, int8=4500),
     # NVIDIA RTX Blackwell whitepaper, appendix A
-    Gpu("RTX 5090", (12, 0), 104.8, 104.8, 209.5, 209.5, 1792, 170, 32, 96, float8=419),
+    Gpu("RTX 5090", (12, 0), 104.8, 104.8, 209.5, 209.5, 1792, 170, 32, 96, float8=419, int8=838),
 )
 
 #: ROCm numbers its architectures otherwise. AMD Instinct MI200 datasheet, one die of an MI250X.

@@ -41,6 +41,7 @@ def meaning(
     low: torch.dtype,
     *,
     training: bool,
+    keeps_weights: bool = False,
 ) -> Meaning:
     """What a policy below 16 bits means on a device; the log says once if it means autocast.
 
@@ -51,12 +52,15 @@ def meaning(
         device: type of the device.
         low: the low dtype there.
         training: False where nothing is differentiated.
+        keeps_weights: copies of weights live across calls.
     """
+    if not levels_of(base, training=training):
+        return _as_autocast("it is about graphs without gradients", base)
     hardware = profile
     if hardware is None and device in DEVICE_TYPES:
         hardware = builtin(device)
     name = device if hardware is None else f"{device} {hardware.name}"
-    level = LEVELS[level_name(base, wanted, device)]
+    level = LEVELS[level_name(base, wanted, device, keeps_weights=keeps_weights)]
     if hardware is None or level.rate not in hardware.peak:
         return _as_autocast(f"{name} has no {level.policy} rate", level.policy)
     if not multiplies(level, device):
@@ -71,7 +75,14 @@ def _as_autocast(why: str, policy: str) -> Meaning:
     return Meaning(f"as autocast: {why}")
 
 
-def level_name(base: str, wanted: str, device: str, capability: tuple[int, int] | None = None) -> str:
+def level_name(
+    base: str,
+    wanted: str,
+    device: str,
+    capability: tuple[int, int] | None = None,
+    *,
+    keeps_weights: bool = False,
+) -> str:
     """The level that is meant.
 
     Args:
@@ -79,16 +90,25 @@ def level_name(base: str, wanted: str, device: str, capability: tuple[int, int] 
         wanted: a level's name, or ``"auto"``.
         device: type of the device.
         capability: of a GPU; None: of the one in this machine, if there is one.
+        keeps_weights: copies of weights live across calls.
     """
     if wanted != AUTO:
         return wanted
     found = capability or _capability(device)
     rows = [level for level in levels_of(base).values() if level.auto is not None]
-    return next(level.name for level in rows if not level.auto or found in level.auto)
+    return next(
+        level.name
+        for level in rows
+        if (not level.auto or found in level.auto)
+        and level.device in (None, device)
+        and (keeps_weights or not level.keeps_weights)
+    )
 
 
 def multiplies(level: Level, device: str) -> bool:
     """True where a device that has the rate multiplies in the level."""
+    if level.device not in (None, device):
+        return False
     return level.capabilities is None or _capability(device) in level.capabilities
 
 

@@ -25,7 +25,7 @@ from amp_fx.plans.files import TooLongError, read_text, write_text
 from amp_fx.plans.schema import SchemaError, decode, parse_object
 from amp_fx.policy.levels import LEVELS
 
-__all__ = ["DEVICE_TYPES", "DTYPES", "FLOAT8", "DeviceProfile", "ProfileError", "check_device_type"]
+__all__ = ["DEVICE_TYPES", "DTYPES", "FLOAT8", "INT8", "DeviceProfile", "ProfileError", "check_device_type"]
 
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -34,6 +34,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 #: the key of the rate of scaled matmuls in fp8, which few devices have
 FLOAT8 = "float8_e4m3fn"
+
+#: the key of the rate of products of 8-bit integers
+INT8 = "int8"
 
 #: what a profile may have a matmul rate for
 _RATES = tuple(dict.fromkeys(level.rate for level in LEVELS.values()))
@@ -56,7 +59,7 @@ class DeviceProfile:
         name: what was looked up or measured, for reports.
         device_type: ``"cpu"`` or ``"cuda"``.
         peak: dtype name -> sustained rate of a large matmul, in FLOP/s; always has "float32". Without
-            "float8_e4m3fn" nothing runs in fp8.
+            "float8_e4m3fn" nothing runs in fp8, without "int8" nothing in int8.
         bandwidth: of main or device memory, in bytes/s, reads and writes together.
         launch: what a kernel of its own costs at least, in seconds: the launch on CUDA, the call and a
             parallel region on CPU.

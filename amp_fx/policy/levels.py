@@ -3,7 +3,8 @@
 Scales come from the values at hand, in every call. rowwise: torchao's ``Float8LinearRecipeName.ROWWISE``,
 rowwise_gw_hp: its ``ROWWISE_WITH_GW_HP``, tensorwise: its ``TENSORWISE``. Which element types: FP8 Formats for Deep
 Learning, https://arxiv.org/abs/2209.05433. mxfp8: Recipes for Pre-training LLMs with MXFP8,
-https://arxiv.org/abs/2506.08027; torchao's ``MXFP8_RCEIL``.
+https://arxiv.org/abs/2506.08027; torchao's ``MXFP8_RCEIL``. int8: torchao's ``Int8DynamicActivationInt8WeightConfig``,
+a scale for each row of a value and for each column of a weight.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from amp_fx.policy.scaled import scaled_mm
+from amp_fx.policy.scaled import int8_mm, packed_int8_mm, scaled_mm
 
 __all__ = [
     "AUTO",
@@ -63,12 +64,18 @@ class Level:
         policy: base of the policy that chooses it; empty for those that op lists choose.
         about: one line for whoever chooses.
         gradient: dtype of gradients, where that is another.
+        value: dtype of what is multiplied by a weight, where that is another.
         scale: what has one scale.
         block: elements that share a scale, where blocks have scales.
         powers: scales are powers of two, so that scaling itself rounds nothing.
+        trains: False where the policy means autocast in graphs with gradients.
+        keeps_weights: what a value is multiplied by has to be a weight of which copies live across calls.
+        grain: what divides the sizes that are contracted, and the columns.
+        fewest: rows that a library kernel of CUDA takes at least.
         weight_gradients: False where the matmuls that give gradients of weights stay in the low dtype.
+        device: type of the only device that multiplies in it; None: any.
         capabilities: CUDA devices whose libraries multiply in it; None: all that have the rate.
-        auto: CUDA devices that :data:`AUTO` means it for; empty: all that no row above is meant for; None: none.
+        auto: CUDA devices that :data:`AUTO` means it for; empty: all devices that no row above is meant for; None: none.
         evaluated: name of the level that stands for it where nothing is differentiated; empty: itself.
         stored: name of the level in which weights are brought there; empty: itself.
         multiply: makes the product of operands with scales, see :func:`amp_fx.policy.scaled.scaled_mm`.
@@ -80,10 +87,16 @@ class Level:
     policy: str = ""
     about: str = ""
     gradient: torch.dtype | None = None
+    value: torch.dtype | None = None
     scale: Scale = Scale.NONE
     block: int | None = None
     powers: bool = False
+    trains: bool = True
+    keeps_weights: bool = False
+    grain: int = GRAIN
+    fewest: int = 1
     weight_gradients: bool = True
+    device: str | None = None
     capabilities: tuple[tuple[int, int], ...] | None = None
     auto: tuple[tuple[int, int], ...] | None = None
     evaluated: str = ""
@@ -96,11 +109,13 @@ class Level:
         """True where scales stand for rows, or parts of rows, as a matmul contracts them."""
         return self.scale in (Scale.ROW, Scale.BLOCK)
 
-    def dtype_of(self, *, is_gradient: bool) -> torch.dtype:
+    def dtype_of(self, *, is_gradient: bool = False, is_weight: bool = False) -> torch.dtype:
         """The dtype of an operand."""
-        return self.gradient or self.dtype if is_gradient else self.dtype
+        other = self.gradient if is_gradient else None if is_weight else self.value
+        return other or self.dtype
 
 
+_INT8 = functools.partial(Level, dtype=torch.int8, rate="int8", policy="int8", scale=Scale.ROW, trains=False)
 _FP8 = functools.partial(Level, dtype=torch.float8_e4m3fn, rate="float8_e4m3fn", policy="fp8")
 
 LEVELS = {
@@ -144,23 +159,49 @@ LEVELS = {
             capabilities=((10, 0), (10, 3)),
             evaluated="rowwise",
         ),
+        _INT8(
+            name="int8_packed",
+            about="as int8; values are unsigned, which oneDNN has fast kernels for on all CPUs, and weights packed",
+            value=torch.uint8,
+            stored="int8",
+            device="cpu",
+            auto=(),
+            keeps_weights=True,
+            grain=1,
+            multiply=packed_int8_mm,
+        ),
+        _INT8(
+            name="int8",
+            about="a row that a matmul contracts; both operands are signed",
+            auto=(),
+            # aten._int_mm
+            grain=8,
+            fewest=17,
+            multiply=int8_mm,
+        ),
     )
 }
 
-#: dtypes of operands with scales
+#: floating dtypes of operands with scales
 NARROW_DTYPES = frozenset(
     dtype
     for level in LEVELS.values()
-    if level.policy
+    if level.policy and level.dtype.is_floating_point
     for dtype in (level.dtype, level.gradient or level.dtype)
 )
 
 
-def levels_of(base: str) -> dict[str, Level]:
-    """The levels that a policy of this base chooses among, by name; none for those that only have op lists."""
-    return {level.name: level for level in LEVELS.values() if base and level.policy == base}
+def levels_of(base: str, *, training: bool = False) -> dict[str, Level]:
+    """The levels that a policy of this base chooses among, by name; none for those that only have op lists.
+
+    Args:
+        base: of the policy.
+        training: only those of graphs that will be differentiated.
+    """
+    rows = [level for level in LEVELS.values() if base and level.policy == base]
+    return {level.name: level for level in rows if level.trains or not training}
 
 
 def is_narrow(value: Any) -> TypeGuard[torch.Tensor]:
-    """True for a tensor of a dtype in which operands with scales are."""
+    """True for a tensor of a floating dtype in which operands with scales are."""
     return isinstance(value, torch.Tensor) and value.dtype in NARROW_DTYPES

@@ -12,7 +12,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["TILE", "Call", "block_scales", "run", "scale_of", "scaled", "scaled_mm"]
+from amp_fx._torch import quantised_ops
+
+__all__ = [
+    "TILE",
+    "Call",
+    "block_scales",
+    "int8_mm",
+    "packed_int8_mm",
+    "run",
+    "scale_of",
+    "scaled",
+    "scaled_mm",
+]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -21,6 +33,9 @@ Call = Callable[..., Any]
 
 #: the smallest magnitude that a scale is made for: scale and inverse are normal numbers in fp32, and zeros stay zeros
 _LEAST = 2.0**-100
+
+#: what stands for zero in uint8
+ZERO_POINT = 128
 
 #: scales of blocks in a tile: rows and columns. Byte 16 * (row % 32) + 4 * (row // 32) + column of it is the scale at
 #: (row, column)
@@ -48,7 +63,7 @@ def scale_of(
 
     Args:
         value: of any shape.
-        dtype: e4m3 or e5m2.
+        dtype: e4m3, e5m2, int8 or uint8.
         groups: dimensions over which a scale is shared, reduced one group after the other.
         call: what every step is made with.
         powers: scales are powers of two, so that scaling itself rounds nothing.
@@ -63,7 +78,7 @@ def scale_of(
     if not is_wide:
         amax = call(prims.convert_element_type.default, amax, torch.float32)
     amax = call(aten.clamp_min.default, amax, _LEAST)
-    scale = call(aten.mul.Tensor, call(aten.reciprocal.default, amax), torch.finfo(dtype).max)
+    scale = call(aten.mul.Tensor, call(aten.reciprocal.default, amax), _largest(dtype))
     if powers:
         for function in (aten.log2.default, aten.floor.default, aten.exp2.default):
             scale = call(function, scale)
@@ -76,19 +91,30 @@ def scaled(value: Any, scale: Any, dtype: torch.dtype, call: Call) -> tuple[Any,
     Args:
         value: of any shape.
         scale: from :func:`scale_of`.
-        dtype: e4m3 or e5m2.
+        dtype: e4m3, e5m2, int8, or uint8 with :data:`ZERO_POINT` for zero.
         call: what every step is made with.
 
     Returns:
         The value in the dtype, shaped and laid out as it was; and the factors in fp32, which are 1 / scale.
-        ``value ~ data * factors``.
+        ``value ~ data * factors``, where zero is zero.
     """
-    largest = torch.finfo(dtype).max
+    largest, factors = _largest(dtype), call(aten.reciprocal.default, scale)
     # widened by the product itself: a cast of its own would make Inductor keep the value in fp32
     data = call(aten.mul.Tensor, value, scale)
+    if not dtype.is_floating_point:
+        data = call(aten.round.default, data)
+        # integers have no NaN: the factor of an infinity has to become one
+        factors = call(aten.add.Tensor, factors, call(aten.sub.Tensor, factors, factors))
     data = call(aten.clamp_min.default, data, -largest)
     data = call(aten.clamp_max.default, data, largest)
-    return call(prims.convert_element_type.default, data, dtype), call(aten.reciprocal.default, scale)
+    if dtype is torch.uint8:
+        data = call(aten.add.Tensor, data, ZERO_POINT)
+    return call(prims.convert_element_type.default, data, dtype), factors
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """The largest magnitude that values have in a dtype."""
+    return torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(torch.int8).max
 
 
 def block_scales(factors: Any, call: Call) -> Any:
@@ -156,6 +182,57 @@ def scaled_mm(
     ones = call(aten.ones_like.default, one)
     product = call(aten._scaled_mm.default, first, second, one, ones, None, None, wide, is_forward)
     product = call(aten.mul.Tensor, product, call(aten.view.default, other, [1, -1]))
+    if bias is not None:
+        product = call(aten.add.Tensor, product, bias)
+    return call(prims.convert_element_type.default, product, dtype)
+
+
+def int8_mm(
+    first: Any,
+    second: Any,
+    factors: Sequence[Any],
+    bias: Any,
+    dtype: torch.dtype,
+    call: Call,
+    *,
+    is_forward: bool,
+) -> Any:
+    """The product of two matrices of signed integers, as :func:`scaled_mm`; sums are exact."""
+    product = call(aten._int_mm.default, first, second)
+    product = call(prims.convert_element_type.default, product, torch.float32)
+    product = call(aten.mul.Tensor, product, factors[1])
+    return _finished(product, factors[0], bias, dtype, call)
+
+
+def packed_int8_mm(
+    first: Any,
+    second: Any,
+    factors: Sequence[Any],
+    bias: Any,
+    dtype: torch.dtype,
+    call: Call,
+    *,
+    is_forward: bool,
+) -> Any:
+    """The product of a matrix in uint8 and one in int8, as :func:`scaled_mm`, for Inductor on a CPU.
+
+    These are the calls of a quantised model as PyTorch exports it, which Inductor's freezing makes one call of oneDNN
+    with a packed weight of (``torch/_inductor/fx_passes/quantization.py``); sums are exact.
+    """
+    ops = quantised_ops()
+    weight = call(aten.permute.default, second, [1, 0])
+    scales = call(aten.view.default, factors[1], [-1])
+    # made of the weight, so that it is a constant where that is one
+    zeros = call(aten.zeros_like.default, scales, dtype=torch.int64)
+    given = call(ops.dequantize_per_tensor.default, first, 1.0, ZERO_POINT, 0, 255, torch.uint8)
+    weight = call(ops.dequantize_per_channel.default, weight, scales, zeros, 0, -128, 127, torch.int8)
+    product = call(aten.linear.default, given, weight)
+    return _finished(product, factors[0], bias, dtype, call)
+
+
+def _finished(product: Any, factors: Any, bias: Any, dtype: torch.dtype, call: Call) -> Any:
+    """A product in fp32 with the factors of its rows and a bias, in the dtype of the result."""
+    product = call(aten.mul.Tensor, product, factors)
     if bias is not None:
         product = call(aten.add.Tensor, product, bias)
     return call(prims.convert_element_type.default, product, dtype)

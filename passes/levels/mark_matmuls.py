@@ -74,4 +74,4 @@ def _refusal(matmul: Matmul | None, role: str, level: Level) -> str:
         return f"only {', '.join(LINEAR_OPS)} with a matrix, in the low dtype, run so"
     if role == WEIGHT and not level.weight_gradients:
         return f"{level.name} leaves gradients of weights in the low dtype"
-    return indivisible(matmul.sizes[1:])
+    return indivisible(matmul.sizes[1:], level.grain)

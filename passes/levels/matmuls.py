@@ -17,7 +17,6 @@ from amp_fx.graphs.flops import is_matmul
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.passes.keyed import marked
 from amp_fx.plans.plan import node_plan
-from amp_fx.policy.levels import GRAIN
 
 __all__ = ["LEVEL_META", "Matmul", "Operand", "call_name", "indivisible", "last_calls"]
 
@@ -91,11 +90,11 @@ def call_name(node: fx.Node) -> str | None:
     return marked(node) if row is None else row.name
 
 
-def indivisible(sizes: Sequence[int | torch.SymInt]) -> str:
+def indivisible(sizes: Sequence[int | torch.SymInt], grain: int) -> str:
     """Why no library kernel takes these sizes, or an empty string."""
-    if all(isinstance(size, int) and size and size % GRAIN == 0 for size in sizes):
+    if all(isinstance(size, int) and size and size % grain == 0 for size in sizes):
         return ""
-    return f"{GRAIN} does not divide its sizes {' x '.join(map(str, sizes))}"
+    return f"{grain} does not divide its sizes {' x '.join(map(str, sizes))}"
 
 
 def last_calls(gm: fx.GraphModule, gradients: set[fx.Node]) -> set[str | None]:

@@ -53,9 +53,10 @@ class PlaceLevels(Pass):
 
     1. it does not come from a call of the forward that policy and plan leave in the low dtype without a user's rule;
        gradients belong to the call that they are gradients of.
-    2. 16 does not divide its sizes, or they are not known: the contracted one and the columns, and for the gradient of
-       a weight its rows, too. So tokens count only where they are contracted. Where blocks have scales, a block divides
-       what is contracted, and the rows are known.
+    2. no library kernel takes its sizes: the level's grain (16 in fp8) does not divide them, or they are not known: the
+       contracted one and the columns, and for the gradient of a weight its rows, too. So tokens count only where they
+       are contracted. Where blocks have scales, a block divides what is contracted, and the rows are known. In int8 the
+       second is a weight, and on CUDA there are at least 17 rows.
     3. it, or what it gives a gradient of, is the last of the forward: what that returns is multiplied no more, nor
        added to a residual stream.
     4. it gives the gradient of a weight, and the level leaves these.
@@ -146,7 +147,16 @@ class PlaceLevels(Pass):
             return f"it does not run on {self.device}"
         if level.block is not None and not isinstance(rows, int):
             return f"{level.name} has no scales for a number of rows that is not known"
-        if why := indivisible(matmul.sizes if matmul.role == WEIGHT else (contracted, columns)):
+        weight = matmul.operands[1]
+        if level.keeps_weights and not weight.is_folded:
+            return f"{level.name} multiplies by weights of which copies are kept"
+        if not level.trains and weight.source.op != "placeholder":
+            return f"{level.policy} multiplies by weights"
+        if rows == 0:
+            return "it has no rows"
+        if self.device == "cuda" and not (isinstance(rows, int) and rows >= level.fewest):
+            return f"{level.name} multiplies {level.fewest} rows or more"
+        if why := indivisible(matmul.sizes if matmul.role == WEIGHT else (contracted, columns), level.grain):
             return why
         if level.block is not None and contracted % level.block:
             return f"{level.block} does not divide the {contracted} that it contracts"

@@ -122,7 +122,7 @@ class Quantiser:
 
     def _copy(self, operand: Operand, level: Level) -> _Copy:
         """What the operand is converted to, by row as the matmul reads it, else as the value lies in memory."""
-        dtype = level.dtype_of(is_gradient=operand.is_gradient)
+        dtype = level.dtype_of(is_gradient=operand.is_gradient, is_weight=operand.is_weight)
         key = operand.source, dtype, level.scale, operand.layout if level.by_row else ""
         if key not in self.copies or self._is_written(operand.source):
             first = len(self._added)
