@@ -119,6 +119,7 @@ OPS: Mapping[str, Op] = MappingProxyType(
         # matmuls
         "linear": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=_BY_ROWS),
         "addmm": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=LinearForm(1, 2, 0, by_rows=False), addend="self"),
+        "_int_mm": _op(_T.MATMUL),
         "mm": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=_BY_COLUMNS),
         "matmul": _op(_T.WIDE_GRADIENT, linear=_BY_COLUMNS),
         "matmul.*": _op(_T.MATMUL),

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from amp_fx.placement.devices import builtin
-from amp_fx.placement.profile import DTYPES, FLOAT8, DeviceProfile, ProfileError, check_device_type
+from amp_fx.placement.profile import DTYPES, FLOAT8, INT8, DeviceProfile, ProfileError, check_device_type
+from amp_fx.policy.scaled import ZERO_POINT
 
 __all__ = ["measure"]
 
@@ -54,8 +55,8 @@ def measure(
     counts: other processes only ever slow a round down (on two shared cores a parallel region may take 10 ms
     instead of 5 us, and the median with it). A matmul counts in the three layouts of a training step:
     forward, gradient of the input, gradient of the weight. Without kernels of its own a dtype may be fast in
-    one of them only. A matmul in fp8 has one layout, and adds up fast in the forward only. A rate for fp8 is in the
-    profile where the device has one.
+    one of them only. A matmul in fp8 has one layout, and adds up fast in the forward only; one in int8 is that of an
+    evaluation, with a packed weight on a CPU. Rates for these are in the profile where the device has them.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``, the current device.
@@ -74,6 +75,8 @@ def measure(
     }
     if _takes_fp8(device_type):
         makers[FLOAT8] = partial(_scaled_gemm, device_type=device_type)
+    if INT8 in builtin(device_type).peak:
+        makers[INT8] = _packed_int8_gemm if device_type == "cpu" else _int8_gemm
     share = seconds / (_ROUNDS * (len(makers) + 2))
     tasks = {}
     for name, make in makers.items():
@@ -168,6 +171,36 @@ def _scaled_gemm(size: int, device_type: str) -> _Task:
             torch.ops.aten._scaled_mm.default(a, b.t(), scale, scale, None, None, torch.bfloat16, fast)
 
     return _Task(run, 3 * 2 * size**3)
+
+
+def _int8_gemm(size: int) -> _Task:
+    """A product of signed matrices on a GPU, summed in int32."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (
+        torch.randint(-127, 128, (size, size), dtype=torch.int8, device="cuda", generator=generator)
+        for _ in range(2)
+    )
+
+    def run() -> None:
+        torch.ops.aten._int_mm.default(a, b.t())
+
+    return _Task(run, 2 * size**3)
+
+
+def _packed_int8_gemm(size: int) -> _Task:
+    """What Inductor makes of :func:`amp_fx.policy.scaled.packed_int8_mm`."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(0, 256, (size, size), dtype=torch.uint8, generator=generator)
+    b = torch.randint(-127, 128, (size, size), dtype=torch.int8, generator=generator)
+    packed = torch.ops.onednn.qlinear_prepack(b, [size, size])
+    scales, zeros = torch.ones(size), torch.zeros(size, dtype=torch.int64)
+
+    def run() -> None:
+        torch.ops.onednn.qlinear_pointwise.default(
+            a, 1.0, ZERO_POINT, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+
+    return _Task(run, 2 * size**3)
 
 
 def _copy(size: int, device_type: str) -> _Task:

@@ -75,7 +75,7 @@ class Level:
         weight_gradients: False where the matmuls that give gradients of weights stay in the low dtype.
         device: type of the only device that multiplies in it; None: any.
         capabilities: CUDA devices whose libraries multiply in it; None: all that have the rate.
-        auto: CUDA devices that :data:`AUTO` means it for; empty: all devices that no row above is meant for; None: none.
+        auto: CUDA devices that :data:`AUTO` means it for; empty: all devices that no row above is for; None: none.
         evaluated: name of the level that stands for it where nothing is differentiated; empty: itself.
         stored: name of the level in which weights are brought there; empty: itself.
         multiply: makes the product of operands with scales, see :func:`amp_fx.policy.scaled.scaled_mm`.

@@ -16,6 +16,7 @@ from amp_fx._torch import quantised_ops
 
 __all__ = [
     "TILE",
+    "ZERO_POINT",
     "Call",
     "block_scales",
     "int8_mm",
