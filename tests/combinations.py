@@ -57,6 +57,8 @@ AXES: Mapping[str, Mapping[str, Any]] = {
         "fast, rules": {"base": "fast", "rules": _RULES},
         "fp8": "fp8",
         "fp8, rules": {"base": "fp8", "rules": _RULES},
+        "int8": "int8",
+        "int8, rules": {"base": "int8", "rules": _RULES},
     },
     "fp8": {"auto": LEFT_OUT, "rowwise": "rowwise"},
     "numerics": {"compiled": LEFT_OUT, "eager": "eager"},
@@ -91,7 +93,11 @@ class Excluded:
 _FP8 = ("fp8", "fp8, rules")
 
 EXCLUDED = (
-    Excluded({"numerics": ["eager"], "policy": _FP8}, "eager torch.autocast has no fp8", is_error=True),
+    Excluded(
+        {"numerics": ["eager"], "policy": [*_FP8, "int8", "int8, rules"]},
+        "eager torch.autocast has nothing below 16 bits",
+        is_error=True,
+    ),
     Excluded(
         {"numerics": ["eager"], "weights": ["freeze"]}, "what is folded rounds otherwise", is_error=True
     ),

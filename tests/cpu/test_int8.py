@@ -1,0 +1,191 @@
+"""Inference in 8-bit integers on a CPU: accuracy, packed weights that may change, and what stays in 16 bits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.errors import OptionsError
+from amp_fx.placement.devices import builtin
+from graphs import without_inductor
+from holding import Held
+
+#: all that may run in int8 does, whether it pays or not
+OPTIONS = {"policy": "int8", "profile": "off", "strict": True}
+
+
+class Net(nn.Module):
+    """Odd sizes, linears that share what they read, a tied embedding, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(24, 35), nn.Linear(35, 24, bias=False)
+        self.out.weight = self.embed.weight
+        self.gate, self.up, self.down = nn.Linear(35, 67), nn.Linear(35, 67), nn.Linear(67, 35)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.out(self.down(F.silu(self.gate(x)) * self.up(x)))
+
+
+@pytest.fixture(scope="module")
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(0, 24, (4, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def run(model: Net) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="amp_fx", options=OPTIONS)
+
+
+@pytest.fixture(autouse=True)
+def _mode() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def wrong(got: Tensor, model: nn.Module, *args: Tensor) -> float:
+    """Relative distance from fp64."""
+    given = [arg.double() if arg.is_floating_point() else arg for arg in args]
+    exact = copy.deepcopy(model).double()(*given)
+    return ((got - exact).norm() / exact.norm()).item()
+
+
+def small(**options: Any) -> tuple[nn.Sequential, Callable[..., Tensor]]:
+    """A model with one linear in int8, and what is compiled of it."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).eval()
+    return model, torch.compile(model, backend="amp_fx", options={**OPTIONS, **options})
+
+
+def planned(run: Callable[..., Any], *args: Tensor) -> dict[str, str]:
+    """The level of every matmul, by module."""
+    with without_inductor(), amp_fx.record() as recording:
+        run(*args)
+    rows = [row for plan in recording.plans for row in plan.nodes if row.flops]
+    return {row.module_path: row.levels.get("forward", str(row.dtype)) for row in rows}
+
+
+def test_results_are_as_near_to_fp64_as_8_bits_let_them_and_follow_weights_and_sizes(
+    model: Net, ids: Tensor, run: Callable[..., Tensor]
+) -> None:
+    with torch.autocast("cpu"):
+        low = wrong(model(ids), model, ids)
+    first = run(ids)
+    assert first.dtype is torch.float32
+    assert low < wrong(first, model, ids) < 0.03
+    for change in (lambda p: p.mul_(1.5), lambda p: p.data.mul_(0.5)):
+        with torch.no_grad():
+            change(model.up.weight)
+        assert wrong(run(ids), model, ids) < 0.03
+    assert wrong(run(ids[:, :5]), model, ids[:, :5]) < 0.03
+
+
+def test_linears_but_the_last_run_in_int8_and_rules_are_followed(model: Net, ids: Tensor) -> None:
+    def levels(policy: Any) -> dict[str, str]:
+        torch._dynamo.reset()
+        return planned(torch.compile(model, backend="amp_fx", options={**OPTIONS, "policy": policy}), ids)
+
+    assert levels("int8") == {
+        "gate": "int8_packed",
+        "up": "int8_packed",
+        "down": "int8_packed",
+        "out": "bfloat16",
+    }
+    rules = [{"module": "up", "precision": "fp32"}, {"module": "down", "precision": "low"}]
+    found = levels({"base": "int8", "rules": rules})
+    assert found == {
+        "gate": "int8_packed",
+        "up": "torch.float32",
+        "down": "torch.bfloat16",
+        "out": "bfloat16",
+    }
+
+
+def test_rows_of_zeros_stay_zeros_and_an_infinity_makes_nan_of_its_row() -> None:
+    model, run = small()
+    x = torch.randn(4, 32)
+    x[0], x[1, 3], x[2, 1] = 0, torch.inf, torch.nan
+    model[0].weight.data[5] = 0  # type: ignore[operator]  # a linear
+    got = run(x)
+    assert got.isnan().all(1).tolist() == [False, True, True, False]
+    fine = [0, 3]
+    assert wrong(got[fine], model, x[fine]) < 0.03
+
+
+def test_a_batch_without_rows_has_results_without_rows() -> None:
+    _, run = small()
+    assert run(torch.empty(0, 32)).shape == (0, 16)
+
+
+def test_with_fp16_and_with_weights_that_are_quantised_in_each_call() -> None:
+    for options in ({"dtype": "float16"}, {"weights": "cast"}):
+        model, run = small(**options)
+        x = torch.randn(6, 32)
+        assert wrong(run(x), model, x) < 0.03
+
+
+def test_a_packed_weight_takes_one_byte_an_element() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)).eval()
+    held = Held()
+    torch.compile(model, backend="amp_fx", options=OPTIONS)(torch.randn(8, 512))
+    # of each column a factor, two numbers that oneDNN wants, and a low bias; and the last linear is low
+    assert 512 * 512 < held.bytes() < 512 * 512 + 512 * 24 + 2 * 2 * 512 * 16
+
+
+def test_by_default_only_what_pays_is_quantised() -> None:
+    if "int8" not in builtin("cpu").peak:
+        pytest.skip("needs a CPU with products of 8-bit integers")
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 4096))
+    with torch.device("meta"):
+        head = nn.Linear(4096, 8)
+    model.extend([nn.ReLU(), head.to_empty(device="cpu")])
+    run = torch.compile(model.eval(), backend="amp_fx", options={"policy": "int8"})
+    levels = planned(run, torch.randn(64, 16))
+    assert levels["4"] == "int8_packed"
+    assert "int8_packed" not in (levels["0"], levels["6"])
+
+
+def test_with_gradients_the_policy_means_autocast_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    _, run = small()
+    with torch.inference_mode(False), torch.enable_grad(), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert set(planned(run, torch.randn(4, 32)).values()) == {"torch.bfloat16"}
+            torch._dynamo.reset()
+    assert len([row for row in caplog.records if "int8" in row.getMessage()]) <= 1
+
+
+def test_what_contradicts_it_is_refused(model: Net, ids: Tensor) -> None:
+    with pytest.raises(Exception, match="numerics='eager'") as info:
+        small(numerics="eager")[1](torch.randn(2, 32))
+    assert isinstance(getattr(info.value, "inner_exception", info.value), OptionsError)
+    with pytest.raises(OptionsError, match="without gradients"), torch.inference_mode(False):
+        amp_fx.calibrate(model, ids, lambda out: out.square().mean(), policy="int8")
+
+
+def test_an_exported_program_multiplies_integers_without_amp_fx() -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        model, _ = small()
+        x = torch.randn(5, 32)
+        program = amp_fx.export(model, (x,), policy="int8", profile="off")
+        assert [node for node in program.graph.nodes if node.target is torch.ops.aten._int_mm.default]
+        assert torch.int8 in {weight.dtype for weight in program.state_dict.values()}
+        assert wrong(program.module()(x), model, x) < 0.03
