@@ -55,6 +55,9 @@ def _times(matmul: Matmul, level: Level, cost: LevelCost) -> tuple[int, int]:
     if len({level_of(operand, level).by_row for operand in matmul.operands}) > 1:
         # factors of columns are multiplied afterwards
         below += cost.moving(2 * numel(result) * result.dtype.itemsize, 1)
+    if not level.dtype.is_floating_point:
+        # the product is in 32 bits, which the kernel behind it reads
+        below += cost.moving(2 * numel(result) * (4 - result.dtype.itemsize))
     return low, below
 
 
