@@ -245,7 +245,7 @@ class _Builder:
         if given.copy_of:
             group = self.nodes[reader]["group"]
             if given.dtype is not None and dtype_name(given.dtype) == "float32":
-                return self._add_value("parameter", given, f"{label} scales", group, "scales of an fp8 copy")
+                return self._add_value("parameter", given, f"{label} scales", group, "scales of a copy")
             return self._add_value("parameter", given, label, group, "a low copy, kept across calls")
         if not given.parameter and self.plan.phase == "backward" and not given.name.startswith("tangents"):
             group = self.nodes[reader]["group"]

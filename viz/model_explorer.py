@@ -21,7 +21,7 @@ __all__ = ["SUFFIX", "graph_collection", "node_data", "write"]
 SUFFIX, _DATA_SUFFIX = ".model-explorer.json", ".node-data.json"
 
 #: node data are numbers: bits of the compute dtype
-_BITS = {"float8_e4m3fn": 8, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
+_BITS = {"int8": 8, "float8_e4m3fn": 8, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 
 
 def write(model: Drawing, path: Path) -> Path:

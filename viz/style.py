@@ -34,6 +34,7 @@ __all__ = [
 
 #: fill colours by compute dtype: low precision is dark, fp32 light, so that they differ in print, too
 DTYPES = {
+    "int8": "#8a2b55",
     "float8_e4m3fn": "#6a3d9a",
     "bfloat16": "#2a78ad",
     "float16": "#1f7f63",
@@ -41,7 +42,7 @@ DTYPES = {
 }
 
 #: text on these
-INK = {"float8_e4m3fn": "#ffffff", "bfloat16": "#ffffff", "float16": "#ffffff"}
+INK = dict.fromkeys(("int8", "float8_e4m3fn", "bfloat16", "float16"), "#ffffff")
 
 #: fill colours by what rounding a call adds to the relative error of the gradient: (below, colour). Lightness tells
 #: them apart, too. The first is for what was not measured
@@ -68,6 +69,7 @@ TINT = "#d1495b"
 #: the page's colours by name, for a light window and for a dark one
 LIGHT = {
     **DTYPES,
+    "on-int8": "#ffffff",
     "on-float8_e4m3fn": "#ffffff",
     "on-bfloat16": "#ffffff",
     "on-float16": "#ffffff",
@@ -86,10 +88,12 @@ LIGHT = {
     "border": "#222222",
 }
 DARK = {
+    "int8": "#e79bbd",
     "float8_e4m3fn": "#c3a5e8",
     "bfloat16": "#5eb0e5",
     "float16": "#45bf99",
     "float32": "#4b3e17",
+    "on-int8": "#2b0617",
     "on-float8_e4m3fn": "#160527",
     "on-bfloat16": "#00131f",
     "on-float16": "#001f16",

@@ -97,7 +97,7 @@ def input_plan(node: fx.Node, path: str) -> InputPlan | None:
     return InputPlan(
         name=f"{path}{node.name}",
         parameter=is_parameter(node),
-        dtype=value.dtype if value.is_floating_point() else None,
+        dtype=value.dtype if value.is_floating_point() or COPY_META in node.meta else None,
         shape=_shape(value),
         bytes=numel(value) * value.dtype.itemsize,
         copy_of=node.meta.get(COPY_META, ""),

@@ -102,7 +102,7 @@ class ReportData:
 
     @property
     def held(self) -> list[InputPlan]:
-        """The low copies of weights that graphs without gradients keep across calls, each once, and scales of fp8."""
+        """The low copies of weights that graphs without gradients keep across calls, each once, and their scales."""
         copies = (given for plan in self.plans for given in plan.inputs if given.copy_of)
         return list({(given.name, given.bytes): given for given in copies}.values())
 
@@ -114,7 +114,7 @@ class ReportData:
                 calls.setdefault(op, Counter()).update(dtypes)
         columns = [
             d
-            for d in ("float8_e4m3fn", "float16", "bfloat16", "float32")
+            for d in ("int8", "float8_e4m3fn", "float16", "bfloat16", "float32")
             if any(row[d] for row in calls.values())
         ]
         columns += sorted({d for row in calls.values() for d in row} - set(columns))
