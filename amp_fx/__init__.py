@@ -11,6 +11,7 @@ from amp_fx.calibration import CalibratedPlan, Calibration, Point, calibrate
 from amp_fx.errors import (
     AmpFxError,
     CaptureError,
+    ExportError,
     FallbackWarning,
     InputError,
     MissingLibraryError,
@@ -23,7 +24,7 @@ from amp_fx.errors import (
     VerifyError,
     WeightsError,
 )
-from amp_fx.exporting import convert, export, extra_files
+from amp_fx.exporting import convert, export, export_onnx, extra_files
 from amp_fx.plans import CastPlan, NodePlan, Plan
 from amp_fx.policy import Policy, Rule
 from amp_fx.reports import Recording, Report, explain, histogram, record
@@ -36,6 +37,7 @@ __all__ = [
     "Calibration",
     "CaptureError",
     "CastPlan",
+    "ExportError",
     "FallbackWarning",
     "GradScaler",
     "InputError",
@@ -59,6 +61,7 @@ __all__ = [
     "convert",
     "explain",
     "export",
+    "export_onnx",
     "extra_files",
     "histogram",
     "record",

@@ -6,6 +6,7 @@ Every message names the bad value, the valid ones, and what to do::
     |-- OptionsError (also ValueError)   the user passed an unknown key, a bad value or a contradiction
     |-- PlanError (also ValueError)      a plan file is wrong, or fits another model
     |-- InputError (also TypeError)      an exported program is given an input in another dtype than it takes
+    |-- ExportError                      an exported file cannot be written, or a runtime refuses it; names the node
     |-- ScalerError (also ValueError)    no scaler of that name, or parameters that cannot be scaled
     |-- TargetError (also ValueError)    no device of that name to compile for, or this machine lacks what it takes
     |-- MissingLibraryError (also ModuleNotFoundError)  an integration's library is not installed
@@ -26,6 +27,7 @@ from collections.abc import Iterable
 __all__ = [
     "AmpFxError",
     "CaptureError",
+    "ExportError",
     "FallbackWarning",
     "InputError",
     "MissingLibraryError",
@@ -55,6 +57,10 @@ class PlanError(AmpFxError, ValueError):
 
 class InputError(AmpFxError, TypeError):
     """A program that was exported with ``keep_io_dtypes=False`` is given an input in another dtype than it takes."""
+
+
+class ExportError(AmpFxError):
+    """A file of an exported program cannot be written, or a runtime refuses it, or it computes something else."""
 
 
 class ScalerError(AmpFxError, ValueError):

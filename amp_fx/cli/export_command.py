@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from amp_fx.cli.command import Command
 from amp_fx.cli.models import Target, load_target
 from amp_fx.errors import AmpFxError
 from amp_fx.exporting.converting import export, extra_files
+from amp_fx.exporting.onnx_file import need_onnx, write_onnx
 from amp_fx.options import DTYPES, LEVEL_OPTIONS
 
 __all__ = ["EXPORT"]
@@ -74,9 +74,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     """Exports; returns the exit code."""
-    if args.onnx:
-        _need_onnx()
     output = Path(args.output)
+    onnx_file = output.with_suffix(".onnx")
+    if args.onnx:
+        need_onnx(onnx_file)
     if output.suffix != ".pt2":
         raise AmpFxError(
             f"the output must end in .pt2, which torch.export.load asks for; got {args.output!r}."
@@ -100,7 +101,13 @@ def _run(args: argparse.Namespace) -> int:
     size = output.stat().st_size / 1e6
     print(f"wrote {output}, {size:.1f} MB: its weights take {ratio:.2f} of the bytes of the model's")
     if args.onnx:
-        _write_onnx(ep, output.with_suffix(".onnx"))
+        write_onnx(ep, onnx_file)
+        print(f"wrote {onnx_file}")
+        if any(value.dtype is torch.bfloat16 for value in ep.state_dict.values()):
+            print(
+                "note: onnxruntime's CPU provider has no bfloat16 kernels and refuses the file (NOT_IMPLEMENTED); "
+                "use --dtype float16 there."
+            )
     if args.aoti:
         package = output.with_suffix(".aoti.pt2")
         compile_package(ep, str(package))
@@ -130,34 +137,6 @@ def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors, those of tied ones once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
-
-
-def _need_onnx() -> None:
-    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise AmpFxError(f"--onnx needs {' and '.join(missing)}: pip install 'amp_fx[onnx]'.")
-
-
-def _write_onnx(ep: torch.export.ExportedProgram, path: Path) -> None:
-    import onnx
-
-    program = torch.onnx.export(ep, dynamo=True, verbose=False)
-    if program is None:
-        raise AmpFxError("torch.onnx.export returned no program.")
-    program.save(str(path))
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise AmpFxError(
-            f"{path} was written, and no runtime will load it: {error}. Keep the call that it names in fp32 with a "
-            'rule in --policy, {"module": ..., "precision": "fp32"}, or export without --onnx.'
-        ) from error
-    print(f"wrote {path}")
-    if any(value.dtype is torch.bfloat16 for value in ep.state_dict.values()):
-        print(
-            "note: onnxruntime's CPU provider has no bfloat16 kernels and refuses the file (NOT_IMPLEMENTED); "
-            "use --dtype float16 there."
-        )
 
 
 EXPORT = Command(_SUMMARY, _EXAMPLES, _add_arguments, _run)

@@ -1,0 +1,159 @@
+"""ONNX files of exported programs: written, checked as onnx does, and run beside the model."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from amp_fx.errors import ExportError, MissingLibraryError
+from amp_fx.exporting.converting import export
+
+__all__ = ["export_onnx", "need_onnx", "write_onnx"]
+
+logger = logging.getLogger(__name__)
+
+#: relative distance of an output from the model's own that no rounding of 16 bits explains
+_FAR = 0.1
+
+#: the first opset in which a convolution takes bf16
+_OPSET_OF_BFLOAT16 = 22
+
+_REMEDY = 'Keep the call in fp32: policy={"rules": [{"module": ..., "precision": "fp32"}]}.'
+
+
+def export_onnx(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    path: str | os.PathLike[str],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    keep_io_dtypes: bool = True,
+    **options: Any,
+) -> torch.export.ExportedProgram:
+    """Writes a model in mixed precision as an ONNX file, with all casts in it, and checks the file.
+
+    ``onnx.checker`` goes through it in full, types of all values included. Where onnxruntime is installed, the file is
+    run on the CPU beside the model; not with bf16, for which that has no kernels.
+
+    Args:
+        model: usually in evaluation mode, fp32.
+        args: example inputs.
+        path: of the file; weights beyond 2 GB are in one more beside it, with ``.data`` behind its name.
+        kwargs: example keyword inputs.
+        dynamic_shapes: as in ``torch.export.export``.
+        keep_io_dtypes: as in :func:`amp_fx.convert`.
+        options: as in :func:`amp_fx.convert`.
+
+    Returns:
+        The program that was written.
+
+    Raises:
+        MissingLibraryError: onnx or onnxscript is not installed.
+        ExportError: the file cannot be written, or is refused, or computes something else; names the node.
+        OptionsError, CaptureError, PassError: as :func:`amp_fx.export`.
+    """
+    need_onnx(path)
+    ep = export(model, args, kwargs, dynamic_shapes=dynamic_shapes, keep_io_dtypes=keep_io_dtypes, **options)
+    write_onnx(ep, path)
+    if keep_io_dtypes:
+        _compare(ep, path, model, args, kwargs or {})
+    return ep
+
+
+def need_onnx(path: str | os.PathLike[str]) -> None:
+    """Refuses what would fail after the work.
+
+    Raises:
+        MissingLibraryError: a library is not installed.
+        ExportError: there is no folder for the file.
+    """
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingLibraryError(f"ONNX files take {' and '.join(missing)}: pip install 'amp_fx[onnx]'.")
+    folder = Path(path).absolute().parent
+    if not os.access(folder, os.W_OK):
+        raise ExportError(
+            f"cannot write {os.fspath(path)!r}: {str(folder)!r} is no folder that can be written."
+        )
+
+
+def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -> None:
+    """Writes a program and checks the file.
+
+    Raises:
+        ExportError: torch does not write it, or onnx refuses it.
+    """
+    import onnx
+
+    opset = _OPSET_OF_BFLOAT16 if _has_bfloat16(ep) else None
+    try:
+        program = torch.onnx.export(ep, dynamo=True, verbose=False, opset_version=opset)
+    except torch.onnx.errors.OnnxExporterError as error:
+        raise ExportError(f"torch.onnx.export fails: {str(error).strip()}") from error
+    if program is None:
+        raise ExportError("torch.onnx.export returned no program.")
+    program.save(os.fspath(path))
+    try:
+        onnx.checker.check_model(os.fspath(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ExportError(
+            f"{os.fspath(path)} was written, and no runtime will load it: {error}. {_REMEDY}"
+        ) from error
+
+
+def _has_bfloat16(ep: torch.export.ExportedProgram) -> bool:
+    values = (node.meta.get("val") for node in ep.graph.nodes)
+    return any(isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 for value in values)
+
+
+def _compare(
+    ep: torch.export.ExportedProgram,
+    path: str | os.PathLike[str],
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Runs the file in onnxruntime, if that is installed, beside the model.
+
+    Raises:
+        ExportError: it fails, or an output is not finite, or another one than the model's.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        logger.info("%s was not run: onnxruntime is not installed", path)
+        return
+    if _has_bfloat16(ep):
+        logger.info("%s was not run: onnxruntime has no kernels in bfloat16 for a CPU", path)
+        return
+    import onnxruntime
+
+    given = [value for value in tree_leaves((tuple(args), dict(kwargs))) if isinstance(value, torch.Tensor)]
+    try:
+        session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
+        names = [each.name for each in session.get_inputs()]
+        found = session.run(None, {n: v.detach().cpu().numpy() for n, v in zip(names, given, strict=True)})
+    except Exception as error:  # onnxruntime has a class of its own for each kind
+        raise ExportError(f"onnxruntime refuses {os.fspath(path)}: {error}. {_REMEDY}") from error
+    with torch.no_grad():
+        wanted = [value for value in tree_leaves(model(*args, **kwargs)) if isinstance(value, torch.Tensor)]
+    for name, value, exact in zip([each.name for each in session.get_outputs()], found, wanted, strict=True):
+        if exact.is_floating_point():
+            _check_output(name, torch.as_tensor(value).double(), exact.detach().cpu().double())
+
+
+def _check_output(name: str, got: torch.Tensor, exact: torch.Tensor) -> None:
+    far = (got - exact)[exact.isfinite()]
+    if not far.isfinite().all():
+        raise ExportError(f"output {name!r} of the file is not finite where the model's is. {_REMEDY}")
+    norm = exact[exact.isfinite()].norm()
+    if norm and far.norm() > _FAR * norm:
+        raise ExportError(
+            f"output {name!r} of the file is {far.norm() / norm:.2g} from the model's, relative to its size. {_REMEDY}"
+        )
