@@ -199,7 +199,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 if __name__ == "__main__":
     # as if these were on a GPU
-    copies.heals = is_dense
+    copies.heals = lambda weight, form: is_dense(weight)
     print(
         json.dumps(
             {
