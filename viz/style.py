@@ -42,7 +42,7 @@ DTYPES = {
 }
 
 #: text on these
-INK = dict.fromkeys(("int8", "float8_e4m3fn", "bfloat16", "float16"), "#ffffff")
+INK: dict[str, str] = dict.fromkeys(("int8", "float8_e4m3fn", "bfloat16", "float16"), "#ffffff")
 
 #: fill colours by what rounding a call adds to the relative error of the gradient: (below, colour). Lightness tells
 #: them apart, too. The first is for what was not measured

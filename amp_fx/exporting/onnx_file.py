@@ -95,7 +95,13 @@ def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -
 
     opset = _OPSET_OF_BFLOAT16 if _has_bfloat16(ep) else None
     try:
-        program = torch.onnx.export(ep, dynamo=True, verbose=False, opset_version=opset)
+        program = torch.onnx.export(
+            ep,
+            dynamo=True,
+            verbose=False,
+            opset_version=opset,
+            custom_translation_table={torch.ops.aten._int_mm.default: _int_mm},
+        )
     except torch.onnx.errors.OnnxExporterError as error:
         raise ExportError(f"torch.onnx.export fails: {str(error).strip()}") from error
     if program is None:
@@ -107,6 +113,13 @@ def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -
         raise ExportError(
             f"{os.fspath(path)} was written, and no runtime will load it: {error}. {_REMEDY}"
         ) from error
+
+
+def _int_mm(first: Any, second: Any) -> Any:
+    """ONNX's product of two matrices of 8-bit integers, which torch.onnx does not know."""
+    from onnxscript import opset18
+
+    return opset18.MatMulInteger(first, second)
 
 
 def _has_bfloat16(ep: torch.export.ExportedProgram) -> bool:

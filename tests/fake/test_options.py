@@ -132,7 +132,7 @@ def test_options_win_over_the_mode() -> None:
         ({"max_autotun": True}, r"Did you mean 'max_autotune'\?"),
         (
             {"zzzzzz": 1},
-            r"valid: dtype, fp8, numerics, .*strict, .*or any option of torch\._inductor\.config\.$",
+            r"valid: dtype, fp8, int8, numerics, .*strict, .*or any option of torch\._inductor\.config\.$",
         ),
         ({"inductor": {}}, r"Unknown option 'inductor'"),
         ({"accumulation": "autograd"}, r"'accumulation' was removed: autograd adds .*docs/profiling\.md"),

@@ -6,6 +6,7 @@ Each model is exported once; all tests share that on one worker.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
 import subprocess
@@ -370,6 +371,50 @@ def test_norms_between_low_calls_load_and_run_in_onnxruntime(tmp_path: Path, opt
     exact = copy.deepcopy(model).double()(x.double()).detach()
     with torch.no_grad():
         assert _error(outputs, exact) <= _allowed(_error(ep.module()(x), exact))
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"policy": "int8"}], ids=str
+)
+def test_a_file_is_written_checked_and_run(
+    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "model.onnx"
+    with caplog.at_level(logging.INFO, "amp_fx.exporting"):
+        ep = amp_fx.export_onnx(_Norms().eval(), (torch.randn(8, 3, 12, 12),), path, **options)
+    assert path.stat().st_size > 0
+    assert isinstance(ep, ExportedProgram)
+    # bf16 has no kernels there
+    assert ("not run" in caplog.text) == (options.get("dtype") != "float16")
+
+
+class _Overflows(nn.Module):
+    """Squares that fp16 does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 3000 * self.first(x)
+        return self.last(y / (y * y).mean(-1, keepdim=True).sqrt())
+
+
+def test_a_model_that_overflows_in_fp16_has_a_file_whose_results_are_right(tmp_path: Path) -> None:
+    # or an error would say so
+    amp_fx.export_onnx(_Overflows().eval(), (torch.randn(4, 16),), tmp_path / "model.onnx", dtype="float16")
+
+
+def test_a_file_that_computes_something_else_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, args = nn.Linear(16, 4).eval(), (torch.randn(4, 16),)
+    other = amp_fx.export(nn.Linear(16, 4).eval(), args, dtype="float16")
+    monkeypatch.setattr("amp_fx.exporting.onnx_file.export", lambda *_, **__: other)
+    with pytest.raises(amp_fx.ExportError, match="from the model's"):
+        amp_fx.export_onnx(model, args, tmp_path / "model.onnx")
+    with pytest.raises(amp_fx.ExportError, match="no folder"):
+        amp_fx.export_onnx(model, args, tmp_path / "nowhere" / "model.onnx")
 
 
 def test_the_command_line_names_what_no_runtime_loads(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_fx.policy.scaled import block_scales, run, scale_of, scaled
+from amp_fx.policy.scaled import ZERO_POINT, block_scales, run, scale_of, scaled
 from levels import widened
 
 FP8 = torch.float8_e4m3fn
@@ -74,3 +74,24 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_seen_in_its_block_only() -> 
         finite = again[row].isfinite().view(4, 32).all(-1)
         assert finite.tolist() == [place != block for place in range(4)]
         assert not again[row].view(4, 32)[block].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_integers_stand_for_values_by_half_a_step_at_most_and_use_the_range(dtype: torch.dtype) -> None:
+    value = torch.randn(16, 64) * torch.exp2(torch.arange(16) - 8)[:, None]
+    value[3] = 0
+    scale = scale_of(value, dtype, [[-1]], run, powers=False, is_wide=True)
+    data, factors = scaled(value, scale, dtype, run)
+    assert data.dtype is dtype
+    centred = data.int() - (ZERO_POINT if dtype is torch.uint8 else 0)
+    assert centred.abs().amax(-1).tolist() == [0 if row == 3 else 127 for row in range(16)]
+    assert ((centred * factors - value).abs() <= factors * 0.5001).all()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_makes_nan_of_the_factor_of_its_row(bad: float) -> None:
+    value = torch.ones(2, 8)
+    value[1, 3] = bad
+    scale = scale_of(value, torch.int8, [[-1]], run, powers=False, is_wide=True)
+    _, factors = scaled(value, scale, torch.int8, run)
+    assert factors.isnan().flatten().tolist() == [False, True]
