@@ -39,7 +39,7 @@ from amp_fx.plans.plan import Plan
 from amp_fx.plans.publish import is_heard, publish
 from amp_fx.plans.summary import summary
 from amp_fx.plans.unused import unused_rules
-from amp_fx.policy.levels import AUTO
+from amp_fx.policy.levels import AUTO, levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import add_autocast, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
@@ -112,9 +112,9 @@ def _plainly(call: Call, reason: str) -> Taken | None:
     opts, left_out = call.opts, list[str]()
     if opts.weights != "cast":
         opts, left_out = replace(opts, weights="cast"), ["with weights cast in each call"]
-    if opts.policy.base == "fp8":
-        opts = replace(opts, policy=replace(opts.policy, base="autocast"), fp8=AUTO)
-        left_out.append("without fp8")
+    if levels_of(opts.policy.base):
+        left_out.append(f"without {opts.policy.base}")
+        opts = replace(opts, policy=replace(opts.policy, base="autocast"), level=AUTO)
     if opts.scaler is not None:
         opts = replace(opts, scaler=None)
         left_out.append("with gradients that the scaler scales from outside")

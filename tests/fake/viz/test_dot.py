@@ -98,7 +98,7 @@ def test_borders_tell_classes_apart_and_every_box_names_its_dtype() -> None:
     source = dot.source(drawing(blocks()), depth=9).source
     boxes = re.findall(r"node_\d+_\d+ \[label=(.*?) color=.*?fillcolor=\"(#\w+)\"", source)
     assert len(boxes) > 10
-    short = dict(zip(DTYPES.values(), ("fp8", "bf16", "fp16", "fp32"), strict=True))
+    short = dict(zip(DTYPES.values(), ("int8", "fp8", "bf16", "fp16", "fp32"), strict=True))
     assert all(short[fill] in label for label, fill in boxes)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_fx import WeightsError, backend, weights
+from amp_fx import WeightsError, backend, compiling, weights
 from amp_fx._torch import AFTER_STEP
 from amp_fx.graphs.calls import is_cast
 from amp_fx.weights import LowCopies, watch
@@ -63,7 +63,7 @@ def test_graphs_with_gradients_cast_their_weights_and_the_log_says_so_once(
         lowered.append(gm)
         return gm
 
-    monkeypatch.setattr(backend, "lower", lower)
+    monkeypatch.setattr(compiling, "lower", lower)
     backend._say_cast.cache_clear()
     options = {"weights": asked, "profile": "off", "strict": True}
     with caplog.at_level(logging.INFO, logger="amp_fx.backend"):
