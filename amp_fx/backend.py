@@ -37,13 +37,13 @@ from amp_fx.lowering import lower, lower_as_it_is
 from amp_fx.options import Options
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.publish import is_heard, publish
-from amp_fx.plans.summary import summary
 from amp_fx.plans.unused import unused_rules
 from amp_fx.policy.levels import AUTO, levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import add_autocast, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
 from amp_fx.state import cache_results
+from amp_fx.viz.words import summary
 from amp_fx.weights.watch import counting
 
 __all__ = ["amp_fx", "listen"]

@@ -14,12 +14,15 @@ from amp_fx.errors import PlanError
 from amp_fx.options import Options
 from amp_fx.passes import PlaceLevels
 from amp_fx.passes.keyed import marked
-from amp_fx.passes.levels.place_levels import BUDGET_META, write_choice
+from amp_fx.passes.levels.place_levels import write_choice
+from amp_fx.passes.scratch import BUDGET
 from amp_fx.placement.devices import builtin, resolve
 from amp_fx.placement.level_device import meaning, multiplies
 from amp_fx.placement.profile import DEVICE_TYPES
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.reasons import Reason
 from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, levels_of
+from amp_fx.viz.words import sentence
 
 __all__ = ["add_choices", "level_placement"]
 
@@ -53,7 +56,7 @@ def level_placement(
         profile = resolve(opts.profile, device)
         means = meaning(opts.policy.base, wanted, profile, device, low, training=True)
         plan.meaning = means.text
-        budget = rewritten.meta.get(BUDGET_META)
+        budget = BUDGET.of(rewritten)
         placed = means.level and PlaceLevels(means.level, device, means.cost, budget)
     else:
         return None
@@ -115,7 +118,7 @@ def add_choices(plan: Plan, placed: PlaceLevels) -> None:
         if placed.level is not None:
             plan.meaning += f", compiled earlier: what runs in {placed.level.policy} is not known here"
         return
-    chosen: dict[str, dict[str, tuple[Level | None, str]]] = {}
+    chosen: dict[str, dict[str, tuple[Level | None, Reason]]] = {}
     for (name, role), choice in placed.choices.items():
         chosen.setdefault(name, {})[role] = choice
     for row in plan.nodes:
@@ -126,5 +129,7 @@ def add_choices(plan: Plan, placed: PlaceLevels) -> None:
                 "here. Make a new plan, or drop the option."
             )
         row.levels.clear()
-        for role, choice in found.items():
-            write_choice(row, role, *choice)
+        for role, (level, why) in found.items():
+            write_choice(row, role, level, why)
+            if "planned" in why.values:
+                logger.warning("%s of %s stays low: %s", role, row.name, sentence(why))

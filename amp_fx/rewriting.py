@@ -28,8 +28,8 @@ from amp_fx.passes import (
     run_passes,
     select,
 )
-from amp_fx.passes.forward.place_by_harm import HARM_META, Placement
-from amp_fx.passes.levels.place_levels import BUDGET_META, Budget
+from amp_fx.passes.forward.place_by_harm import Placement
+from amp_fx.passes.scratch import BUDGET, HARM, Budget
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_device import meaning
 from amp_fx.plans.harm import CallHarm, Harm
@@ -144,8 +144,9 @@ def _replay(captured: fx.GraphModule, opts: Options, case: Case, context: PassCo
     outline.graph, outline.training = compile_id(), context.training
     chosen = choose_plan(opts.plan or (), outline)
     rows = {row.name: saved for saved, row in counterparts(chosen, outline)}
-    if not chosen.decides_levels:
-        rows = {name: replace(row, levels={}) for name, row in rows.items()}
+    # in which levels it computes is decided about steps, and written into the row when the graph was compiled
+    follows = context.training and chosen.decides_levels
+    rows = {name: replace(row, levels=dict(row.levels) if follows else {}) for name, row in rows.items()}
     case = _marking(case, context, chosen).giving(Replay(rows))
     plan = run_passes(captured, select(CAPTURED, case), context)
     plan.policy, plan.unused_rules = chosen.policy, chosen.unused_rules
@@ -175,14 +176,15 @@ def _place_by_harm(
     step = PlaceByHarm(rows, first, placement=placement)
     plan = run_passes(captured, select(CAPTURED, case.giving(step)), context)
     if below:
-        captured.meta[BUDGET_META] = _left_below(captured, rows, budget)
+        BUDGET.set(captured, _left_below(captured, rows, budget))
     return plan
 
 
 def _left_below(captured: fx.GraphModule, rows: Mapping[str, CallHarm], budget: float) -> Budget:
     """What matmuls below 16 bits may add to the error of a graph that was placed by harm, bodies included."""
-    metas = [module.meta for module in captured.modules() if isinstance(module, fx.GraphModule)]
-    spent, autocast = (sum(meta[HARM_META][at] for meta in metas if HARM_META in meta) for at in (0, 1))
+    graphs = [module for module in captured.modules() if isinstance(module, fx.GraphModule)]
+    harms_found = [found for graph in graphs if (found := HARM.of(graph)) is not None]
+    spent, autocast = (sum(column) for column in zip((0.0, 0.0), *harms_found, strict=True))
     harms = tuple(((row.name, role), row.below(role)) for row in rows.values() for role in row.roles)
     return Budget(harms, max(budget**2 * autocast - spent, 0.0))
 

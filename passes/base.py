@@ -12,7 +12,7 @@ import abc
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch.fx as fx
@@ -25,12 +25,12 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import add_graph
 from amp_fx.policy import Policy
+from amp_fx.policy.rules import Rule
 
 __all__ = [
     "CAPTURED",
     "JOINT",
     "PARTITIONED",
-    "RULES_META",
     "Pass",
     "PassContext",
     "PassResult",
@@ -46,9 +46,6 @@ logger = logging.getLogger(__name__)
 #: Inductor's forward, backward and inference graphs, each by itself. A pass on one of the last two needs it by name.
 CAPTURED, JOINT, PARTITIONED = "captured graph", "joint graph", "partitioned graph"
 
-#: gm.meta key: the user's rules that are about a call of the graph, until the pipeline has run
-RULES_META = "amp_fx_rules"
-
 
 @dataclass(frozen=True)
 class PassContext:
@@ -61,6 +58,7 @@ class PassContext:
         training: True if the graph will be differentiated.
         path: prefix of node names, the path of the body being rewritten: ``"wrap_body_0."``.
         folded: names of the graph's inputs whose casts cost nothing, because they are made once and stored.
+        matched: the user's rules that are about a call of the graph; ``classify`` adds them.
     """
 
     policy: Policy = Policy()
@@ -69,6 +67,7 @@ class PassContext:
     training: bool = False
     path: str = ""
     folded: frozenset[str] = frozenset()
+    matched: set[Rule] = field(default_factory=set, compare=False)
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,9 @@ def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContex
         plan.casts += inner.casts
         plan.inputs += inner.inputs
         plan.unused_rules = [rule for rule in plan.unused_rules if rule in inner.unused_rules]
+    context = replace(context, matched=set())
     run_in_order(gm, pipeline, context)
-    matched = [rule.to_dict() for rule in gm.meta.pop(RULES_META, ())]
+    matched = [rule.to_dict() for rule in context.matched]
     plan.unused_rules = [rule for rule in plan.unused_rules if rule not in matched]
     log_artifact(f"amp_fx_{context.path}rewritten", lambda: gm.print_readable(print_output=False))
     add_graph(plan, gm, context.path)

@@ -9,8 +9,8 @@ from amp_fx._torch import FakeTensorMode, lower_with_inductor
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.passes import PassContext
 from amp_fx.passes.keyed import CUSTOM, MARK
-from amp_fx.passes.levels.matmuls import LEVEL_META
 from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
+from amp_fx.passes.scratch import LEVEL
 from amp_fx.policy.levels import LEVELS
 from amp_fx.targets._torch import compile_contexts, pretended
 
@@ -45,7 +45,8 @@ def counted(level: str, rows: int, columns: int, dtype: torch.dtype, read: str) 
     with pretended(), FakeTensorMode() as mode, compile_contexts(mode, "0/0"):
         gm, inputs = product(rows, columns, dtype, read)
         (matmul,) = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
-        matmul.meta |= {CUSTOM: {MARK: "mm"}, LEVEL_META: LEVELS[level]}
+        matmul.meta[CUSTOM] = {MARK: "mm"}
+        LEVEL.set(matmul, LEVELS[level])
         QuantiseMatmuls().call(gm, PassContext())
         gm.recompile()
         lowered = lower_with_inductor(gm, inputs, is_inference=True)

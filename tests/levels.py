@@ -22,6 +22,7 @@ from amp_fx._torch import replace_inner_compile
 from amp_fx.placement import level_device
 from amp_fx.placement.profile import FLOAT8, DeviceProfile
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.reasons import Kind
 from amp_fx.policy.scaled import TILE
 from benchmarks.counts import Counter, counting
 from benchmarks.workloads import llama_512
@@ -118,9 +119,13 @@ class Step:
         """Matmuls in fp8 of forward and backward."""
         return calls(self.forward, aten._scaled_mm.default), calls(self.backward, aten._scaled_mm.default)
 
-    def reasons(self) -> dict[str, str]:
-        """Module path -> why its matmuls run as they do."""
-        return {row.module_path: row.reason for row in self.plan.nodes if row.flops}
+    def reasons(self) -> dict[str, list[tuple[Kind, str]]]:
+        """Module path -> why its matmuls run as they do: the kind and the role."""
+        return {
+            row.module_path: [(reason.kind, reason.values.get("role", "")) for reason in row.reasons]
+            for row in self.plan.nodes
+            if row.flops
+        }
 
 
 def lowered(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from amp_fx.reports.modules import CastSum, ModuleCasts
 from amp_fx.reports.report import Cost, Report
@@ -32,6 +33,10 @@ NASTY = (
 )
 
 
+def because(why: str) -> tuple[Reason, ...]:
+    return (Reason.of(Kind.LISTED, why=why),)
+
+
 def call(
     name: str,
     *inputs: str,
@@ -44,7 +49,7 @@ def call(
 ) -> NodePlan:
     """A call that reads values of these names."""
     fields = {
-        "reason": f"reason of {name}",
+        "reasons": because(f"reason of {name}"),
         "source": f"net.py:{len(name)} in forward",
         "shape": (2, 8),
         **more,
@@ -200,7 +205,7 @@ def nasty() -> Report:
     for index, text in enumerate(NASTY):
         fields: dict[str, Any] = {
             "op": text,
-            "reason": text,
+            "reasons": because(text),
             "source": text,
             "module": f"{text.replace('.', '')}.inner",
         }

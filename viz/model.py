@@ -16,7 +16,7 @@ from typing import Any
 from amp_fx.plans.diff import keyed
 from amp_fx.plans.modules import is_passage
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
-from amp_fx.plans.summary import more_bytes
+from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 from amp_fx.viz.drawable import Drawable
 from amp_fx.viz.groups import add_group, complete, levels
@@ -32,6 +32,7 @@ from amp_fx.viz.schema import (
     short_dtype,
 )
 from amp_fx.viz.style import rounding
+from amp_fx.viz.words import because, more_bytes
 
 __all__ = ["drawing"]
 
@@ -185,8 +186,8 @@ class _Builder:
                 module=node.module_path,
                 op=node.op,
                 dtype=_dtype(node),
-                op_class="user" if node.reason.startswith("user rule") else node.op_class.value,
-                reason=node.reason,
+                op_class="user" if node.is_because(Kind.RULE) else node.op_class.value,
+                reason=because(node),
                 source=node.source,
                 shape=list(node.shape),
                 bytes=node.bytes,

@@ -24,8 +24,9 @@ from amp_fx.placement.priced import HarmTerm, Labels, Priced, choose_all, within
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.tradeoff import Choice, hull
 from amp_fx.plans.harm import GraphHarm, Harm
-from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import LEVELS
 
 __all__ = ["Cuts", "Placed"]
@@ -165,18 +166,20 @@ class Cuts:
 
     def write(self, plans: Sequence[Plan], placed: Placed) -> None:
         """Writes into plans in which level their matmuls run, and what that adds to the error."""
-        level, low = LEVELS[self._harm.level], dtype_name(self._harm.dtype)
+        level = LEVELS[self._harm.level]
         for plan, part, labels in zip(plans, self.below(placed.labels), placed.below, strict=True):
             plan.meaning = level.name
             rows = {row.name: row for row in plan.nodes}
             for var in part.priced.base.unary:
                 name, role = var  # type: ignore[misc]  # as PlaceLevels names them
                 is_below = labels.get(var, HIGH) is LOW
-                adds = (
-                    f"{level.policy}, {level.name}, adds" if is_below else f"{low}, {level.policy} would add"
-                )
                 error = math.sqrt(part.priced.harm({var: LOW}))
-                why = f"{adds} {error:.1e} to the gradient's error"
+                if is_below:
+                    why = Reason.of(Kind.LEVEL_ADDS, policy=level.policy, level=level.name, error=error)
+                else:
+                    why = Reason.of(
+                        Kind.LEVEL_WOULD_ADD, low=self._harm.dtype, policy=level.policy, error=error
+                    )
                 write_choice(rows[name], role, level if is_below else None, why)
 
     def blame(self, placed: Placed) -> list[HarmTerm]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.plans.plan import NodePlan, Plan, dtype_name, named_dtypes
+from amp_fx.plans.reasons import Reason
 from amp_fx.policy.levels import FORWARD
 
 __all__ = ["Change", "Diff", "Key", "diff_plans", "keyed"]
@@ -33,7 +34,7 @@ class Change:
         phase: ``"forward"`` or ``"backward"``.
         before: dtype name; empty where the node is new.
         after: dtype name; empty where the node is gone.
-        reason: of the plan after, or before where the node is gone.
+        reasons: of the plan after, or before where the node is gone.
     """
 
     module_path: str
@@ -41,7 +42,7 @@ class Change:
     phase: str
     before: str
     after: str
-    reason: str
+    reasons: tuple[Reason, ...]
 
     def __str__(self) -> str:
         where = self.module_path or "(no module)"
@@ -74,7 +75,7 @@ class Diff:
         return {
             "casts": list(self.casts),
             "cast_bytes": list(self.cast_bytes),
-            "changes": [vars(change) for change in self.changes],
+            "changes": [named_dtypes(asdict(change)) for change in self.changes],
             "added": dict(self.added),
             "removed": dict(self.removed),
         }
@@ -109,7 +110,7 @@ def diff_plans(before: Sequence[Plan], after: Sequence[Plan]) -> Diff:
             dtypes = _dtype(first, role), _dtype(second, role)
             if dtypes[0] != dtypes[1]:
                 op = f"{row.op}, {role}" if role else row.op
-                changes.append(Change(row.module_path, op, key[0], *dtypes, row.reason))
+                changes.append(Change(row.module_path, op, key[0], *dtypes, row.reasons))
     casts_before, casts_after = _casts(before, old), _casts(after, new)
     return Diff(
         casts=(casts_before.total(), casts_after.total()),

@@ -30,7 +30,7 @@ from amp_fx.plans.schema import SchemaError, decode, parse_object
 __all__ = ["INSIDE", "CallHarm", "GraphHarm", "Harm", "ReadHarm", "as_number", "slots"]
 
 #: bumped when the JSON form changes incompatibly
-_VERSION = 2
+_VERSION = 3
 
 #: slots of what a kernel of attention rounds inside if it runs low: the probabilities on their way to the values,
 #: scores and their gradient, and the result, from which its backward takes sums

@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ import torch.fx as fx
 
 from amp_fx.errors import PlanError
 from amp_fx.plans.files import write_text
-from amp_fx.plans.schema import SchemaError, decode, parse_object
+from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.schema import SchemaError, decode, dtype_name, named_dtypes, parse_object
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, ROLES, Level
 
@@ -26,7 +27,9 @@ __all__ = [
     "CAST_META",
     "PLAN_META",
     "STEP_META",
+    "CallFacts",
     "CastPlan",
+    "Decision",
     "InputPlan",
     "NodePlan",
     "Plan",
@@ -47,7 +50,7 @@ CAST_META = "amp_fx_cast"
 STEP_META = "amp_fx_step"
 
 #: bumped when the JSON form changes incompatibly
-_VERSION = 3
+_VERSION = 4
 
 
 #: how a node takes its floating arguments; values of NodePlan.takes
@@ -61,56 +64,75 @@ class Takes:
     SELF = "self"  #: in the dtype of the tensor the node writes to
 
 
-@dataclass
-class NodePlan:
-    """What was decided for one call.
+@dataclass(kw_only=True)
+class CallFacts:
+    """What one call is, derived from the graph.
 
     Attributes:
         name: node name, with the path of the body it is in: ``"wrap_body_0.linear"``.
         op: ATen name as the op lists write it, or the target's name.
         module_path: dotted path of the user's module.
-        op_class: what mixed precision does with the op.
-        reason: why, in words: rule, list, hazard or cut.
         source: the user's source line.
         traced: floating dtype of the result in the program as traced; None where it is not floating.
         low: the low dtype in force here.
-        dtype: floating dtype chosen for the computation and its result; None before ``place`` and for
-            nodes without eligible tensors.
-        takes: how arguments are taken, a value of :class:`Takes`.
-        own_dtype_slots: arguments that keep a dtype of their own.
-        pinned: dtype that the result must have at once, because others share its storage; else None.
-        may_round: policy ``fast`` lets the result be stored low where autocast has fp32.
-        tied: True where the result shares a storage that somebody writes to, so it cannot be re-typed alone.
         shape: of the first tensor result; symbolic sizes by their hint.
         bytes: of the floating results as they are stored; 0 for views.
         flops: of matmuls, convolutions and attention; 0 elsewhere.
         inputs: names of what it reads, casts and graph inputs included.
         operands: shapes of the floating tensors it reads, in order.
-        levels: of a matmul where a policy below 16 bits has chosen: role (:data:`amp_fx.policy.levels.ROLES`) -> name
-            of the level (:data:`amp_fx.policy.levels.LEVELS`) in which it multiplies, ``{"forward": "rowwise",
-            "gradient of its input": "bfloat16", ...}``; else empty. A plan of training is followed in these, too.
     """
 
     name: str
     op: str
     module_path: str
-    op_class: OpClass
-    reason: str
     source: str
     traced: torch.dtype | None
     low: torch.dtype | None
-    dtype: torch.dtype | None = None
-    takes: str = Takes.TRACED
-    own_dtype_slots: tuple[str, ...] = ()
-    pinned: torch.dtype | None = None
-    may_round: bool = False
-    tied: bool = False
     shape: tuple[int, ...] = ()
     bytes: int = 0
     flops: int = 0
     inputs: tuple[str, ...] = ()
     operands: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(kw_only=True)
+class Decision:
+    """What was decided for one call; a plan that is followed gives a call all of it.
+
+    Attributes:
+        op_class: what mixed precision does with the op.
+        reasons: why, in the order in which they were found: the last overrules those before.
+        dtype: floating dtype chosen for the computation and its result; None before ``place`` and for
+            nodes without eligible tensors.
+        takes: how arguments are taken, a value of :class:`Takes`.
+        own_dtype_slots: arguments that keep a dtype of their own.
+        pinned: dtype that the result must have at once, because others share its storage; else None.
+        levels: of a matmul where a policy below 16 bits has chosen: role (:data:`amp_fx.policy.levels.ROLES`) -> name
+            of the level (:data:`amp_fx.policy.levels.LEVELS`) in which it multiplies, ``{"forward": "rowwise",
+            "gradient of its input": "bfloat16", ...}``; else empty. A plan of training is followed in these, too.
+    """
+
+    op_class: OpClass
+    reasons: tuple[Reason, ...] = ()
+    dtype: torch.dtype | None = None
+    takes: str = Takes.TRACED
+    own_dtype_slots: tuple[str, ...] = ()
+    pinned: torch.dtype | None = None
     levels: dict[str, str] = field(default_factory=dict)
+
+    def is_because(self, *kinds: Kind) -> bool:
+        """True where a reason of one of these kinds is given."""
+        return any(reason.kind in kinds for reason in self.reasons)
+
+    def follow(self, other: Decision) -> None:
+        """Decides as another has."""
+        for each in fields(Decision):
+            setattr(self, each.name, getattr(other, each.name))
+
+
+@dataclass(kw_only=True)
+class NodePlan(Decision, CallFacts):
+    """One call: what it is, and what was decided for it."""
 
     @property
     def levels_below(self) -> dict[str, Level]:
@@ -309,21 +331,3 @@ class Plan:
 def node_plan(node: fx.Node) -> NodePlan | None:
     """The node's plan; None for nodes that are not calls."""
     return node.meta.get(PLAN_META)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def named_dtypes(value: Any) -> Any:
-    """Plain data in its JSON-like form: dtypes and classes by name."""
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    if isinstance(value, OpClass):
-        return value.value
-    if isinstance(value, dict):
-        return {key: named_dtypes(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [named_dtypes(item) for item in value]
-    return value

@@ -1,4 +1,4 @@
-"""JSON into dataclasses, by their annotations: what is wrong is named by its place, ``nodes[3].dtype``."""
+"""Plain data to JSON, and JSON into dataclasses by their annotations: an error names the place, ``nodes[3].dtype``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.state import cache_results
 
-__all__ = ["SchemaError", "decode", "parse_object"]
+__all__ = ["SchemaError", "decode", "dtype_name", "named_dtypes", "parse_object"]
 
 T = TypeVar("T")
 
@@ -55,6 +55,24 @@ def decode(hint: type[T], value: object, where: str) -> T:
         SchemaError: a field is missing, unknown or of another type.
     """
     return _decode(hint, value, where)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def named_dtypes(value: Any) -> Any:
+    """Plain data in its JSON-like form: dtypes and members of enums by name."""
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: named_dtypes(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [named_dtypes(item) for item in value]
+    return value
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from amp_fx.plans.matmuls import matmuls, untouched_matmuls
 from amp_fx.plans.plan import CastPlan, NodePlan, Plan
-from amp_fx.plans.summary import TOO_SMALL, matmuls, untouched_matmuls
+from amp_fx.plans.reasons import Kind
 from amp_fx.plans.unused import unused_rules
 from amp_fx.policy import OpClass
 from amp_fx.reports.risks import origin_of, starred, with_rule
@@ -235,7 +236,7 @@ def _unaligned(plans: Sequence[Plan]) -> list[Advice]:
 
 
 def _small(plans: Sequence[Plan]) -> list[Advice]:
-    small = [node for plan in plans for node in plan.nodes if TOO_SMALL in node.reason]
+    small = [node for plan in plans for node in plan.nodes if node.is_because(Kind.CASTS_COST_MORE)]
     if not small:
         return []
     where = small[0].module_path or small[0].op

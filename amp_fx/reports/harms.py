@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from amp_fx.plans.harm import CallHarm, Harm, as_number
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.reasons import HARM, Kind, Reason
 
 __all__ = ["add_harms"]
 
 
 def add_harms(plans: Sequence[Plan], harm: Harm) -> dict[str, dict[str, float | None]]:
-    """Adds to every measured call's reason what rounding its operands, its result and their gradients does.
+    """Adds to every measured call's reasons what rounding its operands, its result and their gradients does.
 
     Args:
         plans: of a program; those of forward graphs are changed.
@@ -33,9 +34,12 @@ def add_harms(plans: Sequence[Plan], harm: Harm) -> dict[str, dict[str, float | 
         for call in harm.graph(plan).renamed(plan):
             error = errors[call.name] = _error(call)
             row = rows[call.name]
-            if "; harm: " not in row.reason:
-                cost = "overflows, and adds infinitely much" if error is None else f"adds up to {error:.1e}"
-                row.reason += f"; harm: rounding {cost} to the gradient's error"
+            if row.is_because(*HARM):
+                continue
+            if error is None:
+                row.reasons += (Reason(Kind.ROUNDING_OVERFLOWS),)
+            else:
+                row.reasons += (Reason.of(Kind.ROUNDING_ADDS_UP_TO, error=error),)
     return found
 
 

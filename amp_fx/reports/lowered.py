@@ -17,6 +17,7 @@ from amp_fx.graphs.storages import is_view
 from amp_fx.graphs.values import cast_bytes, is_eligible, tensors
 from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import input_plan, measure
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
 from amp_fx.reports.kernels import cast_kernels, conversion, conversions, is_move
@@ -177,7 +178,7 @@ def _backward_node(node: fx.Node, low: torch.dtype | None, levels: Sequence[Leve
         else getattr(node.target, "__name__", str(node.target)),
         module_path=module_path(node),
         op_class=_backward_class(node, dtype, low),
-        reason=f"{what}: reads {read}, as the forward left it",
+        reasons=(Reason.of(Kind.GRADIENT, of=what, dtypes=read),),
         source=source_line(node),
         traced=dtype,
         low=low,

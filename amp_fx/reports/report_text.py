@@ -9,9 +9,9 @@ from html import escape
 import torch
 
 from amp_fx.plans.plan import dtype_name
-from amp_fx.plans.summary import more_bytes
 from amp_fx.reports.advice import NOT_COMPILED, UNUSED_RULE
 from amp_fx.reports.report_data import ReportData
+from amp_fx.viz.words import more_bytes
 
 __all__ = ["first_screen", "heading", "markdown", "notebook", "table"]
 

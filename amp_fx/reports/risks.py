@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass, Policy
 
 __all__ = ["Risk", "origin_of", "rank_risks", "starred", "with_rule"]
@@ -79,7 +80,7 @@ def _risk(node: NodePlan, readers: list[NodePlan]) -> tuple[float, str]:
     if node.dtype is None or node.dtype != node.low or node.op_class is OpClass.KEEP:
         return 0.0, ""
     low = dtype_name(node.dtype)
-    if node.reason.startswith("user rule") and not node.flops:
+    if node.is_because(Kind.RULE) and not node.flops:
         return 1000.0, f"{low} by your rule"
     length = _summed(node) if node.flops else 0
     if node.flops and node.dtype is torch.float16:
@@ -96,7 +97,7 @@ def _risk(node: NodePlan, readers: list[NodePlan]) -> tuple[float, str]:
         )
     if node.flops:
         return length**0.5 / 10, f"{low} sum of {length} products"
-    if node.may_round or "policy fast" in node.reason:
+    if node.is_because(Kind.LOW_IO, Kind.STORED_LOW):
         return 20.0, f"stored in {low} by policy fast, where autocast has fp32"
     return 0.0, ""
 

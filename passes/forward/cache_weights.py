@@ -11,7 +11,8 @@ from amp_fx.graphs.calls import COPY_META, is_cast
 from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.levels.quantiser import PART_META, erase_unread
+from amp_fx.passes.levels.quantiser import erase_unread
+from amp_fx.passes.scratch import PART, Part
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.forms import FORM_META, Cast, Form
@@ -49,18 +50,17 @@ class CacheWeights(Pass):
             return PassResult(gm, 0, "a body has no weights of its own")
         written = {key for node in gm.graph.nodes for key in written_storages(node)}
         inputs = _Inputs(gm.graph)
-        parts: dict[fx.Node, list[fx.Node]] = {}
+        parts: dict[fx.Node, list[tuple[fx.Node, Part]]] = {}
         for node in gm.graph.nodes:
-            if PART_META in node.meta:
-                parts.setdefault(node.meta[PART_META].source, []).append(node)
+            if (part := PART.of(node)) is not None:
+                parts.setdefault(part.source, []).append((node, part))
         for weight in gm.graph.find_nodes(op="placeholder"):
             if weight.name not in context.folded or storage_of(weight) in written:
                 continue
             for cast in [user for user in weight.users if _is_narrowing(user)]:  # case 1
                 dtype = cast.meta["val"].dtype
                 inputs.take(cast, weight, Cast(dtype), 0, dtype_name(dtype))
-            for node in parts.get(weight, ()):  # case 2
-                part = node.meta[PART_META]
+            for node, part in parts.get(weight, ()):  # case 2
                 policy = LEVELS[part.form.level].policy
                 inputs.take(node, weight, part.form, part.index, (policy, f"{policy}_scale")[part.index])
         if parts:

@@ -20,10 +20,11 @@ from amp_fx.graphs.source_lines import module_path, source_line
 from amp_fx.graphs.storages import in_place_target
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
-from amp_fx.passes.base import RULES_META, Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.scratch import MAY_ROUND, TIED
 from amp_fx.plans.plan import PLAN_META, NodePlan, Takes
-from amp_fx.policy import OpClass, OpGroup, Origin
-from amp_fx.policy.fast import LOW_IO, MAY_ROUND
+from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.policy import OpClass, OpGroup, Origin, fast
 from amp_fx.policy.rules import PRECISIONS, Rule
 from amp_fx.policy.table import lookup
 
@@ -63,19 +64,17 @@ class Classify(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
         counts: Counter[str] = Counter()
-        matched: set[Rule] = set()
         for node in gm.graph.nodes:
             if node.op not in ("call_function", "call_method"):
                 continue
-            plan = _label(node, context, matched)
+            plan = _label(node, context)
             node.meta[PLAN_META] = plan
             counts[plan.op_class.value] += 1
-        gm.meta[RULES_META] = matched
         summary = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         return PassResult(gm, sum(counts.values()), summary or "no calls")
 
 
-def _label(node: fx.Node, context: PassContext, matched: set[Rule]) -> NodePlan:
+def _label(node: fx.Node, context: PassContext) -> NodePlan:
     inputs = [
         source.meta["val"]
         for _, value in arguments(node)
@@ -92,42 +91,41 @@ def _label(node: fx.Node, context: PassContext, matched: set[Rule]) -> NodePlan:
         op=op,
         module_path=module_path(node),
         op_class=OpClass.KEEP,
-        reason="",
         source=source_line(node),
         traced=outputs[0].dtype if outputs else None,
         low=region.dtype if region else None,
     )
 
-    def keep(reason: str, takes: str = Takes.TRACED) -> NodePlan:
-        plan.reason, plan.takes, plan.dtype = reason, takes, plan.traced
+    def keep(kind: Kind, takes: str = Takes.TRACED) -> NodePlan:
+        plan.reasons, plan.takes, plan.dtype = (Reason(kind),), takes, plan.traced
         return plan
 
     if getattr(node.target, "__name__", "") == "getitem":
         plan.op_class = OpClass.FOLLOW if outputs else OpClass.KEEP
-        plan.takes, plan.reason = Takes.ANY, "an element of its producer's result"
+        plan.takes, plan.reasons = Takes.ANY, (Reason(Kind.ELEMENT),)
         return plan
     if not isinstance(node.target, OpOverload):  # case 1
-        return keep("not an ATen op: left as traced")
+        return keep(Kind.NOT_ATEN)
     if device is None or region is None:
-        return keep("no floating tensor that autocast may re-type")
+        return keep(Kind.NOT_FLOATING)
     if any(
         _chooses_dtype(value) for source in node.all_input_nodes for value in tensors(source.meta.get("val"))
     ):
-        return keep("takes a tensor subclass, which has its own dtype")
+        return keep(Kind.SUBCLASS)
     if is_cast(node):  # case 2
-        return keep("the program's own cast", Takes.ANY)
+        return keep(Kind.CAST, Takes.ANY)
     if argument_value(node, "dtype") is not None or (not inputs and outputs):
-        return keep("the program names the dtype of the result", Takes.ANY)
+        return keep(Kind.NAMES_DTYPE, Takes.ANY)
     if has_trait(node, Trait.OWN_DTYPES):
-        return keep("returns each argument in its own dtype")
+        return keep(Kind.OWN_DTYPES)
     if not region.enabled:  # case 3
-        return keep("inside torch.autocast(enabled=False)")
+        return keep(Kind.REGION)
     if not region.by_user and inputs and all(value.dtype is not torch.float32 for value in inputs):  # case 4
-        return keep("already low as the program wrote it")
+        return keep(Kind.LOW_ALREADY)
     if in_place_target(node) is not None:  # case 5
         return _label_write(plan, node, node.target)
     rules = context.policy.matching(plan.op, plan.module_path)
-    matched.update(rules)
+    context.matched.update(rules)
     if rules:  # case 6
         return _label_by_rule(plan, rules[-1], lookup(node.target, device))
     return _label_from_lists(plan, node, node.target, context, device)  # case 7
@@ -138,13 +136,14 @@ def _label_write(plan: NodePlan, node: fx.Node, op: OpOverload) -> NodePlan:
     row = _row(_functional(op), node)
     plan.op_class = OpClass.PROMOTE
     plan.takes = Takes.MIXED if row is not None and row.mixes else Takes.SELF
-    plan.reason = "writes in place: runs in the dtype of what it writes to"
-    plan.tied = True
+    plan.reasons = (Reason(Kind.WRITES),)
+    TIED.set(node, True)
     return plan
 
 
 def _label_by_rule(plan: NodePlan, rule: Rule, row: OpGroup | None) -> NodePlan:
-    plan.op_class, plan.takes, plan.reason = PRECISIONS[rule.precision], Takes.DTYPE, f"user rule {rule}"
+    plan.op_class, plan.takes = PRECISIONS[rule.precision], Takes.DTYPE
+    plan.reasons = (Reason.of(Kind.RULE, rule=str(rule)),)
     plan.own_dtype_slots = row.own_dtype_slots if row is not None else ()
     return plan
 
@@ -156,24 +155,22 @@ def _label_from_lists(
     if row is not None and any(argument_value(node, name) is not None for name in row.unless_given):
         row = None
     if row is None:
-        plan.reason, plan.dtype = "not on the op lists: left as traced", plan.traced
+        plan.reasons, plan.dtype = (Reason(Kind.UNLISTED),), plan.traced
         return plan
-    plan.op_class, plan.reason, plan.own_dtype_slots = row.op_class, row.reason, row.own_dtype_slots
+    plan.op_class, plan.own_dtype_slots = row.op_class, row.own_dtype_slots
+    plan.reasons = (Reason.of(Kind.LISTED, why=row.reason),)
     plan.takes = Takes.MIXED if row.mixes else Takes.DTYPE
     if (
         has_trait(node, Trait.SOMETIMES_MATMUL)
         and row.origin is Origin.COMPOSITE
         and not _rounds(node, device, plan)
     ):
-        plan.op_class, plan.reason = (
-            OpClass.PROMOTE,
-            "no matrix product in these shapes: autocast casts nothing",
-        )
-    if context.policy.base == "fast" and plan.op in MAY_ROUND:
-        plan.may_round = True
-        if plan.op in LOW_IO and plan.op_class is OpClass.FP32:
+        plan.op_class, plan.reasons = OpClass.PROMOTE, (Reason(Kind.NO_MATMUL),)
+    if context.policy.base == "fast" and plan.op in fast.MAY_ROUND:
+        MAY_ROUND.set(node, True)
+        if plan.op in fast.LOW_IO and plan.op_class is OpClass.FP32:
             plan.op_class, plan.own_dtype_slots = OpClass.PROMOTE, ("weight", "bias")
-            plan.reason = f"{row.reason}; policy fast: fp32 inside the kernel, low in and out"
+            plan.reasons += (Reason(Kind.LOW_IO),)
     return plan
 
 

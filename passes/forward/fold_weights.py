@@ -13,8 +13,10 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.levels.quantiser import PART_META, erase_unread
+from amp_fx.passes.levels.quantiser import erase_unread
+from amp_fx.passes.scratch import PART
 from amp_fx.plans.plan import CAST_META, STEP_META, node_plan
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.forms import FORM_META, Scaled
@@ -110,7 +112,7 @@ def _scaled_form(holders: list[fx.Node]) -> Scaled | None:
     waiting = list(holders)
     while waiting:
         for user in waiting.pop().users:
-            part = user.meta.get(PART_META)
+            part = PART.of(user)
             if part is not None:
                 forms.add(part.form)
             elif STEP_META in user.meta:
@@ -124,14 +126,13 @@ def _store_scaled(holders: list[fx.Node], form: Scaled) -> None:
     """The inputs become the copy, and its factors inputs of their own where somebody reads them."""
     graph = holders[0].graph
     parts = [
-        node for node in graph.nodes if PART_META in node.meta and node.meta[PART_META].source in holders
+        (node, part) for node in graph.nodes if (part := PART.of(node)) is not None and part.source in holders
     ]
-    stored = next(node.meta["val"] for node in parts if node.meta[PART_META].index == 0)
+    stored = next(node.meta["val"] for node, part in parts if part.index == 0)
     for holder in holders:
         holder.meta.update({"val": stored, FORM_META: (form, 0)})
         holder.meta.pop("tensor_meta", None)
-    for node in parts:
-        part = node.meta[PART_META]
+    for node, part in parts:
         given = part.source
         if part.index:
             with graph.inserting_after(given):
@@ -182,4 +183,4 @@ def _widen_rows(lookup: fx.Node) -> None:
     plan = node_plan(lookup)
     if plan is not None:
         plan.dtype = lookup.meta["val"].dtype
-        plan.reason = f"{plan.reason}; the table is stored in {plan.dtype}, its rows are widened"
+        plan.reasons += (Reason.of(Kind.STORED_TABLE, dtype=plan.dtype),)

@@ -28,13 +28,13 @@ from amp_fx.graphs.storages import in_place_target
 from amp_fx.graphs.traits import op_row
 from amp_fx.passes.forward.harm_memory import Memory
 from amp_fx.passes.forward.place import Network, is_shaped, named_arguments
+from amp_fx.passes.scratch import MAY_ROUND, TIED
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.priced import HarmTerm
 from amp_fx.plans.harm import INSIDE, CallHarm, as_number, slots
 from amp_fx.plans.plan import NodePlan, node_plan
-from amp_fx.policy import OpClass
-from amp_fx.policy.fast import LOW_IO, MAY_ROUND
+from amp_fx.policy import OpClass, fast
 
 __all__ = ["HarmNetwork", "free_nodes"]
 
@@ -55,7 +55,7 @@ def free_nodes(
         if (plan := node_plan(node)) is not None
         and plan.name in rows
         and node not in fixed
-        and not plan.tied
+        and not TIED.of(node)
         and plan.pinned is None
         and plan.traced is torch.float32
         and plan.low is not None
@@ -69,7 +69,7 @@ def _is_generated(node: fx.Node, plan: NodePlan) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     tags = {torch.Tag.pointwise, torch.Tag.reduction}
-    return plan.op in MAY_ROUND or not tags.isdisjoint(node.target.tags)
+    return plan.op in fast.MAY_ROUND or not tags.isdisjoint(node.target.tags)
 
 
 class HarmNetwork(Network):
@@ -90,8 +90,8 @@ class HarmNetwork(Network):
         self._memory = Memory(graph, cost, rows)
         for node in free:
             plan = node.meta["amp_fx"]
-            plan.may_round = True
-            if plan.op in LOW_IO:
+            MAY_ROUND.set(node, True)
+            if plan.op in fast.LOW_IO:
                 plan.own_dtype_slots = tuple(dict.fromkeys((*plan.own_dtype_slots, "weight", "bias")))
 
     @property

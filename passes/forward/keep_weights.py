@@ -10,7 +10,9 @@ import torch.fx as fx
 
 from amp_fx.graphs.storages import is_view
 from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.scratch import TIED
 from amp_fx.plans.plan import Takes, node_plan
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 
 __all__ = ["KeepWeights"]
@@ -45,10 +47,10 @@ class KeepWeights(Pass):
                 continue
             for reader in _readers(node):
                 plan = node_plan(reader)
-                if plan is None or plan.tied or plan.op_class in (OpClass.KEEP, OpClass.FP32):
+                if plan is None or TIED.of(reader) or plan.op_class in (OpClass.KEEP, OpClass.FP32):
                     continue
                 plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
-                plan.reason = f"{node.name} has values beyond the range of {plan.low}"
+                plan.reasons = (Reason.of(Kind.WEIGHT_RANGE, weight=node.name, low=plan.low),)
                 moved += 1
         return PassResult(gm, moved, f"{moved} nodes to fp32 for their weights' sake")
 

@@ -13,9 +13,11 @@ from amp_fx.graphs.calls import arguments, is_cast, tensor_nodes
 from amp_fx.graphs.storages import in_place_target, written_arguments
 from amp_fx.graphs.values import is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.scratch import MAY_ROUND
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
 from amp_fx.plans.plan import NodePlan, Takes, node_plan
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 
 __all__ = ["ALWAYS", "Network", "Place", "assign_as_autocast", "is_shaped", "named_arguments", "rounded"]
@@ -130,24 +132,24 @@ def _apply(labels: dict[Var, bool], placed: list[tuple[fx.Node, NodePlan]], low:
         if node not in labels or plan.dtype is None or plan.op_class is OpClass.KEEP:
             continue
         if labels.get(rounded(node), HIGH) is LOW:
-            plan.pinned, plan.reason = low, f"{plan.reason}; policy fast: rounded at once to {low}"
+            plan.pinned = low
+            plan.reasons += (Reason.of(Kind.ROUNDED_AT_ONCE, low=low),)
             moved += 1
         dtype = torch.float32 if labels[node] is HIGH else low
         if dtype is not plan.dtype:
-            plan.reason = f"{plan.reason}; {_why(plan, dtype)}"
+            plan.reasons += (_why(plan, dtype),)
             plan.dtype = dtype
             moved += 1
     return moved
 
 
-def _why(plan: NodePlan, dtype: torch.dtype) -> str:
+def _why(plan: NodePlan, dtype: torch.dtype) -> Reason:
+    """Why the cut computes a call in another dtype than autocast."""
     if plan.op_class is OpClass.LOW:
-        return f"in fp32 because casting would cost more than {plan.low} saves on this device"
-    return (
-        f"cut: cheaper in {dtype}, same values"
-        if plan.op_class is OpClass.FOLLOW
-        else "cut: no dearer in fp32"
-    )
+        return Reason.of(Kind.CASTS_COST_MORE, low=plan.low)
+    if plan.op_class is OpClass.FOLLOW:
+        return Reason.of(Kind.CHEAPER, dtype=dtype)
+    return Reason(Kind.NO_DEARER) if dtype is torch.float32 else Reason.of(Kind.STORED_LOW, low=dtype)
 
 
 def rounded(node: fx.Node) -> Var:
@@ -196,21 +198,21 @@ class Network:
             self._add_cost(node, *times)
         elif plan.dtype is torch.float32 and self._cost.accumulates_backward(node):
             self._problem.pins[node] = HIGH
-        elif not self._is_free(plan):
+        elif not self._is_free(node, plan):
             self._problem.pins[node] = plan.dtype is not self._low
         elif self._cost.is_view(node):
             self._problem.preferred[node] = plan.dtype is not self._low
 
-    def _is_free(self, plan: NodePlan) -> bool:
+    def _is_free(self, node: fx.Node, plan: NodePlan) -> bool:
         """True where the policy allows both dtypes."""
         low_already = plan.op_class is OpClass.PROMOTE and plan.dtype is self._low
-        return plan.op_class is OpClass.FOLLOW or plan.may_round or low_already
+        return plan.op_class is OpClass.FOLLOW or MAY_ROUND.of(node) or low_already
 
     def _stored(self, node: fx.Node) -> Var:
         """The variable of the dtype a value is stored in: a pinned or given one, or its node's."""
         plan = node_plan(node)
         if plan is not None and plan.pinned is None and plan.dtype is not None:
-            return rounded(node) if plan.may_round and self._cost.accumulates_backward(node) else node
+            return rounded(node) if MAY_ROUND.of(node) and self._cost.accumulates_backward(node) else node
         return ALWAYS[_placed_dtype(node) is not self._low]
 
     def _demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
@@ -276,8 +278,7 @@ class Network:
 
         Its gradient is rounded as well, which splits kernels of the backward: counted as one pass over it.
         """
-        plan = node_plan(value)
-        if plan is not None and plan.may_round:
+        if MAY_ROUND.of(value):
             fused = [
                 want
                 for reader, want in demands
@@ -293,7 +294,7 @@ class Network:
     def _add_exactness(self, value: fx.Node, demands: list[tuple[fx.Node, Var | None]]) -> None:
         """Case 2: where autocast stores fp32, only readers that round anyway may get a rounded value."""
         plan = node_plan(value)
-        if plan is None or plan.dtype is not torch.float32 or plan.may_round:
+        if plan is None or plan.dtype is not torch.float32 or MAY_ROUND.of(value):
             return
         for reader, want in demands:
             if want is None and is_cast(reader) and reader.meta["val"].dtype is self._low:

@@ -12,9 +12,9 @@ import torch
 import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.forward.constrain import HAZARD_META
 from amp_fx.passes.forward.harm_terms import HarmNetwork, free_nodes
 from amp_fx.passes.forward.place import ALWAYS, Network, Place, assign_as_autocast, rounded
+from amp_fx.passes.scratch import HARM
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
 from amp_fx.placement.priced import Labels, Priced, within
@@ -22,12 +22,10 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.tradeoff import Choice
 from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.plan import NodePlan, node_plan
+from amp_fx.plans.reasons import HAZARDS, Kind, Reason
 from amp_fx.policy import OpClass
 
-__all__ = ["HARM_META", "PlaceByHarm", "Placement", "PricedGraph", "cheapest", "price"]
-
-#: gm.meta key: harm of the placement that was chosen, and of torch.autocast's
-HARM_META = "amp_fx_harm"
+__all__ = ["PlaceByHarm", "Placement", "PricedGraph", "cheapest", "price"]
 
 #: call -> whether it computes in fp32, and whether its result is stored so
 Placement = Mapping[str, tuple[bool, bool]]
@@ -117,7 +115,8 @@ def price(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]
     fixed = frozenset(
         node
         for node, plan in placed
-        if HAZARD_META in node.meta or context.policy.rule_for(plan.op, plan.module_path) is not None
+        if (plan.op_class is OpClass.FP32 and plan.is_because(*HAZARDS))
+        or context.policy.rule_for(plan.op, plan.module_path) is not None
     )
     free = free_nodes(gm.graph, rows, fixed)
 
@@ -184,7 +183,7 @@ class PlaceByHarm(Pass):
             labels = found.priced.choose(self.weight).placement
         else:
             (labels,) = cheapest([found], self.budget**2 * found.autocast_harm).placement
-        gm.meta[HARM_META] = found.priced.harm(labels), found.autocast_harm
+        HARM.set(gm, (found.priced.harm(labels), found.autocast_harm))
         low_nodes = _apply(labels, found)
         error, theirs = math.sqrt(found.priced.harm(labels)), math.sqrt(found.autocast_harm)
         return PassResult(
@@ -205,12 +204,16 @@ def _apply(labels: Labels, found: PricedGraph) -> int:
         if plan.op_class is not OpClass.KEEP:
             _write(plan, labels[node], labels.get(rounded(node), HIGH), found.low)
             if plan.name in costs:
-                would = "adds" if labels[node] is LOW else "would add"
-                plan.reason += (
-                    f"; harm: rounding {would} {math.sqrt(costs[plan.name]):.1e} to the gradient's error"
-                )
+                plan.reasons += (_cost(math.sqrt(costs[plan.name]), is_low=labels[node] is LOW),)
         low_nodes += plan.dtype is found.low
     return low_nodes
+
+
+def _cost(error: float, *, is_low: bool) -> Reason:
+    """What rounding a call costs."""
+    if math.isinf(error):
+        return Reason(Kind.ROUNDING_OVERFLOWS)
+    return Reason.of(Kind.ROUNDING_ADDS if is_low else Kind.ROUNDING_WOULD_ADD, error=error)
 
 
 def _write(plan: NodePlan, label: bool, stored: bool, low: torch.dtype) -> None:

@@ -9,12 +9,9 @@ from typing import ClassVar
 import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.plan import NodePlan, node_plan
+from amp_fx.plans.plan import Decision, node_plan
 
 __all__ = ["Replay"]
-
-#: fields of a NodePlan that are decisions; the others are facts about the graph
-_DECISIONS = ("op_class", "reason", "dtype", "takes", "own_dtype_slots", "pinned", "may_round", "tied")
 
 
 @dataclass(frozen=True)
@@ -30,14 +27,14 @@ class Replay(Pass):
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
 
     Attributes:
-        rows: node name in this graph, with the path of its body -> what the plan says of it.
+        rows: node name in this graph, with the path of its body -> what the plan has decided about it.
     """
 
     name: ClassVar[str] = "replay"
     needs: ClassVar[frozenset[str]] = frozenset({"classes", "hazards-pinned"})
     ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
 
-    rows: Mapping[str, NodePlan] = field(hash=False)
+    rows: Mapping[str, Decision] = field(hash=False)
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
@@ -48,9 +45,6 @@ class Replay(Pass):
             if plan is None or row is None:
                 # what is about numbers has no row
                 continue
-            for name in _DECISIONS:
-                setattr(plan, name, getattr(row, name))
-            if context.training:
-                plan.levels = dict(row.levels)
+            plan.follow(row)
             followed += 1
         return PassResult(gm, followed, f"{followed} nodes as the plan has them")

@@ -12,7 +12,7 @@ from amp_fx.graphs.linears import LINEAR_OPS
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.keyed import CUSTOM, MARK
 from amp_fx.passes.levels.captured_matmuls import captured_matmul, may_run_below
-from amp_fx.passes.levels.matmuls import Matmul, indivisible
+from amp_fx.passes.levels.matmuls import Matmul, divides
 from amp_fx.plans.plan import node_plan
 from amp_fx.policy.levels import WEIGHT, Level
 
@@ -74,4 +74,6 @@ def _refusal(matmul: Matmul | None, role: str, level: Level) -> str:
         return f"only {', '.join(LINEAR_OPS)} with a matrix, in the low dtype, run so"
     if role == WEIGHT and not level.weight_gradients:
         return f"{level.name} leaves gradients of weights in the low dtype"
-    return indivisible(matmul.sizes[1:], level.grain)
+    if not divides(level.grain, matmul.sizes[1:]):
+        return f"{level.grain} does not divide its sizes {' x '.join(map(str, matmul.sizes[1:]))}"
+    return ""

@@ -18,12 +18,9 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.passes.keyed import marked
 from amp_fx.plans.plan import node_plan
 
-__all__ = ["LEVEL_META", "Matmul", "Operand", "call_name", "indivisible", "last_calls"]
+__all__ = ["Matmul", "Operand", "call_name", "divides", "last_calls"]
 
 aten = torch.ops.aten
-
-#: node.meta key of a matmul that is to run in a level below 16 bits: the level
-LEVEL_META = "amp_fx_level"
 
 #: besides dropout, what a result goes through on its way to a residual stream
 _ON_THE_WAY = Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST
@@ -90,11 +87,9 @@ def call_name(node: fx.Node) -> str | None:
     return marked(node) if row is None else row.name
 
 
-def indivisible(sizes: Sequence[int | torch.SymInt], grain: int) -> str:
-    """Why no library kernel takes these sizes, or an empty string."""
-    if all(isinstance(size, int) and size and size % grain == 0 for size in sizes):
-        return ""
-    return f"{grain} does not divide its sizes {' x '.join(map(str, sizes))}"
+def divides(grain: int, sizes: Sequence[int | torch.SymInt]) -> bool:
+    """True where library kernels take these sizes."""
+    return all(isinstance(size, int) and size and size % grain == 0 for size in sizes)
 
 
 def last_calls(gm: fx.GraphModule, gradients: set[fx.Node]) -> set[str | None]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch.fx as fx
@@ -15,33 +14,16 @@ from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.levels.captured_matmuls import captured_matmul, may_run_below
 from amp_fx.passes.levels.joint_matmuls import gradients_in, joint_matmuls
 from amp_fx.passes.levels.level_problem import level_problem
-from amp_fx.passes.levels.matmuls import LEVEL_META, Matmul, indivisible, last_calls
-from amp_fx.placement.cut import LOW, Var
+from amp_fx.passes.levels.matmuls import Matmul, divides, last_calls
+from amp_fx.passes.scratch import LEVEL, Budget
+from amp_fx.placement.cut import LOW
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost
 from amp_fx.placement.priced import HarmTerm, Priced, within
 from amp_fx.plans.plan import NodePlan, dtype_name, node_plan
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import LEVELS, WEIGHT, Level
 
-__all__ = ["BUDGET_META", "Budget", "PlaceLevels", "write_choice"]
-
-logger = logging.getLogger(__name__)
-
-#: gm.meta key of a graph that is placed by harm under a policy below 16 bits: the :class:`Budget` of its matmuls
-BUDGET_META = "amp_fx_level_budget"
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What the matmuls of a graph may add to the error.
-
-    Attributes:
-        harms: variable of the cut -> what it adds to the squared relative error of the gradient in the level below;
-            what is missing was not measured, and stays low.
-        limit: of their sum.
-    """
-
-    harms: tuple[tuple[Var, float], ...]
-    limit: float
+__all__ = ["PlaceLevels", "write_choice"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +77,7 @@ class PlaceLevels(Pass):
     joint: bool = True
     marks: tuple[str, ...] = ()
     hints: tuple[int, ...] = ()
-    choices: dict[tuple[str, str], tuple[Level | None, str]] = field(
+    choices: dict[tuple[str, str], tuple[Level | None, Reason]] = field(
         default_factory=dict, repr=False, compare=False
     )
     sizes: list[int] = field(default_factory=list, repr=False, compare=False)
@@ -108,11 +90,11 @@ class PlaceLevels(Pass):
         for matmul in matmuls:
             level = self._wanted(matmul) if matmul in chosen else None
             if level is not None:
-                matmul.node.meta[LEVEL_META] = level
+                LEVEL.set(matmul.node, level)
             why = self._why(matmul, level, refused[matmul])
             self.choices[matmul.variable] = level, why
             if (row := node_plan(matmul.node)) is not None:
-                write_choice(row, matmul.role, level, why, is_alone=True)
+                write_choice(row, matmul.role, level, why)
         return PassResult(gm, len(chosen), f"{len(chosen)} of {len(matmuls)} matmuls below 16 bits")
 
     def allowed(self, gm: fx.GraphModule) -> list[Matmul]:
@@ -120,7 +102,9 @@ class PlaceLevels(Pass):
         matmuls, refused = self._looked_at(gm, PassContext())
         return [matmul for matmul in matmuls if not refused[matmul]]
 
-    def _looked_at(self, gm: fx.GraphModule, context: PassContext) -> tuple[list[Matmul], dict[Matmul, str]]:
+    def _looked_at(
+        self, gm: fx.GraphModule, context: PassContext
+    ) -> tuple[list[Matmul], dict[Matmul, Reason | None]]:
         """The matmuls, and why each may not run below 16 bits."""
         if self.joint:
             matmuls = joint_matmuls(gm)
@@ -138,33 +122,34 @@ class PlaceLevels(Pass):
     def _planned(self) -> dict[tuple[str, str], Level]:
         return {(name, role): LEVELS[level] for name, role, level in self.planned}
 
-    def _refusal(self, matmul: Matmul, last: Collection[str | None]) -> str:
-        """Why a matmul may not run below 16 bits, or an empty string."""
+    def _refusal(self, matmul: Matmul, last: Collection[str | None]) -> Reason | None:
+        """Why a matmul may not run below 16 bits, if so."""
         level, (rows, contracted, columns) = self._wanted(matmul), matmul.sizes
         if level is None:
-            return "low, as the plan has it"
+            return Reason(Kind.PLANNED_LOW)
         if matmul.node.meta["val"].device.type != self.device:
-            return f"it does not run on {self.device}"
+            return Reason.of(Kind.OTHER_DEVICE, device=self.device)
         if level.block is not None and not isinstance(rows, int):
-            return f"{level.name} has no scales for a number of rows that is not known"
+            return Reason.of(Kind.UNKNOWN_ROWS, level=level.name)
         weight = matmul.operands[1]
         if level.keeps_weights and not weight.is_folded:
-            return f"{level.name} multiplies by weights of which copies are kept"
+            return Reason.of(Kind.NO_COPY, level=level.name)
         if not level.trains and weight.source.op != "placeholder":
-            return f"{level.policy} multiplies by weights"
+            return Reason.of(Kind.NOT_A_WEIGHT, policy=level.policy)
         if rows == 0:
-            return "it has no rows"
+            return Reason(Kind.NO_ROWS)
         if self.device == "cuda" and not (isinstance(rows, int) and rows >= level.fewest):
-            return f"{level.name} multiplies {level.fewest} rows or more"
-        if why := indivisible(matmul.sizes if matmul.role == WEIGHT else (contracted, columns), level.grain):
-            return why
+            return Reason.of(Kind.FEW_ROWS, level=level.name, fewest=level.fewest)
+        sizes = matmul.sizes if matmul.role == WEIGHT else (contracted, columns)
+        if not divides(level.grain, sizes):
+            return Reason.of(Kind.INDIVISIBLE, grain=level.grain, sizes=" x ".join(map(str, sizes)))
         if level.block is not None and contracted % level.block:
-            return f"{level.block} does not divide the {contracted} that it contracts"
+            return Reason.of(Kind.UNEVEN_BLOCKS, block=level.block, contracted=contracted)
         if matmul.name in last:
-            return "the last linear stays in the low dtype"
+            return Reason(Kind.LAST_LINEAR)
         if matmul.role == WEIGHT and not level.weight_gradients:
-            return f"{level.name} leaves gradients of weights in the low dtype"
-        return ""
+            return Reason.of(Kind.WEIGHT_GRADIENT, level=level.name)
+        return None
 
     def _chosen(self, allowed: Sequence[Matmul]) -> set[Matmul]:
         if self.level is None or (self.cost is None and self.budget is None):
@@ -178,35 +163,30 @@ class PlaceLevels(Pass):
             (labels,) = within([Priced(problem, terms)], self.budget.limit).placement
         return {matmul for matmul in allowed if labels[matmul.variable] is LOW}
 
-    def _why(self, matmul: Matmul, level: Level | None, refused: str) -> str:
+    def _why(self, matmul: Matmul, level: Level | None, refused: Reason | None) -> Reason:
         wanted = self._wanted(matmul)
-        if wanted is None:
-            return refused
         if level is not None:
-            return f"{level.policy}, {level.name}{'' if self.level else ', as the plan has it'}"
-        if self.level is None:
-            what = f"{wanted.policy} for {matmul.role} of {matmul.name}"
-            logger.warning("the plan has %s, which stays low: %s", what, refused)
-            return f"{refused}, though the plan has {wanted.policy}"
-        if self.budget is not None:
-            return refused or f"{wanted.policy} would cost more time or error than the budget allows"
-        return refused or f"converting would cost more than {wanted.policy} saves on this device"
+            kind = Kind.LEVEL if self.level else Kind.LEVEL_PLANNED
+            return Reason.of(kind, policy=level.policy, level=level.name)
+        if refused is None:
+            kind = Kind.LEVEL_DEARER if self.budget is None else Kind.LEVEL_OVER_BUDGET
+            return Reason.of(kind, policy=None if wanted is None else wanted.policy)
+        if self.level is None and wanted is not None:
+            return replace(refused, values={**refused.values, "planned": wanted.policy})
+        return refused
 
 
-def write_choice(row: NodePlan, role: str, level: Level | None, why: str, *, is_alone: bool = False) -> None:
+def write_choice(row: NodePlan, role: str, level: Level | None, why: Reason) -> None:
     """Writes into the plan of a call what was decided for one of its matmuls.
 
     Args:
         row: of the call.
         role: of the matmul.
         level: None where it stays in the low dtype.
-        why: in words.
-        is_alone: the call has no other matmuls, so its reason does not say which one it is about.
+        why: takes the place of what a plan that was followed has said before.
     """
     if row.low is None:
         raise AssertionError(f"{row.name} multiplies, and has no low dtype")
     row.levels[role] = dtype_name(row.low) if level is None else level.name
-    # a plan that was followed has said so before
-    before, again, after = row.reason.partition(f"; {role}: ")
-    reason = before + "".join(after.partition("; ")[1:]) if again else row.reason
-    row.reason = f"{reason}; {'' if is_alone else f'{role}: '}{why}"
+    others = tuple(reason for reason in row.reasons if reason.values.get("role") != role)
+    row.reasons = (*others, replace(why, values={"role": role, **why.values}))

@@ -10,8 +10,8 @@ import torch.fx as fx
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.levels.captured_matmuls import captured_matmul
 from amp_fx.passes.levels.joint_matmuls import joint_matmuls
-from amp_fx.passes.levels.matmuls import LEVEL_META
 from amp_fx.passes.levels.quantiser import CapturedQuantiser, Quantiser
+from amp_fx.passes.scratch import LEVEL
 
 __all__ = ["QuantiseMatmuls"]
 
@@ -60,13 +60,15 @@ class QuantiseMatmuls(Pass):
         """See the class."""
         if self.joint:
             work = Quantiser(gm.graph)
-            found = [matmul for matmul in joint_matmuls(gm) if LEVEL_META in matmul.node.meta]
+            matmuls = joint_matmuls(gm)
         else:
             work = CapturedQuantiser(gm.graph)
-            calls = [node for node in gm.graph.nodes if LEVEL_META in node.meta]
-            found = [matmul for node in calls if (matmul := captured_matmul(node, context)) is not None]
-        for matmul in found:
-            work.multiply(matmul, matmul.node.meta.pop(LEVEL_META))
-        if found:
+            matmuls = [
+                found for node in gm.graph.nodes if (found := captured_matmul(node, context)) is not None
+            ]
+        chosen = [(matmul, level) for matmul in matmuls if (level := LEVEL.of(matmul.node)) is not None]
+        for matmul, level in chosen:
+            work.multiply(matmul, level)
+        if chosen:
             work.tidy()
-        return PassResult(gm, len(found), f"{len(found)} scaled matmuls read {len(work.copies)} copies")
+        return PassResult(gm, len(chosen), f"{len(chosen)} scaled matmuls read {len(work.copies)} copies")

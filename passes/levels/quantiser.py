@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,16 +12,14 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.storages import is_view, storage_of, written_storages
 from amp_fx.passes.levels.level_problem import level_of
 from amp_fx.passes.levels.matmuls import Matmul, Operand, aten
+from amp_fx.passes.scratch import PART, Part
 from amp_fx.placement.layout import CAST
 from amp_fx.plans.plan import CAST_META, STEP_META
 from amp_fx.policy.levels import FORWARD, Level, Scale
 from amp_fx.policy.scaled import block_scales, scale_of, scaled
 from amp_fx.weights.forms import Scaled
 
-__all__ = ["PART_META", "CapturedQuantiser", "Part", "Quantiser", "erase_unread"]
-
-#: node.meta key of a copy of a matrix that may be stored, and of its factors
-PART_META = "amp_fx_part"
+__all__ = ["CapturedQuantiser", "Quantiser", "erase_unread"]
 
 #: what new nodes take over from the matmul that needs them first
 _META = (
@@ -37,21 +34,6 @@ _META = (
 
 #: captured graphs have the ops of programs
 _OF_PROGRAMS = {CAST: aten.to.dtype, aten.view.default: aten.reshape.default}
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a node holds of a matrix.
-
-    Attributes:
-        source: the matrix.
-        form: of the copy.
-        index: which of the form's tensors.
-    """
-
-    source: fx.Node
-    form: Scaled
-    index: int
 
 
 def erase_unread(graph: fx.Graph) -> None:
@@ -259,7 +241,7 @@ class CapturedQuantiser(Quantiser):
         form = Scaled(level.name, in_rows=not operand.transposed)
         parts = form.steps(operand.source, self._call)
         for index, made in enumerate(parts):
-            made.meta[PART_META] = Part(operand.source, form, index)
+            PART.set(made, Part(operand.source, form, index))
         return _Copy(*parts)
 
     def _settled(self, scale: fx.Node) -> fx.Node:

@@ -19,6 +19,7 @@ from amp_fx.cli import main
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import dtype_name
+from amp_fx.plans.reasons import Kind
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing
 from graphs import without_inductor
@@ -116,7 +117,7 @@ def test_a_policy_with_harm_places_as_the_plan_of_the_same_budget(gpt: nn.Module
     torch.compiler.reset()
     (plan,) = recording.plans
     assert low_calls([plan])
-    assert any("harm: rounding would add" in row.reason for row in plan.nodes)
+    assert any(row.is_because(Kind.ROUNDING_WOULD_ADD) for row in plan.nodes)
     with amp_fx.record() as recording, without_inductor():
         torch.compile(gpt, backend="amp_fx", options=options)(*tokens(0))
     torch.compiler.reset()
@@ -285,7 +286,7 @@ def test_a_report_says_what_every_rounding_costs(tmp_path: Path) -> None:
     cal.save(path)
     for given in (cal, str(path)):
         report = amp_fx.explain(model, x, options={"profile": "off"}, harm=given)
-        assert all("harm: rounding adds up to" in row.reason for row in report.plan.nodes)
+        assert all(row.is_because(Kind.ROUNDING_ADDS_UP_TO) for row in report.plan.nodes)
         assert report.harms[report.plan.graph].keys() == {row.name for row in report.plan.nodes}
         assert "gradient's error" in html.render(drawing(report))
     with pytest.raises(PlanError, match="is now relu"):

@@ -396,7 +396,7 @@ def test_plan_files_are_replayed_by_torch_compile_and_share_no_cache(tmp_path: P
 
 def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
     def decisions(plan: Plan) -> list[tuple[Any, ...]]:
-        return [(row.module_path, row.op, row.op_class, row.dtype, row.reason) for row in plan.nodes]
+        return [(row.module_path, row.op, row.op_class, row.dtype, row.reasons) for row in plan.nodes]
 
     model, x = Net(), torch.randn(4, 8)
     explained = amp_fx.explain(model, x, options=OFF)

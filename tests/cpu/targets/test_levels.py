@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.placement.level_cost import copy_traffic
-from amp_fx.policy.levels import LEVELS
+from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.policy.levels import FORWARD, LEVELS, WEIGHT
 from amp_fx.reports.report import Report
 from amp_fx.targets.tracing import TracedGraph, Tracer
 from examples.gpt import Block, GPTConfig
@@ -258,8 +259,9 @@ def test_a_report_says_which_matmuls_of_forward_and_backward_are_in_fp8(report: 
     assert len(forward) == 8
     assert len(backward) >= 15
     assert {row.dtype for row in forward + backward} == {torch.bfloat16}
-    assert all("forward: fp8, rowwise" in row.reason for row in forward)
-    assert all("gradient of its weight: fp8, rowwise" in row.reason for row in forward)
+    for role in (FORWARD, WEIGHT):
+        why = Reason.of(Kind.LEVEL, role=role, policy="fp8", level="rowwise")
+        assert all(why in row.reasons for row in forward)
     assert sum(row.flops for row in backward) > 1.8 * sum(row.flops for row in forward)
 
 

@@ -19,6 +19,7 @@ from amp_fx._torch import enable_autocast
 from amp_fx.graphs.capture import OUTPUT_META, REGION_META, capture
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.source_lines import module_path, source_line
+from amp_fx.plans.reasons import Kind
 from graphs import Block, agree, captured, check, dynamo_graph, plans, rewrite
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -331,7 +332,7 @@ def test_a_vmap_region_is_copied_and_its_result_is_rewritten_again() -> None:
         casts={("float32", "bfloat16"): 2, ("bfloat16", "float32"): 1},
         dtypes={"matmul": "bfloat16"},
     )
-    raw = [row for row in rewritten.plan.nodes if row.reason.startswith("not an ATen op")]
+    raw = [row for row in rewritten.plan.nodes if row.is_because(Kind.NOT_ATEN)]
     assert len(raw) > 3
 
 

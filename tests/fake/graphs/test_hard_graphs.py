@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx import FallbackWarning, Plan
 from amp_fx._torch import has_low_lstm
+from amp_fx.plans.reasons import Kind
 from graphs import agree, plans, rewrite, without_inductor
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -33,7 +34,7 @@ ONE_ROUNDING = 1e-2
 
 def low(found: list[Plan], op: str) -> bool:
     """True if every call of an op runs in a low dtype, and there is one; functorch regions left out."""
-    rows = [row for plan in found for row in plans(plan, op) if not row.reason.startswith("not an ATen op")]
+    rows = [row for plan in found for row in plans(plan, op) if not row.is_because(Kind.NOT_ATEN)]
     return bool(rows) and all(row.dtype in (BF16, FP16) for row in rows)
 
 

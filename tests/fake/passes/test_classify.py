@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_fx.passes import Classify
+from amp_fx.passes.scratch import TIED
 from amp_fx.plans.plan import NodePlan, Takes
+from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 from graphs import Rewritten, run_until
 
@@ -92,7 +94,7 @@ def test_an_island_keeps_what_its_nodes_were_traced_with() -> None:
 
     row = label(program, "matmul", square(), square())
     assert (row.op_class, row.takes, row.dtype) == (OpClass.KEEP, Takes.TRACED, torch.float32)
-    assert "enabled=False" in row.reason
+    assert row.is_because(Kind.REGION)
 
 
 # ---- case 4: what the user lowered ----
@@ -105,7 +107,7 @@ def test_a_program_in_low_precision_stays_as_written() -> None:
     found = classified(program, square(), square())
     assert found.one("matmul").op_class is OpClass.KEEP
     assert found.one("matmul").dtype is FP16
-    assert found.one("layer_norm").reason == "already low as the program wrote it"
+    assert found.one("layer_norm").is_because(Kind.LOW_ALREADY)
 
 
 def test_a_call_with_one_fp32_argument_is_ours_again() -> None:
@@ -140,7 +142,7 @@ def test_a_write_runs_in_the_dtype_of_what_it_writes_to() -> None:
         Takes.MIXED,
     )
     assert (found.one("clamp_").op_class, found.one("clamp_").takes) == (OpClass.PROMOTE, Takes.SELF)
-    assert found.one("add_.Tensor").tied
+    assert [TIED.of(node) for node in found.gm.graph.nodes if node.name == "add_"] == [True]
 
 
 def test_no_rule_reaches_a_write() -> None:
@@ -156,8 +158,10 @@ def test_batch_norm_writes_its_statistics_and_is_still_a_listed_op() -> None:
     def program(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         return F.batch_norm(x, mean, var, training=True)
 
-    row = label(program, "batch_norm", torch.randn(4, 8, 2), torch.zeros(8), torch.ones(8))
-    assert (row.op_class, row.tied) == (OpClass.PROMOTE, False)
+    found = classified(program, torch.randn(4, 8, 2), torch.zeros(8), torch.ones(8))
+    row = found.one("batch_norm")
+    assert row.op_class is OpClass.PROMOTE
+    assert not any(map(TIED.of, found.gm.graph.nodes))
     assert row.own_dtype_slots == ("weight", "bias", "running_mean", "running_var")
 
 
@@ -189,7 +193,7 @@ def test_each_device_has_its_own_list(
 ) -> None:
     got = {device: label(program, op, square(), square(), device=device) for device in ("cpu", "cuda")}
     assert {device: str(row.op_class) for device, row in got.items()} == {"cpu": cpu, "cuda": cuda}
-    assert all(row.reason for row in got.values())
+    assert all(row.reasons for row in got.values())
 
 
 def test_an_op_that_no_list_names_is_left_as_traced() -> None:
@@ -197,11 +201,8 @@ def test_an_op_that_no_list_names_is_left_as_traced() -> None:
         return torch.unique(x, dim=0)
 
     row = classified(program, square()).plan.nodes[0]
-    assert (row.op_class, row.dtype, row.reason) == (
-        OpClass.KEEP,
-        torch.float32,
-        "not on the op lists: left as traced",
-    )
+    assert (row.op_class, row.dtype) == (OpClass.KEEP, torch.float32)
+    assert row.is_because(Kind.UNLISTED)
 
 
 def test_a_row_that_the_arguments_switch_off_does_not_count() -> None:
@@ -224,4 +225,6 @@ def test_a_plan_row_says_where_it_comes_from() -> None:
     assert row.traced is torch.float32
     assert row.dtype is None
     assert row.source.endswith("return torch.matmul(x, w)  # this line")
-    assert "listed by CPU and CUDA autocast" in row.reason
+    (reason,) = row.reasons
+    assert reason.kind is Kind.LISTED
+    assert "listed by CPU and CUDA autocast" in reason.values["why"]

@@ -16,6 +16,7 @@ from amp_fx import record, rewriting
 from amp_fx.graphs.calls import COPY_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.options import Options
+from amp_fx.plans.reasons import Kind
 from amp_fx.reports import Report
 from amp_fx.viz.model import drawing
 from graphs import Rewritten, casts_of, dynamo_graph, rewrite, without_inductor
@@ -143,7 +144,7 @@ def test_the_plan_knows_the_calls_as_before(tmp_path: Path) -> None:
     linears = [row for row in found.plan.nodes if row.flops]
     assert [row.levels for row in linears] == [{"forward": "rowwise"}] * 4
     assert {row.computed for row in linears} == {FP8}
-    assert all("fp8, rowwise" in row.reason for row in linears)
+    assert all(row.is_because(Kind.LEVEL) for row in linears)
     # of what is differentiated, it says nothing
     assert not found.plan.decides_levels
     names = {row.name for row in (*found.plan.nodes, *found.plan.casts, *found.plan.inputs)}

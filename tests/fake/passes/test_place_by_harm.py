@@ -33,6 +33,7 @@ from amp_fx.placement.cut import LOW, evaluate
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.harm import INSIDE, CallHarm, ReadHarm, slots
 from amp_fx.plans.plan import Plan, node_plan
+from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 from graphs import captured
 
@@ -153,8 +154,8 @@ def test_a_matmul_whose_rounding_harms_stays_in_fp32_and_says_what_it_would_cost
     plan = placed(variance, *ARGS, harm={"matmul": 1e-2}, budget=0.1)
     assert plan.node("matmul").dtype is torch.float32
     assert plan.node("matmul_1").dtype is torch.bfloat16
-    assert "rounding would add" in plan.node("matmul").reason
-    assert "rounding adds" in plan.node("matmul_1").reason
+    assert plan.node("matmul").is_because(Kind.ROUNDING_WOULD_ADD)
+    assert plan.node("matmul_1").is_because(Kind.ROUNDING_ADDS)
 
 
 def test_an_op_of_the_fp32_list_goes_low_where_that_is_harmless() -> None:

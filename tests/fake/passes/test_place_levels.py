@@ -15,8 +15,10 @@ from amp_fx.passes.keyed import MARK
 from amp_fx.placement.level_device import _say_once
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.summary import summary
+from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.policy.levels import FORWARD
 from amp_fx.reports import Report
+from amp_fx.viz.words import summary
 from levels import FP8_CPU, MLP, Attention, Step, calls, evaluated, lowered, options, scaled
 
 aten = torch.ops.aten
@@ -43,7 +45,7 @@ def test_forward_and_both_gradients_run_below_but_the_last_linear_does_not(step:
     # the input of the first requires no gradient
     assert (len(forward), len(backward)) == (2, 3)
     assert below(step.plan) == [True, True, False]
-    assert "the last linear stays" in step.reasons()["layers.2"]
+    assert (Kind.LAST_LINEAR, FORWARD) in step.reasons()["layers.2"]
     assert len(calls(step.backward, aten.mm.default)) == 2
 
 
@@ -83,7 +85,7 @@ def test_sizes_that_16_does_not_divide_stay_low_matmul_by_matmul(
 ) -> None:
     found = mlp(tmp_path, *sizes, tokens=tokens)
     assert tuple(map(len, found.scaled())) == (forward, backward)
-    assert forward or "16 does not divide its sizes" in found.reasons()["layers.0"]
+    assert forward or (Kind.INDIVISIBLE, FORWARD) in found.reasons()["layers.0"]
 
 
 def test_gradients_of_weights_stay_low_where_the_number_of_tokens_is_not_known(tmp_path: Path) -> None:
@@ -166,14 +168,14 @@ def test_the_cut_keeps_what_does_not_pay(tmp_path: Path) -> None:
     device = DeviceProfile("a device", "cpu", rates, bandwidth=1e11, launch=1e-5)
     found = mlp(tmp_path, 16, 32, 1024, 1024, 16, tokens=256, profile=device)
     assert below(found.plan) == [False, False, True, False]
-    assert "forward: converting would cost more" in found.reasons()["layers.0"]
+    assert (Kind.LEVEL_DEARER, FORWARD) in found.reasons()["layers.0"]
     device = replace(device, launch=1e-6)
     small, large = (
         evaluated(Attention(width), torch.randn(rows, width), options(tmp_path, "rowwise", device))
         for rows, width in ((4, 32), (2048, 512))
     )
     assert not scaled(small)
-    assert "converting would cost more" in small.plan.nodes[1].reason
+    assert small.plan.nodes[1].is_because(Kind.LEVEL_DEARER)
     assert len(scaled(large)) == 4
 
 
@@ -224,15 +226,15 @@ def test_marks_do_not_stay_in_the_users_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("width", "columns", "reason"),
     [
-        (24, 32, "16 does not divide its sizes 24 x 32"),
-        (32, 40, "16 does not divide its sizes 32 x 40"),
-        (32, 32, "the last linear stays"),
+        (24, 32, Reason.of(Kind.INDIVISIBLE, role=FORWARD, grain=16, sizes="24 x 32")),
+        (32, 40, Reason.of(Kind.INDIVISIBLE, role=FORWARD, grain=16, sizes="32 x 40")),
+        (32, 32, Reason.of(Kind.LAST_LINEAR, role=FORWARD)),
     ],
 )
-def test_without_gradients_some_stay_low(tmp_path: Path, width: int, columns: int, reason: str) -> None:
+def test_without_gradients_some_stay_low(tmp_path: Path, width: int, columns: int, reason: Reason) -> None:
     found = evaluated(nn.Linear(width, columns), torch.randn(4, width), options(tmp_path))
     assert not scaled(found)
-    assert reason in found.one("linear").reason
+    assert found.one("linear").reasons[-1] == reason
 
 
 def test_without_gradients_a_rule_keeps_a_call_from_the_level(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from amp_fx.placement.level_cost import LevelCost
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.diff import diff_plans
 from amp_fx.plans.plan import NodePlan
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT
 from levels import FP8_CPU, MLP, Step, lowered, options
 
@@ -74,8 +75,8 @@ def test_a_plan_says_of_every_matmul_in_which_level_it_runs(made: Plan) -> None:
     assert linears[3] == dict.fromkeys(ROLES, "bfloat16")
     assert not any(row["levels"] for row in data["nodes"] if row["op"] != "linear")
     assert Plan.from_json(made.to_json()) == made
-    with pytest.raises(PlanError, match="version 2"):
-        Plan.from_dict({**data, "version": 2})
+    with pytest.raises(PlanError, match="version 3"):
+        Plan.from_dict({**data, "version": 3})
 
 
 @pytest.mark.parametrize("given", [{}, {"policy": "fp8", "profile": "off"}, {"policy": "fast"}])
@@ -85,10 +86,10 @@ def test_a_plan_is_followed_whatever_policy_and_profile_say(made: Plan, given: d
     assert tuple(map(len, again.scaled())) == (3, 5)
     assert again.plan.meaning == "rowwise"
     assert [row.computed for row in again.plan.nodes if row.flops] == [FP8, FP8, FP8, BF16]
-    reason = next(row.reason for row in again.plan.nodes if row.op == "linear")
-    assert reason.count("fp8, rowwise, as the plan has it") == 2
+    reasons = again.reasons()["layers.0"]
+    assert [kind for kind, _ in reasons].count(Kind.LEVEL_PLANNED) == 2
     # what is followed once more does not say it twice
-    assert given or step(again.plan).reasons()["layers.0"] == reason
+    assert given or sorted(step(again.plan).reasons()["layers.0"]) == sorted(reasons)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_any_choice_is_followed_to_the_letter(made: Plan, linears: Sequence[Sequ
     assert len(forward) == sum(FORWARD in each for each in linears)
     assert len(backward) == sum(role != FORWARD for each in linears for role in each)
     assert [set(each) for each in roles(found.plan)] == [set(each) for each in linears]
-    assert all("low, as the plan has it" in found.reasons()[f"layers.{n}"] for n in range(3))
+    assert all(row.is_because(Kind.PLANNED_LOW) for row in found.plan.nodes if row.flops)
 
 
 def test_a_plan_that_has_nothing_below_runs_nothing_there_under_policy_fp8(
@@ -196,9 +197,10 @@ def test_other_numbers_of_tokens_keep_gradients_of_weights_low_and_say_so(
     found = step(made, tokens=24)
     assert tuple(map(len, found.scaled())) == (3, 2)
     assert roles(found.plan) == [(FORWARD,), (FORWARD, INPUT), (FORWARD, INPUT), ()]
-    assert "16 does not divide its sizes 64 x 24 x 32, though the plan has fp8" in found.reasons()["layers.0"]
+    given = {"grain": 16, "sizes": "64 x 24 x 32", "planned": "fp8"}
+    assert Reason.of(Kind.INDIVISIBLE, role=WEIGHT, **given) in found.plan.node("linear").reasons
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert any("the plan has fp8 for gradient of its weight of linear" in text for text in warned)
+    assert any("gradient of its weight of linear stays low" in text for text in warned)
 
 
 def test_a_plan_knows_the_calls_inside_a_checkpoint(tmp_path: Path) -> None:
@@ -254,8 +256,7 @@ def test_a_policy_with_harm_runs_below_what_the_plan_of_the_same_budget_does(
         assert found.plan.meaning == "tensorwise"
         counts.append(sum(map(len, found.scaled())))
         if budget == 4:
-            why = "fp8 would cost more time or error than the budget allows"
-            assert any(why in reason for reason in found.reasons().values())
+            assert any(row.is_because(Kind.LEVEL_OVER_BUDGET) for row in found.plan.nodes)
     assert 0 == counts[0] < counts[1] < counts[2] == 8
     with torch.no_grad():
         found = lowered(MLP(*SIZES), [torch.randn(32, 32)], {**options(tmp_path), "policy": policy})

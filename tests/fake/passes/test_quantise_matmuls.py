@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import amp_fx
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.reasons import Kind
 from amp_fx.policy.levels import NARROW_DTYPES
 from levels import MLP, Step, calls, emulating_blocks, lowered, options
 
@@ -212,5 +213,5 @@ def test_scales_of_blocks_are_bytes_and_what_32_does_not_divide_is_not_contracte
 def test_a_number_of_tokens_that_is_not_known_has_no_scales_of_blocks(tmp_path: Path) -> None:
     plan, scaled = emulated(tmp_path, 32, 64, 64, 16, tokens=64, dynamic=True)
     assert not any(scaled)
-    reason = next(row.reason for row in plan.nodes if row.flops)
-    assert "mxfp8 has no scales for a number of rows that is not known" in reason
+    first = next(row for row in plan.nodes if row.flops)
+    assert first.is_because(Kind.UNKNOWN_ROWS)

@@ -49,8 +49,8 @@ def test_a_real_plan_goes_through_json_unchanged(plan: Plan) -> None:
 def test_a_plan_is_json_like_all_the_way_down(plan: Plan) -> None:
     data = plan.to_dict()
     assert json.loads(json.dumps(data)) == data
-    assert data["version"] == 3
-    assert data["nodes"][0].keys() >= {"name", "op", "module_path", "op_class", "dtype", "reason", "source"}
+    assert data["version"] == 4
+    assert data["nodes"][0].keys() >= {"name", "op", "module_path", "op_class", "dtype", "reasons", "source"}
     assert data["casts"][0].keys() == {
         "name", "value", "from_dtype", "to_dtype", "bytes", "users", "inserted", "source", "kernel",
     }  # fmt: skip
@@ -123,9 +123,9 @@ def broken(plan: Plan, **changes: Any) -> dict[str, Any]:
     return {**plan.to_dict(), **changes}
 
 
-@pytest.mark.parametrize("version", [None, 0, 2, "3"])
+@pytest.mark.parametrize("version", [None, 0, 3, "4"])
 def test_another_version_is_refused(plan: Plan, version: object) -> None:
-    with pytest.raises(AmpFxError, match=rf"plan has version {version!r}; this amp_fx reads version 3"):
+    with pytest.raises(AmpFxError, match=rf"plan has version {version!r}; this amp_fx reads version 4"):
         Plan.from_dict(broken(plan, version=version))
 
 

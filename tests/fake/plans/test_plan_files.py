@@ -22,6 +22,7 @@ import amp_fx.backend
 from amp_fx import OptionsError, Plan, PlanError, Report, VerifyError
 from amp_fx.options import Options
 from amp_fx.plans.plan_files import choose_plan, load_plans
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from graphs import Rewritten, casts_of, rewrite
 
@@ -61,7 +62,7 @@ def made() -> Rewritten:
 
 
 def decisions(plan: Plan) -> list[tuple[Any, ...]]:
-    return [(row.op, row.op_class, row.dtype, row.takes, row.pinned, row.reason) for row in plan.nodes]
+    return [(row.op, row.op_class, row.dtype, row.takes, row.pinned, row.reasons) for row in plan.nodes]
 
 
 def follow(plan: object, model: nn.Module | None = None, batch: int = 6, **options: Any) -> Rewritten:
@@ -138,11 +139,13 @@ def test_a_decision_that_was_edited_is_followed(made: Rewritten, tmp_path: Path)
     data = json.loads(made.plan.to_json())
     row = next(row for row in data["nodes"] if row["module_path"] == "block.0" and row["op"] == "linear")
     assert row["dtype"] == "bfloat16"
-    row.update(dtype="float32", op_class="fp32", reason="edited")
+    row.update(dtype="float32", op_class="fp32", reasons=[{"kind": "listed", "values": {"why": "edited"}}])
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
     followed = follow(path)
-    assert [r.dtype for r in followed.plan.nodes if r.reason == "edited"] == [torch.float32]
+    assert [r.dtype for r in followed.plan.nodes if r.reasons == (Reason.of(Kind.LISTED, why="edited"),)] == [
+        torch.float32
+    ]
     body = followed.gm.get_submodule("wrap_body_0")
     assert isinstance(body, fx.GraphModule)
     linears = body.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
@@ -258,7 +261,7 @@ def edited(plan: Plan, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "plan has version 1; this amp_fx reads version 3"),
+        ({"version": 1}, "plan has version 1; this amp_fx reads version 4"),
         ({"nodes": {}}, "plan.nodes should be list"),
         ({"nodes": [{"name": 1}]}, r"plan.nodes\[0\].op is missing"),
         ({"nodes": [{"nam": "x"}]}, r"plan.nodes\[0\].nam is unknown; .* Did you mean 'name'\?"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_fx import OptionsError, Policy, Rule
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.table import all_names, supported_devices
 from graphs import check, rewrite
 
@@ -75,8 +76,8 @@ def test_a_rule_forces_an_op_low() -> None:
         dtypes={"mse_loss": "bfloat16"},
         tolerance=1e-2,
     )
-    assert "fp32" not in forced.one("mse_loss").reason
-    assert plain.one("mse_loss").reason != forced.one("mse_loss").reason
+    assert forced.one("mse_loss").is_because(Kind.RULE)
+    assert plain.one("mse_loss").is_because(Kind.LISTED)
 
 
 def test_a_rule_by_module_path_is_a_regular_expression() -> None:
@@ -104,7 +105,9 @@ def test_the_last_matching_rule_wins() -> None:
 
 def test_a_rule_shows_in_the_plan_as_the_reason() -> None:
     rewritten = rewrite(Attention(), torch.randn(2, 8), options=rules({"op": "matmul", "precision": "fp32"}))
-    assert rewritten.one("matmul").reason == 'user rule {"op": "matmul", "precision": "fp32"}'
+    assert rewritten.one("matmul").reasons == (
+        Reason(Kind.RULE, {"rule": '{"op": "matmul", "precision": "fp32"}'}),
+    )
     assert Policy.parse(rewritten.plan.policy) == Policy(rules=(Rule("fp32", op="matmul"),))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from amp_fx import AmpFxError
+from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.reports.modules import CastSum, ModuleCasts
 from amp_fx.reports.report import Cost, Report
 from amp_fx.viz import beside, dot
@@ -58,7 +59,7 @@ def test_more_bytes_than_under_autocast_have_their_cause_in_every_picture(tmp_pa
     report.costs["amp_fx"] = replace(report.costs["amp_fx"], moved=10_500_000)
     for row in report.plans[0].nodes[:5]:
         if row.flops:
-            row.dtype, row.reason = torch.float32, "in fp32 because casting would cost more than it saves"
+            row.dtype, row.reasons = torch.float32, (Reason.of(Kind.CASTS_COST_MORE, low=row.low),)
     words = "5.0 % more bytes than torch.autocast moves, because 1 of 3 matmuls"
     assert words in " ".join(texts(beside.render(drawing(report))))
     assert words in str(report)

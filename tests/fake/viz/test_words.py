@@ -14,7 +14,8 @@ from torch.func import grad, vmap
 
 from amp_fx import Plan, record
 from amp_fx.placement.devices import builtin
-from amp_fx.plans.summary import matmuls, more_bytes, summary, untouched_matmuls
+from amp_fx.plans.matmuls import matmuls, untouched_matmuls
+from amp_fx.viz.words import more_bytes, summary
 from graphs import rewrite
 
 

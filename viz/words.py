@@ -1,0 +1,161 @@
+"""What plans say in words: why a call computes as it does, and one line about a graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from amp_fx.errors import PlanError
+from amp_fx.graphs.values import LOW_DTYPES
+from amp_fx.plans.matmuls import matmuls, untouched_matmuls
+from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.viz.schema import short_dtype
+
+__all__ = ["because", "more_bytes", "sentence", "summary"]
+
+_TO_THE_ERROR = "to the gradient's error"
+
+#: one for each kind, with the names of its values
+_SENTENCES = {
+    Kind.ELEMENT: "an element of its producer's result",
+    Kind.NOT_ATEN: "not an ATen op: left as traced",
+    Kind.NOT_FLOATING: "no floating tensor that autocast may re-type",
+    Kind.SUBCLASS: "takes a tensor subclass, which has its own dtype",
+    Kind.CAST: "the program's own cast",
+    Kind.NAMES_DTYPE: "the program names the dtype of the result",
+    Kind.OWN_DTYPES: "returns each argument in its own dtype",
+    Kind.REGION: "inside torch.autocast(enabled=False)",
+    Kind.LOW_ALREADY: "already low as the program wrote it",
+    Kind.WRITES: "writes in place: runs in the dtype of what it writes to",
+    Kind.GRADIENT: "{of}: reads {dtypes}, as the forward left it",
+    Kind.RULE: "user rule {rule}",
+    Kind.LISTED: "{why}",
+    Kind.UNLISTED: "not on the op lists: left as traced",
+    Kind.NO_MATMUL: "no matrix product in these shapes: autocast casts nothing",
+    Kind.LOW_IO: "policy fast: fp32 inside the kernel, low in and out",
+    Kind.SCALAR_RANGE: "scalar-range: {constant:g} is beyond {low}",
+    Kind.TINY_EPS: "tiny-eps: {eps:g} is below {low}'s smallest normal number",
+    Kind.EXP_SUM: "exp-sum: exponentials that are summed need fp32's range and digits",
+    Kind.POSITIONS: "positions: integers beyond 256 are not exact in a 16-bit dtype",
+    Kind.NO_KERNEL: "no-kernel: oneDNN has no LSTM in {low} for this CPU",
+    Kind.SHARED_STORAGE: "a view of a storage that is written to or visible outside",
+    Kind.WEIGHT_RANGE: "{weight} has values beyond the range of {low}",
+    Kind.CASTS_COST_MORE: "in fp32 because casting would cost more than {low} saves on this device",
+    Kind.CHEAPER: "cut: cheaper in {dtype}, same values",
+    Kind.NO_DEARER: "cut: no dearer in fp32",
+    Kind.STORED_LOW: "policy fast: stored in {low}",
+    Kind.ROUNDED_AT_ONCE: "policy fast: rounded at once to {low}",
+    Kind.ROUNDING_ADDS: f"harm: rounding adds {{error:.1e}} {_TO_THE_ERROR}",
+    Kind.ROUNDING_WOULD_ADD: f"harm: rounding would add {{error:.1e}} {_TO_THE_ERROR}",
+    Kind.ROUNDING_ADDS_UP_TO: f"harm: rounding adds up to {{error:.1e}} {_TO_THE_ERROR}",
+    Kind.ROUNDING_OVERFLOWS: f"harm: rounding overflows, and adds infinitely much {_TO_THE_ERROR}",
+    Kind.LEVEL: "{policy}, {level}",
+    Kind.LEVEL_PLANNED: "{policy}, {level}, as the plan has it",
+    Kind.LEVEL_ADDS: f"{{policy}}, {{level}}, adds {{error:.1e}} {_TO_THE_ERROR}",
+    Kind.LEVEL_WOULD_ADD: f"{{low}}, {{policy}} would add {{error:.1e}} {_TO_THE_ERROR}",
+    Kind.LEVEL_DEARER: "converting would cost more than {policy} saves on this device",
+    Kind.LEVEL_OVER_BUDGET: "{policy} would cost more time or error than the budget allows",
+    Kind.PLANNED_LOW: "low, as the plan has it",
+    Kind.OTHER_DEVICE: "it does not run on {device}",
+    Kind.UNKNOWN_ROWS: "{level} has no scales for a number of rows that is not known",
+    Kind.NO_COPY: "{level} multiplies by weights of which copies are kept",
+    Kind.NOT_A_WEIGHT: "{policy} multiplies by weights",
+    Kind.NO_ROWS: "it has no rows",
+    Kind.FEW_ROWS: "{level} multiplies {fewest} rows or more",
+    Kind.INDIVISIBLE: "{grain} does not divide its sizes {sizes}",
+    Kind.UNEVEN_BLOCKS: "{block} does not divide the {contracted} that it contracts",
+    Kind.LAST_LINEAR: "the last linear stays in the low dtype",
+    Kind.WEIGHT_GRADIENT: "{level} leaves gradients of weights in the low dtype",
+    Kind.STORED_TABLE: "the table is stored in {dtype}, its rows are widened",
+}
+
+
+def because(row: NodePlan) -> str:
+    """Why a call computes as it does, and each of its matmuls."""
+    return "; ".join(_with_role(reason, row) for reason in row.reasons)
+
+
+def sentence(reason: Reason) -> str:
+    """One reason; of a matmul that a plan has below 16 bits and that stays low, that, too.
+
+    Raises:
+        PlanError: a plan file does not have the values of the kind.
+    """
+    try:
+        text = _SENTENCES[reason.kind].format(**reason.values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"reason {reason.kind.value!r} in the plan has no value {error}, or one of another form; make a new plan."
+        ) from error
+    return f"{text}, though the plan has {reason.values['planned']}" if "planned" in reason.values else text
+
+
+def _with_role(reason: Reason, row: NodePlan) -> str:
+    # of a call that is one matmul there is no more to say
+    role = reason.values.get("role") if len(row.levels) > 1 else None
+    return f"{role}: {sentence(reason)}" if role else sentence(reason)
+
+
+def summary(plan: Plan) -> str:
+    """What a compiled graph computes in which precision.
+
+    ``"12 of 14 matmuls in bf16, 9 casts; 2 in fp32: too small to gain on cpu avx512_bf16 zen5 (options={'profile':
+    'off'} forces them)"``. Matmuls are convolutions, attention and recurrent layers, too.
+    """
+    if plan.fallback:
+        return f"not rewritten: {plan.fallback}"
+    casts = f"{len(plan.casts)} cast{'s' * (len(plan.casts) != 1)}"
+    outside, inside = matmuls(plan), untouched_matmuls(plan)
+    total = len(outside) + len(inside)
+    if not total:
+        return f"no matmuls, {casts}"
+    low = Counter(_dtype(row) for row in outside if row.dtype in LOW_DTYPES)
+    wide = Counter((_dtype(row), _why_wide(row, plan)) for row in outside if row.dtype not in LOW_DTYPES)
+    lowered = " and ".join(f"{count} in {dtype}" for dtype, count in low.items())
+    if len(low) == 1:
+        ((dtype, count),) = low.items()
+        text = f"{count} of {total} matmuls in {dtype}, {casts}"
+    else:
+        text = f"{total} matmul{'s' * (total != 1)}, {lowered or 'none in low precision'}, {casts}"
+    parts = [f"{count} in {dtype}: {why}" for (dtype, why), count in wide.items()]
+    if inside:
+        parts.append(f"{len(inside)} inside vmap or torch.func: left as written")
+    if plan.meaning:
+        parts.append(f"below 16 bits: {plan.meaning}")
+    return "; ".join([text, *parts])
+
+
+def more_bytes(plans: Sequence[Plan], ours: int | None, theirs: int | None) -> str:
+    """Why a program moves more bytes than under torch.autocast, in words; empty where it does not, or nobody counted.
+
+    Args:
+        plans: of the program.
+        ours: bytes that all its kernels move.
+        theirs: the same under torch.autocast.
+    """
+    if not ours or not theirs or ours < 1.0005 * theirs:
+        return ""
+    rows = [row for plan in plans if plan.phase == "forward" for row in matmuls(plan)]
+    wide = [row for row in rows if row.dtype not in LOW_DTYPES]
+    small = sum(row.is_because(Kind.CASTS_COST_MORE) for row in wide)
+    ruled = sum(row.is_because(Kind.RULE) for row in wide)
+    causes = [
+        f"{small} of {len(rows)} matmuls stay in fp32, where their casts would take longer than low precision saves",
+        f"rules keep {ruled} of {len(rows)} matmuls in fp32",
+    ]
+    why = " and ".join(text for text, count in zip(causes, (small, ruled), strict=True) if count)
+    more = f"{100 * (ours / theirs - 1):.1f} % more bytes than torch.autocast moves"
+    return f"{more}, because {why}" if why else more
+
+
+def _why_wide(row: NodePlan, plan: Plan) -> str:
+    if row.is_because(Kind.CASTS_COST_MORE):
+        device = f" on {plan.profile}" if plan.profile else ""
+        return f"too small to gain{device} (options={{'profile': 'off'}} forces them)"
+    # what comes after the list's own reason overruled it
+    return sentence(row.reasons[-1]) if row.reasons else "the plan gives no reason"
+
+
+def _dtype(row: NodePlan) -> str:
+    return "mixed dtypes" if row.computed is None else short_dtype(dtype_name(row.computed))
