@@ -2,7 +2,7 @@
 
 Here: the plan and how it is read off a rewritten graph, plan files and their match with a graph, differences between
 plans, JSON into dataclasses, files that are written whole or not at all, and who is told of a finished plan.
-Not here: making decisions (``amp_fx.passes``), and what plans say to a reader (``amp_fx.reports``).
+Not here: making decisions (``amp_fx.passes``), and what plans say to a reader (``amp_fx.viz``, ``amp_fx.reports``).
 Open ``plan.py`` first.
 """
 

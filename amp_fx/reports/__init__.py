@@ -2,7 +2,7 @@
 
 Here: ``amp_fx.explain``, the report and its text, advice, numeric histograms, which kernels exist for a cast alone, and
 ``amp_fx.record``.
-Not here: pictures (``amp_fx.viz``), and the decisions themselves (``amp_fx.plans``).
+Not here: pictures and the words of reasons (``amp_fx.viz``), and the decisions themselves (``amp_fx.plans``).
 Open ``report.py`` first.
 """
 

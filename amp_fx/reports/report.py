@@ -27,6 +27,7 @@ from amp_fx.reports.advice import Advice
 from amp_fx.reports.modules import ModuleCasts
 from amp_fx.reports.report_data import Cost, ReportData
 from amp_fx.viz import beside, dot, html, model, model_explorer
+from amp_fx.viz.words import because
 
 __all__ = ["SUFFIXES", "Cost", "Report"]
 
@@ -57,6 +58,14 @@ class Report(ReportData):
                 "report.save('report.json') and options={'plan': 'report.json'}."
             )
         return forward[0]
+
+    def why(self, name: str) -> str:
+        """Why a call of the only forward graph computes as it does, in words.
+
+        Raises:
+            KeyError: no such call.
+        """
+        return because(self.plan.node(name))
 
     def __str__(self) -> str:
         return report_text.first_screen(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from string import Formatter
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from amp_fx import Plan, record
+from amp_fx import Plan, PlanError, record
 from amp_fx.placement.devices import builtin
 from amp_fx.plans.matmuls import matmuls, untouched_matmuls
-from amp_fx.viz.words import more_bytes, summary
+from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.viz.words import _SENTENCES, because, more_bytes, sentence, summary
 from graphs import rewrite
 
 
@@ -32,6 +34,27 @@ class Net(nn.Module):
 
 def line(options: dict[str, Any], model: nn.Module | None = None) -> str:
     return summary(rewrite(model or Net(), torch.randn(4, 16), options=options).plan)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_of_reason_has_a_sentence_and_says_which_value_it_lacks(kind: Kind) -> None:
+    names = {name for _, name, _, _ in Formatter().parse(_SENTENCES[kind]) if name}
+    values = dict.fromkeys(names, 0.25)
+    text = sentence(Reason(kind, values))
+    assert text
+    assert text.count("0.25") + text.count("2.5e-01") == len(names)
+    for name in names:
+        with pytest.raises(PlanError, match=f"has no value '{name}'"):
+            sentence(Reason(kind, {other: 0.25 for other in names - {name}}))
+
+
+def test_reasons_are_told_in_order_and_by_role_where_a_call_has_several_matmuls() -> None:
+    row = rewrite(nn.Linear(8, 8), torch.randn(2, 8)).one("linear")
+    row.reasons = (Reason.of(Kind.LISTED, why="a list"), Reason.of(Kind.LAST_LINEAR, role="forward"))
+    row.levels = {"forward": "bfloat16"}
+    assert because(row) == f"a list; {sentence(row.reasons[1])}"
+    row.levels["gradient of its weight"] = "bfloat16"
+    assert because(row) == f"a list; forward: {sentence(row.reasons[1])}"
 
 
 def test_matmuls_are_counted_by_dtype_with_the_casts() -> None:
