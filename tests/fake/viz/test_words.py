@@ -45,7 +45,7 @@ def test_every_kind_of_reason_has_a_sentence_and_says_which_value_it_lacks(kind:
     assert text.count("0.25") + text.count("2.5e-01") == len(names)
     for name in names:
         with pytest.raises(PlanError, match=f"has no value '{name}'"):
-            sentence(Reason(kind, {other: 0.25 for other in names - {name}}))
+            sentence(Reason(kind, dict.fromkeys(names - {name}, 0.25)))
 
 
 def test_reasons_are_told_in_order_and_by_role_where_a_call_has_several_matmuls() -> None:
