@@ -110,36 +110,27 @@ class Options:
             PlanError: the plan or harm file cannot be read, or holds no plan or harm.
         """
         own = {f.name for f in fields(cls)} - {"inductor", "harm", "level"} | LEVEL_OPTIONS.keys()
-        values: dict[str, Any] = {}
-        inductor = _mode_options(mode)
-        for key, value in (options or {}).items():
-            if key in own:
-                values[key] = value
-            else:
-                inductor[_inductor_name(key, own)] = value
+        given = options or {}
+        values = {key: value for key, value in given.items() if key in own}
+        others = {_inductor_name(key, own): value for key, value in given.items() if key not in own}
         dtype = _parse_dtype(values.get("dtype", "auto"))
         numerics = _one_of("numerics", NUMERICS, values.get("numerics", "compiled"))
-        strict = values.get("strict", False)
-        if not isinstance(strict, bool):
-            raise OptionsError(f"strict must be True or False; got {strict!r}.")
-        profile = values.get("profile", "auto")
-        if not isinstance(profile, str):
-            raise OptionsError(f"profile must be 'auto', 'off' or the path of a file; got {profile!r}.")
-        if numerics == "eager":
-            if inductor.get("emulate_precision_casts", True) is not True:
-                raise OptionsError(
-                    "numerics='eager' needs Inductor's emulate_precision_casts, which is switched off; "
-                    "drop one of the two."
-                )
-            inductor["emulate_precision_casts"] = True
         policy = Policy.parse(values.get("policy", "autocast"))
         level = _parse_level(values, policy, numerics)
         dtype = _with_policy(dtype, policy)
-        plan = _parse_plan(values.get("plan"))
-        harm = _load_harm(policy, dtype, numerics, level)
-        scaler = _parse_scaler(values.get("scaler"), dtype)
-        weights = _parse_weights(values.get("weights", "auto"), numerics)
-        return cls(dtype, policy, numerics, profile, plan, scaler, weights, strict, inductor, harm, level)
+        return cls(
+            dtype=dtype,
+            policy=policy,
+            numerics=numerics,
+            profile=_parse_profile(values.get("profile", "auto")),
+            plan=_parse_plan(values.get("plan")),
+            scaler=_parse_scaler(values.get("scaler"), dtype),
+            weights=_parse_weights(values.get("weights", "auto"), numerics),
+            strict=_parse_strict(values.get("strict", False)),
+            inductor=_with_numerics({**_mode_options(mode), **others}, numerics),
+            harm=_load_harm(policy, dtype, numerics, level),
+            level=level,
+        )
 
     def low_dtype(self, device_type: str) -> torch.dtype:
         """The low dtype on a device type: the one asked for, or what "auto" means there."""
@@ -175,6 +166,18 @@ def _with_policy(dtype: torch.dtype | None, policy: Policy) -> torch.dtype | Non
             f"{policy.dtype}; drop one of the two."
         )
     return named
+
+
+def _parse_profile(value: object) -> str:
+    if not isinstance(value, str):
+        raise OptionsError(f"profile must be 'auto', 'off' or the path of a file; got {value!r}.")
+    return value
+
+
+def _parse_strict(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise OptionsError(f"strict must be True or False; got {value!r}.")
+    return value
 
 
 def _parse_plan(value: object) -> tuple[Plan, ...] | None:
@@ -281,6 +284,17 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
         return dict(inductor_mode_options(mode))
     except RuntimeError as error:
         raise OptionsError(f"Unknown mode {mode!r}: {error}") from error
+
+
+def _with_numerics(inductor: dict[str, Any], numerics: str) -> dict[str, Any]:
+    """Inductor's options, and what makes it round as the numerics promise."""
+    if numerics != "eager":
+        return inductor
+    if inductor.get("emulate_precision_casts", True) is not True:
+        raise OptionsError(
+            "numerics='eager' needs Inductor's emulate_precision_casts, which is switched off; drop one of the two."
+        )
+    return {**inductor, "emulate_precision_casts": True}
 
 
 def _inductor_name(key: str, own: set[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -75,31 +75,10 @@ def rewrite(
         case = Case(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
         folded = weight_inputs(captured) if case.caches_weights else frozenset[str]()
         profile = resolve(opts.profile, device)
-        said = ""
-        if levels_of(opts.policy.base) and not training:
-            means = meaning(
-                opts.policy.base,
-                opts.level,
-                profile,
-                device,
-                ambient[device].dtype,
-                training=False,
-                keeps_weights=case.caches_weights and opts.numerics != "eager",
-            )
-            said = means.text
-            if means.level is not None and (opts.plan is not None or opts.harm is not None):
-                said = f"as autocast: plans and budgets of {opts.policy.base} are about gradients"
-            elif means.level is not None:
-                case = case.giving(PlaceLevels(means.level, device, means.cost, joint=False))
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
-        if opts.plan is not None:
-            plan = _replay(captured, opts, case, context)
-        elif opts.harm is not None:
-            plan = _place_by_harm(captured, opts.harm, placement, _marking(case, context), context)
-        else:
-            plan = run_passes(captured, select(CAPTURED, _marking(case, context)), context)
-    plan.training, plan.profile = training, "" if profile is None else profile.name
-    plan.meaning = plan.meaning or said
+        case, said = _evaluated(case, opts, context, device, ambient[device].dtype)
+        plan = _decided(captured, opts, placement, case, context)
+    plan.training, plan.profile, plan.meaning = training, "" if profile is None else profile.name, said
     log_artifact("amp_fx_plan", plan.to_json)
     done = time.thread_time()
     logger.debug(
@@ -111,6 +90,34 @@ def rewrite(
         len(plan.casts),
     )
     return captured, plan
+
+
+def _evaluated(
+    case: Case, opts: Options, context: PassContext, device: str, low: torch.dtype
+) -> tuple[Case, str]:
+    """Without gradients, the pass that chooses what runs below 16 bits is given; and what the policy means here."""
+    if context.training or not levels_of(opts.policy.base):
+        return case, ""
+    keeps = case.caches_weights and opts.numerics != "eager"
+    base, profile = opts.policy.base, context.profile
+    means = meaning(base, opts.level, profile, device, low, training=False, keeps_weights=keeps)
+    if means.level is None:
+        return case, means.text
+    if opts.plan is not None or opts.harm is not None:
+        return case, f"as autocast: plans and budgets of {base} are about gradients"
+    return case.giving(PlaceLevels(means.level, device, means.cost, joint=False)), means.text
+
+
+def _decided(
+    captured: fx.GraphModule, opts: Options, placement: Placement | None, case: Case, context: PassContext
+) -> Plan:
+    """Runs the passes, with the decisions of a plan, by measured harm, or by the policy alone."""
+    if opts.plan is not None:
+        return _replay(captured, opts.plan, case, context)
+    case = _marking(case, context)
+    if opts.harm is not None:
+        return _place_by_harm(captured, opts.harm, placement, case, context)
+    return run_passes(captured, select(CAPTURED, case), context)
 
 
 def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], *, training: bool) -> None:
@@ -138,11 +145,10 @@ def _marking(case: Case, context: PassContext, chosen: Plan | None = None) -> Ca
     return case.giving(MarkMatmuls(planned))
 
 
-def _replay(captured: fx.GraphModule, opts: Options, case: Case, context: PassContext) -> Plan:
+def _replay(captured: fx.GraphModule, plans: Sequence[Plan], case: Case, context: PassContext) -> Plan:
     """Runs the passes with the decisions of whichever plan was made for this graph."""
-    outline = run_passes(captured, OUTLINE, context)
-    outline.graph, outline.training = compile_id(), context.training
-    chosen = choose_plan(opts.plan or (), outline)
+    outline = _outline(captured, context)
+    chosen = choose_plan(plans, outline)
     rows = {row.name: saved for saved, row in counterparts(chosen, outline)}
     # in which levels it computes is decided about steps, and written into the row when the graph was compiled
     follows = context.training and chosen.decides_levels
@@ -195,6 +201,12 @@ def _measured(captured: fx.GraphModule, harm: Harm, context: PassContext) -> dic
     Raises:
         PlanError: the graph was not measured; names what has moved.
     """
+    outline = _outline(captured, context)
+    return {call.name: call for call in harm.graph(outline).renamed(outline)}
+
+
+def _outline(captured: fx.GraphModule, context: PassContext) -> Plan:
+    """The graph's calls with their classes: what plans and harm are matched with."""
     outline = run_passes(captured, OUTLINE, context)
     outline.graph, outline.training = compile_id(), context.training
-    return {call.name: call for call in harm.graph(outline).renamed(outline)}
+    return outline
