@@ -106,88 +106,105 @@ def calibrate(
     if not steps:
         raise AmpFxError("calibrate needs at least one batch; got none.")
     process = None if target is None else TargetProcess(target)
-    harm, graphs = _measure(program, steps, parameters, opts, scale, (probes, seed), process)
-    return Calibration(harm, graphs, opts, steps)
+    graphs = _Graphs(opts, low, process)
+    _run(program, steps, parameters, graphs, scale, (probes, seed))
+    graphs.take_means()
+    kinks = sum(has_trait(row.op, Trait.KINK) for graph in graphs.found for row in graph.outline.nodes)
+    level = "" if graphs.level is None else graphs.level.name
+    harm = Harm(type(program).__name__, low, scale, len(steps), kinks=kinks, graphs=graphs.found, level=level)
+    return Calibration(harm, graphs.traced, opts, steps)
 
 
-def _measure(
+class _Graphs:
+    """The graphs of a model, in the order of their compilation, and what was measured of them.
+
+    Attributes:
+        low: the low dtype.
+        level: that is measured, too, or None.
+        meters: one a step.
+        traced: the graphs, on the device that is planned for.
+        found: calls on that device, and what was measured of them.
+    """
+
+    def __init__(self, opts: Options, low: torch.dtype, process: TargetProcess | None) -> None:
+        self._opts = opts
+        self._process = process
+        self._measured: list[Plan] = []
+        self.low = low
+        self.level = levels_of(opts.policy.base).get(opts.level)
+        self.meters: list[Meter] = []
+        self.traced: list[TracedGraph] = []
+        self.found: list[GraphHarm] = []
+
+    def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """A backend of ``torch.compile`` that watches each value."""
+        devices = graph_devices(gm).intersection(supported_devices())
+        if reason := not_ours(gm, devices):
+            logger.debug("graph is not measured: %s", reason)
+            return gm.forward
+        ambient = ambient_regions(dict.fromkeys(devices, self.low))
+        try:
+            captured = capture(gm, ambient)
+        except CaptureError as error:
+            logger.warning("graph %s is not measured: %s", compile_id(), error)
+            return gm.forward
+        measured = run_passes(captured, OUTLINE, PassContext(self._opts.policy, training=True))
+        measured.graph, measured.training, measured.graph_break = compile_id(), True, graph_break(gm)
+        number = len(self.found)
+        graph, outline = TracedGraph(gm, ambient, measured.graph), measured
+        if self._process is not None and "cuda" not in devices:
+            graph = TargetGraph.of(gm, example_inputs, self.low, self._process)
+            outline = graph.outline(self._opts)
+            outline.graph_break = measured.graph_break
+            _check_same(measured, outline)
+        if self.level is not None and any(_is_differentiated(value) for value in example_inputs):
+            names = {here.name: row.name for here, row in counterparts(measured, outline)}
+            cost = _cost(resolve(self._opts.profile, graph.device_type), self.low, self.level)
+            graph.below = read_matmuls(gm, example_inputs, ambient, self._opts, cost, names)
+        self._measured.append(measured)
+        self.found.append(GraphHarm(outline))
+        self.traced.append(graph)
+        return lambda *args: run_measured(captured, self.meters[-1], number, args)
+
+    def take_means(self) -> None:
+        """Harms are those of the steps on average, by the names that calls have where they are planned."""
+        for number, (graph, measured) in enumerate(zip(self.found, self._measured, strict=True)):
+            rows = GraphHarm(measured, _mean([meter.rows(number) for meter in self.meters]))
+            graph.calls = rows.renamed(graph.outline)
+
+
+def _run(
     program: nn.Module,
     steps: Sequence[Step],
     parameters: Sequence[nn.Parameter],
-    opts: Options,
+    graphs: _Graphs,
     scale: float,
     signs: tuple[int, int],
-    process: TargetProcess | None,
-) -> tuple[Harm, list[TracedGraph]]:
+) -> None:
     """Runs every step under a backend that watches each value.
 
     Args:
         program: the model.
         steps: one a batch.
         parameters: whose gradients count.
-        opts: with the low dtype.
+        graphs: are filled in.
         scale: of the loss.
         signs: vectors of random signs a batch, and their seed.
-        process: that compiles for a GPU, where the graphs are planned for that, and measured on the CPU.
     """
     probes, seed = signs
-    low = opts.low_dtype(parameters[0].device.type)
-    level = levels_of(opts.policy.base).get(opts.level)
-    meters: list[Meter] = []
-    graphs: list[TracedGraph] = []
-    found: list[GraphHarm] = []
-    measured: list[Plan] = []
-
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        devices = graph_devices(gm).intersection(supported_devices())
-        reason = not_ours(gm, devices)
-        if reason:
-            logger.debug("graph is not measured: %s", reason)
-            return gm.forward
-        ambient = ambient_regions(dict.fromkeys(devices, low))
-        try:
-            captured = capture(gm, ambient)
-        except CaptureError as error:
-            logger.warning("graph %s is not measured: %s", compile_id(), error)
-            return gm.forward
-        outline = run_passes(captured, OUTLINE, PassContext(opts.policy, training=True))
-        outline.graph, outline.training, outline.graph_break = compile_id(), True, graph_break(gm)
-        number = len(found)
-        graph = TracedGraph(gm, ambient, outline.graph)
-        measured.append(outline)
-        if process is not None and "cuda" not in devices:
-            graph = TargetGraph.of(gm, example_inputs, low, process)
-            outline = graph.outline(opts)
-            outline.graph_break = measured[-1].graph_break
-            _check_same(measured[-1], outline)
-        if level is not None and any(_is_differentiated(value) for value in example_inputs):
-            names = {here.name: row.name for here, row in counterparts(measured[-1], outline)}
-            cost = _cost(resolve(opts.profile, graph.device_type), low, level)
-            graph.below = read_matmuls(gm, example_inputs, ambient, opts, cost, names)
-        found.append(GraphHarm(outline))
-        graphs.append(graph)
-        return lambda *args: run_measured(captured, meters[-1], number, args)
-
     torch.compiler.reset()
     try:
         with unwrapped_errors(AmpFxError):
-            compiled = torch.compile(program, backend=backend, dynamic=False)
+            compiled = torch.compile(program, backend=graphs.backend, dynamic=False)
             for number, step in enumerate(_progress(steps)):
-                meter = Meter(low, scale, level=level)
-                meters.append(meter)
+                meter = Meter(graphs.low, scale, level=graphs.level)
+                graphs.meters.append(meter)
                 with step.untouched() as run:
                     differentiate(meter, lambda run=run: run(compiled), parameters, seed + number, probes)
     finally:
         torch.compiler.reset()
-    if not found:
+    if not graphs.found:
         raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was measured.")
-    for number, (graph, outline) in enumerate(zip(found, measured, strict=True)):
-        rows = GraphHarm(outline, _mean([meter.rows(number) for meter in meters]))
-        graph.calls = rows.renamed(graph.outline)
-    kinks = sum(has_trait(row.op, Trait.KINK) for graph in found for row in graph.outline.nodes)
-    harm = Harm(type(program).__name__, low, scale, batches=len(steps), kinks=kinks, graphs=found)
-    harm.level = "" if level is None else level.name
-    return harm, graphs
 
 
 def _check_same(measured: Plan, outline: Plan) -> None:

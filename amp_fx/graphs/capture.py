@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,43 +62,11 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
     Raises:
         CaptureError: the graph cannot be traced; the cause is chained and the source line named.
     """
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    try:
-        fakes = [node.meta["example_value"] for node in placeholders]
-    except KeyError as error:
-        raise CaptureError("a graph input has no fake value; was the graph made by Dynamo?") from error
-    # a graph may make all its tensors itself
-    values = (value for node in gm.graph.nodes for value in tensors(node.meta.get("example_value")))
-    fake_mode = next((mode for value in values if (mode := fake_mode_of(value)) is not None), None)
-    if fake_mode is None:
-        raise CaptureError("the graph has no tensor to take a fake tensor mode from")
-
-    regions = node_regions(gm.graph.nodes, ambient)
-    interpreter = CapturingInterpreter(gm, regions, _capture_bodies)
-    try:
-        with (
-            fake_mode,
-            ignore_fresh_symbols(fake_mode),
-            preserve_node_meta(),
-            contextlib.ExitStack() as states,
-        ):
-            for device_type, region in ambient.items():
-                states.enter_context(enable_autocast(device_type, region.by_user, region.dtype))
-            inputs = [stand_in(fake) for fake in fakes]
-            traced = make_fx(
-                interpreter.run,
-                decomposition_table=COMPOSITES,
-                pre_dispatch=True,
-                _allow_non_fake_inputs=True,
-            )(*inputs)
-    except CaptureError:
-        raise
-    except Exception as error:
-        # make_fx runs the user's program: whatever it raises is a fact about this graph, chained for the
-        # reader
-        raise CaptureError(
-            f"cannot trace {interpreter.where} to pre-dispatch ATen: {type(error).__name__}: {error}"
-        ) from error
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if any("example_value" not in node.meta for node in placeholders):
+        raise CaptureError("a graph input has no fake value; was the graph made by Dynamo?")
+    fake_mode = _fake_mode(gm)
+    traced = _trace(gm, placeholders, ambient, fake_mode)
     _inline_constants(traced, fake_mode)
     _restore_placeholders(traced, placeholders)
     traced.graph.output_node().meta[OUTPUT_META] = [
@@ -110,6 +78,48 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
         traced._param_name_to_source = gm._param_name_to_source
     logger.debug("captured %d Dynamo nodes as %d ATen nodes", len(gm.graph.nodes), len(traced.graph.nodes))
     return traced
+
+
+def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
+    """Dynamo's; a graph may make all its tensors itself."""
+    values = (value for node in gm.graph.nodes for value in tensors(node.meta.get("example_value")))
+    fake_mode = next((mode for value in values if (mode := fake_mode_of(value)) is not None), None)
+    if fake_mode is None:
+        raise CaptureError("the graph has no tensor to take a fake tensor mode from")
+    return fake_mode
+
+
+def _trace(
+    gm: fx.GraphModule,
+    placeholders: Sequence[fx.Node],
+    ambient: Mapping[str, Region],
+    fake_mode: FakeTensorMode,
+) -> fx.GraphModule:
+    """The graph as make_fx sees it, bodies included."""
+    interpreter = CapturingInterpreter(gm, node_regions(gm.graph.nodes, ambient), _capture_bodies)
+    try:
+        with (
+            fake_mode,
+            ignore_fresh_symbols(fake_mode),
+            preserve_node_meta(),
+            contextlib.ExitStack() as states,
+        ):
+            for device_type, region in ambient.items():
+                states.enter_context(enable_autocast(device_type, region.by_user, region.dtype))
+            return make_fx(
+                interpreter.run,
+                decomposition_table=COMPOSITES,
+                pre_dispatch=True,
+                _allow_non_fake_inputs=True,
+            )(*(stand_in(node.meta["example_value"]) for node in placeholders))
+    except CaptureError:
+        raise
+    except Exception as error:
+        # make_fx runs the user's program: whatever it raises is a fact about this graph, chained for the
+        # reader
+        raise CaptureError(
+            f"cannot trace {interpreter.where} to pre-dispatch ATen: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _capture_bodies(
