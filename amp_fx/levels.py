@@ -1,8 +1,9 @@
-"""Levels below 16 bits in a graph that will be differentiated: which pass chooses, and what it chose."""
+"""Levels below 16 bits: which pass runs what a plan has in them, or chooses where gradients are, and what it chose."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from amp_fx.plans.reasons import Reason
 from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, levels_of
 from amp_fx.viz.words import sentence
 
-__all__ = ["add_choices", "level_placement"]
+__all__ = ["add_choices", "level_placement", "planned_levels"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ def level_placement(
     if not plan.training:
         return None
     if plan.decides_levels:
-        placed = _planned(opts, device, plan)
+        placed = planned_levels(opts, device, {row.name: row for row in plan.nodes}, training=True)
+        plan.meaning = ", ".join(dict.fromkeys(level for *_, level in placed.planned)) if placed else ""
     elif levels_of(opts.policy.base):
         wanted = opts.level if opts.harm is None else opts.harm.level
         profile = resolve(opts.profile, device)
@@ -74,10 +76,30 @@ def _of_graph(rewritten: fx.GraphModule) -> dict[str, Any]:
     }
 
 
-def _planned(opts: Options, device: str, plan: Plan) -> PlaceLevels | None:
-    """The pass that does what a plan has; None where that runs nothing below 16 bits."""
+def planned_levels(
+    opts: Options,
+    device: str,
+    rows: Mapping[str, NodePlan],
+    *,
+    training: bool,
+    stores_weights: bool = False,
+) -> PlaceLevels | None:
+    """The pass that does what a plan has; None where that runs nothing below 16 bits.
+
+    Args:
+        opts: validated options.
+        device: type of the device that the graph is about.
+        rows: call of the graph -> what its plan says of it.
+        training: True where the pass runs on a joint graph.
+        stores_weights: weights are part of the program, where no level packs them.
+
+    Raises:
+        PlanError: a level that the device or the options do not allow.
+    """
     planned = tuple(
-        (row.name, role, level.name) for row in plan.nodes for role, level in row.levels_below.items()
+        (name, role, level.stored if stores_weights and level.keeps_weights else level.name)
+        for name, row in rows.items()
+        for role, level in row.levels_below.items()
     )
     levels = [LEVELS[name] for name in dict.fromkeys(name for *_, name in planned)]
     for level in levels:
@@ -99,8 +121,7 @@ def _planned(opts: Options, device: str, plan: Plan) -> PlaceLevels | None:
             logger.info(
                 "the plan runs %d matmuls in %s, which a %s emulates", len(planned), level.policy, device
             )
-    plan.meaning = ", ".join(level.name for level in levels)
-    return PlaceLevels(None, device, planned=planned) if planned else None
+    return PlaceLevels(None, device, planned=planned, joint=training) if planned else None
 
 
 def add_choices(plan: Plan, placed: PlaceLevels) -> None:

@@ -75,7 +75,8 @@ class Options:
             autocast would, or a file that ``python -m amp_fx profile`` wrote. ``amp_fx.calibrate`` puts the rates
             themselves here.
         plan: plans that graphs follow, whatever policy and profile say; see :mod:`amp_fx.plans.plan_files`. Given as
-            the path of a plan file or of a report, an :class:`amp_fx.Plan`, or a list of them. None: amp_fx plans.
+            the path of a plan file or of a report, an :class:`amp_fx.Plan`, a list of them, or what has ``.plans``: a
+            :class:`amp_fx.CalibratedPlan`, a :class:`amp_fx.Report`. None: amp_fx plans.
         scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs, or None. It may be given with dtype "auto",
             and then counts where that is fp16.
         weights: a key of :data:`WEIGHTS`; where low copies of weights live.
@@ -185,10 +186,11 @@ def _parse_plan(value: object) -> tuple[Plan, ...] | None:
         return None
     if isinstance(value, (str, os.PathLike)):
         return load_plans(value)
-    plans = [value] if isinstance(value, Plan) else value
+    plans = [value] if isinstance(value, Plan) else getattr(value, "plans", value)
     if not isinstance(plans, (list, tuple)) or not all(isinstance(plan, Plan) for plan in plans):
         raise OptionsError(
-            f"plan must be the path of a plan file, an amp_fx.Plan or a list of them; got {value!r}."
+            "plan must be the path of a plan file, an amp_fx.Plan, a list of them, or what amp_fx.explain(...) or "
+            f"amp_fx.calibrate(...).plan() returned; got {value!r}."
         )
     return tuple(plan for plan in plans if plan.phase == "forward")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -15,11 +15,13 @@ from amp_fx.errors import CaptureError, PassError, PlanError
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region
+from amp_fx.levels import planned_levels
 from amp_fx.options import Options
 from amp_fx.passes import (
     CAPTURED,
     OUTLINE,
     Case,
+    FoldWeights,
     MarkMatmuls,
     PassContext,
     PlaceByHarm,
@@ -39,7 +41,7 @@ from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.policy.levels import levels_of
 from amp_fx.weights.inference import weight_inputs
 
-__all__ = ["add_autocast", "rewrite"]
+__all__ = ["add_autocast", "replay", "rewrite"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +79,9 @@ def rewrite(
         profile = resolve(opts.profile, device)
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
         case, said = _evaluated(case, opts, context, device, ambient[device].dtype)
-        plan = _decided(captured, opts, placement, case, context)
-    plan.training, plan.profile, plan.meaning = training, "" if profile is None else profile.name, said
+        plan = _decided(captured, opts, placement, device, case, context)
+    plan.training, plan.profile = training, "" if profile is None else profile.name
+    plan.meaning = plan.meaning or said
     log_artifact("amp_fx_plan", plan.to_json)
     done = time.thread_time()
     logger.debug(
@@ -96,24 +99,29 @@ def _evaluated(
     case: Case, opts: Options, context: PassContext, device: str, low: torch.dtype
 ) -> tuple[Case, str]:
     """Without gradients, the pass that chooses what runs below 16 bits is given; and what the policy means here."""
-    if context.training or not levels_of(opts.policy.base):
+    if context.training or opts.plan is not None or not levels_of(opts.policy.base):
         return case, ""
     keeps = case.caches_weights and opts.numerics != "eager"
     base, profile = opts.policy.base, context.profile
     means = meaning(base, opts.level, profile, device, low, training=False, keeps_weights=keeps)
     if means.level is None:
         return case, means.text
-    if opts.plan is not None or opts.harm is not None:
-        return case, f"as autocast: plans and budgets of {base} are about gradients"
+    if opts.harm is not None:
+        return case, f"as autocast: a policy with harm places no matmuls in {base}, a plan does"
     return case.giving(PlaceLevels(means.level, device, means.cost, joint=False)), means.text
 
 
 def _decided(
-    captured: fx.GraphModule, opts: Options, placement: Placement | None, case: Case, context: PassContext
+    captured: fx.GraphModule,
+    opts: Options,
+    placement: Placement | None,
+    device: str,
+    case: Case,
+    context: PassContext,
 ) -> Plan:
     """Runs the passes, with the decisions of a plan, by measured harm, or by the policy alone."""
     if opts.plan is not None:
-        return _replay(captured, opts.plan, case, context)
+        return replay(captured, opts, device, case, context)
     case = _marking(case, context)
     if opts.harm is not None:
         return _place_by_harm(captured, opts.harm, placement, case, context)
@@ -139,23 +147,38 @@ def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], 
 
 def _marking(case: Case, context: PassContext, chosen: Plan | None = None) -> Case:
     """In training, the pass that says which matmuls may run below 16 bits, or do in a plan, is given."""
-    planned = chosen is not None and chosen.decides_levels
+    planned = chosen is not None and chosen.training and chosen.decides_levels
     if not context.training or not (planned or levels_of(context.policy.base, training=True)):
         return case
     return case.giving(MarkMatmuls(planned))
 
 
-def _replay(captured: fx.GraphModule, plans: Sequence[Plan], case: Case, context: PassContext) -> Plan:
-    """Runs the passes with the decisions of whichever plan was made for this graph."""
+def replay(captured: fx.GraphModule, opts: Options, device: str, case: Case, context: PassContext) -> Plan:
+    """Runs the passes with the decisions of whichever plan was made for this graph.
+
+    Args:
+        captured: the graph, which is rewritten.
+        opts: with plans.
+        device: type of the device that the graph is about.
+        case: what else decides which passes run.
+        context: of the passes.
+
+    Raises:
+        PlanError: none of the plans is about this graph, or it has a level that this device has not.
+    """
     outline = _outline(captured, context)
-    chosen = choose_plan(plans, outline)
+    chosen = choose_plan(opts.plan or (), outline)
     rows = {row.name: saved for saved, row in counterparts(chosen, outline)}
-    # in which levels it computes is decided about steps, and written into the row when the graph was compiled
-    follows = context.training and chosen.decides_levels
+    # a step and a call without gradients multiply in levels of their own
+    follows = chosen.training is context.training
     rows = {name: replace(row, levels=dict(row.levels) if follows else {}) for name, row in rows.items()}
     case = _marking(case, context, chosen).giving(Replay(rows))
+    if not context.training:
+        stores = case.of(FoldWeights) is not None
+        below = planned_levels(opts, device, rows, training=False, stores_weights=stores)
+        case = case if below is None else case.giving(below)
     plan = run_passes(captured, select(CAPTURED, case), context)
-    plan.policy, plan.unused_rules = chosen.policy, chosen.unused_rules
+    plan.policy, plan.unused_rules, plan.meaning = chosen.policy, chosen.unused_rules, chosen.meaning
     return plan
 
 

@@ -168,7 +168,7 @@ def heat_samples(model: Drawing) -> list[tuple[str, str]]:
         return []
     meanings = [
         "not measured",
-        *(f"rounding adds less than {limit:g} to the gradient's error" for limit, _ in HEAT[1:-1]),
+        *(f"rounding adds less than {limit:g} to the error" for limit, _ in HEAT[1:-1]),
     ]
     meanings.append(f"rounding adds {HEAT[-2][0]:g} or more, or overflows")
     return [(HEAT[place][1], meanings[place]) for place in sorted(present)]

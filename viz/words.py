@@ -14,7 +14,7 @@ from amp_fx.viz.schema import short_dtype
 
 __all__ = ["because", "more_bytes", "sentence", "summary"]
 
-_TO_THE_ERROR = "to the gradient's error"
+_TO_THE_ERROR = "to the error"
 
 #: one for each kind, with the names of its values
 _SENTENCES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from amp_fx.calibration.points import Point
 from amp_fx.passes.forward.place_by_harm import PricedGraph
 from amp_fx.placement.priced import HarmTerm
-from amp_fx.plans.harm import Harm
+from amp_fx.plans.harm import OUTPUTS, Harm
 from amp_fx.plans.plan import NodePlan, dtype_name
 from amp_fx.policy.levels import LEVELS
 
@@ -47,7 +47,7 @@ def blame_lines(
         + (f", the worst of {harm.states} states" if harm.states > 1 else "")
         + (f", loss scale {harm.scale:g}" if harm.scale != 1 else ""),
         "",
-        "gradient error, predicted",
+        f"{harm.what} error, predicted",
         *(f"  {_point(point)}" for point in known.values()),
         "",
         "what torch.autocast's error is made of",
@@ -98,6 +98,8 @@ def _notes(harm: Harm, known: Mapping[str, Point]) -> list[str]:
         "Harm changes while a model trains: calibrate a trained checkpoint, and again when it has moved on."
         + ("" if harm.states > 1 else " Calibration.worst plans for several.")
     ]
+    if harm.of == OUTPUTS:
+        notes = ["Harm is that of these batches: take some that are like those to come."]
     if harm.kinks:
         notes.append(
             f"{harm.kinks} calls have a derivative that jumps (ReLU): flips are predicted within a factor of about "

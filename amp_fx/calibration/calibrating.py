@@ -12,11 +12,11 @@ import torch.fx as fx
 from torch import nn
 
 from amp_fx._torch import compile_id, graph_break, unwrapped_errors
+from amp_fx.calibration.below import read_matmuls
 from amp_fx.calibration.calibration import Calibration
-from amp_fx.calibration.joint_graph import read_matmuls
-from amp_fx.calibration.measuring import differentiate, run_measured
+from amp_fx.calibration.measuring import run_measured
 from amp_fx.calibration.meter import Meter
-from amp_fx.calibration.step import Step
+from amp_fx.calibration.step import OutputStep, Step
 from amp_fx.calibration.traced import TargetGraph, TracedGraph
 from amp_fx.errors import AmpFxError, CaptureError, OptionsError, ScalerError, TargetError
 from amp_fx.graphs.capture import capture
@@ -30,10 +30,10 @@ from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost
 from amp_fx.placement.level_device import level_name
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.harm import CallHarm, GraphHarm, Harm, ReadHarm
+from amp_fx.plans.harm import GRADIENTS, OF, OUTPUTS, CallHarm, GraphHarm, Harm, ReadHarm, as_number
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import counterparts, moved_nodes
-from amp_fx.policy.levels import Level, levels_of
+from amp_fx.policy.levels import LEVELS, Level, levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.scaling import find_scaler
 from amp_fx.targets import find_target
@@ -49,6 +49,7 @@ def calibrate(
     batches: Any,
     loss: Callable[[Any], torch.Tensor] | None = None,
     *,
+    of: str | Callable[[Any], Any] = GRADIENTS,
     dtype: str | torch.dtype = "auto",
     profile: str | DeviceProfile = "auto",
     target: str | None = None,
@@ -58,11 +59,11 @@ def calibrate(
     probes: int = 1,
     seed: int = 0,
 ) -> Calibration:
-    """Measures what each rounding to the low dtype does to the gradient of a model.
+    """Measures what each rounding to the low dtype does to the gradient of a model, or to what it returns.
 
-    One forward, backward and double backward per batch, in the precision of the model's weights. The model is not
-    changed: parameters, buffers, gradients and the states of the random generators are what they were. Code compiled
-    earlier in this process is compiled again when it is next called.
+    One forward, backward and, of gradients, double backward per batch, in the precision of the model's weights. The
+    model is not changed: parameters, buffers, gradients and the states of the random generators are what they were.
+    Code compiled earlier in this process is compiled again when it is next called.
 
     Args:
         model: fp32, in the mode it is trained in; a checkpoint that has been trained for a while, since harms of the
@@ -70,6 +71,9 @@ def calibrate(
         batches: a batch or an iterable of them, whose harms are averaged. A batch is a tuple of positional arguments,
             a mapping of keyword arguments, or the only argument, a tensor.
         loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``.
+        of: ``"gradients"``, or ``"outputs"`` for a model that is called without gradients: then there is no loss, and
+            what is judged is the relative L2 error of the floating tensors that the model returns, each weighing the
+            same. A function: what the model returns -> those of them that count.
         dtype: the low dtype, as in ``options=`` of the backend.
         profile: rates by which time is counted: a :class:`DeviceProfile`, or as in ``options=`` of the backend.
         target: a GPU to plan for, ``"cuda:h100"``, which need not be in this machine: its rates and its op lists count,
@@ -77,7 +81,8 @@ def calibrate(
         scale: loss scale of fp16; None: that of the :class:`amp_fx.GradScaler` named "default" if there is one, else
             65536, where such a scaler starts.
         policy: base list and rules; rules hold, whatever is measured. With base ``"fp8"``, what each matmul of linears
-            would cost in fp8 is measured, too, forward and both gradients each by itself.
+            would cost in fp8 is measured, too, forward and both gradients each by itself; with ``"int8"``, which is
+            about outputs, what it would cost in int8.
         fp8: how policy fp8 scales, as in ``options=`` of the backend; ``"auto"`` is that of the device or target.
         probes: vectors of random signs per batch, each a double backward; the gradient's own direction is one more.
             More of them, or more batches, make the numbers surer where few values decide, as in a classifier's head.
@@ -91,27 +96,34 @@ def calibrate(
     if not isinstance(program, nn.Module):
         raise AmpFxError(f"calibrate needs a torch.nn.Module; got {type(model).__name__}.")
     given = {"dtype": dtype, "policy": policy, "fp8": fp8}
+    training = _is_training(of, loss)
     opts = Options.parse(None, given if not isinstance(profile, str) else {**given, "profile": profile})
     if opts.policy.harm is not None:
         raise OptionsError(f"calibrate measures harm; take 'harm' out of policy {policy!r}.")
-    parameters = [parameter for parameter in program.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in program.parameters() if parameter.requires_grad or not training]
     if not parameters:
-        raise AmpFxError("the model has no parameter that requires a gradient.")
-    low = opts.low_dtype(parameters[0].device.type if target is None else "cuda")
-    opts = replace(opts, dtype=low, profile=_profile(profile, target), level=_level(opts, parameters, target))
-    scale = _scale(scale, low)
+        raise AmpFxError(f"the model has no parameter{' that requires a gradient' * training}.")
+    device = parameters[0].device.type
+    low = opts.low_dtype(device if target is None else "cuda")
+    level = _level(opts, device, target, training=training)
+    opts = replace(opts, dtype=low, profile=_profile(profile, target), level=level)
+    scale = _scale(scale, low) if training else 1.0
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise OptionsError(f"probes must be an integer from 1 on; got {probes!r}.")
-    steps = [Step(program, batch, loss, seed + number) for number, batch in enumerate(_each(batches))]
+    kind, pick = (Step, loss) if training else (OutputStep, of if callable(of) else None)
+    steps = [kind(program, batch, pick, seed + number) for number, batch in enumerate(_each(batches))]
     if not steps:
         raise AmpFxError("calibrate needs at least one batch; got none.")
     process = None if target is None else TargetProcess(target)
-    graphs = _Graphs(opts, low, process)
-    _run(program, steps, parameters, graphs, scale, (probes, seed))
+    graphs = _Graphs(opts, low, process, training=training)
+    _run(program, steps, graphs, scale, (probes, seed))
     graphs.take_means()
-    kinks = sum(has_trait(row.op, Trait.KINK) for graph in graphs.found for row in graph.outline.nodes)
-    level = "" if graphs.level is None else graphs.level.name
-    harm = Harm(type(program).__name__, low, scale, len(steps), kinks=kinks, graphs=graphs.found, level=level)
+    rows = (row for graph in graphs.found for row in graph.outline.nodes)
+    # a value is continuous where its derivative jumps
+    kinks = sum(has_trait(row.op, Trait.KINK) for row in rows) if training else 0
+    harm = Harm(type(program).__name__, low, scale, len(steps), kinks=kinks, graphs=graphs.found)
+    harm.of = GRADIENTS if training else OUTPUTS
+    harm.level = "" if graphs.level is None else graphs.level.name
     return Calibration(harm, graphs.traced, opts, steps)
 
 
@@ -120,17 +132,21 @@ class _Graphs:
 
     Attributes:
         low: the low dtype.
+        training: False where outputs are judged.
         level: that is measured, too, or None.
         meters: one a step.
         traced: the graphs, on the device that is planned for.
         found: calls on that device, and what was measured of them.
     """
 
-    def __init__(self, opts: Options, low: torch.dtype, process: TargetProcess | None) -> None:
+    def __init__(
+        self, opts: Options, low: torch.dtype, process: TargetProcess | None, *, training: bool
+    ) -> None:
         self._opts = opts
         self._process = process
         self._measured: list[Plan] = []
         self.low = low
+        self.training = training
         self.level = levels_of(opts.policy.base).get(opts.level)
         self.meters: list[Meter] = []
         self.traced: list[TracedGraph] = []
@@ -148,19 +164,22 @@ class _Graphs:
         except CaptureError as error:
             logger.warning("graph %s is not measured: %s", compile_id(), error)
             return gm.forward
-        measured = run_passes(captured, OUTLINE, PassContext(self._opts.policy, training=True))
-        measured.graph, measured.training, measured.graph_break = compile_id(), True, graph_break(gm)
+        measured = run_passes(captured, OUTLINE, PassContext(self._opts.policy, training=self.training))
+        measured.graph, measured.training = compile_id(), self.training
+        measured.graph_break = graph_break(gm)
         number = len(self.found)
-        graph, outline = TracedGraph(gm, ambient, measured.graph), measured
+        graph, outline = TracedGraph(gm, ambient, measured.graph, self.training), measured
         if self._process is not None and "cuda" not in devices:
-            graph = TargetGraph.of(gm, example_inputs, self.low, self._process)
+            graph = TargetGraph.of(gm, example_inputs, self.low, self._process, training=self.training)
             outline = graph.outline(self._opts)
             outline.graph_break = measured.graph_break
             _check_same(measured, outline)
-        if self.level is not None and any(_is_differentiated(value) for value in example_inputs):
+        if self.level is not None and (not self.training or any(map(_is_differentiated, example_inputs))):
             names = {here.name: row.name for here, row in counterparts(measured, outline)}
             cost = _cost(resolve(self._opts.profile, graph.device_type), self.low, self.level)
-            graph.below = read_matmuls(gm, example_inputs, ambient, self._opts, cost, names)
+            graph.below = read_matmuls(
+                gm, example_inputs, ambient, self._opts, cost, names, training=self.training
+            )
         self._measured.append(measured)
         self.found.append(GraphHarm(outline))
         self.traced.append(graph)
@@ -176,7 +195,6 @@ class _Graphs:
 def _run(
     program: nn.Module,
     steps: Sequence[Step],
-    parameters: Sequence[nn.Parameter],
     graphs: _Graphs,
     scale: float,
     signs: tuple[int, int],
@@ -186,7 +204,6 @@ def _run(
     Args:
         program: the model.
         steps: one a batch.
-        parameters: whose gradients count.
         graphs: are filled in.
         scale: of the loss.
         signs: vectors of random signs a batch, and their seed.
@@ -197,10 +214,9 @@ def _run(
         with unwrapped_errors(AmpFxError):
             compiled = torch.compile(program, backend=graphs.backend, dynamic=False)
             for number, step in enumerate(_progress(steps)):
-                meter = Meter(graphs.low, scale, level=graphs.level)
+                meter = Meter(graphs.low, scale, of_outputs=not graphs.training, level=graphs.level)
                 graphs.meters.append(meter)
-                with step.untouched() as run:
-                    differentiate(meter, lambda run=run: run(compiled), parameters, seed + number, probes)
+                step.measure(meter, compiled, seed + number, probes)
     finally:
         torch.compiler.reset()
     if not graphs.found:
@@ -244,6 +260,7 @@ def _mean(rows: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:
                 }
                 for role, operands in row.roles.items()
             },
+            max((batch[name].largest for batch in seen if name in batch), key=as_number),
         )
         for name, row in seen[0].items()
     ]
@@ -286,18 +303,35 @@ def _scale(scale: float | None, low: torch.dtype) -> float:
     return float(scale)
 
 
-def _level(opts: Options, parameters: Sequence[nn.Parameter], target: str | None) -> str:
+def _is_training(of: object, loss: object) -> bool:
+    """True where gradients are judged.
+
+    Raises:
+        OptionsError: neither a function nor a word that is known, or outputs with a loss.
+    """
+    if not callable(of) and of not in OF:
+        raise OptionsError(f"of must be {', '.join(map(repr, OF))} or a function; got {of!r}.")
+    if of == GRADIENTS:
+        return True
+    if loss is not None:
+        raise OptionsError("calibrate of outputs takes no loss; of=function picks what counts of them.")
+    return False
+
+
+def _level(opts: Options, device: str, target: str | None, *, training: bool) -> str:
     """How matmuls are measured below 16 bits: ``"auto"`` settled for the device that is planned for."""
     base = opts.policy.base
     if not levels_of(base):
         return opts.level
-    if not levels_of(base, training=True):
+    if not levels_of(base, training=training):
         raise OptionsError(
-            f"policy {base!r} is about graphs without gradients, which calibrate measures none of."
+            f"policy {base!r} is about graphs without gradients; calibrate them with of='outputs'."
         )
-    if target is not None:
-        return level_name(base, opts.level, "cuda", find_target(target).gpu.capability)
-    return level_name(base, opts.level, parameters[0].device.type)
+    if target is None:
+        name = level_name(base, opts.level, device, keeps_weights=not training)
+    else:
+        name = level_name(base, opts.level, "cuda", find_target(target).gpu.capability)
+    return name if training else LEVELS[name].evaluated or name
 
 
 def _cost(profile: DeviceProfile | None, low: torch.dtype, level: Level) -> LevelCost:

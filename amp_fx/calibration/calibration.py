@@ -123,11 +123,10 @@ class Calibration:
             placed.append({})
             for part in parts:
                 placed[-1].update(part.placement(next(rest)))
-        with torch.enable_grad():
-            plans = [
-                graph.plan(replace(self._opts, harm=replace(self.harm, graphs=[found])), placement)
-                for graph, found, placement in zip(self._graphs, self.harm.graphs, placed, strict=True)
-            ]
+        plans = [
+            graph.plan(replace(self._opts, harm=replace(self.harm, graphs=[found])), placement)
+            for graph, found, placement in zip(self._graphs, self.harm.graphs, placed, strict=True)
+        ]
         if self.harm.level:
             self._cuts.write(plans, choice)
         return plans
@@ -147,7 +146,7 @@ class Calibration:
         return sorted(points, key=lambda point: point.bytes_moved if point.time is None else point.time)
 
     def predict(self, plan: object) -> float:
-        """The relative L2 error of the gradient that a plan would have.
+        """The relative L2 error that a plan would have, of the gradient or of the outputs.
 
         Args:
             plan: a :class:`Plan`, a list of them, what :meth:`plan` returned, or the path of a plan file.
@@ -181,9 +180,9 @@ class Calibration:
 
         Args:
             budget: ``"autocast"``, or a number: times torch.autocast's error.
-            error: relative L2 error of the gradient.
-            time: seconds of a step; the plan of least error within them.
-            verify: run one compiled step of the plan, forward and backward, against fp32 (fp64 where that fits). A plan
+            error: relative L2 error, of the gradient or of the outputs.
+            time: seconds of a step or call; the plan of least error within them.
+            verify: run one compiled step or call of the plan against fp32 (fp64 where that fits). A plan
                 that misses its budget by more than 1.3 times gives way to the next on the frontier. Where equal steps
                 have other gradients each time, nothing can be checked, and the plan says so (``unverified``).
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from amp_fx.calibration.joint_graph import PricedMatmuls
+from amp_fx.calibration.below import PricedMatmuls
 from amp_fx.calibration.points import Point
 from amp_fx.calibration.traced import TracedGraph
 from amp_fx.errors import PlanError
@@ -104,6 +104,7 @@ class Cuts:
             bytes_moved=sum(part.by_bytes.time(each) for part, each in pairs),
             error=math.sqrt(sum(part.priced.harm(each) for part, each in pairs)),
             make=make,
+            what=self._harm.what,
         )
 
     def corners(self, most: int) -> list[Choice[Placed]]:

@@ -24,6 +24,7 @@ _MARKS = {
     "fast": ("#e69f00", "D"),
     "fp32": ("#000000", "^"),
     "fp8": ("#009e73", "v"),
+    "int8": ("#009e73", "v"),
 }
 _LINE = "#0072b2"
 
@@ -71,7 +72,7 @@ def frontier_figure(points: Sequence[Point], title: str) -> Figure:
     axes.set_yscale("log")
     what = "time of a step by the device profile" if timed else "memory traffic of a step by the cost model"
     axes.set_xlabel(f"{what} [{unit}]")
-    axes.set_ylabel("relative error of the gradient, predicted")
+    axes.set_ylabel(f"relative error of the {points[0].what}, predicted")
     axes.set_title(f"{title}: what accuracy costs")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend()

@@ -1,4 +1,4 @@
-"""Measure harm: a forward, a backward and a double backward of the captured graphs, with real values.
+"""Measure harm: a forward, a backward and, of gradients, a double backward of the captured graphs, with real values.
 
 A value has an alias for each call that reads it, so that the way into one call has a gradient of its own. What is added
 up there, and why, is in ``meter.py``.
@@ -7,6 +7,7 @@ up there, and why, is in ``meter.py``.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.calibration.attention import attend, is_attention
 from amp_fx.calibration.kinks import noise, smoothed
 from amp_fx.calibration.meter import Key, Meter
-from amp_fx.calibration.roles import multiply
+from amp_fx.calibration.roles import multiply, read_below
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.linears import LinearForm, linear_form
 from amp_fx.graphs.storages import is_view, storage_of, written_storages
@@ -30,7 +31,9 @@ from amp_fx.plans.harm import slots
 from amp_fx.plans.plan import NodePlan, node_plan
 from amp_fx.policy import OpClass
 
-__all__ = ["differentiate", "run_measured"]
+__all__ = ["differentiate", "differentiate_outputs", "run_measured"]
+
+logger = logging.getLogger(__name__)
 
 #: calls that run their first argument, a graph, on the others; a checkpoint is not computed again here
 _CALLS_BODY = frozenset({"tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"})
@@ -53,6 +56,9 @@ class _Measured(fx.Interpreter):
         self._differentiable: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
+        if self._meter.of_outputs and n.target is torch._C._set_grad_enabled:
+            # what a program does not differentiate is rounded all the same
+            return None
         if n.op == "output":
             return fx.map_arg(n.args[0], self._returned)
         if n.op == "placeholder":
@@ -95,15 +101,18 @@ class _Measured(fx.Interpreter):
         if sigma := self._noise_of.get(n):
             return smoothed(n, args[0], sigma)
         if plan is not None and (linear := self._may_run_below(n, plan)):
-            result = multiply(
-                self._meter,
-                (self._graph, plan.name),
-                args[linear.input],
-                args[linear.weight],
-                by_rows=linear.by_rows,
-            )
+            operands = args[linear.input], args[linear.weight]
+            call = self._graph, plan.name
+            if self._meter.of_outputs:
+                left, right = read_below(self._meter, call, *operands, by_rows=linear.by_rows)
+                result = left @ (right.mT if linear.by_rows else right)
+            else:
+                result = multiply(self._meter, call, *operands, by_rows=linear.by_rows)
             bias = args[linear.bias] if linear.bias is not None and linear.bias < len(args) else None
             return result if bias is None else result + bias
+        if n.target is torch.ops.aten.batch_norm.default:
+            # kernels give running statistics, which stay fp32, no gradient
+            args = (*args[:3], *map(_detached, args[3:5]), *args[5:])
         if "scaled_dot_product" not in str(n.target):
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         with sdpa_kernel([SDPBackend.MATH]):
@@ -168,6 +177,8 @@ class _Measured(fx.Interpreter):
 
     def _returned(self, source: fx.Node) -> Any:
         value = self.env[source]
+        if self._meter.of_outputs:
+            return value
         if isinstance(value, torch.Tensor) and value.requires_grad and source not in self._differentiable:
             return value.detach()
         return value
@@ -178,6 +189,10 @@ class _Measured(fx.Interpreter):
         inner = getattr(self.module, str(body.target))  # type: ignore[union-attr]  # a get_attr node
         given = fx.map_arg(operands, self.env.__getitem__)
         return self._note(n, run_measured(inner, self._meter, self._graph, given))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _laid_out(result: Any, like: Any) -> Any:
@@ -198,7 +213,22 @@ def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[An
         graph: number of the graph in the meter's keys.
         args: one per placeholder.
     """
-    return _Measured(gm, meter, graph, noise(gm, meter.low, args)).run(*args)
+    if not meter.of_outputs:
+        return _Measured(gm, meter, graph, noise(gm, meter.low, args)).run(*args)
+    # where a derivative jumps, outputs do not
+    with torch.enable_grad():
+        returned = _Measured(gm, meter, graph, {}).run(*args)
+        return tree_map(lambda value: _followed(value, meter, graph), returned)
+
+
+def _followed(value: Any, meter: Meter, graph: int) -> Any:
+    """What a graph returns; the meter learns whether it reaches what is judged."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    value = value.view_as(value)
+    meter.returned.add(graph)
+    value.register_hook(lambda _: meter.reached.add(graph))
+    return value
 
 
 def differentiate(
@@ -220,7 +250,7 @@ def differentiate(
     Raises:
         AmpFxError: the loss or its gradient is not finite, or the model cannot be differentiated twice.
     """
-    with _twice():
+    with _differentiable():
         meter.phase = 0
         loss = run()
         meter.phase = 1
@@ -231,18 +261,75 @@ def differentiate(
             raise AmpFxError(
                 f"the gradient of the loss has norm {norm}: calibrate on a step whose gradient is finite and not zero."
             )
-        inputs = [*parameters, *meter.leaves]
-        meter.phase = 2
-        own = [gradient.detach() / norm for gradient in used]
-        torch.autograd.grad(_along(used, own) / norm, inputs, allow_unused=True, retain_graph=True)
-        generator = torch.Generator().manual_seed(seed)
-        meter.weight = 1 / probes
-        for probe in range(probes):
-            signs = [_signs(gradient, generator) for gradient in used]
-            share = _along(signs, own)
-            across = [sign.sub_(share.to(sign.device) * unit) for sign, unit in zip(signs, own, strict=True)]
-            total = _along(used, across) / norm
-            torch.autograd.grad(total, inputs, allow_unused=True, retain_graph=probe + 1 < probes)
+        _probe(meter, used, norm, parameters, seed, probes)
+
+
+def differentiate_outputs(
+    meter: Meter,
+    outputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    seed: int,
+    probes: int = 1,
+) -> None:
+    """What rounding does to what one call has returned.
+
+    Args:
+        meter: of the call; :func:`run_measured` was given the same one.
+        outputs: those that count, all floating; each weighs the same.
+        parameters: those that require a gradient.
+        seed: of the random signs.
+        probes: vectors of random signs; what they find is averaged.
+
+    Raises:
+        AmpFxError: an output is not finite, or all are zero or come out of no graph, or an op has no derivative.
+    """
+    outputs = [output for output in outputs if output.requires_grad]
+    norms = [output.detach().double().norm().item() for output in outputs]
+    if not any(norms) or not all(map(math.isfinite, norms)):
+        raise AmpFxError(
+            f"the outputs have norms {norms}: calibrate on a batch whose outputs are finite and not all zero."
+        )
+    units = [output.float() / norm for output, norm in zip(outputs, norms, strict=True) if norm]
+    with _differentiable():
+        _probe(meter, units, math.sqrt(len(units)), parameters, seed, probes)
+    for graph in meter.returned - meter.reached:
+        logger.warning(
+            "what graph number %d of the program returns reaches no output by code that is traced: what it rounds is "
+            "not known",
+            graph,
+        )
+
+
+def _probe(
+    meter: Meter,
+    used: Sequence[torch.Tensor],
+    norm: float,
+    parameters: Sequence[torch.Tensor],
+    seed: int,
+    probes: int,
+) -> None:
+    """Gradients of what is judged, along itself and along random signs across it.
+
+    Args:
+        meter: adds up what they find.
+        used: what is judged.
+        norm: of all of it.
+        parameters: those that require a gradient.
+        seed: of the signs.
+        probes: vectors of them.
+    """
+    inputs = [*parameters, *meter.leaves]
+    meter.phase = 2
+    own = [value.detach() / norm for value in used]
+    torch.autograd.grad(_along(used, own) / norm, inputs, allow_unused=True, retain_graph=True)
+    generator = torch.Generator().manual_seed(seed)
+    meter.weight = 1 / probes
+    for probe in range(probes):
+        signs = [_signs(value, generator) for value in used]
+        share = _along(signs, own)
+        across = [sign.sub_(share.to(sign.device) * unit) for sign, unit in zip(signs, own, strict=True)]
+        total = _along(used, across) / norm
+        torch.autograd.grad(total, inputs, allow_unused=True, retain_graph=probe + 1 < probes)
 
 
 def _along(values: Sequence[torch.Tensor], direction: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -257,8 +344,8 @@ def _signs(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _twice() -> Iterator[None]:
-    """Names the cause where an op has no second derivative."""
+def _differentiable() -> Iterator[None]:
+    """Names the cause where an op has no derivative, or no second one."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
@@ -266,6 +353,6 @@ def _twice() -> Iterator[None]:
     except RuntimeError as error:
         if "not implemented" in str(error) or "does not support" in str(error):
             raise AmpFxError(
-                f"the model cannot be differentiated twice, which calibrate needs: {error}"
+                f"the model cannot be differentiated as often as calibrate needs: {error}"
             ) from error
         raise

@@ -9,6 +9,9 @@ Where few numbers decide, as in the head of a classifier, most of the error has 
 u = G / |G| tells all without chance; random signs then only stand for what is across it. Together they are surer than
 two vectors of signs.
 
+Of what a model returns there is no second derivative: with outputs y, each divided by its norm, and s = <u, y>, one
+backward gives a of all values, and there are no gradients that could be rounded.
+
 Tensors with many elements are sampled at equal strides.
 """
 
@@ -50,6 +53,10 @@ class Meter:
         values: harm of rounding a value.
         gradients: the same, of rounding its gradient.
         leaves: values that need no gradient, made to have one so that their harm is known.
+        of_outputs: True where what is judged is what a model returns, so that there is no gradient to round.
+        returned: numbers of graphs that return something.
+        reached: those of which it has a part in what is judged.
+        largest: magnitude in a value.
         level: below 16 bits, in which matmuls would run; None: that is not measured.
         roles: harm of reading an operand in it.
     """
@@ -61,6 +68,10 @@ class Meter:
     values: dict[Key, float] = field(default_factory=dict)
     gradients: dict[Key, float] = field(default_factory=dict)
     leaves: list[torch.Tensor] = field(default_factory=list)
+    of_outputs: bool = False
+    returned: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+    largest: dict[Key, float] = field(default_factory=dict)
     level: Level | None = None
     roles: dict[RoleKey, float] = field(default_factory=dict)
     _shared: dict[Key, Key] = field(default_factory=dict)
@@ -83,6 +94,10 @@ class Meter:
         """Measures what rounding the value costs."""
         self.values.setdefault(key, 0.0)
         error, stride = self.rounding(value)
+        largest = torch.linalg.vector_norm(value.detach(), math.inf).item() if value.numel() else 0.0
+        self.largest[key] = max(largest, self.largest.get(key, 0.0))
+        if math.isfinite(largest) and torch.tensor(largest).to(self.low).isinf():
+            self.values[key] = math.inf
 
         def hook(gradient: torch.Tensor) -> None:
             if self.phase == 2:
@@ -92,6 +107,8 @@ class Meter:
 
     def watch_gradient(self, value: torch.Tensor, key: Key) -> None:
         """Measures what rounding the gradient of the value costs."""
+        if self.of_outputs:
+            return
 
         def hook(gradient: torch.Tensor) -> torch.Tensor | None:
             if self.phase != 1 or not gradient.requires_grad:
@@ -144,11 +161,13 @@ class Meter:
             if number != graph:
                 continue
             row = found.setdefault(name, CallHarm(name))
-            harms = [_finite(table.get(self.known(key), 0.0)) for table in (self.values, self.gradients)]
+            known = self.known(key)
+            harms = [_finite(table.get(known, 0.0)) for table in (self.values, self.gradients)]
             if slot:
                 row.reads[slot] = ReadHarm(*harms)
             else:
                 row.value, row.gradient = harms
+                row.largest = _finite(self.largest.get(known, 0.0))
         for (number, name, role, operand), harm in self.roles.items():
             if number == graph:
                 found.setdefault(name, CallHarm(name)).roles.setdefault(role, {})[operand] = _finite(harm)

@@ -22,8 +22,9 @@ class Point:
         name: ``"autocast"``, ``"fast"``, ``"fp32"``, ``"fp8"``, or None for a corner of the frontier.
         time: seconds of a step's matmuls, memory traffic and casts by the device profile; None without a profile.
         bytes_moved: what a step's kernels read and write, by the cost model.
-        error: predicted relative L2 error of the gradient.
+        error: predicted relative L2 error of what is judged.
         make: makes the plans.
+        what: what is judged, in words: ``"gradient"`` or ``"output"``.
     """
 
     name: str | None
@@ -31,6 +32,7 @@ class Point:
     bytes_moved: int
     error: float
     make: Callable[[], list[Plan]] = field(repr=False, compare=False)
+    what: str = "gradient"
 
     @functools.cached_property
     def plan(self) -> CalibratedPlan:
@@ -70,7 +72,7 @@ class CalibratedPlan:
         low = sum(row.dtype is row.low for plan in self.plans for row in plan.nodes if row.low is not None)
         below = sum(len(row.levels_below) for plan in self.plans for row in plan.nodes)
         also = f", {below} matmuls below 16 bits" if any(plan.decides_levels for plan in self.plans) else ""
-        lines = [f"{low} calls low{also}, predicted gradient error {self.point.error:.2e}"]
+        lines = [f"{low} calls low{also}, predicted {self.point.what} error {self.point.error:.2e}"]
         if self.budget is not None and self.point.error > self.budget * (1 + 1e-6):
             lines.append(f"no placement keeps the budget of {self.budget:.2e}: this one has the least error")
         for predicted, measured in self.tried:

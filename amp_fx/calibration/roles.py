@@ -18,7 +18,7 @@ from amp_fx.calibration.meter import Meter, sample_stride
 from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT, Level, Scale
 from amp_fx.policy.scaled import run, scale_of, scaled
 
-__all__ = ["multiply", "scaled_error"]
+__all__ = ["multiply", "read_below", "scaled_error"]
 
 
 def multiply(meter: Meter, call: tuple[int, str], x: Tensor, weight: Tensor, *, by_rows: bool) -> Tensor:
@@ -37,9 +37,27 @@ def multiply(meter: Meter, call: tuple[int, str], x: Tensor, weight: Tensor, *, 
     watch = _Watch(meter, call)
     x_back = watch.alias(x, WEIGHT, "input", in_rows=False)
     weight_back = watch.alias(weight, INPUT, "weight", in_rows=not by_rows)
-    x = watch.alias(x, FORWARD, "input", in_rows=True)
-    weight = watch.alias(weight, FORWARD, "weight", in_rows=by_rows)
+    x, weight = read_below(meter, call, x, weight, by_rows=by_rows)
     return _Product.apply(x, weight, x_back, weight_back, watch, by_rows)  # type: ignore[no-any-return]
+
+
+def read_below(
+    meter: Meter, call: tuple[int, str], x: Tensor, weight: Tensor, *, by_rows: bool
+) -> tuple[Tensor, Tensor]:
+    """Both operands of the matmul of the forward, each with an eye on what a copy below 16 bits would cost there.
+
+    Args:
+        meter: of the step, with a level.
+        call: number of the graph, name of the call.
+        x: (..., rows, contracted).
+        weight: (columns, contracted) ``by_rows``, else (contracted, columns).
+        by_rows: the rows of the weight are contracted, not its columns.
+    """
+    watch = _Watch(meter, call)
+    return (
+        watch.alias(x, FORWARD, "input", in_rows=True),
+        watch.alias(weight, FORWARD, "weight", in_rows=by_rows),
+    )
 
 
 class _Product(torch.autograd.Function):
@@ -88,7 +106,10 @@ class _Watch:
         alias, key = value.view_as(value), (*self._call, role, operand)
         if role == WEIGHT and not self._level.weight_gradients:
             return alias
-        dtype = self._level.dtype_of(is_gradient=operand == "gradient")
+        dtype = self._level.dtype_of(is_gradient=operand == "gradient", is_weight=operand == "weight")
+        if dtype is torch.uint8:
+            # the same steps around another zero
+            dtype = torch.int8
         error, stride = scaled_error(value, dtype, self._level, in_rows=in_rows)
 
         def hook(sensitivity: Tensor | None) -> None:

@@ -1,73 +1,100 @@
-"""One training step of a model, to be run in several ways."""
+"""One training step of a model, or one call of it, to be run in several ways."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
+from amp_fx.calibration.measuring import differentiate, differentiate_outputs
+from amp_fx.calibration.meter import Meter
+from amp_fx.errors import AmpFxError
 from amp_fx.reports.histograms import call_of, loss_of
-from amp_fx.reports.untouched import untouched
+from amp_fx.reports.untouched import plain, untouched
 
-__all__ = ["Gradients", "Step", "distance"]
+__all__ = ["OutputStep", "Results", "Step"]
 
-Gradients = dict[str, torch.Tensor]
+#: what is judged, by name, in fp64
+Results = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A model, a batch and the way to a loss.
+    """A model, a batch and the way to a loss. What is judged are the gradients of the model's parameters.
 
     Attributes:
         program: the model as it is.
         batch: as the user gave it.
-        loss: what the model returns -> 0-d tensor, or None.
+        pick: what the model returns -> what is judged: a loss, a 0-d tensor. None: it returns that itself.
         seed: of the random numbers that model and loss draw.
     """
 
     program: nn.Module
     batch: Any
-    loss: Callable[[Any], torch.Tensor] | None
+    pick: Callable[[Any], Any] | None
     seed: int = 0
 
-    @contextlib.contextmanager
-    def untouched(self) -> Iterator[Callable[[Callable[..., Any]], torch.Tensor]]:
-        """Yields a function from what is called, such as the compiled model, to its loss; nothing has changed after."""
-        with self._repeatable(self.program, call_of(self.batch)) as (given, named):
-            yield lambda program: loss_of(program(*given, **named), self.loss)
+    #: True if what is judged are gradients
+    differentiates: ClassVar[bool] = True
 
-    def gradients(self, program: Callable[..., Any], scale: float = 1.0) -> Gradients:
-        """Gradients of the parameters by name, in fp64.
+    def measure(self, meter: Meter, program: Callable[..., Any], seed: int, probes: int) -> None:
+        """Runs the step once and adds up what roundings do; nothing has changed after.
+
+        Args:
+            meter: of the step.
+            program: the model, compiled by a backend that watches each value.
+            seed: of the random signs.
+            probes: vectors of random signs.
+        """
+        parameters = [parameter for parameter in self.program.parameters() if parameter.requires_grad]
+        with self._repeatable(self.program, call_of(self.batch)) as (given, named):
+            differentiate(
+                meter, lambda: loss_of(program(*given, **named), self.pick), parameters, seed, probes
+            )
+
+    def results(self, program: Callable[..., Any], scale: float = 1.0) -> Results:
+        """What is judged, as a program computes it.
 
         Args:
             program: the model, or what ``torch.compile`` made of it.
             scale: loss scale; taken out again.
         """
-        with self.untouched() as run:
-            return _gradients(run(program), self.program, scale)
+        with self._repeatable(self.program, call_of(self.batch)) as (given, named):
+            return self._judged(program(*given, **named), self.program, scale)
 
-    def exact_gradients(self) -> Gradients | None:
+    def exact(self) -> Results | None:
         """The same of a copy of the model in fp64; None where it draws random numbers, which are others in fp64."""
         wide = copy.deepcopy(self.program).double()
         with self._repeatable(wide, tree_map(_double, call_of(self.batch))) as (given, named):
             before = _drawn()
-            gradients = _gradients(loss_of(wide(*given, **named), self.loss), wide, 1.0)
-            return gradients if _drawn() == before else None
+            found = self._judged(wide(*given, **named), wide, 1.0)
+            return found if _drawn() == before else None
+
+    def distance(self, results: Results, reference: Results) -> float:
+        """Relative L2 distance over all results together; infinite where something is not finite."""
+        far = sum((results[name] - exact).square().sum().item() for name, exact in reference.items())
+        norm = sum(exact.square().sum().item() for exact in reference.values())
+        return _ratio(far, norm)
+
+    def _judged(self, returned: Any, program: nn.Module, scale: float) -> Results:
+        """What is judged, given what a program has returned."""
+        return _gradients(loss_of(returned, self.pick), program, scale)
 
     @contextlib.contextmanager
     def _repeatable(
         self, program: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Copies of the arguments; inside, random numbers are those of every run of this step."""
-        with untouched(program, *call) as given, torch.enable_grad():
+        with untouched(program, *call) as given, torch.set_grad_enabled(self.differentiates):
             torch.default_generator.manual_seed(self.seed)
             if torch.cuda.is_available():
                 torch.cuda.manual_seed(self.seed)
@@ -76,12 +103,62 @@ class Step:
             yield given
 
 
-def distance(gradients: Gradients, reference: Gradients) -> float:
-    """Relative L2 distance over all parameters; infinite where something is not finite."""
-    far = sum((gradients[name] - exact).square().sum().item() for name, exact in reference.items())
-    norm = sum(exact.square().sum().item() for exact in reference.values())
-    ratio = (far / norm) ** 0.5 if norm else float("inf")
-    return ratio if ratio == ratio else float("inf")
+@dataclass(frozen=True)
+class OutputStep(Step):
+    """A model and a batch. What is judged are the floating tensors that it returns, each weighing the same.
+
+    Attributes:
+        pick: what the model returns -> the tensors that count, in any structure. None: all that are floating.
+    """
+
+    differentiates: ClassVar[bool] = False
+
+    def measure(self, meter: Meter, program: Callable[..., Any], seed: int, probes: int) -> None:
+        """As in the class above."""
+        parameters = [parameter for parameter in self.program.parameters() if parameter.requires_grad]
+        with self._repeatable(self.program, call_of(self.batch)) as (given, named):
+            # traced as it is called; the graphs themselves are differentiated
+            returned = program(*given, **named)
+            with torch.enable_grad():
+                differentiate_outputs(meter, [*self._tensors(returned).values()], parameters, seed, probes)
+
+    def distance(self, results: Results, reference: Results) -> float:
+        """Root of the mean square of the relative L2 distances of all outputs; infinite where one is not finite."""
+        pairs = [(results[name], exact) for name, exact in reference.items()]
+        ratios = [
+            _ratio((found - exact).square().sum().item(), exact.square().sum().item())
+            for found, exact in pairs
+        ]
+        return _ratio(sum(ratio**2 for ratio in ratios), len(ratios))
+
+    def _judged(self, returned: Any, program: nn.Module, scale: float) -> Results:
+        return {name: value.detach().double() for name, value in self._tensors(returned).items()}
+
+    def _tensors(self, returned: Any) -> Results:
+        """The floating tensors that count, by their places.
+
+        Raises:
+            AmpFxError: there are none.
+        """
+        chosen = plain(returned) if self.pick is None else self.pick(returned)
+        found = {
+            keystr(path): leaf
+            for path, leaf in tree_leaves_with_path(chosen)
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
+        }
+        if not found:
+            raise AmpFxError(
+                f"the model returned no floating tensor: {type(chosen).__name__}. Give of=function, which picks what "
+                "counts of what the model returns."
+            )
+        return found
+
+
+def _ratio(far: float, norm: float) -> float:
+    if not norm:
+        return 0.0 if not far else math.inf
+    ratio = math.sqrt(far / norm)
+    return math.inf if math.isnan(ratio) else ratio
 
 
 def _drawn() -> list[Any]:
@@ -92,7 +169,7 @@ def _drawn() -> list[Any]:
     return [*(state.tolist() for state in states), random.getstate(), repr(np.random.get_state(legacy=False))]
 
 
-def _gradients(loss: torch.Tensor, program: nn.Module, scale: float) -> Gradients:
+def _gradients(loss: torch.Tensor, program: nn.Module, scale: float) -> Results:
     named = {name: p for name, p in program.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss * scale, list(named.values()), allow_unused=True)
     return {

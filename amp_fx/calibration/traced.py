@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx.calibration.joint_graph import MatmulsBelow
+from amp_fx.calibration.below import MatmulsBelow
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region, ambient_regions
@@ -24,6 +24,7 @@ from amp_fx.plans.plan import Plan
 from amp_fx.rewriting import rewrite
 from amp_fx.targets import tracing
 from amp_fx.targets.process import TargetProcess
+from amp_fx.weights.inference import weight_inputs
 
 __all__ = ["TargetGraph", "TracedGraph", "there"]
 
@@ -36,12 +37,14 @@ class TracedGraph:
         gm: Dynamo's graph; not changed.
         ambient: autocast state at its entry, per device type.
         name: Dynamo's id.
+        training: False where what is planned is called without gradients, with weights of which copies are kept.
         below: the matmuls that may run below 16 bits; none under other policies.
     """
 
     gm: fx.GraphModule
     ambient: Mapping[str, Region]
     name: str
+    training: bool = True
     below: MatmulsBelow = field(default_factory=MatmulsBelow)
 
     @property
@@ -59,18 +62,21 @@ class TracedGraph:
             profile: rates by which time is counted; None: bytes moved.
             rows: what was measured, by the call's name.
         """
-        context = PassContext(opts.policy, opts.numerics, profile, training=True)
-        return list(_priced(self._run(_constrained, context), context, rows))
+        context = PassContext(opts.policy, opts.numerics, profile, self.training)
+        captured = self._run(_constrained, context)
+        if not self.training:
+            context = replace(context, folded=weight_inputs(captured))
+        return list(_priced(captured, context, rows))
 
     def outline(self, opts: Options) -> Plan:
         """The graph's calls as ``classify`` labels them."""
-        outline = self._run(_outline, PassContext(opts.policy, training=True))
-        outline.graph, outline.training = self.name, True
+        outline = self._run(_outline, PassContext(opts.policy, training=self.training))
+        outline.graph, outline.training = self.name, self.training
         return outline
 
     def plan(self, opts: Options, placement: Placement | None = None) -> Plan:
         """What the backend would do with these options; see :func:`amp_fx.rewriting.rewrite`."""
-        plan = self._run(_plan, opts, placement)
+        plan = self._run(_plan, opts, placement, self.training)
         plan.graph = self.name
         return plan
 
@@ -97,7 +103,13 @@ class TargetGraph(TracedGraph):
 
     @classmethod
     def of(
-        cls, gm: fx.GraphModule, inputs: Sequence[Any], low: torch.dtype, process: TargetProcess
+        cls,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        low: torch.dtype,
+        process: TargetProcess,
+        *,
+        training: bool,
     ) -> TargetGraph:
         """A graph of Dynamo's on the CPU, in a call of a backend.
 
@@ -106,11 +118,12 @@ class TargetGraph(TracedGraph):
             inputs: real ones.
             low: the low dtype.
             process: that compiles for the target.
+            training: as the attribute.
         """
         tracer = tracing.Tracer()
         tracer(gm, inputs)
         (traced,) = tracer.graphs
-        return cls(traced.gm, {}, traced.name, traced=traced, process=process, low=low)
+        return cls(traced.gm, {}, traced.name, training, traced=traced, process=process, low=low)
 
     @property
     def device_type(self) -> str:
@@ -145,9 +158,14 @@ def _outline(gm: fx.GraphModule, ambient: Mapping[str, Region], context: PassCon
 
 
 def _plan(
-    gm: fx.GraphModule, ambient: Mapping[str, Region], opts: Options, placement: Placement | None
+    gm: fx.GraphModule,
+    ambient: Mapping[str, Region],
+    opts: Options,
+    placement: Placement | None,
+    training: bool,
 ) -> Plan:
-    return rewrite(gm, ambient, opts, training=True, placement=placement)[1]
+    with torch.set_grad_enabled(training):
+        return rewrite(gm, ambient, opts, training=training, placement=placement)[1]
 
 
 def _constrained(gm: fx.GraphModule, ambient: Mapping[str, Region], context: PassContext) -> fx.GraphModule:

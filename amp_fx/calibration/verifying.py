@@ -1,4 +1,4 @@
-"""One real compiled step of a plan, against the same step in fp64 or fp32."""
+"""One real compiled step or call of a plan, against the same in fp64 or fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from amp_fx.calibration.step import Gradients, Step, distance
+from amp_fx.calibration.step import Results, Step
 from amp_fx.options import Options
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.scaling import without_scaling
@@ -42,7 +42,7 @@ _MOST_FP64 = 2**30
 
 
 class Verifier:
-    """Compiles plans and measures the error of their gradients on batches that were calibrated on.
+    """Compiles plans and measures the error of what is judged on batches that were calibrated on.
 
     Of several states of a model, each a module of its own, the largest error counts.
     """
@@ -53,11 +53,12 @@ class Verifier:
             states.setdefault(id(step.program), []).append(step)
         self._states = [_State(found[:_MOST_STEPS], scale) for found in states.values()]
         self._opts = opts
+        self._differentiates = steps[0].differentiates
         self._autocast: float | None = None
         self._fp32: float | None = None
 
     def error(self, plans: Sequence[Plan]) -> float:
-        """Relative L2 error of the gradient of a step compiled by Inductor with these plans."""
+        """Relative L2 error of a step compiled by Inductor with these plans."""
         return self.compiled({"plan": list(plans)})
 
     def keeps(self, measured: float, limit: float, predicted: float) -> bool:
@@ -82,7 +83,7 @@ class Verifier:
         Two equal steps are run. Random numbers of torch, Python and NumPy are the same in both.
         """
         apart = max(state.apart for state in self._states)
-        return _said(f"two equal steps in float32 have gradients that are {apart:.1e} apart", apart, limit)
+        return _said(f"two equal steps in float32 have results that are {apart:.1e} apart", apart, limit)
 
     def doubt_compiled(self, limit: float) -> str:
         """The same, from a step that is compiled in float32, beside what float32 itself rounds."""
@@ -90,7 +91,7 @@ class Verifier:
             self._fp32 = self.compiled(_FP32)
         if self._fp32 <= _ROUNDED_OTHERWISE * max(state.rounded for state in self._states):
             return ""
-        apart = f"a step that is compiled in float32 has a gradient that is {self._fp32:.1e} from the uncompiled one"
+        apart = f"a step that is compiled in float32 is {self._fp32:.1e} from the uncompiled one"
         return _said(apart, self._fp32, limit)
 
     def compiled(self, options: Mapping[str, object]) -> float:
@@ -98,6 +99,9 @@ class Verifier:
         low = self._opts.dtype
         # random numbers as in code that is not compiled
         given = {"dtype": "auto" if low is None else dtype_name(low), "fallback_random": True, **options}
+        if not self._differentiates:
+            # the copies of weights that plans are about live across calls
+            given["weights"] = "cache"
         return max(state.error(given) for state in self._states)
 
 
@@ -113,48 +117,49 @@ class _State:
         try:
             with without_scaling():
                 program = torch.compile(self._steps[0].program, backend="amp_fx", options=options)
-                found = [step.gradients(program, self._scale) for step in self._steps]
+                found = [step.results(program, self._scale) for step in self._steps]
         finally:
             torch.compiler.reset()
-        squares = [distance(*pair) ** 2 for pair in zip(found, self._references, strict=True)]
+        rows = zip(self._steps, found, self._references, strict=True)
+        squares = [step.distance(results, reference) ** 2 for step, results, reference in rows]
         return math.sqrt(sum(squares) / len(squares))
 
     @property
     def apart(self) -> float:
-        """How far the gradients of two equal steps in fp32 are apart, at most."""
+        """How far the results of two equal steps in fp32 are apart, at most."""
         return max(apart for _, apart in self._judged)
 
     @property
     def rounded(self) -> float:
-        """How far gradients in fp32 are from those in fp64, at most; 0 where these are not known."""
-        pairs = zip(self._exact, self._judged, strict=True)
-        return max(0.0 if exact is None else distance(plain, exact) for exact, (plain, _) in pairs)
+        """How far results in fp32 are from those in fp64, at most; 0 where these are not known."""
+        rows = zip(self._steps, self._exact, self._judged, strict=True)
+        return max(0.0 if exact is None else step.distance(plain, exact) for step, exact, (plain, _) in rows)
 
     @functools.cached_property
-    def _references(self) -> list[Gradients]:
-        """What the gradient of each step should be."""
+    def _references(self) -> list[Results]:
+        """What each step should give."""
         pairs = zip(self._exact, self._judged, strict=True)
         return [plain if exact is None else exact for exact, (plain, _) in pairs]
 
     @functools.cached_property
-    def _exact(self) -> list[Gradients | None]:
+    def _exact(self) -> list[Results | None]:
         return [self._in_fp64(step) for step in self._steps]
 
     @functools.cached_property
-    def _judged(self) -> list[tuple[Gradients, float]]:
-        """Of each step its gradient in fp32, and how far that of an equal step is apart."""
+    def _judged(self) -> list[tuple[Results, float]]:
+        """What each step gives in fp32, and how far that of an equal step is apart."""
         found = []
         for step in self._steps:
-            plain = step.gradients(step.program)
-            found.append((plain, distance(step.gradients(step.program), plain)))
+            plain = step.results(step.program)
+            found.append((plain, step.distance(step.results(step.program), plain)))
         return found
 
-    def _in_fp64(self, step: Step) -> Gradients | None:
-        """The gradient of a copy of the model, if that fits and runs."""
+    def _in_fp64(self, step: Step) -> Results | None:
+        """What a copy of the model gives, if that fits and runs."""
         if sum(p.numel() * p.element_size() for p in step.program.parameters()) > _MOST_FP64:
             return None
         try:
-            return step.exact_gradients()
+            return step.exact()
         except RuntimeError as error:
             # the program makes tensors of fp32 itself
             logger.debug("the model does not run in float64: %s", error)

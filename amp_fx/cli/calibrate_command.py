@@ -1,4 +1,4 @@
-"""The command ``calibrate``: measures what each rounding does to a model's gradient, and makes a plan of it."""
+"""The command ``calibrate``: measures what each rounding does to a model's gradient or outputs, and makes a plan."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import amp_fx
 from amp_fx.cli.command import Command, paint
 from amp_fx.cli.models import import_callable, load_target
 from amp_fx.errors import AmpFxError
+from amp_fx.plans.harm import GRADIENTS, OF
 
 __all__ = ["CALIBRATE"]
 
-_SUMMARY = "measure which roundings spoil a model's gradient, and make a plan within an error budget"
+_SUMMARY = (
+    "measure which roundings spoil a model's gradient or outputs, and make a plan within an error budget"
+)
 
 _TEXT = """
 MODEL is package.module:callable, where the callable takes nothing and returns (model, args) or
 (model, args, kwargs); the model returns its loss or has it in .loss, otherwise --loss names a callable that
 takes what the model returns. Give a checkpoint that has been trained for a while.
+With --of outputs, what the model returns is judged itself, as it is called without gradients; a callable picks what
+counts of that.
 --batches names a callable that returns one batch (a tuple or a dictionary) or several; default: the model's inputs.
---budget is "autocast", or a number: times torch.autocast's error. With --policy fp8, matmuls are measured in fp8,
-too, and a budget above 1 is spent on them. With --plan, the plan is checked by one
+--budget is "autocast", or a number: times torch.autocast's error. With --policy fp8, or with outputs --policy int8,
+matmuls are measured in that, too, and a budget above 1 is spent on them. With --plan, the plan is checked by one
 compiled step, unless --no-verify is given.
 
 examples:
@@ -30,6 +35,7 @@ examples:
   %(prog)s train:build --budget 0.5 --plan plan.json --figure frontier.png
   %(prog)s train:build --dtype float16 --scale 4096
   %(prog)s train:build --policy fp8 --target cuda:h100 --budget 8 --plan plan.json
+  %(prog)s serve:build --of outputs --policy int8 --budget 2 --plan plan.json
 """
 
 
@@ -37,13 +43,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="see below")
     parser.add_argument("--batches", metavar="package.module:callable", help="see below")
     parser.add_argument("--loss", metavar="package.module:callable", help="outputs -> loss")
+    parser.add_argument(
+        "--of",
+        default=GRADIENTS,
+        metavar="WHAT",
+        help="gradients, outputs or a callable (default: %(default)s)",
+    )
     parser.add_argument("--dtype", default="auto", help="the low dtype (default: %(default)s)")
     parser.add_argument("--scale", type=float, metavar="S", help="loss scale of fp16")
     parser.add_argument(
         "--profile", default="auto", metavar="PROFILE", help="auto, off or a file (default: %(default)s)"
     )
     parser.add_argument("--target", metavar="DEVICE", help="count the time of another device: cuda:h100")
-    parser.add_argument("--policy", default="autocast", help="autocast or fp8 (default: %(default)s)")
+    parser.add_argument("--policy", default="autocast", help="autocast, fp8 or int8 (default: %(default)s)")
     parser.add_argument("--fp8", default="auto", metavar="RECIPE", help="how policy fp8 scales")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the harm as .json")
     parser.add_argument("--figure", metavar="FILE", help="write the frontier as .png, .svg or .html")
@@ -69,6 +81,7 @@ def _run(args: argparse.Namespace) -> int:
         target.model,
         batches,
         import_callable(args.loss) if args.loss else None,
+        of=args.of if args.of in OF else import_callable(args.of),
         dtype=args.dtype,
         profile=args.profile,
         target=args.target,

@@ -42,6 +42,7 @@ from amp_fx.plans.unused import unused_rules
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import levels_of
 from amp_fx.policy.table import supported_devices
+from amp_fx.rewriting import replay
 
 __all__ = ["REPORT_FILE", "convert", "export", "extra_files"]
 
@@ -80,9 +81,11 @@ def export(
         CaptureError, PassError: the program cannot be rewritten.
     """
     opts = ExportOptions.parse(options)
-    program = torch.export.export(
-        model, args, None if kwargs is None else dict(kwargs), dynamic_shapes=dynamic_shapes
-    )
+    # plans of graphs that are called without gradients are about what is traced so
+    with torch.set_grad_enabled(torch.is_grad_enabled() and opts.shared.plan is None):
+        program = torch.export.export(
+            model, args, None if kwargs is None else dict(kwargs), dynamic_shapes=dynamic_shapes
+        )
     return _convert(program, opts, keep_io_dtypes)
 
 
@@ -96,8 +99,9 @@ def convert(
             know. Not changed. Weights that keep their dtype are shared with the result.
         keep_io_dtypes: inputs and outputs of the user keep their dtypes. If False, those that are fp32 are in
             the low dtype; ``module()`` of the program raises :class:`amp_fx.InputError` for others.
-        options: ``dtype``, ``policy``, ``fp8`` and ``numerics`` as in ``options=`` of the backend; ``profile`` as well,
-            but ``"off"`` by default, since a program may run on another machine than the one that exports it. With
+        options: ``dtype``, ``policy``, ``plan``, ``fp8``, ``int8`` and ``numerics`` as in ``options=`` of the backend;
+            ``profile`` as well, but ``"off"`` by default, since a program may run on another machine than the one that
+            exports it. With
             policy ``fp8``, weights of matmuls in fp8 are stored as e4m3 (columns, contracted), and their factors
             (columns, 1) beside them under the same name with ``_fp8_scale``;
             ``weights_beyond_range``: ``"raise"``, ``"clamp"`` to the largest value, or ``"keep"`` such a weight and
@@ -157,12 +161,15 @@ def _convert(
     )
     case, means = Case((KeepWeights(tuple(w.name for w in kept)), fold)), Meaning("")
     base = opts.shared.policy.base
-    if levels_of(base):
-        means = meaning(base, opts.shared.level, profile, device, low, training=False)
-    if means.level is not None:
-        case = case.giving(PlaceLevels(means.level, device, means.cost, joint=False))
-    plan = run_passes(gm, select(CAPTURED, case), context)
-    plan.meaning = means.text
+    if opts.shared.plan is not None:
+        plan = replay(gm, opts.shared, device, case, context)
+    else:
+        if levels_of(base):
+            means = meaning(base, opts.shared.level, profile, device, low, training=False)
+        if means.level is not None:
+            case = case.giving(PlaceLevels(means.level, device, means.cost, joint=False))
+        plan = run_passes(gm, select(CAPTURED, case), context)
+        plan.meaning = means.text
     for given in plan.inputs:
         given.parameter = given.name in context.folded or given.copy_of in context.folded
     program = new_program(ep, gm, store_low(gm, groups, opts.weights_beyond_range), narrowed)

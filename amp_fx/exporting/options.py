@@ -13,7 +13,7 @@ __all__ = ["ExportOptions"]
 
 #: option -> valid values, besides the options of the backend that export takes
 _CHOICES = {"weights_beyond_range": ("raise", "clamp", "keep"), "tables": ("tied", "low", "keep")}
-_SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", *LEVEL_OPTIONS)
+_SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", "plan", *LEVEL_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ExportOptions:
         parsed = Options.parse(None, {"profile": "off", **shared})
         if parsed.policy.harm is not None:
             raise OptionsError(
-                f"export does not place by measured harm; got a policy with harm={parsed.policy.harm!r}. Give the base "
-                "list, or rules that keep the calls in fp32 that amp_fx.calibrate(...) blames."
+                f"export does not place by measured harm; got a policy with harm={parsed.policy.harm!r}. Give the "
+                "plan that amp_fx.calibrate(..., of='outputs').plan() makes."
             )
         return cls(parsed, **own)

@@ -1,8 +1,8 @@
 """What rounding costs in accuracy, as plain data: measured by ``amp_fx.calibrate``, read by the placement.
 
-One number, *harm*, is what one rounding adds to the squared relative L2 error of the gradient of all parameters. Harms
-of several roundings add up. They are kept by call and argument, not by device: the placement decides which of the
-roundings happen, and what they save.
+One number, *harm*, is what one rounding adds to the squared relative L2 error of the gradient of all parameters, or of
+what the model returns. Harms of several roundings add up. They are kept by call and argument, not by device: the
+placement decides which of the roundings happen, and what they save.
 
 A harm that is None is infinite: some value was beyond the range of the low dtype.
 """
@@ -27,10 +27,24 @@ from amp_fx.plans.plan import Plan, dtype_name, named_dtypes
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.schema import SchemaError, decode, parse_object
 
-__all__ = ["INSIDE", "CallHarm", "GraphHarm", "Harm", "ReadHarm", "as_number", "slots"]
+__all__ = [
+    "GRADIENTS",
+    "INSIDE",
+    "OF",
+    "OUTPUTS",
+    "CallHarm",
+    "GraphHarm",
+    "Harm",
+    "ReadHarm",
+    "as_number",
+    "slots",
+]
 
 #: bumped when the JSON form changes incompatibly
-_VERSION = 3
+_VERSION = 4
+
+#: what is judged: the gradient of all parameters, or what the model returns
+OF = GRADIENTS, OUTPUTS = "gradients", "outputs"
 
 #: slots of what a kernel of attention rounds inside if it runs low: the probabilities on their way to the values,
 #: scores and their gradient, and the result, from which its backward takes sums
@@ -65,6 +79,7 @@ class CallHarm:
         roles: of a matmul that may run below 16 bits: role (:data:`amp_fx.policy.levels.ROLES`) -> operand,
             ``"input"``, ``"weight"`` or ``"gradient"`` -> harm if this matmul reads it so. Empty where that was not
             measured.
+        largest: magnitude in the result; None: infinite.
     """
 
     name: str
@@ -72,6 +87,7 @@ class CallHarm:
     gradient: float | None = 0.0
     reads: dict[str, ReadHarm] = field(default_factory=dict)
     roles: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    largest: float | None = 0.0
 
     def below(self, role: str) -> float:
         """What one of the call's matmuls adds below 16 bits; infinite where it overflows, or was not measured."""
@@ -111,6 +127,7 @@ class Harm:
         batches: number of batches whose harms were averaged.
         states: number of states of the model that were measured; of each rounding, the largest harm counts.
         kinks: calls whose derivative jumps (ReLU and its kin): of ReLU the flips are predicted in magnitude.
+        of: what was judged, one of :data:`OF`.
         level: below 16 bits, in which matmuls were measured (:data:`amp_fx.policy.levels.LEVELS`), or empty.
         graphs: in order of their first call.
     """
@@ -121,8 +138,14 @@ class Harm:
     batches: int = 1
     states: int = 1
     kinks: int = 0
+    of: str = GRADIENTS
     level: str = ""
     graphs: list[GraphHarm] = field(default_factory=list)
+
+    @property
+    def what(self) -> str:
+        """Of what it is the error, in words."""
+        return "gradient" if self.of == GRADIENTS else "output"
 
     def graph(self, outline: Plan) -> GraphHarm:
         """What was measured of a graph.
@@ -144,7 +167,8 @@ class Harm:
             harms: of one model, at least one; names, and the loss scale, are those of the last.
 
         Raises:
-            PlanError: they have different low dtypes or levels, or a graph of one was not measured in another.
+            PlanError: they have different low dtypes or levels, or are about gradients and outputs, or a graph of one
+                was not measured in another.
         """
         last = harms[-1]
         levels = {harm.level for harm in harms}
@@ -153,6 +177,8 @@ class Harm:
             raise PlanError(
                 f"harms of different levels ({names}) are not comparable; calibrate with one of them."
             )
+        if len({harm.of for harm in harms}) > 1:
+            raise PlanError("harms of gradients and of outputs are not comparable; calibrate one of them.")
         dtypes = {harm.dtype for harm in harms}
         if len(dtypes) > 1:
             names = ", ".join(sorted(map(dtype_name, dtypes)))
@@ -255,6 +281,7 @@ def _largest(measured: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:
         known = found.setdefault(call.name, CallHarm(call.name))
         known.value = _larger(known.value, call.value)
         known.gradient = _larger(known.gradient, call.gradient)
+        known.largest = _larger(known.largest, call.largest)
         for slot, read in call.reads.items():
             before = known.reads.get(slot, ReadHarm())
             known.reads[slot] = ReadHarm(

@@ -253,8 +253,8 @@ class Plan:
 
     @property
     def decides_levels(self) -> bool:
-        """True where the plan says of the matmuls of a step whether they run below 16 bits."""
-        return self.training and any(row.levels for row in self.nodes)
+        """True where the plan says of matmuls whether they run below 16 bits."""
+        return any(row.levels for row in self.nodes)
 
     def node(self, name: str) -> NodePlan:
         """The plan of one node.

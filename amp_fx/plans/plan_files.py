@@ -1,8 +1,8 @@
 """Plan files: what ``options={"plan": ...}`` takes, and which of several plans a graph is to follow.
 
 A plan is matched with a graph by content, not by name: the same calls, in the same modules, in the same order.
-Shapes do not count, so that a plan holds for other batch sizes, nor do tensors of literal numbers, so that it holds on
-another device.
+Shapes do not count, so that a plan holds for other batch sizes, nor do calls on integers and tensors of literal
+numbers, so that it holds on another device and for an export.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ __all__ = ["choose_plan", "counterparts", "load_plans", "moved_nodes"]
 #: bytes; a plan has about 600 a call
 _MAX_FILE = 256 * 1024 * 1024
 
-#: what stands for numbers that the program writes: other calls on another device, and none of them computes
-_LITERALS = frozenset({"detach_", "empty.memory_format", "lift_fresh_copy", "tensor"})
+#: calls that do not compute: what stands for numbers that the program writes, other calls on another device and in an
+#: export
+_NOT_COMPUTING = frozenset({"detach", "detach_", "empty.memory_format", "lift_fresh_copy", "tensor"})
 
 #: nodes that a message names
 _SHOWN = 6
@@ -102,7 +103,7 @@ def moved_nodes(plan: Plan, outline: Plan) -> list[str]:
 
 
 def counterparts(plan: Plan, outline: Plan) -> Iterator[tuple[NodePlan, NodePlan]]:
-    """(row of a plan, row of a graph that it is about), in order; tensors of literal numbers have none."""
+    """(row of a plan, row of a graph that it is about), in order; what does not compute has none."""
     return zip(_computing(plan), _computing(outline), strict=True)
 
 
@@ -111,8 +112,9 @@ def _calls(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _computing(plan: Plan) -> list[NodePlan]:
-    """The rows but for literals."""
-    return [row for row in plan.nodes if row.op not in _LITERALS and (row.op != "full" or row.shape)]
+    """The rows of calls that compute floating values."""
+    rows = [row for row in plan.nodes if row.traced is not None]
+    return [row for row in rows if row.op not in _NOT_COMPUTING and (row.op != "full" or row.shape)]
 
 
 def _change(old: NodePlan, new: NodePlan) -> str:

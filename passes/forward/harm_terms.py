@@ -111,6 +111,13 @@ class HarmNetwork(Network):
             if node.meta["amp_fx"].op_class is OpClass.LOW
         }
 
+    def _add_label(self, node: fx.Node, plan: NodePlan) -> None:
+        super()._add_label(node, plan)
+        row = self._rows.get(plan.name)
+        if row is not None and row.value is None and node in self._free and in_place_target(node) is None:
+            # fused it would not be rounded, but a file may run where nothing is fused
+            self._problem.pins[node] = HIGH
+
     def _add_value(self, value: fx.Node) -> None:
         super()._add_value(value)
         stored = self._stored(value)

@@ -97,9 +97,9 @@ class PlaceLevels(Pass):
                 write_choice(row, matmul.role, level, why)
         return PassResult(gm, len(chosen), f"{len(chosen)} of {len(matmuls)} matmuls below 16 bits")
 
-    def allowed(self, gm: fx.GraphModule) -> list[Matmul]:
-        """The matmuls of a joint graph that may run in the level."""
-        matmuls, refused = self._looked_at(gm, PassContext())
+    def allowed(self, gm: fx.GraphModule, context: PassContext) -> list[Matmul]:
+        """The matmuls of a graph that may run in the level."""
+        matmuls, refused = self._looked_at(gm, context)
         return [matmul for matmul in matmuls if not refused[matmul]]
 
     def _looked_at(

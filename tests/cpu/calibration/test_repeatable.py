@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.calibration import verifying
-from amp_fx.calibration.step import Step, distance
+from amp_fx.calibration.step import Step
 
 
 class Noisy(nn.Module):
@@ -110,6 +110,6 @@ def test_a_program_that_does_not_run_in_fp64_is_judged_in_fp32() -> None:
 
     step = Step(Own(), X, square)
     with pytest.raises(RuntimeError, match="dtype"):
-        step.exact_gradients()
+        step.exact()
     (reference,) = verifying._State([step], 1.0)._references
-    assert distance(reference, step.gradients(step.program)) == 0
+    assert step.distance(reference, step.results(step.program)) == 0

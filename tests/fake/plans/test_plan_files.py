@@ -329,10 +329,8 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest
         load_plans(path)
 
 
-@pytest.mark.parametrize("value", [3, [3], {"nodes": []}, Report()])
+@pytest.mark.parametrize("value", [3, [3], {"nodes": []}, object()])
 def test_another_kind_of_value_is_refused(value: object) -> None:
     options: Mapping[str, Any] = {"plan": value}
-    with pytest.raises(
-        OptionsError, match=r"plan must be the path of a plan file, an amp_fx\.Plan or a list"
-    ):
+    with pytest.raises(OptionsError, match=r"plan must be the path of a plan file, an amp_fx\.Plan"):
         Options.parse(None, options)

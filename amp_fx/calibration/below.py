@@ -1,4 +1,4 @@
-"""What a graph multiplies that may run below 16 bits: read off its joint graph, as the backend does."""
+"""What a graph multiplies that may run below 16 bits: read off the graph on which the backend chooses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, re
 from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region
 from amp_fx.options import Options
-from amp_fx.passes import PlaceLevels
+from amp_fx.passes import PassContext, PlaceLevels
 from amp_fx.passes.levels.level_problem import level_problem
 from amp_fx.placement.cut import LOW, Problem, Var
 from amp_fx.placement.level_cost import BYTES, LevelCost
 from amp_fx.placement.priced import HarmTerm, Priced
 from amp_fx.plans.harm import CallHarm, as_number
-from amp_fx.policy.levels import LEVELS
+from amp_fx.policy.levels import AUTO, LEVELS
 from amp_fx.rewriting import rewrite
+from amp_fx.weights.inference import weight_inputs
 
 __all__ = ["MatmulsBelow", "PricedMatmuls", "read_matmuls"]
 
@@ -91,8 +92,10 @@ def read_matmuls(
     opts: Options,
     cost: LevelCost,
     names: Mapping[str, str],
+    *,
+    training: bool,
 ) -> MatmulsBelow:
-    """Traces forward and backward of a graph under the policy; no code is generated.
+    """Rewrites a graph as the policy has it without the level, and reads what may run in that; no code is generated.
 
     Args:
         gm: Dynamo's graph, in a call of a backend; not changed.
@@ -101,21 +104,33 @@ def read_matmuls(
         opts: a policy below 16 bits, with its level.
         cost: of the device that is planned for.
         names: call in this graph -> its name in the result.
+        training: forward and backward are traced together; else it is the graph without gradients.
 
     Returns:
         Nothing where AOTAutograd makes no joint graph of it.
     """
-    rewritten, _ = rewrite(gm, ambient, replace(opts, profile="off", plan=None, harm=None), training=True)
+    plain = replace(opts, profile="off", plan=None, harm=None)
     level = LEVELS[opts.level]
-    placed = PlaceLevels(level, graph_device(gm, ambient), cost)
+    placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training)
     found: list[MatmulsBelow] = []
 
-    def look(joint: fx.GraphModule) -> None:
-        matmuls = [replace(matmul, name=names[matmul.name]) for matmul in placed.allowed(joint)]
+    def look(graph: fx.GraphModule, context: PassContext) -> None:
+        matmuls = [replace(matmul, name=names[matmul.name]) for matmul in placed.allowed(graph, context)]
         found.append(MatmulsBelow(*(level_problem(matmuls, level, each) for each in (cost, BYTES))))
 
+    if not training:
+        # policies below 16 bits differ from autocast in the level alone
+        base = replace(opts.policy, base="autocast")
+        captured, _ = rewrite(gm, ambient, replace(plain, policy=base, level=AUTO, weights="cast"))
+        look(captured, PassContext(opts.policy, opts.numerics, folded=weight_inputs(captured)))
+        return found[0]
+    rewritten, _ = rewrite(gm, ambient, plain, training=True)
+
+    def look_at_joint(joint: fx.GraphModule) -> None:
+        look(joint, PassContext())
+
     with replace_inner_compile(_as_it_is), autocast_shield():
-        compile_with_inductor(rewritten, inputs, graph_pass("joint", "amp_fx.calibrate", look, {}))
+        compile_with_inductor(rewritten, inputs, graph_pass("joint", "amp_fx.calibrate", look_at_joint, {}))
     return found[0] if found else MatmulsBelow()
 
 

@@ -1,0 +1,175 @@
+"""Calibration of what a model returns: predictions beside compiled calls, range, and plans that are followed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.errors import AmpFxError, OptionsError, PlanError
+from amp_fx.plans.harm import Harm
+
+
+class Net(nn.Module):
+    """A convolution with running statistics, attention, a norm, ReLU, and a head; it returns integers as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.norm = nn.Conv2d(3, 64, 4, stride=4), nn.BatchNorm2d(64)
+        self.qkv, self.mix = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.up, self.down, self.scale = nn.Linear(64, 128), nn.Linear(128, 64), nn.LayerNorm(64)
+        self.head = nn.Linear(64, 16)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        x = F.relu(self.norm(self.patch(images))).flatten(2).mT
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.mix(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.down(F.relu(self.up(self.scale(x))))
+        scores = self.head(x.mean(1))
+        return {"scores": scores, "states": x, "best": scores.argmax(-1)}
+
+
+class Squares(nn.Module):
+    """Squares of 3,000-fold activations leave the range of float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(32, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x) * 3000
+        return self.head(h * h / (h * h).mean(-1, keepdim=True))
+
+
+def images(seed: int) -> Tensor:
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def model() -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    with torch.no_grad():
+        for seed in range(8):
+            net(images(seed))
+    return net.eval()
+
+
+def measured(model: nn.Module, run: Callable[..., Any], batches: list[Tensor]) -> float:
+    """Root of the mean square of the relative errors of both floating outputs."""
+    exact, found = copy.deepcopy(model).double(), []
+    with torch.no_grad():
+        for batch in batches:
+            wanted, got = exact(batch.double()), run(batch)
+            found += [
+                (got[name] - wanted[name]).norm() / wanted[name].norm() for name in ("scores", "states")
+            ]
+    return torch.stack(found).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "budget"),
+    [("autocast", "bf16", 0.5), ("autocast", "fp16", 1.0), ("int8", "bf16", 2.0)],
+)
+def test_predictions_are_what_compiled_calls_measure(
+    model: Net, policy: str, dtype: str, budget: float
+) -> None:
+    batches = [(images(10),), (images(11),)]
+    found = amp_fx.calibrate(model, batches, of="outputs", policy=policy, dtype=dtype, profile="off")
+    plan = found.plan(budget=budget, verify=False)
+    assert 0 < plan.point.error <= budget * found.autocast_error * (1 + 1e-6)
+    below = [level for row in plan.plans[0].nodes for level in row.levels_below.values()]
+    assert bool(below) is (policy == "int8")
+    options: dict[str, Any] = {"plan": plan, "dtype": dtype, "weights": "cache", "strict": True}
+    run = torch.compile(model, backend="amp_fx", options=options)
+    error = measured(model, run, [images(seed) for seed in (20, 21)])
+    assert 0.75 < plan.point.error / error < 1.33
+    # the same plan in a file that needs no amp_fx
+    program = amp_fx.export(model, (images(20),), plan=plan, dtype=dtype).module()
+    assert 0.75 < plan.point.error / measured(model, program, [images(20), images(21)]) < 1.33
+
+
+def test_a_plan_is_checked_by_a_compiled_call(model: Net) -> None:
+    found = amp_fx.calibrate(model, images(10), of=lambda returned: returned["scores"], profile="off")
+    plan = found.plan()
+    assert plan.measured is not None
+    assert 0.75 < plan.point.error / plan.measured < 1.33
+    assert found.predict(plan) == pytest.approx(plan.point.error)
+    assert "output error" in str(found)
+    assert "gradient" not in str(found)
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_leaves_the_range_of_float16_stays_in_float32(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Squares().eval(), torch.randn(8, 32)
+    found = amp_fx.calibrate(model, x, of="outputs", dtype="fp16", profile="off")
+    rows = {row.name: row for row in found.harm.graphs[0].calls}
+    assert 3e3 < (rows["mul"].largest or 0) < 6e4
+    assert (rows["mul_1"].largest or 0) > 7e4
+    assert rows["mul_1"].value is None
+    found.harm.save(tmp_path / "harm.json")
+    assert Harm.load(tmp_path / "harm.json") == found.harm
+    plan = found.plan(verify=False)
+    options: dict[str, Any] = {"plan": plan, "dtype": "fp16"}
+    run = torch.compile(model, backend="amp_fx", options=options)
+    program = amp_fx.export(model, (x,), plan=plan, dtype="fp16").module()
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).double()(x.double())
+        for call in (run, program):
+            assert (call(x) - wanted).norm() < 2e-3 * wanted.norm()
+
+
+def test_weights_that_are_frozen_and_code_without_gradients_count() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(32, 16).requires_grad_(False)
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear
+
+        @torch.no_grad()
+        def angles(self, x: Tensor) -> Tensor:
+            return self.linear(x) * 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.angles(x).tanh()
+
+    model, x = Table(), torch.randn(8, 32)
+    found = amp_fx.calibrate(model, x, of="outputs", profile="off")
+    options: dict[str, Any] = {"plan": found.plan(verify=False), "strict": True}
+    run = torch.compile(model, backend="amp_fx", options=options)
+    with torch.no_grad():
+        wanted = torch.tanh(2 * copy.deepcopy(linear).double()(x.double()))
+        error = ((run(x) - wanted).norm() / wanted.norm()).item()
+    assert 0.75 < found.autocast_error / error < 1.33
+
+
+def test_running_statistics_that_a_training_step_only_reads_are_no_hindrance() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval(), torch.randn(2, 3, 8, 8)
+    found = amp_fx.calibrate(model, x, lambda result: result.square().mean(), profile="off")
+    assert 1e-4 < found.autocast_error < 1e-1
+
+
+def test_bad_input_is_told_in_one_sentence(model: Net) -> None:
+    with pytest.raises(OptionsError, match="of must be 'gradients', 'outputs' or a function; got 'logits'"):
+        amp_fx.calibrate(model, images(0), of="logits")
+    with pytest.raises(OptionsError, match="outputs takes no loss"):
+        amp_fx.calibrate(model, images(0), torch.sum, of="outputs")
+    with pytest.raises(AmpFxError, match="no floating tensor"):
+        amp_fx.calibrate(model, images(0), of=lambda returned: returned["best"])
+    with pytest.raises(OptionsError, match="of='outputs'"):
+        amp_fx.calibrate(model, images(0), torch.sum, policy="int8")
+    outputs = amp_fx.calibrate(nn.Linear(4, 4), torch.randn(2, 4), of="outputs")
+    gradients = amp_fx.calibrate(nn.Linear(4, 4), torch.randn(2, 4), torch.sum)
+    with pytest.raises(PlanError, match="gradients and of outputs"):
+        amp_fx.Calibration.worst(outputs, gradients)
