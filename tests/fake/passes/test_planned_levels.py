@@ -261,7 +261,7 @@ def test_a_policy_with_harm_runs_below_what_the_plan_of_the_same_budget_does(
     with torch.no_grad():
         found = lowered(MLP(*SIZES), [torch.randn(32, 32)], {**options(tmp_path), "policy": policy})
     assert {row.computed for row in found.plan.nodes if row.flops} <= {BF16, torch.float32}
-    assert found.plan.meaning == "as autocast: plans and budgets of fp8 are about gradients"
+    assert found.plan.meaning.startswith("as autocast")
 
 
 def test_a_plan_of_another_level_or_of_what_was_not_measured_is_not_predicted(
