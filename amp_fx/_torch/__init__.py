@@ -47,7 +47,7 @@ from amp_fx._torch.dynamo import (
     speaks_to_dynamo,
     unwrapped_errors,
 )
-from amp_fx._torch.freezing import Lifting, observe_freezing, packed_memory
+from amp_fx._torch.freezing import Lifting, observe_freezing, packed_layout, packed_memory
 from amp_fx._torch.hooks import (
     AFTER_STEP,
     BEFORE_STEP,
@@ -142,6 +142,7 @@ __all__ = [
     "note_inference_mode",
     "observe_freezing",
     "op_name",
+    "packed_layout",
     "packed_memory",
     "program_outputs",
     "quantised_ops",

@@ -64,7 +64,7 @@ class FoldingRecord:
 
     def observe(self) -> contextlib.AbstractContextManager[None]:
         """Within this context the graph is compiled."""
-        return observe_freezing(self._see, self)
+        return observe_freezing(self)
 
     def choose(self, gm: fx.GraphModule) -> list[list[fx.Node]]:
         """The constants of a frozen graph that weights are in: they become inputs.
@@ -78,7 +78,7 @@ class FoldingRecord:
             if isinstance(value, Tensor):
                 nodes.setdefault(id(value), []).append(node)
         # one that was not seen may be something that a weight has become
-        unknown = (nodes.keys() | self._positions.keys()) - self._known.keys()
+        unknown = nodes.keys() - self._known.keys()
         if unknown or tunes_kernels() or any(weight.device.type != "cpu" for weight in self._weights):
             return []
         chosen = [(each, computed) for key, each in nodes.items() if (computed := self._known[key])]
@@ -96,14 +96,18 @@ class FoldingRecord:
             _round_once(program, self._weights)
         return Constants(program, self._inputs_of)
 
-    def _see(self, gm: fx.GraphModule, node: fx.Node, constant: Tensor) -> None:
-        """Before ``node`` of a graph that is being frozen is replaced by ``constant``."""
+    def note_given(self, gm: fx.GraphModule) -> None:
+        """See :class:`amp_fx._torch.Lifting`."""
+        for node in gm.graph.find_nodes(op="get_attr") if not self._known else ():
+            value = _constant(gm, node)
+            self._keep.append(value)
+            position = self._positions.get(id(value))
+            self._known[id(value)] = None if position is None else self._read(position, value.dtype)
+
+    def note(self, gm: fx.GraphModule, node: fx.Node, constant: Tensor) -> None:
+        """See :class:`amp_fx._torch.Lifting`."""
         self._keep.append(constant)
-        if node.op == "placeholder":
-            position = self._positions.get(id(constant))
-            self._known[id(constant)] = None if position is None else self._read(position, constant.dtype)
-        else:
-            self._known[id(constant)] = self._copy(gm, node, {})
+        self._known[id(constant)] = self._copy(gm, node, {})
 
     def _read(self, position: int, dtype: torch.dtype) -> fx.Node:
         weight = self._graph.call_function(torch.ops.aten.detach.default, (self._inputs[position],))

@@ -1,0 +1,67 @@
+"""Graphs may be frozen in several threads at a time, and inside one another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from amp_fx._torch import observe_freezing
+
+
+class Nothing:
+    """Lifts nothing."""
+
+    def note_given(self, gm: fx.GraphModule) -> None: ...
+
+    def note(self, gm: fx.GraphModule, node: fx.Node, constant: Tensor) -> None: ...
+
+    def choose(self, gm: fx.GraphModule) -> Sequence[Sequence[fx.Node]]:
+        return ()
+
+    @property
+    def values(self) -> Callable[[], Sequence[Tensor]]:
+        return tuple
+
+
+def test_what_is_replaced_in_inductor_is_put_back_after_the_last_of_several_threads() -> None:
+    from torch._inductor import freezing
+
+    original, both, errors = freezing.constant_fold, threading.Barrier(2), []
+
+    def freeze() -> None:
+        try:
+            # who is second gets here only if it does not wait for the first
+            with observe_freezing(Nothing()), observe_freezing(Nothing()):
+                both.wait(20)
+        except threading.BrokenBarrierError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=freeze) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert freezing.constant_fold is original
+
+
+def test_graphs_of_other_threads_are_folded_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import freezing
+
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.aten.neg.default, (graph.get_attr("value"),)))
+    root = torch.nn.Module()
+    root.register_buffer("value", torch.ones(2))
+    gm, folded = fx.GraphModule(root, graph), list[bool]()
+    monkeypatch.setattr(Nothing, "note", lambda *_: folded.append(True))
+    with observe_freezing(Nothing()):
+        other = threading.Thread(target=lambda: freezing.constant_fold(gm))
+        other.start()
+        other.join()
+    assert [node.op for node in gm.graph.nodes] == ["get_attr", "output"]
+    assert not folded
