@@ -44,7 +44,7 @@ from amp_fx.rewriting import add_autocast, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
 from amp_fx.state import cache_results
 from amp_fx.viz.words import summary
-from amp_fx.weights.watch import counting
+from amp_fx.weights.changes import counting
 
 __all__ = ["amp_fx", "listen"]
 

@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from amp_fx.placement.cut import Var
 from amp_fx.policy.levels import Level
-from amp_fx.weights.forms import Scaled
+from amp_fx.weights.recipes import Scaled
 
 __all__ = ["BUDGET", "HARM", "LEVEL", "MAY_ROUND", "PART", "TIED", "Budget", "Key", "Part"]
 
@@ -51,12 +51,12 @@ class Part:
 
     Attributes:
         source: the matrix.
-        form: of the copy.
-        index: which of the form's tensors.
+        recipe: of the copy.
+        index: which of its tensors.
     """
 
     source: fx.Node
-    form: Scaled
+    recipe: Scaled
     index: int
 
 

@@ -288,4 +288,6 @@ def packed_memory(constant: torch.Tensor) -> tuple[int, int]:
 
 def packed_layout(constant: torch.Tensor) -> bytes:
     """How oneDNN has laid out a tensor that it has packed."""
-    return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(constant).numpy())
+    # while a graph is compiled, modes are on that run ops on fake values
+    with _disable_current_modes():
+        return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(constant).numpy())

@@ -18,7 +18,7 @@ from amp_fx.exporting.stored import scale_target
 from amp_fx.graphs.calls import COPY_META
 from amp_fx.graphs.capture import OUTPUT_META, REGION_META
 from amp_fx.plans.plan import CAST_META, PLAN_META, STEP_META
-from amp_fx.weights.forms import FORM_META
+from amp_fx.weights.recipes import RECIPE_META
 
 __all__ = ["LowInputsProgram", "new_program"]
 
@@ -106,8 +106,8 @@ def _input_specs(gm: fx.GraphModule, signature: ExportGraphSignature) -> list[In
         spec = specs.get(node.name)
         if spec is None:
             weight = specs[node.meta[COPY_META]]
-            form, _ = node.meta[FORM_META]
-            target = scale_target(str(weight.target), form)
+            recipe, _ = node.meta[RECIPE_META]
+            target = scale_target(str(weight.target), recipe)
             spec = replace(weight, arg=TensorArgument(node.name), target=target)
         found.append(spec)
     return found

@@ -14,7 +14,7 @@ from amp_fx.errors import OptionsError
 from amp_fx.graphs.calls import COPY_META
 from amp_fx.graphs.values import is_eligible
 from amp_fx.policy.levels import LEVELS
-from amp_fx.weights.forms import FORM_META, Scaled
+from amp_fx.weights.recipes import RECIPE_META, Scaled
 
 __all__ = ["Weight", "beyond_range", "scale_target", "store_low", "stored_weights", "tied"]
 
@@ -42,9 +42,9 @@ class Weight:
         return torch.nn.Parameter(value, requires_grad) if is_parameter else value
 
 
-def scale_target(target: str, form: Scaled) -> str:
+def scale_target(target: str, recipe: Scaled) -> str:
     """The name under which the factors of a weight below 16 bits are stored."""
-    return f"{target}_{LEVELS[form.level].policy}_scale"
+    return f"{target}_{LEVELS[recipe.level].policy}_scale"
 
 
 def stored_weights(ep: torch.export.ExportedProgram) -> list[Weight]:
@@ -96,19 +96,21 @@ def store_low(
         OptionsError: values that the low dtype cannot hold.
     """
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-    scaled = {node.meta[COPY_META] for node in inputs.values() if node.meta.get(FORM_META, (None, 0))[1] == 1}
+    scaled = {
+        node.meta[COPY_META] for node in inputs.values() if node.meta.get(RECIPE_META, (None, 0))[1] == 1
+    }
     stored: dict[str, dict[str, torch.Tensor]] = {}
     refused: list[str] = []
     for group in groups:
         node, value = inputs[group[0].name], group[0].value.detach()
-        if FORM_META in node.meta:
-            form, _ = node.meta[FORM_META]
-            data, factors = form.made(value)
+        if RECIPE_META in node.meta:
+            recipe, _ = node.meta[RECIPE_META]
+            data, factors = recipe.made(value)
             for weight in group:
                 target = str(weight.spec.target)
                 stored[target] = {target: weight.kept_as(data)}
                 if weight.name in scaled:
-                    stored[target][scale_target(target, form)] = weight.kept_as(factors)
+                    stored[target][scale_target(target, recipe)] = weight.kept_as(factors)
             continue
         dtype = node.meta["val"].dtype
         if value.dtype is dtype:

@@ -11,9 +11,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from amp_fx._torch import autocast_disabled, borrowed, observe_freezing, tunes_kernels
+from amp_fx._torch import autocast_disabled, borrowed, observe_freezing, packed_layout, tunes_kernels
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.weights.constants import Constants
+from amp_fx.weights.splitting import split
+from amp_fx.weights.values import Values
 
 __all__ = ["FoldingRecord"]
 
@@ -37,7 +38,7 @@ class FoldingRecord:
     """Writes down what Inductor computes its constants from, while one graph is compiled, and makes inputs of them.
 
     Args:
-        weights: in the order in which :meth:`Constants.of` takes them.
+        weights: in the order in which :class:`Values` takes them.
         values: what the constants are in a call, as long as it goes on.
     """
 
@@ -51,8 +52,8 @@ class FoldingRecord:
         self._positions: dict[int, int] = {}
         #: constant -> what computes it; None if no weight is in it
         self._known: dict[int, fx.Node | None] = {}
-        #: what computes the inputs, once they are known
-        self._inputs_of: list[fx.Node] | None = None
+        #: what computes the inputs, once they are known, and how oneDNN has packed them
+        self._inputs_of: list[tuple[fx.Node, bytes]] | None = None
 
     def value(self, position: int, dtype: torch.dtype) -> Tensor:
         """A weight as a constant of the graph that is going to be frozen."""
@@ -73,28 +74,30 @@ class FoldingRecord:
         elsewhere than on a CPU, or if there are constants of which it is not known what computes them.
         """
         nodes: dict[int, list[fx.Node]] = {}
+        layouts: dict[int, bytes] = {}
         for node in gm.graph.find_nodes(op="get_attr"):
             value = _constant(gm, node)
             if isinstance(value, Tensor):
                 nodes.setdefault(id(value), []).append(node)
+                layouts[id(value)] = packed_layout(value) if value.is_mkldnn else b""
         # one that was not seen may be something that a weight has become
         unknown = nodes.keys() - self._known.keys()
         if unknown or tunes_kernels() or any(weight.device.type != "cpu" for weight in self._weights):
             return []
-        chosen = [(each, computed) for key, each in nodes.items() if (computed := self._known[key])]
-        self._inputs_of = [computed for _, computed in chosen]
-        return [each for each, _ in chosen]
+        chosen = {key: computed for key in nodes if (computed := self._known[key])}
+        self._inputs_of = [(computed, layouts[key]) for key, computed in chosen.items()]
+        return [nodes[key] for key in chosen]
 
-    def finish(self) -> Constants | None:
-        """What computes the inputs that were constants; None if they are constants still."""
+    def finish(self) -> Values | None:
+        """What makes the inputs that were constants; None if they are constants still."""
         if self._inputs_of is None:
             return None
-        self._graph.output(tuple(self._inputs_of))
+        self._graph.output(tuple(node for node, _ in self._inputs_of))
         self._graph.eliminate_dead_code()
         program = fx.GraphModule(self._root, self._graph)
         with torch.inference_mode(False), torch.no_grad(), autocast_disabled():
             _round_once(program, self._weights)
-        return Constants(program, self._inputs_of)
+        return split(program, self._inputs_of)
 
     def note_given(self, gm: fx.GraphModule) -> None:
         """See :class:`amp_fx._torch.Lifting`."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,16 +11,17 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from amp_fx._torch import FakeTensor, StorageRef
+from amp_fx._torch import FakeTensor
 from amp_fx.errors import WeightsError
 from amp_fx.graphs.calls import COPY_META, is_parameter
 from amp_fx.graphs.flops import is_matmul
 from amp_fx.graphs.storages import storage_of, written_storages
-from amp_fx.weights.constants import Constant, Constants
+from amp_fx.weights.changes import state_of
 from amp_fx.weights.folding import FoldingRecord
-from amp_fx.weights.forms import Cast, form_of
-from amp_fx.weights.inference import Compile, is_plain, low_copies
-from amp_fx.weights.watch import Key, Watch, key_of, look_at
+from amp_fx.weights.inference import Compile, copies_of, is_plain
+from amp_fx.weights.kept import Kept, Made
+from amp_fx.weights.recipes import Cast, recipe_of
+from amp_fx.weights.values import Values
 
 __all__ = ["FrozenGraph", "freeze"]
 
@@ -63,7 +62,8 @@ def freeze(
             "weights='freeze' folds what weights hold, and fake ones hold nothing. For a GPU that is not there use "
             "weights='cache', whose graph is the same but for what Inductor folds."
         )
-    graph.freeze(example_inputs)
+    # the first, while Dynamo compiles
+    graph.kept(example_inputs)
     return graph
 
 
@@ -85,7 +85,6 @@ class FrozenGraph:
     ) -> None:
         self._gm = gm
         self._compile_graph = compile_graph
-        self._may_change = may_change
         placeholders = self._placeholders = gm.graph.find_nodes(op="placeholder")
         written = {key for node in gm.graph.nodes for key in written_storages(node)}
         wide = set() if packs_wide else _read_wide(gm)
@@ -102,43 +101,15 @@ class FrozenGraph:
             if COPY_META not in node.meta and (self._constant[at] or node.name in copied)
         ]
         self._others = [at for at in range(len(placeholders)) if not self._constant[at]]
-        # models of one class share their graphs
-        self._found: dict[Key, _Frozen] = {}
-        #: where weights must not change: the memory that is left of those of which some was freed
-        self._left: dict[Key, list[StorageRef]] = {}
         #: what is common to all models, if the weights are inputs of the compiled graph
-        self._shared: tuple[Callable[..., Any], Constants] | None = None
+        self._shared: tuple[Callable[..., Any], Values] | None = None
         self._call = _Call()
-        self._lock = threading.RLock()
+        self._kept = Kept(self._freeze, may_change=may_change)
 
     @property
     def has_weights(self) -> bool:
         """False for a graph in which nothing can be frozen, between two graph breaks, say."""
         return bool(self._weights)
-
-    def freeze(self, args: Sequence[Any]) -> tuple[_Frozen, Sequence[Tensor]]:
-        """Freezes the graph with the weights among ``args``.
-
-        Args:
-            args: while Dynamo compiles, its example inputs; later, those of a call.
-
-        Returns:
-            What the graph with these weights is, and its constants.
-        """
-        weights = [args[at] for at in self._weights]
-        key = key_of(weights)
-        # looked at before: a write in between is seen at the next call
-        looks = [*map(look_at, weights)]
-        watch = Watch(weights, looks, functools.partial(self._freed, key))
-        compiled, constants = self._shared or self._compile(args, weights)
-        frozen, tensors = _Frozen(compiled, watch), []
-        if constants is not None:
-            self._shared = compiled, constants
-            tensors = constants.give(frozen, weights, looks)
-        watch.confirm(weights)
-        # other threads find it only now
-        self._found[key] = frozen
-        return frozen, tensors
 
     def kept(self, args: Sequence[Any]) -> _Ready:
         """The compiled graph and its constants, for a call with all inputs of the program.
@@ -146,21 +117,16 @@ class FrozenGraph:
         Raises:
             WeightsError: a weight has changed, and may not.
         """
-        weights = [args[at] for at in self._weights]
-        frozen = self._found.get(key_of(weights))
-        # the list of this call: another thread may make the constants again meanwhile
-        tensors = None if frozen is None else frozen.tensors
-        if frozen is None or tensors is None or not frozen.watch.is_current(weights):
-            frozen, tensors = self._renew(weights, args)
-        return frozen.compiled, tensors
+        return self._kept.of(self._weights_of(args), args)
 
     def anew(self, args: Sequence[Any]) -> _Ready:
         """As :meth:`kept`, with constants of this call; where they are part of the code, the graph runs op by op."""
         if self._shared is not None:
             compiled, constants = self._shared
-            return compiled, constants.anew([args[at] for at in self._weights])
-        copies = low_copies(self._gm).anew(args)
-        return lambda *_: self._gm(*args, *copies), ()
+            return compiled, constants.anew(self._weights_of(args))
+        positions, copies = copies_of(self._gm)
+        made = copies.anew([args[at] for at in positions])
+        return lambda *_: self._gm(*args, *made), ()
 
     def run(self, args: Sequence[Any], made: _Ready) -> Any:
         """One call with what :meth:`kept` or :meth:`anew` has found."""
@@ -170,37 +136,34 @@ class FrozenGraph:
         finally:
             self._call.tensors = ()
 
-    def _freed(self, key: Key, _: object) -> None:
-        """The memory of a weight was freed: what was made of it goes."""
-        frozen = self._found.pop(key, None)
-        if frozen is not None and not self._may_change:
-            living = [storage for ref in frozen.watch.refs if (storage := ref()) is not None]
-            left = {**self._left, key: [weakref.ref(storage) for storage in living]}
-            self._left = {key: refs for key, refs in left.items() if _is_any_alive(refs)}
+    def _weights_of(self, args: Sequence[Any]) -> list[Tensor]:
+        return [args[at] for at in self._weights]
 
-    def _have_changed(self, frozen: _Frozen | None, weights: Sequence[Tensor]) -> bool:
-        if frozen is not None:
-            return not frozen.still_holds(weights)
-        # of a model that has died nothing is left; one in which a weight has got other memory has that of the others
-        return _is_any_alive(self._left.get(key_of(weights), ()))
+    def _freeze(
+        self, weights: Sequence[Tensor], before: Made[_Ready] | None, args: Sequence[Any]
+    ) -> Made[_Ready]:
+        """What the graph is with some weights.
 
-    def _renew(self, weights: Sequence[Tensor], args: Sequence[Any]) -> tuple[_Frozen, Sequence[Tensor]]:
-        with self._lock:
-            frozen = self._found.get(key_of(weights))
-            if not self._may_change and self._have_changed(frozen, weights):
-                raise WeightsError(
-                    "weights have changed since the graph was frozen, and strict=True forbids to freeze it again. "
-                    "Use weights='cache' for weights that change, or torch.compiler.reset() after changing them."
-                )
-            # another thread may have been first, or they may not have changed after all
-            tensors = None if frozen is None else frozen.tensors
-            if frozen is None or tensors is None or not frozen.still_holds(weights):
-                return self.freeze(args)
-            return frozen, tensors
+        Args:
+            weights: those among ``args``.
+            before: what it was with them before.
+            args: while Dynamo compiles, its example inputs; later, those of a call.
+        """
+        if self._shared is None:
+            # looked at before: a write in between is seen at the next call
+            states = [*map(state_of, weights)]
+            compiled, constants = self._compile(args, weights)
+            if constants is None:
+                return Made((compiled, ()), states)
+            # two threads may compile at a time; nobody waits, as Dynamo, which may compile, too, has a lock
+            self._shared = self._shared or (compiled, constants)
+        compiled, constants = self._shared
+        made = constants.make(weights)
+        return Made((compiled, made.value), made.states, made.sources)
 
     def _compile(
         self, args: Sequence[Any], weights: Sequence[Tensor]
-    ) -> tuple[Callable[..., Any], Constants | None]:
+    ) -> tuple[Callable[..., Any], Values | None]:
         logger.debug("freezing %d weights", len(weights))
         # inference tensors could not be given other values outside inference mode
         with torch.inference_mode(False), torch.no_grad():
@@ -227,17 +190,17 @@ class FrozenGraph:
             if not is_constant:
                 continue
             position = positions[node.meta.get(COPY_META, node.name)]
-            form, part = form_of(node)
+            recipe, part = recipe_of(node)
             # what is more than a cast is folded by Inductor
-            value = node.meta["val"] if isinstance(form, Cast) else values[node.meta[COPY_META]]
+            value = node.meta["val"] if isinstance(recipe, Cast) else values[node.meta[COPY_META]]
             name = f"amp_fx_frozen_{node.name}"
             holder.register_buffer(name, record.value(position, value.dtype))
             with graph.inserting_before(copies[node]):
                 constant = graph.get_attr(name)
                 constant.meta = {"val": value}
                 made = constant
-                if not isinstance(form, Cast):
-                    made = form.steps(constant, lambda op, *args, **kw: graph.call_function(op, args, kw))[
+                if not isinstance(recipe, Cast):
+                    made = recipe.steps(constant, lambda op, *args, **kw: graph.call_function(op, args, kw))[
                         part
                     ]
             copies[node].replace_all_uses_with(made)
@@ -261,40 +224,6 @@ class _Call(threading.local):
     def of_now(self) -> Sequence[Tensor]:
         """The constants."""
         return self.tensors
-
-
-class _Frozen:
-    """The graph with the constants of one model.
-
-    Args:
-        compiled: takes the inputs that are no weights.
-        watch: over the weights.
-
-    Attributes:
-        tensors: the constants; None: to be made again.
-    """
-
-    def __init__(self, compiled: Callable[..., Any], watch: Watch) -> None:
-        self.compiled = compiled
-        self.watch = watch
-        self.tensors: Sequence[Tensor] | None = ()
-        self._constants: Sequence[Constant] = ()
-
-    def hold(self, constants: Sequence[Constant], tensors: Sequence[Tensor]) -> None:
-        """Keeps these alive, until one of them is going to be computed again."""
-        self._constants, self.tensors = constants, tensors
-
-    def give_up(self) -> None:
-        """A constant is going to be computed again."""
-        self.tensors = None
-
-    def still_holds(self, weights: Sequence[Tensor]) -> bool:
-        """True if the weights have not changed; looks more closely than in every call."""
-        return all(look_at(w) is look for w, look in zip(weights, self.watch.looks, strict=True))
-
-
-def _is_any_alive(refs: Sequence[StorageRef]) -> bool:
-    return any(ref() is not None for ref in refs)
 
 
 def _read_wide(gm: fx.GraphModule) -> set[int | None]:

@@ -11,10 +11,11 @@ import torch.fx as fx
 
 from amp_fx._torch import FakeTensor
 from amp_fx.graphs.calls import COPY_META, is_parameter
-from amp_fx.weights.copies import LowCopies
-from amp_fx.weights.forms import form_of
+from amp_fx.weights.kept import Kept
+from amp_fx.weights.recipes import recipe_of
+from amp_fx.weights.values import Input, Values
 
-__all__ = ["KeptWeights", "cached", "copied_weights", "is_plain", "low_copies", "weight_inputs"]
+__all__ = ["KeptWeights", "cached", "copied_weights", "copies_of", "is_plain", "weight_inputs"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,15 @@ def copied_weights(gm: fx.GraphModule) -> list[fx.Node]:
 class _CachedGraph:
     """A graph that takes copies of weights after the program's own inputs."""
 
-    def __init__(self, compiled: Callable[..., Any], copies: LowCopies) -> None:
-        self._compiled = compiled
-        self.kept, self.anew = copies.of, copies.anew
+    def __init__(self, compiled: Callable[..., Any], positions: Sequence[int], copies: Values) -> None:
+        self._compiled, self._positions, self._copies = compiled, positions, copies
+        self._kept = Kept(copies.make)
+
+    def kept(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        return self._kept.of([args[at] for at in self._positions])
+
+    def anew(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        return self._copies.anew([args[at] for at in self._positions])
 
     def run(self, args: Sequence[Any], made: Sequence[torch.Tensor]) -> Any:
         return self._compiled(*args, *made)
@@ -76,14 +83,18 @@ def cached(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Com
         # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
         node._dynamo_source = None
     compiled = compile_graph(gm, [*example_inputs, *(node.meta["val"] for node in inputs)])
-    return _CachedGraph(compiled, low_copies(gm))
+    return _CachedGraph(compiled, *copies_of(gm))
 
 
-def low_copies(gm: fx.GraphModule) -> LowCopies:
-    """The copies that a graph takes after the program's own inputs."""
+def copies_of(gm: fx.GraphModule) -> tuple[list[int], Values]:
+    """The copies that a graph takes after the program's own inputs, and the positions of the weights they are of."""
     position = {node.name: at for at, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     inputs = copied_weights(gm)
-    return LowCopies([position[node.meta[COPY_META]] for node in inputs], [*map(form_of, inputs)])
+    wanted = [(position[node.meta[COPY_META]], *recipe_of(node)) for node in inputs]
+    positions = list(dict.fromkeys(at for at, _, _ in wanted))
+    recipes = list(dict.fromkeys((recipe, at) for at, recipe, _ in wanted))
+    taken = [Input(recipes.index((recipe, at)), part) for at, recipe, part in wanted]
+    return positions, Values([(recipe, (positions.index(at),)) for recipe, at in recipes], taken)
 
 
 def is_plain(node: fx.Node) -> bool:

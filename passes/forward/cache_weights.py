@@ -15,7 +15,7 @@ from amp_fx.passes.levels.quantiser import erase_unread
 from amp_fx.passes.scratch import PART, Part
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy.levels import LEVELS
-from amp_fx.weights.forms import FORM_META, Cast, Form
+from amp_fx.weights.recipes import RECIPE_META, Cast, CopyRecipe
 
 __all__ = ["CacheWeights"]
 
@@ -61,8 +61,8 @@ class CacheWeights(Pass):
                 dtype = cast.meta["val"].dtype
                 inputs.take(cast, weight, Cast(dtype), 0, dtype_name(dtype))
             for node, part in parts.get(weight, ()):  # case 2
-                policy = LEVELS[part.form.level].policy
-                inputs.take(node, weight, part.form, part.index, (policy, f"{policy}_scale")[part.index])
+                policy = LEVELS[part.recipe.level].policy
+                inputs.take(node, weight, part.recipe, part.index, (policy, f"{policy}_scale")[part.index])
         if parts:
             erase_unread(gm.graph)
         return PassResult(gm, inputs.count, f"{inputs.count} low copies of weights are inputs")
@@ -77,7 +77,7 @@ class _Inputs:
         self._last = placeholders[-1] if placeholders else None
         self.count = 0
 
-    def take(self, made: fx.Node, weight: fx.Node, form: Form, part: int, suffix: str) -> None:
+    def take(self, made: fx.Node, weight: fx.Node, recipe: CopyRecipe, part: int, suffix: str) -> None:
         """What the graph has made of a weight becomes an input."""
         with self._graph.inserting_after(self._last):
             copy = self._graph.placeholder(f"{weight.name}_{suffix}")
@@ -86,7 +86,7 @@ class _Inputs:
             "val": value,
             "example_value": value,
             COPY_META: weight.name,
-            FORM_META: (form, part),
+            RECIPE_META: (recipe, part),
             # where it lives does not change: what CUDA graphs want to know
             "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
         }

@@ -19,7 +19,7 @@ from amp_fx.plans.plan import CAST_META, STEP_META, node_plan
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import LEVELS
-from amp_fx.weights.forms import FORM_META, Scaled
+from amp_fx.weights.recipes import RECIPE_META, Scaled
 
 __all__ = ["FoldWeights"]
 
@@ -36,8 +36,8 @@ class FoldWeights(Pass):
     2. the same, but rows of the weight are looked up, too (an embedding tied to a head): rows are widened after
        the lookup. Left out if ``tables`` is ``"keep"``.
     3. rows are looked up and nothing else: as case 2 if ``tables`` is ``"low"``.
-    4. only copies with scales, of one form, are made of the weight: the input is the copy, and its factors are one more
-       input behind it.
+    4. only copies with scales, by one recipe, are made of the weight: the input is the copy, and its factors are one
+       more input behind it.
     5. anything else (written to, or read in fp32 too) keeps its dtype and its casts.
 
     The caller must store each weight in the dtype that its input has afterwards.
@@ -73,14 +73,14 @@ class FoldWeights(Pass):
             holders = [inputs[name] for name in names]
             if any(storage_of(holder) in written for holder in holders):
                 continue
-            form, dtype = _scaled_form(holders), self._stored_dtype(holders)
-            if form is not None:
-                _store_scaled(holders, form)
+            recipe, dtype = _scaled_recipe(holders), self._stored_dtype(holders)
+            if recipe is not None:
+                _store_scaled(holders, recipe)
             elif dtype is not None:
                 for holder in holders:
                     _retype(holder, dtype)
-            folded += form is not None or dtype is not None
-        if any(FORM_META in node.meta for node in inputs.values()):
+            folded += recipe is not None or dtype is not None
+        if any(RECIPE_META in node.meta for node in inputs.values()):
             erase_unread(gm.graph)
         return PassResult(gm, folded, f"{folded} of {len(self.weights)} weights stored low")
 
@@ -106,23 +106,23 @@ class FoldWeights(Pass):
         return dtype if dtype in LOW_DTYPES else None
 
 
-def _scaled_form(holders: list[fx.Node]) -> Scaled | None:
-    """The form of the copies with scales, if all that is made of these inputs are copies of one form."""
-    forms: set[Scaled] = set()
+def _scaled_recipe(holders: list[fx.Node]) -> Scaled | None:
+    """The recipe of the copies with scales, if all that is made of these inputs are copies of one recipe."""
+    recipes: set[Scaled] = set()
     waiting = list(holders)
     while waiting:
         for user in waiting.pop().users:
             part = PART.of(user)
             if part is not None:
-                forms.add(part.form)
+                recipes.add(part.recipe)
             elif STEP_META in user.meta:
                 waiting.append(user)
             else:
                 return None
-    return forms.pop() if len(forms) == 1 else None
+    return recipes.pop() if len(recipes) == 1 else None
 
 
-def _store_scaled(holders: list[fx.Node], form: Scaled) -> None:
+def _store_scaled(holders: list[fx.Node], recipe: Scaled) -> None:
     """The inputs become the copy, and its factors inputs of their own where somebody reads them."""
     graph = holders[0].graph
     parts = [
@@ -130,14 +130,14 @@ def _store_scaled(holders: list[fx.Node], form: Scaled) -> None:
     ]
     stored = next(node.meta["val"] for node, part in parts if part.index == 0)
     for holder in holders:
-        holder.meta.update({"val": stored, FORM_META: (form, 0)})
+        holder.meta.update({"val": stored, RECIPE_META: (recipe, 0)})
         holder.meta.pop("tensor_meta", None)
     for node, part in parts:
         given = part.source
         if part.index:
             with graph.inserting_after(given):
-                given = graph.placeholder(f"{part.source.name}_{LEVELS[form.level].policy}_scale")
-            given.meta = {"val": node.meta["val"], COPY_META: part.source.name, FORM_META: (form, 1)}
+                given = graph.placeholder(f"{part.source.name}_{LEVELS[recipe.level].policy}_scale")
+            given.meta = {"val": node.meta["val"], COPY_META: part.source.name, RECIPE_META: (recipe, 1)}
         node.replace_all_uses_with(given)
 
 

@@ -17,7 +17,7 @@ from amp_fx.placement.layout import CAST
 from amp_fx.plans.plan import CAST_META, STEP_META
 from amp_fx.policy.levels import FORWARD, Level, Scale
 from amp_fx.policy.scaled import block_scales, scale_of, scaled
-from amp_fx.weights.forms import Scaled
+from amp_fx.weights.recipes import Scaled
 
 __all__ = ["CapturedQuantiser", "Quantiser", "erase_unread"]
 
@@ -238,10 +238,10 @@ class CapturedQuantiser(Quantiser):
     def _made(self, operand: Operand, dtype: torch.dtype, level: Level) -> _Copy:
         if not operand.is_weight:
             return super()._made(operand, dtype, level)
-        form = Scaled(level.name, in_rows=not operand.transposed)
-        parts = form.steps(operand.source, self._call)
+        recipe = Scaled(level.name, in_rows=not operand.transposed)
+        parts = recipe.steps(operand.source, self._call)
         for index, made in enumerate(parts):
-            PART.set(made, Part(operand.source, form, index))
+            PART.set(made, Part(operand.source, recipe, index))
         return _Copy(*parts)
 
     def _settled(self, scale: fx.Node) -> fx.Node:

@@ -84,7 +84,7 @@ def serving(**options: Any) -> tuple[nn.Module, Any, Tensor]:
 
 
 @pytest.mark.parametrize("weights", ["auto", "cache"])
-def test_copies_of_weights_heal_without_a_wait_of_the_host(weights: str) -> None:
+def test_copies_of_weights_are_renewed_without_a_wait_of_the_host(weights: str) -> None:
     model, compiled, x = serving(weights=weights)
     with torch.inference_mode():
         before = compiled(x)
@@ -101,7 +101,7 @@ def test_copies_of_weights_heal_without_a_wait_of_the_host(weights: str) -> None
     assert (before - exact).norm() / exact.norm() > 0.1
 
 
-def test_copies_heal_in_a_cuda_graph_of_the_user() -> None:
+def test_copies_are_renewed_in_a_cuda_graph_of_the_user() -> None:
     model, compiled, x = serving()
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():

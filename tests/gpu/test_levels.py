@@ -204,7 +204,7 @@ def test_without_gradients_copies_of_weights_give_what_casts_in_each_call_give(
     assert torch.equal(found["cast"], found["cache"])
 
 
-def test_fp8_copies_of_weights_heal_without_a_wait_of_the_host() -> None:
+def test_fp8_copies_of_weights_are_renewed_without_a_wait_of_the_host() -> None:
     torch._dynamo.reset()
     model, x = Net().cuda(), torch.randn(48, 256, device="cuda")
     compiled = torch.compile(model, backend="amp_fx", options=in_fp8("auto"))

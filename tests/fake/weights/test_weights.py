@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from amp_fx import WeightsError, backend, compiling, weights
 from amp_fx._torch import AFTER_STEP
 from amp_fx.graphs.calls import is_cast
-from amp_fx.weights import LowCopies, watch
-from amp_fx.weights.forms import Cast
-from amp_fx.weights.watch import Look, Watch, look_at
+from amp_fx.weights import changes
+from amp_fx.weights.changes import Check, State, state_of, states
+from amp_fx.weights.kept import Kept
+from amp_fx.weights.recipes import Cast
+from amp_fx.weights.values import Input, Values
 from holding import Held
 
 SHAPES = ((64, 48), (48,), (3,), (8, 4, 3, 3))
@@ -36,11 +38,12 @@ def new_weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
 
 
-def copies_for(parameters: list[Any], dtype: torch.dtype = torch.bfloat16) -> LowCopies:
-    return LowCopies(range(len(parameters)), [(Cast(dtype), 0)] * len(parameters))
+def copies_for(parameters: list[Any], dtype: torch.dtype = torch.bfloat16) -> Kept[list[Tensor]]:
+    places = range(len(parameters))
+    return Kept(Values([(Cast(dtype), (at,)) for at in places], [*map(Input, places)]).make)
 
 
-def are_current(copies: LowCopies, parameters: list[Any]) -> bool:
+def are_current(copies: Kept[list[Tensor]], parameters: list[Any]) -> bool:
     return all(torch.equal(c, p.to(c.dtype)) for c, p in zip(copies.of(parameters), parameters, strict=True))
 
 
@@ -120,7 +123,7 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> No
 def test_a_step_of_an_optimizer_is_noticed(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # not even the hook is needed, as every element moves
     monkeypatch.setattr(AFTER_STEP, "listen", lambda _: None)
-    monkeypatch.setattr(watch.events, "is_stale", lambda look: setattr(look, "is_stale", True))
+    monkeypatch.setattr(states, "mark_stale", lambda state: setattr(state, "is_stale", True))
     parameters = new_weights()
     copies = copies_for(parameters)
     optimizer = OPTIMIZERS[name](parameters, lr=0.1, **FORMS[form])
@@ -348,12 +351,12 @@ def test_a_write_to_a_third_of_a_weight_is_seen_by_the_next_call(start: int) -> 
     assert are_current(copies, [parameter])
 
 
-def calls_until_seen(copies: LowCopies, parameters: list[Any]) -> int:
+def calls_until_seen(copies: Kept[list[Tensor]], parameters: list[Any]) -> int:
     """How many calls still had the copies of before."""
-    looks = watch.events.count
+    before = states.changes
     for call in range(3000):
         copies.of(parameters)
-        if watch.events.count != looks:
+        if states.changes != before:
             assert are_current(copies, parameters)
             return call
     raise AssertionError("never seen")
@@ -439,7 +442,7 @@ class Casts:
 
 def train(parameters: list[nn.Parameter]) -> None:
     """One call of a graph with gradients."""
-    watch.counting(lambda *args: None)(*parameters, torch.ones(3))
+    changes.counting(lambda *args: None)(*parameters, torch.ones(3))
 
 
 def test_a_step_of_a_student_costs_its_teacher_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,13 +451,13 @@ def test_a_step_of_a_student_costs_its_teacher_nothing(monkeypatch: pytest.Monke
     first = of_teacher.of(teacher)
     of_student.of(student)
     optimizer = torch.optim.SGD(student, lr=0.1)
-    casts, looks = Casts(monkeypatch), watch.events.count
+    casts, before = Casts(monkeypatch), states.changes
     for _ in range(3):
         train(teacher[:0] + student)
         step(optimizer, student)
         assert of_teacher.of(teacher) is first
     assert casts.count == 0
-    assert watch.events.count > looks
+    assert states.changes > before
     assert are_current(of_student, student)
     assert casts.count == len(student)
 
@@ -602,39 +605,39 @@ def test_threads_see_current_copies() -> None:
     assert all(turns)
 
 
-def watch_over(parameters: list[nn.Parameter]) -> tuple[Watch, list[Look]]:
-    looks = [*map(look_at, parameters)]
-    return Watch(parameters, looks, lambda _: None), looks
+def check_of(parameters: list[nn.Parameter]) -> tuple[Check, list[State]]:
+    now = [*map(state_of, parameters)]
+    return Check(parameters, now, lambda _: None), now
 
 
-def test_a_look_says_which_weight_has_changed() -> None:
+def test_a_state_says_which_weight_has_changed() -> None:
     parameters = new_weights()
-    watch, before = watch_over(parameters)
-    assert watch.is_current(parameters)
+    check, before = check_of(parameters)
+    assert check.is_current(parameters)
     parameters[1].data.mul_(2.0)
-    assert not watch.is_current(parameters)
-    _, now = watch_over(parameters)
-    assert [look is not earlier for look, earlier in zip(now, before, strict=True)] == [
+    assert not check.is_current(parameters)
+    _, now = check_of(parameters)
+    assert [state is not earlier for state, earlier in zip(now, before, strict=True)] == [
         at == 1 for at in range(len(parameters))
     ]
 
 
 def test_a_write_during_a_copy_counts_even_if_it_is_undone() -> None:
     parameters = new_weights()
-    watch, before = watch_over(parameters)
+    check, before = check_of(parameters)
     parameters[1].data.mul_(2.0)
-    watch.confirm(parameters)
+    check.confirm(parameters)
     parameters[1].data.mul_(0.5)
-    assert not watch.is_current(parameters)
-    _, now = watch_over(parameters)
+    assert not check.is_current(parameters)
+    _, now = check_of(parameters)
     assert now[1] is not before[1]
 
 
 def test_nothing_is_left_of_a_weight_that_has_died() -> None:
-    before = len(watch.events.looks)
+    before = len(states.current)
     parameters = new_weights()
     copies = copies_for(parameters)
     copies.of(parameters)
-    assert len(watch.events.looks) == before + len(parameters)
+    assert len(states.current) == before + len(parameters)
     del parameters
-    assert len(watch.events.looks) == before
+    assert len(states.current) == before

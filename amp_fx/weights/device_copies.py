@@ -1,4 +1,4 @@
-"""Low copies on a GPU that heal themselves, so that the host waits for nothing.
+"""Low copies on a GPU that a kernel renews, so that the host waits for nothing.
 
 Whether a weight was written to is asked where it lies. A weight and its copy are cut into chunks, and a Triton kernel
 runs before the graph with one program for each chunk::
@@ -13,7 +13,7 @@ of 1/16 of a weight has some of it, and every slice along a dimension of a weigh
 first element of a chunk that is not zero is in it, too: zeros stay what they are under many writes. Every
 :data:`PERIOD` calls a chunk is cast again whatever its sample says, each chunk at another call.
 
-Copies in fp8 have a kernel of their own: :mod:`amp_fx.weights.healing_rows`.
+Copies in fp8 have a kernel of their own: :mod:`amp_fx.weights.device_rows`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]  # as abov
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_fx.weights.forms import Form, Scaled
-from amp_fx.weights.healing_rows import heal_rows_kernel, row_chunks, row_constants
-from amp_fx.weights.healing_sample import (
+from amp_fx.weights.device_rows import renew_rows_kernel, row_chunks, row_constants
+from amp_fx.weights.device_sample import (
     BITS,
     BLOCK,
     SPREAD,
@@ -41,8 +40,9 @@ from amp_fx.weights.healing_sample import (
     padded,
     sampled_places,
 )
+from amp_fx.weights.recipes import CopyRecipe, Scaled
 
-__all__ = ["CHUNK", "OPTIONS", "PERIOD", "HealedCopies", "constants", "heal_kernel"]
+__all__ = ["CHUNK", "OPTIONS", "PERIOD", "DeviceCopies", "constants", "renew_kernel"]
 
 #: elements; of a chunk in float32, 3 % of the sectors of 32 bytes are read to compare it
 CHUNK = 16384
@@ -54,7 +54,7 @@ OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def heal_kernel(
+def renew_kernel(
     table,
     offsets,
     seen,
@@ -178,7 +178,7 @@ class _Group:
             first += count
 
 
-class HealedCopies:
+class DeviceCopies:
     """Copies that are made from their weights, chunk by chunk, on the device.
 
     Neither is kept alive: whoever calls has both, at the addresses that they had here.
@@ -186,15 +186,15 @@ class HealedCopies:
     Args:
         weights: each one dense piece of memory, float32, float16 or bfloat16.
         copies: the tensors of their copies, each on the device of its weight.
-        forms: of the copies.
+        recipes: of the copies.
     """
 
     def __init__(
-        self, weights: Sequence[Tensor], copies: Sequence[tuple[Tensor, ...]], forms: Sequence[Form]
+        self, weights: Sequence[Tensor], copies: Sequence[tuple[Tensor, ...]], recipes: Sequence[CopyRecipe]
     ) -> None:
         groups: dict[_Kind, list[_Chunk]] = {}
-        for at, (weight, copy, form) in enumerate(zip(weights, copies, forms, strict=True)):
-            for chunk in _chunks(at, weight, copy, form):
+        for at, (weight, copy, recipe) in enumerate(zip(weights, copies, recipes, strict=True)):
+            for chunk in _chunks(at, weight, copy, recipe):
                 key = _Kind(weight.device, weight.dtype, copy[0].dtype, len(chunk.offsets))
                 groups.setdefault(key, []).append(chunk)
         with torch.inference_mode(False):
@@ -207,11 +207,11 @@ class HealedCopies:
 
     def make(self) -> None:
         """Makes all copies, for the first time."""
-        self.heal()
+        self.renew()
         for group in self._groups:
             group.take_turns()
 
-    def heal(self, is_stale: Sequence[bool] = ()) -> None:
+    def renew(self, is_stale: Sequence[bool] = ()) -> None:
         """Makes the chunks again whose weights have changed.
 
         Args:
@@ -236,8 +236,8 @@ def _group(kind: _Kind, chunks: list[_Chunk]) -> _Group:
     bits = BITS[kind.weight.itemsize][1]
     if kind.copy is torch.float8_e4m3fn:
         settings = row_constants(kind.weight, kind.sampled, PERIOD)
-        return _Group(kind.device, heal_rows_kernel, settings, bits, chunks)
-    return _Group(kind.device, heal_kernel, constants(kind.weight, kind.copy, kind.sampled), bits, chunks)
+        return _Group(kind.device, renew_rows_kernel, settings, bits, chunks)
+    return _Group(kind.device, renew_kernel, constants(kind.weight, kind.copy, kind.sampled), bits, chunks)
 
 
 def _where(weights: Sequence[Tensor], copies: Sequence[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
@@ -249,10 +249,10 @@ def _where(weights: Sequence[Tensor], copies: Sequence[tuple[Tensor, ...]]) -> l
     ]
 
 
-def _chunks(at: int, weight: Tensor, copy: tuple[Tensor, ...], form: Form) -> Iterator[_Chunk]:
-    if isinstance(form, Scaled):
+def _chunks(at: int, weight: Tensor, copy: tuple[Tensor, ...], recipe: CopyRecipe) -> Iterator[_Chunk]:
+    if isinstance(recipe, Scaled):
         data, factors = copy
-        for entry, offsets in row_chunks(weight, data, factors, CHUNK, in_rows=form.in_rows):
+        for entry, offsets in row_chunks(weight, data, factors, CHUNK, in_rows=recipe.in_rows):
             yield _Chunk(at, entry, offsets)
         return
     for start in range(0, weight.numel(), CHUNK):

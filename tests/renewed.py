@@ -1,6 +1,6 @@
-"""A program for Triton's interpreter, which tests run where there is no GPU: copies heal; prints JSON.
+"""A program for Triton's interpreter, which tests run where there is no GPU: copies are renewed; prints JSON.
 
-    TRITON_INTERPRET=1 python healing.py
+    TRITON_INTERPRET=1 python renewed.py
 
 The interpreter truncates to bfloat16, so the copies are float16.
 """
@@ -13,10 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from amp_fx.weights import LowCopies, copies, touch
-from amp_fx.weights.forms import Cast, Scaled
-from amp_fx.weights.healing import CHUNK, PERIOD, HealedCopies
-from amp_fx.weights.memory import is_dense
+from amp_fx.weights import touch
+from amp_fx.weights import values as values_of_graphs
+from amp_fx.weights.device_copies import CHUNK, PERIOD, DeviceCopies
+from amp_fx.weights.elements import is_dense
+from amp_fx.weights.kept import Kept, Made
+from amp_fx.weights.recipes import Cast, Scaled
+from amp_fx.weights.values import Input, Values
 
 LOW = torch.float16
 
@@ -34,20 +37,29 @@ def current(copies: Sequence[Tensor], originals: Sequence[Tensor]) -> bool:
     return all(torch.equal(c, w.to(c.dtype)) for c, w in zip(copies, originals, strict=True))
 
 
-def casts(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> HealedCopies:
-    return HealedCopies(weights, [(copy,) for copy in copies], [Cast(LOW)] * len(weights))
+def casts(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> DeviceCopies:
+    return DeviceCopies(weights, [(copy,) for copy in copies], [Cast(LOW)] * len(weights))
 
 
-def every_write_is_healed() -> list[bool]:
+def kept_casts(count: int) -> Kept[list[Tensor]]:
+    return Kept(Values([(Cast(LOW), (at,)) for at in range(count)], [*map(Input, range(count))]).make)
+
+
+def made_by(low: Kept[list[Tensor]]) -> Made[list[Tensor]]:
+    [(_, made)] = low._entries.values()
+    return made
+
+
+def every_write_is_copied() -> list[bool]:
     originals = values()
     copies = [torch.empty_like(w, dtype=LOW) for w in originals]
-    healed = casts(originals, copies)
-    healed.make()
+    renewed = casts(originals, copies)
+    renewed.make()
     found = [current(copies, originals)]
     for weight in originals:
         weight.mul_(3.0)
         stale = current(copies, originals)
-        healed.heal()
+        renewed.renew()
         found.append(not stale and current(copies, originals))
     return found
 
@@ -56,17 +68,17 @@ def chunks_made_again() -> int:
     """How many of four are, after a write to one."""
     weight = torch.randn(4 * CHUNK)
     copy = torch.empty_like(weight, dtype=LOW)
-    healed = casts([weight], [copy])
-    healed.make()
+    renewed = casts([weight], [copy])
+    renewed.make()
     weight[CHUNK : 2 * CHUNK].add_(1.0)
     copy.fill_(float("nan"))
-    healed.heal()
+    renewed.renew()
     return int(copy.view(4, CHUNK).isfinite().all(1).sum())
 
 
-def low_copies_heal_in_place() -> list[bool]:
+def copies_are_renewed_in_place() -> list[bool]:
     parameters: list[Tensor] = [*map(nn.Parameter, (*values(), torch.randn(64, 64)[::2]))]
-    low = LowCopies(range(len(parameters)), [(Cast(LOW), 0)] * len(parameters))
+    low = kept_casts(len(parameters))
     first = low.of(parameters)
     found = [current(first, parameters)]
     for parameter in parameters[:-1]:
@@ -80,7 +92,7 @@ def low_copies_heal_in_place() -> list[bool]:
     return found
 
 
-def large_writes_are_healed_at_once() -> list[bool]:
+def large_writes_are_copied_at_once() -> list[bool]:
     """A contiguous 1/16, wherever it is, and each slice along each short dimension, in whatever order of memory."""
     torch.manual_seed(0)
     weights = [
@@ -92,8 +104,8 @@ def large_writes_are_healed_at_once() -> list[bool]:
         torch.randn(24, 50, 4, 4),
     ]
     copies = [torch.empty_like(w, dtype=LOW) for w in weights]
-    healed = casts(weights, copies)
-    healed.make()
+    renewed = casts(weights, copies)
+    renewed.make()
     found = []
     for weight in weights:
         flat = weight.as_strided((weight.numel(),), (1,))
@@ -104,23 +116,23 @@ def large_writes_are_healed_at_once() -> list[bool]:
         ]
         for piece in (*pieces, *slices):
             piece.mul_(1.5)
-            healed.heal()
+            renewed.renew()
             found.append(current(copies, weights))
     return [all(found)]
 
 
-def a_write_to_one_element_is_healed_within_the_period() -> list[bool]:
+def a_write_to_one_element_is_copied_within_the_period() -> list[bool]:
     weight = torch.randn(3 * CHUNK)
     copy = torch.empty_like(weight, dtype=LOW)
-    healed = casts([weight], [copy])
-    healed.make()
+    renewed = casts([weight], [copy])
+    renewed.make()
     found = []
     for at in (5, CHUNK + 7, 3 * CHUNK - 2):
         weight[at] += 1.0
-        healed.heal()
+        renewed.renew()
         found.append(not current([copy], [weight]))
         for _ in range(PERIOD - 1):
-            healed.heal()
+            renewed.renew()
         found.append(current([copy], [weight]))
     return found
 
@@ -128,22 +140,21 @@ def a_write_to_one_element_is_healed_within_the_period() -> list[bool]:
 def after_touch() -> list[bool]:
     """All copies of what was touched are made again, by the same launches as before."""
     parameters: list[Tensor] = [*map(nn.Parameter, values())]
-    low = LowCopies(range(len(parameters)), [(Cast(LOW), 0)] * len(parameters))
+    low = kept_casts(len(parameters))
     low.of(parameters)
-    [before] = low._found.values()
+    before = made_by(low).renewed
     # no sample has it
     parameters[0].data.view(-1)[-2] += 1.0
     found = [not current(low.of(parameters), parameters)]
     touch(parameters[0])
     found.append(current(low.of(parameters), parameters))
-    [after] = low._found.values()
+    after = made_by(low).renewed
     parameters[0].data = torch.randn_like(parameters[0])
-    found += [after.healed is before.healed, current(low.of(parameters), parameters)]
-    [moved] = low._found.values()
-    return [*found, moved.healed is not after.healed]
+    found += [after is before, current(low.of(parameters), parameters)]
+    return [*found, made_by(low).renewed is not after]
 
 
-def matrices_in_fp8_heal() -> list[bool]:
+def matrices_in_fp8_are_renewed() -> list[bool]:
     """Of either order of memory, several rows in a chunk or one; zeros; what is not finite."""
     torch.manual_seed(0)
     zeros = torch.randn(16, 48)
@@ -158,13 +169,13 @@ def matrices_in_fp8_heal() -> list[bool]:
         (zeros * 1e30, True),
     ]
     parameters: list[Tensor] = [nn.Parameter(weight) for weight, _ in cases]
-    forms = [Scaled("rowwise", in_rows) for _, in_rows in cases]
-    positions = [at for at in range(len(cases)) for _ in range(2)]
-    low = LowCopies(positions, [(form, part) for form in forms for part in range(2)])
+    recipes = [Scaled("rowwise", in_rows) for _, in_rows in cases]
+    inputs = [Input(at, part) for at in range(len(cases)) for part in range(2)]
+    low = Kept(Values([(recipe, (at,)) for at, recipe in enumerate(recipes)], inputs).make)
     first = low.of(parameters)
 
     def are_current() -> bool:
-        made = [form.made(p.detach()) for p, form in zip(parameters, forms, strict=True)]
+        made = [recipe.made(p.detach()) for p, recipe in zip(parameters, recipes, strict=True)]
         pairs = zip(low.of(parameters), [tensor for tensors in made for tensor in tensors], strict=True)
         return all(same(ours, theirs) for ours, theirs in pairs)
 
@@ -199,17 +210,17 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 if __name__ == "__main__":
     # as if these were on a GPU
-    copies.heals = lambda weight, form: is_dense(weight)
+    values_of_graphs.is_renewed_on_device = lambda weight, recipe: is_dense(weight)
     print(
         json.dumps(
             {
-                "every write is healed": every_write_is_healed(),
+                "every write is copied": every_write_is_copied(),
                 "chunks made again": chunks_made_again(),
-                "low copies heal in place": low_copies_heal_in_place(),
-                "large writes are healed at once": large_writes_are_healed_at_once(),
-                "a write to one element": a_write_to_one_element_is_healed_within_the_period(),
+                "copies are renewed in place": copies_are_renewed_in_place(),
+                "large writes are copied at once": large_writes_are_copied_at_once(),
+                "a write to one element": a_write_to_one_element_is_copied_within_the_period(),
                 "after touch": after_touch(),
-                "matrices in fp8": matrices_in_fp8_heal(),
+                "matrices in fp8": matrices_in_fp8_are_renewed(),
             }
         )
     )

@@ -1,4 +1,4 @@
-"""The kernel that heals copies in e4m3: as :mod:`amp_fx.weights.healing`, but a row is made as a whole.
+"""The kernel that renews copies in e4m3: as :mod:`amp_fx.weights.device_copies`, but a row is made as a whole.
 
 A row of the copy has one factor, so a chunk is some whole rows::
 
@@ -24,7 +24,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]  # as abov
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_fx.weights.healing_sample import (
+from amp_fx.weights.device_sample import (
     BITS,
     BLOCK,
     TYPES,
@@ -34,7 +34,7 @@ from amp_fx.weights.healing_sample import (
     sampled_places,
 )
 
-__all__ = ["heal_rows_kernel", "row_chunks", "row_constants"]
+__all__ = ["renew_rows_kernel", "row_chunks", "row_constants"]
 
 #: magnitudes below count as this: see amp_fx.policy.scaled
 _LEAST = tl.constexpr(2.0**-100)
@@ -44,7 +44,7 @@ _EXPONENT = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def heal_rows_kernel(
+def renew_rows_kernel(
     table,
     offsets,
     seen,

@@ -1,4 +1,4 @@
-"""What the kernels that heal copies have in common: whether a chunk is to be made again."""
+"""What the kernels that renew copies have in common: whether a chunk is to be made again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of `amp_fx.weights.healing`, without a GPU: interpreted, and compiled for GPUs.
+"""The Triton kernel of `amp_fx.weights.device_copies`, without a GPU: interpreted, and compiled for GPUs.
 
 Builds of torch for a CPU bring no Triton.
 """
@@ -17,7 +17,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton, which builds of torch for GPUs bring")
 
-PROGRAM = Path(__file__).parents[2] / "healing.py"
+PROGRAM = Path(__file__).parents[2] / "renewed.py"
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,9 @@ def interpreted() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "looks"),
     [
-        ("every write is healed", 8),
-        ("low copies heal in place", 10),
-        ("large writes are healed at once", 1),
+        ("every write is copied", 8),
+        ("copies are renewed in place", 10),
+        ("large writes are copied at once", 1),
         ("a write to one element", 6),
         ("after touch", 5),
         ("matrices in fp8", 2),
@@ -59,9 +59,9 @@ def test_the_kernel_for_casts_compiles_and_rounds_to_nearest(dtype: torch.dtype,
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-    from amp_fx.weights import healing
+    from amp_fx.weights import device_copies
 
-    constants = healing.constants(dtype, torch.bfloat16)
+    constants = device_copies.constants(dtype, torch.bfloat16)
     bits = f"*i{8 * dtype.itemsize}"
     pointers = {
         "table": "*i64",
@@ -72,11 +72,11 @@ def test_the_kernel_for_casts_compiles_and_rounds_to_nearest(dtype: torch.dtype,
         "turns": "*i32",
     }
     source = ASTSource(
-        fn=healing.heal_kernel,
+        fn=device_copies.renew_kernel,
         signature={**pointers, **dict.fromkeys(constants, "constexpr")},
         constexprs=constants,
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=healing.OPTIONS)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=device_copies.OPTIONS)
     assert compiled.asm["cubin"]
     if dtype is not torch.bfloat16:
         assert "cvt.rn.bf16" in compiled.asm["ptx"]
@@ -87,17 +87,17 @@ def test_the_kernel_for_scales_of_rows_compiles(capability: int) -> None:
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-    from amp_fx.weights import healing, healing_rows
+    from amp_fx.weights import device_copies, device_rows
 
-    constants = healing_rows.row_constants(torch.float32, 64, healing.PERIOD)
+    constants = device_rows.row_constants(torch.float32, 64, device_copies.PERIOD)
     pointers = ("*i64", "*i64", "*i32", "*i64", "*i32", "*i32")
     names = ("table", "offsets", "seen", "nonzero", "seen_nonzero", "turns")
     source = ASTSource(
-        fn=healing_rows.heal_rows_kernel,
+        fn=device_rows.renew_rows_kernel,
         signature={**dict(zip(names, pointers, strict=True)), **dict.fromkeys(constants, "constexpr")},
         constexprs=constants,
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=healing.OPTIONS)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=device_copies.OPTIONS)
     assert compiled.asm["cubin"]
     # to the nearest, in hardware
     assert "cvt.rn.satfinite.e4m3" in compiled.asm["ptx"]

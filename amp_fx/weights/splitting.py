@@ -1,0 +1,131 @@
+"""One program that computes constants from weights, as a recipe for each.
+
+Constants of two graphs are one value if the same is computed from the same weights, also for other batch sizes, as long
+as oneDNN packs alike for them. Then they have equal recipes.
+
+Before::
+
+    w0, w1 = placeholder()                                                    # f32, weights
+    detach = torch.ops.aten.detach.default(w1)
+    to = torch.ops.aten.to.dtype(detach, torch.bfloat16)
+    t = torch.ops.aten.t.default(to)                                          # an input of the compiled graph
+    packed = torch.ops.mkldnn._reorder_linear_weight.default(to, 16)          # another
+
+After, a recipe for ``to``, of which the first input is a view, and::
+
+    weight = placeholder()
+    detach = torch.ops.aten.detach.default(weight)
+    to = torch.ops.aten.to.dtype(detach, torch.bfloat16)
+    packed = torch.ops.mkldnn._reorder_linear_weight.default(to, 16)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.fx.node import map_arg
+
+from amp_fx.weights.recipes import Folded
+from amp_fx.weights.values import Input, Values
+
+__all__ = ["split"]
+
+aten = torch.ops.aten
+
+#: their results lie in the memory of their first argument
+_VIEWS = frozenset(
+    {
+        aten.detach.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+    }
+)
+
+
+def split(program: fx.GraphModule, constants: Sequence[tuple[fx.Node, bytes]]) -> Values:
+    """The values that constants are of.
+
+    Args:
+        program: computes the constants; takes the weights.
+        constants: nodes of the program, and how oneDNN has packed each; empty if it is not packed.
+    """
+    layouts = {_base(node): layout for node, layout in constants}
+    places = {base: at for at, base in enumerate(layouts)}
+    recipes = [_recipe(program, base, layout) for base, layout in layouts.items()]
+    return Values(recipes, [Input(places[_base(node)], view=_view(node)) for node, _ in constants])
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a value is a view of."""
+    while node.target in _VIEWS and node.all_input_nodes[0].op == "call_function":
+        [node] = node.all_input_nodes
+    return node
+
+
+def _view(node: fx.Node) -> Callable[[Tensor], Tensor] | None:
+    """Makes a view of its base."""
+    base = _base(node)
+    if node is base:
+        return None
+    graph = fx.Graph()
+    copies = {base: graph.placeholder("base")}
+
+    def copy(each: fx.Node) -> fx.Node:
+        if each not in copies:
+            copies[each] = graph.node_copy(each, copy)
+        return copies[each]
+
+    graph.output(copy(node))
+    return fx.GraphModule({}, graph)
+
+
+def _recipe(program: fx.GraphModule, node: fx.Node, layout: bytes) -> tuple[Folded, tuple[int, ...]]:
+    """What computes a node, and the positions of the weights that this takes."""
+    positions = {each: at for at, each in enumerate(program.graph.find_nodes(op="placeholder"))}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    needs: list[int] = []
+    lines: list[str] = []
+
+    def copy(each: fx.Node) -> fx.Node:
+        if each in copies:
+            return copies[each]
+        inputs = {arg: copy(arg) for arg in each.all_input_nodes}
+        if each.op == "placeholder":
+            copies[each] = graph.placeholder(f"weight{len(needs)}")
+            needs.append(positions[each])
+            lines.append("weight")
+        else:
+            numbers = {arg: _Number(at) for at, arg in enumerate(copies)}
+            # how it is packed is all that counts of a batch size, say
+            args = each.args[:1] if layout and each is node else (each.args, each.kwargs)
+            written = map_arg(args, lambda arg: numbers[arg])
+            lines.append(_constant(program, each) if each.op == "get_attr" else f"{each.target}{written}")
+            copies[each] = graph.node_copy(each, lambda arg: inputs[arg])
+        return copies[each]
+
+    copied = copy(node)
+    # weights come first
+    for placeholder in reversed(graph.find_nodes(op="placeholder")):
+        next(iter(graph.nodes)).prepend(placeholder)
+    graph.output(copied)
+    return Folded("\n".join(lines), layout, fx.GraphModule(program, graph)), tuple(needs)
+
+
+def _constant(program: fx.GraphModule, node: fx.Node) -> str:
+    value = program.get_buffer(str(node.target))
+    # a constant of this graph alone
+    return f"{value.tolist()} {value.dtype}" if value.numel() == 1 else f"constant {id(value)}"
+
+
+class _Number(int):
+    """Stands for a line of an expression."""
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
