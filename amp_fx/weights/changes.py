@@ -16,7 +16,9 @@ kept alive, and none has a weak reference: programs may swap their tensors (``to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -25,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from amp_fx._torch import AFTER_STEP, is_wrapper, storage_ref
+from amp_fx._torch import AFTER_STEP, StorageRef, is_wrapper, storage_ref
 from amp_fx.errors import WeightsError
-from amp_fx.weights.by_weight import ByWeight
 from amp_fx.weights.elements import Comparison, Elements
 
 __all__ = ["Check", "State", "counting", "forget", "state_of", "states", "touch"]
@@ -77,23 +78,53 @@ class State:
 
 
 class States:
-    """The states of weights of which something is made.
+    """The states of weights of which something is made, as long as the memory of these lives.
+
+    A weight that has died may have lain in memory that lives on. Then its id may be another's: whoever gets a state
+    here makes sure that it holds.
 
     Attributes:
-        current: of each weight.
         changes: how often any of them may have changed.
     """
 
     def __init__(self) -> None:
-        self.current: ByWeight[State] = ByWeight()
         self.changes = 0
+        #: by the ids of weights
+        self._rows: dict[int, tuple[State, StorageRef]] = {}
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[State]:
+        return iter([state for state, _ in list(self._rows.values())])
+
+    def has_any(self, weights: Iterable[object]) -> bool:
+        """True if there is a state of one of these; says in little time that there is not."""
+        return bool(self._rows) and not self._rows.keys().isdisjoint(map(id, weights))
+
+    def of(self, weight: object) -> State | None:
+        """The last state of a weight."""
+        row = self._rows.get(id(weight))
+        return None if row is None else row[0]
 
     def register(self, weight: Tensor, state: State) -> None:
         """From now on, this is the state of the weight."""
         AFTER_STEP.listen(_stepped)
-        before = self.current.put(weight, state)
+        key = id(weight)
+        row = state, storage_ref(weight, lambda ref: self._freed(key, ref))
+        # two threads may look at a weight at the same time
+        with self._lock:
+            before = self._rows.get(key)
+            self._rows[key] = row
         if before is not None:
-            self.mark_stale(before)
+            self.mark_stale(before[0])
+
+    def _freed(self, key: int, ref: weakref.ref[Any]) -> None:
+        row = self._rows.get(key)
+        # a weight that has got other memory has another row
+        if row is not None and row[1] is ref:
+            del self._rows[key]
 
     def mark_stale(self, state: State) -> None:
         """What was made from this state must not be used any more."""
@@ -117,7 +148,7 @@ def state_of(weight: Tensor, *, elements: bool = True) -> State:
         weight: a plain tensor.
         elements: False: its elements are compared elsewhere.
     """
-    state = states.current.get(id(weight))
+    state = states.of(weight)
     if state is None or (elements and state.elements is None) or not state.holds(weight):
         state = State(weight, elements=elements)
         states.register(weight, state)
@@ -144,14 +175,14 @@ def touch(*parameters: Tensor) -> None:
         forget()
         return
     storages = _storages(parameters)
-    for state in states.current.values():
+    for state in states:
         if state.storage in storages:
             states.mark_stale(state)
 
 
 def forget() -> None:
     """All weights count as written to."""
-    for state in states.current.values():
+    for state in states:
         states.mark_stale(state)
 
 
@@ -160,8 +191,8 @@ def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         # nearly always there are none
-        for arg in args if states.current.has_any(map(id, args)) else ():
-            state = states.current.get(id(arg))
+        for arg in args if states.has_any(args) else ():
+            state = states.of(arg)
             if state is not None and getattr(arg, "requires_grad", False):
                 states.mark_doubtful(state)
         return compiled(*args)
@@ -171,7 +202,7 @@ def counting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """After a step: the weights of this optimizer have changed, others have not."""
-    if not states.current:
+    if not states:
         AFTER_STEP.leave(_stepped)
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -179,7 +210,7 @@ def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     changed = _storages([p for p in plain if p.grad is not None])
     # without a gradient, or without one any more; of sharded parameters it is not known where they are gathered
     perhaps = _storages(plain) if len(plain) == len(parameters) else None
-    for state in states.current.values():
+    for state in states:
         if state.storage in changed:
             states.mark_stale(state)
         elif perhaps is None or state.storage in perhaps:

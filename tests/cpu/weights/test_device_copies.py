@@ -53,51 +53,36 @@ def test_only_what_was_written_to_is_cast(interpreted: dict[str, Any]) -> None:
     assert interpreted["chunks made again"] == 1
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_kernel_for_casts_compiles_and_rounds_to_nearest(dtype: torch.dtype, capability: int) -> None:
+def compiled_for(capability: int, weight: torch.dtype, copy: torch.dtype, place: str) -> str:
+    """The assembly of the kernel; offsets and places are integers of a width."""
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-    from amp_fx.weights import device_copies
+    from amp_fx.weights import device_kernel
 
-    constants = device_copies.constants(dtype, torch.bfloat16)
-    bits = f"*i{8 * dtype.itemsize}"
-    pointers = {
-        "table": "*i64",
-        "offsets": "*i32",
-        "seen": bits,
-        "nonzero": "*i32",
-        "seen_nonzero": bits,
-        "turns": "*i32",
-    }
+    constants = device_kernel.constants(weight, copy)
+    bits = f"*i{8 * weight.itemsize}"
+    pointers = ("*i64", place, bits, place, bits, "*i32")
+    names = ("table", "offsets", "seen", "nonzero", "seen_nonzero", "turns")
     source = ASTSource(
-        fn=device_copies.renew_kernel,
-        signature={**pointers, **dict.fromkeys(constants, "constexpr")},
+        fn=device_kernel.renew_kernel,
+        signature={**dict(zip(names, pointers, strict=True)), **dict.fromkeys(constants, "constexpr")},
         constexprs=constants,
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=device_copies.OPTIONS)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=device_kernel.OPTIONS)
     assert compiled.asm["cubin"]
+    return compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_kernel_for_casts_compiles_and_rounds_to_nearest(dtype: torch.dtype, capability: int) -> None:
+    assembly = compiled_for(capability, dtype, torch.bfloat16, "*i32")
     if dtype is not torch.bfloat16:
-        assert "cvt.rn.bf16" in compiled.asm["ptx"]
+        assert "cvt.rn.bf16" in assembly
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100])
 def test_the_kernel_for_scales_of_rows_compiles(capability: int) -> None:
-    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
-    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
-
-    from amp_fx.weights import device_copies, device_rows
-
-    constants = device_rows.row_constants(torch.float32, 64, device_copies.PERIOD)
-    pointers = ("*i64", "*i64", "*i32", "*i64", "*i32", "*i32")
-    names = ("table", "offsets", "seen", "nonzero", "seen_nonzero", "turns")
-    source = ASTSource(
-        fn=device_rows.renew_rows_kernel,
-        signature={**dict(zip(names, pointers, strict=True)), **dict.fromkeys(constants, "constexpr")},
-        constexprs=constants,
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=device_copies.OPTIONS)
-    assert compiled.asm["cubin"]
     # to the nearest, in hardware
-    assert "cvt.rn.satfinite.e4m3" in compiled.asm["ptx"]
+    assert "cvt.rn.satfinite.e4m3" in compiled_for(capability, torch.float32, torch.float8_e4m3fn, "*i64")

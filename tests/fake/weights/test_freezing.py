@@ -29,7 +29,7 @@ class Nothing:
 
 
 def test_what_is_replaced_in_inductor_is_put_back_after_the_last_of_several_threads() -> None:
-    from torch._inductor import freezing
+    import torch._inductor.freezing as freezing
 
     original, both, errors = freezing.constant_fold, threading.Barrier(2), []
 
@@ -51,7 +51,7 @@ def test_what_is_replaced_in_inductor_is_put_back_after_the_last_of_several_thre
 
 
 def test_graphs_of_other_threads_are_folded_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import freezing
+    import torch._inductor.freezing as freezing
 
     graph = fx.Graph()
     graph.output(graph.call_function(torch.ops.aten.neg.default, (graph.get_attr("value"),)))

@@ -634,10 +634,10 @@ def test_a_write_during_a_copy_counts_even_if_it_is_undone() -> None:
 
 
 def test_nothing_is_left_of_a_weight_that_has_died() -> None:
-    before = len(states.current)
+    before = len(states)
     parameters = new_weights()
     copies = copies_for(parameters)
     copies.of(parameters)
-    assert len(states.current) == before + len(parameters)
+    assert len(states) == before + len(parameters)
     del parameters
-    assert len(states.current) == before
+    assert len(states) == before
