@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_fx._torch import autocast_disabled, borrowed, observe_freezing, packed_layout, tunes_kernels
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.weights.splitting import split
+from amp_fx.weights.splitting import Constant, split
 from amp_fx.weights.values import Values
 
 __all__ = ["FoldingRecord"]
@@ -52,8 +52,8 @@ class FoldingRecord:
         self._positions: dict[int, int] = {}
         #: constant -> what computes it; None if no weight is in it
         self._known: dict[int, fx.Node | None] = {}
-        #: what computes the inputs, once they are known, and how oneDNN has packed them
-        self._inputs_of: list[tuple[fx.Node, bytes]] | None = None
+        #: those that are inputs, once they are known
+        self._lifted: list[Constant] | None = None
 
     def value(self, position: int, dtype: torch.dtype) -> Tensor:
         """A weight as a constant of the graph that is going to be frozen."""
@@ -74,30 +74,31 @@ class FoldingRecord:
         elsewhere than on a CPU, or if there are constants of which it is not known what computes them.
         """
         nodes: dict[int, list[fx.Node]] = {}
-        layouts: dict[int, bytes] = {}
         for node in gm.graph.find_nodes(op="get_attr"):
             value = _constant(gm, node)
             if isinstance(value, Tensor):
                 nodes.setdefault(id(value), []).append(node)
-                layouts[id(value)] = packed_layout(value) if value.is_mkldnn else b""
-        # one that was not seen may be something that a weight has become
-        unknown = nodes.keys() - self._known.keys()
+        # one that was not seen may be something that a weight has become; a weight, an input whose view is returned
+        unknown = (nodes.keys() | self._positions.keys()) - self._known.keys()
         if unknown or tunes_kernels() or any(weight.device.type != "cpu" for weight in self._weights):
             return []
         chosen = {key: computed for key in nodes if (computed := self._known[key])}
-        self._inputs_of = [(computed, layouts[key]) for key, computed in chosen.items()]
+        self._lifted = [
+            Constant(computed, _layout(gm, nodes[key][0]), any(map(_is_returned, nodes[key])))
+            for key, computed in chosen.items()
+        ]
         return [nodes[key] for key in chosen]
 
     def finish(self) -> Values | None:
         """What makes the inputs that were constants; None if they are constants still."""
-        if self._inputs_of is None:
+        if self._lifted is None:
             return None
-        self._graph.output(tuple(node for node, _ in self._inputs_of))
+        self._graph.output(tuple(each.node for each in self._lifted))
         self._graph.eliminate_dead_code()
         program = fx.GraphModule(self._root, self._graph)
         with torch.inference_mode(False), torch.no_grad(), autocast_disabled():
             _round_once(program, self._weights)
-        return split(program, self._inputs_of)
+        return split(program, self._lifted)
 
     def note_given(self, gm: fx.GraphModule) -> None:
         """See :class:`amp_fx._torch.Lifting`."""
@@ -201,3 +202,15 @@ def _dtypes(program: fx.GraphModule, weights: Sequence[Tensor]) -> dict[fx.Node,
 
 def _constant(gm: fx.GraphModule, node: fx.Node) -> Any:
     return operator.attrgetter(str(node.target))(gm)
+
+
+def _layout(gm: fx.GraphModule, node: fx.Node) -> bytes:
+    value = _constant(gm, node)
+    return packed_layout(value) if value.is_mkldnn else b""
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """True if the graph may return the value itself: nothing but ops with one input are in between."""
+    return any(
+        user.op == "output" or (len(user.all_input_nodes) == 1 and _is_returned(user)) for user in node.users
+    )

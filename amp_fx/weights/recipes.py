@@ -123,11 +123,13 @@ class Folded:
     Attributes:
         expression: what computes it, without the weights.
         layout: how oneDNN has packed it; empty if it is not packed.
+        is_returned: True if a caller gets it, and may keep it when the weights change: it is not written to.
         program: computes it from the weights.
     """
 
     expression: str
     layout: bytes
+    is_returned: bool
     program: fx.GraphModule = field(compare=False, repr=False)
 
     def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -139,7 +141,7 @@ class Folded:
         ):
             # what lies in the memory of a weight does not keep it
             return (borrowed(value),)
-        if not before:
+        if not before or self.is_returned:
             return (value,)
         before[0].copy_(value)
         return before

@@ -22,6 +22,7 @@ After, a recipe for ``to``, of which the first input is a view, and::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -31,7 +32,7 @@ from torch.fx.node import map_arg
 from amp_fx.weights.recipes import Folded
 from amp_fx.weights.values import Input, Values
 
-__all__ = ["split"]
+__all__ = ["Constant", "split"]
 
 aten = torch.ops.aten
 
@@ -48,17 +49,32 @@ _VIEWS = frozenset(
 )
 
 
-def split(program: fx.GraphModule, constants: Sequence[tuple[fx.Node, bytes]]) -> Values:
+class Constant(NamedTuple):
+    """A constant of a frozen graph.
+
+    Attributes:
+        node: computes it.
+        layout: how oneDNN has packed it; empty if it is not packed.
+        is_returned: True if the graph returns it, or a view of it.
+    """
+
+    node: fx.Node
+    layout: bytes = b""
+    is_returned: bool = False
+
+
+def split(program: fx.GraphModule, constants: Sequence[Constant]) -> Values:
     """The values that constants are of.
 
     Args:
         program: computes the constants; takes the weights.
-        constants: nodes of the program, and how oneDNN has packed each; empty if it is not packed.
+        constants: their nodes are of the program.
     """
-    layouts = {_base(node): layout for node, layout in constants}
+    returned = {_base(each.node) for each in constants if each.is_returned}
+    layouts = {_base(each.node): each.layout for each in constants}
     places = {base: at for at, base in enumerate(layouts)}
-    recipes = [_recipe(program, base, layout) for base, layout in layouts.items()]
-    return Values(recipes, [Input(places[_base(node)], view=_view(node)) for node, _ in constants])
+    recipes = [_recipe(program, Constant(base, layout, base in returned)) for base, layout in layouts.items()]
+    return Values(recipes, [Input(places[_base(each.node)], view=_view(each.node)) for each in constants])
 
 
 def _base(node: fx.Node) -> fx.Node:
@@ -85,8 +101,8 @@ def _view(node: fx.Node) -> Callable[[Tensor], Tensor] | None:
     return fx.GraphModule({}, graph)
 
 
-def _recipe(program: fx.GraphModule, node: fx.Node, layout: bytes) -> tuple[Folded, tuple[int, ...]]:
-    """What computes a node, and the positions of the weights that this takes."""
+def _recipe(program: fx.GraphModule, constant: Constant) -> tuple[Folded, tuple[int, ...]]:
+    """What computes a constant, and the positions of the weights that this takes."""
     positions = {each: at for at, each in enumerate(program.graph.find_nodes(op="placeholder"))}
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -104,21 +120,22 @@ def _recipe(program: fx.GraphModule, node: fx.Node, layout: bytes) -> tuple[Fold
         else:
             numbers = {arg: _Number(at) for at, arg in enumerate(copies)}
             # how it is packed is all that counts of a batch size, say
-            args = each.args[:1] if layout and each is node else (each.args, each.kwargs)
-            written = map_arg(args, lambda arg: numbers[arg])
-            lines.append(_constant(program, each) if each.op == "get_attr" else f"{each.target}{written}")
+            args = each.args[:1] if constant.layout and each is constant.node else (each.args, each.kwargs)
+            call = f"{each.target}{map_arg(args, lambda arg: numbers[arg])}"
+            lines.append(_fixed(program, each) if each.op == "get_attr" else call)
             copies[each] = graph.node_copy(each, lambda arg: inputs[arg])
         return copies[each]
 
-    copied = copy(node)
+    copied = copy(constant.node)
     # weights come first
     for placeholder in reversed(graph.find_nodes(op="placeholder")):
         next(iter(graph.nodes)).prepend(placeholder)
     graph.output(copied)
-    return Folded("\n".join(lines), layout, fx.GraphModule(program, graph)), tuple(needs)
+    written = "\n".join(lines), constant.layout, constant.is_returned
+    return Folded(*written, fx.GraphModule(program, graph)), tuple(needs)
 
 
-def _constant(program: fx.GraphModule, node: fx.Node) -> str:
+def _fixed(program: fx.GraphModule, node: fx.Node) -> str:
     value = program.get_buffer(str(node.target))
     # a constant of this graph alone
     return f"{value.tolist()} {value.dtype}" if value.numel() == 1 else f"constant {id(value)}"

@@ -217,6 +217,33 @@ def test_a_weight_with_a_low_and_an_fp32_reader_is_followed(
     assert compiles.count == 2
 
 
+class Gives(nn.Module):
+    """Returns what follows from weights alone: rows of a table, and with it a weight in low if asked to."""
+
+    def __init__(self, *, low: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.low = nn.Embedding(16, 64), nn.Linear(64, 64), low
+        self.register_buffer("ids", torch.arange(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        found = self.head(x), self.table(self.get_buffer("ids"))
+        return (*found, self.head.weight.bfloat16()) if self.low else found
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_what_was_returned_stays_as_it_was_when_weights_change(low: bool) -> None:
+    net, x = Gives(low=low).eval(), torch.randn(16, 64)
+    run = compiled(net)
+    with torch.inference_mode():
+        before = run(x)
+        kept = [value.clone() for value in before]
+        scale(net)
+        after = run(x)
+        assert all(map(torch.equal, before, kept))
+        assert is_right(first(after), net, x)
+        assert all(map(torch.equal, after[1:], net(x)[1:]))
+
+
 # ---- writes that leave no trace ----
 
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from amp_fx._torch import packed_layout
 from amp_fx.weights import held_bytes
-from amp_fx.weights.splitting import split
+from amp_fx.weights.splitting import Constant, split
 from amp_fx.weights.values import Values
 
 aten = torch.ops.aten
 
 
 def values_of(graph: fx.Graph, *nodes: fx.Node, layout: bytes = b"") -> Values:
-    return split(fx.GraphModule(nn.Module(), graph), [(node, layout) for node in nodes])
+    return split(fx.GraphModule(nn.Module(), graph), [Constant(node, layout) for node in nodes])
 
 
 def doubled_and_summed() -> Values:
@@ -112,3 +112,16 @@ def test_autocast_and_inference_mode_of_the_caller_do_not_matter() -> None:
         [value] = tensors_of(constants, weights)
     assert torch.equal(value, weights[0] @ weights[1])
     assert not value.is_inference()
+
+
+def test_what_a_caller_may_have_is_not_written_to() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(aten.neg.default, (graph.placeholder("a"),))
+    turned = graph.call_function(aten.permute.default, (node, [0]))
+    graph.output((turned,))
+    constants = split(fx.GraphModule(nn.Module(), graph), [Constant(turned, is_returned=True)])
+    [weight] = values(1.0)
+    [before] = tensors_of(constants, [weight])
+    weight.fill_(2.0)
+    [after] = tensors_of(constants, [weight])
+    assert (before[0].item(), after[0].item()) == (-1.0, -2.0)
