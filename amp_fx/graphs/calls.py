@@ -20,6 +20,7 @@ __all__ = [
     "is_gradient_call",
     "is_leaf_call",
     "is_parameter",
+    "is_returned",
     "output_nodes",
     "tensor_nodes",
 ]
@@ -64,6 +65,13 @@ def is_parameter(node: fx.Node) -> bool:
     """True for a graph input that is a parameter of the user's module."""
     return node.op == "placeholder" and isinstance(
         node.meta.get("example_value", node.meta.get("val")), torch.nn.Parameter
+    )
+
+
+def is_returned(node: fx.Node) -> bool:
+    """True if the graph may return the value itself, or a view of it: there are only ops with one input in between."""
+    return any(
+        user.op == "output" or (len(user.all_input_nodes) == 1 and is_returned(user)) for user in node.users
     )
 
 

@@ -65,8 +65,8 @@ class _Group:
 
     def launch(self) -> None:
         with torch.accelerator.device_index(self._turns.device.index):
-            launch = renew_kernel[(len(self._turns),)]
-            launch(*self._tensors, self._turns, **self._constants, **OPTIONS)
+            kernel: Any = renew_kernel
+            kernel[(len(self._turns),)](*self._tensors, self._turns, **self._constants, **OPTIONS)
 
     def take_turns(self) -> None:
         """From now on, so many chunks at each call that all are cast again within the period."""

@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from amp_fx._torch import autocast_disabled, borrowed, observe_freezing, packed_layout, tunes_kernels
+from amp_fx.graphs.calls import is_returned
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.weights.splitting import Constant, split
 from amp_fx.weights.values import Values
@@ -84,7 +85,7 @@ class FoldingRecord:
             return []
         chosen = {key: computed for key in nodes if (computed := self._known[key])}
         self._lifted = [
-            Constant(computed, _layout(gm, nodes[key][0]), any(map(_is_returned, nodes[key])))
+            Constant(computed, _layout(gm, nodes[key][0]), any(map(is_returned, nodes[key])))
             for key, computed in chosen.items()
         ]
         return [nodes[key] for key in chosen]
@@ -207,10 +208,3 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> Any:
 def _layout(gm: fx.GraphModule, node: fx.Node) -> bytes:
     value = _constant(gm, node)
     return packed_layout(value) if value.is_mkldnn else b""
-
-
-def _is_returned(node: fx.Node) -> bool:
-    """True if the graph may return the value itself: nothing but ops with one input are in between."""
-    return any(
-        user.op == "output" or (len(user.all_input_nodes) == 1 and _is_returned(user)) for user in node.users
-    )

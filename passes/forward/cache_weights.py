@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch.fx as fx
 
-from amp_fx.graphs.calls import COPY_META, is_cast
+from amp_fx.graphs.calls import COPY_META, is_cast, is_returned
 from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import Pass, PassContext, PassResult
@@ -25,7 +25,8 @@ class CacheWeights(Pass):
     """Gives the graph an input more for every copy that it makes of a weight.
 
     The caller hands in the copies, and knows when they are out of date. The weight itself stays an input, for
-    readers in fp32 and so that the signature only grows at its end. Weights that the graph writes to stay as they are.
+    readers in fp32 and so that the signature only grows at its end. Weights that the graph writes to stay as they
+    are, and so do copies that it returns, as the caller may keep those.
 
     1. casts to a low dtype.
     2. copies with scales, and their factors (:class:`QuantiseMatmuls`).
@@ -57,7 +58,9 @@ class CacheWeights(Pass):
         for weight in gm.graph.find_nodes(op="placeholder"):
             if weight.name not in context.folded or storage_of(weight) in written:
                 continue
-            for cast in [user for user in weight.users if _is_narrowing(user)]:  # case 1
+            for cast in [
+                user for user in weight.users if _is_narrowing(user) and not is_returned(user)
+            ]:  # case 1
                 dtype = cast.meta["val"].dtype
                 inputs.take(cast, weight, Cast(dtype), 0, dtype_name(dtype))
             for node, part in parts.get(weight, ()):  # case 2

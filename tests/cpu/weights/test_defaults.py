@@ -230,10 +230,14 @@ class Gives(nn.Module):
         return (*found, self.head.weight.bfloat16()) if self.low else found
 
 
-@pytest.mark.parametrize("low", [False, True])
-def test_what_was_returned_stays_as_it_was_when_weights_change(low: bool) -> None:
+@pytest.mark.parametrize(
+    ("low", "options"),
+    [(False, {}), (True, {}), (True, {"numerics": "eager", "profile": "off"})],
+    ids=["folded", "packed as well", "copies"],
+)
+def test_what_was_returned_stays_as_it_was_when_weights_change(low: bool, options: dict[str, Any]) -> None:
     net, x = Gives(low=low).eval(), torch.randn(16, 64)
-    run = compiled(net)
+    run = compiled(net, **options)
     with torch.inference_mode():
         before = run(x)
         kept = [value.clone() for value in before]

@@ -1,5 +1,8 @@
 """Graphs may be frozen in several threads at a time, and inside one another."""
 
+# what is imported here is private on purpose
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import threading
