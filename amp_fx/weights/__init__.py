@@ -1,7 +1,9 @@
 """What is made of weights: low copies, with scales or without, and what Inductor folds and packs.
 
-One thing: a value that a recipe makes of weights, kept until these change. Here: the recipes, the values, how a changed
-weight is noticed, copies that are renewed on a GPU, and graphs that take such values.
+All of it is one thing: a value that a recipe makes of weights, kept until these change.
+
+Here: the recipes, the values, how a changed weight is noticed, copies that are renewed on a GPU, and graphs that take
+such values.
 Not here: the passes that make weights inputs or fold them (``passes/forward``), and weights of exported programs
 (``amp_fx.exporting``).
 Open ``recipes.py`` first, then ``derived.py``, ``kept.py`` and ``changes.py``.

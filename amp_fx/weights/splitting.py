@@ -36,6 +36,11 @@ __all__ = ["Constant", "split"]
 
 aten = torch.ops.aten
 
+#: they lay out their first argument in a way that may depend on the others, such as a batch size
+_PACKING = frozenset(
+    {"mkldnn._reorder_linear_weight", "mkldnn._reorder_convolution_weight", "onednn.qlinear_prepack"}
+)
+
 #: their results lie in the memory of their first argument
 _VIEWS = frozenset(
     {
@@ -119,8 +124,9 @@ def _recipe(program: fx.GraphModule, constant: Constant) -> tuple[Folded, tuple[
             lines.append("weight")
         else:
             numbers = {arg: _Number(at) for at, arg in enumerate(copies)}
-            # how it is packed is all that counts of a batch size, say
-            args = each.args[:1] if constant.layout and each is constant.node else (each.args, each.kwargs)
+            is_packing = str(each.target).removesuffix(".default") in _PACKING
+            # of the others it counts only how it is packed
+            args = each.args[:1] if is_packing and each is constant.node else (each.args, each.kwargs)
             call = f"{each.target}{map_arg(args, lambda arg: numbers[arg])}"
             lines.append(_fixed(program, each) if each.op == "get_attr" else call)
             copies[each] = graph.node_copy(each, lambda arg: inputs[arg])

@@ -146,8 +146,9 @@ def test_a_packed_weight_takes_one_byte_an_element() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)).eval()
     held = Held()
     torch.compile(model, backend="amp_fx", options=OPTIONS)(torch.randn(8, 512))
-    # of each column a factor, two numbers that oneDNN wants, and a low bias; and the last linear is low
-    assert 512 * 512 < held.bytes() < 512 * 512 + 512 * 24 + 2 * 2 * 512 * 16
+    # of each column a factor, two numbers that oneDNN wants, and a low bias; and the last linear is low, and oneDNN
+    # may pad its 16 columns to 64
+    assert 512 * 512 < held.bytes() < 512 * 512 + 512 * 24 + 2 * 512 * 64
 
 
 def test_by_default_only_what_pays_is_quantised() -> None:
