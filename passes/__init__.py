@@ -46,6 +46,7 @@ from amp_fx.passes.levels.mark_matmuls import MarkMatmuls
 from amp_fx.passes.levels.place_levels import PlaceLevels
 from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
 from amp_fx.passes.partitioned.lay_out_weights import LayOutWeights
+from amp_fx.passes.partitioned.write_casts import WriteCasts
 
 __all__ = [
     "CAPTURED",
@@ -80,6 +81,7 @@ __all__ = [
     "ScaleBackward",
     "SeparateOutputs",
     "Verify",
+    "WriteCasts",
     "run_in_order",
     "run_keyed",
     "run_passes",
@@ -232,6 +234,7 @@ TABLE: tuple[Row, ...] = (
         _keeps_statistics,
     ),
     Row(PARTITIONED, LayOutWeights(), "(CPU) convolutions' weights are cast channels last", _on("cpu")),
+    Row(PARTITIONED, WriteCasts(), "(CUDA) casts are written in the shape of what they cast", _on("cuda")),
 )
 
 

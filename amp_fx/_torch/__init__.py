@@ -69,6 +69,7 @@ from amp_fx._torch.inductor import (
     stock_inductor,
     traced_anew,
     tunes_kernels,
+    write_as_it_is,
 )
 from amp_fx._torch.joint import JointRoles, joint_roles, program_outputs
 from amp_fx._torch.lowering import Lowered, lower_with_inductor
@@ -164,4 +165,5 @@ __all__ = [
     "unwrapped_errors",
     "update_scale",
     "wrapped_tensors",
+    "write_as_it_is",
 ]

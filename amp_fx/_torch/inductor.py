@@ -29,6 +29,7 @@ __all__ = [
     "stock_inductor",
     "traced_anew",
     "tunes_kernels",
+    "write_as_it_is",
 ]
 
 
@@ -133,6 +134,14 @@ def graph_pass(
             return None if None in ids else (uuid, *ids)
 
     return {name: GraphPass()}
+
+
+def write_as_it_is(node: fx.Node) -> None:
+    """Has Inductor write a contiguous value in loops over its own shape, whatever views it is read through.
+
+    As Inductor has it for the operands of small matmuls (``decompose_mem_bound_mm``).
+    """
+    node.meta["inductor_realize_to_strides"] = True
 
 
 def lays_out_convolutions() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx.targets.tracing import TracedGraph, Tracer
+from examples.gpt import GPT, GPTConfig
 from targets import MADE, Facts, needs_a_target, process
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
@@ -123,3 +125,21 @@ def test_autocast_rounds_them_and_widens_them_again(head: list[TracedGraph]) -> 
 
 def test_no_kernel_only_casts_an_activation(head: list[TracedGraph]) -> None:
     assert set(compiled(head, OFF).casts) == {"input"}
+
+
+@pytest.fixture(scope="module")
+def block() -> list[TracedGraph]:
+    """One block of GPT-2: large enough for kernels that reduce a norm's gradient by rows and by columns at once."""
+    torch._dynamo.reset()
+    tokens = torch.randint(64, (8, 1024))
+    return traced(GPT(GPTConfig(vocab=64, context=1024, layers=1, heads=12, width=768)), tokens, tokens)
+
+
+def test_gradients_on_a_residual_stream_are_narrowed_where_they_are_added(block: list[TracedGraph]) -> None:
+    ours, autocast = compiled(block, OFF), compiled(block, None)
+    assert "activation" in autocast.casts
+    assert "activation" not in ours.casts
+    _, backward = process().call("generated:sources", block, OFF)
+    kernels = set(re.findall(r"async_compile\.triton\('(\w+)'", backward.text))
+    assert any("_to_copy_add_native_layer_norm" in name for name in kernels)
+    assert not [name for name in kernels if re.fullmatch(r"triton_poi_fused__to_copy(_view)?_\d+", name)]

@@ -125,7 +125,9 @@ def test_a_cpu_has_no_pass_of_cudas_and_the_other_way_round() -> None:
     assert both - set(names(JOINT, Case(devices=frozenset({"cpu"})))) == {"gemm-epilogue"}
     assert both - set(names(JOINT, Case(devices=frozenset({"cuda"})))) == {"lay-out-gradients"}
     assert "keep-statistics" not in names(JOINT, Case(devices=frozenset({"cpu"}), numerics="eager"))
-    assert not names(JOINT, Case()) + names(PARTITIONED, Case(devices=frozenset({"cuda"})))
+    assert not names(JOINT, Case()) + names(PARTITIONED, Case())
+    assert names(PARTITIONED, Case(devices=frozenset({"cpu"}))) == ["lay-out-weights"]
+    assert names(PARTITIONED, Case(devices=frozenset({"cuda"}))) == ["write-casts"]
 
 
 def test_the_outline_is_where_the_pipeline_begins() -> None:

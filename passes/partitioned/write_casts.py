@@ -1,0 +1,80 @@
+"""Casts that matmuls read through a view are written in the shape of what they cast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx as fx
+
+from amp_fx._torch import write_as_it_is
+from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import LOW_DTYPES
+from amp_fx.passes.base import PARTITIONED, Pass, PassContext, PassResult
+from amp_fx.placement.layout import CAST
+
+__all__ = ["WriteCasts"]
+
+
+@dataclass(frozen=True)
+class WriteCasts(Pass):
+    """Runs on Inductor's graphs after partitioning, on CUDA.
+
+    Inductor computes a view inside of what it reads: the cast below has loops over [8192, 768], and what it reads is
+    written in loops over [8, 1024, 768]. In its last round of fusion Inductor compares such loops merged, but not for a
+    kernel that reduces rows and columns at once, as the backward of a norm does on a GPU
+    (``FusedMixOrderReductions.sub_node_can_fuse`` asks without ``can_reorder``; torch 2.11 to 2.14). The cast of each
+    gradient on a residual stream is then a kernel of its own: it reads 4 bytes per element that were in a register one
+    kernel before. Written before the view, it is part of that kernel. Graph and values stay; the node is marked.
+
+    Before::
+
+        add = torch.ops.aten.add.Tensor(residual, grad)                                   # f32[8, 1024, 768]
+        low = torch.ops.prims.convert_element_type.default(add, torch.bfloat16)           # bf16[8, 1024, 768]
+        rows = torch.ops.aten.view.default(low, [8192, 768])                              # what Inductor writes
+        mm = torch.ops.aten.mm.default(rows, w)
+        more = torch.ops.aten.mul.Tensor(add, ...)
+
+    After::
+
+        low = torch.ops.prims.convert_element_type.default(add, torch.bfloat16)           # what Inductor writes
+        rows = torch.ops.aten.view.default(low, [8192, 768])
+    """
+
+    name: ClassVar[str] = "write-casts"
+    needs: ClassVar[frozenset[str]] = frozenset({PARTITIONED})
+    ensures: ClassVar[frozenset[str]] = frozenset({"casts-written"})
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        casts = [
+            cast
+            for cast in gm.graph.find_nodes(op="call_function", target=CAST)
+            if _narrows_a_shared_value(cast) and _is_multiplied_through_views(cast)
+        ]
+        for cast in casts:
+            write_as_it_is(cast)
+        return PassResult(gm, len(casts), f"{len(casts)} casts are written before they are viewed")
+
+
+def _narrows_a_shared_value(cast: fx.Node) -> bool:
+    """True for a contiguous cast to 16 bits of what the graph computes, and writes for other readers as well."""
+    source, value = cast.all_input_nodes[0], cast.meta["val"]
+    return (
+        value.dtype in LOW_DTYPES
+        and value.is_contiguous()
+        and source.op == "call_function"
+        and not has_trait(source, Trait.RESHAPES)
+        and len(source.users) > 1
+    )
+
+
+def _is_multiplied_through_views(cast: fx.Node) -> bool:
+    """True where views alone read it, and a matmul reads one of them: it is written in any case."""
+    if not all(has_trait(user, Trait.RESHAPES) for user in cast.users):
+        return False
+    views = list(cast.users)
+    for view in views:
+        views += [user for user in view.users if has_trait(user, Trait.RESHAPES)]
+    return any(is_matmul(user) for view in views for user in view.users)
