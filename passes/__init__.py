@@ -234,7 +234,12 @@ TABLE: tuple[Row, ...] = (
         _keeps_statistics,
     ),
     Row(PARTITIONED, LayOutWeights(), "(CPU) convolutions' weights are cast channels last", _on("cpu")),
-    Row(PARTITIONED, WriteCasts(), "(CUDA) casts are written in the shape of what they cast", _on("cuda")),
+    Row(
+        PARTITIONED,
+        WriteCasts(),
+        "(CUDA) casts are written where they are made, not behind a view",
+        _on("cuda"),
+    ),
 )
 
 

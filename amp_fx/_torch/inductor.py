@@ -137,7 +137,7 @@ def graph_pass(
 
 
 def write_as_it_is(node: fx.Node) -> None:
-    """Has Inductor write a contiguous value in loops over its own shape, whatever views it is read through.
+    """Has Inductor write a value in its own shape and strides, whatever views it is read through.
 
     As Inductor has it for the operands of small matmuls (``decompose_mem_bound_mm``).
     """

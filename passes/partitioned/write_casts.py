@@ -1,10 +1,11 @@
-"""Casts that matmuls read through a view are written in the shape of what they cast."""
+"""Casts that Inductor would leave to a kernel behind a view or an expand are written where they are made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.fx as fx
 
 from amp_fx._torch import write_as_it_is
@@ -16,17 +17,24 @@ from amp_fx.placement.layout import CAST
 
 __all__ = ["WriteCasts"]
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class WriteCasts(Pass):
     """Runs on Inductor's graphs after partitioning, on CUDA.
 
     Inductor computes a view inside of what it reads: the cast below has loops over [8192, 768], and what it reads is
-    written in loops over [8, 1024, 768]. In its last round of fusion Inductor compares such loops merged, but not for a
-    kernel that reduces rows and columns at once, as the backward of a norm does on a GPU
-    (``FusedMixOrderReductions.sub_node_can_fuse`` asks without ``can_reorder``; torch 2.11 to 2.14). The cast of each
-    gradient on a residual stream is then a kernel of its own: it reads 4 bytes per element that were in a register one
-    kernel before. Written before the view, it is part of that kernel. Graph and values stay; the node is marked.
+    written in loops over [8, 1024, 768]. Its last round of fusion compares such loops merged, but not for a kernel that
+    reduces rows and columns at once, as the backward of a norm does on a GPU
+    (``FusedMixOrderReductions.sub_node_can_fuse`` asks without ``can_reorder``; torch 2.11 to 2.14). The cast is then a
+    kernel of its own, and reads 4 bytes per element that were in a register one kernel before. Written before it is
+    viewed, it is part of that kernel. Graph and values stay; the node is marked. Cases:
+
+    1. a matmul reads the cast through views, and something else reads its source, which is written anyway: the
+       gradient on a residual stream.
+    2. each element is copied several times, as heads of keys are: loops over the copies fuse with nothing before them,
+       so that the source would be written in fp32, and read and converted once per copy.
 
     Before::
 
@@ -51,30 +59,37 @@ class WriteCasts(Pass):
         casts = [
             cast
             for cast in gm.graph.find_nodes(op="call_function", target=CAST)
-            if _narrows_a_shared_value(cast) and _is_multiplied_through_views(cast)
+            if _narrows(cast) and (_is_multiplied_through_views(cast) or _is_repeated(cast))
         ]
         for cast in casts:
             write_as_it_is(cast)
-        return PassResult(gm, len(casts), f"{len(casts)} casts are written before they are viewed")
+        return PassResult(gm, len(casts), f"{len(casts)} casts are written where they are made")
 
 
-def _narrows_a_shared_value(cast: fx.Node) -> bool:
-    """True for a contiguous cast to 16 bits of what the graph computes, and writes for other readers as well."""
-    source, value = cast.all_input_nodes[0], cast.meta["val"]
-    return (
-        value.dtype in LOW_DTYPES
-        and value.is_contiguous()
-        and source.op == "call_function"
-        and not has_trait(source, Trait.RESHAPES)
-        and len(source.users) > 1
-    )
+def _narrows(cast: fx.Node) -> bool:
+    """True for a cast to 16 bits of what the graph computes."""
+    source = cast.all_input_nodes[0]
+    while has_trait(source, Trait.RESHAPES):
+        source = source.all_input_nodes[0]
+    return cast.meta["val"].dtype in LOW_DTYPES and source.op == "call_function"
 
 
 def _is_multiplied_through_views(cast: fx.Node) -> bool:
-    """True where views alone read it, and a matmul reads one of them: it is written in any case."""
+    """Case 1."""
+    source = cast.all_input_nodes[0]
+    if has_trait(source, Trait.RESHAPES) or len(source.users) == 1 or not cast.meta["val"].is_contiguous():
+        return False
     if not all(has_trait(user, Trait.RESHAPES) for user in cast.users):
         return False
     views = list(cast.users)
     for view in views:
         views += [user for user in view.users if has_trait(user, Trait.RESHAPES)]
     return any(is_matmul(user) for view in views for user in view.users)
+
+
+def _is_repeated(cast: fx.Node) -> bool:
+    """Case 2."""
+    return all(
+        user.target is aten.expand.default and all(copy.target is aten.clone.default for copy in user.users)
+        for user in cast.users
+    )

@@ -46,6 +46,13 @@ def test_a_low_copy_of_what_goes_on_in_fp32_is_written_in_its_own_shape() -> Non
     assert changed(gradient) == 1
 
 
+def test_what_is_repeated_is_narrowed_once() -> None:
+    def keys(x: Tensor, w: Tensor) -> Tensor:
+        return aten.clone.default(aten.expand.default(low(aten.unsqueeze.default(x + 1, 1)), [2, 3, 4, 8]))
+
+    assert changed(keys) == 1
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -55,8 +62,19 @@ def test_a_low_copy_of_what_goes_on_in_fp32_is_written_in_its_own_shape() -> Non
         lambda x, w: (rows(low(total := x + 1)) * 2, total * 2),
         lambda x, w: (rows(cast := low(total := x + 1)) @ w, cast * 2, total * 2),
         lambda x, w: (aten.reshape.default(low(total := x.mT + 1), [8, 8]) @ w, total * 2),
+        lambda x, w: aten.expand.default(low(aten.slice.Tensor(x, 1, 0, 1) + 1), list(STREAM)) * 2,
+        lambda x, w: aten.clone.default(aten.expand.default(low(aten.unsqueeze.default(x, 1)), [2, 3, 4, 8])),
     ],
-    ids=["not shared", "an input", "no view", "not multiplied", "also read as it is", "not contiguous"],
+    ids=[
+        "not shared",
+        "an input",
+        "no view",
+        "not multiplied",
+        "also read as it is",
+        "not contiguous",
+        "repeated in registers",
+        "a repeated input",
+    ],
 )
 def test_other_casts_stay(program: Callable[[Tensor, Tensor], object]) -> None:
     assert changed(program) == 0
