@@ -145,8 +145,8 @@ def test_the_plan_knows_the_calls_as_before(tmp_path: Path) -> None:
     assert [row.levels for row in linears] == [{"forward": "rowwise"}] * 4
     assert {row.computed for row in linears} == {FP8}
     assert all(row.is_because(Kind.LEVEL) for row in linears)
-    # of what is differentiated, it says nothing
-    assert not found.plan.decides_levels
+    # so that a call that follows the plan multiplies as it says
+    assert found.plan.decides_levels
     names = {row.name for row in (*found.plan.nodes, *found.plan.casts, *found.plan.inputs)}
     assert all(set(row.inputs) <= names for row in found.plan.nodes)
     # a step of a copy is no cast of the graph
