@@ -212,7 +212,8 @@ def _run(
     torch.compiler.reset()
     try:
         with unwrapped_errors(AmpFxError):
-            compiled = torch.compile(program, backend=graphs.backend, dynamic=False)
+            # a function: Lightning's torch.compile copies what it is given, and would copy a method's graphs
+            compiled = torch.compile(program, backend=lambda *given: graphs.backend(*given), dynamic=False)
             for number, step in enumerate(_progress(steps)):
                 meter = Meter(graphs.low, scale, of_outputs=not graphs.training, level=graphs.level)
                 graphs.meters.append(meter)
