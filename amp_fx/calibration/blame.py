@@ -94,12 +94,13 @@ def _where(source: str) -> str:
 
 
 def _notes(harm: Harm, known: Mapping[str, Point]) -> list[str]:
-    notes = [
-        "Harm changes while a model trains: calibrate a trained checkpoint, and again when it has moved on."
-        + ("" if harm.states > 1 else " Calibration.worst plans for several.")
-    ]
     if harm.of == OUTPUTS:
         notes = ["Harm is that of these batches: take some that are like those to come."]
+    else:
+        notes = [
+            "Harm changes while a model trains: calibrate a trained checkpoint, and again when it has moved on."
+            + ("" if harm.states > 1 else " Calibration.worst plans for several.")
+        ]
     if harm.kinks:
         notes.append(
             f"{harm.kinks} calls have a derivative that jumps (ReLU): flips are predicted within a factor of about "

@@ -121,9 +121,16 @@ def calibrate(
     rows = (row for graph in graphs.found for row in graph.outline.nodes)
     # a value is continuous where its derivative jumps
     kinks = sum(has_trait(row.op, Trait.KINK) for row in rows) if training else 0
-    harm = Harm(type(program).__name__, low, scale, len(steps), kinks=kinks, graphs=graphs.found)
-    harm.of = GRADIENTS if training else OUTPUTS
-    harm.level = "" if graphs.level is None else graphs.level.name
+    harm = Harm(
+        type(program).__name__,
+        low,
+        scale,
+        len(steps),
+        kinks=kinks,
+        of=GRADIENTS if training else OUTPUTS,
+        level="" if graphs.level is None else graphs.level.name,
+        graphs=graphs.found,
+    )
     return Calibration(harm, graphs.traced, opts, steps)
 
 

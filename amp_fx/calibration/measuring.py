@@ -295,7 +295,7 @@ def differentiate_outputs(
     for graph in meter.returned - meter.reached:
         logger.warning(
             "what graph number %d of the program returns reaches no output by code that is traced: what it rounds is "
-            "not known",
+            "not known, and it is planned as torch.autocast has it",
             graph,
         )
 

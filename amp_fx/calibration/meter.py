@@ -154,7 +154,9 @@ class Meter:
         table[key] = table.get(key, 0.0) + torch.dot(change, change).item() * stride * self.weight
 
     def rows(self, graph: int) -> list[CallHarm]:
-        """What was found in one graph."""
+        """What was found in one graph; nothing where it has no part in what is judged."""
+        if graph in self.returned - self.reached:
+            return []
         found: dict[str, CallHarm] = {}
         for key in {**self.values, **self.gradients, **self._shared}:
             number, name, slot = key

@@ -154,8 +154,13 @@ class Harm:
             outline: the graph's calls.
 
         Raises:
-            PlanError: the graph was not measured; names what has moved.
+            PlanError: the graph was not measured, with what has moved; or only its outputs were, and it has gradients.
         """
+        if self.of == OUTPUTS and outline.training:
+            raise PlanError(
+                f"graph {outline.graph} has gradients, and what was measured is what roundings do to the outputs of "
+                f"{self.model}; calibrate with of='gradients'."
+            )
         found = choose_plan([graph.outline for graph in self.graphs], outline, "harm")
         return next(graph for graph in self.graphs if graph.outline is found)
 

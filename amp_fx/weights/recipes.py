@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -35,16 +36,16 @@ class Recipe(Protocol):
         ...
 
 
-class _OfOneWeight:
+class _OfOneWeight(abc.ABC):
     """A recipe whose tensors are written in place."""
 
+    @abc.abstractmethod
     def empty(self, weight: Tensor) -> tuple[Tensor, ...]:
         """The tensors, with nothing in them yet."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def write(self, weight: Tensor, tensors: tuple[Tensor, ...]) -> None:
         """Makes the value, in place."""
-        raise NotImplementedError
 
     def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See :class:`Recipe`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.calibration.step import Step
+from amp_fx.calibration.step import OutputStep, Step
 from amp_fx.calibration.verifying import Verifier
 from amp_fx.options import Options
 from amp_fx.placement.profile import DeviceProfile
@@ -70,6 +70,40 @@ def trained(name: str, steps: int) -> nn.Module:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return model
+
+
+#: predictions of outputs that are known to miss
+MISSED = {
+    (
+        "gpt2",
+        "autocast",
+        "fp16",
+    ): "values that a plan stores low are charged where only fp32 copies are written: 1.77",
+    ("bert", "autocast", "bf16"): "64 sequences with 4 numbers each: few decide: 0.67",
+}
+
+
+def logits(returned: Any) -> Tensor:
+    return returned.logits  # type: ignore[no-any-return]  # a class of transformers
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "budget"),
+    [("autocast", "bf16", 0.5), ("autocast", "fp16", 1.0), ("int8", "bf16", 2.0)],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_error_of_a_call_on_other_batches_is_the_predicted_one(
+    name: str, policy: str, dtype: str, budget: float, request: pytest.FixtureRequest
+) -> None:
+    if why := MISSED.get((name, policy, dtype)):
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True, raises=AssertionError))
+    model, batch = trained(name, 30).eval(), MODELS[name][1]
+    cal = amp_fx.calibrate(model, [batch(0), batch(1)], of=logits, policy=policy, dtype=dtype, profile="off")
+    plan = cal.plan(budget=budget, verify=False)
+    steps = [OutputStep(model, batch(seed), logits) for seed in (50, 51)]
+    error = Verifier(steps, Options.parse(None, {"dtype": dtype}), 1.0).error(plan.plans)
+    print(f"{name} {policy} {dtype}: predicted / measured {plan.point.error / error:.2f}")
+    assert 0.75 < plan.point.error / error < 1.33
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import amp_fx
 from amp_fx.errors import AmpFxError, OptionsError, PlanError
@@ -158,6 +160,69 @@ def test_running_statistics_that_a_training_step_only_reads_are_no_hindrance() -
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval(), torch.randn(2, 3, 8, 8)
     found = amp_fx.calibrate(model, x, lambda result: result.square().mean(), profile="off")
     assert 1e-4 < found.autocast_error < 1e-1
+
+
+class Parted(nn.Module):
+    """Two graphs, and between them a break or code that is not traced."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.head, self.between = nn.Linear(32, 64), nn.Linear(64, 16), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.between(self.up(x)))
+
+
+def broken(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x
+
+
+@torch.compiler.disable()  # called, as the types of torch want it
+def not_traced(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_graphs_before_a_break_count_and_before_code_that_is_not_traced_are_as_autocast_has_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = torch.randn(8, 32)
+    torch.manual_seed(0)
+    found = amp_fx.calibrate(Parted(broken).eval(), x, of="outputs", profile="off")
+    assert all(any(call.value for call in graph.calls) for graph in found.harm.graphs)
+    assert len(found.harm.graphs) == 2
+    assert "not known" not in caplog.text
+    torch.manual_seed(0)
+    found = amp_fx.calibrate(Parted(not_traced).eval(), x, of="outputs", profile="off")
+    first, second = found.harm.graphs
+    assert not first.calls
+    assert any(call.value for call in second.calls)
+    assert "not known" in caplog.text
+    strict = found.plan(error=0.0, verify=False)
+    assert [[row.dtype is row.low for row in plan.nodes] for plan in strict.plans] == [[True], [False]]
+
+
+def test_a_gpu_that_is_not_there_is_planned_for(model: Net) -> None:
+    pytest.importorskip("triton")
+    found = amp_fx.calibrate(model, images(10), of="outputs", policy="int8", target="cuda:h100")
+    points = {point.name: point for point in found.frontier()}
+    assert points["fp32"].error == 0 < points["autocast"].error
+    plan = found.plan(budget=1.0, verify=False)
+    assert 0 < plan.point.error <= found.autocast_error * (1 + 1e-6)
+    assert plan.point.time is not None
+
+
+def test_harm_of_outputs_is_not_taken_for_that_of_gradients(model: Net, tmp_path: Path) -> None:
+    small, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 32)
+    found = amp_fx.calibrate(small, x, of="outputs", profile="off")
+    path = str(found.save(tmp_path / "harm.json"))
+    options = {"policy": {"base": "autocast", "harm": path, "budget": 0.5}, "profile": "off"}
+    run = torch.compile(small, backend="amp_fx", options=options)
+    with pytest.raises(BackendCompilerFailed, match="has gradients"):
+        run(x)
+    with torch.no_grad():
+        exact = copy.deepcopy(small).double()(x.double())
+        assert (run(x) - exact).norm() < found.autocast_error * exact.norm()
 
 
 def test_bad_input_is_told_in_one_sentence(model: Net) -> None:
