@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["Lowered", "lower_with_inductor"]
 
@@ -70,7 +71,8 @@ def lower_with_inductor(
     # under the fake mode that compile_fx sets, a real tensor cannot be copied
     constants = [v for m in gm.modules() for v in (*vars(m).values(), *m.buffers(False))]
     before = copy.deepcopy(gm, {id(v): v for v in constants if isinstance(v, torch.Tensor)})
-    with V.set_fake_mode(fake_mode), DebugContext():
+    # as compile_fx_inner does: lowerings make constants, which are real
+    with _disable_current_modes(), V.set_fake_mode(fake_mode), DebugContext():
         compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
         graph = GraphLowering(
             gm,

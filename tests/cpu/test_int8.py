@@ -190,3 +190,16 @@ def test_an_exported_program_multiplies_integers_without_amp_fx() -> None:
         assert [node for node in program.graph.nodes if node.target is torch.ops.aten._int_mm.default]
         assert torch.int8 in {weight.dtype for weight in program.state_dict.values()}
         assert wrong(program.module()(x), model, x) < 0.03
+
+
+def test_what_explain_reports_is_counted_and_followed(
+    model: Net, ids: Tensor, run: Callable[..., Tensor]
+) -> None:
+    options: dict[str, Any] = {"policy": "int8", "profile": "off", "weights": "cache", "strict": True}
+    report = amp_fx.explain(model, ids, options=options)
+    plan = report.plan
+    below = [row.levels for row in plan.nodes if row.levels_below]
+    assert below == [{"forward": "int8_packed"}] * 3
+    assert (report.costs["amp_fx"].moved or 0) > 0
+    options = {"plan": report, "weights": "cache", "strict": True}
+    assert torch.equal(torch.compile(model, backend="amp_fx", options=options)(ids), run(ids))
