@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from amp_fx.calibration import CalibratedPlan, Calibration, Point, calibrate
+from amp_fx.direct import compile, options
 from amp_fx.errors import (
     AmpFxError,
     CaptureError,
@@ -58,12 +59,14 @@ __all__ = [
     "VerifyError",
     "WeightsError",
     "calibrate",
+    "compile",
     "convert",
     "explain",
     "export",
     "export_onnx",
     "extra_files",
     "histogram",
+    "options",
     "record",
     "reset",
 ]

@@ -34,7 +34,6 @@ from amp_fx.graphs.scope import not_ours
 from amp_fx.graphs.uncompiled import graph_arrived, watch
 from amp_fx.levels import add_choices, level_placement
 from amp_fx.lowering import lower, lower_as_it_is
-from amp_fx.options import Options
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.publish import is_heard, publish
 from amp_fx.plans.unused import unused_rules
@@ -42,6 +41,7 @@ from amp_fx.policy.levels import AUTO, levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import add_autocast, rewrite
 from amp_fx.scaling.unscaled import expect_scaler, is_scaled, warn_ignored, warn_taken_inside
+from amp_fx.settings import Options
 from amp_fx.state import cache_results
 from amp_fx.viz.words import summary
 from amp_fx.weights.changes import counting
@@ -64,7 +64,7 @@ def amp_fx(
         gm: Dynamo's graph. Not changed.
         example_inputs: tensors and symbolic integers, one per placeholder.
         mode: a ``torch.compile`` mode, handed to Inductor.
-        options: see docs/options.md or :class:`amp_fx.options.Options`.
+        options: see docs/options.md or :class:`amp_fx.settings.Options`.
 
     Returns:
         A callable with the graph's signature, whose outputs have the dtypes Dynamo traced.

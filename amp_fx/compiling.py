@@ -17,11 +17,11 @@ from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
 from amp_fx.graphs.regions import Region, is_autocast_call
 from amp_fx.graphs.scope import takes_own_gradients
 from amp_fx.lowering import lower
-from amp_fx.options import Options
 from amp_fx.passes import PlaceLevels
 from amp_fx.plans.plan import Plan
 from amp_fx.policy.levels import is_narrow
 from amp_fx.scaling.unscaled import is_scaled
+from amp_fx.settings import Options
 from amp_fx.weights.freezing import freeze
 from amp_fx.weights.inference import KeptWeights, cached, copied_weights
 

@@ -56,7 +56,7 @@ class PlanError(AmpFxError, ValueError):
 
 
 class InputError(AmpFxError, TypeError):
-    """A program that was exported with ``keep_io_dtypes=False`` is given an input in another dtype than it takes."""
+    """What a model is called with is none of its arguments, or has another dtype than an exported program takes."""
 
 
 class ExportError(AmpFxError):

@@ -12,7 +12,6 @@ import torch.fx as fx
 
 from amp_fx._torch import size_hint
 from amp_fx.errors import PlanError
-from amp_fx.options import Options
 from amp_fx.passes import PlaceLevels
 from amp_fx.passes.keyed import marked
 from amp_fx.passes.levels.place_levels import write_choice
@@ -23,6 +22,7 @@ from amp_fx.placement.profile import DEVICE_TYPES
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.reasons import Reason
 from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, levels_of
+from amp_fx.settings import Options
 from amp_fx.viz.words import sentence
 
 __all__ = ["add_choices", "level_placement", "planned_levels"]

@@ -18,7 +18,6 @@ from amp_fx._torch import (
     traced_anew,
 )
 from amp_fx.graphs.devices import graph_devices
-from amp_fx.options import Options
 from amp_fx.passes import (
     JOINT,
     PARTITIONED,
@@ -33,6 +32,7 @@ from amp_fx.passes.joint.separate_outputs import widens_for_both
 from amp_fx.placement import layout
 from amp_fx.plans.publish import is_heard
 from amp_fx.scaling.scaled_graph import ScaledGraph
+from amp_fx.settings import Options
 from amp_fx.state import cache_results
 
 __all__ = ["KEYED_ROOMS", "lower", "lower_as_it_is"]

@@ -16,7 +16,6 @@ from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region
 from amp_fx.levels import planned_levels
-from amp_fx.options import Options
 from amp_fx.passes import (
     CAPTURED,
     OUTLINE,
@@ -39,6 +38,7 @@ from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.policy.levels import levels_of
+from amp_fx.settings import Options
 from amp_fx.weights.inference import weight_inputs
 
 __all__ = ["add_autocast", "replay", "rewrite"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class Arm:
         modes: where it makes sense.
         devices: where it makes sense.
         named_only: only cases that name it run it.
+        torchao: the configuration of ``torchao.quantization`` that the model is quantized with.
     """
 
     name: str
@@ -49,12 +51,14 @@ class Arm:
     modes: tuple[str, ...] = MODES
     devices: tuple[str, ...] = ("cpu", "cuda")
     named_only: bool = False
+    torchao: str = ""
 
 
 _FP16 = torch.float16
 _TRAINING, _INFERENCE = ("training",), ("inference",)
 # fp16 matmuls on CPU are loops
-_GPU = ("cuda",)
+_GPU, _CPU = ("cuda",), ("cpu",)
+_FREEZING = {"TORCHINDUCTOR_FREEZING": "1"}
 
 ARMS = {
     arm.name: arm
@@ -64,12 +68,20 @@ ARMS = {
         Arm("autocast", autocast=True),
         Arm("bf16", whole=True),
         # Inductor reads this setting when Dynamo traces, so it is the process's, not the call's
-        Arm("freezing", autocast=True, env={"TORCHINDUCTOR_FREEZING": "1"}, modes=_INFERENCE),
+        Arm("freezing", autocast=True, env=_FREEZING, modes=_INFERENCE),
         Arm("amp_fx", "amp_fx", {}),
         Arm("autocast_channels_last", autocast=True, channels_last=True),
         Arm("amp_fx_channels_last", "amp_fx", {}, channels_last=True),
         Arm("off", "amp_fx", {"profile": "off"}),
         Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
+        Arm("int8", "amp_fx", {"policy": "int8"}, modes=_INFERENCE, devices=_CPU),
+        *(
+            Arm(f"torchao_{name}", env=_FREEZING, modes=_INFERENCE, devices=_CPU, torchao=config)
+            for name, config in (
+                ("dynamic", "Int8DynamicActivationInt8WeightConfig"),
+                ("weights", "Int8WeightOnlyConfig"),
+            )
+        ),
         Arm("fp8", "amp_fx", {"policy": "fp8", "profile": "off"}, devices=_GPU),
         Arm("fp8_by_cost", "amp_fx", {"policy": "fp8"}, devices=_GPU, named_only=True),
         *(
@@ -152,6 +164,9 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
     if arm.whole:
         model = model.to(arm.dtype)
         batch = {k: v.to(arm.dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    if arm.torchao:
+        quantization = importlib.import_module("torchao.quantization")
+        quantization.quantize_(model, getattr(quantization, arm.torchao)())
     if arm.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # not in the stubs
 

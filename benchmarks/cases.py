@@ -122,6 +122,12 @@ _case(
     },
 )
 _case(
+    "llama_prefill",
+    "inference",
+    workloads.llama_512,
+    {"cpu": {"batch": 1, "length": 128, "layers": 4, "width": 512, "hidden": 1376, "vocab": 4096}},
+)
+_case(
     "bert",
     "training",
     workloads.bert,

@@ -40,7 +40,7 @@ import amp_fx.rewriting
 from amp_fx import CaptureError, PassError
 from amp_fx._torch import autocast_disabled, enable_autocast
 from amp_fx.graphs.regions import Region
-from amp_fx.options import Options
+from amp_fx.settings import Options
 from ops import ASKED, LOW, arguments, overload, row
 
 __all__ = ["EXPLAINED", "REQUIRED", "Answer", "Call", "answer", "calls", "document", "table"]

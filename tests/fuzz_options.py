@@ -9,8 +9,8 @@ from typing import Any
 import hypothesis.strategies as st
 import torch
 
-from amp_fx.options import Options
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.settings import Options
 
 __all__ = ["DEFAULTS", "DrawnOptions", "drawn_options"]
 

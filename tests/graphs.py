@@ -26,9 +26,9 @@ from amp_fx._torch import autocast_disabled, enable_autocast
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
-from amp_fx.options import Options
 from amp_fx.passes import PIPELINE, Pass, PassContext, run_passes
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.settings import Options
 
 __all__ = [
     "Block",

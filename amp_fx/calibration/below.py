@@ -12,7 +12,6 @@ import torch.fx as fx
 from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, replace_inner_compile
 from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region
-from amp_fx.options import Options
 from amp_fx.passes import PassContext, PlaceLevels
 from amp_fx.passes.levels.level_problem import level_problem
 from amp_fx.placement.cut import LOW, Problem, Var
@@ -21,6 +20,7 @@ from amp_fx.placement.priced import HarmTerm, Priced
 from amp_fx.plans.harm import CallHarm, as_number
 from amp_fx.policy.levels import AUTO, LEVELS
 from amp_fx.rewriting import rewrite
+from amp_fx.settings import Options
 from amp_fx.weights.inference import weight_inputs
 
 __all__ = ["MatmulsBelow", "PricedMatmuls", "read_matmuls"]

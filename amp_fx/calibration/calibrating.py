@@ -24,7 +24,6 @@ from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.scope import not_ours
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.options import Options
 from amp_fx.passes import OUTLINE, PassContext, run_passes
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost
@@ -36,6 +35,7 @@ from amp_fx.plans.plan_files import counterparts, moved_nodes
 from amp_fx.policy.levels import LEVELS, Level, levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.scaling import find_scaler
+from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
 

@@ -19,7 +19,6 @@ from amp_fx.calibration.step import Step
 from amp_fx.calibration.traced import TracedGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
 from amp_fx.errors import OptionsError, PlanError
-from amp_fx.options import Options
 from amp_fx.placement.level_device import multiplies
 from amp_fx.placement.tradeoff import Choice
 from amp_fx.plans.harm import Harm
@@ -27,6 +26,7 @@ from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import LEVELS, Level
+from amp_fx.settings import Options
 
 __all__ = ["Calibration"]
 

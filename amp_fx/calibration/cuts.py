@@ -15,7 +15,6 @@ from amp_fx.calibration.below import PricedMatmuls
 from amp_fx.calibration.points import Point
 from amp_fx.calibration.traced import TracedGraph
 from amp_fx.errors import PlanError
-from amp_fx.options import Options
 from amp_fx.passes.forward.place_by_harm import PricedGraph, cheapest
 from amp_fx.passes.levels.place_levels import write_choice
 from amp_fx.placement.cut import HIGH, LOW, Var
@@ -28,6 +27,7 @@ from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import LEVELS
+from amp_fx.settings import Options
 
 __all__ = ["Cuts", "Placed"]
 

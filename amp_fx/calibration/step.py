@@ -18,7 +18,8 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 from amp_fx.calibration.measuring import differentiate, differentiate_outputs
 from amp_fx.calibration.meter import Meter
 from amp_fx.errors import AmpFxError
-from amp_fx.reports.histograms import call_of, loss_of
+from amp_fx.graphs.batches import call_of
+from amp_fx.reports.histograms import loss_of
 from amp_fx.reports.untouched import plain, untouched
 
 __all__ = ["OutputStep", "Results", "Step"]
@@ -56,7 +57,7 @@ class Step:
             probes: vectors of random signs.
         """
         parameters = [parameter for parameter in self.program.parameters() if parameter.requires_grad]
-        with self._repeatable(self.program, call_of(self.batch)) as (given, named):
+        with self._repeatable(self.program, call_of(self.program, self.batch)) as (given, named):
             differentiate(
                 meter, lambda: loss_of(program(*given, **named), self.pick), parameters, seed, probes
             )
@@ -68,13 +69,13 @@ class Step:
             program: the model, or what ``torch.compile`` made of it.
             scale: loss scale; taken out again.
         """
-        with self._repeatable(self.program, call_of(self.batch)) as (given, named):
+        with self._repeatable(self.program, call_of(self.program, self.batch)) as (given, named):
             return self._judged(program(*given, **named), self.program, scale)
 
     def exact(self) -> Results | None:
         """The same of a copy of the model in fp64; None where it draws random numbers, which are others in fp64."""
         wide = copy.deepcopy(self.program).double()
-        with self._repeatable(wide, tree_map(_double, call_of(self.batch))) as (given, named):
+        with self._repeatable(wide, tree_map(_double, call_of(self.program, self.batch))) as (given, named):
             before = _drawn()
             found = self._judged(wide(*given, **named), wide, 1.0)
             return found if _drawn() == before else None
@@ -116,7 +117,7 @@ class OutputStep(Step):
     def measure(self, meter: Meter, program: Callable[..., Any], seed: int, probes: int) -> None:
         """As in the class above."""
         parameters = [parameter for parameter in self.program.parameters() if parameter.requires_grad]
-        with self._repeatable(self.program, call_of(self.batch)) as (given, named):
+        with self._repeatable(self.program, call_of(self.program, self.batch)) as (given, named):
             # traced as it is called; the graphs themselves are differentiated
             returned = program(*given, **named)
             with torch.enable_grad():

@@ -14,7 +14,6 @@ from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region, ambient_regions
 from amp_fx.graphs.values import tensors
-from amp_fx.options import Options
 from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, run_in_order, run_passes
 from amp_fx.passes.base import bodies
 from amp_fx.passes.forward.place_by_harm import Placement, PricedGraph, price
@@ -22,6 +21,7 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.plan import Plan
 from amp_fx.rewriting import rewrite
+from amp_fx.settings import Options
 from amp_fx.targets import tracing
 from amp_fx.targets.process import TargetProcess
 from amp_fx.weights.inference import weight_inputs

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from amp_fx.calibration.step import Results, Step
-from amp_fx.options import Options
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.scaling import without_scaling
+from amp_fx.settings import Options
 
 __all__ = ["SLACK", "Verifier"]
 

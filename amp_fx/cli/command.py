@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["MODULE", "Command", "literal", "paint", "program"]
+from amp_fx.errors import AmpFxError
+
+__all__ = ["MODULE", "Command", "literal", "paint", "program", "writable"]
 
 #: how the program is started without its script
 MODULE = "python -m amp_fx"
@@ -61,6 +63,22 @@ def literal(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a JSON object nor a Python dictionary")
     return value
+
+
+def writable(*paths: str | None) -> None:
+    """Refuses a file that cannot be written, before the work.
+
+    Raises:
+        AmpFxError: its folder is missing or cannot be written, or it is a folder itself.
+    """
+    for path in map(Path, filter(None, paths)):
+        folder = path.absolute().parent
+        if path.is_dir():
+            raise AmpFxError(f"{str(path)!r} cannot be written: it is a folder.")
+        if not folder.is_dir():
+            raise AmpFxError(f"{str(path)!r} cannot be written: there is no folder '{Path(path).parent}'.")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise AmpFxError(f"{str(path)!r} cannot be written: permission denied.")
 
 
 def paint(text: str, stream: TextIO) -> str:

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 an error (told in one line), 2 wrong usage.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from amp_fx.cli.export_command import EXPORT
 from amp_fx.cli.profile_command import PROFILE
 from amp_fx.cli.report_commands import REPORT_COMMANDS
 from amp_fx.cli.targets_command import TARGETS_COMMAND
-from amp_fx.errors import AmpFxError
+from amp_fx.errors import AmpFxError, did_you_mean
 
 __all__ = ["main"]
 
@@ -35,9 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: for ``--help``, ``--version`` and wrong usage, as argparse does.
     """
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
+        parser.error(
+            f"no command {argv[0]!r}; valid: {', '.join(_COMMANDS)}.{did_you_mean(argv[0], _COMMANDS)}"
+        )
+    args = parser.parse_args(argv)
     try:
-        return _COMMANDS[args.command].run(args)
+        code = _COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # whoever reads has seen enough, as in `| head`; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (AmpFxError, OSError) as error:
         # one line, whatever an error of another library holds
         text = " ".join(_message(error).split())

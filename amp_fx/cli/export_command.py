@@ -10,12 +10,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import compile_package
-from amp_fx.cli.command import Command
+from amp_fx.cli.command import Command, writable
 from amp_fx.cli.models import Target, load_target
 from amp_fx.errors import AmpFxError
 from amp_fx.exporting.converting import export, extra_files
 from amp_fx.exporting.onnx_file import need_onnx, write_onnx
-from amp_fx.options import DTYPES, LEVEL_OPTIONS
+from amp_fx.settings import DTYPES, LEVEL_OPTIONS
 
 __all__ = ["EXPORT"]
 
@@ -82,6 +82,7 @@ def _run(args: argparse.Namespace) -> int:
         raise AmpFxError(
             f"the output must end in .pt2, which torch.export.load asks for; got {args.output!r}."
         )
+    writable(args.output)
     target = load_target(args.target)
     ep = export(
         target.model.eval(),

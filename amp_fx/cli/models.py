@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +74,9 @@ def import_callable(text: str) -> Callable[..., Any]:
         AmpFxError: there is no such module or callable.
     """
     module_name, _, name = text.partition(":")
+    if module_name.endswith(".py"):
+        # a path, as a shell completes it
+        module_name = ".".join(Path(module_name[:-3]).parts)
     if not module_name or not name:
         raise AmpFxError(
             f"{text!r} is not of the form package.module:callable, as in mypackage.models:make_gpt."

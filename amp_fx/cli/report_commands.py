@@ -8,11 +8,11 @@ import sys
 from typing import Any
 
 import amp_fx
-from amp_fx.cli.command import Command, literal, paint
+from amp_fx.cli.command import Command, literal, paint, writable
 from amp_fx.cli.models import Target, import_callable, load_program, load_target
 from amp_fx.errors import AmpFxError
 from amp_fx.reports.histograms import NoLossError
-from amp_fx.reports.report import SUFFIXES, Report
+from amp_fx.reports.report import SUFFIXES, Report, check_suffix
 
 __all__ = ["REPORT_COMMANDS"]
 
@@ -92,6 +92,9 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    writable(*args.output)
+    for path in args.output:
+        check_suffix(path)
     report = _report(args.model, args.options, args.target)
     table = f"\n\n{report.table()}" if args.table else ""
     _print(f"{report}{table}", report.to_dict(), args.json)
@@ -124,6 +127,8 @@ def _draw_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _draw(args: argparse.Namespace) -> int:
+    writable(args.output)
+    check_suffix(args.output)
     earlier = Report.load(args.against) if args.against else None
     path = _report(args.model, args.options, args.target).save(args.output, against=earlier)
     _print(f"wrote {path}", {"path": str(path)}, args.json)
@@ -149,6 +154,7 @@ def _histogram_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _histogram(args: argparse.Namespace) -> int:
+    writable(args.output)
     loaded = _load(args.model)
     if loaded.args and loaded.kwargs:
         raise AmpFxError(

@@ -20,10 +20,10 @@ from amp_fx.exporting.ends import narrow_ends
 from amp_fx.exporting.options import ExportOptions
 from amp_fx.exporting.program import new_program
 from amp_fx.exporting.stored import beyond_range, store_low, stored_weights, tied
+from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.devices import graph_device, graph_devices
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.regions import Region
-from amp_fx.options import Options
 from amp_fx.passes import (
     CAPTURED,
     Case,
@@ -43,6 +43,7 @@ from amp_fx.policy import OpClass
 from amp_fx.policy.levels import levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import replay
+from amp_fx.settings import Options
 
 __all__ = ["REPORT_FILE", "convert", "export", "extra_files"]
 
@@ -57,7 +58,7 @@ _PLAN = "amp_fx_plan"
 
 def export(
     model: torch.nn.Module,
-    args: tuple[Any, ...],
+    args: Any,
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
@@ -70,22 +71,22 @@ def export(
 
     Args:
         model: usually in evaluation mode, fp32.
-        args: example inputs.
+        args: example inputs: a tuple, or one batch as :func:`amp_fx.calibrate` takes it.
         kwargs: example keyword inputs.
         dynamic_shapes: as in ``torch.export.export``.
         keep_io_dtypes: see :func:`convert`.
         options: see :func:`convert`.
 
     Raises:
+        InputError: the model does not take the inputs.
         OptionsError: bad options, or weights beyond the range of the low dtype.
         CaptureError, PassError: the program cannot be rewritten.
     """
     opts = ExportOptions.parse(options)
+    given, named = inputs_of(model, args, kwargs)
     # plans of graphs that are called without gradients are about what is traced so
     with torch.set_grad_enabled(torch.is_grad_enabled() and opts.shared.plan is None):
-        program = torch.export.export(
-            model, args, None if kwargs is None else dict(kwargs), dynamic_shapes=dynamic_shapes
-        )
+        program = torch.export.export(model, given, named, dynamic_shapes=dynamic_shapes)
     return _convert(program, opts, keep_io_dtypes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_fx.errors import ExportError, MissingLibraryError
 from amp_fx.exporting.converting import export
+from amp_fx.graphs.batches import inputs_of
 
 __all__ = ["export_onnx", "need_onnx", "write_onnx"]
 
@@ -30,7 +31,7 @@ _REMEDY = 'Keep the call in fp32: policy={"rules": [{"module": ..., "precision":
 
 def export_onnx(
     model: torch.nn.Module,
-    args: tuple[Any, ...],
+    args: Any,
     path: str | os.PathLike[str],
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -45,7 +46,7 @@ def export_onnx(
 
     Args:
         model: usually in evaluation mode, fp32.
-        args: example inputs.
+        args: example inputs: a tuple, or one batch as :func:`amp_fx.calibrate` takes it.
         path: of the file; weights beyond 2 GB are in one more beside it, with ``.data`` behind its name.
         kwargs: example keyword inputs.
         dynamic_shapes: as in ``torch.export.export``.
@@ -61,10 +62,11 @@ def export_onnx(
         OptionsError, CaptureError, PassError: as :func:`amp_fx.export`.
     """
     need_onnx(path)
-    ep = export(model, args, kwargs, dynamic_shapes=dynamic_shapes, keep_io_dtypes=keep_io_dtypes, **options)
+    given, named = inputs_of(model, args, kwargs)
+    ep = export(model, given, named, dynamic_shapes=dynamic_shapes, keep_io_dtypes=keep_io_dtypes, **options)
     write_onnx(ep, path)
     if keep_io_dtypes:
-        _compare(ep, path, model, args, kwargs or {})
+        _compare(ep, path, model, given, named)
     return ep
 
 
@@ -131,8 +133,8 @@ def _compare(
     ep: torch.export.ExportedProgram,
     path: str | os.PathLike[str],
     model: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     """Runs the file in onnxruntime, if that is installed, beside the model.
 
@@ -147,7 +149,7 @@ def _compare(
         return
     import onnxruntime
 
-    given = [value for value in tree_leaves((tuple(args), dict(kwargs))) if isinstance(value, torch.Tensor)]
+    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     try:
         session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
         names = [each.name for each in session.get_inputs()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_fx.errors import OptionsError, did_you_mean
-from amp_fx.options import LEVEL_OPTIONS, Options
+from amp_fx.settings import LEVEL_OPTIONS, Options
 
 __all__ = ["ExportOptions"]
 

@@ -23,8 +23,8 @@ import torch
 
 from amp_fx.errors import ScalerError
 from amp_fx.integrations.common import backend_options, needed
-from amp_fx.options import Options
 from amp_fx.scaling import scaler as scaling
+from amp_fx.settings import Options
 
 with needed("accelerate"):
     from accelerate.optimizer import AcceleratedOptimizer

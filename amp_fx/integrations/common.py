@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from amp_fx.errors import MissingLibraryError, OptionsError
-from amp_fx.options import Options
 from amp_fx.scaling import GradScaler
+from amp_fx.settings import Options
 
 __all__ = ["backend_options", "compile_in_place", "needed"]
 

@@ -49,6 +49,11 @@ def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
         raise PlanError(f"plan {name!r} is not valid JSON: {error}.") from error
     except SchemaError as error:
         raise PlanError(f"plan {name!r}: {error}") from error
+    if "version" not in data:
+        raise PlanError(
+            f"plan {name!r} is JSON of something else: its keys are {', '.join(map(repr, sorted(data)[:_SHOWN]))}. "
+            f"Write a plan with amp_fx.explain(...).plan.save({name!r})."
+        )
     # a report holds the plans of several graphs
     rows = data.get("plans", [data])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

@@ -18,8 +18,8 @@ from amp_fx._torch import autocast_shield, compile_with_inductor
 from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import ambient_regions
-from amp_fx.options import Options
 from amp_fx.policy.table import supported_devices
+from amp_fx.settings import Options
 
 __all__ = ["autocast_backend"]
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from amp_fx._torch import replace_inner_compile, unwrapped_errors
 from amp_fx.errors import AmpFxError
+from amp_fx.graphs.batches import arguments_of
 from amp_fx.graphs.uncompiled import not_told
 from amp_fx.graphs.values import tensors
-from amp_fx.options import Options
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import Plan
 from amp_fx.policy.table import supported_devices
@@ -34,6 +34,7 @@ from amp_fx.reports.report import Cost, Report
 from amp_fx.reports.targeted import explain_for
 from amp_fx.reports.untouched import plain, untouched
 from amp_fx.scaling.unscaled import without_scaling
+from amp_fx.settings import Options
 from amp_fx.targets import find_target
 
 __all__ = ["explain"]
@@ -57,7 +58,7 @@ def explain(
         model: a module or a function. What ``torch.compile`` returned is taken as it was before; after
             ``module.compile()`` the module is compiled in place here, too, which Dynamo does not do for all modules.
             With a target it may be on the ``meta`` device: then nothing of its size is held in memory.
-        *args: of one call.
+        *args: of one call. One tuple or mapping is a batch, whose parts are the arguments.
         options: as in ``torch.compile(model, backend="amp_fx", options=...)``.
         target: a GPU that need not be in this machine, ``"cuda:h100"``; ``amp-fx targets`` lists them. The model is on
             the CPU or on ``meta``. None: the device that the model is on. What is no string is the model's own
@@ -70,6 +71,7 @@ def explain(
         The report; every subgraph is in it, graph breaks are named, and so is what never becomes a graph.
 
     Raises:
+        InputError: the model does not take the arguments.
         OptionsError: bad options.
         TargetError: no such target, or this machine lacks what it takes to compile for it.
         CaptureError, PassError: with ``strict``, a graph cannot be rewritten.
@@ -86,6 +88,7 @@ def explain(
         target = None
     parsed = Options.parse(None, options)
     program = getattr(model, "_orig_mod", model)
+    args, kwargs = arguments_of(program, args, kwargs)
     # a scaler belongs to a training that is not going on here
     given = {key: value for key, value in (options or {}).items() if key != "scaler"}
     not_compiled = NotCompiled()
@@ -99,7 +102,8 @@ def explain(
     notes += weight_advice(plans, weights) + layout_advice(plans, weights)
     if parsed.scaler is None:
         notes += scaling_advice(plans)
-    return Report(plans, _title(program, target), costs, notes, harms, modules)
+    device = "cuda" if target else _device(program, args, kwargs)
+    return Report(plans, _title(program, target), costs, notes, harms, modules, device)
 
 
 def _title(program: Callable[..., Any], target: str | None) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from amp_fx.errors import AmpFxError
+from amp_fx.graphs.batches import call_of
 from amp_fx.graphs.values import tensors
 from amp_fx.plans.files import write_text
 from amp_fx.reports.counting import FORMATS, Counts
@@ -30,7 +31,7 @@ from amp_fx.reports.untouched import plain, untouched
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "Histogram", "NoLossError", "call_of", "histogram", "loss_of"]
+__all__ = ["KINDS", "Histogram", "NoLossError", "histogram", "loss_of"]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
@@ -182,12 +183,13 @@ def histogram(
 
     Raises:
         NoLossError: what should be the loss is no tensor with one element.
+        InputError: the model does not take the batch.
         AmpFxError: not a module, or a loss that depends on no parameter.
     """
     program = getattr(model, "_orig_mod", model)
     if not isinstance(program, nn.Module):
         raise AmpFxError(f"histogram needs a torch.nn.Module; got {type(model).__name__}.")
-    args, kwargs = call_of(batch)
+    args, kwargs = call_of(program, batch)
     found: dict[str, dict[str, Counts]] = {}
 
     def count(name: str, kind: str, value: torch.Tensor) -> None:
@@ -220,13 +222,6 @@ def histogram(
         if gradient is not None:
             count(name.rpartition(".")[0], "weight_gradients", gradient)
     return Histogram(found, type(program).__name__)
-
-
-def call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as the arguments of a call: a tuple or list, a mapping, or the only argument."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
 
 
 def loss_of(result: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:

@@ -29,7 +29,7 @@ from amp_fx.reports.report_data import Cost, ReportData
 from amp_fx.viz import beside, dot, html, model, model_explorer
 from amp_fx.viz.words import because
 
-__all__ = ["SUFFIXES", "Cost", "Report"]
+__all__ = ["SUFFIXES", "Cost", "Report", "check_suffix"]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
@@ -39,6 +39,21 @@ SUFFIXES = (".html", ".svg", ".png", ".dot", ".json", ".md")
 
 #: bytes; a report has about 600 a call
 _MAX_FILE = 256 * 1024 * 1024
+
+
+def check_suffix(path: str | Path) -> None:
+    """Refuses a file that :meth:`Report.save` does not write.
+
+    Raises:
+        AmpFxError: another suffix.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in SUFFIXES and not path.name.endswith(model_explorer.SUFFIX):
+        valid = (*SUFFIXES, beside.SUFFIX, model_explorer.SUFFIX)
+        raise AmpFxError(
+            f"cannot write {path.name!r}; valid suffixes: {', '.join(valid)}."
+            + did_you_mean(path.suffix.lower(), SUFFIXES)
+        )
 
 
 class Report(ReportData):
@@ -116,6 +131,7 @@ class Report(ReportData):
             "notes": [asdict(row) for row in self.notes],
             **({"harms": self.harms} if self.harms else {}),
             "modules": [row.to_dict() for row in self.modules],
+            "device": self.device,
         }
 
     @classmethod
@@ -141,6 +157,7 @@ class Report(ReportData):
             decode(dict[str, dict[str, float | None]], data.get("harms", {}), "report.harms"),
             # an older report has none
             decode(list[ModuleCasts], data.get("modules", []), "report.modules"),
+            decode(str, data.get("device", ""), "report.device"),
         )
 
     @classmethod
@@ -183,6 +200,7 @@ class Report(ReportData):
             OSError: the file cannot be written.
         """
         path = Path(path)
+        check_suffix(path)
         suffix = path.suffix.lower()
         if path.name.endswith(model_explorer.SUFFIX):
             model_explorer.write(model.drawing(self, against), path)
@@ -194,14 +212,8 @@ class Report(ReportData):
             write_text(path, self.to_markdown())
         elif suffix == ".html":
             write_text(path, html.render(model.drawing(self, against)))
-        elif suffix in SUFFIXES:
-            dot.write(model.drawing(self, against), path)
         else:
-            valid = (*SUFFIXES, beside.SUFFIX, model_explorer.SUFFIX)
-            raise AmpFxError(
-                f"cannot write {path.name!r}; valid suffixes: {', '.join(valid)}."
-                + did_you_mean(suffix, SUFFIXES)
-            )
+            dot.write(model.drawing(self, against), path)
         return path
 
     def _beside(self) -> str:

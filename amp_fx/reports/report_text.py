@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
@@ -15,13 +17,16 @@ from amp_fx.viz.words import more_bytes
 
 __all__ = ["first_screen", "heading", "markdown", "notebook", "table"]
 
-#: the first screen: lines, and characters in a line
+#: the first screen: lines, and characters in a line where there is no terminal that has fewer
 _LINES, _WIDTH = 25, 118
 
 _BAR = 12
 
+#: a change of traffic that is none
+_SAME = 0.0005
+
 #: what the second column of costs is
-_BASELINE = "torch.autocast: made to return the same dtypes, backward traced without autocast"
+_BASELINE = "autocast made to return the same dtypes, backward traced without it"
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -30,10 +35,11 @@ def first_screen(report: ReportData) -> str:
     """At most 25 lines: shares by dtype, casts beside torch.autocast's, and what is to be known and done."""
     head = [heading(report)]
     if report.plans:
-        head += ["", *_share_lines(report), "", *_cost_lines(report)]
+        head += [*_verdict(report), "", *_share_lines(report), "", *_cost_lines(report)]
     for block in _findings(report, _LINES - len(head)):
         head += block
-    return "\n".join(map(_clip, head[:_LINES]))
+    width = _columns()
+    return "\n".join(_clip(line, width) for line in head[:_LINES])
 
 
 def _findings(report: ReportData, room: int) -> list[list[str]]:
@@ -66,6 +72,30 @@ def heading(report: ReportData) -> str:
     return f"amp_fx {report.title}".rstrip() + f": {graphs}, policy {policy}"
 
 
+def _verdict(report: ReportData) -> list[str]:
+    """What a step moves beside torch.autocast, in one sentence; nothing where nobody counted."""
+    ours, theirs = (report.costs.get(name) for name in ("amp_fx", "torch.autocast"))
+    if ours is None or theirs is None or not ours.moved or not theirs.moved:
+        return []
+    change = 1 - ours.moved / theirs.moved
+    if abs(change) < _SAME:
+        text = "Same traffic as torch.autocast"
+    else:
+        text = (
+            more_bytes(report.plans, ours.moved, theirs.moved)
+            or f"{change:.1%} less traffic than torch.autocast"
+        )
+    if ours.kernels is not None and theirs.kernels and ours.kernels < theirs.kernels:
+        text += f", with {ours.kernels} of its {theirs.kernels} cast kernels"
+    if report.device == "cpu":
+        text += ". What a GPU would do: target='cuda:h100'"
+    return textwrap.wrap(f"{text[0].upper()}{text[1:]}.", _columns())
+
+
+def _columns() -> int:
+    return max(40, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))
+
+
 def _share_lines(report: ReportData) -> list[str]:
     lines = [f"{'':16}{'FLOPs':>8}{'':{_BAR + 1}}{'bytes of results':>18}"]
     for dtype, share in report.shares().items():
@@ -95,8 +125,6 @@ def _cost_lines(report: ReportData) -> list[str]:
             lines.append(f"  {title:<28}{cells}")
     if report.costs and "torch.autocast" in compared:
         lines.append(f"  ({_BASELINE})")
-        if more := more_bytes(report.plans, compared["amp_fx"].moved, compared["torch.autocast"].moved):
-            lines.append(f"  {more}")
     if held := report.held:
         copies = [given for given in held if given.dtype is not torch.float32]
         kept = f"{len(copies)}, {_size(sum(given.bytes for given in held))}"
@@ -180,15 +208,15 @@ def _block(title: str, rows: Sequence[str], most: int) -> list[str]:
     return [f"{title}{shown}", *(f"  {row}" for row in rows[:most])]
 
 
-def _clip(line: str) -> str:
+def _clip(line: str, width: int) -> str:
     """A line of the first screen. What is to be pasted stays whole, however long; so do source lines."""
     text, options, rest = line.partition("options={")
-    if len(text) <= _WIDTH:
+    if len(text) <= width:
         return line
     head, bracket, place = text.rpartition(" [")
-    end = f"{bracket}{place}" if text.endswith("]") and len(place) < _WIDTH // 2 else ""
+    end = f"{bracket}{place}" if text.endswith("]") and len(place) < width // 2 else ""
     text = head if end else text
-    return f"{text[: _WIDTH - 4 - len(end)]}...{end}{' ' if options else ''}{options}{rest}"
+    return f"{text[: width - 4 - len(end)]}...{end}{' ' if options else ''}{options}{rest}"
 
 
 def _html_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -28,7 +28,7 @@ import amp_fx.rewriting
 from amp_fx import CaptureError, FallbackWarning, OptionsError, Plan, record
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import Region
-from amp_fx.options import Options
+from amp_fx.settings import Options
 from graphs import DEFAULTS, Block, dynamo_graph
 from versions import fails_in
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from amp_fx import OptionsError
-from amp_fx.options import Options
+from amp_fx.settings import Options
 from combinations import (
     AXES,
     EXCLUDED,

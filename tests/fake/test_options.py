@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from amp_fx import AmpFxError, OptionsError, Policy, Rule
-from amp_fx.options import LEVEL_OPTIONS, Options
 from amp_fx.policy.levels import AUTO, levels_of
+from amp_fx.settings import LEVEL_OPTIONS, Options
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

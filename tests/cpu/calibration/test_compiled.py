@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.calibration.step import OutputStep, Step
 from amp_fx.calibration.verifying import Verifier
-from amp_fx.options import Options
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.settings import Options
 from examples import hugging_face
 from small_models import SpreadNorm, train
 

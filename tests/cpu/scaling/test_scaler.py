@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import amp_fx.scaling.findings
 from amp_fx import GradScaler, OptionsError, ScalerError
 from amp_fx._torch import FakeTensor, FakeTensorMode
-from amp_fx.options import Options
 from amp_fx.scaling import ScaledGraph
+from amp_fx.settings import Options
 from gpt import GPT, GPTConfig, get_batch, make_corpus
 from scaled import (
     INF,

@@ -17,8 +17,8 @@ from torch._inductor.utils import run_and_get_code
 
 import amp_fx.weights.folding
 from amp_fx import OptionsError, WeightsError, weights
-from amp_fx.options import Options
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.settings import Options
 from graphs import DEFAULTS
 from holding import Compiles, Held
 

@@ -159,11 +159,6 @@ def test_errors_of_the_operating_system_are_told_in_words(
 ) -> None:
     assert "there is no file 'none.json'." in error_of(capsys, "diff", saved["low"], "none.json")
     assert "there is no file 'no.json'." in error_of(capsys, "draw", saved["low"], "--against", "no.json")
-    # a file is written under another name first, which is not the user's business
-    assert (
-        error_of(capsys, "draw", saved["low"], "-o", "nowhere/a.html")
-        == "error: there is no folder 'nowhere'.\n"
-    )
     (tmp_path / "folder.json").mkdir()
     assert error_of(capsys, "explain", "folder.json") == "error: 'folder.json': Is a directory.\n"
 
@@ -315,3 +310,43 @@ def test_a_program_calls_itself_by_the_name_it_was_started_by(
     assert help_.out.count(f"\n  {name} explain train:build") == 4
     assert f"`{name} profile -o FILE`" in hint.err
     assert not any(other in each.out + each.err for each in said)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["explain", "user_models:build", "-o", "missing/report.json"],
+        ["explain", "user_models:build", "-o", "report.txt"],
+        ["draw", "user_models:build", "-o", "folder"],
+        ["histogram", "user_models:with_loss", "-o", "missing/figure.png"],
+        ["calibrate", "user_models:with_loss", "--plan", "missing/plan.json"],
+        ["export", "user_models:build", "-o", "missing/model.pt2"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    argv: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    assert Path(argv[-1]).name in error_of(capsys, *argv)
+    assert "user_models" not in sys.modules
+
+
+def test_a_path_of_a_module_is_taken_as_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no callable 'nothing'" in error_of(capsys, "explain", "user_models.py:nothing")
+
+
+def test_a_command_that_is_misspelt_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["exlpain", "user_models:build"])
+    assert "'explain'" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(saved: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "amp_fx", "explain", saved["low"], "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 0

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
-from amp_fx.options import Options
 from amp_fx.placement.devices import builtin
 from amp_fx.placement.profile import ProfileError
 from amp_fx.policy.table import lookup, supported_devices
 from amp_fx.rewriting import rewrite
+from amp_fx.settings import Options
 from amp_fx.targets.moving import move
 
 aten = torch.ops.aten

@@ -15,9 +15,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from amp_fx import record, rewriting
 from amp_fx.graphs.calls import COPY_META
 from amp_fx.graphs.regions import ambient_regions
-from amp_fx.options import Options
 from amp_fx.plans.reasons import Kind
 from amp_fx.reports import Report
+from amp_fx.settings import Options
 from amp_fx.viz.model import drawing
 from graphs import Rewritten, casts_of, dynamo_graph, rewrite, without_inductor
 from levels import Attention, calls, error, evaluated, exact, options, scaled

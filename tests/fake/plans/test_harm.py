@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import amp_fx.rewriting
 from amp_fx import OptionsError, PlanError, Policy
 from amp_fx.graphs.regions import ambient_regions
-from amp_fx.options import Options
 from amp_fx.passes import OUTLINE, PassContext, run_passes
 from amp_fx.plans.harm import CallHarm, GraphHarm, Harm, ReadHarm, slots
+from amp_fx.settings import Options
 from graphs import captured, dynamo_graph, rewrite
 
 

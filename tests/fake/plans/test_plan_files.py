@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx.backend
 from amp_fx import OptionsError, Plan, PlanError, Report, VerifyError
-from amp_fx.options import Options
 from amp_fx.plans.plan_files import choose_plan, load_plans
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
+from amp_fx.settings import Options
 from graphs import Rewritten, casts_of, rewrite
 
 RULES = {"rules": [{"op": "gelu", "precision": "fp32"}, {"module": "head", "precision": "fp32"}]}
@@ -305,8 +305,9 @@ def test_the_wrong_field_of_a_node_is_named(made: Rewritten, row: dict[str, Any]
         (b"[]", "a plan is a JSON object; got list"),
         (b"[" * 100_000, "is not valid JSON"),
         (b"\xff", "is not valid JSON"),
-        (b'{"plans": 3}', "plans should be a list of objects"),
-        (b"{}", "plan has version None"),
+        (b'{"plans": 3, "version": 1}', "plans should be a list of objects"),
+        (b'{"version": 0}', "plan has version 0"),
+        (b'{"name": "a package"}', "'name'"),
     ],
 )
 def test_a_file_that_holds_no_plan_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx import OptionsError, Policy, Rule
-from amp_fx.options import Options
 from amp_fx.policy.presets import PRESETS
+from amp_fx.settings import Options
 from graphs import rewrite
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx import Plan, Report
-from amp_fx.options import Options
 from amp_fx.reports.advice import Advice, advise, layout_advice, scaling_advice, weight_advice
 from amp_fx.reports.risks import rank_risks
+from amp_fx.settings import Options
 from graphs import Rewritten, rewrite
 
 

@@ -107,6 +107,21 @@ def test_measured_costs_replace_those_of_the_plans(report: Report) -> None:
     assert "5.00 GB" in text
 
 
+def test_the_report_begins_with_what_a_step_moves_beside_autocast(report: Report) -> None:
+    for moved, word in ((930, "7.0% less"), (1000, "same"), (1050, "5.0 % more")):
+        report.costs = {"amp_fx": Cost(1, 2, 3, 4, moved), "torch.autocast": Cost(6, 7, 8, 9, 1000)}
+        assert word in str(report).splitlines()[1].lower()
+    report.device = "cpu"
+    assert "target='cuda:h100'" in str(report)
+    assert Report.from_dict(report.to_dict()).device == "cpu"
+
+
+def test_the_first_screen_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = str(crowded()).splitlines()
+    assert all(len(line) <= 80 for line in lines if "options={" not in line)
+
+
 def crowded() -> Report:
     """Everything that a first screen may have, and more of it than fits."""
     rows = []
