@@ -43,7 +43,9 @@ class _Step(nn.Module):
         self.cache = StaticCache(self.model.config, max_cache_len=context)
         config = self.model.config
         head = config.hidden_size // config.num_attention_heads
-        self.cache.early_initialization(1, config.num_key_value_heads, head, torch.float32, torch.device("meta"))
+        self.cache.early_initialization(
+            1, config.num_key_value_heads, head, torch.float32, torch.device("meta")
+        )
 
     def forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         return self.model(token, past_key_values=self.cache, cache_position=position, use_cache=True).logits
@@ -78,9 +80,13 @@ def main() -> None:
     """Prints a row for each step: bytes and cast kernels under autocast, amp_fx, and policy fast."""
     parser = argparse.ArgumentParser(description="Count the steps of Llama 3 8B on an H100.")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="N")
-    parser.add_argument("--steps", nargs="+", choices=("training", "decoding"), default=("training", "decoding"))
+    parser.add_argument(
+        "--steps", nargs="+", choices=("training", "decoding"), default=("training", "decoding")
+    )
     args = parser.parse_args()
-    print(f"{'step':10}{'tokens':>8}{'autocast GB':>14}{'amp_fx':>9}{'fast':>9}{'cast kernels':>22}", flush=True)
+    print(
+        f"{'step':10}{'tokens':>8}{'autocast GB':>14}{'amp_fx':>9}{'fast':>9}{'cast kernels':>22}", flush=True
+    )
     for step in args.steps:
         for tokens in args.tokens:
             _row(step, tokens)

@@ -78,6 +78,7 @@ class Level:
         auto: CUDA devices that :data:`AUTO` means it for; empty: all devices that no row above is for; None: none.
         evaluated: name of the level that stands for it where nothing is differentiated; empty: itself.
         stored: name of the level in which weights are brought there; empty: itself.
+        one_row: name of the level that multiplies where there is only one row; empty: itself.
         multiply: makes the product of operands with scales, see :func:`amp_fx.policy.scaled.scaled_mm`.
     """
 
@@ -101,6 +102,7 @@ class Level:
     auto: tuple[tuple[int, int], ...] | None = None
     evaluated: str = ""
     stored: str = ""
+    one_row: str = ""
     # an address would change the keys of caches
     multiply: Callable[..., Any] = field(default=scaled_mm, repr=False)
 
@@ -164,6 +166,8 @@ LEVELS = {
             about="as int8; values are unsigned, which oneDNN has fast kernels for on all CPUs, and weights packed",
             value=torch.uint8,
             stored="int8",
+            # a call of oneDNN takes 20 us before it multiplies, 512 x 512 with one row takes 5
+            one_row="int8",
             device="cpu",
             auto=(),
             keeps_weights=True,

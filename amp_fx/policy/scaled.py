@@ -198,11 +198,14 @@ def int8_mm(
     *,
     is_forward: bool,
 ) -> Any:
-    """The product of two matrices of signed integers, as :func:`scaled_mm`; sums are exact."""
+    """The product of two matrices of signed integers, as :func:`scaled_mm`; sums are exact.
+
+    Both factors are multiplied first: one after the other, Inductor's freezing takes the product for a quantised one
+    with signed values, for which oneDNN has reference kernels only on most CPUs, 200 times slower.
+    """
     product = call(aten._int_mm.default, first, second)
     product = call(prims.convert_element_type.default, product, torch.float32)
-    product = call(aten.mul.Tensor, product, factors[1])
-    return _finished(product, factors[0], bias, dtype, call)
+    return _finished(product, call(aten.mul.Tensor, *factors), bias, dtype, call)
 
 
 def packed_int8_mm(

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import torch
 import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext, PassResult
@@ -88,7 +89,7 @@ class PlaceLevels(Pass):
         self.sizes.append(len(matmuls))
         chosen = self._chosen([matmul for matmul in matmuls if not refused[matmul]])
         for matmul in matmuls:
-            level = self._wanted(matmul) if matmul in chosen else None
+            level = _for_rows(self._wanted(matmul), matmul) if matmul in chosen else None
             if level is not None:
                 LEVEL.set(matmul.node, level)
             why = self._why(matmul, level, refused[matmul])
@@ -174,6 +175,19 @@ class PlaceLevels(Pass):
         if self.level is None and wanted is not None:
             return replace(refused, values={**refused.values, "planned": wanted.policy})
         return refused
+
+
+def _for_rows(level: Level | None, matmul: Matmul) -> Level | None:
+    """The level, or the one that multiplies a single row in its place."""
+    if (
+        level is None
+        or not level.one_row
+        or isinstance(matmul.sizes[0], torch.SymInt)
+        or matmul.sizes[0] != 1
+    ):
+        return level
+    other = LEVELS[level.one_row]
+    return other if divides(other.grain, matmul.sizes[1:]) else level
 
 
 def write_choice(row: NodePlan, role: str, level: Level | None, why: Reason) -> None:

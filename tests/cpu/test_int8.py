@@ -118,6 +118,14 @@ def test_linears_but_the_last_run_in_int8_and_rules_are_followed(model: Net, ids
     }
 
 
+def test_a_single_row_is_multiplied_without_packing() -> None:
+    model, run = small()
+    assert planned(run, torch.randn(1, 32))["0"] == "int8"
+    torch._dynamo.reset()
+    x = torch.randn(1, 32)
+    assert wrong(run(x), model, x) < 0.03
+
+
 def test_rows_of_zeros_stay_zeros_and_an_infinity_makes_nan_of_its_row() -> None:
     model, run = small()
     x = torch.randn(4, 32)

@@ -183,6 +183,20 @@ def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_c
 
 
 @pytest.mark.parametrize(
+    ("device", "queries", "slower"), [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False)]
+)
+def test_attention_of_one_query_takes_longer_in_16_bits_on_a_cpu(
+    device: str, queries: int, slower: bool
+) -> None:
+    profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 2.0}, 1.0, 1.0)
+    query, key = torch.randn(1, 2, queries, 8), torch.randn(1, 2, 16, 8)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    cost, nodes = model(attention, query, key, key, profile=profile)
+    high, low = cost.arithmetic(nodes["scaled_dot_product_attention"], BF16) or (0, 0)
+    assert (low > high) is slower
+
+
+@pytest.mark.parametrize(
     ("device", "kernel", "layout", "passes"),
     [
         ("cpu", 3, torch.contiguous_format, 2),
