@@ -30,6 +30,7 @@ from amp_fx.policy import Policy, Rule
 from amp_fx.reports import Recording, Report, explain, histogram, record
 from amp_fx.scaling import GradScaler
 from amp_fx.state import reset
+from amp_fx.storing import StoredLow, store_low
 
 __all__ = [
     "AmpFxError",
@@ -54,6 +55,7 @@ __all__ = [
     "Rule",
     "ScalerError",
     "ScalingWarning",
+    "StoredLow",
     "TargetError",
     "VerifyError",
     "WeightsError",
@@ -66,6 +68,7 @@ __all__ = [
     "histogram",
     "record",
     "reset",
+    "store_low",
 ]
 
 try:

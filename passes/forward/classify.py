@@ -22,7 +22,7 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.scratch import MAY_ROUND, TIED
-from amp_fx.plans.plan import PLAN_META, NodePlan, Takes
+from amp_fx.plans.plan import PLAN_META, STEP_META, NodePlan, Takes
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass, OpGroup, Origin, fast
 from amp_fx.policy.rules import PRECISIONS, Rule
@@ -65,7 +65,7 @@ class Classify(Pass):
         """See the class."""
         counts: Counter[str] = Counter()
         for node in gm.graph.nodes:
-            if node.op not in ("call_function", "call_method"):
+            if node.op not in ("call_function", "call_method") or STEP_META in node.meta:
                 continue
             plan = _label(node, context)
             node.meta[PLAN_META] = plan
