@@ -75,17 +75,17 @@ def store_low(
     For a model that is called and not trained. The model is called on the batch without gradients, op by op, to see
     what is compiled of it. A parameter is stored low if all that the graphs read of it are casts to one low dtype,
     as they are planned under ``torch.inference_mode``. What else is made of fp32 values keeps them: a table of
-    embeddings that is a head's weight as well, weights in int8 and fp8, and on a CPU those that a BatchNorm is folded into.
-    Afterwards, ``torch.compile(model, backend="amp_fx")`` computes what it did before, bit for bit; code compiled earlier is
-    compiled again.
+    embeddings that is a head's weight as well, weights in int8 and fp8, and on a CPU those that a BatchNorm is folded
+    into. Afterwards, ``torch.compile(model, backend="amp_fx")`` computes what it did before, bit for bit; code compiled
+    earlier is compiled again.
 
     ``state_dict`` has the parameters under the names they had, and ``load_state_dict`` rounds what is fp32.
 
     Args:
         model: usually fp32; one that is compiled is taken as it was before.
         *batch: arguments of one call, or a list of batches, each a tuple of positional arguments, a mapping of keyword
-            arguments or the only argument: what one of them reads in fp32 stays. None at all: the parameters that are in
-            a low dtype already are taken to be stored so, as after ``load_state_dict(..., assign=True)``.
+            arguments or the only argument: what one of them reads in fp32 stays. None at all: the parameters that are
+            in a low dtype already are taken to be stored so, as after ``load_state_dict(..., assign=True)``.
         options: as in ``torch.compile(model, backend="amp_fx", options=...)``.
         **kwargs: of one call.
 

@@ -81,8 +81,8 @@ def _is_widening(node: fx.Node) -> bool:
 
 def _refuse(_gradient: Tensor | None = None) -> None:
     raise WeightsError(
-        "a gradient is asked for of weights that amp_fx.store_low has stored low; their fp32 values are gone. Call the "
-        "model under torch.inference_mode() or torch.no_grad(); to train, load the weights from before into a new model."
+        "a gradient is asked for of weights that amp_fx.store_low has stored low; their fp32 values are gone. Call "
+        "the model under torch.inference_mode() or torch.no_grad(); to train, load fp32 weights into a new model."
     )
 
 

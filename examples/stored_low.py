@@ -63,7 +63,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run(folder)
         for file, weights in ROWS:
-            peak = float(run(Path(folder, f"{file}.pt"), weights, stdout=subprocess.PIPE).stdout.splitlines()[-1])
+            peak = float(
+                run(Path(folder, f"{file}.pt"), weights, stdout=subprocess.PIPE).stdout.splitlines()[-1]
+            )
             print(f"{file:5} weights={weights!r}: peak {peak:.0f} MB", flush=True)
 
 

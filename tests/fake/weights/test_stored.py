@@ -80,7 +80,9 @@ def test_tied_weights_stay_tied() -> None:
     model = decoder()
     stored(model)
     assert model.head.weight is model.table.weight
-    originals = [dict(layer.named_parameters())["parametrizations.bias.original"] for layer in (model.up, model.down)]
+    originals = [
+        dict(layer.named_parameters())["parametrizations.bias.original"] for layer in (model.up, model.down)
+    ]
     assert originals[0] is originals[1]
 
 
@@ -134,7 +136,12 @@ def test_what_batch_norm_is_folded_into_stays_in_fp32_unless_weights_are_cast() 
 
     image = torch.randn(1, 4, 8, 8)
     assert set(stored(network(), image).stored) == {"3.weight", "3.bias"}
-    assert set(stored(network(), image, weights="cast").stored) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert set(stored(network(), image, weights="cast").stored) == {
+        "0.weight",
+        "0.bias",
+        "3.weight",
+        "3.bias",
+    }
 
 
 def test_a_state_dict_goes_into_a_stored_model_and_into_one_in_fp32() -> None:
