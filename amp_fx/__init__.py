@@ -31,6 +31,7 @@ from amp_fx.policy import Policy, Rule
 from amp_fx.reports import Recording, Report, explain, histogram, record
 from amp_fx.scaling import GradScaler
 from amp_fx.state import reset
+from amp_fx.storing import StoredLow, store_low
 
 __all__ = [
     "AmpFxError",
@@ -55,6 +56,7 @@ __all__ = [
     "Rule",
     "ScalerError",
     "ScalingWarning",
+    "StoredLow",
     "TargetError",
     "VerifyError",
     "WeightsError",
@@ -69,6 +71,7 @@ __all__ = [
     "options",
     "record",
     "reset",
+    "store_low",
 ]
 
 try:

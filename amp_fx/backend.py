@@ -45,6 +45,7 @@ from amp_fx.settings import Options
 from amp_fx.state import cache_results
 from amp_fx.viz.words import summary
 from amp_fx.weights.changes import counting
+from amp_fx.widened import refuse_training
 
 __all__ = ["amp_fx", "listen"]
 
@@ -74,11 +75,14 @@ def amp_fx(
         Exception: with ``strict``, whatever fails, as CaptureError or PassError where the graph cannot be rewritten;
             else only what Inductor cannot compile by itself either.
         PlanError: none of the plans in the options is about this graph.
+        WeightsError: a gradient is asked for of weights that are stored low.
     """
     graph_arrived(gm)
     opts = _settled(Options.parse(mode, options))
     devices = graph_devices(gm).intersection(supported_devices())
     call = Call(gm, example_inputs, ambient_regions({d: opts.low_dtype(d) for d in devices}), opts)
+    if call.training:
+        refuse_training(gm, example_inputs)
     reason = not_ours(gm, devices)
     if reason:
         logger.debug("graph passed through to Inductor: %s", reason)

@@ -24,6 +24,7 @@ from amp_fx.scaling.unscaled import is_scaled
 from amp_fx.settings import Options
 from amp_fx.weights.freezing import freeze
 from amp_fx.weights.inference import KeptWeights, cached, copied_weights
+from amp_fx.widened import widenings
 
 __all__ = ["Call", "compile_rewritten", "is_raised"]
 
@@ -93,8 +94,9 @@ def _is_frozen(call: Call, rewritten: fx.GraphModule) -> bool:
         return False
     # folding BatchNorm does not round where eager autocast rounds
     packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not _has_narrow(rewritten)
-    # by default only what takes the place of a low copy
-    asked = opts.weights == "cache" or (opts.weights == "auto" and bool(copied_weights(rewritten)))
+    # by default only what takes the place of a low copy, or of a weight that is stored low
+    low = copied_weights(rewritten) or widenings(rewritten)
+    asked = opts.weights == "cache" or (opts.weights == "auto" and bool(low))
     return opts.weights == "freeze" or (packs and asked)
 
 

@@ -22,6 +22,7 @@ from amp_fx.passes import (
     JOINT,
     PARTITIONED,
     Case,
+    GemmEpilogue,
     Pass,
     PlaceLevels,
     run_keyed,
@@ -29,6 +30,7 @@ from amp_fx.passes import (
 )
 from amp_fx.passes.joint.keep_statistics import is_low_norm
 from amp_fx.passes.joint.separate_outputs import widens_for_both
+from amp_fx.passes.joint.wide_results import mark_results
 from amp_fx.placement import layout
 from amp_fx.plans.publish import is_heard
 from amp_fx.scaling.scaled_graph import ScaledGraph
@@ -61,7 +63,7 @@ def lower(
         A callable with the graph's signature.
     """
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
-    given: list[Pass] = []
+    given: list[Pass] = [GemmEpilogue(mark_results(gm))]
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
         given.append(scaled.rewriting)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,11 +35,12 @@ from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_device import meaning
 from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.modules import module_dtypes
-from amp_fx.plans.plan import Plan
+from amp_fx.plans.plan import STEP_META, Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.policy.levels import levels_of
 from amp_fx.settings import Options
 from amp_fx.weights.inference import weight_inputs
+from amp_fx.widened import widenings
 
 __all__ = ["add_autocast", "replay", "rewrite"]
 
@@ -76,6 +77,8 @@ def rewrite(
         device = graph_device(gm, ambient)
         case = Case(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
         folded = weight_inputs(captured) if case.caches_weights else frozenset[str]()
+        if not training:
+            folded |= _taken_out(widenings(captured))
         profile = resolve(opts.profile, device)
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
         case, said = _evaluated(case, opts, context, device, ambient[device].dtype)
@@ -93,6 +96,13 @@ def rewrite(
         len(plan.casts),
     )
     return captured, plan
+
+
+def _taken_out(casts: Sequence[fx.Node]) -> frozenset[str]:
+    """Casts that widen weights which are stored low get no row in a plan: it is that of the weights in fp32."""
+    for cast in casts:
+        cast.meta[STEP_META] = True
+    return frozenset(cast.name for cast in casts)
 
 
 def _evaluated(

@@ -33,29 +33,26 @@ def training(tokens: int = TOKENS[0]) -> tuple[nn.Module, tuple[()], dict[str, t
 
 
 class _Step(nn.Module):
-    """One token after so many that are in the cache, whose size does not change."""
+    """One token after a context, whose keys and values are given: (layers, 1, heads, context, width of a head)."""
 
-    def __init__(self, context: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        from transformers import StaticCache
-
         self.model = _model()
-        self.cache = StaticCache(self.model.config, max_cache_len=context)
-        config = self.model.config
-        head = config.hidden_size // config.num_attention_heads
-        self.cache.early_initialization(
-            1, config.num_key_value_heads, head, torch.float32, torch.device("meta")
-        )
 
-    def forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return self.model(token, past_key_values=self.cache, cache_position=position, use_cache=True).logits
+    def forward(self, token: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
+            cache.update(key, value, layer)
+        return self.model(token, past_key_values=cache, use_cache=True).logits
 
 
 def decoding(context: int = TOKENS[0]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A decoding step: one token, without gradients."""
+    """A decoding step: one token after so many, without gradients."""
     with torch.device("meta"):
-        token, position = torch.empty(1, 1, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
-    return _Step(context).requires_grad_(False).eval(), (token, position)
+        token, past = torch.empty(1, 1, dtype=torch.int64), torch.empty(32, 1, 8, context, 128)
+    return _Step().requires_grad_(False).eval(), (token, past, past.clone())
 
 
 def _model() -> nn.Module:
@@ -69,7 +66,7 @@ def _model() -> nn.Module:
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=8192,
-        rope_theta=500000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         use_cache=False,
     )
     with torch.device("meta"):

@@ -226,7 +226,7 @@ TABLE: tuple[Row, ...] = (
         _on("cpu", "cuda"),
     ),
     Row(JOINT, LayOutGradients(), "(CPU) gradients of convolutions in their weights' layout", _on("cpu")),
-    Row(JOINT, GemmEpilogue(), "(CUDA) a matmul returns fp32 where the graph does", _on("cuda")),
+    Row(JOINT, GemmEpilogue, "(CUDA) a matmul returns fp32 where the graph does, or a rule", _on("cuda")),
     Row(
         JOINT,
         KeepStatistics(),

@@ -57,7 +57,8 @@ class PassContext:
         profile: rates of the device; None: every listed op goes low, as autocast would have it.
         training: True if the graph will be differentiated.
         path: prefix of node names, the path of the body being rewritten: ``"wrap_body_0."``.
-        folded: names of the graph's inputs whose casts cost nothing, because they are made once and stored.
+        folded: names of the graph's inputs whose casts cost nothing, because they are made once and stored; and of what
+            widens an input that is stored low.
         matched: the user's rules that are about a call of the graph; ``classify`` adds them.
     """
 

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from amp_fx.errors import PassError
 
-__all__ = ["CUSTOM", "MARK", "marked", "only_keyed"]
+__all__ = ["CUSTOM", "MARK", "RESULT_MARK", "mark", "marked", "only_keyed"]
 
 #: node.meta key of what AOTAutograd hands on to all that a call becomes, backward included
 CUSTOM = "custom"
@@ -23,13 +23,27 @@ CUSTOM = "custom"
 #: key in that: the name that the call has in the plan. It is on calls that policy and plan let run below 16 bits
 MARK = "amp_fx_level"
 
+#: likewise, on products whose result a rule has in fp32
+RESULT_MARK = "amp_fx_result"
+
 #: node.meta keys that tracing makes of a graph's code and inputs, and of nothing else
 _KEYED = frozenset({"desc", "original_aten", "partitioner_tag", "val"})
 
 
-def marked(node: fx.Node) -> str | None:
-    """The name in the plan of the call that a node comes from, if that may run below 16 bits."""
-    return (node.meta.get(CUSTOM) or {}).get(MARK)
+def mark(node: fx.Node, key: str, name: str) -> None:
+    """Marks a captured call.
+
+    Args:
+        node: the call.
+        key: :data:`MARK` or :data:`RESULT_MARK`.
+        name: of the call in the plan.
+    """
+    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), key: name}
+
+
+def marked(node: fx.Node, key: str = MARK) -> str | None:
+    """The name in the plan of the call that a node comes from, if that has such a mark."""
+    return (node.meta.get(CUSTOM) or {}).get(key)
 
 
 @contextlib.contextmanager
@@ -59,10 +73,10 @@ def _shown(key: str, value: Any, marks: Collection[str]) -> Any:
 
 
 class _Custom(dict[str, Any]):
-    """Of what is in ``node.meta["custom"]``, the mark, if that is in a uuid."""
+    """Of what is in ``node.meta["custom"]``, the marks that are in a uuid."""
 
     def __init__(self, whole: dict[str, Any], marks: Collection[str]) -> None:
-        super().__init__({MARK: whole[MARK]} if whole.get(MARK) in marks else {})
+        super().__init__({key: whole[key] for key in (MARK, RESULT_MARK) if whole.get(key) in marks})
         self.whole = whole
 
 

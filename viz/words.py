@@ -30,6 +30,8 @@ _SENTENCES = {
     Kind.WRITES: "writes in place: runs in the dtype of what it writes to",
     Kind.GRADIENT: "{of}: reads {dtypes}, as the forward left it",
     Kind.RULE: "user rule {rule}",
+    Kind.WIDE_RESULT: "the fp32 sum is its result, not rounded to {low}",
+    Kind.NO_WIDE_RESULT: "in fp32: {device} has no kernel for {op} that reads {low} and returns fp32",
     Kind.LISTED: "{why}",
     Kind.UNLISTED: "not on the op lists: left as traced",
     Kind.NO_MATMUL: "no matrix product in these shapes: autocast casts nothing",

@@ -214,10 +214,11 @@ def _at_exit(call: Call) -> Undo:
 
 
 def _leave_untraced() -> Undo:
-    """Dynamo leaves our code alone, as it does torch's own scaler; but for functions around modules to compile."""
+    """Dynamo leaves our code alone, as it does torch's own scaler; but for what is around or in modules to compile."""
     from torch._dynamo import trace_rules
 
-    ours = [str(path) for path in Path(__file__).parents[1].iterdir() if path.name != "integrations"]
+    traced = ("integrations", "widened.py")
+    ours = [str(path) for path in Path(__file__).parents[1].iterdir() if path.name not in traced]
     trace_rules.SKIP_DIRS.extend(ours)
     trace_rules._recompile_re()
 

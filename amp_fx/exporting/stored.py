@@ -15,6 +15,7 @@ from amp_fx.graphs.calls import COPY_META
 from amp_fx.graphs.values import is_eligible
 from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.recipes import RECIPE_META, Scaled
+from amp_fx.widened import identity
 
 __all__ = ["Weight", "beyond_range", "scale_target", "store_low", "stored_weights", "tied"]
 
@@ -28,13 +29,6 @@ class Weight:
     name: str
     spec: InputSpec
     value: torch.Tensor
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for tied weights."""
-        value = self.value
-        storage = value.untyped_storage()._cdata
-        return storage, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
 
     def kept_as(self, value: torch.Tensor, *, requires_grad: bool = False) -> torch.Tensor:
         """Another value for it: a parameter if this is one."""
@@ -65,7 +59,7 @@ def tied(weights: Iterable[Weight]) -> list[list[Weight]]:
     """The weights, those that are one tensor together."""
     groups: dict[tuple[Any, ...], list[Weight]] = {}
     for weight in weights:
-        groups.setdefault(weight.key, []).append(weight)
+        groups.setdefault(identity(weight.value), []).append(weight)
     return list(groups.values())
 
 

@@ -59,7 +59,7 @@ class CostModel:
         graph: captured and classified.
         profile: rates of the device; None compares bytes alone.
         training: True if the graph will be differentiated.
-        folded: names of inputs whose casts are made once and stored.
+        folded: names of inputs whose casts are made once and stored, and of what widens an input that is stored low.
     """
 
     graph: fx.Graph
@@ -89,7 +89,7 @@ class CostModel:
 
     def is_external(self, node: fx.Node) -> bool:
         """True for calls that Inductor does not fuse with their neighbours."""
-        if node.op in ("placeholder", "get_attr"):
+        if self.is_input(node):
             return False
         plan = node_plan(node)
         if plan is None:
@@ -104,11 +104,11 @@ class CostModel:
 
     def is_input(self, node: fx.Node) -> bool:
         """True for values that are in memory before the graph runs."""
-        return node.op in ("placeholder", "get_attr")
+        return node.op in ("placeholder", "get_attr") or self.is_folded(node)
 
     def is_folded(self, node: fx.Node) -> bool:
         """True for an input whose casts cost nothing at run time."""
-        return node.op == "placeholder" and node.name in self.folded
+        return node.name in self.folded
 
     def is_view(self, node: fx.Node) -> bool:
         """True where the value looks into the storage of its first argument, or is one of its results."""

@@ -106,7 +106,7 @@ class Decision:
             nodes without eligible tensors.
         takes: how arguments are taken, a value of :class:`Takes`.
         own_dtype_slots: arguments that keep a dtype of their own.
-        pinned: dtype that the result must have at once, because others share its storage; else None.
+        pinned: dtype that the result must have at once, because others share its storage or a rule says so; else None.
         levels: of a matmul where a policy below 16 bits has chosen: role (:data:`amp_fx.policy.levels.ROLES`) -> name
             of the level (:data:`amp_fx.policy.levels.LEVELS`) in which it multiplies, ``{"forward": "rowwise",
             "gradient of its input": "bfloat16", ...}``; else empty. A plan of training is followed in these, too.

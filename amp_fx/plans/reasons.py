@@ -28,6 +28,8 @@ class Kind(str, enum.Enum):
     GRADIENT = "gradient"
     # lists and rules
     RULE = "user-rule"
+    WIDE_RESULT = "wide-result"
+    NO_WIDE_RESULT = "no-wide-result"
     LISTED = "listed"
     UNLISTED = "unlisted"
     NO_MATMUL = "no-matmul"

@@ -5,7 +5,8 @@ A policy is ``"autocast"`` or, with rules, an object (or its JSON text)::
     {"base": "autocast",
      "rules": [{"op": "softmax", "precision": "fp32"},
                {"module": r"decoder\.layers\.0\..*", "precision": "fp32"},
-               {"op": "layer_norm", "module": "encoder", "precision": "low"}]}
+               {"op": "layer_norm", "module": "encoder", "precision": "low"},
+               {"module": "lm_head", "precision": "low", "result": "fp32"}]}
 
 The last rule that matches a node wins. A name of another system, ``"mixed_bfloat16"`` or ``"O1"``, is a policy, too
 (``presets.py``), and may be a base: the rules come after its own. ``str(policy)`` prints the form it parses.
@@ -31,7 +32,7 @@ from amp_fx.policy.classes import OpClass
 from amp_fx.policy.op_names import check_op
 from amp_fx.policy.presets import PRESETS, dtypes_preset, preset
 
-__all__ = ["BASES", "PRECISIONS", "Policy", "Rule"]
+__all__ = ["BASES", "PRECISIONS", "RESULTS", "Policy", "Rule"]
 
 #: name -> one line for the docs and the error message
 BASES = {
@@ -44,7 +45,10 @@ BASES = {
 #: what a rule can force, and the class a forced node gets
 PRECISIONS = {"fp32": OpClass.FP32, "low": OpClass.LOW}
 
-_RULE_KEYS = ("op", "module", "precision")
+#: what a rule can say of the result of a low product -> what it means
+RESULTS = {"fp32": "the sum as it is, which the product is added up in"}
+
+_RULE_KEYS = ("op", "module", "precision", "result")
 _POLICY_KEYS = ("base", "dtype", "rules", "harm", "budget")
 
 #: a policy may name the low dtype, which is then the one of the options
@@ -60,11 +64,13 @@ class Rule:
         op: ATen name, with or without overload: ``"softmax"`` matches ``softmax.int`` too; None matches any.
         module: regular expression searched for in the module path (``"encoder.layer.0.attention"``); None
             matches any node.
+        result: a key of :data:`RESULTS`: a product of low operands is not rounded; None: its result is low.
     """
 
     precision: str
     op: str | None = None
     module: str | None = None
+    result: str | None = None
 
     def matches(self, op_name: str, module_path: str) -> bool:
         """True when the rule is about this node."""
@@ -84,8 +90,8 @@ class Rule:
         """Builds a rule from a mapping.
 
         Raises:
-            OptionsError: unknown key, precision or op, a pattern that does not compile, or neither ``op`` nor
-                ``module`` given.
+            OptionsError: unknown key, precision, result or op, a pattern that does not compile, a result of what is not
+                low, or neither ``op`` nor ``module`` given.
         """
         if isinstance(data, Rule):
             return data
@@ -100,6 +106,7 @@ class Rule:
                 f"Unknown precision {precision!r} in policy rule {dict(data)!r}; "
                 f"valid: {', '.join(PRECISIONS)}." + did_you_mean(str(precision), PRECISIONS)
             )
+        result = _parse_result(data)
         op, module = data.get("op"), data.get("module")
         for key, value in (("op", op), ("module", module)):
             if value is not None and not isinstance(value, str):
@@ -119,7 +126,7 @@ class Rule:
                 raise OptionsError(
                     f"'module' in policy rule {dict(data)!r} is not a regular expression: {error}."
                 ) from error
-        return cls(precision, op, module)
+        return cls(precision, op, module, result)
 
 
 @dataclass(frozen=True)
@@ -212,6 +219,23 @@ class Policy:
             f"Unknown policy {name!r}; valid: {', '.join(map(repr, BASES))}, or a name of another system: "
             f"{', '.join(PRESETS)}." + did_you_mean(str(name), [*BASES, *PRESETS])
         )
+
+
+def _parse_result(data: Mapping[Any, Any]) -> str | None:
+    result = data.get("result")
+    if result is None:
+        return None
+    if not isinstance(result, str) or result not in RESULTS:
+        raise OptionsError(
+            f"Unknown result {result!r} in policy rule {dict(data)!r}; valid: {', '.join(map(repr, RESULTS))}, of "
+            "calls with precision 'low'."
+        )
+    if data["precision"] != "low":
+        raise OptionsError(
+            f"'result' in policy rule {dict(data)!r} is about products of low operands; add 'precision': 'low', or "
+            f"drop it: in {data['precision']} the result is {data['precision']} anyway."
+        )
+    return result
 
 
 def _parse_dtype(data: Mapping[Any, Any], base: Policy) -> str | None:

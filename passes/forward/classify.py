@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.scratch import MAY_ROUND, TIED
-from amp_fx.plans.plan import PLAN_META, NodePlan, Takes
+from amp_fx.plans.plan import PLAN_META, STEP_META, NodePlan, Takes
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass, OpGroup, Origin, fast
 from amp_fx.policy.rules import PRECISIONS, Rule
@@ -43,7 +43,8 @@ class Classify(Pass):
     4. no autocast of the user's, and every input is already low as traced: ``keep``; amp_fx lowers fp32
        programs, what the user lowered stays as written.
     5. writes in place: takes the dtype of what it writes to, as eager autocast does.
-    6. a user rule; the last one that matches.
+    6. a user rule; the last one that matches. One that wants the result in fp32 leaves a call in fp32 where no kernel
+       multiplies low operands and returns that.
     7. the device's list; else ``keep``.
 
     Before::
@@ -65,7 +66,7 @@ class Classify(Pass):
         """See the class."""
         counts: Counter[str] = Counter()
         for node in gm.graph.nodes:
-            if node.op not in ("call_function", "call_method"):
+            if node.op not in ("call_function", "call_method") or STEP_META in node.meta:
                 continue
             plan = _label(node, context)
             node.meta[PLAN_META] = plan
@@ -127,7 +128,8 @@ def _label(node: fx.Node, context: PassContext) -> NodePlan:
     rules = context.policy.matching(plan.op, plan.module_path)
     context.matched.update(rules)
     if rules:  # case 6
-        return _label_by_rule(plan, rules[-1], lookup(node.target, device))
+        plan = _label_by_rule(plan, rules[-1], lookup(node.target, device))
+        return plan if rules[-1].result is None else _label_wide(plan, node, device, inputs)
     return _label_from_lists(plan, node, node.target, context, device)  # case 7
 
 
@@ -145,6 +147,23 @@ def _label_by_rule(plan: NodePlan, rule: Rule, row: OpGroup | None) -> NodePlan:
     plan.op_class, plan.takes = PRECISIONS[rule.precision], Takes.DTYPE
     plan.reasons = (Reason.of(Kind.RULE, rule=str(rule)),)
     plan.own_dtype_slots = row.own_dtype_slots if row is not None else ()
+    return plan
+
+
+def _label_wide(plan: NodePlan, node: fx.Node, device: str, operands: Sequence[torch.Tensor]) -> NodePlan:
+    """A low product whose result is wanted in fp32."""
+    has_kernel = (
+        device == "cuda"
+        and has_trait(node, Trait.WIDE_GRADIENT)
+        and sum(value.ndim > 1 for value in operands) > 1
+        and all(argument_value(node, name) is None for name in ("alpha", "beta"))
+    )
+    if has_kernel:
+        plan.pinned = torch.float32
+        plan.reasons += (Reason.of(Kind.WIDE_RESULT, low=plan.low),)
+    else:
+        plan.op_class = OpClass.FP32
+        plan.reasons += (Reason.of(Kind.NO_WIDE_RESULT, device=device, op=plan.op, low=plan.low),)
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Let a matmul return fp32 where its 16-bit result would only be widened and returned."""
+"""Let a matmul return fp32 where its 16-bit result would only be widened and returned, and where a rule says so."""
 
 from __future__ import annotations
 
@@ -8,22 +8,15 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import OpOverload
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
+from amp_fx.passes.joint.wide_results import WIDE, keep_sums
 
 __all__ = ["GemmEpilogue"]
 
 aten = torch.ops.aten
-
-#: matmul -> the overload that takes an output dtype; they have CUDA kernels only. There is an ``addmm.dtype``, too,
-#: but Inductor hands it to a lowering that takes no dtype (``tuned_addmm`` of torch 2.13), and fails
-_WIDE: dict[OpOverload, OpOverload] = {
-    aten.mm.default: aten.mm.dtype,
-    aten.bmm.default: aten.bmm.dtype,
-}
 
 #: position of the dtype that a scaled matmul returns, and of what it adds
 _SCALED_DTYPE, _SCALED_BIAS = 6, 4
@@ -43,6 +36,7 @@ class GemmEpilogue(Pass):
        kernels return fp32.
     4. a result that something in the graph reads, in whichever dtype, stays: the cast is part of its reader's kernel
        and costs nothing there, while the matmul would write twice the bytes and the reader read them.
+    5. where a rule has the result of a call in fp32 it returns fp32, whoever reads it (:mod:`.wide_results`).
 
     Before::
 
@@ -54,23 +48,28 @@ class GemmEpilogue(Pass):
 
         mm = torch.ops.aten.mm.dtype(grad_t, x, torch.float32)                           # f32
         return [y, mm]
+
+    Attributes:
+        marks: names in the plan of the calls of case 5.
     """
 
     name: ClassVar[str] = "gemm-epilogue"
     needs: ClassVar[frozenset[str]] = frozenset({JOINT})
     ensures: ClassVar[frozenset[str]] = frozenset({"matmuls-widened"})
 
+    marks: tuple[str, ...] = ()
+
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
-        widened = 0
+        widened = keep_sums(gm) if self.marks else 0
         for node in list(gm.graph.nodes):
-            if not (node.target in _WIDE or _returns_fp32(node)) or not _is_low_cuda(node):
+            if not (node.target in WIDE or _returns_fp32(node)) or not _is_low_cuda(node):
                 continue
             views, casts = _readers(node)
             if not casts:
                 continue
-            if node.target in _WIDE:
-                node.target, node.args = _WIDE[node.target], (*node.args, torch.float32)
+            if node.target in WIDE:
+                node.target, node.args = WIDE[node.target], (*node.args, torch.float32)
             else:
                 node.update_arg(_SCALED_DTYPE, torch.float32)  # type: ignore[arg-type]  # a dtype is an argument
             for changed in (node, *views):

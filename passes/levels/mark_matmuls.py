@@ -10,7 +10,7 @@ import torch.fx as fx
 from amp_fx.errors import PlanError
 from amp_fx.graphs.linears import LINEAR_OPS
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.keyed import CUSTOM, MARK
+from amp_fx.passes.keyed import MARK, mark
 from amp_fx.passes.levels.captured_matmuls import captured_matmul, may_run_below
 from amp_fx.passes.levels.matmuls import Matmul, divides
 from amp_fx.plans.plan import node_plan
@@ -51,7 +51,7 @@ class MarkMatmuls(Pass):
         marked = 0
         for node in gm.graph.nodes:
             if self._is_planned(node, context) if self.planned else may_run_below(node, context):
-                node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), MARK: f"{context.path}{node.name}"}
+                mark(node, MARK, f"{context.path}{node.name}")
                 marked += 1
         return PassResult(gm, marked, f"{marked} matmuls may run below 16 bits")
 

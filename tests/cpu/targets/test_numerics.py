@@ -94,20 +94,23 @@ class Arm:
     dtype: torch.dtype = torch.bfloat16
 
 
+#: the result of the last linear, which has a bias, is not rounded
+EXACT = {**OFF, "policy": {"rules": [{"module": "down", "precision": "low", "result": "fp32"}]}}
 FP16 = {**OFF, "dtype": "float16", "scaler": "default"}
 ARMS = {
     "autocast": Arm(None),
     "amp_fx": Arm(OFF),
     "fast": Arm({**OFF, "policy": "fast"}),
+    "exact": Arm(EXACT),
     "autocast fp16": Arm(None, torch.float16),
     "amp_fx fp16": Arm(FP16, torch.float16),
     "fast fp16": Arm({**FP16, "policy": "fast"}, torch.float16),
 }
 #: what is run of each model
 TRAINED = {
-    "mlp": ("autocast", "amp_fx", "autocast fp16", "amp_fx fp16"),
+    "mlp": ("autocast", "amp_fx", "exact", "autocast fp16", "amp_fx fp16"),
     "conv_net": ("autocast", "amp_fx"),
-    "gpt": tuple(ARMS),
+    "gpt": tuple(arm for arm in ARMS if arm != "exact"),
 }
 
 
@@ -141,12 +144,12 @@ def trained(name: str, arm: str, *scales: float) -> list[Step]:
     ]
 
 
-def inferred(weights: str) -> Step:
+def inferred(weights: str, options: dict[str, Any] = OFF) -> Step:
     """A call without gradients."""
     model, (x, _) = make("mlp")
     with torch.no_grad():
         keeper = traced(model, x)
-        (code,) = generated(keeper, Arm({**OFF, "weights": weights}))
+        (code,) = generated(keeper, Arm({**options, "weights": weights}))
     values = [value.detach() for value in keeper.values]
     # low copies come after the program's inputs; no two parameters have the same shape
     for shape, dtype in code.kinds[len(values) :]:
@@ -161,6 +164,7 @@ def steps(name: str) -> dict[str, Step]:
         # at the second scale, gradients leave fp16
         found["amp_fx fp16"], found["overflow"] = trained(name, "amp_fx fp16", SCALE, 2.0**24)
         found |= {weights: inferred(weights) for weights in ("cast", "cache")}
+        found["called exact"] = inferred("cast", EXACT)
     return found
 
 
@@ -276,6 +280,21 @@ def test_gradients_beyond_fp16_are_found_and_others_are_not() -> None:
         found = torch.zeros(())
         find_nonfinite_([g for g in interpreted("mlp")[step][1] if g is not None], found)
         assert found.item() == is_bad
+
+
+def test_a_result_in_fp32_is_nearer_to_fp64_than_a_rounded_one() -> None:
+    rounded, exact = (interpreted("mlp")[name][0][0] for name in ("cast", "called exact"))
+    model, (x, _) = make("mlp")
+    true = model.double()(x.double())
+    assert is_rounded(rounded, torch.bfloat16)
+    assert not is_rounded(exact, torch.bfloat16)
+    assert (exact - true).norm() < 0.9 * (rounded - true).norm()
+
+
+def test_a_step_with_a_result_in_fp32_is_as_exact_as_autocasts() -> None:
+    ours, theirs = step_errors("mlp", "exact"), step_errors("mlp", "autocast")
+    assert ours[1] <= 1.02 * theirs[1]
+    assert ours[0] < BOUND[torch.bfloat16]
 
 
 def test_a_call_with_low_copies_gives_the_bits_of_one_that_casts() -> None:

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx._torch import FakeTensorMode
 from amp_fx.passes import GemmEpilogue, PassContext
+from amp_fx.passes.keyed import RESULT_MARK, mark
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -105,3 +106,71 @@ def test_a_result_that_is_also_read_in_16_bits_stays() -> None:
 def test_on_cpu_nothing_changes_because_there_is_no_kernel() -> None:
     gm = joint_graph(lambda g, x: widen(aten.mm.default(g, x)), (8, 4), (4, 6), device="cpu")
     assert run(gm) == [aten.mm.default, CONVERT]
+
+
+# ---- results that a rule has in fp32 ----
+
+
+def run_marked(gm: fx.GraphModule, *own: object) -> list[object]:
+    """Targets of the calls after the pass, where the calls of some targets come from one whose result is in fp32."""
+    for node in gm.graph.nodes:
+        if node.target in own:
+            mark(node, RESULT_MARK, "linear")
+    GemmEpilogue(("linear",)).call(gm, PassContext())
+    gm.graph.lint()
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def dtypes(gm: fx.GraphModule) -> list[torch.dtype]:
+    return [node.meta["val"].dtype for node in gm.graph.nodes if node.op == "call_function"]
+
+
+MM, ADDMM, VIEW, ADD = aten.mm.default, aten.addmm.default, aten.view.default, aten.add.Tensor
+
+
+def test_a_marked_result_that_the_graph_reads_leaves_its_matmul_in_fp32() -> None:
+    gm = joint_graph(
+        lambda x, w: widen(aten.view.default(aten.mm.default(x, w), [2, 4, 6])).exp(), (8, 4), (4, 6)
+    )
+    assert run_marked(gm, MM, VIEW) == [aten.mm.dtype, VIEW, aten.exp.default]
+    assert set(dtypes(gm)) == {torch.float32}
+
+
+def test_a_bias_is_added_to_a_marked_result_in_fp32() -> None:
+    gm = joint_graph(lambda *args: widen(aten.addmm.default(*args)).exp(), (6,), (8, 4), (4, 6))
+    assert run_marked(gm, ADDMM) == [aten.mm.dtype, CONVERT, ADD, aten.exp.default]
+    assert set(dtypes(gm)) == {torch.float32}
+
+
+def test_a_bias_of_a_batched_product_is_added_in_fp32() -> None:
+    gm = joint_graph(lambda *args: widen(aten.baddbmm.default(*args)), (2, 8, 6), (2, 8, 4), (2, 4, 6))
+    assert run_marked(gm, aten.baddbmm.default) == [aten.bmm.dtype, CONVERT, ADD]
+
+
+def test_what_a_marked_call_does_with_its_product_is_done_in_fp32() -> None:
+    gm = joint_graph(
+        lambda x, w, b: widen(aten.add.Tensor(aten.mm.default(x, w), b)).exp(), (8, 4), (4, 6), (6,)
+    )
+    assert run_marked(gm, MM, ADD) == [aten.mm.dtype, CONVERT, ADD, aten.exp.default]
+    assert set(dtypes(gm)) == {torch.float32}
+
+
+def test_readers_in_16_bits_get_the_rounded_result() -> None:
+    gm = joint_graph(
+        lambda x, w: (lambda mm: (widen(mm).exp(), mm.relu()))(aten.mm.default(x, w)), (8, 4), (4, 6)
+    )
+    assert run_marked(gm, MM) == [aten.mm.dtype, CONVERT, aten.exp.default, aten.relu.default]
+    assert dtypes(gm)[-1] is torch.bfloat16
+
+
+def test_a_marked_product_of_a_marked_product_reads_16_bits() -> None:
+    gm = joint_graph(lambda x, w, v: widen(aten.mm.default(aten.mm.default(x, w), v)), (8, 4), (4, 6), (6, 4))
+    assert run_marked(gm, MM) == [aten.mm.dtype, CONVERT, aten.mm.dtype]
+    assert dtypes(gm) == [torch.float32, torch.bfloat16, torch.float32]
+
+
+def test_marks_that_are_not_the_passes_own_change_nothing() -> None:
+    gm = joint_graph(lambda x, w: widen(aten.mm.default(x, w)).exp(), (8, 4), (4, 6))
+    for node in gm.graph.nodes:
+        mark(node, RESULT_MARK, "linear")
+    assert run(gm) == [MM, CONVERT, aten.exp.default]

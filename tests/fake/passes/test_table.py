@@ -17,6 +17,7 @@ from amp_fx.passes import (
     TABLE,
     Case,
     FoldWeights,
+    GemmEpilogue,
     KeepWeights,
     MarkMatmuls,
     Pass,
@@ -121,9 +122,10 @@ def test_exported_weights_below_16_bits_are_folded_after_they_are_quantised() ->
 
 
 def test_a_cpu_has_no_pass_of_cudas_and_the_other_way_round() -> None:
-    both = set(names(JOINT, Case(devices=frozenset({"cpu", "cuda"}))))
-    assert both - set(names(JOINT, Case(devices=frozenset({"cpu"})))) == {"gemm-epilogue"}
-    assert both - set(names(JOINT, Case(devices=frozenset({"cuda"})))) == {"lay-out-gradients"}
+    given = (GemmEpilogue(),)
+    both = set(names(JOINT, Case(given, devices=frozenset({"cpu", "cuda"}))))
+    assert both - set(names(JOINT, Case(given, devices=frozenset({"cpu"})))) == {"gemm-epilogue"}
+    assert both - set(names(JOINT, Case(given, devices=frozenset({"cuda"})))) == {"lay-out-gradients"}
     assert "keep-statistics" not in names(JOINT, Case(devices=frozenset({"cpu"}), numerics="eager"))
     assert not names(JOINT, Case()) + names(PARTITIONED, Case())
     assert names(PARTITIONED, Case(devices=frozenset({"cpu"}))) == ["lay-out-weights"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,7 +185,10 @@ def test_module_patterns_are_searched_for_anywhere() -> None:
         ({"module": "layer[", "precision": "low"}, r"is not a regular expression"),
         ({"op": 3, "precision": "low"}, r"'op' in policy rule .* must be a string; got 3"),
         ({"module": ["a"], "precision": "low"}, r"'module' in policy rule .* must be a string"),
-        ("softmax", r"A policy rule must be an object with keys op, module, precision; got 'softmax'"),
+        (
+            "softmax",
+            r"A policy rule must be an object with keys op, module, precision, result; got 'softmax'",
+        ),
         ({"op": "softmaxx", "precision": "fp32"}, r"Unknown op 'softmaxx' .* Did you mean 'softmax'\?"),
         ({"op": "F.linear", "precision": "fp32"}, r"Unknown op 'F\.linear' .* Did you mean 'linear'\?"),
         ({"op": "softmax.dim", "precision": "fp32"}, r"Unknown overload 'softmax\.dim' .*'softmax\.int'"),
@@ -243,3 +247,75 @@ def test_any_policy_goes_through_text_and_json_unchanged(given_rules: list[Rule]
 def test_the_deciding_rule_is_the_last_that_matches(given_rules: list[Rule], op: str, path: str) -> None:
     matching = [rule for rule in given_rules if rule.matches(op, path)]
     assert Policy(rules=tuple(given_rules)).rule_for(op, path) == (matching[-1] if matching else None)
+
+
+# ---- results in fp32 ----
+
+WIDE = {"module": "head", "precision": "low", "result": "fp32"}
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softmax(self.head(x), -1)
+
+
+def test_on_cuda_the_call_reads_low_and_everybody_reads_its_result_in_fp32() -> None:
+    rewritten = rewrite(Head(), torch.randn(2, 3, 8), device="cuda", options=rules(WIDE))
+    [row] = [row for row in rewritten.plan.nodes if row.op == "linear"]
+    assert (row.dtype, row.pinned) == (torch.bfloat16, torch.float32)
+    assert row.is_because(Kind.WIDE_RESULT)
+    [linear] = rewritten.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert [user.meta["val"].dtype for user in linear.users] == [torch.float32]
+
+
+def test_on_a_cpu_the_call_runs_in_fp32_and_the_plan_says_why() -> None:
+    rewritten = rewrite(Head(), torch.randn(2, 3, 8), options=rules(WIDE))
+    [row] = [row for row in rewritten.plan.nodes if row.op == "linear"]
+    assert row.dtype is torch.float32
+    assert row.reasons[-1] == Reason.of(Kind.NO_WIDE_RESULT, device="cpu", op="linear", low=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x @ x.select(0, 0),
+        lambda x: torch.addmm(x, x, x, beta=0.5),
+        lambda x: F.conv1d(x.unsqueeze(0), x.unsqueeze(2)),
+    ],
+    ids=["a vector", "a scaled addend", "a convolution"],
+)
+def test_what_no_kernel_returns_in_fp32_runs_in_fp32_on_cuda_too(program: Any) -> None:
+    wide = [{**WIDE, "module": ".*"}]
+    rewritten = rewrite(program, torch.randn(8, 8), device="cuda", options=rules(*wide))
+    assert all(
+        row.is_because(Kind.NO_WIDE_RESULT) for row in rewritten.plan.nodes if row.is_because(Kind.RULE)
+    )
+    assert torch.bfloat16 not in {row.dtype for row in rewritten.plan.nodes}
+
+
+def test_a_plan_with_a_result_in_fp32_is_followed(tmp_path: Path) -> None:
+    first = rewrite(Head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan
+    first.save(tmp_path / "plan.json")
+    options = {"plan": str(tmp_path / "plan.json")}
+    again = rewrite(Head(), torch.randn(2, 8), device="cuda", options=options).plan
+    assert [(row.dtype, row.pinned, row.reasons) for row in again.nodes] == [
+        (row.dtype, row.pinned, row.reasons) for row in first.nodes
+    ]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"module": "head", "precision": "low", "result": "fp64"},
+        {"module": "head", "precision": "low", "result": True},
+        {"module": "head", "precision": "fp32", "result": "fp32"},
+        {"module": "head", "result": "fp32"},
+    ],
+)
+def test_a_result_that_cannot_be_is_refused(rule: dict[str, Any]) -> None:
+    with pytest.raises(OptionsError):
+        Policy.parse({"rules": [rule]})

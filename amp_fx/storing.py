@@ -1,0 +1,193 @@
+"""``amp_fx.store_low(model, *batch)``: a model that is only called keeps its weights in the dtype they are read in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from amp_fx._torch import unwrapped_errors
+from amp_fx.errors import AmpFxError, CaptureError, PassError
+from amp_fx.graphs.calls import COPY_META, is_cast
+from amp_fx.graphs.devices import graph_devices
+from amp_fx.graphs.regions import ambient_regions
+from amp_fx.graphs.scope import not_ours
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import LOW_DTYPES
+from amp_fx.plans.plan import dtype_name
+from amp_fx.policy.table import supported_devices
+from amp_fx.reports.histograms import call_of
+from amp_fx.reports.left_out import entry_of
+from amp_fx.rewriting import rewrite
+from amp_fx.settings import Options
+from amp_fx.weights.inference import copied_weights
+from amp_fx.weights.recipes import Cast, recipe_of
+from amp_fx.widened import identity, replace_parameter
+
+__all__ = ["StoredLow", "store_low"]
+
+logger = logging.getLogger(__name__)
+
+#: a parameter, tied ones once
+_Identity = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class StoredLow:
+    """What :func:`store_low` has done; as text, one line.
+
+    Attributes:
+        stored: name of a parameter -> name of the dtype that it has now.
+        kept: names of the others.
+        bytes_before: of all parameters, tied ones once.
+        bytes_after: the same now.
+    """
+
+    stored: Mapping[str, str]
+    kept: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def saved(self) -> int:
+        """Bytes."""
+        return self.bytes_before - self.bytes_after
+
+    def __str__(self) -> str:
+        dtypes = ", ".join(sorted(set(self.stored.values()))) or "a low dtype"
+        return (
+            f"{len(self.stored)} of {len(self.stored) + len(self.kept)} parameters in {dtypes}: "
+            f"{self.bytes_before / 1e6:.1f} -> {self.bytes_after / 1e6:.1f} MB, {self.saved / 1e6:.1f} MB saved"
+        )
+
+
+def store_low(
+    model: nn.Module, *batch: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> StoredLow:
+    """Replaces parameters of a model, in place, by low ones, where nothing reads them in fp32.
+
+    For a model that is called and not trained. The model is called on the batch without gradients, op by op, to see
+    what is compiled of it. A parameter is stored low if all that the graphs read of it are casts to one low dtype,
+    as they are planned under ``torch.inference_mode``. What else is made of fp32 values keeps them: a table of
+    embeddings that is a head's weight as well, weights in int8 and fp8, and on a CPU those that a BatchNorm is folded
+    into. Afterwards, ``torch.compile(model, backend="amp_fx")`` computes what it did before, bit for bit; code compiled
+    earlier is compiled again.
+
+    ``state_dict`` has the parameters under the names they had, and ``load_state_dict`` rounds what is fp32.
+
+    Args:
+        model: usually fp32; one that is compiled is taken as it was before.
+        *batch: arguments of one call, or a list of batches, each a tuple of positional arguments, a mapping of keyword
+            arguments or the only argument: what one of them reads in fp32 stays. None at all: the parameters that are
+            in a low dtype already are taken to be stored so, as after ``load_state_dict(..., assign=True)``.
+        options: as in ``torch.compile(model, backend="amp_fx", options=...)``.
+        **kwargs: of one call.
+
+    Raises:
+        OptionsError: bad options.
+        AmpFxError: not a module.
+    """
+    program = getattr(model, "_orig_mod", model)
+    if not isinstance(program, nn.Module):
+        raise AmpFxError(f"store_low needs a torch.nn.Module; got {type(model).__name__}.")
+    opts = Options.parse(None, options)
+    own = _own_parameters(program)
+    before = _bytes(program)
+    if batch or kwargs:
+        calls = [*map(call_of, batch[0])] if _is_list(batch, kwargs) else [(batch, kwargs)]
+        wanted = _read_low(program, calls, opts)
+    else:
+        wanted = {identity(value): value.dtype for value in program.parameters() if value.dtype in LOW_DTYPES}
+    low: dict[_Identity, nn.Parameter] = {}
+    stored: dict[str, str] = {}
+    for path, (module, name) in own.items():
+        value = module.get_parameter(name)
+        dtype = wanted.get(key := identity(value))
+        if dtype is not None:
+            if key not in low:
+                low[key] = nn.Parameter(value.detach().to(dtype), value.requires_grad)
+            replace_parameter(module, name, low[key])
+            stored[path] = dtype_name(dtype)
+    result = StoredLow(stored, tuple(path for path in own if path not in stored), before, _bytes(program))
+    logger.info("%s: %s", type(program).__name__, result)
+    return result
+
+
+def _is_list(batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return len(batch) == 1 and isinstance(batch[0], list) and not kwargs
+
+
+def _own_parameters(program: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Path of a parameter -> its module and attribute; what is parametrized is left out."""
+    return {
+        f"{path}.{name}" if path else name: (module, name)
+        for path, module in program.named_modules()
+        if not isinstance(module, ParametrizationList)
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
+def _bytes(program: nn.Module) -> int:
+    """Bytes of all parameters, tied ones once."""
+    return sum({identity(value): value.nbytes for value in program.parameters()}.values())
+
+
+def _read_low(
+    program: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], opts: Options
+) -> dict[_Identity, torch.dtype]:
+    """The parameters that all graphs read in one low dtype, and the dtype."""
+    reads: dict[_Identity, set[torch.dtype | None]] = {}
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        lows = _low_reads(gm, opts)
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+            if isinstance(value, nn.Parameter):
+                reads.setdefault(identity(value), set()).add(lows.get(node.name))
+        return gm.forward
+
+    try:
+        with torch.no_grad(), unwrapped_errors(AmpFxError):
+            for args, kwargs in calls:
+                torch.compile(entry_of(program), backend=backend)(*args, **kwargs)
+    finally:
+        torch.compiler.reset()
+    return {key: dtype for key, (dtype, *others) in reads.items() if dtype is not None and not others}
+
+
+def _low_reads(gm: fx.GraphModule, opts: Options) -> dict[str, torch.dtype]:
+    """Names of the inputs of a graph that are cast to one low dtype and read in no other, and the dtype."""
+    devices = graph_devices(gm).intersection(supported_devices())
+    if not_ours(gm, devices):
+        return {}
+    ambient = ambient_regions({device: opts.low_dtype(device) for device in devices})
+    try:
+        rewritten, _ = rewrite(gm, ambient, replace(opts, weights="cache"))
+    except (CaptureError, PassError):
+        if opts.strict:
+            raise
+        # compiled in a plainer way, which casts weights in each call
+        logger.info("a graph cannot be rewritten; its weights stay", exc_info=True)
+        return {}
+    folds = devices == {"cpu"} and opts.weights != "cast" and opts.numerics != "eager"
+    kept = {node.name for node in rewritten.graph.find_nodes(op="placeholder") if node.users}
+    found: dict[str, torch.dtype] = {}
+    for node in copied_weights(rewritten):
+        weight, (recipe, _) = node.meta[COPY_META], recipe_of(node)
+        if weight in found or not isinstance(recipe, Cast) or (folds and _is_scaled_after(node)):
+            kept.add(weight)
+        else:
+            found[weight] = recipe.dtype
+    return {name: dtype for name, dtype in found.items() if name not in kept}
+
+
+def _is_scaled_after(node: fx.Node) -> bool:
+    """True for a weight into whose fp32 values a BatchNorm is folded, on a CPU, before they are rounded."""
+    results = [user for call in node.users for user in call.users]
+    results += [user for cast in results if is_cast(cast) for user in cast.users]
+    return any(has_trait(user, Trait.BATCH_NORM) for user in results)

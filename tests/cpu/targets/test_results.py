@@ -1,0 +1,92 @@
+"""Rules that have the result of a low product in fp32, for a GPU that is not there: code, counts and plans."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_fx.targets.tracing import TracedGraph, Tracer
+from generated import Code
+from targets import Facts, needs_a_target, process
+
+pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
+
+#: a matmul of low operands that returns fp32, and any matmul
+_WIDE_CALL = re.compile(r"extern_kernels\.b?mm_dtype\(|extern_kernels\.b?mm\(.*out_dtype=torch\.float32")
+_CALL = re.compile(r"extern_kernels\.(?:add|b|badd)?mm")
+
+
+class Head(nn.Module):
+    """Logits and their loss, with a bias and two batch dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(128, 128), nn.Linear(128, 256)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.up(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def options(precision: str = "low", **more: str) -> dict[str, Any]:
+    rule = {"module": "head", "precision": precision, **more}
+    return {"profile": "off", "strict": True, "policy": {"rules": [rule]}}
+
+
+def traced(program: Any, *args: Tensor) -> list[TracedGraph]:
+    torch._dynamo.reset()
+    tracer = Tracer()
+    torch.compile(program, backend=tracer)(*args)
+    return tracer.graphs
+
+
+@pytest.fixture(scope="module")
+def head() -> list[TracedGraph]:
+    return traced(Head(), torch.randn(4, 32, 128), torch.randint(256, (4, 32)))
+
+
+def sources(graphs: list[TracedGraph], given: dict[str, Any]) -> list[Code]:
+    return process().call("generated:sources", graphs, given)
+
+
+def counted(graphs: list[TracedGraph], given: dict[str, Any]) -> Facts:
+    return process().call("targets:compiled", graphs, given)
+
+
+def test_the_forward_multiplies_low_operands_and_returns_fp32(head: list[TracedGraph]) -> None:
+    forward, backward = (code.text for code in sources(head, options(result="fp32")))
+    assert len(_WIDE_CALL.findall(forward)) == 1
+    plain, plain_backward = (code.text for code in sources(head, options()))
+    assert not _WIDE_CALL.search(plain)
+    # gradients are those of a low product: of the weights in fp32, of the input low
+    assert len(_WIDE_CALL.findall(backward)) == len(_WIDE_CALL.findall(plain_backward)) == 2
+    assert len(_CALL.findall(backward)) == len(_CALL.findall(plain_backward))
+
+
+def test_without_gradients_it_returns_fp32_too(head: list[TracedGraph]) -> None:
+    with torch.no_grad():
+        graphs = traced(Head(), torch.randn(4, 32, 128), torch.randint(256, (4, 32)))
+    [code] = sources(graphs, options(result="fp32"))
+    assert len(_WIDE_CALL.findall(code.text)) == 1
+
+
+def test_it_moves_more_than_a_rounded_result_and_less_than_fp32(head: list[TracedGraph]) -> None:
+    low, wide, fp32 = (counted(head, given) for given in (options(), options(result="fp32"), options("fp32")))
+    assert low.counts.bytes_moved < wide.counts.bytes_moved < fp32.counts.bytes_moved
+    assert wide.counts.extern_kernels == low.counts.extern_kernels
+    assert "activation" not in wide.casts
+
+
+def test_batched_products_return_fp32() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a, b).exp().sum()
+
+    args = [torch.randn(4, 64, 64, requires_grad=True) for _ in range(2)]
+    given = {**options(), "policy": {"rules": [{"op": "bmm", "precision": "low", "result": "fp32"}]}}
+    forward, _ = (code.text for code in sources(traced(program, *args), given))
+    assert len(_WIDE_CALL.findall(forward)) == 1

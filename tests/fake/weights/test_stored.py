@@ -1,0 +1,233 @@
+"""Models whose weights are stored low, in place: what is stored, what stays, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx import AmpFxError, OptionsError, StoredLow, WeightsError, store_low
+from amp_fx._torch import unwrapped_errors
+from graphs import DEFAULTS
+
+BF16 = torch.bfloat16
+
+
+class Decoder(nn.Module):
+    """An embedding tied to the head, a norm, and two linears that share their bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(48, 16)
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.down.bias = self.up.bias
+        self.head = nn.Linear(16, 48, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor, exact: bool = False) -> Tensor:
+        x = self.table(tokens)
+        if exact:
+            return x * self.down.weight.square().sum()
+        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
+
+
+TOKENS = torch.arange(8).reshape(2, 4)
+
+
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder().eval()
+
+
+def stored(model: nn.Module, *batch: Any, **options: Any) -> StoredLow:
+    return store_low(model, *(batch or (TOKENS,)), options={**DEFAULTS, **options})
+
+
+def test_what_is_only_read_low_is_stored_low_and_the_rest_stays() -> None:
+    model = decoder()
+    before = copy.deepcopy(model)
+    found = stored(model)
+    low = {"up.weight", "up.bias", "down.weight", "down.bias"}
+    assert found.stored == dict.fromkeys(low, "bfloat16")
+    assert set(found.kept) == {"table.weight", "norm.weight", "norm.bias", "head.weight"}
+    for name, value in before.state_dict().items():
+        now = model.state_dict()[name]
+        assert torch.equal(now, value.to(BF16) if name in low else value)
+        assert now.dtype is (BF16 if name in low else torch.float32)
+
+
+def test_bytes_are_those_of_the_parameters_tied_ones_once() -> None:
+    model = decoder()
+    found = stored(model)
+    low, kept = 2 * 16 * 16 + 16, 48 * 16 + 2 * 16
+    assert (found.bytes_before, found.bytes_after) == (4 * (low + kept), 2 * low + 4 * kept)
+    assert found.saved == 2 * low
+    assert found.bytes_after == sum(value.nbytes for value in model.parameters())
+    assert "\n" not in str(found)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.bytes_after = 0  # type: ignore[misc]
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = decoder()
+    stored(model)
+    assert model.head.weight is model.table.weight
+    originals = [
+        dict(layer.named_parameters())["parametrizations.bias.original"] for layer in (model.up, model.down)
+    ]
+    assert originals[0] is originals[1]
+
+
+def plan_of(model: nn.Module, **options: Any) -> amp_fx.Plan:
+    with torch.no_grad():
+        return amp_fx.explain(model, TOKENS, options={"weights": "cache", **options}).plan
+
+
+def test_the_plan_is_that_of_the_model_before() -> None:
+    model = decoder()
+    plans = [plan_of(model, profile="off")]
+    stored(model)
+    plans += [plan_of(model, profile="off"), plan_of(model, profile="off", weights="cast")]
+    rows = [[(row.op, row.dtype, row.reasons) for row in plan.nodes] for plan in plans]
+    assert rows[0] == rows[1] == rows[2]
+    followed = plan_of(model, plan=plans[0])
+    assert [(row.op, row.dtype) for row in followed.nodes] == [(row.op, row.dtype) for row in plans[0].nodes]
+
+
+def test_no_cast_is_left_of_what_is_stored() -> None:
+    model = decoder()
+    stored(model)
+    plan = plan_of(model, profile="off", weights="cast")
+    tables = {given.name for given in plan.inputs if given.shape == (48, 16)}
+    assert {cast.value for cast in plan.casts} & {given.name for given in plan.inputs} == tables
+
+
+def test_what_one_batch_of_a_list_reads_in_fp32_stays() -> None:
+    model = decoder()
+    found = stored(model, [TOKENS, (TOKENS, True)])
+    assert found.stored.keys() == {"up.weight", "up.bias", "down.bias"}
+    assert stored(decoder(), [{"tokens": TOKENS}]).stored.keys() > found.stored.keys()
+
+
+def test_a_rule_for_fp32_keeps_a_weight() -> None:
+    found = stored(decoder(), policy={"rules": [{"module": "down", "precision": "fp32"}]})
+    assert set(found.stored) == {"up.weight"}
+
+
+def test_weights_in_int8_are_kept_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).eval()
+    found = store_low(model, torch.randn(32, 64), options={**DEFAULTS, "policy": "int8"})
+    assert "2.weight" in found.stored
+    assert {"0.weight", "1.weight"} <= set(found.kept)
+
+
+def test_what_batch_norm_is_folded_into_stays_in_fp32_unless_weights_are_cast() -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
+
+    image = torch.randn(1, 4, 8, 8)
+    assert set(stored(network(), image).stored) == {"3.weight", "3.bias"}
+    assert set(stored(network(), image, weights="cast").stored) == {
+        "0.weight",
+        "0.bias",
+        "3.weight",
+        "3.bias",
+    }
+
+
+def test_a_state_dict_goes_into_a_stored_model_and_into_one_in_fp32() -> None:
+    model, other, wide = decoder(), decoder(), decoder()
+    stored(model)
+    with torch.no_grad():
+        for value in other.parameters():
+            value.add_(1.0)
+    stored(other)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert state.keys() == decoder().state_dict().keys()
+    for into in (other, wide):
+        into.load_state_dict(state)
+        for name, value in into.state_dict().items():
+            assert torch.equal(value, state[name].to(value.dtype))
+    assert other.state_dict()["up.weight"].dtype is BF16
+    assert wide.state_dict()["up.weight"].dtype is torch.float32
+
+
+def test_fp32_checkpoints_are_rounded_as_they_are_loaded() -> None:
+    model, checkpoint = decoder(), decoder().state_dict()
+    stored(model)
+    model.load_state_dict(checkpoint)
+    assert torch.equal(model.state_dict()["up.weight"], checkpoint["up.weight"].to(BF16))
+
+
+def test_a_model_that_was_loaded_low_is_read_low_without_a_batch() -> None:
+    model = decoder()
+    found = stored(model)
+    with torch.device("meta"):
+        fresh = Decoder().eval()
+    fresh.load_state_dict(model.state_dict(), assign=True)
+    again = store_low(fresh)
+    assert again.stored == found.stored
+    assert again.saved == 0
+    with torch.no_grad():
+        assert torch.equal(fresh(TOKENS), model(TOKENS))
+
+
+def test_a_copy_of_a_stored_model_is_stored() -> None:
+    model = decoder()
+    stored(model)
+    other = copy.deepcopy(model)
+    assert {name: value.dtype for name, value in other.state_dict().items()} == {
+        name: value.dtype for name, value in model.state_dict().items()
+    }
+    with torch.no_grad():
+        assert torch.equal(other(TOKENS), model(TOKENS))
+
+
+def test_storing_twice_changes_nothing_more() -> None:
+    model = decoder()
+    first = stored(model)
+    second = stored(model)
+    assert second.saved == 0
+    assert second.bytes_after == first.bytes_after
+
+
+def test_compiling_a_stored_model_for_training_is_an_error() -> None:
+    model = decoder()
+    stored(model)
+    program = torch.compile(model, backend="amp_fx", options=dict(DEFAULTS))
+    with pytest.raises(WeightsError), unwrapped_errors(WeightsError):
+        program(TOKENS)
+
+
+def test_gradients_of_what_is_stored_are_an_error_in_eager_code() -> None:
+    model = decoder()
+    stored(model)
+    with pytest.raises(WeightsError):
+        model(TOKENS).sum().backward()
+
+
+def test_weights_that_were_frozen_let_gradients_through() -> None:
+    model = decoder().requires_grad_(False)
+    stored(model)
+    model.norm.requires_grad_(True)
+    model(TOKENS).sum().backward()
+    assert model.norm.weight.grad is not None
+
+
+def test_what_is_no_module_and_bad_options_are_refused() -> None:
+    with pytest.raises(AmpFxError, match="Module"):
+        store_low(torch.sin, TOKENS)  # type: ignore[arg-type]
+    with pytest.raises(OptionsError):
+        store_low(decoder(), TOKENS, options={"dtpye": "bfloat16"})
