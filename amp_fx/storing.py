@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from amp_fx._torch import unwrapped_errors
 from amp_fx.errors import AmpFxError, CaptureError, PassError
+from amp_fx.graphs.batches import arguments_of, call_of
 from amp_fx.graphs.calls import COPY_META, is_cast
 from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
@@ -22,7 +23,6 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy.table import supported_devices
-from amp_fx.reports.histograms import call_of
 from amp_fx.reports.left_out import entry_of
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
@@ -90,6 +90,7 @@ def store_low(
         **kwargs: of one call.
 
     Raises:
+        InputError: the model does not take a batch.
         OptionsError: bad options.
         AmpFxError: not a module.
     """
@@ -100,7 +101,8 @@ def store_low(
     own = _own_parameters(program)
     before = _bytes(program)
     if batch or kwargs:
-        calls = [*map(call_of, batch[0])] if _is_list(batch, kwargs) else [(batch, kwargs)]
+        batches = batch[0] if _is_list(batch, kwargs) else ()
+        calls = [call_of(program, each) for each in batches] or [arguments_of(program, batch, kwargs)]
         wanted = _read_low(program, calls, opts)
     else:
         wanted = {identity(value): value.dtype for value in program.parameters() if value.dtype in LOW_DTYPES}
