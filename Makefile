@@ -38,7 +38,7 @@ help:
 	@echo "make test-matrix  the tests on each supported torch, in environments of their own (large downloads)"
 	@echo "make gpu        on a machine with a GPU: its tests and all benchmarks, nine minutes a call, until none is left"
 	@echo "make docs       the documentation as a site, in build/site"
-	@echo "make demo       train a small GPT in mixed precision"
+	@echo "make demo       what amp_fx is for, in three acts: accuracy, inference, a GPU that is not there"
 	@echo "make lint | format | typecheck | venv | clean"
 
 venv: $(VENV)/.installed
@@ -99,14 +99,14 @@ test-suite: venv
 DEMO_VENV := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-demo)
 
 .venv-demo/.installed: pyproject.toml constraints.txt
-	@echo "Installing torch and four small packages into .venv-demo; then a small GPT is trained for a minute."
+	@echo "Installing torch, Triton and three small packages into .venv-demo; the demo itself takes about 80 seconds."
 	@$(PYTHON) -m venv .venv-demo
 	@.venv-demo/bin/python -m pip install -q -c <($(CONSTRAINTS)) torch==$(TORCH) 'setuptools>=77'
 	@.venv-demo/bin/python -m pip install -q -c <($(CONSTRAINTS)) --no-build-isolation -e ".[demo]"
 	@touch $@
 
 demo: compiler $(DEMO_VENV)/.installed
-	@$(DEMO_VENV)/bin/python examples/train_gpt.py
+	@$(DEMO_VENV)/bin/python examples/demo.py
 
 # Nothing is installed: the Python that is there has torch, triton and networkx. Each call takes less than ten minutes and
 # goes on where the one before stopped.
