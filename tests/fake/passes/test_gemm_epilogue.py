@@ -129,7 +129,9 @@ MM, ADDMM, VIEW, ADD = aten.mm.default, aten.addmm.default, aten.view.default, a
 
 
 def test_a_marked_result_that_the_graph_reads_leaves_its_matmul_in_fp32() -> None:
-    gm = joint_graph(lambda x, w: widen(aten.view.default(aten.mm.default(x, w), [2, 4, 6])).exp(), (8, 4), (4, 6))
+    gm = joint_graph(
+        lambda x, w: widen(aten.view.default(aten.mm.default(x, w), [2, 4, 6])).exp(), (8, 4), (4, 6)
+    )
     assert run_marked(gm, MM, VIEW) == [aten.mm.dtype, VIEW, aten.exp.default]
     assert set(dtypes(gm)) == {torch.float32}
 
@@ -146,13 +148,17 @@ def test_a_bias_of_a_batched_product_is_added_in_fp32() -> None:
 
 
 def test_what_a_marked_call_does_with_its_product_is_done_in_fp32() -> None:
-    gm = joint_graph(lambda x, w, b: widen(aten.add.Tensor(aten.mm.default(x, w), b)).exp(), (8, 4), (4, 6), (6,))
+    gm = joint_graph(
+        lambda x, w, b: widen(aten.add.Tensor(aten.mm.default(x, w), b)).exp(), (8, 4), (4, 6), (6,)
+    )
     assert run_marked(gm, MM, ADD) == [aten.mm.dtype, CONVERT, ADD, aten.exp.default]
     assert set(dtypes(gm)) == {torch.float32}
 
 
 def test_readers_in_16_bits_get_the_rounded_result() -> None:
-    gm = joint_graph(lambda x, w: (lambda mm: (widen(mm).exp(), mm.relu()))(aten.mm.default(x, w)), (8, 4), (4, 6))
+    gm = joint_graph(
+        lambda x, w: (lambda mm: (widen(mm).exp(), mm.relu()))(aten.mm.default(x, w)), (8, 4), (4, 6)
+    )
     assert run_marked(gm, MM) == [aten.mm.dtype, CONVERT, aten.exp.default, aten.relu.default]
     assert dtypes(gm)[-1] is torch.bfloat16
 
