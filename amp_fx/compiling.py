@@ -95,14 +95,14 @@ def _is_frozen(call: Call, rewritten: fx.GraphModule) -> bool:
     # folding BatchNorm does not round where eager autocast rounds
     packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not _has_narrow(rewritten)
     # by default only what takes the place of a low copy, or of a weight that is stored low
-    low = copied_weights(rewritten) or widenings(rewritten)
+    low = copied_weights(rewritten) or widenings(call.gm)
     asked = opts.weights == "cache" or (opts.weights == "auto" and bool(low))
     return opts.weights == "freeze" or (packs and asked)
 
 
 def _has_narrow(rewritten: fx.GraphModule) -> bool:
-    """True if copies of weights below 16 bits are inputs: there is nothing to pack, as oneDNN has no fp8."""
-    return any(is_narrow(node.meta["val"]) for node in copied_weights(rewritten))
+    """True if weights in fp8 are inputs: there is nothing to pack, as oneDNN has no fp8."""
+    return any(is_narrow(node.meta["val"]) for node in rewritten.graph.find_nodes(op="placeholder"))
 
 
 def _copies(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:

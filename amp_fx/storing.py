@@ -22,13 +22,14 @@ from amp_fx.graphs.scope import not_ours
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.plans.plan import dtype_name
+from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.table import supported_devices
 from amp_fx.reports.left_out import entry_of
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 from amp_fx.weights.inference import copied_weights
-from amp_fx.weights.recipes import Cast, recipe_of
-from amp_fx.widened import identity, replace_parameter
+from amp_fx.weights.recipes import Cast, CopyRecipe, recipe_of
+from amp_fx.widened import Unscaled, identity, replace_by_pair, replace_parameter
 
 __all__ = ["StoredLow", "store_low"]
 
@@ -73,11 +74,11 @@ def store_low(
     """Replaces parameters of a model, in place, by low ones, where nothing reads them in fp32.
 
     For a model that is called and not trained. The model is called on the batch without gradients, op by op, to see
-    what is compiled of it. A parameter is stored low if all that the graphs read of it are casts to one low dtype,
-    as they are planned under ``torch.inference_mode``. What else is made of fp32 values keeps them: a table of
-    embeddings that is a head's weight as well, weights in int8 and fp8, and on a CPU those that a BatchNorm is folded
-    into. Afterwards, ``torch.compile(model, backend="amp_fx")`` computes what it did before, bit for bit; code compiled
-    earlier is compiled again.
+    what is compiled of it. A parameter is stored low if all that the graphs read of it is one low form, as they are
+    planned under ``torch.inference_mode``: a cast, or in int8 and fp8 a matrix with factors. A table of embeddings that
+    is a head's weight as well stays in fp32, and on a CPU so do weights that a BatchNorm is folded into. Afterwards,
+    ``torch.compile(model, backend="amp_fx")`` computes there what it did before, bit for bit; code compiled earlier is
+    compiled again.
 
     ``state_dict`` has the parameters under the names they had, and ``load_state_dict`` rounds what is fp32.
 
@@ -105,17 +106,23 @@ def store_low(
         calls = [call_of(program, each) for each in batches] or [arguments_of(program, batch, kwargs)]
         wanted = _read_low(program, calls, opts)
     else:
-        wanted = {identity(value): value.dtype for value in program.parameters() if value.dtype in LOW_DTYPES}
-    low: dict[_Identity, nn.Parameter] = {}
+        low = [value for value in program.parameters() if value.dtype in LOW_DTYPES]
+        wanted: dict[_Identity, CopyRecipe] = {identity(value): Cast(value.dtype) for value in low}
+    done: dict[_Identity, Any] = {}
     stored: dict[str, str] = {}
     for path, (module, name) in own.items():
         value = module.get_parameter(name)
-        dtype = wanted.get(key := identity(value))
-        if dtype is not None:
-            if key not in low:
-                low[key] = nn.Parameter(value.detach().to(dtype), value.requires_grad)
-            replace_parameter(module, name, low[key])
-            stored[path] = dtype_name(dtype)
+        recipe = wanted.get(key := identity(value))
+        if isinstance(recipe, Cast):
+            if key not in done:
+                done[key] = nn.Parameter(value.detach().to(recipe.dtype), value.requires_grad)
+            replace_parameter(module, name, done[key])
+            stored[path] = dtype_name(recipe.dtype)
+        elif recipe is not None:
+            level = LEVELS[recipe.level]
+            held = Unscaled(recipe.made, f"_{level.policy}_scale", in_rows=recipe.in_rows)
+            done[key] = replace_by_pair(module, name, held, done.get(key))
+            stored[path] = dtype_name(level.dtype)
     result = StoredLow(stored, tuple(path for path in own if path not in stored), before, _bytes(program))
     logger.info("%s: %s", type(program).__name__, result)
     return result
@@ -142,9 +149,9 @@ def _bytes(program: nn.Module) -> int:
 
 def _read_low(
     program: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], opts: Options
-) -> dict[_Identity, torch.dtype]:
-    """The parameters that all graphs read in one low dtype, and the dtype."""
-    reads: dict[_Identity, set[torch.dtype | None]] = {}
+) -> dict[_Identity, CopyRecipe]:
+    """The parameters that all graphs read in one low form only, and the recipe of that."""
+    reads: dict[_Identity, set[CopyRecipe | None]] = {}
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         lows = _low_reads(gm, opts)
@@ -159,11 +166,11 @@ def _read_low(
                 torch.compile(entry_of(program), backend=backend)(*args, **kwargs)
     finally:
         torch.compiler.reset()
-    return {key: dtype for key, (dtype, *others) in reads.items() if dtype is not None and not others}
+    return {key: recipe for key, (recipe, *others) in reads.items() if recipe is not None and not others}
 
 
-def _low_reads(gm: fx.GraphModule, opts: Options) -> dict[str, torch.dtype]:
-    """Names of the inputs of a graph that are cast to one low dtype and read in no other, and the dtype."""
+def _low_reads(gm: fx.GraphModule, opts: Options) -> dict[str, CopyRecipe]:
+    """Names of the inputs of a graph that are read in one low form and in no other, and the recipe of that."""
     devices = graph_devices(gm).intersection(supported_devices())
     if not_ours(gm, devices):
         return {}
@@ -178,14 +185,12 @@ def _low_reads(gm: fx.GraphModule, opts: Options) -> dict[str, torch.dtype]:
         return {}
     folds = devices == {"cpu"} and opts.weights != "cast" and opts.numerics != "eager"
     kept = {node.name for node in rewritten.graph.find_nodes(op="placeholder") if node.users}
-    found: dict[str, torch.dtype] = {}
+    found: dict[str, CopyRecipe] = {}
     for node in copied_weights(rewritten):
         weight, (recipe, _) = node.meta[COPY_META], recipe_of(node)
-        if weight in found or not isinstance(recipe, Cast) or (folds and _is_scaled_after(node)):
+        if found.setdefault(weight, recipe) != recipe or (folds and _is_scaled_after(node)):
             kept.add(weight)
-        else:
-            found[weight] = recipe.dtype
-    return {name: dtype for name, dtype in found.items() if name not in kept}
+    return {name: recipe for name, recipe in found.items() if name not in kept}
 
 
 def _is_scaled_after(node: fx.Node) -> bool:

@@ -1,13 +1,12 @@
-"""Parameters that a module holds in a low dtype and reads in fp32, as :func:`amp_fx.store_low` leaves them.
+"""Parameters that a module holds low and reads in fp32, as :func:`amp_fx.store_low` leaves them.
 
 Eager code computes with the widened values. In a graph, widening is all that happens to such an input: what is narrowed
-again reads the parameter as it is.
+again, or scaled again, reads the parameter as it is.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +15,18 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from amp_fx.errors import WeightsError
-from amp_fx.graphs.calls import is_cast
+from amp_fx.graphs.values import LOW_DTYPES
 
-__all__ = ["Widened", "identity", "refuse_training", "replace_parameter", "widenings"]
+__all__ = [
+    "Unscaled",
+    "Widened",
+    "held_pair",
+    "identity",
+    "refuse_training",
+    "replace_by_pair",
+    "replace_parameter",
+    "widenings",
+]
 
 
 class Widened(nn.Module):
@@ -30,6 +38,29 @@ class Widened(nn.Module):
         if wide.requires_grad and not torch.compiler.is_compiling():
             wide.register_hook(_refuse)
         return wide
+
+
+class Unscaled(nn.Module):
+    """What a module reads of a matrix that it holds below 16 bits, with factors: a parametrization of two tensors.
+
+    Args:
+        made: what is held of a matrix: data (columns, contracted) and factors (columns, 1).
+        in_rows: True if the matrix is (columns, contracted), else it is the other way round.
+        scale: what follows the matrix's name in that of its factors.
+    """
+
+    def __init__(self, made: Callable[[Tensor], tuple[Tensor, Tensor]], scale: str, *, in_rows: bool) -> None:
+        super().__init__()
+        self.made, self.scale, self.in_rows = made, scale, in_rows
+
+    def forward(self, data: Tensor, factors: Tensor) -> Tensor:
+        """The values in fp32."""
+        rows = data.to(torch.float32) * factors
+        return rows if self.in_rows else rows.t()
+
+    def right_inverse(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """What is held."""
+        return self.made(matrix)
 
 
 def identity(value: Tensor) -> tuple[Any, ...]:
@@ -49,13 +80,46 @@ def replace_parameter(module: nn.Module, name: str, low: nn.Parameter) -> None:
     module.register_parameter(name, low)
     # it changes the dtype, which torch calls unsafe
     parametrize.register_parametrization(module, name, Widened(), unsafe=True)
-    module.register_state_dict_post_hook(functools.partial(_name_saved, name))
-    module.register_load_state_dict_pre_hook(functools.partial(_name_loaded, name))
+    _keep_names(module, {name: f"parametrizations.{name}.original"})
+
+
+def replace_by_pair(module: nn.Module, name: str, held: Unscaled, like: nn.Module | None = None) -> nn.Module:
+    """Puts a matrix below 16 bits and its factors in the place of a parameter in fp32.
+
+    Args:
+        module: that has the parameter itself.
+        name: of its attribute.
+        held: how it is held.
+        like: what this has returned of a parameter that is tied to this one.
+
+    Returns:
+        What holds the pair.
+    """
+    # integers have no gradients
+    module.register_parameter(name, nn.Parameter(module.get_parameter(name).detach(), requires_grad=False))
+    parametrize.register_parametrization(module, name, held, unsafe=True)
+    pair = module.get_submodule(f"parametrizations.{name}")
+    parts = ("original0", "original1")
+    if like is not None:
+        for part in parts:
+            pair.register_parameter(part, like.get_parameter(part))
+    names = zip((name, f"{name}{held.scale}"), parts, strict=True)
+    _keep_names(module, {own: f"parametrizations.{name}.{part}" for own, part in names}, held)
+    return pair
 
 
 def widenings(gm: fx.GraphModule) -> list[fx.Node]:
-    """The casts that :class:`Widened` has put into a captured graph."""
-    return [node for node in gm.graph.nodes if is_cast(node) and _is_widening(node)]
+    """What :class:`Widened` and :class:`Unscaled` have put into a graph, captured or of Dynamo's."""
+    calls = ("call_function", "call_method")
+    return [node for node in gm.graph.nodes if node.op in calls and _is_widening(node)]
+
+
+def held_pair(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The matrix below 16 bits and the factors that a node of a captured graph is the product of, or None."""
+    if node.target is not torch.ops.aten.mul.Tensor or not _is_widening(node):
+        return None
+    wide, factors = node.all_input_nodes
+    return wide.all_input_nodes[0], factors
 
 
 def refuse_training(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -69,14 +133,17 @@ def refuse_training(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         WeightsError: there are some.
     """
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        if isinstance(value, nn.Parameter) and value.requires_grad and any(map(_is_widening, node.users)):
+        # what cannot have gradients had them before
+        asks = isinstance(value, nn.Parameter) and (value.requires_grad or value.dtype not in LOW_DTYPES)
+        if asks and any(map(_is_widening, node.users)):
             _refuse()
 
 
 def _is_widening(node: fx.Node) -> bool:
-    """True for what :class:`Widened` computes."""
+    """True for what :class:`Widened` and :class:`Unscaled` compute."""
     modules = list(node.meta.get("nn_module_stack", {}).values())
-    return bool(modules) and modules[-1][1] in (Widened, f"{Widened.__module__}.{Widened.__qualname__}")
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in (Widened, Unscaled)]
+    return bool(modules) and modules[-1][1] in (Widened, Unscaled, *names)
 
 
 def _refuse(_gradient: Tensor | None = None) -> None:
@@ -86,15 +153,26 @@ def _refuse(_gradient: Tensor | None = None) -> None:
     )
 
 
-def _name_saved(name: str, _module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    state[f"{prefix}{name}"] = state.pop(_original(prefix, name))
+def _keep_names(module: nn.Module, names: Mapping[str, str], held: Unscaled | None = None) -> None:
+    """A ``state_dict`` has names of its own for what torch has parametrized.
 
+    Args:
+        module: that has it.
+        names: in the ``state_dict`` -> in the module.
+        held: makes what is held of a matrix in 16 or 32 bits that is loaded.
+    """
 
-def _name_loaded(name: str, _module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    if (own := f"{prefix}{name}") in state:
-        state[_original(prefix, name)] = state.pop(own)
+    def saved(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for own, inner in names.items():
+            state[f"{prefix}{own}"] = state.pop(f"{prefix}{inner}")
 
+    def loaded(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        given = state.get(f"{prefix}{next(iter(names))}")
+        if held is not None and given is not None and given.dtype.itemsize > 1:
+            state.update(zip((f"{prefix}{own}" for own in names), held.right_inverse(given), strict=True))
+        for own, inner in names.items():
+            if f"{prefix}{own}" in state:
+                state[f"{prefix}{inner}"] = state.pop(f"{prefix}{own}")
 
-def _original(prefix: str, name: str) -> str:
-    """The name that torch gives to what is parametrized."""
-    return f"{prefix}parametrizations.{name}.original"
+    module.register_state_dict_post_hook(saved)
+    module.register_load_state_dict_pre_hook(loaded)

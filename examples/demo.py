@@ -48,7 +48,9 @@ def heal() -> None:
         f"   amp_fx.calibrate keeps {len(kept)} of 3 matmuls in fp32: {', '.join(row.module_path for row in kept)}"
     )
     healed = Station()
-    loss = train(healed, torch.compile(healed, backend="amp_fx", options=amp_fx.options(profile="off", plan=plan)))
+    loss = train(
+        healed, torch.compile(healed, backend="amp_fx", options=amp_fx.options(profile="off", plan=plan))
+    )
     print(f"   bf16 with that plan         loss {loss:.3f}\n")
 
 

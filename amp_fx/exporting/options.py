@@ -53,4 +53,10 @@ class ExportOptions:
                 f"export does not place by measured harm; got a policy with harm={parsed.policy.harm!r}. Give the "
                 "plan that amp_fx.calibrate(..., of='outputs').plan() makes."
             )
+        wide = next((rule for rule in parsed.policy.rules if rule.result is not None), None)
+        if wide is not None:
+            raise OptionsError(
+                f"'result' in policy rule {wide} is for torch.compile: no op that every runtime has multiplies low "
+                "operands and returns fp32. Use 'precision': 'fp32' for the call."
+            )
         return cls(parsed, **own)

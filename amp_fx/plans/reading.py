@@ -15,6 +15,7 @@ from amp_fx.graphs.source_lines import source_line
 from amp_fx.graphs.storages import is_view
 from amp_fx.graphs.values import cast_bytes, is_eligible, numel, tensors
 from amp_fx.plans.plan import CAST_META, STEP_META, CastPlan, InputPlan, NodePlan, Plan, node_plan
+from amp_fx.plans.reasons import Kind
 from amp_fx.policy.levels import is_narrow
 
 __all__ = ["add_graph", "input_plan", "measure"]
@@ -59,7 +60,9 @@ def measure(row: NodePlan, node: fx.Node, path: str, seen: dict[Any, int]) -> No
     row.shape = _shape(results[0]) if results else ()
     read, matmul = _read(node)
     if not is_view(node):
-        row.bytes = sum(numel(value) * value.dtype.itemsize for value in results if value.is_floating_point())
+        wide = torch.float32 if row.is_because(Kind.WIDE_RESULT) else None
+        floating = [value for value in results if value.is_floating_point()]
+        row.bytes = sum(numel(value) * (wide or value.dtype).itemsize for value in floating)
     row.inputs = tuple(f"{path}{source.name}" for source in dict.fromkeys(read))
     row.operands = tuple(
         _shape(value) for source in read if is_eligible(value := source.meta.get("val")) or is_narrow(value)

@@ -232,7 +232,7 @@ def _parse_result(data: Mapping[Any, Any]) -> str | None:
         )
     if data["precision"] != "low":
         raise OptionsError(
-            f"'result' in policy rule {dict(data)!r} is about products of low operands; add 'precision': 'low', or "
+            f"'result' in policy rule {dict(data)!r} is about products of low operands; say 'precision': 'low', or "
             f"drop it: in {data['precision']} the result is {data['precision']} anyway."
         )
     return result

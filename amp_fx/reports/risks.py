@@ -79,6 +79,8 @@ def _risk(node: NodePlan, readers: list[NodePlan]) -> tuple[float, str]:
     """(score, why): rules that overrule the lists, then sums that may overflow, then what feeds the loss."""
     if node.dtype is None or node.dtype != node.low or node.op_class is OpClass.KEEP:
         return 0.0, ""
+    if node.is_because(Kind.WIDE_RESULT):
+        return 0.0, ""
     low = dtype_name(node.dtype)
     if node.is_because(Kind.RULE) and not node.flops:
         return 1000.0, f"{low} by your rule"

@@ -17,7 +17,8 @@ from amp_fx.graphs.storages import in_place_target, storage_of, written_argument
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.plan import CAST_META, NodePlan, Takes, node_plan
+from amp_fx.plans.plan import CAST_META, STEP_META, NodePlan, Takes, node_plan
+from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 
 __all__ = ["InsertCasts"]
@@ -164,7 +165,7 @@ class _Casts:
             self._writes[key] = self._writes.get(key, 0) + 1
         pinned = plan.pinned or self._rounded.get(node)
         if pinned is not None:
-            self._pin(node, pinned)
+            self._pin(node, pinned, is_step=plan.is_because(Kind.WIDE_RESULT))
 
     def _is_widened(self, node: fx.Node, plan: NodePlan) -> bool:
         """True for a norm that is planned low, whose weights are not, where there may be no kernel for two dtypes."""
@@ -249,11 +250,19 @@ class _Casts:
         if node in self.traced:
             self.traced[copy] = self.traced[node]
 
-    def _pin(self, node: fx.Node, dtype: torch.dtype) -> None:
-        """Casts a result at once and makes every reader read the cast: its storage is the shared one."""
+    def _pin(self, node: fx.Node, dtype: torch.dtype, *, is_step: bool = False) -> None:
+        """Casts a result at once and makes every reader read the cast: its storage is the shared one.
+
+        Args:
+            node: the call.
+            dtype: of its result.
+            is_step: there is no cast in the end, as the call returns this dtype itself.
+        """
         if not is_eligible(node.meta["val"]) or node.meta["val"].dtype is dtype:
             return
         cast = self.get(node, dtype, before=node.next)
+        if is_step:
+            cast.meta[STEP_META] = True
         node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
         if node in self._storage:
             self._storage[cast] = self._storage[node]

@@ -8,8 +8,10 @@ from typing import ClassVar
 
 import torch.fx as fx
 
+from amp_fx.errors import PlanError
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.plan import Decision, node_plan
+from amp_fx.plans.reasons import Kind
 
 __all__ = ["Replay"]
 
@@ -45,6 +47,11 @@ class Replay(Pass):
             if plan is None or row is None:
                 # what is about numbers has no row
                 continue
+            if row.is_because(Kind.WIDE_RESULT) and node.meta["val"].device.type != "cuda":
+                raise PlanError(
+                    f"the plan has {plan.name} ({plan.op}) as a low product that returns fp32, for which this "
+                    f"{node.meta['val'].device.type} has no kernel; make a plan for it, or drop the option."
+                )
             plan.follow(row)
             followed += 1
         return PassResult(gm, followed, f"{followed} nodes as the plan has them")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -102,14 +102,14 @@ def keep_sums(gm: fx.GraphModule) -> int:
 
 def _widen(node: fx.Node) -> fx.Node:
     """The sum of a product in fp32, in the place of its rounded result."""
-    graph = node.graph
-    if node.target in WIDE:
-        node.target, node.args = WIDE[node.target], (*node.args, torch.float32)
+    graph, target = node.graph, cast("OpOverload", node.target)
+    if target in WIDE:
+        node.target, node.args = WIDE[target], (*node.args, torch.float32)
         node.meta["val"] = run_fake(node)
         return node
     added, *factors = node.args
     with graph.inserting_before(node):
-        product = _call(node, _ADDING[node.target], *factors, torch.float32)
+        product = _call(node, _ADDING[target], *factors, torch.float32)
         total = _call(node, aten.add.Tensor, product, _call(node, CAST, added, torch.float32))
     node.replace_all_uses_with(total)
     graph.erase_node(node)
@@ -131,11 +131,11 @@ def _read_wide(node: fx.Node, wide: Collection[fx.Node]) -> None:
 
 def _give(node: fx.Node, low: torch.dtype, users: Sequence[fx.Node]) -> None:
     """Hands an fp32 result to those who have read it low: as it is where they widened it, else rounded."""
-    casts = [user for user in users if user.target is CAST and user.meta["val"].dtype is torch.float32]
-    for cast in casts:
-        cast.replace_all_uses_with(node)
-        node.graph.erase_node(cast)
-    others = {user for user in users if user not in casts}
+    widened = [user for user in users if user.target is CAST and user.meta["val"].dtype is torch.float32]
+    for each in widened:
+        each.replace_all_uses_with(node)
+        node.graph.erase_node(each)
+    others = {user for user in users if user not in widened}
     if others:
         with node.graph.inserting_after(node):
             rounded = _call(node, CAST, node, low)

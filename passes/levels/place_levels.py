@@ -135,7 +135,7 @@ class PlaceLevels(Pass):
         weight = matmul.operands[1]
         if level.keeps_weights and not weight.is_folded:
             return Reason.of(Kind.NO_COPY, level=level.name)
-        if not level.trains and weight.source.op != "placeholder":
+        if not level.trains and weight.source.op != "placeholder" and not weight.is_folded:
             return Reason.of(Kind.NOT_A_WEIGHT, policy=level.policy)
         if rows == 0:
             return Reason(Kind.NO_ROWS)

@@ -18,6 +18,7 @@ from amp_fx.plans.plan import CAST_META, STEP_META
 from amp_fx.policy.levels import FORWARD, Level, Scale
 from amp_fx.policy.scaled import block_scales, scale_of, scaled
 from amp_fx.weights.recipes import Scaled
+from amp_fx.widened import held_pair
 
 __all__ = ["CapturedQuantiser", "Quantiser", "erase_unread"]
 
@@ -238,6 +239,9 @@ class CapturedQuantiser(Quantiser):
     def _made(self, operand: Operand, dtype: torch.dtype, level: Level) -> _Copy:
         if not operand.is_weight:
             return super()._made(operand, dtype, level)
+        held = held_pair(operand.source)
+        if held is not None and held[0].meta["val"].dtype is dtype:
+            return _Copy(*held)
         recipe = Scaled(level.name, in_rows=not operand.transposed)
         parts = recipe.steps(operand.source, self._call)
         for index, made in enumerate(parts):

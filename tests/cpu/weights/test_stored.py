@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import levels
 from amp_fx import store_low
 from examples import hugging_face
+from graphs import without_inductor
 
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -49,3 +52,32 @@ def test_a_stored_model_computes_what_it_did(mode: Callable[[], Any], dtype: str
     assert torch.equal(before, after)
     with torch.no_grad():
         assert not torch.equal(after, wide(TOKENS).logits)
+
+
+def stored_below(options: dict[str, Any], mode: Callable[[], Any]) -> tuple[Tensor, Tensor, list[str]]:
+    """What three linears give before and after they are stored, and the names of what is stored below 16 bits."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).eval(), torch.randn(32, 64)
+
+    def run() -> Tensor:
+        torch._dynamo.reset()
+        with mode():
+            return torch.compile(model, backend="amp_fx", options=options)(x)
+
+    before = run()
+    found = store_low(model, x, options=options)
+    return before, run(), [name for name, dtype in found.stored.items() if dtype != "bfloat16"]
+
+
+def test_a_model_in_int8_computes_what_it_did_with_packed_weights() -> None:
+    options = {"profile": "off", "strict": True, "policy": "int8"}
+    before, after, stored = stored_below(options, torch.inference_mode)
+    assert stored == ["0.weight", "1.weight"]
+    assert torch.equal(before, after)
+
+
+def test_a_model_in_fp8_computes_what_it_did(tmp_path: Path) -> None:
+    with without_inductor():
+        before, after, stored = stored_below(levels.options(tmp_path, weights="cache"), torch.no_grad)
+    assert stored == ["0.weight", "1.weight"]
+    assert torch.equal(before, after)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_fx import OptionsError, Policy, Rule
+from amp_fx import OptionsError, PlanError, Policy, Rule, export
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.table import all_names, supported_devices
 from graphs import check, rewrite
@@ -270,6 +270,10 @@ def test_on_cuda_the_call_reads_low_and_everybody_reads_its_result_in_fp32() -> 
     assert row.is_because(Kind.WIDE_RESULT)
     [linear] = rewritten.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
     assert [user.meta["val"].dtype for user in linear.users] == [torch.float32]
+    # what is stored, and no cast
+    assert row.bytes == 4 * 2 * 3 * 16
+    assert row.name not in {cast.value for cast in rewritten.plan.casts}
+    assert row.name in next(reader for reader in rewritten.plan.nodes if "softmax" in reader.op).inputs
 
 
 def test_on_a_cpu_the_call_runs_in_fp32_and_the_plan_says_why() -> None:
@@ -305,6 +309,17 @@ def test_a_plan_with_a_result_in_fp32_is_followed(tmp_path: Path) -> None:
     assert [(row.dtype, row.pinned, row.reasons) for row in again.nodes] == [
         (row.dtype, row.pinned, row.reasons) for row in first.nodes
     ]
+
+
+def test_a_plan_with_a_result_in_fp32_is_refused_where_no_kernel_is(tmp_path: Path) -> None:
+    rewrite(Head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan.save(tmp_path / "plan.json")
+    with pytest.raises(PlanError):
+        rewrite(Head(), torch.randn(2, 8), options={"plan": str(tmp_path / "plan.json")})
+
+
+def test_an_exported_program_has_no_such_results() -> None:
+    with pytest.raises(OptionsError):
+        export(Head(), (torch.randn(2, 8),), **rules(WIDE))
 
 
 @pytest.mark.parametrize(

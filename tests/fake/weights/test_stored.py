@@ -122,12 +122,81 @@ def test_a_rule_for_fp32_keeps_a_weight() -> None:
     assert set(found.stored) == {"up.weight"}
 
 
-def test_weights_in_int8_are_kept_as_they_are() -> None:
+class Tied(nn.Module):
+    """Two linears of one weight, a product from the other side, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.again, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.again.weight = self.up.weight
+        self.right = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(self.up(x).relu() @ self.right))
+
+
+INT8 = {"policy": "int8", "weights": "cast"}
+
+
+def quantised() -> tuple[Tied, Tied, StoredLow]:
+    """A model, as it was and stored."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).eval()
-    found = store_low(model, torch.randn(32, 64), options={**DEFAULTS, "policy": "int8"})
-    assert "2.weight" in found.stored
-    assert {"0.weight", "1.weight"} <= set(found.kept)
+    model = Tied().eval()
+    return copy.deepcopy(model), model, stored(model, torch.randn(32, 32), **INT8)
+
+
+def test_weights_in_int8_are_stored_with_their_scales() -> None:
+    wide, model, found = quantised()
+    assert {name for name, dtype in found.stored.items() if dtype == "int8"} == {
+        "up.weight",
+        "again.weight",
+        "right",
+    }
+    state = model.state_dict()
+    for name, turned in (("up.weight", False), ("right", True)):
+        data, scale = state[name], state[f"{name}_int8_scale"]
+        assert (data.dtype, scale.dtype, tuple(scale.shape)) == (torch.int8, torch.float32, (32, 1))
+        exact = wide.state_dict()[name]
+        values = data * scale
+        assert (exact - (values.t() if turned else values)).abs().max() <= 0.51 * scale.max()
+    pair = 32 * 32 + 4 * 32
+    assert found.bytes_after == 2 * pair + 2 * 32 * 32 + 2 * 3 * 32
+
+
+def test_tied_weights_in_int8_stay_tied() -> None:
+    _, model, _ = quantised()
+    pairs = [dict(layer.named_parameters()) for layer in (model.up, model.again)]
+    for part in ("original0", "original1"):
+        assert pairs[0][f"parametrizations.weight.{part}"] is pairs[1][f"parametrizations.weight.{part}"]
+
+
+def test_a_state_dict_in_int8_and_one_in_fp32_go_into_a_model_in_int8() -> None:
+    wide, model, _ = quantised()
+    _, other, _ = quantised()
+    with torch.no_grad():
+        dict(other.up.named_parameters())["parametrizations.weight.original0"].zero_()
+    state = model.state_dict()
+    other.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+    other.load_state_dict(wide.state_dict())
+    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+
+
+def test_the_plan_in_int8_is_that_of_the_model_before() -> None:
+    wide, model, _ = quantised()
+    with torch.no_grad():
+        options = {**DEFAULTS, **INT8}
+        plans = [amp_fx.explain(each, torch.randn(32, 32), options=options).plan for each in (wide, model)]
+    rows = [[(row.op, row.dtype, row.levels) for row in plan.nodes] for plan in plans]
+    assert rows[0] == rows[1]
+    assert sum("int8" in str(levels) for _, _, levels in rows[0]) == 3
+
+
+def test_compiling_a_model_in_int8_for_training_is_an_error() -> None:
+    _, model, _ = quantised()
+    program = torch.compile(model, backend="amp_fx", options=dict(DEFAULTS))
+    with pytest.raises(WeightsError), unwrapped_errors(WeightsError):
+        program(torch.randn(32, 32))
 
 
 def test_what_batch_norm_is_folded_into_stays_in_fp32_unless_weights_are_cast() -> None:
