@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,11 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import amp_fx.weights.folding
-from amp_fx import OptionsError, WeightsError, weights
+from amp_fx import OptionsError, WeightsError
 from amp_fx.options import Options
 from amp_fx.placement.profile import DeviceProfile
 from graphs import DEFAULTS
 from holding import Compiles, Held
-
-
-@pytest.fixture(autouse=True)
-def held() -> Iterator[Held]:
-    weights.clear()
-    yield Held()
-    weights.clear()
 
 
 class Net(nn.Module):
@@ -390,9 +383,7 @@ def test_threads_may_call_while_weights_change() -> None:
 
 
 def test_the_option_is_checked() -> None:
-    with pytest.raises(
-        OptionsError, match=r"Unknown weights 'cached'; valid: 'auto'.* Did you mean 'cache'\?"
-    ):
+    with pytest.raises(OptionsError, match=r"'cached'.*'auto'.*'cache'"):
         Options.parse(None, {"weights": "cached"})
 
 
