@@ -633,7 +633,7 @@ def test_what_cannot_be_rewritten_warns_once_and_runs_as_autocast_would() -> Non
 
     with (
         torch.no_grad(),
-        pytest.warns(FallbackWarning, match=r"flex_attention inside torch\.autocast") as seen,
+        pytest.warns(FallbackWarning, match="flex_attention") as seen,
     ):
         agree(program, torch.randn(1, 2, 16, 16), options={"strict": False}, tolerance=ONE_ROUNDING)
     assert sum(warning.category is FallbackWarning for warning in seen) == 1
