@@ -219,9 +219,9 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return math.sqrt(wrong / sum(q.square().sum() for q in exact))
 
 
-def gpt() -> tuple[nn.Module, list[Tensor]]:
-    """Four layers of width 256, and its batch."""
-    model = _drawn(GPT(layers=4, width=256, heads=4, vocab=320, length=128))
+def gpt(layers: int = 4) -> tuple[nn.Module, list[Tensor]]:
+    """Layers of width 256, and its batch."""
+    model = _drawn(GPT(layers=layers, width=256, heads=4, vocab=320, length=128))
     tokens = torch.randint(320, (4, 129))
     return model, [tokens[:, :-1], tokens[:, 1:]]
 

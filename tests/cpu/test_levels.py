@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.utils import fresh_cache
 
 import amp_fx
 from amp_fx.passes import PlaceLevels
@@ -28,7 +27,7 @@ from levels import FP8_CPU, MLP, error, exact_gradients, gpt, gradients, llama, 
 @pytest.mark.parametrize(
     ("make", "bounds"),
     [
-        (gpt, {"rowwise": 0.115, "tensorwise": 0.14, "mxfp8": 0.115}),
+        pytest.param(lambda: gpt(layers=1), {"rowwise": 0.115, "tensorwise": 0.14, "mxfp8": 0.115}, id="gpt"),
         pytest.param(llama, {"rowwise": 0.17, "tensorwise": 0.20, "mxfp8": 0.17}, marks=pytest.mark.slow),
     ],
 )
@@ -47,7 +46,7 @@ def test_gradients_of_a_small_transformer_are_as_near_to_fp64_as_e4m3_lets_them(
 
 @pytest.mark.parametrize("level", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.slow)])
 def test_generated_code_gives_what_its_graphs_give(tmp_path: Path, level: str) -> None:
-    model, x = MLP(32, 64, 64, 16), torch.randn(64, 32)
+    model, x = MLP(32, 64, 16), torch.randn(32, 32)
     exact = exact_gradients(model, [x])
     by_op, by_code = (
         gradients(model, [x], options(tmp_path, level), generate=generate) for generate in (False, True)
@@ -131,13 +130,13 @@ def test_a_loss_scaler_skips_the_step_of_an_overflow(tmp_path: Path) -> None:
 
 
 def test_a_listener_is_told_what_runs_in_fp8_though_the_graph_comes_from_the_cache(tmp_path: Path) -> None:
-    model, x, given = MLP(32, 64, 64, 16), torch.randn(32, 32), options(tmp_path, "rowwise")
+    model, x, given = MLP(32, 64, 16), torch.randn(32, 32), options(tmp_path, "rowwise")
     for _ in range(2):
         torch._dynamo.reset()
         with amp_fx.record() as recording:
             torch.compile(model, backend="amp_fx", options=given)(x)
         found = [bool(row.levels_below) for row in recording.plans[0].nodes if row.flops]
-        assert found == [True, True, False]
+        assert found == [True, False]
 
 
 def test_level_and_costs_are_part_of_the_key_of_the_caches() -> None:
@@ -182,11 +181,10 @@ def errors(*given: dict[str, Any], folder: Path) -> list[float]:
 def test_a_rule_that_is_added_counts_though_the_graph_is_in_the_cache(tmp_path: Path) -> None:
     model, x, plain = MLP(32, 64, 16), torch.randn(32, 32), options(tmp_path, "rowwise")
     exact = exact_gradients(model, [x])
-    with fresh_cache():
-        in_fp8, ruled = (
-            error(gradients(model, [x], given, generate=True), exact)
-            for given in (plain, {**plain, "policy": _RULED})
-        )
+    in_fp8, ruled = (
+        error(gradients(model, [x], given, generate=True), exact)
+        for given in (plain, {**plain, "policy": _RULED})
+    )
     assert ruled < 0.01 < 0.02 < in_fp8
 
 

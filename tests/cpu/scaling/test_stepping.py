@@ -41,7 +41,7 @@ def test_torchs_scaler_around_a_graph_that_scales_is_refused_at_its_first_step(
     model, keep = Net(), new_scaler(init_scale=init_scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     before = weights(model)
-    with pytest.raises(ScalerError, match=r"twice.*amp_fx\.GradScaler"):
+    with pytest.raises(ScalerError, match=r"amp_fx\.GradScaler"):
         step(model, torch.amp.GradScaler("cpu", init_scale), optimizer, compiled(model))
     assert same(model, before)
     # the remedy that it names
