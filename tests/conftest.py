@@ -22,19 +22,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported lives as long as the tests: whoever collects garbage need not look at it, which takes 0.5 s."""
+    # when it is imported, it looks for what refers to some objects
+    import hypothesis  # noqa: F401
+
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    """Plugins that are imported now may look for what refers to an object."""
-    gc.unfreeze()
 
 
 @pytest.fixture
 def held() -> Held:
     """Bytes of the copies and constants that the test's models hold."""
     return Held()
+
+
+@pytest.fixture(name="op_by_op")
+def _op_by_op() -> Iterator[None]:
+    """Inductor's passes run, and no code is generated."""
+    from graphs import op_by_op
+
+    with op_by_op():
+        yield
 
 
 @pytest.fixture(name="without_inductor")

@@ -328,7 +328,8 @@ def op_by_op(prepare: Callable[[fx.GraphModule], object] = id) -> Iterator[list[
     graphs: list[fx.GraphModule] = []
 
     def inner_compile(gm: fx.GraphModule, _: Sequence[Any], **__: Any) -> Callable[..., Any]:
-        run = copy.deepcopy(gm)
+        # not what it holds: packed weights cannot be copied
+        run = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         prepare(run)
         graphs.append(gm)
 
