@@ -1,4 +1,4 @@
-"""Accelerate keeps its state in singletons: each test starts without."""
+"""Accelerate keeps its state in singletons: each test starts without. What trainers do with graphs needs no code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
+def _fresh_accelerate(op_by_op: None) -> Iterator[None]:
     # takes seconds, which collecting the tests does not need
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
