@@ -49,10 +49,6 @@ def close(got: Tensor, exact: Tensor, error: float = 2e-2) -> bool:
     return bool((got.double() - exact.double()).norm() <= error * exact.double().norm())
 
 
-def total(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack([value.float().sum() for value in values]).sum()
-
-
 def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a script in a fresh interpreter. It must succeed."""
     done = subprocess.run(
@@ -277,23 +273,6 @@ def test_eager_numerics_give_the_bits_of_eager_autocast() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_an_ambient_autocast_takes_over(dtype: torch.dtype) -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        h = x @ w
-        return h, h.relu(), x * 2, h + x, F.mse_loss(h, x)
-
-    x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-    own = compiled(program)
-    with torch.autocast("cpu", dtype):
-        got, expected = own(x, w), program(x, w)
-    assert [value.dtype for value in got] == [value.dtype for value in expected]
-    assert all(close(value, exact) for value, exact in zip(got, expected, strict=True))
-    gradients = torch.autograd.grad(total(got), (x, w))
-    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 2
-
-
-@pytest.mark.usefixtures("without_inductor")
 def test_the_same_function_runs_with_and_without_an_ambient_autocast() -> None:
     own = compiled(lambda x: x @ x)
     x = torch.randn(8, 8)
@@ -301,37 +280,6 @@ def test_the_same_function_runs_with_and_without_an_ambient_autocast() -> None:
     with torch.autocast("cpu", FP16):
         assert own(x).dtype is FP16
     assert own(x).dtype is torch.float32
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_regions_and_islands_mean_what_they_mean_eagerly() -> None:
-    class Regions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.island, self.last = (nn.Linear(8, 8) for _ in range(4))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            with torch.autocast("cpu", BF16):
-                a = self.first(x)
-                b = self.second(a)
-                with torch.autocast("cpu", enabled=False):
-                    c = self.island(b.float())
-                d = self.last(c)
-            return a, b, c, d
-
-    model, x = Regions(), torch.randn(4, 8, requires_grad=True)
-    parameters = (x, *model.parameters())
-    with record() as recording:
-        got = compiled(model)(x)
-    expected = model(x)
-    assert [value.dtype for value in got] == [value.dtype for value in expected]
-    assert [value.dtype for value in got] == [BF16, BF16, torch.float32, BF16]
-    assert all(close(value, exact) for value, exact in zip(got, expected, strict=True))
-    ours, eager = (torch.autograd.grad(total(values), parameters) for values in (got, expected))
-    assert [gradient.dtype for gradient in ours] == [gradient.dtype for gradient in eager]
-    assert all(close(gradient, exact) for gradient, exact in zip(ours, eager, strict=True))
-    dtypes = {row.module_path: row.dtype for row in recording.plans[0].nodes if row.op == "linear"}
-    assert dtypes == {"first": BF16, "second": BF16, "island": torch.float32, "last": BF16}
 
 
 @pytest.mark.usefixtures("without_inductor")
@@ -403,22 +351,6 @@ def test_graph_breaks_make_graphs_that_agree_on_dtypes() -> None:
     got.sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
     assert [low_ops([plan]) for plan in recording.plans] == [{"linear"}, {"linear"}]
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_an_input_is_mutated_and_viewed_as_eagerly() -> None:
-    def program(cache: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        cache[1:3] = x @ w
-        return cache.view(-1), cache @ w
-
-    ours, theirs = torch.zeros(4, 8), torch.zeros(4, 8)
-    x, w = torch.randn(2, 8), torch.randn(8, 8)
-    view, product = compiled(program)(ours, x, w)
-    expected_view, expected = program(theirs, x, w)
-    assert close(ours, theirs)
-    assert close(product, expected)
-    assert view.data_ptr() == ours.data_ptr()
-    assert view.shape == expected_view.shape
 
 
 @pytest.mark.usefixtures("without_inductor")

@@ -68,23 +68,17 @@ def close_to_autocast(got: Tensor, model: nn.Module, x: Tensor, factor: float = 
     return bool(0.05 * limit < ours <= factor * limit) and got.dtype is torch.float32
 
 
-CHANGES: dict[str, Callable[[Net], Any]] = {
-    "data.mul_": lambda net: net.table.weight.data.mul_(2.0),
-    "data.copy_": lambda net: net.conv.weight.data.copy_(torch.randn(16, 16, 3)),
-    "load_state_dict": lambda net: net.load_state_dict(new_net(1).state_dict()),
-    "replaced": lambda net: setattr(net.conv, "weight", nn.Parameter(torch.randn(16, 16, 3))),
-}
-
-
 @pytest.mark.parametrize("mode", ["cache", "freeze"])
 def test_outputs_are_those_of_the_weights_of_the_moment(mode: str) -> None:
     net, x = new_net(), tokens()
     run = compiled(net, mode, strict=False)
     with torch.inference_mode():
         assert close_to_autocast(run(x), net, x, FOLDED)
-        for change in CHANGES.values():
-            change(net)
-            assert close_to_autocast(run(x), net, x, FOLDED)
+        # of the low dtype and of both, in place and not; how else weights change is test_weights.py's
+        net.table.weight.data.mul_(2.0)
+        assert close_to_autocast(run(x), net, x, FOLDED)
+        net.conv.weight = nn.Parameter(torch.randn(16, 16, 3))
+        assert close_to_autocast(run(x), net, x, FOLDED)
         # a buffer is folded into the convolution
         net.get_buffer("norm.running_mean").data.add_(1.0)
         assert close_to_autocast(run(x), net, x, FOLDED)
