@@ -116,6 +116,7 @@ def test_frozen_weights_are_folded_and_folded_again(
             assert torch.equal(run(x), in_each_call(x))
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_one_graph_takes_any_number_of_rows_with_one_scale_for_them(
     model: Net, x: Tensor, tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ class Positions(nn.Module):
         return self.head(x + self.table(self.get_buffer("ids").expand(len(x), -1)))
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("mode", ["auto", "freeze"])
 def test_what_a_batch_makes_larger_than_the_weights_is_not_kept(held: Held, mode: str) -> None:
     net, x = Positions().eval(), torch.randn(32, 8, 64)
@@ -171,6 +172,7 @@ def test_what_a_batch_makes_larger_than_the_weights_is_not_kept(held: Held, mode
     assert 0 < held.bytes() <= 1.1 * sum(2 * p.numel() for p in net.parameters())
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_by_default_weights_of_matmuls_in_fp32_are_not_kept(held: Held) -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 128)).eval(), torch.randn(16, 64)
@@ -186,6 +188,7 @@ def test_by_default_weights_of_matmuls_in_fp32_are_not_kept(held: Held) -> None:
     assert held.bytes() == 0
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_train_evaluate_train() -> None:
     net, x = new_net(), tokens()
     run = compiled(net, "cache")
@@ -200,6 +203,7 @@ def test_train_evaluate_train() -> None:
             assert close_to_autocast(run(x), net, x, FOLDED)
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("mode", ["cache", "freeze"])
 def test_a_graph_without_weights_has_nothing_to_keep(held: Held, mode: str) -> None:
     x = torch.randn(4, 4)
@@ -249,6 +253,7 @@ def test_with_strict_a_change_of_frozen_weights_is_an_error() -> None:
             run(x)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_frozen_graphs_of_any_size_are_frozen_again() -> None:
     net = new_net()
     run = torch.compile(
