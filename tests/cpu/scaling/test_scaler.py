@@ -381,6 +381,7 @@ def test_what_happened_can_be_asked() -> None:
     assert scheduler.get_last_lr() == [0.1 * 0.5**2]
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_only_the_bad_parameters_are_named() -> None:
     class Two(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -422,6 +423,7 @@ def test_calls_out_of_order_are_refused_with_torchs_errors() -> None:
 # ---- models ----
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_graph_breaks() -> None:
     class Broken(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -442,6 +444,7 @@ def test_graph_breaks() -> None:
     assert set(scaler.first_nonfinite()) == {"up.weight", "up.bias", "down.weight", "down.bias"}
 
 
+@pytest.mark.usefixtures("op_by_op")
 @fails_in("2.11", fault="no guard notices that a parameter is thawed")
 def test_frozen_parameters() -> None:
     model, x, scaler = Net(), batch(), new_scaler()
@@ -459,6 +462,7 @@ def test_frozen_parameters() -> None:
     assert gradients_are(model, fp32_gradients(model, lambda m: loss_of(m, x)))
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
     table, model, scaler = nn.Embedding(10, 8, sparse=True), Net(), new_scaler()
     own, optimizer = compiled(model), torch.optim.SGD([*table.parameters(), *model.parameters()], lr=0.1)
@@ -472,6 +476,7 @@ def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torchs_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -496,6 +501,7 @@ def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torc
         gradient.pow(2).sum().backward()
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("inside", [True, False])
 def test_checkpointing(inside: bool) -> None:
     class Checkpointed(Net):
@@ -532,6 +538,7 @@ def test_instances_of_one_class_share_graphs_but_not_flags() -> None:
     assert [scaler.step_taken(optimizer) for optimizer in optimizers] == [True, False]
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_dynamic_shapes() -> None:
     model, scaler = Net(), new_scaler()
     own = torch.compile(model, backend="amp_fx", dynamic=True, options=OPTIONS)
@@ -542,6 +549,7 @@ def test_dynamic_shapes() -> None:
         assert gradients_are(model, fp32_gradients(model, lambda m, x=x: loss_of(m, x)))
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_graph_without_parameters_hands_gradients_through() -> None:
     scaler, x = new_scaler(), batch().requires_grad_()
     eager = nn.Linear(8, 8)
@@ -704,6 +712,7 @@ def test_a_disabled_scaler_changes_nothing() -> None:
     assert (scaler.state_dict(), scaler.skipped_steps, scaler.step_taken(optimizer)) == ({}, 0, True)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_fp16_parameters_are_named() -> None:
     model, scaler = Net(), new_scaler()
     model.down.half()
@@ -828,6 +837,7 @@ def test_a_graph_without_parameters_takes_fake_values_without_a_scaler() -> None
     assert scale.fake_mode is mode
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_an_overflow_of_a_loss_inside_the_graph_is_seen_too() -> None:
     model, scaler = Net(), new_scaler()
     own = compiled(lambda x: F.mse_loss(model(x), x))

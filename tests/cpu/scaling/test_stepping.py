@@ -106,6 +106,7 @@ def test_scalers_that_are_disabled_neither_scale_nor_are_refused() -> None:
     assert not same(model, before)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_under_an_fp16_autocast_of_the_users_torchs_scaler_is_right() -> None:
     torch._dynamo.reset()
     model, keep = Net(), new_scaler()
