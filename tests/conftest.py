@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import amp_fx
+from holding import Held
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,6 +18,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives as long as the tests: whoever collects garbage need not look at it, which takes 0.5 s."""
+    # when it is imported, it looks for what refers to some objects
+    import hypothesis  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def held() -> Held:
+    """Bytes of the copies and constants that the test's models hold."""
+    return Held()
+
+
+@pytest.fixture(name="op_by_op")
+def _op_by_op() -> Iterator[None]:
+    """Inductor's passes run, and no code is generated."""
+    from graphs import op_by_op
+
+    with op_by_op():
+        yield
+
+
+@pytest.fixture(name="without_inductor")
+def _without_inductor() -> Iterator[None]:
+    """No code is generated: for what is decided before."""
+    from graphs import without_inductor
+
+    with without_inductor():
+        yield
 
 
 @pytest.fixture(autouse=True)

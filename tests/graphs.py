@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import amp_fx.lowering
 import amp_fx.rewriting
 from amp_fx import record
-from amp_fx._torch import autocast_disabled, enable_autocast
+from amp_fx._torch import autocast_disabled, enable_autocast, replace_inner_compile
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
@@ -39,6 +39,7 @@ __all__ = [
     "check",
     "dynamo_graph",
     "on_cuda",
+    "op_by_op",
     "plans",
     "rewrite",
     "run_until",
@@ -312,6 +313,34 @@ def without_inductor() -> Iterator[None]:
 
     with mock.patch.object(amp_fx.lowering, "compile_with_inductor", compile_with_aot):
         yield
+
+
+@contextlib.contextmanager
+def op_by_op(prepare: Callable[[fx.GraphModule], object] = id) -> Iterator[list[fx.GraphModule]]:
+    """Inductor runs its passes on joint graphs, ours among them, and partitions; what comes out runs op by op.
+
+    Args:
+        prepare: changes the copy of a graph that runs.
+
+    Yields:
+        The graphs, forward before backward.
+    """
+    graphs: list[fx.GraphModule] = []
+
+    def inner_compile(gm: fx.GraphModule, _: Sequence[Any], **__: Any) -> Callable[..., Any]:
+        # not what it holds: packed weights cannot be copied
+        run = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        prepare(run)
+        graphs.append(gm)
+
+        def call(args: list[Any]) -> Any:
+            return fx.Interpreter(run).run(*args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
+        return call
+
+    with replace_inner_compile(inner_compile):
+        yield graphs
 
 
 def casts_of(gm: fx.GraphModule) -> dict[tuple[str, str], int]:

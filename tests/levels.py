@@ -18,15 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx._torch import replace_inner_compile
 from amp_fx.placement import level_device
 from amp_fx.placement.profile import FLOAT8, DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reasons import Kind
 from amp_fx.policy.scaled import TILE
-from benchmarks.counts import Counter, counting
 from benchmarks.workloads import llama_512
-from graphs import Rewritten, rewrite
+from graphs import Rewritten, op_by_op, rewrite
 from small_models import GPT
 
 __all__ = [
@@ -105,15 +103,15 @@ class Step:
     """One compiled training step, of which no code was generated."""
 
     plan: Plan
-    counter: Counter
+    graphs: list[fx.GraphModule]
 
     @property
     def forward(self) -> fx.GraphModule:
-        return next(graph.before for phase, graph in self.counter.graphs if phase == "forward")
+        return self.graphs[0]
 
     @property
     def backward(self) -> fx.GraphModule:
-        return next(graph.before for phase, graph in self.counter.graphs if phase == "backward")
+        return self.graphs[1]
 
     def scaled(self) -> tuple[list[fx.Node], list[fx.Node]]:
         """Matmuls in fp8 of forward and backward."""
@@ -131,15 +129,15 @@ class Step:
 def lowered(
     program: Callable[..., Tensor], args: Sequence[Any], options: dict[str, Any], **settings: Any
 ) -> Step:
-    """Compiles forward and backward up to fusion, and runs them op by op."""
+    """Compiles forward and backward up to code, and runs them op by op."""
     torch._dynamo.reset()
     compiled = torch.compile(program, backend="amp_fx", options=options, **settings)
-    with amp_fx.record() as recording, counting() as counter:
+    with amp_fx.record() as recording, op_by_op() as graphs:
         result = compiled(*args)
         if result.requires_grad:
             result.backward()
     (plan,) = recording.plans
-    return Step(plan, counter)
+    return Step(plan, graphs)
 
 
 def evaluated(model: nn.Module, x: Tensor, options: dict[str, Any], dynamic: bool | None = None) -> Rewritten:
@@ -171,7 +169,7 @@ def gradients(
     torch._dynamo.reset()
     trained = copy.deepcopy(model)
     compiled = torch.compile(trained, backend="amp_fx", options=options)
-    by_op = emulating_blocks() if options.get("fp8") == "mxfp8" else counting()
+    by_op = emulating_blocks() if options.get("fp8") == "mxfp8" else op_by_op()
     with contextlib.nullcontext() if generate else by_op:
         compiled(*args).backward()
     return [p.grad for p in trained.parameters() if p.grad is not None]
@@ -179,29 +177,14 @@ def gradients(
 
 @contextlib.contextmanager
 def emulating_blocks() -> Iterator[list[fx.GraphModule]]:
-    """What is compiled inside the block runs op by op; matmuls with a scale for each 32 elements by their definition.
+    """As :func:`graphs.op_by_op`; matmuls with a scale for each 32 elements by their definition."""
 
-    Yields the graphs, forward before backward.
-    """
-    graphs: list[fx.GraphModule] = []
-
-    def inner_compile(gm: fx.GraphModule, _: Sequence[Any], **__: Any) -> Callable[..., Any]:
-        run = copy.deepcopy(gm)
-        for node in calls(run, aten._scaled_mm.default):
+    def prepare(gm: fx.GraphModule) -> None:
+        for node in calls(gm, aten._scaled_mm.default):
             if node.args[2].meta["val"].dtype is torch.float8_e8m0fnu:  # type: ignore[union-attr]  # a node
                 node.target = _multiplied
-        graphs.append(gm)
 
-        def call(args: list[Any]) -> Any:
-            return fx.Interpreter(run).run(*args)
-
-        call._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it
-        return call
-
-    with (
-        replace_inner_compile(inner_compile),
-        mock.patch.object(level_device, "_capability", return_value=(10, 0)),
-    ):
+    with op_by_op(prepare) as graphs, mock.patch.object(level_device, "_capability", return_value=(10, 0)):
         yield graphs
 
 
@@ -236,9 +219,9 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return math.sqrt(wrong / sum(q.square().sum() for q in exact))
 
 
-def gpt() -> tuple[nn.Module, list[Tensor]]:
-    """Four layers of width 256, and its batch."""
-    model = _drawn(GPT(layers=4, width=256, heads=4, vocab=320, length=128))
+def gpt(layers: int = 4) -> tuple[nn.Module, list[Tensor]]:
+    """Layers of width 256, and its batch."""
+    model = _drawn(GPT(layers=layers, width=256, heads=4, vocab=320, length=128))
     tokens = torch.randint(320, (4, 129))
     return model, [tokens[:, :-1], tokens[:, 1:]]
 

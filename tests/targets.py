@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import functools
 import importlib.util
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +42,7 @@ __all__ = [
     "compiled_at_equal_results",
     "counted",
     "needs_a_target",
+    "one_process",
     "process",
     "threads",
     "trace_case",
@@ -81,6 +84,28 @@ def process(target: str = "cuda:h100") -> TargetProcess:
     found = TargetProcess(target)
     atexit.register(found.close)
     return found
+
+
+class _Shared:
+    """The process that there is; who is done with it does not end it."""
+
+    def __init__(self, target: str) -> None:
+        self._process = process(target)
+
+    def call(self, function: str, *args: Any) -> Any:
+        return self._process.call(function, *args)
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """``explain`` and ``calibrate`` ask the process of the tests instead of starting theirs, which takes seconds."""
+    with (
+        mock.patch("amp_fx.calibration.calibrating.TargetProcess", _Shared),
+        mock.patch("amp_fx.reports.targeted.TargetProcess", _Shared),
+    ):
+        yield
 
 
 def trace_case(case: Case, mode: str, **settings: Any) -> list[TracedGraph]:

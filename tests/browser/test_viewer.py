@@ -20,7 +20,6 @@ from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import amp_fx
 from amp_fx._torch import Lowered
@@ -137,6 +136,7 @@ def viewer(browser: Viewer) -> Iterator[Viewer]:
 @pytest.fixture(scope="module")
 def gpt2() -> Report:
     """A GPT-2 of 12 narrow layers, forward and backward; Inductor's part, which takes most time, is left out."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     def lower(gm: torch.fx.GraphModule, *_: Any, **__: Any) -> Lowered:
         def call(arguments: list[Any]) -> Any:

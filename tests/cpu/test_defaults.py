@@ -5,6 +5,7 @@ What options do together is ``test_combinations.py``'s. A fallback is a warning,
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import amp_fx
 from combinations import AXES, Row
 from combined_models import Model, make
 from combined_runs import check
+from graphs import op_by_op
 
 DEFAULTS: Row = {axis: next(iter(values)) for axis, values in AXES.items()}
 
@@ -35,6 +37,10 @@ FEATURES: dict[str, Row] = {
 }
 
 
+#: what these decide is in the graph; there is no need to generate code
+IN_GRAPHS = {"training with rules", "training by a plan", "training with eager numerics"}
+
+
 @pytest.mark.parametrize(
     "feature",
     # what trains shares its kernels
@@ -44,7 +50,8 @@ FEATURES: dict[str, Row] = {
     ],
 )
 def test_a_feature_by_itself(feature: str, tmp_path: Path) -> None:
-    check({**DEFAULTS, **FEATURES[feature]}, tmp_path)
+    with op_by_op() if feature in IN_GRAPHS else contextlib.nullcontext():
+        check({**DEFAULTS, **FEATURES[feature]}, tmp_path)
 
 
 @pytest.fixture(params=["tied", "convolutions"])

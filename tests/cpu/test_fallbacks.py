@@ -16,7 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed, SkipFrame
 import amp_fx.backend
 import amp_fx.compiling
 import amp_fx.lowering
-from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, record, weights
+from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, record
 from amp_fx.graphs.fallback import first_that_works, is_for_the_caller
 from amp_fx.passes import LayOutGradients, PlaceLevels
 from amp_fx.scaling.scaled_graph import ScaledGraph
@@ -34,13 +34,6 @@ class OnPurposeError(KeyError):
 
 def fails(*_: Any, **__: Any) -> Any:
     raise OnPurposeError("on purpose")
-
-
-@pytest.fixture(autouse=True)
-def held() -> Iterator[Held]:
-    weights.clear()
-    yield Held()
-    weights.clear()
 
 
 def net() -> nn.Sequential:

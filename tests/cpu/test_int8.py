@@ -186,7 +186,7 @@ def test_what_contradicts_it_is_refused(model: Net, ids: Tensor) -> None:
     with pytest.raises(Exception, match="numerics='eager'") as info:
         small(numerics="eager")[1](torch.randn(2, 32))
     assert isinstance(getattr(info.value, "inner_exception", info.value), OptionsError)
-    with pytest.raises(OptionsError, match="without gradients"), torch.inference_mode(False):
+    with pytest.raises(OptionsError, match="gradients"), torch.inference_mode(False):
         amp_fx.calibrate(model, ids, lambda out: out.square().mean(), policy="int8")
 
 

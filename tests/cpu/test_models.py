@@ -1,69 +1,81 @@
 """The zoo through ``backend="amp_fx"``: eager's dtypes, at least autocast's accuracy, really low precision.
 
 A model compiles twice (autocast, amp_fx) for training and once for inference; all tests of a fixture share that on
-one worker.
+one worker. Of most models code is generated in the slow tests alone: otherwise their graphs run op by op.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import pytest
 import torch
 
 import zoo
-from accuracy import AMP_FX, EAGER_AUTOCAST, FP32, Comparison, Mode, Run, compare, run
+from accuracy import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP32, Comparison, Mode, Run, compare, run
 from amp_fx._torch import has_low_lstm
+from graphs import without_inductor
 
-#: what takes longest to compile, of architectures whose kin are in every run
-SLOW = {
-    "train": {"bert", "llama", "lstm", "t5", "vit"},
-    "no_grad": {"llama", "t5"},
-    "inference_mode": {"bert"},
-}
+#: of these code is generated in every run
+GENERATED = ("gpt2", "mlp")
 
 #: attention spelled out differs in what its backward saves
 IN_INFERENCE = [name for name in zoo.CASES if not name.endswith("_eager_attention")]
-IN_INFERENCE_MODE = ["bert", "gpt2", "mlp", "conv_net"]
+IN_INFERENCE_MODE = ["bert", "conv_net", *GENERATED]
 
 
 def _models(mode: Mode, names: list[str]) -> list[object]:
-    """Parameters for a fixture: one xdist group per model and mode keeps what is compiled on one worker."""
+    """Parameters for a fixture: a model, and whether code is generated for it.
+
+    One xdist group per model and mode keeps what is compiled on one worker.
+    """
     return [
         pytest.param(
-            name,
+            (name, generate),
+            id=name if generate else f"{name}-op by op",
             marks=[
                 pytest.mark.xdist_group(f"{name}-{mode}"),
-                # what is special about spelled-out attention is the graph, which cheaper tests look at
-                *([pytest.mark.slow] if name.endswith("_eager_attention") or name in SLOW[mode] else ()),
+                *([pytest.mark.slow] if generate and name not in GENERATED else ()),
             ],
         )
         for name in names
+        for generate in ((True,) if name in GENERATED else (False, True))
     ]
+
+
+def _compiler(generate: bool) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if generate else without_inductor()
 
 
 @pytest.fixture(scope="module", params=_models("train", list(zoo.CASES)))
 def training(request: pytest.FixtureRequest) -> Comparison:
-    return compare(zoo.make(request.param), "train")
+    name, generate = request.param
+    with _compiler(generate):
+        return compare(zoo.make(name), "train", baseline=AUTOCAST if generate else EAGER_AUTOCAST)
 
 
 @pytest.fixture(scope="module", params=_models("no_grad", IN_INFERENCE))
 def inference(request: pytest.FixtureRequest) -> tuple[zoo.Case, Comparison]:
-    if request.param == "lstm" and not has_low_lstm(torch.bfloat16):
+    name, generate = request.param
+    if name == "lstm" and not has_low_lstm(torch.bfloat16):
         pytest.skip("nn.LSTM under autocast raises on this CPU")
-    case = zoo.make(request.param)
-    return case, compare(case, "no_grad", baseline=EAGER_AUTOCAST)
+    case = zoo.make(name)
+    with _compiler(generate):
+        return case, compare(case, "no_grad", baseline=EAGER_AUTOCAST)
 
 
 @pytest.fixture(scope="module", params=_models("inference_mode", IN_INFERENCE_MODE))
 def inference_mode(request: pytest.FixtureRequest) -> tuple[Run, Run, Run]:
     """The model under inference_mode twice, eagerly and compiled, and compiled under no_grad."""
-    case = zoo.make(request.param)
-    return (
-        run(case, FP32, "inference_mode"),
-        run(case, AMP_FX, "inference_mode"),
-        run(case, AMP_FX, "no_grad"),
-    )
+    name, generate = request.param
+    case = zoo.make(name)
+    with _compiler(generate):
+        return (
+            run(case, FP32, "inference_mode"),
+            run(case, AMP_FX, "inference_mode"),
+            run(case, AMP_FX, "no_grad"),
+        )
 
 
 def test_training_returns_the_dtypes_of_the_eager_program(training: Comparison) -> None:

@@ -27,6 +27,7 @@ def test_the_notebook_has_ten_cells_with_outputs() -> None:
     assert any("<svg" in text for text in shown)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_its_code_runs_and_calibration_brings_the_loss_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

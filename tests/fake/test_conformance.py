@@ -291,7 +291,7 @@ def test_custom_ops_with_an_autocast_rule(ambient: torch.dtype | None) -> None:
             return y, torch.matmul(x, w) + y
 
         # where the rule counts, the graph is autocast's
-        falls_back = pytest.warns(FallbackWarning, match="product.default has an autocast rule of its own")
+        falls_back = pytest.warns(FallbackWarning, match="product.default")
         with falls_back if ambient is not None else contextlib.nullcontext():
             agree(
                 program,

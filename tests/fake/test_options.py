@@ -53,7 +53,7 @@ def test_spellings_of_the_dtype(spelling: object, dtype: torch.dtype | None) -> 
     "bad", ["fp32", "float32", torch.float32, torch.float64, "float8_e4m3fn", 16, None, ""]
 )
 def test_other_dtypes_are_errors(bad: object) -> None:
-    with pytest.raises(OptionsError, match=r"Unknown dtype .*valid: 'auto', 'bfloat16', 'float16'") as info:
+    with pytest.raises(OptionsError, match="'auto', 'bfloat16', 'float16'") as info:
         Options.parse(None, {"dtype": bad})
     assert repr(bad) in str(info.value)
 
@@ -90,7 +90,7 @@ def test_numerics_eager_switches_on_inductors_rounding() -> None:
 
 
 def test_numerics_eager_contradicts_inductors_rounding_off() -> None:
-    with pytest.raises(OptionsError, match="numerics='eager' needs Inductor's emulate_precision_casts"):
+    with pytest.raises(OptionsError, match=r"numerics='eager'.*emulate_precision_casts"):
         Options.parse(None, {"numerics": "eager", "emulate_precision_casts": False})
 
 
@@ -124,73 +124,52 @@ def test_options_win_over_the_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"polcy": "autocast"}, r"Unknown option 'polcy' .* Did you mean 'policy'\?"),
-        ({"dytpe": "bf16"}, r"Unknown option 'dytpe' .* Did you mean 'dtype'\?"),
-        ({"stric": True}, r"Did you mean 'strict'\?"),
-        ({"max_autotun": True}, r"Did you mean 'max_autotune'\?"),
-        (
-            {"zzzzzz": 1},
-            r"valid: dtype, fp8, int8, numerics, .*strict, .*or any option of torch\._inductor\.config\.$",
-        ),
-        ({"inductor": {}}, r"Unknown option 'inductor'"),
-        ({"accumulation": "autograd"}, r"'accumulation' was removed: autograd adds .*docs/profiling\.md"),
-        (
-            {"numerics": "eagre"},
-            r"Unknown numerics 'eagre'; valid: 'compiled', 'eager'\. Did you mean 'eager'\?",
-        ),
-        ({"numerics": True}, r"Unknown numerics True"),
-        ({"strict": "yes"}, r"strict must be True or False; got 'yes'"),
-        ({"strict": 1}, r"strict must be True or False; got 1"),
-        ({"dtype": "bloat16"}, r"Unknown dtype 'bloat16'.* Did you mean 'bfloat16'\?"),
-        (
-            {"policy": "autocats"},
-            r"Unknown policy 'autocats'; valid: 'autocast'.*\. Did you mean 'autocast'\?",
-        ),
-        (
-            {"policy": 3},
-            r"policy must be one of 'autocast'.* or an object with keys base, dtype, rules, harm, budget; got 3",
-        ),
-        (
-            {"policy": "fp9"},
-            r"Unknown policy 'fp9'; valid: 'autocast', 'fast', 'fp8'.*\. Did you mean 'fp8'\?",
-        ),
-        (
-            {"policy": "fp8", "fp8": "rowise"},
-            r"Unknown fp8 'rowise'; valid: 'auto', 'rowwise', .*, 'mxfp8'\. Did you mean 'rowwise'\?",
-        ),
-        ({"fp8": "rowwise"}, r"fp8='rowwise' is about policy 'fp8', policy is 'autocast'; add policy='fp8'"),
-        (
-            {"policy": "fast", "fp8": "tensorwise"},
-            r"fp8='tensorwise' is about policy 'fp8', policy is 'fast'",
-        ),
-        ({"policy": "fp8", "numerics": "eager"}, r"policy 'fp8' contradicts numerics='eager'"),
-        ({"weights": "freeze", "numerics": "eager"}, r"weights='freeze' contradicts numerics='eager'"),
-        ({"fp88": "auto"}, r"Unknown option 'fp88' .* Did you mean 'fp8'\?"),
-        ({"policy": "{oops"}, r"is not valid JSON"),
-        ({"policy": {"bse": "autocast"}}, r"Unknown key 'bse' in policy .* Did you mean 'base'\?"),
-        ({"policy": {"rules": {"op": "mm"}}}, r"'rules' of a policy must be a list"),
+        ({"polcy": "autocast"}, r"'polcy' .*'policy'"),
+        ({"dytpe": "bf16"}, r"'dytpe' .*'dtype'"),
+        ({"stric": True}, r"'stric' .*'strict'"),
+        ({"max_autotun": True}, r"'max_autotun' .*'max_autotune'"),
+        ({"zzzzzz": 1}, r"'zzzzzz'.*dtype, fp8, int8, numerics, .*strict, .*torch\._inductor\.config"),
+        ({"inductor": {}}, r"'inductor'"),
+        ({"accumulation": "autograd"}, r"'accumulation' .*docs/profiling\.md"),
+        ({"numerics": "eagre"}, r"'eagre'.*'compiled', 'eager'.*'eager'"),
+        ({"numerics": True}, r"numerics True"),
+        ({"strict": "yes"}, r"strict .*True.*False.*'yes'"),
+        ({"strict": 1}, r"strict .*True.*False.*1"),
+        ({"dtype": "bloat16"}, r"'bloat16'.*'bfloat16'"),
+        ({"policy": "autocats"}, r"'autocats'.*'autocast'.*'autocast'"),
+        ({"policy": 3}, r"policy .*'autocast'.*base, dtype, rules, harm, budget.*3"),
+        ({"policy": "fp9"}, r"'fp9'.*'autocast', 'fast', 'fp8'.*'fp8'"),
+        ({"policy": "fp8", "fp8": "rowise"}, r"'rowise'.*'auto', 'rowwise', .*, 'mxfp8'.*'rowwise'"),
+        ({"fp8": "rowwise"}, r"fp8='rowwise'.*'autocast'.*policy='fp8'"),
+        ({"policy": "fast", "fp8": "tensorwise"}, r"fp8='tensorwise'.*'fp8'.*'fast'"),
+        ({"policy": "fp8", "numerics": "eager"}, r"'fp8'.*numerics='eager'"),
+        ({"weights": "freeze", "numerics": "eager"}, r"weights='freeze'.*numerics='eager'"),
+        ({"fp88": "auto"}, r"'fp88' .*'fp8'"),
+        ({"policy": "{oops"}, r"'{oops'"),
+        ({"policy": {"bse": "autocast"}}, r"'bse'.*'base'"),
+        ({"policy": {"rules": {"op": "mm"}}}, r"'rules'.*list"),
     ],
 )
-def test_what_is_wrong_is_named_with_what_is_right(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionsError, match=message):
+def test_what_is_wrong_is_named_with_what_is_right(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionsError, match=named):
         Options.parse(None, options)
 
 
 def test_unhashable_values_are_named_too() -> None:
     for key in ("numerics", "dtype"):
-        with pytest.raises(OptionsError, match=rf"Unknown {key} \['eager'\]"):
+        with pytest.raises(OptionsError, match=rf"{key} \['eager'\]"):
             Options.parse(None, {key: ["eager"]})
 
 
 def test_keys_that_are_not_text_are_named_too() -> None:
-    with pytest.raises(OptionsError, match="Unknown option 3"):
+    with pytest.raises(OptionsError, match="3"):
         Options.parse(None, {3: True})  # pyright: ignore[reportArgumentType]
 
 
 def test_an_unknown_mode_is_an_error_that_names_the_valid_ones() -> None:
-    with pytest.raises(OptionsError, match=r"Unknown mode 'max-autotun'.*max-autotune") as info:
+    with pytest.raises(OptionsError, match=r"'max-autotun'.*max-autotune") as info:
         Options.parse("max-autotun")
     assert isinstance(info.value.__cause__, RuntimeError)
 

@@ -289,7 +289,7 @@ def test_a_report_says_what_every_rounding_costs(tmp_path: Path) -> None:
         assert all(row.is_because(Kind.ROUNDING_ADDS_UP_TO) for row in report.plan.nodes)
         assert report.harms[report.plan.graph].keys() == {row.name for row in report.plan.nodes}
         assert "to the error" in html.render(drawing(report))
-    with pytest.raises(PlanError, match="is now relu"):
+    with pytest.raises(PlanError, match="relu"):
         amp_fx.explain(nn.Sequential(model[0], nn.ReLU(), model[2]), x, harm=cal)
 
 
@@ -307,34 +307,34 @@ def test_the_frontier_is_drawn(cal: amp_fx.Calibration, tmp_path: Path, suffix: 
 def test_wrong_arguments_are_named(gpt: nn.Module, cal: amp_fx.Calibration, tmp_path: Path) -> None:
     batch = tokens(0)
     for given, message in (
-        ({"dtype": "bf17"}, "Unknown dtype 'bf17'"),
-        ({"profile": "of"}, "Unknown profile 'of'"),
-        ({"target": "cuda:h1000"}, "Did you mean 'cuda:h100'"),
-        ({"target": "cuda:h100", "profile": "off"}, "drop one"),
-        ({"dtype": "float16", "scale": -1.0}, "scale must be a positive number"),
-        ({"probes": 0}, "probes must be an integer"),
+        ({"dtype": "bf17"}, "'bf17'"),
+        ({"profile": "of"}, "'of'.*'off'"),
+        ({"target": "cuda:h1000"}, "'cuda:h1000'.*'cuda:h100'"),
+        ({"target": "cuda:h100", "profile": "off"}, "profile"),
+        ({"dtype": "float16", "scale": -1.0}, "scale .*-1.0"),
+        ({"probes": 0}, "probes .*0"),
         ({"policy": {"harm": "harm.json"}}, "harm"),
     ):
         with pytest.raises(AmpFxError, match=message):
             str(amp_fx.calibrate(gpt, batch, **given))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(AmpFxError, match="got function"):
+    with pytest.raises(AmpFxError, match="function"):
         amp_fx.calibrate(lambda x: x, batch)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(AmpFxError, match="at least one batch"):
+    with pytest.raises(AmpFxError, match="batch"):
         amp_fx.calibrate(gpt, [])
-    with pytest.raises(AmpFxError, match="no loss"):
+    with pytest.raises(AmpFxError, match="loss"):
         amp_fx.calibrate(nn.Linear(4, 4), torch.randn(2, 4))
-    with pytest.raises(AmpFxError, match="norm 0"):
+    with pytest.raises(AmpFxError, match="0"):
         amp_fx.calibrate(nn.Linear(4, 1), torch.zeros(1, 4), lambda out: (out * 0).sum())
-    with pytest.raises(OptionsError, match="takes one of budget"):
+    with pytest.raises(OptionsError, match="budget"):
         cal.plan(0.5, error=1e-3)
     for bad in (-1.0, math.inf, math.nan, "autocas", True):
-        with pytest.raises(OptionsError, match="budget must be 'autocast' or a number"):
+        with pytest.raises(OptionsError, match=r"budget .*'autocast'"):
             cal.plan(bad)
-    with pytest.raises(PlanError, match="is new"):
+    with pytest.raises(PlanError):
         cal.predict(Plan())
-    with pytest.raises(PlanError, match="predict takes a plan"):
+    with pytest.raises(PlanError, match="predict"):
         cal.predict(7)
-    with pytest.raises(AmpFxError, match=r"valid suffixes: \.json, \.html"):
+    with pytest.raises(AmpFxError, match=r"\.json, \.html"):
         cal.save(tmp_path / "frontier.docx")
 
 

@@ -264,7 +264,7 @@ def test_of_several_states_a_plan_keeps_its_budget_in_each() -> None:
     assert any(row.levels_below for row in plan.plans[0].nodes)
     assert max(first.predict(plan), second.predict(plan)) <= plan.point.error
     other = amp_fx.calibrate(MLP(32, 64, 64, 16), x, policy="fp8", fp8="tensorwise", profile="off")
-    with pytest.raises(amp_fx.PlanError, match="different levels"):
+    with pytest.raises(amp_fx.PlanError, match="tensorwise"):
         amp_fx.Calibration.worst(first, other)
 
 
@@ -387,9 +387,7 @@ def test_scales_of_blocks_are_measured_and_cannot_be_checked_on_a_cpu() -> None:
     torch.manual_seed(0)
     model, x = MLP(32, 64, 64, 16), torch.randn(64, 32)
     cal = amp_fx.calibrate(model, x, policy="fp8", fp8="mxfp8", profile=FP8_CPU)
-    with pytest.raises(
-        amp_fx.OptionsError, match=r"a cpu does not multiply in 'mxfp8', .* give verify=False"
-    ):
+    with pytest.raises(amp_fx.OptionsError, match=r"cpu .*'mxfp8', .*verify=False"):
         cal.plan(100)
     plan = cal.plan(100, verify=False)
     assert sum(len(row.levels_below) for row in plan.plans[0].nodes) == 5

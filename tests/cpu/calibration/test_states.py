@@ -104,13 +104,13 @@ def test_states_of_different_programs_are_told_apart(
     states: tuple[Calibration, Calibration], tmp_path: Path
 ) -> None:
     other = amp_fx.calibrate(nn.Linear(16, 16), BATCH, lambda out: out.square().mean(), profile="off")
-    with pytest.raises(PlanError, match=r"is gone|is new|is now"):
+    with pytest.raises(PlanError):
         Calibration.worst(states[0], other)
     halves = copy.deepcopy(states[1].harm)
     halves.dtype = torch.float16
     with pytest.raises(PlanError, match="bfloat16, float16"):
         Harm.worst([states[0].harm, halves])
-    with pytest.raises(OptionsError, match="at least one"):
+    with pytest.raises(OptionsError):
         Calibration.worst()
     Calibration.worst(*states).save(tmp_path / "harm.json")
     assert Harm.load(tmp_path / "harm.json").states == 2

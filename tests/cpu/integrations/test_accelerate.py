@@ -56,7 +56,7 @@ def same(model: nn.Module, before: list[Tensor]) -> bool:
 
 def test_accelerate_has_no_name_for_other_backends() -> None:
     # when this fails, dynamo_backend="amp_fx" may work by itself
-    with pytest.raises(ValueError, match="'AMP_FX' is not a valid DynamoBackend"):
+    with pytest.raises(ValueError, match="AMP_FX"):
         Accelerator(cpu=True, dynamo_backend="amp_fx")
 
 
@@ -90,7 +90,7 @@ def test_the_environment_of_accelerate_counts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_bad_options_are_errors_before_anything_is_compiled() -> None:
-    with pytest.raises(amp_fx.OptionsError, match="Did you mean 'policy'"):
+    with pytest.raises(amp_fx.OptionsError, match=r"'polcy'.*'policy'"):
         AmpFxPlugin(options={"polcy": "fast"})
 
 

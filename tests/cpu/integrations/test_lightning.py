@@ -251,11 +251,11 @@ def test_the_default_scaler_is_ours() -> None:
 
 @pytest.mark.parametrize("plugin", [AmpFxPrecision, AmpFxFabricPrecision])
 def test_bad_arguments_are_errors(plugin: Any) -> None:
-    with pytest.raises(amp_fx.OptionsError, match="Did you mean '16-mixed'"):
+    with pytest.raises(amp_fx.OptionsError, match="'16-mixed'"):
         plugin("16-mix")
-    with pytest.raises(amp_fx.OptionsError, match="contradicts"):
+    with pytest.raises(amp_fx.OptionsError, match="float16"):
         plugin("bf16-mixed", scaler=amp_fx.GradScaler("cpu"))
-    with pytest.raises(amp_fx.OptionsError, match="contradicts"):
+    with pytest.raises(amp_fx.OptionsError, match="float16"):
         plugin("bf16-mixed", options={"dtype": "float16"})
 
 

@@ -94,7 +94,7 @@ def low(recording: amp_fx.Recording) -> set[torch.dtype | None]:
 def test_the_trainer_takes_only_the_backends_of_accelerate(tmp_path: Path) -> None:
     # when this fails, torch_compile_backend="amp_fx" may work by itself
     args = arguments(tmp_path, torch_compile_backend="amp_fx")
-    with pytest.raises(ValueError, match="'AMP_FX' is not a valid DynamoBackend"):
+    with pytest.raises(ValueError, match="AMP_FX"):
         Trainer(Net(), args, train_dataset=data())
 
 
@@ -203,7 +203,7 @@ def test_a_callback_that_the_trainer_restores_finds_its_scaler(tmp_path: Path) -
 
 
 def test_a_contradiction_is_an_error() -> None:
-    with pytest.raises(amp_fx.OptionsError, match="contradicts"):
+    with pytest.raises(amp_fx.OptionsError, match=r"'float16'.*'bfloat16'"):
         AmpFxCallback({"dtype": "bfloat16"}, dtype="float16")
     with pytest.raises(amp_fx.ScalerError, match="nobody"):
         AmpFxCallback(dtype="float16", scaler="nobody")
@@ -217,7 +217,7 @@ def test_two_scalers_are_an_error(tmp_path: Path) -> None:
         callbacks=[AmpFxCallback(OPTIONS, dtype="float16", scaler=amp_fx.GradScaler("cpu"))],
     )
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(amp_fx.ScalerError, match="leave fp16=False"):
+    with pytest.raises(amp_fx.ScalerError, match="fp16=False"):
         trainer.train()
 
 

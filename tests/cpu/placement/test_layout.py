@@ -59,7 +59,13 @@ def step(model: nn.Module, image: Tensor, run: Any) -> Step:
     return Step(output.detach(), gradients, calls)
 
 
-@pytest.fixture(scope="module", params=[torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(torch.contiguous_format, id="nchw"),
+        pytest.param(torch.channels_last, id="nhwc", marks=pytest.mark.slow),
+    ],
+)
 def steps(request: pytest.FixtureRequest) -> Iterator[tuple[Step, Step, Step]]:
     """(amp_fx, eager autocast, fp64) on an image of one layout."""
     image = torch.randn(2, 64, 8, 8).to(memory_format=request.param)

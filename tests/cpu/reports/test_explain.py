@@ -353,9 +353,9 @@ def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training
 
 
 def test_bad_options_and_plans_of_other_models_are_raised_as_they_are() -> None:
-    with pytest.raises(OptionsError, match="Unknown option 'polcy'"):
+    with pytest.raises(OptionsError, match="'polcy'"):
         amp_fx.explain(Net(), torch.randn(4, 8), options={"polcy": "fast"})
-    with pytest.raises(PlanError, match=r"up linear\) is new"):
+    with pytest.raises(PlanError, match=r"up linear\)"):
         amp_fx.explain(Net(), torch.randn(4, 8), options={"plan": Plan()})
 
 

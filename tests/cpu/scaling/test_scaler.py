@@ -7,6 +7,7 @@ import gc
 import itertools
 import pickle
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch.testing._internal.common_cuda import _create_scaling_case, _create_scaling_models_optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -62,6 +62,15 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- torch's own cases, against eager fp32 without a scaler ----
+
+
+@pytest.fixture(scope="module")
+def torchs() -> ModuleType:
+    """Where torch has its cases; takes seconds to import."""
+    from torch.testing._internal import common_cuda
+
+    return common_cuda
+
 
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.5}),
@@ -116,9 +125,11 @@ class NoScaler:
 
 @pytest.mark.parametrize("pattern", [plain, clipping, accumulation])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_torchs_scaling_cases_end_where_eager_fp32_ends(optimizer: str, pattern: Callable[..., None]) -> None:
+def test_torchs_scaling_cases_end_where_eager_fp32_ends(
+    torchs: Any, optimizer: str, pattern: Callable[..., None]
+) -> None:
     ctor, kwargs = OPTIMIZERS[optimizer]
-    case = _create_scaling_case(device="cpu", optimizer_ctor=ctor, optimizer_kwargs=kwargs)
+    case = torchs._create_scaling_case(device="cpu", optimizer_ctor=ctor, optimizer_kwargs=kwargs)
     control, scaling, opt_control, opt_scaling, data, loss_fn, skip = case
     scaler = new_scaler(growth_interval=1)
     model = compiled(scaling)
@@ -135,11 +146,15 @@ def test_torchs_scaling_cases_end_where_eager_fp32_ends(optimizer: str, pattern:
     assert scaler.skipped_steps == 1
 
 
-def test_several_losses_models_and_optimizers_share_a_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_losses_models_and_optimizers_share_a_scaler(
+    torchs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # torch's own condition for retain_graph on compiled graphs
     monkeypatch.setattr(functorch_config, "donated_buffer", False)
-    control0, scaling0, opt_control0, opt_scaling0, data, loss_fn, skip = _create_scaling_case(device="cpu")
-    control1, scaling1, opt_control1, opt_scaling1 = _create_scaling_models_optimizers(device="cpu")
+    control0, scaling0, opt_control0, opt_scaling0, data, loss_fn, skip = torchs._create_scaling_case(
+        device="cpu"
+    )
+    control1, scaling1, opt_control1, opt_scaling1 = torchs._create_scaling_models_optimizers(device="cpu")
     scaler = new_scaler(growth_interval=1)
     model0, model1 = compiled(scaling0), compiled(scaling1)
 
@@ -366,6 +381,7 @@ def test_what_happened_can_be_asked() -> None:
     assert scheduler.get_last_lr() == [0.1 * 0.5**2]
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_only_the_bad_parameters_are_named() -> None:
     class Two(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -384,29 +400,30 @@ def test_closures_are_refused_with_torchs_error() -> None:
     own = compiled(model)
     scaler.scale(loss_of(own, batch())).backward()
     for arguments in ({"closure": lambda: 0.0}, None):
-        with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        with pytest.raises(RuntimeError, match=r"[Cc]losure"):
             scaler.step(optimizer, **arguments) if arguments else scaler.step(optimizer, lambda: 0.0)
 
 
 def test_calls_out_of_order_are_refused_with_torchs_errors() -> None:
     model, scaler = Net(), new_scaler()
     optimizer = sgd(model)
-    with pytest.raises(AssertionError, match="_scale is None"):
+    with pytest.raises(AssertionError, match="_scale"):
         scaler.unscale_(optimizer)
     scaler.scale(loss_of(compiled(model), batch())).backward()
-    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+    with pytest.raises(AssertionError):
         scaler.update()
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+    with pytest.raises(RuntimeError, match=r"unscale_\(\)"):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+    with pytest.raises(RuntimeError, match=r"step\(\)"):
         scaler.step(optimizer)
 
 
 # ---- models ----
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_graph_breaks() -> None:
     class Broken(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -427,6 +444,7 @@ def test_graph_breaks() -> None:
     assert set(scaler.first_nonfinite()) == {"up.weight", "up.bias", "down.weight", "down.bias"}
 
 
+@pytest.mark.usefixtures("op_by_op")
 @fails_in("2.11", fault="no guard notices that a parameter is thawed")
 def test_frozen_parameters() -> None:
     model, x, scaler = Net(), batch(), new_scaler()
@@ -444,6 +462,7 @@ def test_frozen_parameters() -> None:
     assert gradients_are(model, fp32_gradients(model, lambda m: loss_of(m, x)))
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
     table, model, scaler = nn.Embedding(10, 8, sparse=True), Net(), new_scaler()
     own, optimizer = compiled(model), torch.optim.SGD([*table.parameters(), *model.parameters()], lr=0.1)
@@ -457,6 +476,7 @@ def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torchs_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -477,10 +497,11 @@ def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torc
     monkeypatch.setattr(functorch_config, "donated_buffer", False)
     torch._dynamo.reset()
     (gradient,) = torch.autograd.grad(scaler.scale(loss_of(own, x)), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    with pytest.raises(RuntimeError, match="double backward"):
         gradient.pow(2).sum().backward()
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("inside", [True, False])
 def test_checkpointing(inside: bool) -> None:
     class Checkpointed(Net):
@@ -517,6 +538,7 @@ def test_instances_of_one_class_share_graphs_but_not_flags() -> None:
     assert [scaler.step_taken(optimizer) for optimizer in optimizers] == [True, False]
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_dynamic_shapes() -> None:
     model, scaler = Net(), new_scaler()
     own = torch.compile(model, backend="amp_fx", dynamic=True, options=OPTIONS)
@@ -527,6 +549,7 @@ def test_dynamic_shapes() -> None:
         assert gradients_are(model, fp32_gradients(model, lambda m, x=x: loss_of(m, x)))
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_graph_without_parameters_hands_gradients_through() -> None:
     scaler, x = new_scaler(), batch().requires_grad_()
     eager = nn.Linear(8, 8)
@@ -689,23 +712,20 @@ def test_a_disabled_scaler_changes_nothing() -> None:
     assert (scaler.state_dict(), scaler.skipped_steps, scaler.step_taken(optimizer)) == ({}, 0, True)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_fp16_parameters_are_named() -> None:
     model, scaler = Net(), new_scaler()
     model.down.half()
     own = compiled(lambda x: model.down(model.up(x).half()))
     scaler.scale(own(batch()).float().mean()).backward()
-    with pytest.raises(
-        ScalerError, match=r"Attempting to unscale FP16 gradients: 2 parameters.*down\.weight.*float32"
-    ):
+    with pytest.raises(ScalerError, match=r"2 .*down\.weight.*float32"):
         scaler.step(sgd(model))
 
 
 def test_a_graph_without_its_scaler_says_how_to_make_one() -> None:
     keep = new_scaler(name="defualt")
     model = compiled(Net(), scaler="defaults")
-    with pytest.raises(
-        ScalerError, match=r"called 'defaults'; known:.*'defualt'.*GradScaler\(device, name='defaults'\)"
-    ):
+    with pytest.raises(ScalerError, match=r"'defaults'.*'defualt'.*GradScaler.*name='defaults'"):
         model(batch())
     assert keep.name == "defualt"
 
@@ -741,16 +761,16 @@ def test_nested_losses_come_back_as_they_were() -> None:
     loss = loss_of(compiled(model), batch())
     assert scaler.scale([loss, (loss,)]) == [loss, (loss,)]
     assert list(scaler.scale(itertools.repeat(loss, 2))) == [loss, loss]
-    with pytest.raises(ValueError, match="Tensor or an iterable of Tensors"):
+    with pytest.raises(ValueError, match="Tensor"):
         scaler.scale(3)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "bfloat16", "scaler": "default"}, "contradicts dtype='bfloat16'"),
-        ({"dtype": "float16", "scaler": 3}, "must be the name of an amp_fx.GradScaler.*got 3"),
-        ({"dtype": "float16", "scaler": ""}, "must be the name of an amp_fx.GradScaler"),
+        ({"dtype": "bfloat16", "scaler": "default"}, "dtype='bfloat16'"),
+        ({"dtype": "float16", "scaler": 3}, "amp_fx.GradScaler.*3"),
+        ({"dtype": "float16", "scaler": ""}, "amp_fx.GradScaler.*''"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
@@ -817,6 +837,7 @@ def test_a_graph_without_parameters_takes_fake_values_without_a_scaler() -> None
     assert scale.fake_mode is mode
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_an_overflow_of_a_loss_inside_the_graph_is_seen_too() -> None:
     model, scaler = Net(), new_scaler()
     own = compiled(lambda x: F.mse_loss(model(x), x))

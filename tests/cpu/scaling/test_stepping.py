@@ -41,7 +41,7 @@ def test_torchs_scaler_around_a_graph_that_scales_is_refused_at_its_first_step(
     model, keep = Net(), new_scaler(init_scale=init_scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     before = weights(model)
-    with pytest.raises(ScalerError, match=r"twice.*amp_fx\.GradScaler"):
+    with pytest.raises(ScalerError, match=r"amp_fx\.GradScaler"):
         step(model, torch.amp.GradScaler("cpu", init_scale), optimizer, compiled(model))
     assert same(model, before)
     # the remedy that it names
@@ -106,6 +106,7 @@ def test_scalers_that_are_disabled_neither_scale_nor_are_refused() -> None:
     assert not same(model, before)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_under_an_fp16_autocast_of_the_users_torchs_scaler_is_right() -> None:
     torch._dynamo.reset()
     model, keep = Net(), new_scaler()

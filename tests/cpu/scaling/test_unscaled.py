@@ -28,6 +28,7 @@ def backward(model: nn.Module, **options: Any) -> None:
     loss_of(compiled(model, **{"scaler": None, **options}), batch()).backward()
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_fp16_without_a_scaler_warns_once_at_the_first_step_and_names_the_fix() -> None:
     class Other(Net):
         pass
@@ -95,6 +96,7 @@ def test_a_skipped_step_leaves_the_question_open() -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_inference_and_bf16_do_not_warn() -> None:
     model = Net()
     with warnings.catch_warnings():
@@ -160,6 +162,7 @@ def test_under_an_fp16_autocast_of_the_users_scaling_is_theirs_and_an_ignored_sc
     assert gradients_are(model, fp32_gradients(model, lambda m: loss_of(m, x)))
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_under_a_bf16_autocast_there_is_nothing_to_scale() -> None:
     keep = new_scaler()
     with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):

@@ -65,4 +65,4 @@ def test_an_unknown_target_is_wrong_usage(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as ended:
         main(["--target", "cuda:h10"])
     assert ended.value.code == 2
-    assert "Did you mean 'cuda:h100'?" in capsys.readouterr().err
+    assert "'cuda:h100'" in capsys.readouterr().err

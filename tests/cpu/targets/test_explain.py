@@ -166,7 +166,7 @@ def test_the_rates_are_those_of_the_target(
 
 
 def test_an_unknown_target_names_the_nearest_one() -> None:
-    with pytest.raises(TargetError, match="Did you mean 'cuda:h100'"):
+    with pytest.raises(TargetError, match="'cuda:h100'"):
         amp_fx.explain(nn.Linear(2, 2), torch.randn(1, 2), target="cuda:h101")
 
 
@@ -187,4 +187,5 @@ def test_the_command_names_the_nearest_target_in_one_line(
     monkeypatch.syspath_prepend(Path(__file__).parent)
     assert main(["explain", "test_explain:build", "--target", "cuda:a10"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: Unknown target 'cuda:a10'")
+    assert line.startswith("error: ")
+    assert "'cuda:a10'" in line

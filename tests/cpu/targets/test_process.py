@@ -18,7 +18,7 @@ pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
 
 def test_an_unknown_target_is_an_error_before_anything_is_started() -> None:
-    with pytest.raises(TargetError, match="Did you mean 'cuda:h100'"):
+    with pytest.raises(TargetError, match="'cuda:h100'"):
         TargetProcess("cuda:h1000")
 
 
@@ -42,13 +42,13 @@ class Unreadable:
 def test_what_cannot_be_sent_or_handed_back_is_an_error_of_that_call_alone() -> None:
     with pytest.raises(ValueError, match="no number"):
         process().call("operator:add", Unreadable(), 3)
-    with pytest.raises(TargetError, match="the result cannot be handed back: TypeError: cannot pickle"):
+    with pytest.raises(TargetError, match="TypeError"):
         process().call("threading:Lock")
     assert process().call("operator:add", 2, 3) == 5
 
 
 def test_one_process_has_one_target() -> None:
-    with pytest.raises(TargetError, match="compiles for cuda:h100; cuda:a100 takes another process"):
+    with pytest.raises(TargetError, match=r"cuda:h100.*cuda:a100"):
         process().call("amp_fx.targets.serving:enter", "cuda:a100")
 
 

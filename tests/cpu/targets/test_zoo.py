@@ -74,7 +74,7 @@ def test_dynamic_shapes_compile(name: str) -> None:
 
 def test_weights_without_values_cannot_be_folded() -> None:
     graphs = trace_case(zoo.make("mlp"), "no_grad")
-    with pytest.raises(WeightsError, match="use weights='cache'"):
+    with pytest.raises(WeightsError, match="weights='cache'"):
         compiled(graphs, {**OFF, "weights": "freeze"})
 
 

@@ -6,7 +6,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_fx import weights
 from holding import Compiles, Held
-
-
-@pytest.fixture(autouse=True)
-def held() -> Iterator[Held]:
-    weights.clear()
-    yield Held()
-    weights.clear()
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:

@@ -85,7 +85,7 @@ def test_the_page_says_what_the_results_say() -> None:
 
 
 def test_a_page_without_a_place_for_a_section_is_refused() -> None:
-    with pytest.raises(ValueError, match="no <!-- speed:begin -->"):
+    with pytest.raises(ValueError, match="<!-- speed:begin -->"):
         page.written("<!-- errors:begin --><!-- errors:end -->", {"errors": "", "speed": ""})
 
 
@@ -118,7 +118,7 @@ def test_files_are_joined_by_clock_and_not_across_machines(tmp_path: Path) -> No
         ["autocast"],
     ]
     write(tmp_path / "timings_d.jsonl", {**WHERE, "torch": "10"}, [])
-    with pytest.raises(ValueError, match=r"timings_d\.jsonl has torch '10'"):
+    with pytest.raises(ValueError, match=r"timings_d\.jsonl .*'10'"):
         page._joined(sorted(tmp_path.iterdir()))
 
 

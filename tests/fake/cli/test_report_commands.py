@@ -184,30 +184,28 @@ def test_explain_and_diff_count_the_casts_of_a_report_alike(
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "named"),
     [
-        ("user_models", "'user_models' is not of the form package.module:callable"),
-        ("no_such_module:build", "there is no module 'no_such_module'"),
-        ("user_models:buidl", "has no callable 'buidl'. Did you mean 'build'?"),
-        ("user_models:wrong", "user_models:wrong must return (model, args)"),
-        ("none.pt2", "there is no file 'none.pt2'"),
-        ("user_models.py.pt2", "is no program that torch.export.save wrote"),
-        ("none.json", "there is no file 'none.json'."),
-        ("nowhere/none.json", "there is no folder 'nowhere'."),
+        ("user_models", "'user_models'"),
+        ("no_such_module:build", "'no_such_module'"),
+        ("user_models:buidl", "'build'"),
+        ("user_models:wrong", "(model, args)"),
+        ("none.pt2", "'none.pt2'"),
+        ("user_models.py.pt2", "torch.export.save"),
+        ("none.json", "'none.json'"),
+        ("nowhere/none.json", "'nowhere'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.export")
 def test_a_model_that_is_not_there_is_told_in_one_line(
-    capsys: pytest.CaptureFixture[str], model: str, message: str, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], model: str, named: str, tmp_path: Path
 ) -> None:
     (tmp_path / "user_models.py.pt2").write_text("no archive")
-    assert message in error_of(capsys, "explain", model)
+    assert named in error_of(capsys, "explain", model)
 
 
 def test_bad_options_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Did you mean 'policy'" in error_of(
-        capsys, "explain", "user_models:build", "--options", '{"polcy": 1}'
-    )
+    assert "'policy'" in error_of(capsys, "explain", "user_models:build", "--options", '{"polcy": 1}')
 
 
 @pytest.mark.parametrize(

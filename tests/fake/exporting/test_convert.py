@@ -201,7 +201,7 @@ def test_the_report_travels_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_program_without_a_report_says_so() -> None:
-    with pytest.raises(AmpFxError, match=r"no report.*amp_fx\.export"):
+    with pytest.raises(AmpFxError, match=r"amp_fx\.export"):
         amp_fx.extra_files(torch.export.export(MLP(), (torch.randn(4, 16),)))
 
 
@@ -228,11 +228,9 @@ def test_a_low_input_that_is_given_in_fp32_is_named_with_the_fix() -> None:
     module, low = ep.module(), {"mask": mask.bfloat16(), "scale": scale}
     assert module(x.bfloat16(), **low).dtype is BF16
     assert module(x.bfloat16(), **dict(reversed(low.items()))).dtype is BF16
-    with pytest.raises(
-        InputError, match=r"'x' has dtype torch.float32; .*x\.to\(torch.bfloat16\).*keep_io_dtypes=True"
-    ):
+    with pytest.raises(InputError, match=r"'x' .*torch\.float32.*torch\.bfloat16.*keep_io_dtypes=True"):
         module(x, **low)
-    with pytest.raises(InputError, match=r"'mask' has dtype torch\.float32"):
+    with pytest.raises(InputError, match=r"'mask' .*torch\.float32"):
         module(x.bfloat16(), **named)
     file = io.BytesIO()
     torch.export.save(ep, file)
@@ -286,7 +284,7 @@ def test_eager_numerics_round_no_table() -> None:
 def test_weights_beyond_fp16_are_refused_by_name() -> None:
     model = MLP()
     model.second.weight.data[3, 4] = -1e5
-    with pytest.raises(OptionsError, match=r"second\.weight \(largest magnitude 100000\).*bfloat16.*'clamp'"):
+    with pytest.raises(OptionsError, match=r"second\.weight .*100000.*bfloat16.*'clamp'"):
         converted(model, torch.randn(4, 16), dtype="float16")
     assert converted(model, torch.randn(4, 16), dtype="bfloat16").state_dict["second.weight"].dtype is BF16
 
@@ -354,7 +352,7 @@ def test_metadata_that_no_autocast_explains_is_refused_with_the_fix() -> None:
     ep = torch.export.export(MLP().eval(), (torch.randn(4, 16),))
     relu = next(node for node in ep.graph.nodes if node.target is aten.relu.default)
     relu.meta["val"] = relu.meta["val"].to(BF16)
-    with pytest.raises(CaptureError, match=r"relu is recorded as torch.bfloat16.*amp_fx\.export"):
+    with pytest.raises(CaptureError, match=r"relu .*torch.bfloat16.*amp_fx\.export"):
         amp_fx.convert(ep)
 
 
@@ -564,8 +562,7 @@ def test_weights_cost_no_cast_when_the_profile_decides(fast_bf16: str) -> None:
 def test_what_a_profile_keeps_in_fp32_is_counted(fast_bf16: str, caplog: pytest.LogCaptureFixture) -> None:
     ep = amp_fx.export(nn.Linear(2, 2).eval(), (torch.randn(2, 2),), profile=fast_bf16)
     assert stored_dtypes(ep)["weight"] is FP32
-    assert "1 of 1 ops that could run in torch.bfloat16 stay in fp32: by the rates of made up" in caplog.text
-    assert "profile='off'" in caplog.text
+    assert all(each in caplog.text for each in ("1 of 1", "torch.bfloat16", "made up", "profile='off'"))
     caplog.clear()
 
     class Both(nn.Module):
@@ -578,7 +575,7 @@ def test_what_a_profile_keeps_in_fp32_is_counted(fast_bf16: str, caplog: pytest.
 
     ep = amp_fx.export(Both().eval(), (torch.randn(2, 2), torch.randn(512, 512)), profile=fast_bf16)
     assert {BF16, FP32} <= set(stored_dtypes(ep).values())
-    assert "1 of 2 ops" in caplog.text
+    assert "1 of 2" in caplog.text
 
 
 def test_this_machines_profile_decides_nothing_unless_asked() -> None:
@@ -608,11 +605,11 @@ def test_what_no_profile_has_decided_is_blamed_on_none(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtyp": "float16"}, r"'dtyp' for export.*Did you mean 'dtype'"),
-        ({"scaler": "default"}, r"'scaler' for export"),
+        ({"dtyp": "float16"}, r"'dtyp' .*'dtype'"),
+        ({"scaler": "default"}, r"'scaler'"),
         ({"max_autotune": True}, r"aoti_compile_and_package"),
-        ({"tables": "lo"}, r"tables 'lo'; valid: 'tied', 'low', 'keep'"),
-        ({"weights_beyond_range": "ignore"}, r"valid: 'raise', 'clamp', 'keep'"),
+        ({"tables": "lo"}, r"tables 'lo'.*'tied', 'low', 'keep'"),
+        ({"weights_beyond_range": "ignore"}, r"'ignore'.*'raise', 'clamp', 'keep'"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
@@ -623,7 +620,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 def test_measured_harm_is_refused_not_ignored(tmp_path: Path) -> None:
     path = tmp_path / "harm.json"
     Harm("MLP", torch.bfloat16).save(path)
-    with pytest.raises(OptionsError, match="export does not place by measured harm"):
+    with pytest.raises(OptionsError, match="harm"):
         amp_fx.export(MLP(), (torch.randn(4, 16),), policy={"base": "autocast", "harm": str(path)})
 
 
@@ -665,12 +662,12 @@ def test_the_command_writes_a_program_with_its_report(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("exported_by_a_test:wrong", r"must return \(model, args\).*got int"),
-        ("exported_by_a_test:mak", r"no callable 'mak'. Did you mean 'make'"),
-        ("no_such_module_here:make", r"no module 'no_such_module_here'"),
+        ("exported_by_a_test:wrong", r"\(model, args\).* int"),
+        ("exported_by_a_test:mak", r"'mak'.*'make'"),
+        ("no_such_module_here:make", r"'no_such_module_here'"),
         ("exported_by_a_test", r"package.module:callable"),
-        ("exported_by_a_test:make -o model.bin", r"end in .pt2"),
-        ("exported_by_a_test:make_one --dynamic-batch", r"batch of at least 2; got shape \(1, 64\)"),
+        ("exported_by_a_test:make -o model.bin", r"\.pt2"),
+        ("exported_by_a_test:make_one --dynamic-batch", r"2.*\(1, 64\)"),
     ],
 )
 def test_the_command_says_what_is_wrong(

@@ -140,5 +140,5 @@ def test_a_device_without_fp8_has_the_program_of_policy_autocast(model: Net, tok
 
 
 def test_a_recipe_wants_the_policy(model: Net, tokens: Tensor) -> None:
-    with pytest.raises(OptionsError, match="add policy='fp8'"):
+    with pytest.raises(OptionsError, match="policy='fp8'"):
         amp_fx.export(model, (tokens,), fp8="rowwise")

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx import FallbackWarning, Plan
+from amp_fx import Plan
 from amp_fx._torch import has_low_lstm
 from amp_fx.plans.reasons import Kind
 from graphs import agree, plans, rewrite, without_inductor
@@ -613,30 +613,10 @@ def test_custom_ops_that_write_reach_their_argument() -> None:
 # ---- modes ----
 
 
-def test_programs_under_inference_mode() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)).eval()
-    with torch.inference_mode():
-        assert low(agree(model, torch.randn(2, 4)), "linear")
-
-
 def test_the_same_program_after_dynamo_forgot_it() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     first, second = (agree(copy.deepcopy(model), x) for _ in range(2))
     assert [plan.nodes for plan in first] == [plan.nodes for plan in second]
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_what_cannot_be_rewritten_warns_once_and_runs_as_autocast_would() -> None:
-    def program(q: Tensor) -> Tensor:
-        with torch.autocast("cpu", BF16):
-            return flex_attention(q, q, q)  # pyright: ignore[reportReturnType]
-
-    with (
-        torch.no_grad(),
-        pytest.warns(FallbackWarning, match=r"flex_attention inside torch\.autocast") as seen,
-    ):
-        agree(program, torch.randn(1, 2, 16, 16), options={"strict": False}, tolerance=ONE_ROUNDING)
-    assert sum(warning.category is FallbackWarning for warning in seen) == 1
 
 
 def test_a_number_written_into_a_low_input_under_autocast() -> None:

@@ -89,7 +89,7 @@ def test_a_number_on_the_cpu_changes_neither_rates_nor_lists(device: str) -> Non
 
 def test_a_profile_of_another_device_is_an_error(tmp_path: Any) -> None:
     builtin("cpu").save(tmp_path / "cpu.json")
-    with pytest.raises(ProfileError, match="'xpu'; valid: 'cpu', 'cuda'"):
+    with pytest.raises(ProfileError, match=r"'xpu'.*'cpu', 'cuda'"):
         rewritten(graph("xpu"), "xpu", profile=str(tmp_path / "cpu.json"))
 
 

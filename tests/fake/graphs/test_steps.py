@@ -165,7 +165,7 @@ def test_a_scaler_that_cannot_scale_says_so() -> None:
     with (
         without_inductor(),
         record() as recording,
-        pytest.warns(ScalingWarning, match=r"scaler='inside' does not scale.*backward\(\) outside"),
+        pytest.warns(ScalingWarning, match="scaler='inside'"),
     ):
         step(x)
     assert {row.dtype for row in plans(recording.plans[0], "linear")} == {torch.float16}

@@ -81,8 +81,8 @@ def test_tensorboard_has_curves_and_names(tmp_path: Path) -> None:
 
 def test_bad_arguments_are_errors() -> None:
     scaler = amp_fx.GradScaler("cpu")
-    with pytest.raises(amp_fx.OptionsError, match="every must be 1 or more; got 0"):
+    with pytest.raises(amp_fx.OptionsError, match=r"every .*1.*0"):
         ScalerMetrics(scaler, print, every=0)
     nothing: Any = 3
-    with pytest.raises(amp_fx.OptionsError, match=r"log must have a method log\(dict\)"):
+    with pytest.raises(amp_fx.OptionsError, match=r"log\(dict\)"):
         ScalerMetrics(scaler, nothing)

@@ -59,7 +59,7 @@ def test_what_no_key_holds_cannot_be_read(read: Callable[[fx.Node], Any]) -> Non
     gm, node = graph()
     node.meta["seq_nr"] = 3
     before = dict(node.meta)
-    with pytest.raises(amp_fx.PassError, match="no key"):
+    with pytest.raises(amp_fx.PassError):
         run_keyed(gm, [Reads(read)])
     assert node.meta == before
 

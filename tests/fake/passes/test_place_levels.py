@@ -19,6 +19,7 @@ from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import FORWARD
 from amp_fx.reports import Report
 from amp_fx.viz.words import summary
+from graphs import op_by_op
 from levels import FP8_CPU, MLP, Attention, Step, calls, evaluated, lowered, options, scaled
 
 aten = torch.ops.aten
@@ -215,7 +216,8 @@ def test_marks_do_not_stay_in_the_users_graph(tmp_path: Path) -> None:
         found.extend(node.meta.get("custom") or {} for node in gm.graph.nodes)
         return result
 
-    torch.compile(MLP(32, 64, 16), backend=backend)(torch.randn(32, 32))
+    with op_by_op():
+        torch.compile(MLP(32, 64, 16), backend=backend)(torch.randn(32, 32))
     assert found
     assert not any(MARK in custom for custom in found)
 

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,30 +58,30 @@ def test_times_are_work_over_rate() -> None:
 
 
 def test_a_dtype_without_a_rate_is_named() -> None:
-    with pytest.raises(ProfileError, match=r"no matmul rate for 'bfloat'.*Did you mean 'bfloat16'"):
+    with pytest.raises(ProfileError, match=r"'bfloat'.*'bfloat16'"):
         A_PROFILE.matmul_seconds(1, "bfloat")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 99}, "version 99"),
-        ({"format": "a cake"}, "format 'a cake'"),
-        ({"launch": 0}, r"launch should be a positive number; got 0"),
-        ({"launch": -1.0}, "launch should be a positive number; got -1.0"),
-        ({"launch": True}, "got True"),
-        ({"bandwidth": "fast"}, "bandwidth should be float; got 'fast'"),
-        ({"bandwidth": float("nan")}, "got nan"),
-        ({"bandwidth": float("inf")}, "got inf"),
-        ({"bandwidth": 10**400}, "bandwidth should be float; got 1000"),
-        ({"peak": []}, r"peak should be object; got \[\]"),
-        ({"peak": {"bfloat16": 1.0}}, "'bfloat16'; valid: .*float32 must be there"),
-        ({"peak": {"float32": 1.0, "bfloat": 1.0}}, "'bfloat'; valid: .*Did you mean 'bfloat16'"),
-        ({"peak": {"float32": None}}, "peak.float32 should be float; got None"),
-        ({"name": 3}, "name should be str; got 3"),
-        ({"device_type": "cdua"}, "Unknown device type 'cdua'; valid: 'cpu', 'cuda'.*Did you mean 'cuda'"),
-        ({"device_type": ["cpu"]}, "device_type should be str"),
-        ({"bandwith": 1.0}, "bandwith is unknown; valid: .*Did you mean 'bandwidth'"),
+        ({"version": 99}, "99"),
+        ({"format": "a cake"}, "'a cake'"),
+        ({"launch": 0}, "launch .*0"),
+        ({"launch": -1.0}, "launch .*-1.0"),
+        ({"launch": True}, "launch .*True"),
+        ({"bandwidth": "fast"}, "bandwidth .*float.*'fast'"),
+        ({"bandwidth": float("nan")}, "bandwidth .*nan"),
+        ({"bandwidth": float("inf")}, "bandwidth .*inf"),
+        ({"bandwidth": 10**400}, "bandwidth .*float.* 1000"),
+        ({"peak": []}, r"peak .*object.*\[\]"),
+        ({"peak": {"bfloat16": 1.0}}, "'bfloat16'.*float32"),
+        ({"peak": {"float32": 1.0, "bfloat": 1.0}}, "'bfloat'.*'bfloat16'"),
+        ({"peak": {"float32": None}}, "peak.float32 .*float.*None"),
+        ({"name": 3}, "name .*str.*3"),
+        ({"device_type": "cdua"}, "'cdua'.*'cpu', 'cuda'.*'cuda'"),
+        ({"device_type": ["cpu"]}, "device_type .*str"),
+        ({"bandwith": 1.0}, "bandwith .*'bandwidth'"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(change: dict[str, Any], message: str) -> None:
@@ -102,14 +103,14 @@ def test_no_field_may_be_missing(key: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is not valid JSON"),
-        (b"{", "is not valid JSON"),
-        (b"[1]", "JSON object; got list"),
-        (b"{}", "format None"),
-        (b"[" * 60_000, "is not valid JSON"),
-        (b'{"version": ' + b"9" * 50_000 + b"}", "is not valid JSON"),
-        (b" " * 70_000, "more than 65536 bytes"),
-        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"[1]", "list"),
+        (b"{}", "None"),
+        (b"[" * 60_000, "JSON"),
+        (b'{"version": ' + b"9" * 50_000 + b"}", "JSON"),
+        (b" " * 70_000, "65536"),
+        (b"\xff\xfe\x00", "UTF-8"),
     ],
     ids=["empty", "cut off", "list", "other object", "deep", "long number", "huge", "binary"],
 )
@@ -123,7 +124,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path, content: bytes, mess
 
 
 def test_a_folder_is_no_profile(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="cannot read profile"):
+    with pytest.raises(ProfileError, match=re.escape(str(tmp_path))):
         resolve(str(tmp_path), "cpu")
 
 
@@ -157,24 +158,24 @@ def test_the_option_is_a_word_or_a_file(saved: Path) -> None:
 
 @pytest.mark.parametrize(("spec", "meant"), [("atuo", "auto"), ("of", "off"), ("Auto", "auto")])
 def test_a_misspelt_word_is_answered_with_the_right_one(spec: str, meant: str) -> None:
-    with pytest.raises(ProfileError, match=rf"Unknown profile '{spec}'.*-o FILE.*Did you mean '{meant}'\?"):
+    with pytest.raises(ProfileError, match=rf"'{spec}'.*'{meant}'"):
         resolve(spec, "cpu")
 
 
 def test_a_misspelt_file_is_answered_with_its_neighbour(saved: Path) -> None:
     with pytest.raises(ProfileError) as caught:
         resolve(str(saved.with_name("cpuu.json")), "cpu")
-    assert f"Did you mean {str(saved)!r}?" in str(caught.value)
+    assert repr(str(saved)) in str(caught.value)
 
 
 def test_a_profile_of_another_device_is_an_error(saved: Path) -> None:
-    with pytest.raises(ProfileError, match=r"device type 'cpu'.*runs on 'cuda'.*--device cuda"):
+    with pytest.raises(ProfileError, match=r"'cpu'.*'cuda'.*--device cuda"):
         resolve(str(saved), "cuda")
 
 
 def test_a_device_type_without_a_table_has_no_profile_unless_one_is_named() -> None:
     assert resolve("auto", "xpu") is None
-    with pytest.raises(ProfileError, match="Unknown device type 'xpu'; valid: 'cpu', 'cuda'"):
+    with pytest.raises(ProfileError, match=r"'xpu'.*'cpu', 'cuda'"):
         builtin("xpu")
 
 
@@ -410,7 +411,7 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nonsense_is_not_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_clock", lambda task, device: 1.0)
-    with pytest.raises(ProfileError, match=r"too busy to measure: a kernel starts in 100\.0 ms at best"):
+    with pytest.raises(ProfileError, match=r"100\.0 ms"):
         measure("cpu", 0.01)
     path = tmp_path / "here.json"
     assert main(["profile", "--device", "cpu", "--seconds", "0.01", "-o", str(path)]) == 1
@@ -423,13 +424,11 @@ def test_a_device_that_is_not_there_is_an_error(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if command == "measure":
-        with pytest.raises(ProfileError, match="no CUDA device"):
+        with pytest.raises(ProfileError, match="CUDA"):
             measure("cuda")
     else:
         assert main(["profile", "--device", "cuda"]) == 1
-        assert (
-            capsys.readouterr().err == "error: there is no CUDA device here to measure; valid here: 'cpu'.\n"
-        )
+        assert re.search("CUDA.*'cpu'", capsys.readouterr().err)
 
 
 # --- the command -----------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_of_several_states_the_largest_harm_of_a_level_counts_and_levels_have_to
     assert worst.graphs[0].calls[0].roles == {"forward": {"input": 3e-4, "weight": None}}
     assert worst.level == "rowwise"
     states[0].level = "tensorwise"
-    with pytest.raises(PlanError, match=r"different levels \(rowwise, tensorwise\)"):
+    with pytest.raises(PlanError, match="rowwise, tensorwise"):
         Harm.worst(states)
 
 
@@ -87,16 +87,16 @@ def test_of_several_states_the_largest_harm_of_a_level_counts_and_levels_have_to
     [
         (
             lambda data: data["graphs"][0]["calls"][0].update(roles={"forward": 1.0}),
-            r"calls\[0\].roles.forward should be object",
+            r"calls\[0\].roles.forward.*object",
         ),
-        (lambda data: data.update(version=0), "version 0"),
-        (lambda data: data.update(format="amp_fx plan"), "not a harm file"),
-        (lambda data: data.update(dtype="bf17"), "harm.dtype should be name of a dtype"),
-        (lambda data: data.update(graphs={}), "harm.graphs should be a list"),
-        (lambda data: data["graphs"][0].pop("calls"), r"harm.graphs\[0\].calls should be list"),
-        (lambda data: data["graphs"][0]["calls"][0].update(value="x"), r"calls\[0\].value should be float"),
-        (lambda data: data["graphs"][0]["calls"][0].update(valu=1.0), "Did you mean 'value'"),
-        (lambda data: data["graphs"][0].pop("outline"), "version None"),
+        (lambda data: data.update(version=0), "0"),
+        (lambda data: data.update(format="amp_fx plan"), "harm"),
+        (lambda data: data.update(dtype="bf17"), "harm.dtype.*'bf17'"),
+        (lambda data: data.update(graphs={}), "harm.graphs"),
+        (lambda data: data["graphs"][0].pop("calls"), r"harm.graphs\[0\].calls.*list"),
+        (lambda data: data["graphs"][0]["calls"][0].update(value="x"), r"calls\[0\].value.*float"),
+        (lambda data: data["graphs"][0]["calls"][0].update(valu=1.0), "'value'"),
+        (lambda data: data["graphs"][0].pop("outline"), "None"),
     ],
 )
 def test_a_wrong_harm_file_is_refused_by_the_place_of_the_fault(
@@ -134,12 +134,12 @@ def test_a_policy_with_harm_prints_the_form_it_parses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"budget": 1.0}, "needs 'harm'"),
-        ({"harm": 7}, "must be the path"),
-        ({"harm": "harm.json", "budget": -1}, "must be a number from 0 on"),
-        ({"harm": "harm.json", "budget": True}, "must be a number from 0 on"),
-        ({"harm": "harm.json", "budget": float("nan")}, "must be a number from 0 on"),
-        ({"harm": "harm.json", "budgt": 1.0}, "Did you mean 'budget'"),
+        ({"budget": 1.0}, "'harm'"),
+        ({"harm": 7}, "7"),
+        ({"harm": "harm.json", "budget": -1}, "budget.*-1"),
+        ({"harm": "harm.json", "budget": True}, "budget.*True"),
+        ({"harm": "harm.json", "budget": float("nan")}, "budget.*nan"),
+        ({"harm": "harm.json", "budgt": 1.0}, "'budgt'.*'budget'"),
     ],
 )
 def test_a_wrong_policy_is_refused(policy: dict[str, Any], message: str) -> None:
@@ -150,9 +150,9 @@ def test_a_wrong_policy_is_refused(policy: dict[str, Any], message: str) -> None
 def test_contradictions_with_harm_are_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "harm.json")
     measured(two_matmuls, *ARGS).save(path)
-    with pytest.raises(OptionsError, match="was measured for bfloat16, dtype is float16"):
+    with pytest.raises(OptionsError, match=r"bfloat16.*float16"):
         Options.parse(None, {"policy": {"harm": path}, "dtype": "float16"})
-    with pytest.raises(OptionsError, match="drop one of the two"):
+    with pytest.raises(OptionsError, match="numerics='eager'"):
         Options.parse(None, {"policy": {"harm": path}, "numerics": "eager"})
     assert Options.parse(None, {"policy": {"harm": path}}).low_dtype("cpu") is torch.bfloat16
 
@@ -162,14 +162,14 @@ def test_policy_fp8_takes_a_harm_file_that_has_fp8(tmp_path: Path) -> None:
     harm = measured(two_matmuls, *ARGS)
     harm.save(path)
     policy = {"base": "fp8", "harm": path, "budget": 8}
-    with pytest.raises(OptionsError, match=r"has nothing of fp8; calibrate with policy='fp8'"):
+    with pytest.raises(OptionsError, match="policy='fp8'"):
         Options.parse(None, {"policy": policy})
     harm.level = "tensorwise"
     harm.save(path)
     parsed = Options.parse(None, {"policy": policy, "fp8": "tensorwise"})
     assert parsed.policy.budget == 8
     assert Policy.parse(str(parsed.policy)) == parsed.policy
-    with pytest.raises(OptionsError, match=r"was measured for fp8='tensorwise', fp8 is 'rowwise'"):
+    with pytest.raises(OptionsError, match=r"'tensorwise'.*'rowwise'"):
         Options.parse(None, {"policy": policy, "fp8": "rowwise"})
 
 
@@ -201,7 +201,7 @@ def test_a_model_that_has_moved_on_is_told_by_name(tmp_path: Path) -> None:
     opts = Options.parse(None, {"policy": {"harm": path}, "profile": "off"})
     gm = dynamo_graph(Changed(), torch.randn(4, 8))
     regions = ambient_regions({"cpu": torch.bfloat16})
-    with pytest.raises(PlanError, match=r"harm graph was made for: relu .* is now tanh"):
+    with pytest.raises(PlanError, match=r"relu .*tanh"):
         amp_fx.rewriting.rewrite(gm, regions, opts, training=True)
     # calibration is about gradients: what is only evaluated is placed by the policy's list
     _, plan = amp_fx.rewriting.rewrite(gm, regions, opts)

@@ -125,7 +125,7 @@ def broken(plan: Plan, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", [None, 0, 3, "4"])
 def test_another_version_is_refused(plan: Plan, version: object) -> None:
-    with pytest.raises(AmpFxError, match=rf"plan has version {version!r}; this amp_fx reads version 4"):
+    with pytest.raises(AmpFxError, match=rf"{version!r}.*4"):
         Plan.from_dict(broken(plan, version=version))
 
 
@@ -139,9 +139,9 @@ def test_fields_that_are_unknown_or_missing_are_refused(plan: Plan) -> None:
         ({"nodes": [nameless]}, "name"),
         ({"nodes": [{**node, "dtype": "float33"}]}, "float33"),
         ({"nodes": [{**node, "op_class": "medium"}]}, "medium"),
-        ({"casts": [{**cast, "to_dtype": 7}]}, "not a plan"),
-        ({"casts": None}, "not a plan"),
-        ({"nodes": ["linear"]}, "not a plan"),
+        ({"casts": [{**cast, "to_dtype": 7}]}, "to_dtype"),
+        ({"casts": None}, "casts"),
+        ({"nodes": ["linear"]}, "nodes"),
     ):
         with pytest.raises(AmpFxError, match=what):
             Plan.from_dict(broken(plan, **changes))
@@ -150,15 +150,7 @@ def test_fields_that_are_unknown_or_missing_are_refused(plan: Plan) -> None:
         Plan.from_dict(data)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "not valid JSON"),
-        ("{", "not valid JSON"),
-        ("[1]", "a plan is a JSON object; got list"),
-        ("3", "got int"),
-    ],
-)
-def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
-    with pytest.raises(AmpFxError, match=message):
+@pytest.mark.parametrize(("text", "named"), [("", "JSON"), ("{", "JSON"), ("[1]", "list"), ("3", "int")])
+def test_text_that_is_no_plan_is_refused(text: str, named: str) -> None:
+    with pytest.raises(AmpFxError, match=named):
         Plan.from_json(text)

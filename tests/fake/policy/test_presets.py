@@ -111,20 +111,17 @@ def test_the_fields_of_fsdp_and_deepspeed_are_taken_as_a_mapping() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (
-            "params=bfloat16,compute=bfloat16",
-            "params=bfloat16 cannot be: parameters stay as the model has them",
-        ),
-        ("compute=bfloat16,output=bfloat16", "a compiled model returns the dtypes that the eager program"),
-        ("param_dtype=bfloat16,reduce_dtype=bfloat16", "gradients leave in float32"),
-        ("param_dtype=bfloat16,buffer_dtype=bfloat16", "buffers stay as the model has them"),
-        ("compute=bfloat8", "Unknown dtype 'bfloat8' for 'compute'.*Did you mean 'bfloat16'"),
-        ("compute=bfloat16,outptu=float32", "Unknown key 'outptu'.*Did you mean 'output'"),
-        ("mixed_bfloat", "Unknown policy 'mixed_bfloat'.*Did you mean 'mixed_bfloat16'"),
-        ({"base": "fast", "dtype": "float64"}, "Unknown dtype 'float64' in policy"),
-        ({"base": "O1", "dtype": "bfloat16"}, "'bfloat16' contradicts base 'O1'.*float16"),
-        ({"base": "mixed_bfloat"}, "Unknown policy 'mixed_bfloat'.*Did you mean 'mixed_bfloat16'"),
-        ({"base": {"base": "fast"}}, "Unknown policy {'base': 'fast'}"),
+        ("params=bfloat16,compute=bfloat16", "params=bfloat16"),
+        ("compute=bfloat16,output=bfloat16", "output=bfloat16"),
+        ("param_dtype=bfloat16,reduce_dtype=bfloat16", "reduce_dtype=bfloat16.*float32"),
+        ("param_dtype=bfloat16,buffer_dtype=bfloat16", "buffer_dtype=bfloat16"),
+        ("compute=bfloat8", "'bfloat8'.*'compute'.*'bfloat16'"),
+        ("compute=bfloat16,outptu=float32", "'outptu'.*'output'"),
+        ("mixed_bfloat", "'mixed_bfloat'.*'mixed_bfloat16'"),
+        ({"base": "fast", "dtype": "float64"}, "'float64'"),
+        ({"base": "O1", "dtype": "bfloat16"}, "'bfloat16'.*'O1'.*float16"),
+        ({"base": "mixed_bfloat"}, "'mixed_bfloat'.*'mixed_bfloat16'"),
+        ({"base": {"base": "fast"}}, "{'base': 'fast'}"),
     ],
 )
 def test_what_cannot_be_is_an_error_that_says_why(policy: Any, message: str) -> None:
@@ -133,10 +130,10 @@ def test_what_cannot_be_is_an_error_that_says_why(policy: Any, message: str) -> 
 
 
 def test_two_dtypes_are_an_error() -> None:
-    with pytest.raises(OptionsError, match="dtype='bfloat16' contradicts policy 'O1', which means float16"):
+    with pytest.raises(OptionsError, match=r"'bfloat16'.*'O1'.*float16"):
         Options.parse(options={"policy": "O1", "dtype": "bfloat16"})
     assert Options.parse(options={"policy": "O1", "dtype": "float16"}).dtype is FLOAT16
-    with pytest.raises(OptionsError, match="needs no loss scaling"):
+    with pytest.raises(OptionsError, match="'default'"):
         Options.parse(options={"policy": "mixed_bfloat16", "scaler": "default"})
 
 

@@ -172,27 +172,18 @@ def test_module_patterns_are_searched_for_anywhere() -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (
-            {"op": "mm", "precision": "fp3"},
-            r"Unknown precision 'fp3' .*valid: fp32, low\. Did you mean 'fp32'\?",
-        ),
-        ({"op": "mm"}, r"Unknown precision None"),
-        (
-            {"op": "mm", "precison": "low"},
-            r"Unknown key 'precison' in policy rule .* Did you mean 'precision'\?",
-        ),
-        ({"precision": "low"}, r"names neither 'op' nor 'module'"),
-        ({"module": "layer[", "precision": "low"}, r"is not a regular expression"),
-        ({"op": 3, "precision": "low"}, r"'op' in policy rule .* must be a string; got 3"),
-        ({"module": ["a"], "precision": "low"}, r"'module' in policy rule .* must be a string"),
-        (
-            "softmax",
-            r"A policy rule must be an object with keys op, module, precision, result; got 'softmax'",
-        ),
-        ({"op": "softmaxx", "precision": "fp32"}, r"Unknown op 'softmaxx' .* Did you mean 'softmax'\?"),
-        ({"op": "F.linear", "precision": "fp32"}, r"Unknown op 'F\.linear' .* Did you mean 'linear'\?"),
-        ({"op": "softmax.dim", "precision": "fp32"}, r"Unknown overload 'softmax\.dim' .*'softmax\.int'"),
-        ({"op": "prims::flor", "precision": "fp32"}, r"Unknown op .* Did you mean 'prims::floor'\?"),
+        ({"op": "mm", "precision": "fp3"}, r"'fp3' .*fp32, low.*'fp32'"),
+        ({"op": "mm"}, r"precision None"),
+        ({"op": "mm", "precison": "low"}, r"'precison' .*'precision'"),
+        ({"precision": "low"}, r"'op'.*'module'"),
+        ({"module": "layer[", "precision": "low"}, r"layer\["),
+        ({"op": 3, "precision": "low"}, r"'op' .*3"),
+        ({"module": ["a"], "precision": "low"}, r"'module' .*\['a'\]"),
+        ("softmax", r"op, module, precision.*'softmax'"),
+        ({"op": "softmaxx", "precision": "fp32"}, r"'softmaxx' .*'softmax'"),
+        ({"op": "F.linear", "precision": "fp32"}, r"'F\.linear' .*'linear'"),
+        ({"op": "softmax.dim", "precision": "fp32"}, r"'softmax\.dim' .*'softmax\.int'"),
+        ({"op": "prims::flor", "precision": "fp32"}, r"'prims::flor' .*'prims::floor'"),
     ],
 )
 def test_bad_rules_are_named(rule: object, message: str) -> None:
@@ -212,7 +203,7 @@ def test_an_op_that_no_list_has_may_be_in_a_rule() -> None:
         return x / 2
 
     assert Rule.parse({"op": "amp_fx_rules::halve", "precision": "low"}).op == "amp_fx_rules::halve"
-    with pytest.raises(OptionsError, match="Did you mean 'amp_fx_rules::halve'"):
+    with pytest.raises(OptionsError, match=r"'amp_fx_rules::halv'.*'amp_fx_rules::halve'"):
         Rule.parse({"op": "amp_fx_rules::halv", "precision": "low"})
     # a library that is imported later
     assert Rule.parse({"op": "not_imported_yet::op", "precision": "low"}).op == "not_imported_yet::op"

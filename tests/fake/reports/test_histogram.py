@@ -160,15 +160,13 @@ def test_batches_and_losses_come_in_several_forms() -> None:
 
 def test_what_is_no_loss_is_refused() -> None:
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
-    with pytest.raises(
-        AmpFxError, match=r"no loss: .* got a tensor of shape \(3, 4\)\. Pass loss=lambda outputs"
-    ):
+    with pytest.raises(AmpFxError, match=r"\(3, 4\).*loss="):
         amp_fx.histogram(model, x)
-    with pytest.raises(AmpFxError, match=r"no loss: .* got dict"):
+    with pytest.raises(AmpFxError, match="dict"):
         amp_fx.histogram(model, x, lambda outputs: {})  # type: ignore[arg-type,return-value]
-    with pytest.raises(AmpFxError, match="depends on no parameter"):
+    with pytest.raises(AmpFxError, match="parameter"):
         amp_fx.histogram(model, x, lambda outputs: outputs.sum().detach())
-    with pytest.raises(AmpFxError, match=r"needs a torch\.nn\.Module; got function"):
+    with pytest.raises(AmpFxError, match=r"torch\.nn\.Module.*function"):
         amp_fx.histogram(loss, x)  # type: ignore[arg-type]
 
 
@@ -182,7 +180,7 @@ def test_numbers_are_json_and_the_figure_is_drawn(tmp_path: Path) -> None:
     assert "<svg" in text
     titles = [axes.get_title() for axes in found.figure().axes]
     assert titles[0].startswith(f"{found.total().lost():.2%} of the gradients underflow to zero in fp16")
-    with pytest.raises(AmpFxError, match=r"cannot write 'figure.doc'; valid suffixes: .json, .*\.png"):
+    with pytest.raises(AmpFxError, match=r"'figure.doc'.*\.json, .*\.png"):
         found.save(tmp_path / "figure.doc")
 
 

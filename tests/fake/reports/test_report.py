@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -175,13 +176,13 @@ def test_a_report_goes_through_json_unchanged(report: Report, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["version"], 7, "version 7; this amp_fx reads version 1"),
-        (["plans"], 3, "report.plans should be list; got 3"),
-        (["costs", "amp_fx", "cast_bytes"], "2", r"report.costs.amp_fx.cast_bytes should be int; got '2'"),
-        (["notes"], [{"kind": "x"}], r"report.notes\[0\].text is missing"),
-        (["plans", 0, "nodes", 0, "dtype"], "bf16", r"plan.nodes\[0\].dtype should be name of a dtype; got 'bf16'"),
-        (["plans", 0, "nodes", 0, "shape"], [1, "a"], r"plan.nodes\[0\].shape\[1\] should be int; got 'a'"),
-        (["plans", 0, "casts", 0, "readers"], [], r"plan.casts\[0\].readers is unknown; valid: name, .*"),
+        (["version"], 7, "7.*1"),
+        (["plans"], 3, "report.plans.*list.*3"),
+        (["costs", "amp_fx", "cast_bytes"], "2", r"report.costs.amp_fx.cast_bytes.*int.*'2'"),
+        (["notes"], [{"kind": "x"}], r"report.notes\[0\].text"),
+        (["plans", 0, "nodes", 0, "dtype"], "bf16", r"plan.nodes\[0\].dtype.*'bf16'"),
+        (["plans", 0, "nodes", 0, "shape"], [1, "a"], r"plan.nodes\[0\].shape\[1\].*int.*'a'"),
+        (["plans", 0, "casts", 0, "readers"], [], r"plan.casts\[0\].readers.* name, "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_file_is_named(
@@ -210,7 +211,7 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("amp_fx.reports.report._MAX_FILE", 10)
     (tmp_path / "long.json").write_text("{" + " " * 10 + "}")
-    with pytest.raises(AmpFxError, match=r"long\.json has more than 10 bytes"):
+    with pytest.raises(AmpFxError, match=r"long\.json .*10"):
         Report.load(tmp_path / "long.json")
 
 
@@ -225,10 +226,8 @@ def test_a_report_is_saved_as_the_suffix_says(report: Report, tmp_path: Path, su
 
 
 def test_another_suffix_is_refused(report: Report, tmp_path: Path) -> None:
-    with pytest.raises(
-        AmpFxError,
-        match=rf"valid suffixes: {', '.join(SUFFIXES)}, .beside.svg, .model-explorer.json. Did you mean '.html'",
-    ):
+    valid = ", ".join([*SUFFIXES, ".beside.svg", ".model-explorer.json"])
+    with pytest.raises(AmpFxError, match=f"{re.escape(valid)}.*'.html'"):
         report.save(tmp_path / "report.htm")
 
 
@@ -250,7 +249,7 @@ def test_where_there_is_no_room_the_old_file_stays(report: Report, tmp_path: Pat
         pytest.skip("needs Graphviz")
     path = tmp_path / f"report{suffix}"
     path.write_text("old")
-    with no_room(), pytest.raises(OSError, match="File too large"):
+    with no_room(), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
         report.save(path)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == [path.name]
@@ -300,9 +299,9 @@ def test_markdown_tables_survive_any_name(report: Report) -> None:
 def test_the_plan_of_a_report_is_that_of_its_only_forward_graph(report: Report) -> None:
     plan = Plan("0/0")
     assert Report([plan, Plan("0/0", phase="backward")]).plan is plan
-    with pytest.raises(AmpFxError, match="2 forward graphs; take one from its plans"):
+    with pytest.raises(AmpFxError, match="2"):
         report.plan  # noqa: B018
-    with pytest.raises(AmpFxError, match="0 forward graphs"):
+    with pytest.raises(AmpFxError, match="0"):
         Report().plan  # noqa: B018
 
 

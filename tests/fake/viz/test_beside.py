@@ -131,7 +131,7 @@ def test_a_report_writes_it_and_shows_it_in_a_notebook(tmp_path: Path) -> None:
 
 
 def test_a_report_that_compares_nothing_says_so(tmp_path: Path) -> None:
-    with pytest.raises(AmpFxError, match=r"compares nothing: amp_fx\.explain knows"):
+    with pytest.raises(AmpFxError, match=r"amp_fx\.explain"):
         Report(costs={"amp_fx": Cost(1, 2)}).save(tmp_path / "x.beside.svg")
     assert beside.drawn(drawing(Report())) == ""
 

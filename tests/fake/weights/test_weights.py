@@ -26,13 +26,6 @@ from holding import Held
 SHAPES = ((64, 48), (48,), (3,), (8, 4, 3, 3))
 
 
-@pytest.fixture(autouse=True)
-def held() -> Iterator[Held]:
-    weights.clear()
-    yield Held()
-    weights.clear()
-
-
 def new_weights() -> list[nn.Parameter]:
     torch.manual_seed(0)
     return [nn.Parameter(torch.randn(shape)) for shape in SHAPES]

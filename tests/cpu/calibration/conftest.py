@@ -1,0 +1,24 @@
+"""Calibrated steps run op by op, but for those of slow tests, which are about code; targets have one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from graphs import op_by_op
+from targets import one_process
+
+
+@pytest.fixture(autouse=True)
+def _without_code(request: pytest.FixtureRequest) -> Iterator[None]:
+    is_slow = request.node.get_closest_marker("slow") is not None
+    with contextlib.nullcontext() if is_slow else op_by_op():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_process() -> Iterator[None]:
+    with one_process():
+        yield
