@@ -58,6 +58,8 @@ _FP16 = torch.float16
 _TRAINING, _INFERENCE = ("training",), ("inference",)
 # fp16 matmuls on CPU are loops
 _GPU, _CPU = ("cuda",), ("cpu",)
+#: every linear, as torchao has it; amp_fx by itself leaves the last one
+_ALL_INT8 = {"base": "int8", "rules": [{"op": "linear", "precision": "int8"}]}
 _FREEZING = {"TORCHINDUCTOR_FREEZING": "1"}
 
 ARMS = {
@@ -75,6 +77,7 @@ ARMS = {
         Arm("off", "amp_fx", {"profile": "off"}),
         Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
         Arm("int8", "amp_fx", {"policy": "int8"}, modes=_INFERENCE, devices=_CPU),
+        Arm("int8_all", "amp_fx", {"policy": _ALL_INT8}, modes=_INFERENCE, devices=_CPU),
         *(
             Arm(f"torchao_{name}", env=_FREEZING, modes=_INFERENCE, devices=_CPU, torchao=config)
             for name, config in (

@@ -32,7 +32,7 @@ from amp_fx.policy.classes import OpClass
 from amp_fx.policy.op_names import check_op
 from amp_fx.policy.presets import PRESETS, dtypes_preset, preset
 
-__all__ = ["BASES", "PRECISIONS", "RESULTS", "Policy", "Rule"]
+__all__ = ["BASES", "BELOW", "PRECISIONS", "RESULTS", "Policy", "Rule"]
 
 #: name -> one line for the docs and the error message
 BASES = {
@@ -43,7 +43,10 @@ BASES = {
 }
 
 #: what a rule can force, and the class a forced node gets
-PRECISIONS = {"fp32": OpClass.FP32, "low": OpClass.LOW}
+PRECISIONS = {"fp32": OpClass.FP32, "low": OpClass.LOW, "int8": OpClass.LOW}
+
+#: those that are levels below 16 bits: a rule may ask for one under the policy of its name
+BELOW = frozenset({"int8"})
 
 #: what a rule can say of the result of a low product -> what it means
 RESULTS = {"fp32": "the sum as it is, which the product is added up in"}
@@ -60,7 +63,8 @@ class Rule:
     """Forces the nodes it matches to one precision.
 
     Attributes:
-        precision: ``"fp32"`` or ``"low"``.
+        precision: ``"fp32"``, ``"low"``, or under policy "int8" ``"int8"``: a linear runs in it, even the last one, and
+            whatever it costs.
         op: ATen name, with or without overload: ``"softmax"`` matches ``softmax.int`` too; None matches any.
         module: regular expression searched for in the module path (``"encoder.layer.0.attention"``); None
             matches any node.
@@ -204,6 +208,12 @@ class Policy:
         if not isinstance(rules, (list, tuple)):
             raise OptionsError(f"'rules' of a policy must be a list of rules; got {rules!r}.")
         own = tuple(Rule.parse(rule) for rule in rules)
+        for rule in own:
+            if rule.precision in BELOW and rule.precision != base.base:
+                raise OptionsError(
+                    f"Policy rule {rule} is about policy {rule.precision!r}, the base is {base.base!r}; say "
+                    f"'base': {rule.precision!r}, or 'precision': 'low'."
+                )
         harm, budget = _parse_harm(data)
         return cls(base.base, base.rules + own, _parse_dtype(data, base), harm=harm, budget=budget)
 

@@ -17,6 +17,7 @@ from amp_fx.passes.levels.matmuls import Matmul, Operand, aten
 from amp_fx.plans.plan import CAST_META, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD
+from amp_fx.policy.rules import BELOW
 
 __all__ = ["captured_matmul", "may_run_below"]
 
@@ -28,8 +29,9 @@ def may_run_below(node: fx.Node, context: PassContext) -> bool:
     row = node_plan(node)
     if row is None or row.dtype not in LOW_DTYPES or not is_matmul(node):
         return False
-    if context.policy.rule_for(row.op, row.module_path) is not None:
-        return False
+    rule = context.policy.rule_for(row.op, row.module_path)
+    if rule is not None:
+        return rule.precision in BELOW
     region = node.meta.get(REGION_META, {}).get(node.meta["val"].device.type)
     return row.op_class is OpClass.LOW or (region is not None and region.enabled)
 

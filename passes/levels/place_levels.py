@@ -23,6 +23,7 @@ from amp_fx.placement.priced import HarmTerm, Priced, within
 from amp_fx.plans.plan import NodePlan, dtype_name, node_plan
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import LEVELS, WEIGHT, Level
+from amp_fx.policy.rules import BELOW
 
 __all__ = ["PlaceLevels", "write_choice"]
 
@@ -48,7 +49,7 @@ class PlaceLevels(Pass):
        Copies of weights that live across calls cost nothing in a call, with scales as in the low dtype.
     7. with measured harm, the budget does not allow it (:mod:`amp_fx.placement.priced`).
 
-    A plan takes the place of 3 to 7.
+    A plan takes the place of 3 to 7; a rule that names the level, of 3, 6 and 7.
 
     The graph is not changed, only ``meta``::
 
@@ -87,7 +88,8 @@ class PlaceLevels(Pass):
         """See the class."""
         matmuls, refused = self._looked_at(gm, context)
         self.sizes.append(len(matmuls))
-        chosen = self._chosen([matmul for matmul in matmuls if not refused[matmul]])
+        allowed = [matmul for matmul in matmuls if not refused[matmul]]
+        chosen = self._chosen(allowed) | {matmul for matmul in allowed if self._is_asked_for(matmul, context)}
         for matmul in matmuls:
             level = _for_rows(self._wanted(matmul), matmul) if matmul in chosen else None
             if level is not None:
@@ -113,7 +115,14 @@ class PlaceLevels(Pass):
             calls = [node for node in gm.graph.nodes if may_run_below(node, context)]
             matmuls = [found for node in calls if (found := captured_matmul(node, context)) is not None]
         last = set() if self.level is None else last_calls(gm, gradients_in(gm))
+        last -= {matmul.name for matmul in matmuls if self._is_asked_for(matmul, context)}
         return matmuls, {matmul: self._refusal(matmul, last) for matmul in matmuls}
+
+    def _is_asked_for(self, matmul: Matmul, context: PassContext) -> bool:
+        """True where a rule names the level."""
+        row = None if self.joint else node_plan(matmul.node)
+        rule = None if row is None else context.policy.rule_for(row.op, row.module_path)
+        return rule is not None and rule.precision in BELOW
 
     def _wanted(self, matmul: Matmul) -> Level | None:
         """The level that a matmul is to run in; None where a plan has it low."""

@@ -108,13 +108,17 @@ def test_linears_but_the_last_run_in_int8_and_rules_are_followed(model: Net, ids
         "down": "int8_packed",
         "out": "bfloat16",
     }
-    rules = [{"module": "up", "precision": "fp32"}, {"module": "down", "precision": "low"}]
+    rules = [
+        {"module": "up", "precision": "fp32"},
+        {"module": "down", "precision": "low"},
+        {"module": "out", "precision": "int8"},
+    ]
     found = levels({"base": "int8", "rules": rules})
     assert found == {
         "gate": "int8_packed",
         "up": "torch.float32",
         "down": "torch.bfloat16",
-        "out": "bfloat16",
+        "out": "int8_packed",
     }
 
 
