@@ -38,7 +38,7 @@ help:
 	@echo "make test-matrix  the tests on each supported torch, in environments of their own (large downloads)"
 	@echo "make gpu        on a machine with a GPU: its tests and all benchmarks, nine minutes a call, until none is left"
 	@echo "make docs       the documentation as a site, in build/site"
-	@echo "make demo       what amp_fx is for, in three acts: accuracy, inference, a GPU that is not there"
+	@echo "make demo       what amp_fx is for, in three acts: accuracy, inference, a GPU that is not in the machine"
 	@echo "make lint | format | typecheck | venv | clean"
 
 venv: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""What amp_fx is for, in three acts on a CPU: a run that autocast spoils, inference, and a GPU that is not there.
+"""What amp_fx is for, in three acts on a CPU: a run that autocast spoils, inference, and a plan for a GPU.
 
 Takes about 80 seconds on two idle cores, compiling included; downloads nothing.
 """

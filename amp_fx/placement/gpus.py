@@ -1,4 +1,4 @@
-"""Published numbers of NVIDIA GPUs: one table, for the cost model and for compiling for a GPU that is not there."""
+"""Published numbers of NVIDIA GPUs: one table, for the cost model and for compiling for an absent GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``amp_fx.explain`` for a GPU that is not there: Dynamo traces here, another process compiles."""
+"""``amp_fx.explain`` for a GPU that is not in the machine: Dynamo traces here, another process compiles."""
 
 from __future__ import annotations
 

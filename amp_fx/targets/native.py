@@ -52,7 +52,7 @@ def _compile(path: Path, flags: list[str]) -> None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise TargetError(
-            f"compiling for a GPU that is not there takes a C++ compiler, and there is no {compiler!r}: install g++ "
+            f"compiling for an absent GPU takes a C++ compiler, and there is no {compiler!r}: install g++ "
             "(Debian, Ubuntu: apt install g++) or set CXX."
         )
     root = Path(torch.__file__).parent

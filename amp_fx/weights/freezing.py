@@ -52,14 +52,14 @@ def freeze(
         The compiled graph; None if it has no weights, as between two graph breaks.
 
     Raises:
-        WeightsError: the weights are fake: compiled for a GPU that is not there, they hold nothing to fold.
+        WeightsError: the weights are fake: compiled for an absent GPU, they hold nothing to fold.
     """
     graph = FrozenGraph(gm, compile_graph, may_change=may_change, packs_wide=packs_wide)
     if not graph.has_weights:
         return None
     if any(isinstance(value, FakeTensor) and isinstance(value, nn.Parameter) for value in example_inputs):
         raise WeightsError(
-            "weights='freeze' folds what weights hold, and fake ones hold nothing. For a GPU that is not there use "
+            "weights='freeze' folds what weights hold, and fake ones hold nothing. For an absent GPU use "
             "weights='cache', whose graph is the same but for what Inductor folds."
         )
     # the first, while Dynamo compiles
