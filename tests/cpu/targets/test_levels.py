@@ -23,6 +23,9 @@ pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
 FP8 = "float8_e4m3fn"
 
+#: what is like rowwise but for its scales
+SLOW = pytest.mark.slow
+
 #: operands and scales, of which the code knows by name or by sizes and strides
 _ARGUMENT = r"(\w+|reinterpret_tensor\(\w+, \(.*?\), \(.*?\), \d+\))"
 _CALL = re.compile(r"extern_kernels\._scaled_mm\(" + ", ".join([_ARGUMENT] * 4))
@@ -86,6 +89,7 @@ def test_two_blocks_keep_less_and_move_less_forward_than_in_bf16(blocks: list[Tr
     assert fp8.counts.bytes_moved < 1.06 * low.counts.bytes_moved
 
 
+@SLOW
 def test_with_one_scale_for_each_operand_gradients_of_weights_leave_in_fp32(
     blocks: list[TracedGraph],
 ) -> None:
@@ -97,7 +101,7 @@ def test_with_one_scale_for_each_operand_gradients_of_weights_leave_in_fp32(
     assert fp8.counts.bytes_moved < 1.12 * low.counts.bytes_moved
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", pytest.param("mxfp8", marks=SLOW)])
 @pytest.mark.parametrize("read", ["rows", "columns"])
 def test_a_copy_is_the_kernels_and_bytes_that_the_cut_charges(recipe: str, read: str) -> None:
     target = process("cuda:b200" if recipe == "mxfp8" else "cuda:h100")
@@ -124,8 +128,8 @@ def test_a_copy_that_is_read_both_ways_in_one_graph_is_written_twice_by_one_kern
     ("recipe", "target", "architecture"),
     [
         ("rowwise", "cuda:h100", 90),
-        ("tensorwise", "cuda:h100", 90),
-        ("mxfp8", "cuda:b200", 100),
+        pytest.param("tensorwise", "cuda:h100", 90, marks=SLOW),
+        pytest.param("mxfp8", "cuda:b200", 100, marks=SLOW),
     ],
 )
 def test_generated_code_calls_the_library_with_the_layouts_it_wants(
@@ -162,6 +166,7 @@ def test_generated_code_calls_the_library_with_the_layouts_it_wants(
     assert all(size > 1000 for by_architecture in sizes.values() for size in by_architecture.values())
 
 
+@SLOW
 def test_with_scales_of_blocks_two_blocks_keep_less_than_in_bf16(blocks: list[TracedGraph]) -> None:
     low, fp8 = (
         process("cuda:b200").call("targets:compiled", blocks, {"profile": "off", "strict": True, **options})
@@ -217,7 +222,7 @@ def test_without_gradients_weights_are_read_in_half_of_their_bytes(
     assert fp8.counts.kernels <= low.counts.kernels + kernels
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=SLOW)])
 @pytest.mark.parametrize("weights", ["cast", "cache"])
 def test_code_without_gradients_calls_the_library_with_the_layouts_it_wants(
     decoding: list[TracedGraph], recipe: str, weights: str
@@ -279,8 +284,8 @@ def test_fp8_is_drawn_and_kept_like_other_dtypes(report: Report, tmp_path: Path)
     ("target", "meaning"),
     [
         ("cuda:a100", "as autocast: cuda sm_80 (A100) has no fp8 rate"),
-        ("cuda:b200", "tensorwise"),
-        pytest.param("cuda:l4", "tensorwise", marks=pytest.mark.slow),
+        pytest.param("cuda:b200", "tensorwise", marks=SLOW),
+        pytest.param("cuda:l4", "tensorwise", marks=SLOW),
     ],
 )
 def test_the_device_decides_what_the_policy_means(target: str, meaning: str) -> None:
