@@ -1,0 +1,145 @@
+"""What a comparison found, as data; its words are in ``text.py``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from amp_fx.comparison import text
+from amp_fx.plans.files import write_text
+from amp_fx.plans.plan import Plan
+from amp_fx.reports.report import Report
+
+__all__ = ["CallError", "Comparison", "ModuleError"]
+
+#: bumped when the JSON form changes incompatibly
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModuleError:
+    """What leaves one module, beside the reference.
+
+    Attributes:
+        module: path; the model itself is ``""``.
+        error: relative L2 error of its result, of the worst if there are several; infinite where one is not finite.
+        gradient_error: of the gradient of its result; None without a loss, or where it has none.
+        precision: that its result is computed in, ``"bfloat16"``.
+        lost: share of the gradient's elements that are zero, of those that are not in the reference.
+    """
+
+    module: str
+    error: float
+    gradient_error: float | None
+    precision: str
+    lost: float
+
+
+@dataclass(frozen=True)
+class CallError:
+    """The result of one call, beside the reference.
+
+    Attributes:
+        call: its name in the plan.
+        op: ATen name.
+        module: path of the module that it is in.
+        source: the user's source line.
+        precision: that it computes in.
+        error: relative L2 error; infinite where it is not finite.
+        gradient_error: of its gradient; None without a loss, or where it has none.
+    """
+
+    call: str
+    op: str
+    module: str
+    source: str
+    precision: str
+    error: float
+    gradient_error: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`amp_fx.compare` found.
+
+    Attributes:
+        title: name of the model.
+        against: what the run was compared with.
+        worst: the modules, largest error of result or gradient first.
+        calls: every call, likewise; empty unless asked for.
+        first_nonfinite: path of the module that computes the first value, or else the first gradient, that has inf or nan
+            where the reference has not; None where all are finite.
+        culprit: path of the module at which the error grows, or that is the first to leave what is finite; None where
+            nothing is wrong.
+        healthy: True where nothing is wrong.
+        verdict: what is wrong, in one sentence.
+        remedy: options that mend it, found by running the model op by op with them; empty where none are known.
+        result_error: relative L2 error of what the model returns, or of loss and gradients of the parameters.
+        disturbance: how far the results of the run are from those of one that hands out nothing; 0.0 where taking the
+            values changed no number.
+        loss_scale: at which gradients were computed.
+        left_out: graphs that are not compared, and why.
+        plans: of the graphs.
+        errors: graph -> call -> error; what pictures are coloured by.
+    """
+
+    title: str
+    against: str
+    worst: tuple[ModuleError, ...]
+    calls: tuple[CallError, ...]
+    first_nonfinite: str | None
+    culprit: str | None
+    healthy: bool
+    verdict: str
+    remedy: dict[str, Any]
+    result_error: float
+    disturbance: float
+    loss_scale: float
+    left_out: tuple[str, ...] = ()
+    plans: tuple[Plan, ...] = field(default=(), repr=False)
+    errors: dict[str, dict[str, float | None]] = field(default_factory=dict, repr=False)
+
+    def __str__(self) -> str:
+        return text.screen(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-like form, without the plans; an infinite error is None."""
+        own = {key: value for key, value in vars(self).items() if key not in ("plans", "errors")}
+        rows = {key: [_finite(asdict(row)) for row in own[key]] for key in ("worst", "calls")}
+        return {"version": _VERSION, **_finite(own), **rows, "left_out": list(self.left_out)}
+
+    def to_json(self) -> str:
+        """The same as indented JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes ``.json``, or the picture of the graphs coloured by error as ``.html``, ``.svg``, ``.png`` or ``.dot``.
+
+        Raises:
+            AmpFxError: another suffix, or Graphviz's ``dot`` is missing for ``.svg`` and ``.png``.
+            OSError: the file cannot be written.
+        """
+        path = Path(path)
+        if path.suffix.lower() == ".json":
+            write_text(path, self.to_json() + "\n")
+            return path
+        picture = _Picture(list(self.plans), self.title, harms=self.errors, measured="error")
+        picture.screen = str(self)
+        return picture.save(path)
+
+
+class _Picture(Report):
+    """The picture of the plans with the text of the comparison."""
+
+    screen = ""
+
+    def __str__(self) -> str:
+        return self.screen
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and math.isinf(value) else value for key, value in row.items()}
