@@ -22,7 +22,10 @@ from amp_fx.reports.histograms import call_of, loss_of
 from amp_fx.reports.untouched import plain, repeatable
 from amp_fx.scaling import find_scaler
 
-__all__ = ["OutputStep", "Results", "Step", "loss_scale"]
+__all__ = ["FIRST_SCALE", "OutputStep", "Results", "Step", "loss_scale"]
+
+#: where a scaler starts
+FIRST_SCALE = 65536.0
 
 #: what is judged, by name, in fp64
 Results = dict[str, torch.Tensor]
@@ -187,7 +190,7 @@ def loss_scale(scale: float | None, low: torch.dtype, name: str = "default") -> 
         try:
             return float(find_scaler(name).get_scale())
         except ScalerError:
-            return 65536.0
+            return FIRST_SCALE
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
         raise OptionsError(f"scale must be a positive number; got {scale!r}.")
     return float(scale)

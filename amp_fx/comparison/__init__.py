@@ -9,6 +9,7 @@ Open ``comparing.py`` first.
 from __future__ import annotations
 
 from amp_fx.comparison.comparing import compare
-from amp_fx.comparison.comparison import CallError, Comparison, ModuleError
+from amp_fx.comparison.comparison import Comparison
+from amp_fx.comparison.rows import CallError, ModuleError
 
 __all__ = ["CallError", "Comparison", "ModuleError", "compare"]

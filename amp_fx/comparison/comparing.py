@@ -15,15 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_fx._torch import unwrapped_errors
 from amp_fx.calibration.step import loss_scale
-from amp_fx.comparison.comparison import CallError, Comparison, ModuleError
-from amp_fx.comparison.distances import Distance, distances, relative
+from amp_fx.comparison.comparison import Comparison
+from amp_fx.comparison.distances import distances, relative
 from amp_fx.comparison.judging import Finding, Judge
 from amp_fx.comparison.mending import mend
-from amp_fx.comparison.running import Compiled, Graph, OneByOne, Program, Taken, untapped
+from amp_fx.comparison.rows import CallError, call_error, call_errors, coloured, module_errors
+from amp_fx.comparison.running import Compiled, Graph, OneByOne, Program, Taken, untapped, without_scaler
 from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.uncompiled import not_told
 from amp_fx.options import Options
-from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.graphs.source_lines import short_source
+from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.reports.histograms import NoLossError, call_of, loss_of
 from amp_fx.reports.untouched import repeatable
 from amp_fx.scaling import without_scaling
@@ -39,9 +41,6 @@ AGAINST = {
 
 #: by which a scaler that finds inf makes its scale smaller, a few steps at once
 _BACK_OFF = 16.0
-
-#: modules that only hold others
-_HOLDERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def compare(
@@ -88,9 +87,7 @@ def compare(
         AmpFxError: not a module, a loss that is none, or Dynamo made no graph that could be compared.
     """
     program = _program(model, batch, kwargs, loss, seed, dynamic)
-    given = {key: value for key, value in (options or {}).items() if key != "scaler"}
-    asked = Options.parse(None, options)
-    opts = _parsed(given)
+    asked, opts = Options.parse(None, options), without_scaler(options or {})
     low = opts.low_dtype(next((p.device.type for p in program.model.parameters()), "cpu"))
     settled = loss_scale(scale, low, asked.scaler or "default") if program.differentiated else 1.0
     with without_scaling(), not_told(), unwrapped_errors(AmpFxError):
@@ -101,7 +98,7 @@ def compare(
             raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was compared.")
         if isinstance(against, Mapping):
             with _apart():
-                reference = Compiled(program, _parsed(against), traced.graphs).run(settled)
+                reference = Compiled(program, without_scaler(against), traced.graphs).run(settled)
         with _apart():
             compiled = Compiled(program, opts, traced.graphs)
             taken = compiled.run(settled)
@@ -112,29 +109,34 @@ def compare(
             disturbance = relative(untapped(program, opts, settled), taken.results)
         found = distances(taken, reference)
         findings = list(Judge(compiled.plans, found).findings())
-        finding = _worst(findings)
-        remedy = {}
+        finding, close, remedy = _worst(findings), None, dict[str, Any]()
         if finding is not None:
             with _apart():
-                again = OneByOne(program, every_call=calls)
-                remedy = mend(finding, options or {}, opts, again, reference, settled)
+                again = OneByOne(program, every_call=True)
+                exact = _reference(again, against, opts)
+                remedy = mend(finding, options or {}, opts, again, exact, settled)
+            with _apart():
+                closer = _closer(finding, traced.graphs, compiled.plans)
+                close = _inside(finding, Compiled(program, opts, closer), exact, settled)
+    bad = close.module if close is not None and math.isinf(close.error) else None
     graphs = list(zip(traced.graphs, compiled.plans, strict=True))
     return Comparison(
         title=type(program.model).__name__,
         against=against if isinstance(against, str) else f"options={dict(against)}",
-        worst=_modules(program.model, graphs, found),
-        calls=_calls(compiled.plans, found) if calls else (),
-        first_nonfinite=next((each.module for each in findings if math.isinf(each.error)), None),
+        worst=module_errors(program.model, graphs, found),
+        calls=call_errors(compiled.plans, found) if calls else (),
+        first_nonfinite=next((each.module for each in findings if math.isinf(each.error)), bad),
         culprit=None if finding is None else finding.module,
+        culprit_call=close,
         healthy=finding is None,
-        verdict=_verdict(finding),
+        verdict=_verdict(finding, close),
         remedy=remedy,
         result_error=relative(taken.results, reference.results),
         disturbance=disturbance,
         loss_scale=settled,
         left_out=(*traced.left_out, *(f"graph {p.graph}: {p.fallback}" for p in compiled.plans if p.fallback)),
         plans=tuple(compiled.plans),
-        errors={plan.graph: _coloured(number, plan, found) for number, plan in enumerate(compiled.plans)},
+        errors={plan.graph: coloured(number, plan, found) for number, plan in enumerate(compiled.plans)},
     )
 
 
@@ -193,12 +195,6 @@ def _described(value: object) -> str:
     return type(value).__name__
 
 
-def _parsed(options: Mapping[str, Any]) -> Options:
-    """Options of a run whose random numbers are those of eager PyTorch; no scaler, whose training is not going on."""
-    given = {key: value for key, value in options.items() if key != "scaler"}
-    return Options.parse(None, {**given, "fallback_random": True})
-
-
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     """Inside, nothing is found that was compiled outside, nor outside what was compiled inside."""
@@ -212,7 +208,7 @@ def _apart() -> Iterator[None]:
 def _reference(traced: OneByOne, against: object, opts: Options) -> Taken:
     """What the reference hands out; with options, only the graphs are traced here."""
     if isinstance(against, Mapping):
-        _parsed(against)
+        without_scaler(against)
     elif not isinstance(against, str) or against not in AGAINST:
         raise OptionsError(
             f"against must be {', '.join(map(repr, AGAINST))} or options of the backend; got {against!r}."
@@ -245,13 +241,40 @@ def _worst(findings: Sequence[Finding]) -> Finding | None:
     return None
 
 
-def _verdict(finding: Finding | None) -> str:
+def _closer(finding: Finding, graphs: Sequence[Graph], plans: Sequence[Plan]) -> list[Graph]:
+    """The graphs, with every call of the module that stands out among what is taken."""
+    within = {row.name: () for row in plans[finding.graph].nodes if row.module_path == finding.module}
+    return [
+        replace(graph, results={**within, **graph.results}) if number == finding.graph else graph
+        for number, graph in enumerate(graphs)
+    ]
+
+
+def _inside(finding: Finding, compiled: Compiled, reference: Taken, scale: float) -> CallError | None:
+    """The call of the module that stands out at which the error grows most, or that is the first not to be finite."""
+    if finding.of == "gradient":
+        return None
+    found = distances(compiled.run(scale), reference)
+    inside = [
+        each
+        for each in Judge(compiled.plans, found).findings()
+        if (each.graph, each.module, each.of) == (finding.graph, finding.module, "result")
+    ]
+    first = [each for each in inside if math.isinf(each.error)][:1]
+    call = max(first or inside, key=lambda each: each.growth)
+    rows = {row.name: row for row in compiled.plans[finding.graph].nodes}
+    return call_error(rows[call.value], found[call.graph, call.value])
+
+
+def _verdict(finding: Finding | None, call: CallError | None) -> str:
     if finding is None:
         return (
             "Nothing is wrong: all is finite, and no module is further from the reference than its inputs and its "
             "precision explain."
         )
     name = finding.module or "the model itself"
+    if call is not None:
+        name += f" (at {short_source(call.source) or call.op})"
     what = "result" if finding.of == "result" else "gradient that goes back through it"
     if math.isinf(finding.error):
         return f"{name} is the first whose {what} is not finite, where that of the reference is."
@@ -264,51 +287,3 @@ def _verdict(finding: Finding | None) -> str:
         f"{name}: the {what} is {finding.error:.1e} from the reference, {finding.growth:.0f} times what its inputs and "
         "its precision explain."
     )
-
-
-def _modules(
-    model: nn.Module, graphs: Sequence[tuple[Graph, Plan]], found: Mapping[tuple[int, str], Distance]
-) -> tuple[ModuleError, ...]:
-    known = {path for path, module in model.named_modules() if not isinstance(module, _HOLDERS)}
-    rows: dict[str, tuple[Distance, str]] = {}
-    for number, (graph, plan) in enumerate(graphs):
-        calls = {row.name: row for row in plan.nodes}
-        for value, modules in graph.results.items():
-            here = found.get((number, value))
-            for path in modules if here is not None else ():
-                if path in known:
-                    before = rows.get(path)
-                    worse = here if before is None else here.worse(before[0])
-                    rows[path] = worse, _precision(calls.get(value))
-    errors = [
-        ModuleError(path, each.error, each.gradient_error, precision, each.lost)
-        for path, (each, precision) in rows.items()
-    ]
-    return tuple(sorted(errors, key=lambda row: -max(row.error, row.gradient_error or 0.0)))
-
-
-def _calls(plans: Sequence[Plan], found: Mapping[tuple[int, str], Distance]) -> tuple[CallError, ...]:
-    rows = [
-        CallError(
-            row.name, row.op, row.module_path, row.source, _precision(row), here.error, here.gradient_error
-        )
-        for number, plan in enumerate(plans)
-        for row in plan.nodes
-        if (here := found.get((number, row.name))) is not None
-    ]
-    return tuple(sorted(rows, key=lambda row: -max(row.error, row.gradient_error or 0.0)))
-
-
-def _precision(row: NodePlan | None) -> str:
-    return "" if row is None or row.computed is None else dtype_name(row.computed)
-
-
-def _coloured(
-    number: int, plan: Plan, found: Mapping[tuple[int, str], Distance]
-) -> dict[str, float | None]:
-    """The errors of a graph's calls; None where one is not finite."""
-    return {
-        row.name: None if math.isinf(here.error) else here.error
-        for row in plan.nodes
-        if (here := found.get((number, row.name))) is not None
-    }

@@ -10,56 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from amp_fx.comparison import text
+from amp_fx.comparison.rows import CallError, ModuleError
 from amp_fx.plans.files import write_text
 from amp_fx.plans.plan import Plan
 from amp_fx.reports.report import Report
 
-__all__ = ["CallError", "Comparison", "ModuleError"]
+__all__ = ["Comparison"]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
-
-
-@dataclass(frozen=True)
-class ModuleError:
-    """What leaves one module, beside the reference.
-
-    Attributes:
-        module: path; the model itself is ``""``.
-        error: relative L2 error of its result, of the worst if there are several; infinite where one is not finite.
-        gradient_error: of the gradient of its result; None without a loss, or where it has none.
-        precision: that its result is computed in, ``"bfloat16"``.
-        lost: share of the gradient's elements that are zero, of those that are not in the reference.
-    """
-
-    module: str
-    error: float
-    gradient_error: float | None
-    precision: str
-    lost: float
-
-
-@dataclass(frozen=True)
-class CallError:
-    """The result of one call, beside the reference.
-
-    Attributes:
-        call: its name in the plan.
-        op: ATen name.
-        module: path of the module that it is in.
-        source: the user's source line.
-        precision: that it computes in.
-        error: relative L2 error; infinite where it is not finite.
-        gradient_error: of its gradient; None without a loss, or where it has none.
-    """
-
-    call: str
-    op: str
-    module: str
-    source: str
-    precision: str
-    error: float
-    gradient_error: float | None
 
 
 @dataclass(frozen=True)
@@ -72,9 +31,10 @@ class Comparison:
         worst: the modules, largest error of result or gradient first.
         calls: every call, likewise; empty unless asked for.
         first_nonfinite: path of the module that computes the first value, or else the first gradient, that has inf or nan
-            where the reference has not; None where all are finite.
+            where the reference has not; None where all are finite. Of the culprit, all calls are looked at.
         culprit: path of the module at which the error grows, or that is the first to leave what is finite; None where
             nothing is wrong.
+        culprit_call: in that module, of a second look at all of its calls; None where a gradient is wrong, or nothing.
         healthy: True where nothing is wrong.
         verdict: what is wrong, in one sentence.
         remedy: options that mend it, found by running the model op by op with them; empty where none are known.
@@ -93,6 +53,7 @@ class Comparison:
     calls: tuple[CallError, ...]
     first_nonfinite: str | None
     culprit: str | None
+    culprit_call: CallError | None
     healthy: bool
     verdict: str
     remedy: dict[str, Any]
@@ -110,7 +71,14 @@ class Comparison:
         """JSON-like form, without the plans; an infinite error is None."""
         own = {key: value for key, value in vars(self).items() if key not in ("plans", "errors")}
         rows = {key: [_finite(asdict(row)) for row in own[key]] for key in ("worst", "calls")}
-        return {"version": _VERSION, **_finite(own), **rows, "left_out": list(self.left_out)}
+        call = None if self.culprit_call is None else _finite(asdict(self.culprit_call))
+        return {
+            "version": _VERSION,
+            **_finite(own),
+            **rows,
+            "culprit_call": call,
+            "left_out": list(self.left_out),
+        }
 
     def to_json(self) -> str:
         """The same as indented JSON text."""

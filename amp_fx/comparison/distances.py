@@ -19,18 +19,16 @@ class Distance:
     """One value of a run beside that of the reference, in the worst call of its graph.
 
     Attributes:
-        error: relative L2 error; infinite where one of the two is not finite.
+        error: relative L2 error; infinite where it has inf or nan that the reference has not, or both have nan.
         gradient_error: of its gradient; None where that was not taken.
-        finite: False where the value has inf or nan that the reference has not, or both have nan.
-        gradient_finite: likewise of the gradient.
         lost: share of the gradient's elements that are zero, of those that are not in the reference.
+        weight: norm of the value times that of its gradient, in the reference: how much it matters for the loss.
     """
 
     error: float
-    gradient_error: float | None
-    finite: bool
-    gradient_finite: bool
-    lost: float
+    gradient_error: float | None = None
+    lost: float = 0.0
+    weight: float = 0.0
 
     def worse(self, other: Distance) -> Distance:
         """The worst of both."""
@@ -38,9 +36,8 @@ class Distance:
         return Distance(
             max(self.error, other.error),
             max(gradients, default=None),
-            self.finite and other.finite,
-            self.gradient_finite and other.gradient_finite,
             max(self.lost, other.lost),
+            max(self.weight, other.weight),
         )
 
 
@@ -57,16 +54,19 @@ def distances(run: Taken, reference: Taken) -> dict[tuple[int, str], Distance]:
 
 
 def _distance(run: Taken, reference: Taken, key: tuple[int, str, int]) -> Distance:
-    finite = _is_finite(run.largest[key], reference.largest[key])
-    error = relative([run.values[key]], [reference.values[key]]) if finite else math.inf
+    value, exact = run.values[key], reference.values[key]
+    error = relative([value], [exact]) if _is_finite(run.largest[key], reference.largest[key]) else math.inf
     if key not in run.gradients or key not in reference.gradients:
-        return Distance(error, None, finite, True, 0.0)
-    gradient, exact = run.gradients[key], reference.gradients[key]
-    gradient_finite = _is_finite(run.largest_gradients[key], reference.largest_gradients[key])
-    gradient_error = relative([gradient], [exact]) if gradient_finite else math.inf
-    some = exact != 0
-    lost = (some & (gradient == 0)).sum().item() / max(int(some.sum()), 1)
-    return Distance(error, gradient_error, finite, gradient_finite, lost)
+        return Distance(error)
+    gradient, true = run.gradients[key], reference.gradients[key]
+    is_finite = _is_finite(run.largest_gradients[key], reference.largest_gradients[key])
+    some = true != 0
+    return Distance(
+        error,
+        relative([gradient], [true]) if is_finite else math.inf,
+        (some & (gradient == 0)).sum().item() / max(int(some.sum()), 1),
+        (exact.norm() * true.norm()).nan_to_num(0.0).item(),
+    )
 
 
 def _is_finite(largest: Tensor, exact: Tensor) -> bool:

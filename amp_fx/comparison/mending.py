@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from amp_fx.calibration.step import FIRST_SCALE
 from amp_fx.comparison.distances import Distance, distances
 from amp_fx.comparison.judging import Finding
-from amp_fx.comparison.running import OneByOne, Taken
+from amp_fx.comparison.running import OneByOne, Taken, without_scaler
 from amp_fx.options import Options
 from amp_fx.policy.rules import Rule
 
@@ -19,6 +20,9 @@ __all__ = ["mend"]
 
 #: the error that a remedy may leave, of that which it mends
 _LEFT = 0.2
+
+#: modules that feed what stands out, each tried by itself
+_FEEDS = 3
 
 
 def mend(
@@ -42,11 +46,12 @@ def mend(
     if opts.plan is not None or opts.harm is not None:
         # they decide, and not the rules
         return {}
-    for changed in _candidates(finding, opts):
-        found = distances(traced.run(Options.parse(None, changed), scale), reference)
+    for changed, at in _candidates(finding, opts, scale):
+        mended = {**options, **changed}
+        found = distances(traced.run(without_scaler(mended), at), reference)
         here = found.get((finding.graph, finding.value))
         if here is not None and _mends(here, finding):
-            return {**{key: value for key, value in options.items() if key not in changed}, **changed}
+            return mended
     return {}
 
 
@@ -55,18 +60,20 @@ def _mends(here: Distance, finding: Finding) -> bool:
     return error is not None and error <= min(_LEFT * finding.error, _LEFT)
 
 
-def _candidates(finding: Finding, opts: Options) -> Iterator[dict[str, Any]]:
-    """Options to add, the smallest change first: the module in fp32, with what feeds it; another dtype."""
-    low = opts.low_dtype("cpu") if opts.dtype is None else opts.dtype
-    dtype = {} if opts.dtype is None else {"dtype": str(opts.dtype).removeprefix("torch.")}
-    for modules in dict.fromkeys([(finding.module,), (finding.module, *finding.feeds)]):
-        yield {**dtype, "policy": _with_rule(opts, modules)}
-    if low is torch.float16:
-        yield {"dtype": "bfloat16"}
+def _candidates(finding: Finding, opts: Options, scale: float) -> Iterator[tuple[dict[str, Any], float]]:
+    """Options to add, the smallest change first: a scaler; the module in fp32, with what feeds it; another dtype."""
+    if finding.underflows and scale < FIRST_SCALE:
+        yield {"scaler": "default"}, FIRST_SCALE
+    module, feeds = finding.module, finding.feeds
+    few = [(module,), *((feed,) for feed in feeds[:_FEEDS]), *((module, feed) for feed in feeds[:_FEEDS])]
+    for modules in dict.fromkeys([*few, (module, *feeds)]):
+        yield {"policy": _with_rule(opts, modules)}, scale
+    if opts.dtype is torch.float16:
+        yield {"dtype": "bfloat16"}, 1.0
 
 
 def _with_rule(opts: Options, modules: tuple[str, ...]) -> dict[str, Any]:
     names = [re.escape(module) for module in modules]
     pattern = names[0] if len(names) == 1 else f"({'|'.join(names)})"
-    policy = replace(opts.policy, name=None, rules=(*opts.policy.rules, Rule("fp32", module=f"^{pattern}$")))
-    return policy.to_dict()
+    rule = Rule("fp32", module=f"^{pattern}$")
+    return replace(opts.policy, name=None, rules=(*opts.policy.rules, rule)).to_dict()

@@ -28,7 +28,7 @@ from amp_fx.reports.histograms import loss_of
 from amp_fx.reports.untouched import plain, repeatable
 from amp_fx.rewriting import rewrite
 
-__all__ = ["Compiled", "Graph", "Key", "OneByOne", "Program", "Taken", "untapped"]
+__all__ = ["Compiled", "Graph", "Key", "OneByOne", "Program", "Taken", "untapped", "without_scaler"]
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,12 @@ class Taken:
                 sample = gradient.reshape(-1)[:: sample_stride(gradient.shape)]
                 self.gradients[key] = sample.float() / scale
                 self.largest_gradients[key] = gradient.abs().amax().float() / scale
+
+
+def without_scaler(options: Mapping[str, Any]) -> Options:
+    """Options of a run outside a training: the loss is scaled from outside, and random numbers are eager PyTorch's."""
+    given = {key: value for key, value in options.items() if key != "scaler"}
+    return Options.parse(None, {**given, "fallback_random": True})
 
 
 def _run(program: Program, compiled: Callable[..., Any], scale: float, taken: Taken) -> None:

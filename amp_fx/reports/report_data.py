@@ -45,6 +45,7 @@ class ReportData:
         harms: forward graph -> call -> what rounding the call adds to the relative error of the gradient; None where
             it overflows. Empty unless harm was given.
         modules: casts by module, of both that ``costs`` compares, in the order of the program.
+        measured: what ``harms`` are: ``"harm"``, or in a comparison ``"error"``, that of the call's own result.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -53,6 +54,7 @@ class ReportData:
     notes: list[Advice] = field(default_factory=list)
     harms: dict[str, dict[str, float | None]] = field(default_factory=dict)
     modules: list[ModuleCasts] = field(default_factory=list)
+    measured: str = "harm"
 
     @property
     def graph_breaks(self) -> list[str]:
