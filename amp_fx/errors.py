@@ -5,7 +5,7 @@ Every message names the bad value, the valid ones, and what to do::
     AmpFxError
     |-- OptionsError (also ValueError)   the user passed an unknown key, a bad value or a contradiction
     |-- PlanError (also ValueError)      a plan file is wrong, or fits another model
-    |-- InputError (also TypeError)      an exported program is given an input in another dtype than it takes
+    |-- InputError (also TypeError)      a model is given a batch, or an exported program an input, that it does not take
     |-- ExportError                      an exported file cannot be written, or a runtime refuses it; names the node
     |-- ScalerError (also ValueError)    no scaler of that name, or parameters that cannot be scaled
     |-- TargetError (also ValueError)    no device of that name to compile for, or this machine lacks what it takes
@@ -56,7 +56,10 @@ class PlanError(AmpFxError, ValueError):
 
 
 class InputError(AmpFxError, TypeError):
-    """A program that was exported with ``keep_io_dtypes=False`` is given an input in another dtype than it takes."""
+    """A model cannot be called with the batch that ``amp_fx.compare`` is given.
+
+    Or a program that was exported with ``keep_io_dtypes=False`` is given an input in another dtype than it takes.
+    """
 
 
 class ExportError(AmpFxError):

@@ -165,7 +165,9 @@ def rounding(errors: Mapping[str, float | None], call: str, measured: str) -> Ro
     if call not in errors:
         return Rounding(harm="", heat=0)
     error = errors[call]
-    return Rounding(harm=MEASURED[measured][1] if error is None else f"{measured} {error:.0e}", heat=heat(error))
+    return Rounding(
+        harm=MEASURED[measured][1] if error is None else f"{measured} {error:.0e}", heat=heat(error)
+    )
 
 
 def heat_samples(model: Drawing) -> list[tuple[str, str]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,16 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_fx._torch import unwrapped_errors
 from amp_fx.calibration.step import loss_scale
 from amp_fx.comparison.comparison import Comparison
-from amp_fx.comparison.distances import distances, relative
-from amp_fx.comparison.judging import Finding, Judge
-from amp_fx.comparison.mending import mend
-from amp_fx.comparison.rows import CallError, call_error, call_errors, coloured, module_errors
-from amp_fx.comparison.running import Compiled, Graph, OneByOne, Program, Taken, untapped, without_scaler
+from amp_fx.comparison.looking import Setting, look, look_again
+from amp_fx.comparison.rows import coloured, module_errors
+from amp_fx.comparison.running import Program
+from amp_fx.comparison.text import verdict
 from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.uncompiled import not_told
 from amp_fx.options import Options
-from amp_fx.graphs.source_lines import short_source
-from amp_fx.plans.plan import Plan, dtype_name
+from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.histograms import NoLossError, call_of, loss_of
 from amp_fx.reports.untouched import repeatable
 from amp_fx.scaling import without_scaling
@@ -38,9 +35,6 @@ AGAINST = {
     "autocast": "the same graphs op by op under torch.autocast",
     "eager": "the same graphs op by op as the program runs without amp_fx: under its own autocast, if any",
 }
-
-#: by which a scaler that finds inf makes its scale smaller, a few steps at once
-_BACK_OFF = 16.0
 
 
 def compare(
@@ -86,57 +80,41 @@ def compare(
         InputError: the model cannot be called with the batch.
         AmpFxError: not a module, a loss that is none, or Dynamo made no graph that could be compared.
     """
+    if not isinstance(against, Mapping) and (not isinstance(against, str) or against not in AGAINST):
+        raise OptionsError(
+            f"against must be {', '.join(map(repr, AGAINST))} or options of the backend; got {against!r}."
+            + did_you_mean(str(against), AGAINST)
+        )
+    asked = Options.parse(None, options)
     program = _program(model, batch, kwargs, loss, seed, dynamic)
-    asked, opts = Options.parse(None, options), without_scaler(options or {})
-    low = opts.low_dtype(next((p.device.type for p in program.model.parameters()), "cpu"))
-    settled = loss_scale(scale, low, asked.scaler or "default") if program.differentiated else 1.0
+    low = asked.low_dtype(next((p.device.type for p in program.model.parameters()), "cpu"))
+    first_scale = loss_scale(scale, low, asked.scaler or "default") if program.differentiated else 1.0
+    setting = Setting(program, options or {}, against, first_scale, scale is None)
     with without_scaling(), not_told(), unwrapped_errors(AmpFxError):
-        with _apart():
-            traced = OneByOne(program, every_call=calls)
-            reference = _reference(traced, against, opts)
-        if not traced.graphs:
-            raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was compared.")
-        if isinstance(against, Mapping):
-            with _apart():
-                reference = Compiled(program, without_scaler(against), traced.graphs).run(settled)
-        with _apart():
-            compiled = Compiled(program, opts, traced.graphs)
-            taken = compiled.run(settled)
-            while scale is None and settled > 1 and _overflows(taken):
-                settled /= _BACK_OFF
-                taken = compiled.run(settled)
-        with _apart():
-            disturbance = relative(untapped(program, opts, settled), taken.results)
-        found = distances(taken, reference)
-        findings = list(Judge(compiled.plans, found).findings())
-        finding, close, remedy = _worst(findings), None, dict[str, Any]()
-        if finding is not None:
-            with _apart():
-                again = OneByOne(program, every_call=True)
-                exact = _reference(again, against, opts)
-                remedy = mend(finding, options or {}, opts, again, exact, settled)
-            with _apart():
-                closer = _closer(finding, traced.graphs, compiled.plans)
-                close = _inside(finding, Compiled(program, opts, closer), exact, settled)
-    bad = close.module if close is not None and math.isinf(close.error) else None
-    graphs = list(zip(traced.graphs, compiled.plans, strict=True))
+        first = look(setting)
+        second = look_again(setting, first, calls=calls)
+    culprit, plans = first.culprit, first.plans
+    not_finite = [each.module for each in first.findings if math.isinf(each.error)]
+    if second.call is not None and math.isinf(second.call.error):
+        not_finite.append(second.call.module)
     return Comparison(
         title=type(program.model).__name__,
         against=against if isinstance(against, str) else f"options={dict(against)}",
-        worst=module_errors(program.model, graphs, found),
-        calls=call_errors(compiled.plans, found) if calls else (),
-        first_nonfinite=next((each.module for each in findings if math.isinf(each.error)), bad),
-        culprit=None if finding is None else finding.module,
-        culprit_call=close,
-        healthy=finding is None,
-        verdict=_verdict(finding, close),
-        remedy=remedy,
-        result_error=relative(taken.results, reference.results),
-        disturbance=disturbance,
-        loss_scale=settled,
-        left_out=(*traced.left_out, *(f"graph {p.graph}: {p.fallback}" for p in compiled.plans if p.fallback)),
-        plans=tuple(compiled.plans),
-        errors={plan.graph: coloured(number, plan, found) for number, plan in enumerate(compiled.plans)},
+        worst=module_errors(program.model, list(zip(first.graphs, plans, strict=True)), first.found),
+        calls=second.calls,
+        first_nonfinite=not_finite[0] if not_finite else None,
+        culprit=None if culprit is None else culprit.module,
+        culprit_call=second.call,
+        healthy=culprit is None and not first.is_disturbed,
+        verdict=verdict(first, second),
+        remedy=second.remedy,
+        result_error=first.result_error,
+        disturbance=first.disturbance,
+        calls_disturbance=second.disturbance,
+        loss_scale=first.scale,
+        left_out=first.left_out,
+        plans=tuple(plans),
+        errors={plan.graph: coloured(number, plan, first.found) for number, plan in enumerate(plans)},
     )
 
 
@@ -163,8 +141,9 @@ def _program(
     if len(batch) == 1 and isinstance(batch[0], (tuple, list, Mapping)):
         args, named = call_of(batch[0])
     call = args, {**named, **kwargs}
-    with repeatable(module, *call, seed) as (given, keywords), torch.set_grad_enabled(
-        loss is not None or torch.is_grad_enabled()
+    with (
+        repeatable(module, *call, seed) as (given, keywords),
+        torch.set_grad_enabled(loss is not None or torch.is_grad_enabled()),
     ):
         returned = _called(module, given, keywords)
         differentiated = loss is not None
@@ -193,97 +172,3 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{dtype_name(value.dtype)}{list(value.shape)}"
     return type(value).__name__
-
-
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """Inside, nothing is found that was compiled outside, nor outside what was compiled inside."""
-    torch.compiler.reset()
-    try:
-        yield
-    finally:
-        torch.compiler.reset()
-
-
-def _reference(traced: OneByOne, against: object, opts: Options) -> Taken:
-    """What the reference hands out; with options, only the graphs are traced here."""
-    if isinstance(against, Mapping):
-        without_scaler(against)
-    elif not isinstance(against, str) or against not in AGAINST:
-        raise OptionsError(
-            f"against must be {', '.join(map(repr, AGAINST))} or options of the backend; got {against!r}."
-            + did_you_mean(str(against), AGAINST)
-        )
-    eager = replace(Options(), dtype=opts.dtype, numerics="eager", profile="off")
-    is_eager = against == "eager"
-    return traced.run(eager if is_eager or against == "autocast" else None, as_written=is_eager)
-
-
-def _overflows(taken: Taken) -> bool:
-    """True where gradients are not finite, and all values are."""
-    values, gradients = (
-        [largest.isfinite().item() for largest in found.values()]
-        for found in (taken.largest, taken.largest_gradients)
-    )
-    return all(values) and not all(gradients)
-
-
-def _worst(findings: Sequence[Finding]) -> Finding | None:
-    """What is wrong first: what is not finite, then the result that has grown most, then the gradient."""
-    wrong = [each for each in findings if each.stands_out]
-    for kind in (
-        [each for each in wrong if math.isinf(each.error)][:1],
-        [each for each in wrong if each.of == "result"],
-        wrong,
-    ):
-        if kind:
-            return max(kind, key=lambda each: each.growth)
-    return None
-
-
-def _closer(finding: Finding, graphs: Sequence[Graph], plans: Sequence[Plan]) -> list[Graph]:
-    """The graphs, with every call of the module that stands out among what is taken."""
-    within = {row.name: () for row in plans[finding.graph].nodes if row.module_path == finding.module}
-    return [
-        replace(graph, results={**within, **graph.results}) if number == finding.graph else graph
-        for number, graph in enumerate(graphs)
-    ]
-
-
-def _inside(finding: Finding, compiled: Compiled, reference: Taken, scale: float) -> CallError | None:
-    """The call of the module that stands out at which the error grows most, or that is the first not to be finite."""
-    if finding.of == "gradient":
-        return None
-    found = distances(compiled.run(scale), reference)
-    inside = [
-        each
-        for each in Judge(compiled.plans, found).findings()
-        if (each.graph, each.module, each.of) == (finding.graph, finding.module, "result")
-    ]
-    first = [each for each in inside if math.isinf(each.error)][:1]
-    call = max(first or inside, key=lambda each: each.growth)
-    rows = {row.name: row for row in compiled.plans[finding.graph].nodes}
-    return call_error(rows[call.value], found[call.graph, call.value])
-
-
-def _verdict(finding: Finding | None, call: CallError | None) -> str:
-    if finding is None:
-        return (
-            "Nothing is wrong: all is finite, and no module is further from the reference than its inputs and its "
-            "precision explain."
-        )
-    name = finding.module or "the model itself"
-    if call is not None:
-        name += f" (at {short_source(call.source) or call.op})"
-    what = "result" if finding.of == "result" else "gradient that goes back through it"
-    if math.isinf(finding.error):
-        return f"{name} is the first whose {what} is not finite, where that of the reference is."
-    if finding.of == "gradient" and finding.underflows:
-        return (
-            f"{name}: the {what} is {finding.error:.1e} from the reference, and {finding.lost:.1%} of it has become "
-            "zero: a larger loss scale keeps it (amp_fx.GradScaler)."
-        )
-    return (
-        f"{name}: the {what} is {finding.error:.1e} from the reference, {finding.growth:.0f} times what its inputs and "
-        "its precision explain."
-    )

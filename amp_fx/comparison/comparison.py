@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from amp_fx.comparison import text
-from amp_fx.comparison.rows import CallError, ModuleError
+from amp_fx.comparison.comparison_data import ComparisonData
 from amp_fx.plans.files import write_text
-from amp_fx.plans.plan import Plan
 from amp_fx.reports.report import Report
 
 __all__ = ["Comparison"]
@@ -22,47 +21,33 @@ _VERSION = 1
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(ComparisonData):
     """What :func:`amp_fx.compare` found.
 
     Attributes:
         title: name of the model.
         against: what the run was compared with.
         worst: the modules, largest error of result or gradient first.
-        calls: every call, likewise; empty unless asked for.
+        calls: every call, likewise, of a run that hands out all of them; empty unless asked for.
         first_nonfinite: path of the module that computes the first value, or else the first gradient, that has inf or nan
-            where the reference has not; None where all are finite. Of the culprit, all calls are looked at.
+            where the reference has not; None where all are finite. What only the culprit has inside counts,
+            too, as a run op by op finds it.
         culprit: path of the module at which the error grows, or that is the first to leave what is finite; None where
             nothing is wrong.
-        culprit_call: in that module, of a second look at all of its calls; None where a gradient is wrong, or nothing.
+        culprit_call: in that module, of a run op by op; None where a gradient is wrong, or nothing.
         healthy: True where nothing is wrong.
         verdict: what is wrong, in one sentence.
         remedy: options that mend it, found by running the model op by op with them; empty where none are known.
-        result_error: relative L2 error of what the model returns, or of loss and gradients of the parameters.
+        result_error: relative L2 error of what the model returns, or of loss and gradients of the parameters, in a run that
+            hands out nothing.
         disturbance: how far the results of the run are from those of one that hands out nothing; 0.0 where taking the
             values changed no number.
+        calls_disturbance: the same of the run that hands out the result of every call.
         loss_scale: at which gradients were computed.
         left_out: graphs that are not compared, and why.
         plans: of the graphs.
         errors: graph -> call -> error; what pictures are coloured by.
     """
-
-    title: str
-    against: str
-    worst: tuple[ModuleError, ...]
-    calls: tuple[CallError, ...]
-    first_nonfinite: str | None
-    culprit: str | None
-    culprit_call: CallError | None
-    healthy: bool
-    verdict: str
-    remedy: dict[str, Any]
-    result_error: float
-    disturbance: float
-    loss_scale: float
-    left_out: tuple[str, ...] = ()
-    plans: tuple[Plan, ...] = field(default=(), repr=False)
-    errors: dict[str, dict[str, float | None]] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         return text.screen(self)
@@ -110,4 +95,6 @@ class _Picture(Report):
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if isinstance(value, float) and math.isinf(value) else value for key, value in row.items()}
+    return {
+        key: None if isinstance(value, float) and math.isinf(value) else value for key, value in row.items()
+    }

@@ -28,7 +28,6 @@ _FEEDS = 3
 def mend(
     finding: Finding,
     options: Mapping[str, Any],
-    opts: Options,
     traced: OneByOne,
     reference: Taken,
     scale: float,
@@ -38,11 +37,11 @@ def mend(
     Args:
         finding: what stands out.
         options: of the run, as they were given.
-        opts: the same, validated.
         traced: the model.
         reference: what it is compared with.
         scale: of the loss.
     """
+    opts = without_scaler(options)
     if opts.plan is not None or opts.harm is not None:
         # they decide, and not the rules
         return {}

@@ -113,9 +113,7 @@ def _precision(row: NodePlan | None) -> str:
     return "" if row is None or row.computed is None else dtype_name(row.computed)
 
 
-def coloured(
-    number: int, plan: Plan, found: Distances
-) -> dict[str, float | None]:
+def coloured(number: int, plan: Plan, found: Distances) -> dict[str, float | None]:
     """The errors of a graph's calls; None where one is not finite."""
     return {
         row.name: None if math.isinf(here.error) else here.error

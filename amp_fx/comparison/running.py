@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from amp_fx._torch import autocast_disabled, compile_id, graph_break
+from amp_fx._torch import autocast_disabled, compile_id
 from amp_fx.calibration.meter import sample_stride
 from amp_fx.comparison.taps import Taps, handed_on, tap
 from amp_fx.compiling import Call

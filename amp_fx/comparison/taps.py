@@ -167,7 +167,9 @@ def _results(graph: fx.Graph, value: fx.Node, stride: int) -> tuple[fx.Node, fx.
     if stride > 1:
         flat = _call(graph, aten.slice.Tensor, flat, 0, 0, sys.maxsize, stride)
     sample = _call(graph, aten.clone.default, flat)
-    return sample, _call(graph, aten.amax.default, _call(graph, aten.abs.default, flat if stride == 1 else wide))
+    return sample, _call(
+        graph, aten.amax.default, _call(graph, aten.abs.default, flat if stride == 1 else wide)
+    )
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:

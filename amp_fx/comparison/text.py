@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import pprint
 import textwrap
-from typing import TYPE_CHECKING
 
+from amp_fx.comparison.comparison_data import ComparisonData
+from amp_fx.comparison.looking import Look, SecondLook
+from amp_fx.graphs.source_lines import short_source
 from amp_fx.viz.schema import short_dtype
 
-if TYPE_CHECKING:
-    from amp_fx.comparison.comparison import Comparison
-
-__all__ = ["screen"]
+__all__ = ["screen", "verdict"]
 
 _WIDTH, _ROWS = 80, 10
 
@@ -22,7 +21,7 @@ _NO_RULE = (
 )
 
 
-def screen(found: Comparison) -> str:
+def screen(found: ComparisonData) -> str:
     """The ten worst modules, the first that is not finite, the verdict, and what would mend it."""
     named = {"": "(the model)"}
     lines = [_clip(f"{found.title} against {found.against}: {len(found.worst)} modules compared"), ""]
@@ -46,7 +45,7 @@ def screen(found: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _results(found: Comparison) -> str:
+def _results(found: ComparisonData) -> str:
     moved = f"moved its results by {found.disturbance:.1e}" if found.disturbance else "changed no number"
     scale = f", at a loss scale of {found.loss_scale:g}" if found.loss_scale != 1 else ""
     lost = max((row.lost for row in found.worst), default=0.0)
@@ -60,3 +59,33 @@ def _error(error: float) -> str:
 
 def _clip(line: str) -> str:
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+
+
+def verdict(first: Look, second: SecondLook) -> str:
+    """What is wrong, in one sentence."""
+    culprit = first.culprit
+    if culprit is None and first.is_disturbed:
+        return (
+            f"No module stands out, but taking the values has moved the results by {first.disturbance:.1e}: what was "
+            "measured is not what runs."
+        )
+    if culprit is None:
+        return (
+            "Nothing is wrong: all is finite, and no module is further from the reference than its inputs and its "
+            "precision explain."
+        )
+    name = culprit.module or "the model itself"
+    if second.call is not None:
+        name += f" (at {short_source(second.call.source) or second.call.op})"
+    what = "result" if culprit.of == "result" else "gradient that goes back through it"
+    if math.isinf(culprit.error):
+        return f"{name} is the first whose {what} is not finite, where that of the reference is."
+    if culprit.underflows:
+        return (
+            f"{name}: the {what} is {culprit.error:.1e} from the reference, and {culprit.lost:.1%} of it has become "
+            "zero, which a larger loss scale keeps."
+        )
+    return (
+        f"{name}: the {what} is {culprit.error:.1e} from the reference, {culprit.growth:.0f} times what its inputs and "
+        "its precision explain."
+    )
