@@ -97,6 +97,7 @@ def compare(
     not_finite = [each.module for each in first.findings if math.isinf(each.error)]
     if second.call is not None and math.isinf(second.call.error):
         not_finite.append(second.call.module)
+    not_finite += [name.rpartition(".")[0] for name in first.not_finite]
     return Comparison(
         title=type(program.model).__name__,
         against=against if isinstance(against, str) else f"options={dict(against)}",
@@ -105,7 +106,7 @@ def compare(
         first_nonfinite=not_finite[0] if not_finite else None,
         culprit=None if culprit is None else culprit.module,
         culprit_call=second.call,
-        healthy=culprit is None and not first.is_disturbed,
+        healthy=culprit is None and not first.is_disturbed and not not_finite,
         verdict=verdict(first, second),
         remedy=second.remedy,
         result_error=first.result_error,

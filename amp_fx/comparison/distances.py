@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_fx.comparison.running import Taken
 
-__all__ = ["Distance", "distances", "relative"]
+__all__ = ["Distance", "apart", "distances"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def distances(run: Taken, reference: Taken) -> dict[tuple[int, str], Distance]:
 
 def _distance(run: Taken, reference: Taken, key: tuple[int, str, int]) -> Distance:
     value, exact = run.values[key], reference.values[key]
-    error = relative([value], [exact]) if _is_finite(run.largest[key], reference.largest[key]) else math.inf
+    error = _relative([value], [exact]) if _is_finite(run.largest[key], reference.largest[key]) else math.inf
     if key not in run.gradients or key not in reference.gradients:
         return Distance(error)
     gradient, true = run.gradients[key], reference.gradients[key]
@@ -63,7 +63,7 @@ def _distance(run: Taken, reference: Taken, key: tuple[int, str, int]) -> Distan
     some = true != 0
     return Distance(
         error,
-        relative([gradient], [true]) if is_finite else math.inf,
+        _relative([gradient], [true]) if is_finite else math.inf,
         (some & (gradient == 0)).sum().item() / max(int(some.sum()), 1),
         (exact.norm() * true.norm()).nan_to_num(0.0).item(),
     )
@@ -74,7 +74,13 @@ def _is_finite(largest: Tensor, exact: Tensor) -> bool:
     return math.isfinite(largest) or largest.item() == exact.item()
 
 
-def relative(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def apart(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Relative L2 distance of what two runs gave, everything together; see :func:`_relative`."""
+    names = [name for name in exact if name in found]
+    return _relative([found[name] for name in names], [exact[name] for name in names])
+
+
+def _relative(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Relative L2 distance over all elements together; infinite where one is not finite, and not the same in both."""
     far = norm = 0.0
     for ours, theirs in zip(found, exact, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from amp_fx.comparison.distances import Distance, distances, relative
+from amp_fx.comparison.distances import Distance, apart, distances
 from amp_fx.comparison.judging import Finding, Judge
 from amp_fx.comparison.mending import mend
 from amp_fx.comparison.rows import CallError, call_error, call_errors
@@ -72,6 +72,7 @@ class Look:
         result_error: of the results of the run as it is without us.
         disturbance: by which taking the values has moved these.
         left_out: graphs that are not compared, and why.
+        not_finite: names of the results of the run that are not finite, where those of the reference are.
     """
 
     graphs: list[Graph]
@@ -82,6 +83,7 @@ class Look:
     result_error: float
     disturbance: float
     left_out: tuple[str, ...]
+    not_finite: list[str]
 
     @property
     def culprit(self) -> Finding | None:
@@ -145,9 +147,14 @@ def look(setting: Setting) -> Look:
         found,
         list(Judge(compiled.plans, found).findings()),
         scale,
-        relative(results, reference.results),
-        relative(taken.results, results),
+        apart(results, reference.results),
+        apart(taken.results, results),
         (*traced.left_out, *fallbacks),
+        [
+            name
+            for name, each in results.items()
+            if _is_finite(reference.results[name]) and not _is_finite(each)
+        ],
     )
 
 
@@ -177,7 +184,7 @@ def look_again(setting: Setting, first: Look, *, calls: bool) -> SecondLook:
             taken = compiled.run(first.scale)
         rows = call_errors(compiled.plans, distances(taken, reference))
         with _apart():
-            disturbance = relative(taken.results, untapped(setting.program, setting.opts, first.scale))
+            disturbance = apart(taken.results, untapped(setting.program, setting.opts, first.scale))
     return SecondLook(close, remedy, rows, disturbance)
 
 
@@ -198,12 +205,17 @@ def _inside(
     return call_error(rows[call.value], found[call.graph, call.value])
 
 
+def _is_finite(value: torch.Tensor) -> bool:
+    return bool(value.isfinite().all())
+
+
 def _overflows(taken: Taken) -> bool:
     """True where gradients are not finite, and all values are."""
     values, gradients = (
         [largest.isfinite().item() for largest in found.values()]
         for found in (taken.largest, taken.largest_gradients)
     )
+    gradients += [_is_finite(result) for result in taken.results.values()]
     return all(values) and not all(gradients)
 
 

@@ -73,14 +73,14 @@ def module_errors(
         graphs: with the plans by which they were compiled, in order.
         found: of the values that were taken.
     """
-    known = {path for path, module in model.named_modules() if not isinstance(module, _HOLDERS)}
+    holders = {path for path, module in model.named_modules() if isinstance(module, _HOLDERS)}
     rows: dict[str, tuple[Distance, str]] = {}
     for number, (graph, plan) in enumerate(graphs):
         calls = {row.name: row for row in plan.nodes}
         for value, modules in graph.results.items():
             here = found.get((number, value))
             for path in modules if here is not None else ():
-                if path in known:
+                if path not in holders:
                     before = rows.get(path)
                     worse = here if before is None else here.worse(before[0])
                     rows[path] = worse, _precision(calls.get(value))

@@ -66,14 +66,14 @@ class Taken:
         largest: magnitude in each value, 0-d.
         gradients: samples of the gradients, true to scale.
         largest_gradients: magnitude in each gradient, 0-d.
-        results: the loss and the gradients of the parameters, or what the model returned.
+        results: the loss, ``""``, and the gradients of the parameters by their names, or what the model returned.
     """
 
     values: dict[Key, Tensor] = field(default_factory=dict)
     largest: dict[Key, Tensor] = field(default_factory=dict)
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     largest_gradients: dict[Key, Tensor] = field(default_factory=dict)
-    results: list[Tensor] = field(default_factory=list)
+    results: dict[str, Tensor] = field(default_factory=dict)
     #: inputs of the graphs whose gradients are those of values
     _zeros: list[tuple[Key, Tensor]] = field(default_factory=list)
     _runs: dict[int, int] = field(default_factory=dict)
@@ -92,20 +92,22 @@ class Taken:
         self._zeros += [((graph, name, ordinal), zero) for name, zero in zip(taps.zeros, zeros, strict=True)]
         return returned[:own]
 
-    def differentiate(self, loss: Tensor, parameters: Sequence[Tensor], scale: float) -> None:
+    def differentiate(self, loss: Tensor, parameters: Mapping[str, Tensor], scale: float) -> None:
         """Takes the gradients of the parameters and of the values.
 
         Args:
             loss: of the step.
-            parameters: that require a gradient.
+            parameters: that require a gradient, by name.
             scale: of the loss; taken out again.
         """
         keys, zeros = [key for key, _ in self._zeros], [zero for _, zero in self._zeros]
         self._zeros = []
+        wanted = [*parameters.values(), *zeros]
         with autocast_disabled():
-            found = torch.autograd.grad(loss * scale, [*parameters, *zeros], allow_unused=True)
-        self.results = [loss.detach()]
-        self.results += [grad.float() / scale for grad in found[: len(parameters)] if grad is not None]
+            found = torch.autograd.grad(loss * scale, wanted, allow_unused=True)
+        named = zip(parameters, found[: len(parameters)], strict=True)
+        self.results = {name: grad.float() / scale for name, grad in named if grad is not None}
+        self.results[""] = loss.detach()
         for key, gradient in zip(keys, found[len(parameters) :], strict=True):
             if gradient is not None:
                 sample = gradient.reshape(-1)[:: sample_stride(gradient.shape)]
@@ -124,16 +126,19 @@ def _run(program: Program, compiled: Callable[..., Any], scale: float, taken: Ta
     with repeatable(program.model, *program.call, program.seed) as (given, named):
         if not program.differentiated:
             returned = compiled(*given, **named)
-            found = tensors(plain(returned))
-            taken.results = [value.detach().float() for value in found if value.is_floating_point()]
+            taken.results = {
+                str(place): value.detach().float()
+                for place, value in enumerate(tensors(plain(returned)))
+                if value.is_floating_point()
+            }
             return
         with torch.enable_grad():
             loss = loss_of(compiled(*given, **named), program.loss)
-        parameters = [parameter for parameter in program.model.parameters() if parameter.requires_grad]
+        parameters = {name: p for name, p in program.model.named_parameters() if p.requires_grad}
         taken.differentiate(loss, parameters, scale)
 
 
-def untapped(program: Program, opts: Options, scale: float) -> list[Tensor]:
+def untapped(program: Program, opts: Options, scale: float) -> dict[str, Tensor]:
     """What a compiled step gives that hands out nothing; see :attr:`Taken.results`."""
     from amp_fx.backend import compile_graph
 

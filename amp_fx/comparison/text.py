@@ -64,6 +64,8 @@ def _clip(line: str) -> str:
 def verdict(first: Look, second: SecondLook) -> str:
     """What is wrong, in one sentence."""
     culprit = first.culprit
+    if culprit is None and first.not_finite:
+        return f"The gradient of {first.not_finite[0]} is not finite, though those of all results are: its sum is too large."
     if culprit is None and first.is_disturbed:
         return (
             f"No module stands out, but taking the values has moved the results by {first.disturbance:.1e}: what was "
