@@ -138,7 +138,7 @@ def look(setting: Setting) -> Look:
             scale /= _BACK_OFF
             taken = compiled.run(scale)
     with _apart():
-        results = untapped(program, opts, scale)
+        plain = untapped(program, opts, scale)
     found = distances(taken, reference)
     fallbacks = [f"graph {plan.graph}: {plan.fallback}" for plan in compiled.plans if plan.fallback]
     return Look(
@@ -147,14 +147,10 @@ def look(setting: Setting) -> Look:
         found,
         list(Judge(compiled.plans, found).findings()),
         scale,
-        apart(results, reference.results),
-        apart(taken.results, results),
+        apart(plain.results, reference.results),
+        apart(taken.results, plain.results),
         (*traced.left_out, *fallbacks),
-        [
-            name
-            for name, each in results.items()
-            if _is_finite(reference.results[name]) and not _is_finite(each)
-        ],
+        _not_finite(plain, reference),
     )
 
 
@@ -184,7 +180,7 @@ def look_again(setting: Setting, first: Look, *, calls: bool) -> SecondLook:
             taken = compiled.run(first.scale)
         rows = call_errors(compiled.plans, distances(taken, reference))
         with _apart():
-            disturbance = apart(taken.results, untapped(setting.program, setting.opts, first.scale))
+            disturbance = apart(taken.results, untapped(setting.program, setting.opts, first.scale).results)
     return SecondLook(close, remedy, rows, disturbance)
 
 
@@ -203,6 +199,12 @@ def _inside(
     if call is None or call.value not in rows:
         return None
     return call_error(rows[call.value], found[call.graph, call.value])
+
+
+def _not_finite(run: Taken, reference: Taken) -> list[str]:
+    """Names of results that are not finite where those of the reference are."""
+    found = [name for name, each in run.results.items() if not _is_finite(each)]
+    return [name for name in found if name not in reference.results or _is_finite(reference.results[name])]
 
 
 def _is_finite(value: torch.Tensor) -> bool:

@@ -66,7 +66,8 @@ class Taken:
         largest: magnitude in each value, 0-d.
         gradients: samples of the gradients, true to scale.
         largest_gradients: magnitude in each gradient, 0-d.
-        results: the loss, ``""``, and the gradients of the parameters by their names, or what the model returned.
+        results: the gradients of the parameters by their names; without a loss, what the model returned, by place.
+        loss: of the step, or None.
     """
 
     values: dict[Key, Tensor] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class Taken:
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     largest_gradients: dict[Key, Tensor] = field(default_factory=dict)
     results: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
     #: inputs of the graphs whose gradients are those of values
     _zeros: list[tuple[Key, Tensor]] = field(default_factory=list)
     _runs: dict[int, int] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class Taken:
             found = torch.autograd.grad(loss * scale, wanted, allow_unused=True)
         named = zip(parameters, found[: len(parameters)], strict=True)
         self.results = {name: grad.float() / scale for name, grad in named if grad is not None}
-        self.results[""] = loss.detach()
+        self.loss = loss.detach()
         for key, gradient in zip(keys, found[len(parameters) :], strict=True):
             if gradient is not None:
                 sample = gradient.reshape(-1)[:: sample_stride(gradient.shape)]
@@ -138,8 +140,8 @@ def _run(program: Program, compiled: Callable[..., Any], scale: float, taken: Ta
         taken.differentiate(loss, parameters, scale)
 
 
-def untapped(program: Program, opts: Options, scale: float) -> dict[str, Tensor]:
-    """What a compiled step gives that hands out nothing; see :attr:`Taken.results`."""
+def untapped(program: Program, opts: Options, scale: float) -> Taken:
+    """What a compiled step gives that hands out nothing."""
     from amp_fx.backend import compile_graph
 
     taken = Taken()
@@ -147,7 +149,7 @@ def untapped(program: Program, opts: Options, scale: float) -> dict[str, Tensor]
         program.model, backend=lambda gm, given: compile_graph(gm, given, opts), dynamic=program.dynamic
     )
     _run(program, compiled, scale, taken)
-    return taken.results
+    return taken
 
 
 @dataclass(frozen=True)
