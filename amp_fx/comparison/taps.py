@@ -137,8 +137,9 @@ def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, grad
             if node in differentiable:
                 last = _zero(gm.graph, node.meta["val"], last, len(zeros))
                 zeros[node.name] = last.meta["val"]
+                readers = set(node.users)
                 value = _call(gm.graph, aten.add.Tensor, node, last)
-                node.replace_all_uses_with(value, delete_user_cb=value.__ne__)
+                node.replace_all_uses_with(value, delete_user_cb=readers.__contains__)
             results += _results(gm.graph, value, strides[node.name])
     output = gm.graph.output_node()
     output.args = ((*output.args[0], *results),)  # type: ignore[misc]  # a tuple or list
