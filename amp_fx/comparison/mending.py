@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,15 +11,15 @@ from typing import Any
 import torch
 
 from amp_fx.calibration.step import FIRST_SCALE
-from amp_fx.comparison.distances import Distance, distances
-from amp_fx.comparison.judging import Finding
+from amp_fx.comparison.distances import distances
+from amp_fx.comparison.judging import Finding, Judge
 from amp_fx.comparison.running import OneByOne, Taken, without_scaler
 from amp_fx.options import Options
 from amp_fx.policy.rules import Rule
 
 __all__ = ["mend"]
 
-#: the error that a remedy may leave, of that which it mends
+#: share of the error that a remedy may leave where it does not mend all of it
 _LEFT = 0.2
 
 #: modules that feed what stands out, each tried by itself
@@ -32,7 +33,7 @@ def mend(
     reference: Taken,
     scale: float,
 ) -> dict[str, Any]:
-    """Options that mend what was found; empty where none are known.
+    """Options with which nothing stands out, else those that mend most of what does; empty where none are known.
 
     Args:
         finding: what stands out.
@@ -45,18 +46,17 @@ def mend(
     if opts.plan is not None or opts.harm is not None:
         # they decide, and not the rules
         return {}
+    best, least = dict[str, Any](), _LEFT * min(finding.error, 1.0)
     for changed, at in _candidates(finding, opts, scale):
         mended = {**options, **changed}
         found = distances(traced.run(without_scaler(mended), at), reference)
-        here = found.get((finding.graph, finding.value))
-        if here is not None and _mends(here, finding):
+        if not any(each.stands_out for each in Judge(traced.plans, found).findings()):
             return mended
-    return {}
-
-
-def _mends(here: Distance, finding: Finding) -> bool:
-    error = here.error if finding.of == "result" else here.gradient_error
-    return error is not None and error <= min(_LEFT * finding.error, _LEFT)
+        here = found.get((finding.graph, finding.value))
+        error = math.inf if here is None else here.error if finding.of == "result" else here.gradient_error
+        if error is not None and error < least:
+            best, least = mended, error
+    return best
 
 
 def _candidates(finding: Finding, opts: Options, scale: float) -> Iterator[tuple[dict[str, Any], float]]:

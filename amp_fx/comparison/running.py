@@ -187,6 +187,7 @@ class OneByOne:
         self.left_out: list[str] = []
         self._opts: Options | None = None
         self._as_written = False
+        self._plans: dict[int, Plan] = {}
         self._tapped: dict[int, tuple[fx.GraphModule, Taps]] = {}
         self._taken = Taken()
         self._compiled = torch.compile(
@@ -204,6 +205,11 @@ class OneByOne:
         self._opts, self._as_written, self._tapped, self._taken = opts, as_written, {}, Taken()
         _run(self._program, self._compiled, scale, self._taken)
         return self._taken
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Of the graphs, in order: those by which the last run has rounded."""
+        return [self._plans.get(number, Plan()) for number in range(len(self.graphs))]
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         devices = graph_devices(gm).intersection(supported_devices())
@@ -224,7 +230,7 @@ class OneByOne:
 
     def _call(self, number: int, args: Sequence[Any]) -> Any:
         if number not in self._tapped:
-            rewritten = self._rewritten(self.graphs[number])
+            rewritten = self._rewritten(number)
             wants = self._program.differentiated and self.graphs[number].training
             taps = tap(rewritten, self.graphs[number].results, args, gradients=wants)
             self._tapped[number] = rewritten, taps
@@ -232,7 +238,8 @@ class OneByOne:
         with autocast_disabled():
             return self._taken.call(number, taps, rewritten, args)
 
-    def _rewritten(self, graph: Graph) -> fx.GraphModule:
+    def _rewritten(self, number: int) -> fx.GraphModule:
+        graph = self.graphs[number]
         if self._opts is None:
             return capture(graph.gm, graph.ambient)
         opts = replace(self._opts, weights="cast")
@@ -242,7 +249,8 @@ class OneByOne:
             else Region(not self._as_written, opts.low_dtype(device), by_user=False)
             for device, region in graph.ambient.items()
         }
-        return rewrite(graph.gm, ambient, opts, training=graph.training)[0]
+        rewritten, self._plans[number] = rewrite(graph.gm, ambient, opts, training=graph.training)
+        return rewritten
 
 
 class Compiled:
