@@ -180,11 +180,11 @@ def _finite(harm: float) -> float | None:
     return harm if math.isfinite(harm) else None
 
 
-def sample_stride(shape: Sequence[int]) -> int:
+def sample_stride(shape: Sequence[int], most: int = SAMPLES) -> int:
     """Steps between sampled elements, with no factor in common with a size: no row or column is left out."""
-    if math.prod(shape) <= SAMPLES:
+    if math.prod(shape) <= most:
         return 1
-    stride = math.prod(shape) // SAMPLES + 1
+    stride = math.prod(shape) // most + 1
     while any(math.gcd(stride, size) > 1 for size in shape if size > 1):
         stride += 1
     return stride

@@ -53,7 +53,7 @@ def compare(
 
     The model is compiled as ``torch.compile(model, backend="amp_fx", options=options)`` compiles it, but for random
     numbers, which are those of eager PyTorch (``fallback_random``). Its graphs hand out the values that go from module
-    to module, and their gradients; a run without that says whether it changed a number. At most 65,536 elements of each
+    to module, and their gradients; a run without that says whether it changed a number. At most 16,384 elements of each
     value are compared, all are searched for inf and nan.
 
     The model is not changed: parameters, buffers, gradients and the states of the random generators are what they were.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from amp_fx._torch import autocast_disabled, compile_id
 from amp_fx.calibration.meter import sample_stride
-from amp_fx.comparison.taps import Taps, handed_on, tap
+from amp_fx.comparison.taps import SAMPLES, Taps, handed_on, tap
 from amp_fx.compiling import Call
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.capture import capture
@@ -77,21 +78,25 @@ class Taken:
     results: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     #: inputs of the graphs whose gradients are those of values
-    _zeros: list[tuple[Key, Tensor]] = field(default_factory=list)
+    _zeros: list[Tensor] = field(default_factory=list)
     _runs: dict[int, int] = field(default_factory=dict)
+    _scale: float = 1.0
 
     def call(
         self, graph: int, taps: Taps, compiled: Callable[..., Sequence[Any]], args: Sequence[Any]
     ) -> Sequence[Any]:
         """Calls a graph that hands out values; returns what the program's own graph would return."""
         ordinal = self._runs[graph] = self._runs.get(graph, -1) + 1
-        zeros = taps.examples(args)
-        returned = compiled(*args, *zeros)
+        expanded = list[Tensor]()
+        for name, (zero, size) in taps.make_zeros(args).items():
+            expanded.append(zero.expand(size))
+            expanded[-1].register_hook(partial(self._keep, (graph, name, ordinal)))
+            self._zeros.append(zero)
+        returned = compiled(*args, *expanded)
         own = len(returned) - 2 * len(taps.values)
         for place, name in enumerate(taps.values):
             key = graph, name, ordinal
             self.values[key], self.largest[key] = returned[own + 2 * place : own + 2 * place + 2]
-        self._zeros += [((graph, name, ordinal), zero) for name, zero in zip(taps.zeros, zeros, strict=True)]
         return returned[:own]
 
     def differentiate(self, loss: Tensor, parameters: Mapping[str, Tensor], scale: float) -> None:
@@ -102,19 +107,18 @@ class Taken:
             parameters: that require a gradient, by name.
             scale: of the loss; taken out again.
         """
-        keys, zeros = [key for key, _ in self._zeros], [zero for _, zero in self._zeros]
-        self._zeros = []
-        wanted = [*parameters.values(), *zeros]
+        self.loss, self._scale = loss.detach(), scale
+        # one number each: the gradient of a value is seen on its way there, and kept no longer
+        zeros, self._zeros = self._zeros, []
         with autocast_disabled():
-            found = torch.autograd.grad(loss * scale, wanted, allow_unused=True)
-        named = zip(parameters, found[: len(parameters)], strict=True)
+            found = torch.autograd.grad(loss * scale, [*parameters.values(), *zeros], allow_unused=True)
+        named = zip(parameters, found, strict=False)
         self.results = {name: grad.float() / scale for name, grad in named if grad is not None}
-        self.loss = loss.detach()
-        for key, gradient in zip(keys, found[len(parameters) :], strict=True):
-            if gradient is not None:
-                sample = gradient.reshape(-1)[:: sample_stride(gradient.shape)]
-                self.gradients[key] = sample.float() / scale
-                self.largest_gradients[key] = gradient.abs().amax().float() / scale
+
+    def _keep(self, key: Key, gradient: Tensor) -> None:
+        sample = gradient.reshape(-1)[:: sample_stride(gradient.shape, SAMPLES)]
+        self.gradients[key] = sample.float() / self._scale
+        self.largest_gradients[key] = gradient.abs().amax().float() / self._scale
 
 
 def without_scaler(options: Mapping[str, Any]) -> Options:

@@ -42,7 +42,10 @@ from amp_fx.graphs.source_lines import module_path
 from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.values import is_eligible, numel
 
-__all__ = ["Taps", "handed_on", "tap"]
+__all__ = ["SAMPLES", "Taps", "handed_on", "tap"]
+
+#: elements of a value that are compared
+SAMPLES = 16384
 
 aten = torch.ops.aten
 
@@ -100,19 +103,20 @@ class Taps:
     zeros: dict[str, FakeTensor]
     inputs: tuple[Any, ...]
 
-    def examples(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """The extra inputs of a call: zeros that require a gradient.
+    def make_zeros(self, args: Sequence[Any]) -> dict[str, tuple[torch.Tensor, list[int]]]:
+        """Name of a value -> a number with a gradient, and the size that it is expanded to as an extra input of a call.
 
         Args:
             args: the program's own inputs.
         """
         sizes = known_sizes(self.inputs, args) if self.zeros else {}
-        return [
-            torch.zeros((), dtype=fake.dtype, device=fake.device)
-            .expand([size_with(size, sizes) for size in fake.shape])
-            .requires_grad_()
-            for fake in self.zeros.values()
-        ]
+        return {
+            name: (
+                torch.zeros((), dtype=fake.dtype, device=fake.device, requires_grad=True),
+                [size_with(size, sizes) for size in fake.shape],
+            )
+            for name, fake in self.zeros.items()
+        }
 
 
 def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, gradients: bool) -> Taps:
@@ -131,7 +135,7 @@ def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, grad
     last = placeholders[-1]
     zeros, strides, results = dict[str, FakeTensor](), dict[str, int](), list[fx.Node]()
     for node in taken:
-        strides[node.name] = sample_stride([size_hint(size) for size in node.meta["val"].shape])
+        strides[node.name] = sample_stride([size_hint(size) for size in node.meta["val"].shape], SAMPLES)
         with gm.graph.inserting_before(first if node.op == "placeholder" else node.next):
             value = node
             if node in differentiable:
