@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -89,7 +91,12 @@ def llama() -> nn.Module:
     """A small Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
     return LlamaForCausalLM(
         LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
     )

@@ -45,8 +45,8 @@ DTYPES = {
 #: text on these
 INK: dict[str, str] = dict.fromkeys(("int8", "float8_e4m3fn", "bfloat16", "float16"), "#ffffff")
 
-#: fill colours by what rounding a call adds to the error of the gradient, or how far it is off: (below, colour). Lightness tells
-#: them apart, too. The first is for what was not measured
+#: fill colours by what rounding a call adds to the error of the gradient, or by how far its result is off: (below,
+#: colour). Lightness tells them apart, too. The first is for what was not measured
 HEAT = (
     (0.0, "#eeeeee"),
     (1e-4, "#fff7e0"),

@@ -23,18 +23,14 @@ from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.uncompiled import not_told
 from amp_fx.options import Options
 from amp_fx.plans.plan import dtype_name
-from amp_fx.reports.histograms import NoLossError, call_of, loss_of
+from amp_fx.reports.histograms import call_of, loss_of
 from amp_fx.reports.untouched import repeatable
 from amp_fx.scaling import without_scaling
 
 __all__ = ["AGAINST", "compare"]
 
-#: name of a reference -> what it is
-AGAINST = {
-    "fp32": "the same graphs op by op, and nothing is rounded, whatever autocast says",
-    "autocast": "the same graphs op by op under torch.autocast",
-    "eager": "the same graphs op by op as the program runs without amp_fx: under its own autocast, if any",
-}
+#: references that have a name
+AGAINST = ("fp32", "autocast", "eager")
 
 
 def compare(
@@ -60,13 +56,15 @@ def compare(
     Code compiled earlier in this process is compiled again when it is next called.
 
     Args:
-        model: in the mode that it is used in. One that is compiled, or inside ``DistributedDataParallel``, is taken as it
-            was before; of a process group, one process may call this by itself.
+        model: in the mode that it is used in. One that is compiled, or inside ``DistributedDataParallel``, is taken as
+            it was before; of a process group, one process may call this by itself.
         *batch: arguments of the model; or one batch as :func:`amp_fx.calibrate` takes it: a tuple or list of positional
             arguments, or a mapping of keyword arguments.
-        loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``; where it has
-            none, only results are compared, in the grad mode of the caller.
-        against: what to compare with: a key of :data:`AGAINST`, or other options, with which the model is compiled, too.
+        loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``; where it
+            has none, only results are compared, in the grad mode of the caller.
+        against: what to compare with. ``"fp32"``: the same graphs op by op, and nothing is rounded, whatever autocast
+            says; ``"autocast"``: op by op under torch.autocast; ``"eager"``: op by op as the program runs without
+            amp_fx, under its own autocast if it has one; options: compiled with these.
         options: of the run, as for the backend. The scaler that they name gives the loss scale.
         calls: also compare the result of every call. Then hardly anything is fused.
         scale: loss scale of fp16. None: that of the :class:`amp_fx.GradScaler` in the options, or named "default", else
@@ -151,8 +149,8 @@ def _program(
         if loss is not None:
             loss_of(returned, loss)
         else:
-            with contextlib.suppress(NoLossError):
-                differentiated = torch.is_grad_enabled() and loss_of(returned, None).requires_grad
+            with contextlib.suppress(AmpFxError):
+                differentiated = loss_of(returned, None).requires_grad
     return Program(module, call, loss, differentiated, seed, dynamic)
 
 

@@ -29,17 +29,17 @@ class Comparison(ComparisonData):
         against: what the run was compared with.
         worst: the modules, largest error of result or gradient first.
         calls: every call, likewise, of a run that hands out all of them; empty unless asked for.
-        first_nonfinite: path of the module that computes the first value, or else the first gradient, that has inf or nan
-            where the reference has not; None where all are finite. What only the culprit has inside counts,
-            too, as a run op by op finds it.
+        first_nonfinite: path of the module that computes the first value, or else the first gradient, with an inf or
+            nan that the reference has not; None where all are finite. What only the culprit has inside counts, too,
+            as a run op by op finds it.
         culprit: path of the module at which the error grows, or that is the first to leave what is finite; None where
             nothing is wrong.
         culprit_call: in that module, of a run op by op; None where a gradient is wrong, or nothing.
         healthy: True where nothing is wrong.
         verdict: what is wrong, in one sentence.
         remedy: options that mend it, found by running the model op by op with them; empty where none are known.
-        result_error: relative L2 error of what the model returns, or of loss and gradients of the parameters, in a run that
-            hands out nothing.
+        result_error: relative L2 error of the gradients of all parameters, or without a loss of what the model returns,
+            in a run that hands out nothing.
         disturbance: how far the results of the run are from those of one that hands out nothing; 0.0 where taking the
             values changed no number.
         calls_disturbance: the same of the run that hands out the result of every call.
@@ -70,7 +70,7 @@ class Comparison(ComparisonData):
         return json.dumps(self.to_dict(), indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes ``.json``, or the picture of the graphs coloured by error as ``.html``, ``.svg``, ``.png`` or ``.dot``.
+        """Writes ``.json``, or the graphs coloured by error as ``.html``, ``.svg``, ``.png`` or ``.dot``.
 
         Raises:
             AmpFxError: another suffix, or Graphviz's ``dot`` is missing for ``.svg`` and ``.png``.

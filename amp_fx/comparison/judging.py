@@ -1,12 +1,13 @@
 """What explains the error of a value, and the module at which an error grows for no such reason.
 
-A value is computed from others that were taken, by calls of which some round. It is expected to have the largest error of
-those others, and what the calls round: the unit roundoff of the widest step among their precisions, times the root of
-their number, since roundings have no sign in common. A gradient is computed by the calls that read the value, from the
-gradients of their results, and from values whose errors are in it, too.
+A value is computed from others that were taken, by calls of which some round. It is expected to have the largest error
+of those others, and what the calls round: the unit roundoff of the lowest precision among them, times the root of one
+more than their matmuls, since what follows a matmul is one kernel, and roundings have no sign in common. A gradient is
+computed by the calls that read the value, from the gradients of their results, and from values whose errors are in it,
+too.
 
-What has many times the error that is expected stands out. Cancellation does it (a variance as E[x^2] - E[x]^2), a function
-that magnifies (a softmax of numbers far from zero), or a range that is left.
+What has many times the error that is expected stands out. Cancellation does it (a variance as E[x^2] - E[x]^2), a
+function that magnifies (a softmax of numbers far from zero), or a range that is left.
 """
 
 from __future__ import annotations
@@ -95,6 +96,9 @@ class Judge:
 
     def __init__(self, plans: Sequence[Plan], distances: Mapping[tuple[int, str], Distance]) -> None:
         self._distances = distances
+        self._taken: dict[int, set[str]] = {number: set() for number in range(len(plans))}
+        for number, name in distances:
+            self._taken[number].add(name)
         self._graphs = [_Graph(plan) for plan in plans]
         self._heaviest = max((each.weight for each in distances.values()), default=0.0)
 
@@ -112,7 +116,7 @@ class Judge:
 
     def _of_result(self, graph: int, name: str) -> Finding:
         rows, here = self._graphs[graph], self._distances[graph, name]
-        before, calls = rows.walk(name, rows.sources, self._taken(graph))
+        before, calls = rows.walk(name, rows.sources, self._taken[graph])
         errors = [self._distances[graph, each].error for each in before]
         own = [rows.calls[name]] if name in rows.calls else []
         module = own[0].module_path if own else ""
@@ -122,14 +126,14 @@ class Judge:
 
     def _of_gradient(self, graph: int, name: str, error: float) -> Finding:
         rows = self._graphs[graph]
-        after, calls = rows.walk(name, rows.readers, self._taken(graph))
+        after, calls = rows.walk(name, rows.readers, self._taken[graph])
         calls += [rows.calls[each] for each in after if each in rows.calls]
         known = [self._distances[graph, each] for each in (name, *after)]
         errors = [each.error for each in known]
         errors += [each.gradient_error for each in known[1:] if each.gradient_error is not None]
         # what it reads besides has errors, too
         for call in calls:
-            beside, _ = rows.walk(call.name, rows.sources, self._taken(graph))
+            beside, _ = rows.walk(call.name, rows.sources, self._taken[graph])
             errors += [self._distances[graph, each].error for each in beside]
         own = rows.calls[name].module_path if name in rows.calls else ""
         module = next((call.module_path for call in calls if call.module_path != own), own)
@@ -138,9 +142,6 @@ class Judge:
         narrow = name in rows.calls and rows.calls[name].computed is torch.float16
         lost, weighs = known[0].lost * narrow, known[0].weight >= _WEIGHS * self._heaviest
         return Finding(graph, name, "gradient", module, error, expected, lost, weighs, feeds)
-
-    def _taken(self, graph: int) -> set[str]:
-        return {name for number, name in self._distances if number == graph}
 
 
 def _rounded(calls: Sequence[NodePlan]) -> float:

@@ -1,4 +1,4 @@
-"""A first look at what goes from module to module, as it is compiled; a second one at all calls where that tells more."""
+"""A first look at what goes from module to module, as it is compiled; a second one at all calls."""
 
 from __future__ import annotations
 
@@ -140,7 +140,11 @@ def look(setting: Setting) -> Look:
     with _apart():
         plain = untapped(program, opts, scale)
     found = distances(taken, reference)
-    fallbacks = [f"graph {plan.graph}: {plan.fallback}" for plan in compiled.plans if plan.fallback]
+    silent = [
+        f"graph {plan.graph}: it is not rewritten, and hands out nothing"
+        for number, plan in enumerate(compiled.plans)
+        if traced.graphs[number].results and number not in {graph for graph, _ in found}
+    ]
     return Look(
         traced.graphs,
         compiled.plans,
@@ -149,7 +153,7 @@ def look(setting: Setting) -> Look:
         scale,
         apart(plain.results, reference.results),
         apart(taken.results, plain.results),
-        (*traced.left_out, *fallbacks),
+        (*traced.left_out, *silent),
         _not_finite(plain, reference),
     )
 

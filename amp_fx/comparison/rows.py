@@ -79,11 +79,12 @@ def module_errors(
         calls = {row.name: row for row in plan.nodes}
         for value, modules in graph.results.items():
             here = found.get((number, value))
-            for path in modules if here is not None else ():
-                if path not in holders:
-                    before = rows.get(path)
-                    worse = here if before is None else here.worse(before[0])
-                    rows[path] = worse, _precision(calls.get(value))
+            if here is None:
+                continue
+            for path in [path for path in modules if path not in holders]:
+                before = rows.get(path)
+                worse = here if before is None else here.worse(before[0])
+                rows[path] = worse, _precision(calls.get(value))
     errors = [
         ModuleError(path, each.error, each.gradient_error, precision, each.lost)
         for path, (each, precision) in rows.items()

@@ -173,6 +173,16 @@ class Graph:
     training: bool
 
 
+def _devices(gm: fx.GraphModule) -> frozenset[str]:
+    return graph_devices(gm).intersection(supported_devices())
+
+
+def _is_ours(gm: fx.GraphModule) -> bool:
+    if reason := not_ours(gm, _devices(gm)):
+        logger.debug("graph is not compared: %s", reason)
+    return not reason
+
+
 class OneByOne:
     """A model that is traced once and run op by op, without Inductor, in any precision.
 
@@ -216,18 +226,16 @@ class OneByOne:
         return [self._plans.get(number, Plan()) for number in range(len(self.graphs))]
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        devices = graph_devices(gm).intersection(supported_devices())
-        if reason := not_ours(gm, devices):
-            logger.debug("graph is not compared: %s", reason)
-            return gm.forward
-        ambient = ambient_regions(dict.fromkeys(devices, torch.bfloat16))
-        try:
-            captured = capture(gm, ambient)
-        except CaptureError as error:
-            self.left_out.append(f"graph {compile_id()}: {error}")
+        if not _is_ours(gm):
             return gm.forward
         number = len(self.graphs)
-        results = handed_on(captured, every_call=self._every_call)
+        ambient = ambient_regions(dict.fromkeys(_devices(gm), torch.bfloat16))
+        try:
+            results = handed_on(capture(gm, ambient), every_call=self._every_call)
+        except CaptureError as error:
+            self.left_out.append(f"graph {compile_id()}: {error}")
+            self.graphs.append(Graph(gm, ambient, {}, training=False))
+            return gm.forward
         training = Call(gm, example_inputs, ambient, Options()).training
         self.graphs.append(Graph(gm, ambient, results, training))
         return lambda *args: self._call(number, args)
@@ -287,13 +295,18 @@ class Compiled:
         # late: it listens to Dynamo as soon as it is loaded
         from amp_fx.backend import compile_graph
 
-        before = len(self.plans)
+        if not _is_ours(gm):
+            return compile_graph(gm, example_inputs, self._opts)
+        number = len(self.plans)
         try:
-            return compile_graph(gm, example_inputs, self._opts, _Watch(self))
+            compiled = compile_graph(gm, example_inputs, self._opts, _Watch(self))
         except Exception:
             # Inductor may ask Dynamo to trace again: then this graph never runs
-            del self.plans[before:]
+            del self.plans[number:]
             raise
+        if len(self.plans) == number:
+            self.plans.append(Plan(compile_id()))
+        return compiled
 
     def tap(self, call: Call, rewritten: fx.GraphModule, plan: Plan) -> tuple[int, Taps]:
         """The next graph hands out its values; returns its number and what it takes and returns besides."""

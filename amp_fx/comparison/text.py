@@ -48,7 +48,7 @@ def screen(found: ComparisonData) -> str:
 def _results(found: ComparisonData) -> str:
     moved = f"moved its results by {found.disturbance:.1e}" if found.disturbance else "changed no number"
     scale = f", at a loss scale of {found.loss_scale:g}" if found.loss_scale != 1 else ""
-    lost = max((row.lost for row in found.worst), default=0.0)
+    lost = max((row.lost for row in found.worst if row.precision == "float16"), default=0.0)
     zeros = f", up to {lost:.1%} of a gradient became zero" if lost else ""
     return f"results of the run: {_error(found.result_error)}{scale}{zeros}; taking the values {moved}"
 
@@ -65,7 +65,9 @@ def verdict(first: Look, second: SecondLook) -> str:
     """What is wrong, in one sentence."""
     culprit = first.culprit
     if culprit is None and first.not_finite:
-        return f"The gradient of {first.not_finite[0]} is not finite, though those of all results are: its sum is too large."
+        return (
+            f"The gradient of {first.not_finite[0]} is not finite, though all values and their gradients are."
+        )
     if culprit is None and first.is_disturbed:
         return (
             f"No module stands out, but taking the values has moved the results by {first.disturbance:.1e}: what was "
@@ -81,7 +83,7 @@ def verdict(first: Look, second: SecondLook) -> str:
         name += f" (at {short_source(second.call.source) or second.call.op})"
     what = "result" if culprit.of == "result" else "gradient that goes back through it"
     if math.isinf(culprit.error):
-        return f"{name} is the first whose {what} is not finite, where that of the reference is."
+        return f"{name} is the first whose {what} is not finite."
     if culprit.underflows:
         return (
             f"{name}: the {what} is {culprit.error:.1e} from the reference, and {culprit.lost:.1%} of it has become "

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from spoiled import Cancelling, Kelvin, Large, Net, llama, mean_square, next_token
 from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import AmpFxError, Comparison, InputError, OptionsError
 from amp_fx.cli import main
 from graphs import without_inductor
-from spoiled import Cancelling, Kelvin, Large, Net, llama, mean_square, next_token
 
 OFF = {"profile": "off"}
 FP16 = {**OFF, "dtype": "float16"}
@@ -277,7 +277,9 @@ def test_nothing_is_changed(op_by_op: None) -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     for p, (gradient, values) in zip(model.parameters(), gradients, strict=True):
         assert p.grad is gradient
-        assert gradient is not None and values is not None and torch.equal(gradient, values)
+        assert gradient is not None
+        assert values is not None
+        assert torch.equal(gradient, values)
     assert torch.equal(generator, torch.get_rng_state())
 
 
