@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from amp_fx.calibration import CalibratedPlan, Calibration, Point, calibrate
+from amp_fx.comparison import CallError, Comparison, ModuleError, compare
 from amp_fx.direct import compile, options
 from amp_fx.errors import (
     AmpFxError,
@@ -37,13 +38,16 @@ __all__ = [
     "AmpFxError",
     "CalibratedPlan",
     "Calibration",
+    "CallError",
     "CaptureError",
     "CastPlan",
+    "Comparison",
     "ExportError",
     "FallbackWarning",
     "GradScaler",
     "InputError",
     "MissingLibraryError",
+    "ModuleError",
     "NodePlan",
     "OptionsError",
     "PassError",
@@ -61,6 +65,7 @@ __all__ = [
     "VerifyError",
     "WeightsError",
     "calibrate",
+    "compare",
     "compile",
     "convert",
     "explain",

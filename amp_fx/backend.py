@@ -22,7 +22,7 @@ from amp_fx._torch import (
     in_inference_mode,
     note_inference_mode,
 )
-from amp_fx.compiling import Call, compile_rewritten, is_raised
+from amp_fx.compiling import Call, Watch, compile_rewritten, is_raised
 from amp_fx.graphs.devices import graph_device, graph_devices
 from amp_fx.graphs.fallback import (
     Taken,
@@ -47,7 +47,7 @@ from amp_fx.viz.words import summary
 from amp_fx.weights.changes import counting
 from amp_fx.widened import refuse_training
 
-__all__ = ["amp_fx", "listen"]
+__all__ = ["amp_fx", "compile_graph", "listen"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,17 @@ def amp_fx(
         WeightsError: a gradient is asked for of weights that are stored low.
     """
     graph_arrived(gm)
-    opts = _settled(Options.parse(mode, options))
+    return compile_graph(gm, example_inputs, Options.parse(mode, options))
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, watch: Watch | None = None
+) -> Callable[..., Any]:
+    """The backend with validated options; ``watch`` has an eye on what the rewritten graph computes, or is None."""
+    opts = _settled(opts)
     devices = graph_devices(gm).intersection(supported_devices())
-    call = Call(gm, example_inputs, ambient_regions({d: opts.low_dtype(d) for d in devices}), opts)
+    ambient = ambient_regions({d: opts.low_dtype(d) for d in devices})
+    call = Call(gm, example_inputs, ambient, opts, watch)
     if call.training:
         refuse_training(gm, example_inputs)
     reason = not_ours(gm, devices)
@@ -98,7 +106,10 @@ def _as_asked(call: Call, _reason: str) -> Taken:
         _say_what_scales(call, plan)
     device = graph_device(call.gm, call.ambient)
     call.place = level_placement(opts, device, call.ambient[device].dtype, plan, rewritten)
-    compiled = compile_rewritten(call, rewritten, plan)
+    if call.watch is None:
+        compiled = compile_rewritten(call, rewritten, plan)
+    else:
+        compiled = call.watch.bind(compile_rewritten(call.watched(rewritten, plan), rewritten, plan))
     if call.place is not None:
         add_choices(plan, call.place)
     if call.training:

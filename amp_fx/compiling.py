@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx as fx
@@ -26,9 +26,21 @@ from amp_fx.weights.freezing import freeze
 from amp_fx.weights.inference import KeptWeights, cached, copied_weights
 from amp_fx.widened import widenings
 
-__all__ = ["Call", "compile_rewritten", "is_raised"]
+__all__ = ["Call", "Watch", "compile_rewritten", "is_raised"]
 
 logger = logging.getLogger(__name__)
+
+
+class Watch(Protocol):
+    """Has an eye on what one rewritten graph computes."""
+
+    def add(self, call: Call, rewritten: fx.GraphModule, plan: Plan) -> Sequence[torch.Tensor]:
+        """Adds inputs and results to the rewritten graph; returns example values of the inputs."""
+        ...
+
+    def bind(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """What was compiled of that, with the signature of the program's own graph."""
+        ...
 
 
 class Call:
@@ -41,6 +53,7 @@ class Call:
         in_autocast: True if the user's own autocast is on somewhere: as Dynamo made it, with autocast off, the graph
             would return other dtypes.
         place: the pass that chooses what runs below 16 bits, or None.
+        watch: has an eye on the rewritten graph, or None.
     """
 
     def __init__(
@@ -49,6 +62,7 @@ class Call:
         example_inputs: Sequence[Any],
         ambient: Mapping[str, Region],
         opts: Options,
+        watch: Watch | None = None,
     ) -> None:
         self.gm, self.example_inputs, self.ambient, self.opts = gm, example_inputs, ambient, opts
         # read off the real inputs: fake values do not say whether they require a gradient
@@ -60,6 +74,14 @@ class Call:
         ambient_by_user = any(region.by_user for region in ambient.values())
         self.in_autocast = ambient_by_user or any(map(is_autocast_call, gm.graph.nodes))
         self.place: PlaceLevels | None = None
+        self.watch = watch
+
+    def watched(self, rewritten: fx.GraphModule, plan: Plan) -> Call:
+        """The call of the rewritten graph with what the watch adds to it."""
+        more = [] if self.watch is None else self.watch.add(self, rewritten, plan)
+        call = Call(rewritten, [*self.example_inputs, *more], self.ambient, self.opts)
+        call.place = self.place
+        return call
 
 
 def is_raised(opts: Options, error: Exception) -> bool:

@@ -5,7 +5,7 @@ Every message names the bad value, the valid ones, and what to do::
     AmpFxError
     |-- OptionsError (also ValueError)   the user passed an unknown key, a bad value or a contradiction
     |-- PlanError (also ValueError)      a plan file is wrong, or fits another model
-    |-- InputError (also TypeError)      an exported program is given an input in another dtype than it takes
+    |-- InputError (also TypeError)      a model is given a batch that it does not take, an exported program a dtype
     |-- ExportError                      an exported file cannot be written, or a runtime refuses it; names the node
     |-- ScalerError (also ValueError)    no scaler of that name, or parameters that cannot be scaled
     |-- TargetError (also ValueError)    no device of that name to compile for, or this machine lacks what it takes

@@ -55,6 +55,8 @@ class Drawable(Protocol):
     title: str
     #: graph -> call -> error of the gradient that rounding adds, None for an overflow; empty where none was measured
     harms: dict[str, dict[str, float | None]]
+    #: what that is: a key of :data:`amp_fx.viz.style.MEASURED`
+    measured: str
 
     @property
     def modules(self) -> Sequence[Module]:

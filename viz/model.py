@@ -74,8 +74,9 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
             for name, cost in report.compared().items()
         ],
         modules=[module_row(row.to_dict()) for row in report.modules],
+        measured=report.measured,
         graphs=[
-            _Builder(plan, names, earlier, harms if plan.phase == "forward" else {}).build()
+            _Builder(plan, names, earlier, harms if plan.phase == "forward" else {}, report.measured).build()
             for plan in report.plans
             for harms in [report.harms.get(plan.graph, {})]
         ],
@@ -117,6 +118,7 @@ class _Builder:
     names: Mapping[int, _Name]
     earlier: _Earlier | None
     harms: Mapping[str, float | None] = field(default_factory=dict)
+    measured: str = "harm"
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
@@ -193,7 +195,7 @@ class _Builder:
                 bytes=node.bytes,
                 flops=node.flops,
                 was=self._was(node),
-                **rounding(self.harms, node.name),
+                **rounding(self.harms, node.name, self.measured),
             )
         )
 

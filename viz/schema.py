@@ -40,8 +40,8 @@ class Cast(TypedDict):
 class Node(TypedDict):
     """A call, an input, a parameter or a result; ``group`` is a position in ``Graph.groups``.
 
-    ``harm`` says what rounding the call costs, and is empty where that was not measured; ``heat`` is its position in
-    ``style.HEAT``.
+    ``harm`` says what rounding the call costs, or how far its result is from a reference, and is empty where that was
+    not measured; ``heat`` is its position in ``style.HEAT``.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Drawing(TypedDict):
 
     ``text`` is its first screen, ``diff`` the difference in words, or empty. ``more`` says why all kernels move more
     bytes than torch.autocast's, or is empty. ``modules`` are what the totals compare, in the order of the program, or
-    empty.
+    empty. ``measured`` is what calls are coloured by, a key of ``style.MEASURED``.
     """
 
     title: str
@@ -152,6 +152,7 @@ class Drawing(TypedDict):
     more: str
     totals: list[Total]
     modules: list[ModuleRow]
+    measured: str
     graphs: list[Graph]
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "INK",
     "LIGHT",
     "LOWER",
+    "MEASURED",
     "PLAIN",
     "WIDEN",
     "Border",
@@ -44,8 +45,8 @@ DTYPES = {
 #: text on these
 INK: dict[str, str] = dict.fromkeys(("int8", "float8_e4m3fn", "bfloat16", "float16"), "#ffffff")
 
-#: fill colours by what rounding a call adds to the relative error of the gradient: (below, colour). Lightness tells
-#: them apart, too. The first is for what was not measured
+#: fill colours by what rounding a call adds to the error of the gradient, or by how far its result is off: (below,
+#: colour). Lightness tells them apart, too. The first is for what was not measured
 HEAT = (
     (0.0, "#eeeeee"),
     (1e-4, "#fff7e0"),
@@ -53,6 +54,12 @@ HEAT = (
     (1e-2, "#fbaa6c"),
     (math.inf, "#ef7350"),
 )
+
+#: what calls are coloured by -> what that means, and how it is said that it has no end
+MEASURED = {
+    "harm": ("rounding adds {} to the error", "overflows"),
+    "error": ("{} from the reference", "not finite"),
+}
 
 #: no floating dtype
 PLAIN = "#eeeeee"
@@ -153,24 +160,24 @@ class Rounding(TypedDict):
     heat: int
 
 
-def rounding(harms: Mapping[str, float | None], call: str) -> Rounding:
-    """What rounding a call costs; empty where that was not measured."""
-    if call not in harms:
+def rounding(errors: Mapping[str, float | None], call: str, measured: str) -> Rounding:
+    """What was measured of a call, a key of :data:`MEASURED`, and its colour; empty where that was not measured."""
+    if call not in errors:
         return Rounding(harm="", heat=0)
-    error = harms[call]
-    return Rounding(harm="overflows" if error is None else f"harm {error:.0e}", heat=heat(error))
+    error = errors[call]
+    return Rounding(
+        harm=MEASURED[measured][1] if error is None else f"{measured} {error:.0e}", heat=heat(error)
+    )
 
 
 def heat_samples(model: Drawing) -> list[tuple[str, str]]:
-    """(colour, meaning) for a legend; empty where no harm was measured."""
+    """(colour, meaning) for a legend; empty where nothing was measured."""
     present = {node["heat"] for graph in model["graphs"] for node in graph["nodes"]}
     if not any(present):
         return []
-    meanings = [
-        "not measured",
-        *(f"rounding adds less than {limit:g} to the error" for limit, _ in HEAT[1:-1]),
-    ]
-    meanings.append(f"rounding adds {HEAT[-2][0]:g} or more, or overflows")
+    meaning, over = MEASURED[model["measured"]]
+    meanings = ["not measured", *(meaning.format(f"less than {limit:g}") for limit, _ in HEAT[1:-1])]
+    meanings.append(f"{meaning.format(f'{HEAT[-2][0]:g} or more')}, or {over}")
     return [(HEAT[place][1], meanings[place]) for place in sorted(present)]
 
 

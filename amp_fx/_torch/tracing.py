@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ __all__ = [
     "is_functorch_wrapped",
     "is_hooks_switch",
     "is_wrapper",
+    "known_sizes",
     "nesting_change",
     "op_name",
     "size_hint",
+    "size_with",
     "symbolic_kernels",
     "wrapped_tensors",
 ]
@@ -75,6 +78,22 @@ def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
         return size
     hint = size.node.hint
     return fallback if hint is None else int(hint)
+
+
+def known_sizes(fakes: Sequence[Any], given: Sequence[Any]) -> dict[Any, int]:
+    """What symbols stand for in one call of a graph of Dynamo's, which has each as an input.
+
+    Args:
+        fakes: values that the graph was traced with, one per input.
+        given: values of the call.
+    """
+    pairs = zip(fakes, given, strict=True)
+    return {fake.node.expr: int(value) for fake, value in pairs if isinstance(fake, torch.SymInt)}
+
+
+def size_with(size: int | torch.SymInt, known: Mapping[Any, int]) -> int:
+    """A size in a call in which symbols stand for known numbers."""
+    return size if isinstance(size, int) else int(size.node.expr.xreplace(known))
 
 
 def is_wrapper(value: torch.Tensor) -> bool:

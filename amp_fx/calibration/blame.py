@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from amp_fx.calibration.points import Point
+from amp_fx.graphs.source_lines import short_source
 from amp_fx.passes.forward.place_by_harm import PricedGraph
 from amp_fx.placement.priced import HarmTerm
 from amp_fx.plans.harm import OUTPUTS, Harm
@@ -80,17 +80,11 @@ def _point(point: Point) -> str:
 
 def _row(harm: float, total: float, what: str, call: NodePlan) -> str:
     share = "overflow" if math.isinf(harm) else f"{harm / total:.1%}"
-    return f"{share:>8}  {what:<36.36}  {call.module_path:<24.24}  {_where(call.source)}".rstrip()
+    return f"{share:>8}  {what:<36.36}  {call.module_path:<24.24}  {short_source(call.source)}".rstrip()
 
 
 def _what(term: HarmTerm, calls: Mapping[str, NodePlan]) -> str:
     return f"{'gradient of ' if term.backward else ''}{calls[term.call].op} {term.slot or 'result'}"
-
-
-def _where(source: str) -> str:
-    """``train.py:7: y = f(x)`` for a source line with its whole path."""
-    path, colon, rest = source.partition(":")
-    return f"{Path(path).name}{colon}{rest}"[:60]
 
 
 def _notes(harm: Harm, known: Mapping[str, Point]) -> list[str]:

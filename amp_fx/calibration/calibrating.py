@@ -16,9 +16,9 @@ from amp_fx.calibration.below import read_matmuls
 from amp_fx.calibration.calibration import Calibration
 from amp_fx.calibration.measuring import run_measured
 from amp_fx.calibration.meter import Meter
-from amp_fx.calibration.step import OutputStep, Step
+from amp_fx.calibration.step import OutputStep, Step, loss_scale
 from amp_fx.calibration.traced import TargetGraph, TracedGraph
-from amp_fx.errors import AmpFxError, CaptureError, OptionsError, ScalerError, TargetError
+from amp_fx.errors import AmpFxError, CaptureError, OptionsError, TargetError
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
@@ -34,7 +34,6 @@ from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import counterparts, moved_nodes
 from amp_fx.policy.levels import LEVELS, Level, levels_of
 from amp_fx.policy.table import supported_devices
-from amp_fx.scaling import find_scaler
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
@@ -107,7 +106,7 @@ def calibrate(
     low = opts.low_dtype(device if target is None else "cuda")
     level = _level(opts, device, target, training=training)
     opts = replace(opts, dtype=low, profile=_profile(profile, target), level=level)
-    scale = _scale(scale, low) if training else 1.0
+    scale = loss_scale(scale, low) if training else 1.0
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise OptionsError(f"probes must be an integer from 1 on; got {probes!r}.")
     kind, pick = (Step, loss) if training else (OutputStep, of if callable(of) else None)
@@ -296,19 +295,6 @@ def _progress(steps: Sequence[Step]) -> Iterator[Step]:
     except ImportError:
         return iter(steps)
     return iter(tqdm(steps, desc="calibrate", unit="batch", disable=None if len(steps) > 1 else True))
-
-
-def _scale(scale: float | None, low: torch.dtype) -> float:
-    if low is torch.bfloat16:
-        return 1.0
-    if scale is None:
-        try:
-            return float(find_scaler("default").get_scale())
-        except ScalerError:
-            return 65536.0
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-        raise OptionsError(f"scale must be a positive number; got {scale!r}.")
-    return float(scale)
 
 
 def _is_training(of: object, loss: object) -> bool:

@@ -18,7 +18,7 @@ Tensors with many elements are sampled at equal strides.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -125,7 +125,7 @@ class Meter:
 
         Errors are kept in bf16, whose range is that of fp32: there are many of them.
         """
-        stride = sample_stride(value)
+        stride = sample_stride(value.shape)
         sample = value.detach().reshape(-1)[::stride]
         error = (sample * scale).to(self.low).to(sample.dtype).div_(scale).sub_(sample)
         return error.to(torch.bfloat16), stride
@@ -180,11 +180,11 @@ def _finite(harm: float) -> float | None:
     return harm if math.isfinite(harm) else None
 
 
-def sample_stride(value: torch.Tensor) -> int:
+def sample_stride(shape: Sequence[int], most: int = SAMPLES) -> int:
     """Steps between sampled elements, with no factor in common with a size: no row or column is left out."""
-    if value.numel() <= SAMPLES:
+    if math.prod(shape) <= most:
         return 1
-    stride = value.numel() // SAMPLES + 1
-    while any(math.gcd(stride, size) > 1 for size in value.shape if size > 1):
+    stride = math.prod(shape) // most + 1
+    while any(math.gcd(stride, size) > 1 for size in shape if size > 1):
         stride += 1
     return stride

@@ -132,7 +132,7 @@ def scaled_error(value: Tensor, dtype: torch.dtype, level: Level, *, in_rows: bo
         in_rows: rows are contracted, which are scaled one by one, or by blocks; else columns.
     """
     matrix = value.detach().reshape(-1, value.shape[-1])
-    stride = sample_stride(value)
+    stride = sample_stride(value.shape)
     places = torch.arange(0, matrix.numel(), stride, device=matrix.device)
     sample = matrix.reshape(-1)[::stride]
     row, column = places // matrix.shape[1], places % matrix.shape[1]

@@ -17,12 +17,16 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 from amp_fx.calibration.measuring import differentiate, differentiate_outputs
 from amp_fx.calibration.meter import Meter
-from amp_fx.errors import AmpFxError
+from amp_fx.errors import AmpFxError, OptionsError, ScalerError
 from amp_fx.graphs.batches import call_of
 from amp_fx.reports.histograms import loss_of
-from amp_fx.reports.untouched import plain, untouched
+from amp_fx.reports.untouched import plain, repeatable
+from amp_fx.scaling import find_scaler
 
-__all__ = ["OutputStep", "Results", "Step"]
+__all__ = ["FIRST_SCALE", "OutputStep", "Results", "Step", "loss_scale"]
+
+#: where a scaler starts
+FIRST_SCALE = 65536.0
 
 #: what is judged, by name, in fp64
 Results = dict[str, torch.Tensor]
@@ -95,12 +99,7 @@ class Step:
         self, program: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Copies of the arguments; inside, random numbers are those of every run of this step."""
-        with untouched(program, *call) as given, torch.set_grad_enabled(self.differentiates):
-            torch.default_generator.manual_seed(self.seed)
-            if torch.cuda.is_available():
-                torch.cuda.manual_seed(self.seed)
-            random.seed(self.seed)
-            np.random.seed(self.seed % 2**32)
+        with repeatable(program, *call, self.seed) as given, torch.set_grad_enabled(self.differentiates):
             yield given
 
 
@@ -182,3 +181,17 @@ def _gradients(loss: torch.Tensor, program: nn.Module, scale: float) -> Results:
 
 def _double(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def loss_scale(scale: float | None, low: torch.dtype, name: str = "default") -> float:
+    """The loss scale that was given for a low dtype, else that of a scaler, else where such a scaler starts."""
+    if low is torch.bfloat16:
+        return 1.0
+    if scale is None:
+        try:
+            return float(find_scaler(name).get_scale())
+        except ScalerError:
+            return FIRST_SCALE
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise OptionsError(f"scale must be a positive number; got {scale!r}.")
+    return float(scale)

@@ -15,6 +15,7 @@ from pathlib import Path
 import amp_fx
 from amp_fx.cli.calibrate_command import CALIBRATE
 from amp_fx.cli.command import MODULE, program
+from amp_fx.cli.compare_command import COMPARE
 from amp_fx.cli.export_command import EXPORT
 from amp_fx.cli.profile_command import PROFILE
 from amp_fx.cli.report_commands import REPORT_COMMANDS
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 _COMMANDS = {
     **REPORT_COMMANDS,
+    "compare": COMPARE,
     "calibrate": CALIBRATE,
     "targets": TARGETS_COMMAND,
     "profile": PROFILE,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import torch.fx as fx
 
 from amp_fx.state import cache_results
 
-__all__ = ["module_path", "source_line", "where"]
+__all__ = ["module_path", "short_source", "source_line", "where"]
 
 #: Dynamo writes a module's path as Python source: L['self'].encoder._modules['layer']._modules['0']
 _FRAME_LOCAL = re.compile(r"^[LG]\['\w+'\]")
@@ -36,6 +37,12 @@ def module_path(node: fx.Node) -> str:
         return ""
     path = _FRAME_LOCAL.sub("", str(list(stack.values())[-1][0]))
     return _INDEXED.sub(r".\1", path).lstrip(".")
+
+
+def short_source(source: str) -> str:
+    """``train.py:7: y = f(x)`` for a source line with its whole path; at most 60 characters."""
+    path, colon, rest = source.partition(":")
+    return f"{Path(path).name}{colon}{rest}"[:60]
 
 
 @cache_results(4096)  # repeated layers have the same lines

@@ -46,6 +46,7 @@ class ReportData:
             it overflows. Empty unless harm was given.
         modules: casts by module, of both that ``costs`` compares, in the order of the program.
         device: type of the device that was planned for, ``"cpu"``; empty where only plans are known.
+        measured: what ``harms`` are: ``"harm"``, or in a comparison ``"error"``, that of the call's own result.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -55,6 +56,7 @@ class ReportData:
     harms: dict[str, dict[str, float | None]] = field(default_factory=dict)
     modules: list[ModuleCasts] = field(default_factory=list)
     device: str = ""
+    measured: str = "harm"
 
     @property
     def graph_breaks(self) -> list[str]:

@@ -28,6 +28,7 @@ FLOORS = (
     ("amp_fx.backend",),
     ("amp_fx.direct", "amp_fx.integrations", "amp_fx.reports"),
     ("amp_fx.calibration", "amp_fx.storing"),
+    ("amp_fx.comparison",),
     ("amp_fx",),
     ("amp_fx.cli",),
     ("amp_fx.__main__",),

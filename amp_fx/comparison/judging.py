@@ -1,0 +1,196 @@
+"""What explains the error of a value, and the module at which an error grows for no such reason.
+
+A value is computed from others that were taken, by calls of which some round. It is expected to have the largest error
+of those others, and what the calls round: the unit roundoff of the lowest precision among them, times the root of one
+more than their matmuls, since what follows a matmul is one kernel, and roundings have no sign in common. A gradient is
+computed by the calls that read the value, from the gradients of their results, and from values whose errors are in it,
+too.
+
+What has many times the error that is expected stands out. Cancellation does it (a variance as E[x^2] - E[x]^2), a
+function that magnifies (a softmax of numbers far from zero), or a range that is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from amp_fx.comparison.distances import Distance
+from amp_fx.plans.modules import is_passage
+from amp_fx.plans.plan import NodePlan, Plan
+
+__all__ = ["Finding", "Judge"]
+
+#: times the error that is expected from which on a value, and a gradient, stands out: of models that train well, values
+#: were at most at 1.5, gradients at 77 where they cancel
+_TIMES, _TIMES_GRADIENT = 4.0, 16.0
+
+#: error below which nothing stands out
+_LEAST, _LEAST_GRADIENT = 1e-2, 0.1
+
+#: weight, of the largest, below which a gradient is of no account: where all of it cancels, what is left is rounding
+_WEIGHS = 1e-3
+
+#: share of a gradient in fp16 from which on what became zero is a fault of its own
+_LOST = 0.01
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A value that stands out.
+
+    Attributes:
+        graph: number of the graph.
+        value: name of its call.
+        of: ``"result"`` or ``"gradient"``.
+        module: that computes it: of a gradient, the one that reads the value.
+        error: relative L2 error; infinite where it is not finite.
+        expected: what explains of that.
+        lost: share of a gradient in fp16 that has become zero.
+        weighs: False for a gradient that hardly matters for the loss.
+        feeds: modules that compute in a low dtype what it is computed from.
+    """
+
+    graph: int
+    value: str
+    of: Literal["result", "gradient"]
+    module: str
+    error: float
+    expected: float
+    lost: float
+    weighs: bool
+    feeds: tuple[str, ...]
+
+    @property
+    def growth(self) -> float:
+        """Times the error that is expected."""
+        return self.error / max(self.expected, 1e-12)
+
+    @property
+    def underflows(self) -> bool:
+        """True where gradients have become zero."""
+        return self.lost > _LOST
+
+    @property
+    def stands_out(self) -> bool:
+        """True where nothing explains the error."""
+        if self.of == "result":
+            return self.error > max(_LEAST, _TIMES * self.expected)
+        if math.isinf(self.error):
+            return True
+        grown = self.error > _TIMES_GRADIENT * self.expected
+        return self.error > _LEAST_GRADIENT and self.weighs and (grown or self.underflows)
+
+
+class Judge:
+    """Knows of which values a value is computed.
+
+    Args:
+        plans: of the graphs of a run, in order.
+        distances: of its values to those of the reference.
+    """
+
+    def __init__(self, plans: Sequence[Plan], distances: Mapping[tuple[int, str], Distance]) -> None:
+        self._distances = distances
+        self._taken: dict[int, set[str]] = {number: set() for number in range(len(plans))}
+        for number, name in distances:
+            self._taken[number].add(name)
+        self._graphs = [_Graph(plan) for plan in plans]
+        self._heaviest = max((each.weight for each in distances.values()), default=0.0)
+
+    def findings(self) -> Iterator[Finding]:
+        """Every value in order of execution, then every gradient in that of the backward."""
+        for graph, rows in enumerate(self._graphs):
+            for name in rows.names:
+                if (graph, name) in self._distances:
+                    yield self._of_result(graph, name)
+        for graph, rows in reversed(list(enumerate(self._graphs))):
+            for name in reversed(rows.names):
+                here = self._distances.get((graph, name))
+                if here is not None and here.gradient_error is not None:
+                    yield self._of_gradient(graph, name, here.gradient_error)
+
+    def _of_result(self, graph: int, name: str) -> Finding:
+        rows, here = self._graphs[graph], self._distances[graph, name]
+        before, calls = rows.walk(name, rows.sources, self._taken[graph])
+        errors = [self._distances[graph, each].error for each in before]
+        own = [rows.calls[name]] if name in rows.calls else []
+        module = own[0].module_path if own else ""
+        expected = max(errors, default=0.0) + _rounded([*own, *calls])
+        feeds = rows.low_modules(before, module)
+        return Finding(graph, name, "result", module, here.error, expected, 0.0, True, feeds)
+
+    def _of_gradient(self, graph: int, name: str, error: float) -> Finding:
+        rows = self._graphs[graph]
+        after, calls = rows.walk(name, rows.readers, self._taken[graph])
+        calls += [rows.calls[each] for each in after if each in rows.calls]
+        known = [self._distances[graph, each] for each in (name, *after)]
+        errors = [each.error for each in known]
+        errors += [each.gradient_error for each in known[1:] if each.gradient_error is not None]
+        # what it reads besides has errors, too
+        for call in calls:
+            beside, _ = rows.walk(call.name, rows.sources, self._taken[graph])
+            errors += [self._distances[graph, each].error for each in beside]
+        own = rows.calls[name].module_path if name in rows.calls else ""
+        module = next((call.module_path for call in calls if call.module_path != own), own)
+        expected = max(errors, default=0.0) + _rounded(calls)
+        feeds = rows.low_modules([name, *after], module)
+        narrow = name in rows.calls and rows.calls[name].computed is torch.float16
+        lost, weighs = known[0].lost * narrow, known[0].weight >= _WEIGHS * self._heaviest
+        return Finding(graph, name, "gradient", module, error, expected, lost, weighs, feeds)
+
+
+def _rounded(calls: Sequence[NodePlan]) -> float:
+    """What calls round together; what follows one matmul up to the next is one kernel."""
+    units = [_unit(call.computed) for call in calls if call.computed is not None and not is_passage(call)]
+    return max(units, default=0.0) * math.sqrt(1 + sum(call.flops > 0 for call in calls))
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 2.0**-7
+
+
+class _Graph:
+    """The calls of one graph, and who reads whom; casts are no calls."""
+
+    def __init__(self, plan: Plan) -> None:
+        casts = {cast.name: cast.value for cast in plan.casts if cast.inserted}
+        self.calls = {row.name: row for row in plan.nodes}
+        self.names = [*(given.name for given in plan.inputs), *self.calls]
+        aliases = {given.name: given.alias for given in plan.inputs if given.alias}
+        self.sources: dict[str, list[str]] = {}
+        self.readers: dict[str, list[str]] = {}
+        for row in plan.nodes:
+            for read in row.inputs:
+                while read in casts or read in aliases:
+                    read = casts.get(read) or aliases[read]
+                self.sources.setdefault(row.name, []).append(read)
+                self.readers.setdefault(read, []).append(row.name)
+
+    def walk(
+        self, name: str, edges: Mapping[str, Sequence[str]], until: set[str]
+    ) -> tuple[list[str], list[NodePlan]]:
+        """The nearest values among ``until`` along the edges, and the calls on the way to them."""
+        found, passed = dict[str, None](), dict[str, None]()
+        pending = list(edges.get(name, ()))
+        while pending:
+            each = pending.pop()
+            if each in found or each in passed or each == name:
+                continue
+            if each in until:
+                found[each] = None
+                continue
+            passed[each] = None
+            pending += edges.get(each, ())
+        return list(found), [self.calls[each] for each in passed if each in self.calls]
+
+    def low_modules(self, names: Sequence[str], but: str) -> tuple[str, ...]:
+        """Modules that compute these values in a low dtype, but for one."""
+        rows = [self.calls[name] for name in names if name in self.calls]
+        low = [row.module_path for row in rows if row.low is not None and row.computed is row.low]
+        return tuple(dict.fromkeys(path for path in low if path != but))

@@ -1,0 +1,208 @@
+"""Extra results of a graph: the values that one module hands to another, and their gradients.
+
+Before::
+
+    linear = torch.ops.aten.linear.default(x, weight, bias)                 # bf16
+    relu = torch.ops.aten.relu.default(linear)
+    return (relu,)
+
+After::
+
+    linear = torch.ops.aten.linear.default(x, weight, bias)
+    add = torch.ops.aten.add.Tensor(linear, amp_fx_zero_0)                  # its gradient is that of linear
+    detach = torch.ops.aten.detach.default(add)
+    to = torch.ops.aten.to.dtype(detach, torch.float32)
+    reshape = torch.ops.aten.reshape.default(to, [-1])
+    slice = torch.ops.aten.slice.Tensor(reshape, 0, 0, 9223372036854775807, 7)
+    clone = torch.ops.aten.clone.default(slice)                             # elements at equal steps
+    abs = torch.ops.aten.abs.default(to)
+    amax = torch.ops.aten.amax.default(abs)                                 # inf or nan if an element is
+    relu = torch.ops.aten.relu.default(add)
+    return (relu, clone, amax)
+
+What a kernel holds in fp32 and never writes low is handed out as it is there: the cast to fp32 is part of that kernel.
+The zero is one number that is expanded, so that the input takes no memory; adding it rounds nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import FakeTensor, known_sizes, size_hint, size_with
+from amp_fx.calibration.meter import sample_stride
+from amp_fx.graphs.calls import grad_modes, is_gradient_call, is_parameter
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.source_lines import module_path
+from amp_fx.graphs.storages import storage_of, written_storages
+from amp_fx.graphs.values import is_eligible, numel
+
+__all__ = ["SAMPLES", "Taps", "handed_on", "tap"]
+
+#: elements of a value that are compared
+SAMPLES = 16384
+
+aten = torch.ops.aten
+
+
+def handed_on(gm: fx.GraphModule, *, every_call: bool) -> dict[str, tuple[str, ...]]:
+    """The floating values that leave the module which computed them, in the order of the graph.
+
+    Args:
+        gm: a captured graph.
+        every_call: also the results of all other calls.
+
+    Returns:
+        Name of a value -> paths of the modules whose result it is, outermost first; the whole model is ``""``.
+    """
+    found = dict[str, tuple[str, ...]]()
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if not is_eligible(value) or not numel(value) or is_parameter(node):
+            continue
+        path, readers = module_path(node), [_reader(user) for user in node.users]
+        if every_call or any(reader != path for reader in readers):
+            around = _around(path) if node.op == "call_function" else []
+            found[node.name] = tuple(
+                outer for outer in around if any(outer not in _around(reader) for reader in readers)
+            )
+    return found
+
+
+def _reader(user: fx.Node) -> str | None:
+    """The module that reads a value; None where the graph returns it."""
+    return None if user.op == "output" else module_path(user)
+
+
+def _around(path: str | None) -> list[str]:
+    """A module and those around it: ``"a.b"`` -> ``["", "a", "a.b"]``."""
+    if path is None:
+        return []
+    parts = path.split(".") if path else []
+    return [".".join(parts[:end]) for end in range(len(parts) + 1)]
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a graph takes and returns besides the program's own.
+
+    Attributes:
+        values: names of the values that it returns; of each a sample in fp32, flat, and the largest magnitude, 0-d.
+        strides: name -> steps between the elements of the sample.
+        zeros: name of a value with a gradient -> the fake input that is added to it.
+        inputs: fake values of the program's own inputs.
+    """
+
+    values: tuple[str, ...]
+    strides: dict[str, int]
+    zeros: dict[str, FakeTensor]
+    inputs: tuple[Any, ...]
+
+    def make_zeros(self, args: Sequence[Any]) -> dict[str, tuple[torch.Tensor, list[int]]]:
+        """Name of a value -> a number with a gradient, and the size that it is expanded to as an extra input of a call.
+
+        Args:
+            args: the program's own inputs.
+        """
+        sizes = known_sizes(self.inputs, args) if self.zeros else {}
+        return {
+            name: (
+                torch.zeros((), dtype=fake.dtype, device=fake.device, requires_grad=True),
+                [size_with(size, sizes) for size in fake.shape],
+            )
+            for name, fake in self.zeros.items()
+        }
+
+
+def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, gradients: bool) -> Taps:
+    """Rewrites a graph in place so that it hands out values.
+
+    Args:
+        gm: captured, perhaps rewritten.
+        names: of the values; those that the graph has not are left out.
+        args: example values of the graph's inputs.
+        gradients: True if it will be differentiated and gradients are wanted, too.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    first = next(node for node in gm.graph.nodes if node.op != "placeholder")
+    differentiable = _differentiable(gm, placeholders, args) if gradients else set()
+    taken = [node for node in gm.graph.nodes if node.name in names and is_eligible(node.meta.get("val"))]
+    last = placeholders[-1]
+    zeros, strides, results = dict[str, FakeTensor](), dict[str, int](), list[fx.Node]()
+    for node in taken:
+        strides[node.name] = sample_stride([size_hint(size) for size in node.meta["val"].shape], SAMPLES)
+        with gm.graph.inserting_before(first if node.op == "placeholder" else node.next):
+            value = node
+            if node in differentiable:
+                last = _zero(gm.graph, node.meta["val"], last, len(zeros))
+                zeros[node.name] = last.meta["val"]
+                readers = set(node.users)
+                value = _call(gm.graph, aten.add.Tensor, node, last)
+                node.replace_all_uses_with(value, delete_user_cb=readers.__contains__)
+            results += _results(gm.graph, value, strides[node.name])
+    output = gm.graph.output_node()
+    output.args = ((*output.args[0], *results),)  # type: ignore[misc]  # a tuple or list
+    gm.recompile()
+    inputs = tuple(node.meta.get("example_value", node.meta.get("val")) for node in placeholders)
+    return Taps(tuple(node.name for node in taken), strides, zeros, inputs)
+
+
+def _zero(graph: fx.Graph, like: FakeTensor, last: fx.Node, number: int) -> fx.Node:
+    """An input that is added to a value: its gradient is that of the value."""
+    with like.fake_mode:
+        zero = torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape).requires_grad_()
+    with graph.inserting_after(last):
+        placeholder = graph.placeholder(f"amp_fx_zero_{number}")
+    placeholder.meta.update(val=zero, example_value=zero)
+    # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
+    placeholder._dynamo_source = None  # type: ignore[attr-defined]
+    return placeholder
+
+
+def _results(graph: fx.Graph, value: fx.Node, stride: int) -> tuple[fx.Node, fx.Node]:
+    wide = _call(graph, aten.detach.default, value)
+    if value.meta["val"].dtype is not torch.float32:
+        wide = _call(graph, aten.to.dtype, wide, torch.float32)
+    flat = _call(graph, aten.reshape.default, wide, [-1])
+    if stride > 1:
+        flat = _call(graph, aten.slice.Tensor, flat, 0, 0, sys.maxsize, stride)
+    sample = _call(graph, aten.clone.default, flat)
+    return sample, _call(
+        graph, aten.amax.default, _call(graph, aten.abs.default, flat if stride == 1 else wide)
+    )
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = run_fake(node)
+    return node
+
+
+def _differentiable(gm: fx.GraphModule, placeholders: Sequence[fx.Node], args: Sequence[Any]) -> set[fx.Node]:
+    """Values that have a gradient and a storage of their own, to which nobody writes."""
+    if any(map(is_gradient_call, gm.graph.nodes)):
+        # a train step takes its gradients itself
+        return set()
+    modes = grad_modes(gm.graph)
+    found = {
+        node
+        for node, given in zip(placeholders, args, strict=True)
+        if isinstance(given, torch.Tensor) and given.requires_grad
+    }
+    fixed = {storage_of(node) for node in placeholders}.union(*map(written_storages, gm.graph.nodes))
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        floats = isinstance(value, (list, tuple)) or is_eligible(value)
+        cut = node.target is aten.detach.default or not modes[node]
+        if node.op == "call_function" and floats and not cut and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return {
+        node
+        for node in found
+        if node.op == "call_function" and is_eligible(node.meta["val"]) and storage_of(node) not in fixed
+    }

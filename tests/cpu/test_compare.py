@@ -1,0 +1,351 @@
+"""``amp_fx.compare``: which module of a program is named, what is measured, and that nothing is changed.
+
+Four programs go through Inductor; the others are run op by op, as AOTAutograd traces them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from spoiled import Cancelling, Kelvin, Large, Net, llama, mean_square, next_token
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx import AmpFxError, Comparison, InputError, OptionsError
+from amp_fx.cli import main
+from graphs import without_inductor
+
+OFF = {"profile": "off"}
+FP16 = {**OFF, "dtype": "float16"}
+
+#: program -> its input, and options
+SPOILED: dict[type[Any], tuple[tuple[int, ...], dict[str, Any]]] = {
+    Cancelling: ((128, 64), OFF),
+    Large: ((128, 64), FP16),
+    Kelvin: ((4, 32, 64), OFF),
+}
+
+
+@pytest.fixture
+def op_by_op() -> Iterator[None]:
+    with without_inductor():
+        yield
+
+
+def compared(model: nn.Module, *batch: Any, **given: Any) -> Comparison:
+    return amp_fx.compare(model, *batch, **{"loss": mean_square, "options": OFF, **given})
+
+
+def rows(found: Comparison) -> dict[str, amp_fx.ModuleError]:
+    return {row.module: row for row in found.worst}
+
+
+# --- the verdict ---
+
+
+def spoiled(program: type[Any], **given: Any) -> tuple[nn.Module, Tensor, dict[str, Any]]:
+    torch.manual_seed(0)
+    size, options = SPOILED[program]
+    return program(), torch.randn(size), {"options": options, **given}
+
+
+@pytest.mark.parametrize("program", SPOILED, ids=lambda program: program.__name__)
+def test_the_module_that_spoils_a_compiled_program_is_named(program: type[Any]) -> None:
+    model, x, given = spoiled(program)
+    # a kernel takes g++ a second; in fp16, what is written for the backward is what overflows
+    with torch.set_grad_enabled(program is Large):
+        found = amp_fx.compare(model, x, loss=mean_square if program is Large else None, **given)
+    assert not found.healthy
+    assert found.culprit == program.culprit
+    assert program.culprit in found.verdict
+    assert found.disturbance < 0.1 * found.result_error
+
+
+@pytest.mark.parametrize("program", SPOILED, ids=lambda program: program.__name__)
+def test_in_training_it_is_named_and_what_is_said_to_mend_it_does(program: type[Any], op_by_op: None) -> None:
+    model, x, given = spoiled(program)
+    found = compared(model, x, **given)
+    assert (found.healthy, found.culprit) == (False, program.culprit)
+    mended = compared(model, x, options=found.remedy)
+    assert mended.healthy
+    assert mended.result_error < 0.2 * found.result_error
+
+
+@pytest.mark.slow  # g++ compiles a hundred kernels
+def test_nothing_is_wrong_of_a_healthy_llama_compiled() -> None:
+    found = of_llama()
+    assert found.healthy
+    assert found.disturbance < 1e-3
+
+
+def of_llama() -> Comparison:
+    torch.manual_seed(0)
+    ids = torch.randint(64, (2, 16))
+    return compared(llama(), ids, loss=lambda outputs: next_token(ids, outputs.logits))
+
+
+def test_nothing_is_wrong_of_a_healthy_llama(op_by_op: None) -> None:
+    found = of_llama()
+    assert found.healthy
+    assert (found.culprit, found.first_nonfinite, found.remedy) == (None, None, {})
+    names = rows(found)
+    assert {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp", "lm_head"} <= names.keys()
+    assert "model.layers" not in names
+    assert all(0 < row.error < 0.02 for row in names.values() if row.precision == "bfloat16")
+
+
+def test_the_first_module_that_leaves_the_range_is_named(op_by_op: None) -> None:
+    found = compared(Large(), torch.randn(128, 64), options=FP16)
+    assert found.first_nonfinite == "norm"
+    assert found.culprit_call is not None
+    assert "spoiled.py" in found.culprit_call.source
+
+
+@pytest.mark.parametrize("loss", [mean_square, torch.sum], ids=["mean square", "sum, whose gradient cancels"])
+def test_a_norm_at_the_end_is_healthy(loss: Callable[[Tensor], Tensor], op_by_op: None) -> None:
+    model = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    assert compared(model, torch.randn(4, 8, 32), loss=loss).healthy
+
+
+# --- what is measured ---
+
+
+def test_errors_are_those_of_the_values_and_of_their_gradients(op_by_op: None) -> None:
+    model, x = Net(), torch.randn(64, 16)
+    found = rows(compared(model, x))
+
+    def values(low: bool) -> dict[str, tuple[Tensor, Tensor]]:
+        kept: dict[str, Tensor] = {}
+        handles = [
+            getattr(model, name).register_forward_hook(
+                lambda _, __, result, name=name: kept.update({name: result})
+            )
+            for name in ("up", "norm", "down")
+        ]
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            result = model(x)
+        for handle in handles:
+            handle.remove()
+        gradients = torch.autograd.grad(mean_square(result.float()), list(kept.values()))
+        return {name: (kept[name].float(), g.float()) for name, g in zip(kept, gradients, strict=True)}
+
+    low, exact = values(True), values(False)
+    for name in ("up", "down"):
+        errors = [
+            ((ours - true).norm() / true.norm()).item()
+            for ours, true in zip(low[name], exact[name], strict=True)
+        ]
+        assert found[name].error == pytest.approx(errors[0], rel=0.05)
+        assert found[name].gradient_error == pytest.approx(errors[1], rel=0.2)
+    assert list(found) == sorted(
+        found, key=lambda name: -max(found[name].error, found[name].gradient_error or 0)
+    )
+
+
+def test_of_large_values_a_sample_is_compared_and_all_is_searched(op_by_op: None) -> None:
+    class Spike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.scale = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale(self.up(x))
+
+    model, x = Spike(), torch.randn(3000, 64)
+    assert compared(model, x, options=FP16).first_nonfinite is None
+    # one number in 192,000, of which few are compared
+    x[1234] = 0.0
+    x[1234, 5] = 4e4
+    with torch.no_grad():
+        model.up.weight[7, 5] = 2.0
+    assert compared(model, x, options=FP16).first_nonfinite == "up"
+
+
+def test_without_a_loss_results_are_compared_in_the_mode_of_the_caller(op_by_op: None) -> None:
+    model, x = Net().eval(), torch.randn(4, 16)
+    with torch.inference_mode():
+        found = amp_fx.compare(model, x, options=OFF)
+    assert found.healthy
+    assert {row.gradient_error for row in found.worst} == {None}
+    assert 0 < found.result_error < 0.02
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sizes_may_be_symbols(dynamic: bool, op_by_op: None) -> None:
+    found = compared(Net(), torch.randn(6, 16), dynamic=dynamic)
+    assert found.healthy
+    assert all(row.gradient_error for row in found.worst)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_graph_break_starts_a_new_part(op_by_op: None) -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Net(), Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            torch._dynamo.graph_break()
+            return self.b(x)
+
+    found = compared(Parts(), torch.randn(6, 16))
+    assert len(found.plans) == 2
+    assert all(rows(found)[name].gradient_error for name in ("a", "a.up", "b", "b.norm"))
+
+
+def test_every_call_on_request(op_by_op: None) -> None:
+    found = compared(Net(), torch.randn(6, 16), calls=True)
+    assert {(row.op, row.module) for row in found.calls} >= {
+        ("linear", "up"),
+        ("gelu", ""),
+        ("linear", "down"),
+    }
+    assert compared(Net(), torch.randn(6, 16)).calls == ()
+
+
+# --- references ---
+
+
+@pytest.mark.parametrize("against", ["autocast", OFF], ids=["autocast", "options"])
+def test_a_run_is_close_to_others_that_round_alike(against: Any, op_by_op: None) -> None:
+    model, x = Net(), torch.randn(64, 16)
+    near, far = compared(model, x, against=against), compared(model, x)
+    assert rows(near)["down"].error < 0.5 * rows(far)["down"].error
+
+
+def test_eager_is_the_program_under_its_own_autocast(op_by_op: None) -> None:
+    model, x = Net(), torch.randn(64, 16)
+    alone = compared(model, x, against="eager")
+    assert rows(alone)["down"].error == pytest.approx(rows(compared(model, x))["down"].error)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = compared(model, x, loss=lambda outputs: mean_square(outputs.float()), against="eager")
+    assert rows(inside)["down"].error < 0.5 * rows(alone)["down"].error
+
+
+@pytest.mark.parametrize("against", ["fp64", 3, {"polcy": "fast"}])
+def test_an_unknown_reference_is_an_error(against: Any) -> None:
+    with pytest.raises(OptionsError):
+        compared(Net(), torch.randn(6, 16), against=against)
+
+
+# --- fp16 ---
+
+
+def test_gradients_that_become_zero_are_counted_and_a_scaler_mends_them(op_by_op: None) -> None:
+    model, x = Net(), torch.randn(64, 16)
+
+    def small(outputs: Tensor) -> Tensor:
+        return 1e-5 * mean_square(outputs)
+
+    found = compared(model, x, loss=small, options=FP16, scale=1.0)
+    assert not found.healthy
+    assert rows(found)["up"].lost > 0.1
+    assert found.remedy["scaler"] == "default"
+    assert compared(model, x, loss=small, options=FP16).healthy
+
+
+def test_the_loss_scale_is_that_of_the_scaler_and_backs_off_as_its_would(op_by_op: None) -> None:
+    model, x = Net(), torch.randn(64, 16)
+    scaler = amp_fx.GradScaler("cpu", init_scale=4096.0)
+    options = {**FP16, "scaler": scaler.name}
+    assert compared(model, x, options=options).loss_scale == 4096.0
+    found = compared(model, x, loss=lambda outputs: 100 * outputs.square().sum(), options=options)
+    assert found.healthy
+    assert found.loss_scale < 4096.0
+    assert scaler.get_scale() == 4096.0
+
+
+# --- the call ---
+
+
+def test_nothing_is_changed(op_by_op: None) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4))
+    x = torch.randn(32, 16)
+    model(x).sum().backward()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    generator = torch.get_rng_state()
+    first, again = compared(model, x), compared(model, x)
+    assert first.worst == again.worst
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    for p, (gradient, values) in zip(model.parameters(), gradients, strict=True):
+        assert p.grad is gradient
+        assert gradient is not None
+        assert values is not None
+        assert torch.equal(gradient, values)
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "batch", [(torch.zeros(2, 3),), (), (torch.zeros(2, 16), 3), ("text",), ({"y": torch.zeros(2, 16)},)]
+)
+def test_a_batch_that_the_model_does_not_take_is_an_error(batch: tuple[Any, ...]) -> None:
+    with pytest.raises(InputError):
+        compared(Net(), *batch)
+
+
+def test_a_batch_is_what_calibrate_takes(op_by_op: None) -> None:
+    model, x = Net(), torch.randn(6, 16)
+    found = [compared(model, *batch).worst for batch in ((x,), ((x,),), ({"x": x},))]
+    assert found[0] == found[1] == found[2]
+    assert compared(model, x=x).worst == found[0]
+
+
+def test_other_things_that_are_wrong_are_errors() -> None:
+    with pytest.raises(AmpFxError, match="Module"):
+        amp_fx.compare(torch.sin, torch.randn(3))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AmpFxError, match="no loss"):
+        compared(Net(), torch.randn(6, 16), loss=lambda outputs: outputs)
+
+
+def test_one_process_of_a_group_may_call_it(op_by_op: None, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(Net())
+        found = compared(model, torch.randn(6, 16))
+    finally:
+        dist.destroy_process_group()
+    assert found.healthy
+    assert "up" in rows(found)
+
+
+# --- what a reader sees ---
+
+
+def test_text_json_and_picture(op_by_op: None, tmp_path: Path) -> None:
+    found = compared(Kelvin(), torch.randn(4, 32, 64))
+    lines = str(found).split("\n")
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 25
+    pasted = str(found).partition("options=")[2]
+    assert eval(pasted) == found.remedy
+    data = json.loads(found.to_json())
+    assert (data["culprit"], data["healthy"]) == ("attend", False)
+    assert json.loads(found.save(tmp_path / "found.json").read_text()) == data
+    page = found.save(tmp_path / "found.html").read_text()
+    assert "from the reference" in page
+    dot = found.save(tmp_path / "found.dot").read_text()
+    assert "error 2e-03" in dot
+
+
+def test_on_the_command_line(
+    op_by_op: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "user_program.py").write_text(
+        "import torch\nfrom spoiled import Kelvin, mean_square as loss\n"
+        "def build():\n    return Kelvin(), torch.randn(4, 32, 64)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = ["compare", "user_program:build", "--loss", "user_program:loss", "--options", json.dumps(OFF)]
+    assert main([*arguments, "--json", "-o", "found.dot"]) == 0
+    assert json.loads(capsys.readouterr().out)["culprit"] == "attend"
+    assert (tmp_path / "found.dot").exists()
+    assert main([*arguments, "--against", "nothing"]) == 1
