@@ -29,7 +29,7 @@ PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PY
 
 CODE = $(wildcard amp_fx passes viz tests examples benchmarks)
 
-.PHONY: help gpu venv lint format typecheck docs test test-fast test-slow test-matrix test-suite demo clean compiler
+.PHONY: help gpu venv lint format typecheck docs test test-fast test-slow test-matrix test-suite dist demo clean compiler
 
 help:
 	@echo "make test       lint, type check, documentation and all tests but the slow ones"
@@ -37,6 +37,7 @@ help:
 	@echo "make test-fast  the tests that need fake tensors only"
 	@echo "make test-matrix  the tests on each supported torch, in environments of their own (large downloads)"
 	@echo "make gpu        on a machine with a GPU: its tests and all benchmarks, nine minutes a call, until none is left"
+	@echo "make dist       wheel and sdist in dist/, checked and tried in a clean environment"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make demo       what amp_fx is for, in three acts: accuracy, inference, a GPU that is not in the machine"
 	@echo "make lint | format | typecheck | venv | clean"
@@ -73,7 +74,7 @@ docs: venv
 	@set -o pipefail; NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict 2>&1 | sed '/^INFO/d'
 	@echo "the documentation: build/site/index.html"
 
-# Kept below 15 minutes; what takes long by itself (two processes, whole trainings) is in test-slow.
+# What takes long by itself (two processes, whole trainings) is in test-slow.
 test: compiler lint typecheck docs
 	@rm -rf build/inductor
 	$(PYTEST) -m "not slow"
@@ -107,6 +108,16 @@ DEMO_VENV := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-demo)
 
 demo: compiler $(DEMO_VENV)/.installed
 	@$(DEMO_VENV)/bin/python examples/demo.py
+
+# What a release would upload: built, checked, installed into a clean environment, and the demo's first act run from there.
+dist: venv compiler
+	@rm -rf dist build/dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/dist
+	build/dist/bin/python -m pip install -q -c <($(CONSTRAINTS)) torch==$(TORCH) 'setuptools>=77'
+	build/dist/bin/python -m pip install -q -c <($(CONSTRAINTS)) "$$(ls dist/*.whl)"
+	cd build/dist && bin/python $(CURDIR)/examples/demo.py --acts 1
 
 # Nothing is installed: the Python that is there has torch, triton and networkx. Each call takes less than ten minutes and
 # goes on where the one before stopped.

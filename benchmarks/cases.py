@@ -162,12 +162,6 @@ _case(
     workloads.gan,
     {"cpu": {"batch": 16, "width": 64}, "cuda": {"batch": 256, "width": 128}},
 )
-_case(
-    "policy",
-    "training",
-    workloads.policy,
-    {"cpu": {"batch": 64}, "cuda": {"batch": 1024, "width": 256}},
-)
 for _batch in (4, 16, 64):
     _case(
         f"resnet_cifar_batch{_batch}",

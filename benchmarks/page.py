@@ -47,6 +47,9 @@ _TIMED = {
         "freezing": "autocast + freezing",
         "bf16": "bf16 model + compile",
         "amp_fx": "amp_fx",
+        "int8": 'amp_fx `"int8"`',
+        "int8_all": "amp_fx int8, all linears",
+        "torchao_dynamic": "torchao int8",
     },
 }
 

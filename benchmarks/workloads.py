@@ -436,30 +436,3 @@ def gan(batch: int, width: int, noise: int = 64) -> tuple[nn.Module, Batch]:
     """Convolutions and transposed ones, on images of 16 x 16."""
     real = torch.randn(batch, 3, 16, 16).tanh()
     return _GAN(width, noise), {"noise": torch.randn(batch, noise, 1, 1), "real": real}
-
-
-class _Policy(nn.Module):
-    """A clipped policy-gradient step on a small actor and critic."""
-
-    def __init__(self, observed: int, actions: int, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(observed, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
-        self.actor, self.critic = nn.Linear(width, actions), nn.Linear(width, 1)
-
-    def forward(self, seen: Tensor, action: Tensor, old: Tensor, advantage: Tensor, target: Tensor) -> Tensor:
-        features = self.body(seen)
-        log_prob = self.actor(features).log_softmax(-1).gather(1, action[:, None])[:, 0]
-        ratio = (log_prob - old).exp()
-        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        return F.mse_loss(self.critic(features)[:, 0], target) - gain.mean()
-
-
-def policy(batch: int, width: int = 64) -> tuple[nn.Module, Batch]:
-    """An update of reinforcement learning: so small that casts cannot pay."""
-    return _Policy(17, 6, width), {
-        "seen": torch.randn(batch, 17),
-        "action": _tokens(batch, vocab=6),
-        "old": torch.randn(batch) - 2,
-        "advantage": torch.randn(batch),
-        "target": torch.randn(batch),
-    }
