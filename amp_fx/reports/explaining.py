@@ -29,6 +29,7 @@ from amp_fx.reports.harms import add_harms
 from amp_fx.reports.left_out import NotCompiled, entry_of, left_out_advice
 from amp_fx.reports.lowered import LoweredGraphs
 from amp_fx.reports.modules import ModuleCasts, casts_by_module
+from amp_fx.reports.progress import progress
 from amp_fx.reports.recording import record
 from amp_fx.reports.report import Cost, Report
 from amp_fx.reports.targeted import explain_for
@@ -92,10 +93,11 @@ def explain(
     # a scaler belongs to a training that is not going on here
     given = {key: value for key, value in (options or {}).items() if key != "scaler"}
     not_compiled = NotCompiled()
-    if target is None:
-        plans, costs, modules = _here(program, args, kwargs, given, not_compiled)
-    else:
-        plans, costs, modules = explain_for(target, program, args, kwargs, given, not_compiled)
+    with progress("explain: compiling as far as fusion, with amp_fx and with torch.autocast"):
+        if target is None:
+            plans, costs, modules = _here(program, args, kwargs, given, not_compiled)
+        else:
+            plans, costs, modules = explain_for(target, program, args, kwargs, given, not_compiled)
     harms = {} if measured is None else add_harms(plans, measured)
     weights = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
     notes = left_out_advice(program, plans, not_compiled)
