@@ -8,7 +8,7 @@ import torch.fx as fx
 
 from amp_fx.state import cache_results
 
-__all__ = ["module_path", "source_line", "where"]
+__all__ = ["class_name", "module_path", "source_line", "where"]
 
 #: Dynamo writes a module's path as Python source: L['self'].encoder._modules['layer']._modules['0']
 _FRAME_LOCAL = re.compile(r"^[LG]\['\w+'\]")
@@ -36,6 +36,11 @@ def module_path(node: fx.Node) -> str:
         return ""
     path = _FRAME_LOCAL.sub("", str(list(stack.values())[-1][0]))
     return _INDEXED.sub(r".\1", path).lstrip(".")
+
+
+def class_name(kind: type | str) -> str:
+    """The class of a module in ``nn_module_stack``, as torch.export writes it."""
+    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @cache_results(4096)  # repeated layers have the same lines
