@@ -175,7 +175,8 @@ def replay(captured: fx.GraphModule, opts: Options, device: str, case: Case, con
         context: of the passes.
 
     Raises:
-        PlanError: none of the plans is about this graph, or it has a level or results that this device has not.
+        PlanError: none of the plans is about this graph, or it has a level that this device has not, or results that
+            no program has.
     """
     outline = _outline(captured, context)
     chosen = choose_plan(opts.plan or (), outline)

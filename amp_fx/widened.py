@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from amp_fx.errors import WeightsError
+from amp_fx.graphs.source_lines import class_name
 from amp_fx.graphs.values import LOW_DTYPES
 
 __all__ = [
@@ -142,8 +143,7 @@ def refuse_training(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
 def _is_widening(node: fx.Node) -> bool:
     """True for what :class:`Widened` and :class:`Unscaled` compute."""
     modules = list(node.meta.get("nn_module_stack", {}).values())
-    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in (Widened, Unscaled)]
-    return bool(modules) and modules[-1][1] in (Widened, Unscaled, *names)
+    return bool(modules) and class_name(modules[-1][1]) in map(class_name, (Widened, Unscaled))
 
 
 def _refuse(_gradient: Tensor | None = None) -> None:

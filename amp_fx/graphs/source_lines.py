@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from amp_fx.state import cache_results
 
-__all__ = ["module_path", "short_source", "source_line", "where"]
+__all__ = ["class_name", "module_path", "short_source", "source_line", "where"]
 
 #: Dynamo writes a module's path as Python source: L['self'].encoder._modules['layer']._modules['0']
 _FRAME_LOCAL = re.compile(r"^[LG]\['\w+'\]")
@@ -43,6 +43,11 @@ def short_source(source: str) -> str:
     """``train.py:7: y = f(x)`` for a source line with its whole path; at most 60 characters."""
     path, colon, rest = source.partition(":")
     return f"{Path(path).name}{colon}{rest}"[:60]
+
+
+def class_name(kind: type | str) -> str:
+    """The class of a module in ``nn_module_stack``, as torch.export writes it."""
+    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @cache_results(4096)  # repeated layers have the same lines

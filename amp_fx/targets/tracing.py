@@ -23,6 +23,7 @@ from amp_fx._torch import (
     is_functorch_wrapped,
 )
 from amp_fx.errors import TargetError
+from amp_fx.graphs.source_lines import class_name
 from amp_fx.graphs.values import tensors
 from amp_fx.targets.moving import SOURCE_META, fresh, rebuild
 
@@ -153,7 +154,7 @@ def _as_data(node: fx.Node) -> None:
         meta["example_value"] = tree_map_only(FakeTensor, fresh, meta["example_value"])
     if "nn_module_stack" in meta:
         meta["nn_module_stack"] = {
-            key: (path, _name(kind)) for key, (path, kind) in meta["nn_module_stack"].items()
+            key: (path, class_name(kind)) for key, (path, kind) in meta["nn_module_stack"].items()
         }
     if "source_fn_stack" in meta:
         meta["source_fn_stack"] = [(name, _name(function)) for name, function in meta["source_fn_stack"]]

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 import torch.fx as fx
 
-from amp_fx.errors import PlanError
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.plan import Decision, node_plan
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.policy import OpClass
 
 __all__ = ["Replay"]
 
@@ -27,6 +28,8 @@ class Replay(Pass):
     After, where the plan has bf16 for the call::
 
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
+
+    A product whose result the plan has in fp32 runs in fp32 where no kernel reads low operands and returns that.
 
     Attributes:
         rows: node name in this graph, with the path of its body -> what the plan has decided about it.
@@ -47,11 +50,10 @@ class Replay(Pass):
             if plan is None or row is None:
                 # what is about numbers has no row
                 continue
-            if row.is_because(Kind.WIDE_RESULT) and node.meta["val"].device.type != "cuda":
-                raise PlanError(
-                    f"the plan has {plan.name} ({plan.op}) as a low product that returns fp32, for which this "
-                    f"{node.meta['val'].device.type} has no kernel; make a plan for it, or drop the option."
-                )
             plan.follow(row)
+            if row.is_because(Kind.WIDE_RESULT) and (device := node.meta["val"].device.type) != "cuda":
+                why = Reason.of(Kind.NO_WIDE_RESULT, device=device, op=plan.op, low=plan.low)
+                others = [reason for reason in row.reasons if reason.kind is not Kind.WIDE_RESULT]
+                plan.op_class, plan.dtype, plan.reasons = OpClass.FP32, torch.float32, (*others, why)
             followed += 1
         return PassResult(gm, followed, f"{followed} nodes as the plan has them")

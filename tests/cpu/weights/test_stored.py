@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import amp_fx
 import levels
 from amp_fx import store_low
 from examples import hugging_face
 from graphs import without_inductor
+from targets import needs_a_target
 
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -52,6 +54,22 @@ def test_a_stored_model_computes_what_it_did(mode: Callable[[], Any], dtype: str
     assert torch.equal(before, after)
     with torch.no_grad():
         assert not torch.equal(after, wide(TOKENS).logits)
+
+
+@needs_a_target
+@pytest.mark.xdist_group("targets")
+def test_for_a_gpu_a_stored_model_has_the_plan_and_the_kernels_that_it_had() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).eval(), torch.randn(64, 512)
+    wide, options = copy.deepcopy(model), {"profile": "off", "strict": True, "weights": "cache"}
+    store_low(model, x, options=options)
+    with torch.no_grad():
+        before, after = (
+            amp_fx.explain(each, x, options=options, target="cuda:h100") for each in (wide, model)
+        )
+    assert before.costs["amp_fx"] == after.costs["amp_fx"]
+    rows = [[(row.op, row.dtype, row.reasons) for row in report.plan.nodes] for report in (before, after)]
+    assert rows[0] == rows[1]
 
 
 def stored_below(options: dict[str, Any], mode: Callable[[], Any]) -> tuple[Tensor, Tensor, list[str]]:
