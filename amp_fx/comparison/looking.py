@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,7 @@ class Setting:
     scale: float
     adapts: bool
 
-    @property
+    @functools.cached_property
     def opts(self) -> Options:
         """Of the run, validated."""
         return without_scaler(self.options)

@@ -115,6 +115,22 @@ def test_a_norm_at_the_end_is_healthy(loss: Callable[[Tensor], Tensor], op_by_op
     assert compared(model, torch.randn(4, 8, 32), loss=loss).healthy
 
 
+def test_a_loss_near_zero_is_healthy(op_by_op: None) -> None:
+    class Centred(nn.Module):
+        def __init__(self, x: Tensor) -> None:
+            super().__init__()
+            self.net = Net()
+            self.centre = mean_square(self.net(x)).item()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return mean_square(self.net(x)) - self.centre
+
+    x = torch.randn(64, 16)
+    found = compared(Centred(x), x, loss=None)
+    assert rows(found)[""].error >= 1
+    assert found.healthy
+
+
 # --- what is measured ---
 
 
