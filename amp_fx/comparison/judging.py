@@ -51,7 +51,7 @@ class Finding:
         error: relative L2 error; infinite where it is not finite.
         expected: what explains of that.
         lost: share of a gradient in fp16 that has become zero.
-        weighs: False for a gradient that hardly matters for the loss, and for a single number, such as a loss near zero.
+        weighs: False for a gradient that hardly matters for the loss, and for one number, such as a loss near zero.
         feeds: modules that compute in a low dtype what it is computed from.
     """
 
