@@ -140,8 +140,8 @@ def look(setting: Setting) -> Look:
             taken = compiled.run(scale)
     if len(compiled.plans) != len(traced.graphs):
         raise AmpFxError(
-            f"Dynamo made {len(traced.graphs)} graphs of the model, and of an equal call {len(compiled.plans)}: nothing "
-            "can be compared. The model should do the same twice: keep no state outside it."
+            f"Dynamo made {len(traced.graphs)} graphs of the model, and of an equal call {len(compiled.plans)}: "
+            "nothing can be compared. The model should do the same twice: keep no state outside it."
         )
     with _apart():
         plain = untapped(program, opts, scale)

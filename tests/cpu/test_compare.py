@@ -6,6 +6,7 @@ Four programs go through Inductor; the others are run op by op, as AOTAutograd t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx import AmpFxError, Comparison, InputError, OptionsError
 from amp_fx.cli import main
+from amp_fx.reports.histograms import NoLossError
 from graphs import without_inductor
 from small_models import GPT, tokens
 
@@ -317,9 +319,9 @@ def test_a_batch_is_what_calibrate_takes(op_by_op: None) -> None:
 
 
 def test_other_things_that_are_wrong_are_errors() -> None:
-    with pytest.raises(AmpFxError, match="Module"):
+    with pytest.raises(AmpFxError):
         amp_fx.compare(torch.sin, torch.randn(3))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(AmpFxError, match="no loss"):
+    with pytest.raises(NoLossError):
         compared(Net(), torch.randn(6, 16), loss=lambda outputs: outputs)
 
 
@@ -348,9 +350,9 @@ def test_text_json_and_picture(op_by_op: None, tmp_path: Path) -> None:
     assert (data["culprit"], data["healthy"]) == ("attend", False)
     assert json.loads(found.save(tmp_path / "found.json").read_text()) == data
     page = found.save(tmp_path / "found.html").read_text()
-    assert "from the reference" in page
+    assert re.search(r'"harm":"error \de-0\d"', page)
     dot = found.save(tmp_path / "found.dot").read_text()
-    assert "error 2e-03" in dot
+    assert re.search(r"error \de-0\d", dot)
 
 
 def test_on_the_command_line(
