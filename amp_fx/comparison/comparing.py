@@ -71,7 +71,7 @@ def compare(
             65536; divided by 16 while gradients are not finite and values are, as a scaler would.
         dynamic: sizes are symbols, as in ``torch.compile``.
         seed: of random numbers that model and loss draw; the same in every run.
-        **kwargs: more arguments of the model.
+        **kwargs: more arguments of the model; those whose names are taken here go into a mapping as the batch.
 
     Raises:
         OptionsError: bad options, or an unknown reference.

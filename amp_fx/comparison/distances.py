@@ -23,12 +23,14 @@ class Distance:
         gradient_error: of its gradient; None where that was not taken.
         lost: share of the gradient's elements that are zero, of those that are not in the reference.
         weight: norm of the value times that of its gradient, in the reference: how much it matters for the loss.
+        single: True for one number.
     """
 
     error: float
     gradient_error: float | None = None
     lost: float = 0.0
     weight: float = 0.0
+    single: bool = False
 
     def worse(self, other: Distance) -> Distance:
         """The worst of both."""
@@ -38,6 +40,7 @@ class Distance:
             max(gradients, default=None),
             max(self.lost, other.lost),
             max(self.weight, other.weight),
+            self.single and other.single,
         )
 
 
@@ -57,7 +60,7 @@ def _distance(run: Taken, reference: Taken, key: tuple[int, str, int]) -> Distan
     value, exact = run.values[key], reference.values[key]
     error = _relative([value], [exact]) if _is_finite(run.largest[key], reference.largest[key]) else math.inf
     if key not in run.gradients or key not in reference.gradients:
-        return Distance(error)
+        return Distance(error, single=exact.numel() == 1)
     gradient, true = run.gradients[key], reference.gradients[key]
     is_finite = _is_finite(run.largest_gradients[key], reference.largest_gradients[key])
     some = true != 0
@@ -66,6 +69,7 @@ def _distance(run: Taken, reference: Taken, key: tuple[int, str, int]) -> Distan
         _relative([gradient], [true]) if is_finite else math.inf,
         (some & (gradient == 0)).sum().item() / max(int(some.sum()), 1),
         (exact.norm() * true.norm()).nan_to_num(0.0).item(),
+        exact.numel() == 1,
     )
 
 
@@ -90,5 +94,7 @@ def _relative(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
         norm += torch.where(theirs.isinf() & same, 0.0, theirs.double()).square().sum().item()
     if not far:
         return 0.0
+    if not norm and math.isfinite(far):
+        return 1.0
     ratio = math.sqrt(far / norm) if norm else math.inf
     return math.inf if math.isnan(ratio) else ratio

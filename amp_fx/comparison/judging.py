@@ -51,7 +51,7 @@ class Finding:
         error: relative L2 error; infinite where it is not finite.
         expected: what explains of that.
         lost: share of a gradient in fp16 that has become zero.
-        weighs: False for a gradient that hardly matters for the loss.
+        weighs: False for a gradient that hardly matters for the loss, and for one number, such as a loss near zero.
         feeds: modules that compute in a low dtype what it is computed from.
     """
 
@@ -78,10 +78,10 @@ class Finding:
     @property
     def stands_out(self) -> bool:
         """True where nothing explains the error."""
-        if self.of == "result":
-            return self.error > max(_LEAST, _TIMES * self.expected)
         if math.isinf(self.error):
-            return True
+            return not math.isinf(self.expected)
+        if self.of == "result":
+            return self.weighs and self.error > max(_LEAST, _TIMES * self.expected)
         grown = self.error > _TIMES_GRADIENT * self.expected
         return self.error > _LEAST_GRADIENT and self.weighs and (grown or self.underflows)
 
@@ -122,7 +122,7 @@ class Judge:
         module = own[0].module_path if own else ""
         expected = max(errors, default=0.0) + _rounded([*own, *calls])
         feeds = rows.low_modules(before, module)
-        return Finding(graph, name, "result", module, here.error, expected, 0.0, True, feeds)
+        return Finding(graph, name, "result", module, here.error, expected, 0.0, not here.single, feeds)
 
     def _of_gradient(self, graph: int, name: str, error: float) -> Finding:
         rows = self._graphs[graph]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,7 @@ class Setting:
     scale: float
     adapts: bool
 
-    @property
+    @functools.cached_property
     def opts(self) -> Options:
         """Of the run, validated."""
         return without_scaler(self.options)
@@ -120,7 +121,7 @@ def look(setting: Setting) -> Look:
     """Runs reference and run, and the run once more without taking anything.
 
     Raises:
-        AmpFxError: Dynamo made no graph that could be compared.
+        AmpFxError: Dynamo made no graph that could be compared, or not the same twice.
     """
     program, opts, scale = setting.program, setting.opts, setting.scale
     with _apart():
@@ -137,6 +138,11 @@ def look(setting: Setting) -> Look:
         while setting.adapts and scale > 1 and _overflows(taken):
             scale /= _BACK_OFF
             taken = compiled.run(scale)
+    if len(compiled.plans) != len(traced.graphs):
+        raise AmpFxError(
+            f"Dynamo made {len(traced.graphs)} graphs of the model, and of an equal call {len(compiled.plans)}: "
+            "nothing can be compared. The model should do the same twice: keep no state outside it."
+        )
     with _apart():
         plain = untapped(program, opts, scale)
     found = distances(taken, reference)

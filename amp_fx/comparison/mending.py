@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from amp_fx.calibration.step import FIRST_SCALE
-from amp_fx.comparison.distances import distances
+from amp_fx.comparison.distances import Distance, distances
 from amp_fx.comparison.judging import Finding, Judge
 from amp_fx.comparison.running import OneByOne, Taken, without_scaler
 from amp_fx.policy.rules import Rule
@@ -21,6 +21,9 @@ __all__ = ["mend"]
 
 #: share of the error that a remedy may leave where it does not mend all of it
 _LEFT = 0.2
+
+#: share of the error that a run op by op has to have, too
+_SEEN = 0.3
 
 #: modules that feed what stands out, each tried by itself
 _FEEDS = 3
@@ -46,17 +49,26 @@ def mend(
     if opts.plan is not None or opts.harm is not None:
         # they decide, and not the rules
         return {}
-    best, least = dict[str, Any](), _LEFT * min(finding.error, 1.0)
+    wrong = min(finding.error, 1.0)
+    if _error(finding, distances(traced.run(opts, scale), reference)) < _SEEN * wrong:
+        # op by op it does not go wrong, so that nothing can be tried
+        return {}
+    best, least = dict[str, Any](), _LEFT * wrong
     for changed, at in _candidates(finding, opts, scale):
-        mended = {**options, **changed}
+        mended = {key: value for key, value in {**options, **changed}.items() if value is not None}
         found = distances(traced.run(without_scaler(mended), at), reference)
         if not any(each.stands_out for each in Judge(traced.plans, found).findings()):
             return mended
-        here = found.get((finding.graph, finding.value))
-        error = math.inf if here is None else here.error if finding.of == "result" else here.gradient_error
-        if error is not None and error < least:
+        if (error := _error(finding, found)) < least:
             best, least = mended, error
     return best
+
+
+def _error(finding: Finding, found: Mapping[tuple[int, str], Distance]) -> float:
+    """That of what was found, in another run; infinite where it is not there."""
+    here = found.get((finding.graph, finding.value), Distance(math.inf))
+    error = here.error if finding.of == "result" else here.gradient_error
+    return math.inf if error is None else error
 
 
 def _candidates(finding: Finding, opts: Options, scale: float) -> Iterator[tuple[dict[str, Any], float]]:
@@ -67,8 +79,8 @@ def _candidates(finding: Finding, opts: Options, scale: float) -> Iterator[tuple
     few = [(module,), *((feed,) for feed in feeds[:_FEEDS]), *((module, feed) for feed in feeds[:_FEEDS])]
     for modules in dict.fromkeys([*few, (module, *feeds)]):
         yield {"policy": _with_rule(opts, modules)}, scale
-    if opts.dtype is torch.float16:
-        yield {"dtype": "bfloat16"}, 1.0
+    if opts.dtype is torch.float16 and opts.policy.dtype is None:
+        yield {"dtype": "bfloat16", "scaler": None}, 1.0
 
 
 def _with_rule(opts: Options, modules: tuple[str, ...]) -> dict[str, Any]:

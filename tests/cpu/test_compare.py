@@ -6,6 +6,7 @@ Four programs go through Inductor; the others are run op by op, as AOTAutograd t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from memory import peak_bytes
 from spoiled import Cancelling, Kelvin, Large, Net, llama, mean_square, next_token
 from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import AmpFxError, Comparison, InputError, OptionsError
 from amp_fx.cli import main
+from amp_fx.reports.histograms import NoLossError
 from graphs import without_inductor
+from small_models import GPT, tokens
 
 OFF = {"profile": "off"}
 FP16 = {**OFF, "dtype": "float16"}
@@ -111,6 +115,22 @@ def test_the_first_module_that_leaves_the_range_is_named(op_by_op: None) -> None
 def test_a_norm_at_the_end_is_healthy(loss: Callable[[Tensor], Tensor], op_by_op: None) -> None:
     model = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     assert compared(model, torch.randn(4, 8, 32), loss=loss).healthy
+
+
+def test_a_loss_near_zero_is_healthy(op_by_op: None) -> None:
+    class Centred(nn.Module):
+        def __init__(self, x: Tensor) -> None:
+            super().__init__()
+            self.net = Net()
+            self.centre = mean_square(self.net(x)).item()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return mean_square(self.net(x)) - self.centre
+
+    x = torch.randn(64, 16)
+    found = compared(Centred(x), x, loss=None)
+    assert rows(found)[""].error >= 1
+    assert found.healthy
 
 
 # --- what is measured ---
@@ -299,9 +319,9 @@ def test_a_batch_is_what_calibrate_takes(op_by_op: None) -> None:
 
 
 def test_other_things_that_are_wrong_are_errors() -> None:
-    with pytest.raises(AmpFxError, match="Module"):
+    with pytest.raises(AmpFxError):
         amp_fx.compare(torch.sin, torch.randn(3))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(AmpFxError, match="no loss"):
+    with pytest.raises(NoLossError):
         compared(Net(), torch.randn(6, 16), loss=lambda outputs: outputs)
 
 
@@ -330,9 +350,9 @@ def test_text_json_and_picture(op_by_op: None, tmp_path: Path) -> None:
     assert (data["culprit"], data["healthy"]) == ("attend", False)
     assert json.loads(found.save(tmp_path / "found.json").read_text()) == data
     page = found.save(tmp_path / "found.html").read_text()
-    assert "from the reference" in page
+    assert re.search(r'"harm":"error \de-0\d"', page)
     dot = found.save(tmp_path / "found.dot").read_text()
-    assert "error 2e-03" in dot
+    assert re.search(r"error \de-0\d", dot)
 
 
 def test_on_the_command_line(
@@ -349,3 +369,13 @@ def test_on_the_command_line(
     assert json.loads(capsys.readouterr().out)["culprit"] == "attend"
     assert (tmp_path / "found.dot").exists()
     assert main([*arguments, "--against", "nothing"]) == 1
+
+
+def test_it_holds_at_most_half_as_much_again_as_a_training_step_in_fp32(op_by_op: None) -> None:
+    torch.manual_seed(0)
+    model, batch = GPT(layers=2, width=128, heads=4, length=128), tokens(0, 8, 128)
+    compared(model, *batch, loss=None)
+    ours = peak_bytes(lambda: compared(model, *batch, loss=None))
+    theirs = peak_bytes(lambda: model(*batch).backward())
+    # a compiled step in bf16 holds two thirds of that
+    assert ours <= 1.5 * theirs
