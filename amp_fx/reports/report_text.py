@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -93,6 +94,9 @@ def _verdict(report: ReportData) -> list[str]:
 
 
 def _columns() -> int:
+    """Of a line: what the terminal has, if it is one."""
+    if not sys.stdout.isatty():
+        return _WIDTH
     return max(40, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))
 
 

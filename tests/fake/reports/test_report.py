@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -119,6 +120,7 @@ def test_the_report_begins_with_what_a_step_moves_beside_autocast(report: Report
 
 def test_the_first_screen_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     lines = str(crowded()).splitlines()
     assert all(len(line) <= 80 for line in lines if "options={" not in line)
 
