@@ -15,7 +15,7 @@ def test_a_run_measures_an_arm_in_processes_of_its_own(
 ) -> None:
     path = tmp_path / "results.jsonl"
     # it is not compiled, so that the test takes seconds
-    wanted = ["--only", "policy", "--arms", "eager_autocast", "--rounds", "3", "--processes", "2"]
+    wanted = ["--only", "linears_batch1", "--arms", "eager_autocast", "--rounds", "3", "--processes", "2"]
     assert main([*wanted, "--json", str(path)]) == 0
     header, rows = read_timings(path)
     assert (header["rounds"], header["processes"]) == (3, 2)
@@ -24,4 +24,4 @@ def test_a_run_measures_an_arm_in_processes_of_its_own(
     assert len(row.times) == 3
     assert min(row.times) > 0
     assert row.peak_bytes is not None
-    assert "policy, training: batch 64" in capsys.readouterr().out
+    assert "linears_batch1, inference: batch 1" in capsys.readouterr().out

@@ -69,7 +69,7 @@ ENTER = "from amp_fx.targets.serving import enter; enter('cuda:h100')"
 
 def test_a_machine_without_a_compiler_says_in_one_line_what_to_install(tmp_path: Path) -> None:
     said = start(ENTER, PYTHONPATH=":".join(sys.path), CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
-    assert "TargetError: compiling for a GPU that is not there takes a C++ compiler" in said
+    assert "TargetError: compiling for an absent GPU takes a C++ compiler" in said
     assert "install g++" in said
 
 
