@@ -95,11 +95,9 @@ def _row(step: str, tokens: int) -> None:
         start = time.monotonic()
         made = training(tokens) if step == "training" else decoding(tokens)
         model, batch, *named = made
-        # copies of weights live across calls under inference_mode
-        with torch.inference_mode(step == "decoding"):
-            report = amp_fx.explain(
-                model, *batch, options={"policy": policy}, target=TARGET, **(named[0] if named else {})
-            )
+        report = amp_fx.explain(
+            model, *batch, options={"policy": policy}, target=TARGET, **(named[0] if named else {})
+        )
         print(f"{step}, {tokens} tokens, {policy}: {time.monotonic() - start:.0f} s", file=sys.stderr)
         costs["amp_fx" if policy == "autocast" else policy] = report.costs["amp_fx"]
         costs["autocast"] = report.costs["torch.autocast"]
