@@ -127,5 +127,6 @@ def compile(
         OptionsError: as :func:`options`, or an unknown mode.
         PlanError: the file of a plan cannot be read.
     """
-    checked = {**options(**given), **Options.parse(mode).inductor}
+    # an option by its name wins over the mode, as in the backend
+    checked = {**Options.parse(mode).inductor, **options(**given)}
     return torch.compile(model, backend="amp_fx", options=checked, dynamic=dynamic, fullgraph=fullgraph)

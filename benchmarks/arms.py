@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,8 +124,9 @@ ARMS = {
 
 
 def arms_for(mode: str, device: str) -> list[str]:
-    """Names of the arms that make sense in a mode on a device."""
-    return [arm.name for arm in ARMS.values() if mode in arm.modes and device in arm.devices]
+    """Names of the arms that make sense in a mode on a device, and whose library is installed."""
+    there = [arm for arm in ARMS.values() if not arm.torchao or importlib.util.find_spec("torchao")]
+    return [arm.name for arm in there if mode in arm.modes and device in arm.devices]
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Cancelling", "Kelvin", "Large", "Net", "llama", "mean_square", "next_token"]
-
-
-class Net(nn.Module):
-    """A linear, a norm and a linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.norm(self.up(x))))
+__all__ = ["Cancelling", "Kelvin", "Large", "llama", "mean_square", "next_token"]
 
 
 class _Variance(nn.Module):

@@ -8,9 +8,10 @@ import sys
 from typing import Any
 
 import amp_fx
-from amp_fx.cli.command import Command, literal, paint
+from amp_fx.cli.command import Command, literal, paint, writable
 from amp_fx.cli.models import import_callable, load_target
 from amp_fx.comparison.comparing import AGAINST
+from amp_fx.reports.report import check_suffix
 
 __all__ = ["COMPARE"]
 
@@ -56,6 +57,9 @@ def _against(text: str) -> str | dict[str, Any]:
 
 
 def _run(args: argparse.Namespace) -> int:
+    writable(*args.output)
+    for path in args.output:
+        check_suffix(path)
     target = load_target(args.model)
     found = amp_fx.compare(
         target.model,

@@ -45,8 +45,9 @@ BASES = {
 #: what a rule can force, and the class a forced node gets
 PRECISIONS = {"fp32": OpClass.FP32, "low": OpClass.LOW, "int8": OpClass.LOW}
 
-#: those that are levels below 16 bits: a rule may ask for one under the policy of its name
-BELOW = frozenset({"int8"})
+#: those that are levels below 16 bits, which a rule may ask for under the policy of its name -> the ops that have it. No
+#: other is matched: a rule about a module leaves its softmax alone
+BELOW = {"int8": ("addmm", "linear", "matmul", "mm")}
 
 #: what a rule can say of the result of a low product -> what it means
 RESULTS = {"fp32": "the sum as it is, which the product is added up in"}
@@ -63,8 +64,8 @@ class Rule:
     """Forces the nodes it matches to one precision.
 
     Attributes:
-        precision: ``"fp32"``, ``"low"``, or under policy "int8" ``"int8"``: a linear runs in it, even the last one, and
-            whatever it costs.
+        precision: ``"fp32"``, ``"low"``, or under policy "int8" ``"int8"``, which matches linears only: they run in it,
+            even the last one, and whatever it costs.
         op: ATen name, with or without overload: ``"softmax"`` matches ``softmax.int`` too; None matches any.
         module: regular expression searched for in the module path (``"encoder.layer.0.attention"``); None
             matches any node.
@@ -79,6 +80,8 @@ class Rule:
     def matches(self, op_name: str, module_path: str) -> bool:
         """True when the rule is about this node."""
         if self.op is not None and self.op not in (op_name, op_name.partition(".")[0]):
+            return False
+        if self.precision in BELOW and op_name.partition(".")[0] not in BELOW[self.precision]:
             return False
         return self.module is None or re.search(self.module, module_path) is not None
 
@@ -123,6 +126,11 @@ class Rule:
         if op is not None:
             op = op.removeprefix("aten.").removeprefix("aten::").removesuffix(".default")
             check_op(op, dict(data))
+            if precision in BELOW and op.partition(".")[0] not in BELOW[precision]:
+                raise OptionsError(
+                    f"{precision!r} in policy rule {dict(data)!r} is about linears; valid ops: "
+                    f"{', '.join(BELOW[precision])}."
+                )
         if module is not None:
             try:
                 re.compile(module)
@@ -242,8 +250,8 @@ def _parse_result(data: Mapping[Any, Any]) -> str | None:
         )
     if data["precision"] != "low":
         raise OptionsError(
-            f"'result' in policy rule {dict(data)!r} is about products of low operands; say 'precision': 'low', or "
-            f"drop it: in {data['precision']} the result is {data['precision']} anyway."
+            f"'result' in policy rule {dict(data)!r} is about products of low operands, not {data['precision']}; say "
+            "'precision': 'low', or drop it."
         )
     return result
 

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import torch
 import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext, PassResult
@@ -188,15 +187,11 @@ class PlaceLevels(Pass):
 
 def _for_rows(level: Level | None, matmul: Matmul) -> Level | None:
     """The level, or the one that multiplies a single row in its place."""
-    if (
-        level is None
-        or not level.one_row
-        or isinstance(matmul.sizes[0], torch.SymInt)
-        or matmul.sizes[0] != 1
-    ):
+    rows, *sizes = matmul.sizes
+    if level is None or not level.one_row or not isinstance(rows, int) or rows != 1:
         return level
     other = LEVELS[level.one_row]
-    return other if divides(other.grain, matmul.sizes[1:]) else level
+    return other if divides(other.grain, sizes) else level
 
 
 def write_choice(row: NodePlan, role: str, level: Level | None, why: Reason) -> None:

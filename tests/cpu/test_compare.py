@@ -15,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from memory import peak_bytes
-from spoiled import Cancelling, Kelvin, Large, Net, llama, mean_square, next_token
+from spoiled import Cancelling, Kelvin, Large, llama, mean_square, next_token
 from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import AmpFxError, Comparison, InputError, OptionsError
 from amp_fx.cli import main
 from amp_fx.reports.histograms import NoLossError
+from documents import Net
 from graphs import without_inductor
 from small_models import GPT, tokens
 

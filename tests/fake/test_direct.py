@@ -54,8 +54,11 @@ def test_the_keywords_name_the_values_that_are_valid():
 def test_compile_is_torch_compile_with_the_backend(monkeypatch):
     seen = {}
     monkeypatch.setattr(torch, "compile", lambda model, **given: seen.update(given) or model)
-    amp_fx.compile(nn.Linear(2, 2), policy="fast", mode="max-autotune-no-cudagraphs", dynamic=False)
+    own = {"coordinate_descent_tuning": False}
+    mode = "max-autotune-no-cudagraphs"
+    amp_fx.compile(nn.Linear(2, 2), policy="fast", mode=mode, inductor=own, dynamic=False)
     assert seen["backend"] == "amp_fx"
     assert seen["options"]["policy"] == "fast"
     assert seen["options"]["max_autotune"]
+    assert not seen["options"]["coordinate_descent_tuning"]
     assert (seen["dynamic"], seen["fullgraph"]) == (False, False)

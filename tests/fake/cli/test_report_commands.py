@@ -317,6 +317,8 @@ def test_a_program_calls_itself_by_the_name_it_was_started_by(
         ["explain", "user_models:build", "-o", "report.txt"],
         ["draw", "user_models:build", "-o", "folder"],
         ["histogram", "user_models:with_loss", "-o", "missing/figure.png"],
+        ["compare", "user_models:build", "-o", "missing/compared.html"],
+        ["compare", "user_models:build", "-o", "compared.txt"],
         ["calibrate", "user_models:with_loss", "--plan", "missing/plan.json"],
         ["export", "user_models:build", "-o", "missing/model.pt2"],
     ],

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_fx import OptionsError, Policy, Rule, export
+from amp_fx.graphs.linears import LINEAR_OPS
+from amp_fx.graphs.traits import OPS
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.table import all_names, supported_devices
 from graphs import check, rewrite
@@ -160,6 +162,18 @@ def test_a_rule_keeps_the_exceptions_of_the_ops_arguments() -> None:
 )
 def test_op_names_match_with_and_without_overload(op: str, name: str, matches: bool) -> None:
     assert Rule.parse({"op": op, "precision": "fp32"}).matches(name, "") is matches
+
+
+def test_a_rule_that_asks_for_int8_is_about_linears_and_under_that_policy_only() -> None:
+    rule = Rule.parse({"module": "encoder", "precision": "int8"})
+    found = {name.partition(".")[0] for name in OPS if rule.matches(name, "encoder.0")}
+    assert found == LINEAR_OPS.keys()
+    for bad in (
+        {"base": "int8", "rules": [{"op": "softmax", "precision": "int8"}]},
+        {"rules": [{"op": "linear", "precision": "int8"}]},
+    ):
+        with pytest.raises(OptionsError, match="int8"):
+            Policy.parse(bad)
 
 
 def test_module_patterns_are_searched_for_anywhere() -> None:
