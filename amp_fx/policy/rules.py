@@ -45,8 +45,8 @@ BASES = {
 #: what a rule can force, and the class a forced node gets
 PRECISIONS = {"fp32": OpClass.FP32, "low": OpClass.LOW, "int8": OpClass.LOW}
 
-#: those that are levels below 16 bits, which a rule may ask for under the policy of its name -> the ops that have it. No
-#: other is matched: a rule about a module leaves its softmax alone
+#: those that are levels below 16 bits, which a rule may ask for under the policy of its name -> the ops that have it.
+#: No other is matched: a rule about a module leaves its softmax alone
 BELOW = {"int8": ("addmm", "linear", "matmul", "mm")}
 
 #: what a rule can say of the result of a low product -> what it means

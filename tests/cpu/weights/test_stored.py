@@ -94,6 +94,23 @@ def test_a_model_in_int8_computes_what_it_did_with_packed_weights() -> None:
     assert torch.equal(before, after)
 
 
+def test_weights_that_one_row_and_several_read_in_int8_are_stored_once() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    options = {"profile": "off", "strict": True, "policy": "int8"}
+    rows = [torch.randn(1, 32), torch.randn(16, 32)]
+
+    def run() -> list[Tensor]:
+        torch._dynamo.reset()
+        with torch.inference_mode():
+            return [torch.compile(model, backend="amp_fx", options=options)(x) for x in rows]
+
+    before = run()
+    # a single row is multiplied by another kernel, from weights that are quantised alike
+    found = store_low(model, [(x,) for x in rows], options=options)
+    assert [name for name, dtype in found.stored.items() if dtype == "int8"] == ["0.weight", "2.weight"]
+    assert all(torch.equal(was, now) for was, now in zip(before, run(), strict=True))
+
+
 def test_a_model_in_fp8_computes_what_it_did(tmp_path: Path) -> None:
     with without_inductor():
         before, after, stored = stored_below(levels.options(tmp_path, weights="cache"), torch.no_grad)
