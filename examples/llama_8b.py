@@ -1,6 +1,6 @@
 """Llama 3 8B on one H100, counted on a machine that has neither the card nor the memory.
 
-    python -m examples.llama_8b          # every row of the table: about 15 minutes on two cores, 1.5 GiB
+    python -m examples.llama_8b          # every row of the table, some minutes each on two cores, 1.5 GiB
     amp-fx explain examples.llama_8b:training --target cuda:h100
     amp-fx draw examples.llama_8b:training --target cuda:h100 -o llama.beside.svg
 
