@@ -95,9 +95,10 @@ def _row(step: str, tokens: int) -> None:
         start = time.monotonic()
         made = training(tokens) if step == "training" else decoding(tokens)
         model, batch, *named = made
-        report = amp_fx.explain(
-            model, *batch, options={"policy": policy}, target=TARGET, **(named[0] if named else {})
-        )
+        with torch.inference_mode(step == "decoding"):
+            report = amp_fx.explain(
+                model, *batch, options={"policy": policy}, target=TARGET, **(named[0] if named else {})
+            )
         print(f"{step}, {tokens} tokens, {policy}: {time.monotonic() - start:.0f} s", file=sys.stderr)
         costs["amp_fx" if policy == "autocast" else policy] = report.costs["amp_fx"]
         costs["autocast"] = report.costs["torch.autocast"]

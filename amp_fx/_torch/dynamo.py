@@ -28,6 +28,7 @@ __all__ = [
     "let_go",
     "log_artifact",
     "note_inference_mode",
+    "note_mode",
     "raised_by_backend",
     "speaks_to_dynamo",
     "unwrapped_errors",
@@ -51,6 +52,11 @@ _started = _Started()
 def note_inference_mode() -> None:
     """From now on :func:`in_inference_mode` knows."""
     COMPILE_STARTS.listen(_started.note)
+
+
+def note_mode(in_inference_mode: bool) -> None:
+    """Says it of the graph that is being compiled, where that is not Dynamo's doing."""
+    _started.id, _started.in_inference_mode = compile_id(), in_inference_mode
 
 
 def in_inference_mode() -> bool:

@@ -125,6 +125,7 @@ class Report(ReportData):
                 "risks": [asdict(risk) for risk in self.risks],
                 "advice": [asdict(row) for row in self.advice],
                 "graph_breaks": self.graph_breaks,
+                "kept": [asdict(row) for row in self.kept],
             },
             "plans": [plan.to_dict() for plan in self.plans],
             "costs": {name: asdict(cost) for name, cost in self.costs.items()},

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from amp_fx.plans.plan import InputPlan, Plan, dtype_name
 from amp_fx.reports.advice import Advice, advise
+from amp_fx.reports.kept import Kept, kept_casts
 from amp_fx.reports.modules import ModuleCasts
 from amp_fx.reports.risks import Risk, rank_risks
 
@@ -73,6 +74,11 @@ class ReportData:
     def risks(self) -> list[Risk]:
         """The kinds of nodes whose precision is likeliest to matter, most sensitive to rounding first."""
         return rank_risks(self.plans)
+
+    @property
+    def kept(self) -> list[Kept]:
+        """The cast kernels that are left after fusion, by the reason why they are, largest first."""
+        return kept_casts(self.plans)
 
     def shares(self) -> dict[str, dict[str, float]]:
         """Share of each dtype: ``{"bfloat16": {"flops": 0.98, "bytes": 0.6}}``, bytes of results."""

@@ -51,6 +51,7 @@ def _findings(report: ReportData, room: int) -> list[list[str]]:
     unused = [row.text for row in report.advice if row.kind == UNUSED_RULE]
     blocks = [
         *_left_out(report),
+        _block("cast kernels that are kept", list(map(str, report.kept)), 3),
         _block("unused rules", unused, 3),
         _block("graph breaks", breaks, 3),
         _block("most sensitive to rounding", list(map(str, risks)), 3),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor, FakeTensorMode, enable_autocast, replace_inner_compile
+from amp_fx._torch import FakeTensor, FakeTensorMode, enable_autocast, note_mode, replace_inner_compile
 from amp_fx.graphs.values import tensors
 from amp_fx.targets._torch import compile_contexts, pretended
 from amp_fx.targets.moving import move
@@ -44,6 +44,7 @@ def on_target(traced: TracedGraph) -> Iterator[tuple[fx.GraphModule, list[Any], 
         else enable_autocast("cuda", True, traced.autocast)
     )
     with pretended(), compile_contexts(mode, traced.name), torch.set_grad_enabled(traced.grad), ambient:
+        note_mode(traced.inference)
         yield gm, inputs, mode
 
 

@@ -20,7 +20,9 @@ from amp_fx._torch import (
     compile_id,
     defining_module,
     graph_break,
+    in_inference_mode,
     is_functorch_wrapped,
+    note_inference_mode,
 )
 from amp_fx.errors import TargetError
 from amp_fx.graphs.source_lines import class_name
@@ -41,6 +43,7 @@ class TracedGraph:
         name: Dynamo's id, ``"0/0"``.
         gm: a copy of the graph that holds nothing of the user's; its inputs say whether they require a gradient.
         grad: whether gradients were enabled.
+        inference: whether it is called under ``torch.inference_mode``.
         autocast: the dtype of an ambient ``torch.autocast("cpu")``, or None.
         graph_break: why the graph ends before the program does, or an empty string.
     """
@@ -48,6 +51,7 @@ class TracedGraph:
     name: str
     gm: fx.GraphModule
     grad: bool
+    inference: bool
     autocast: torch.dtype | None
     graph_break: str
 
@@ -64,7 +68,8 @@ class TracedGraph:
         ]
         definers = {defining_module(node.target) for node in calls} - {"", "__main__"}
         gm = graph_to_bytes(self.gm)
-        return _unpickled, (sorted(definers), self.name, gm, self.grad, self.autocast, self.graph_break)
+        rest = self.grad, self.inference, self.autocast, self.graph_break
+        return _unpickled, (sorted(definers), self.name, gm, *rest)
 
 
 def _unpickled(definers: Sequence[str], name: str, gm: bytes, *rest: Any) -> TracedGraph:
@@ -85,6 +90,9 @@ class Tracer:
 
     graphs: list[TracedGraph] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        note_inference_mode()
+
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Keeps a copy of the graph."""
         traced = rebuild(gm, _as_data)
@@ -99,7 +107,8 @@ class Tracer:
             if isinstance(value, torch.Tensor):
                 node.meta["example_value"].requires_grad_(value.requires_grad)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        self.graphs.append(TracedGraph(compile_id(), traced, torch.is_grad_enabled(), dtype, graph_break(gm)))
+        modes = torch.is_grad_enabled(), in_inference_mode()
+        self.graphs.append(TracedGraph(compile_id(), traced, *modes, dtype, graph_break(gm)))
 
         def run(*args: Any) -> Any:
             # what the graph makes is to be of the kind of what it gets

@@ -57,6 +57,27 @@ def test_the_report_has_plans_and_costs_of_forward_and_backward(report: Report) 
     assert 0 < ours.moved < autocast.moved
 
 
+def test_every_cast_kernel_that_is_left_has_a_reason(report: Report) -> None:
+    of_plans = sum(cast.kernel is True for plan in report.plans for cast in plan.casts)
+    assert sum(row.kernels for row in report.kept) == of_plans > 0
+    assert all(row.why for row in report.kept)
+    assert report.kept[0].bytes == max(row.bytes for row in report.kept)
+    assert str(report.kept[0]) in str(report)
+
+
+def test_under_inference_mode_low_copies_of_weights_are_read_as_on_the_card() -> None:
+    model = Net().eval()
+    found = {}
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found[mode] = amp_fx.explain(model, torch.randn(256, 64), options=OFF, target="cuda:h100")
+    each_call, kept = found[torch.no_grad], found[torch.inference_mode]
+    assert not each_call.held
+    assert len(kept.held) == 4
+    assert (kept.costs["amp_fx"].moved or 0) < (each_call.costs["amp_fx"].moved or 0)
+    assert len(kept.kept) < len(each_call.kept)
+
+
 class Convolutions(nn.Module):
     """Too small to repay the starts of the kernels that cast weights and gradients."""
 

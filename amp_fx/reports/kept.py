@@ -1,0 +1,95 @@
+"""Why a kernel that does nothing but cast is still there, read off plans that Inductor was asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
+from amp_fx.policy import OpClass
+
+__all__ = ["Kept", "kept_casts"]
+
+_WEIGHT = "fp32 weights on their way to 16 bits, once a step"
+_WEIGHT_EACH_CALL = (
+    "fp32 weights on their way to 16 bits, in each call; options={'weights': 'cache'} keeps low copies"
+)
+_GIVEN = "what graphs are given in another dtype than their calls read"
+_RETURNED = "what graphs return in another dtype than their calls write"
+_CONVOLUTION = "gradients of convolutions' weights, which no library kernel returns in fp32"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Casts that are kernels of their own for one reason.
+
+    Attributes:
+        why: the reason; empty where none is known, so that another compiler might fuse them.
+        kernels: how many.
+        bytes: that they read and write.
+        example: what the first of them casts, and for whom.
+    """
+
+    why: str
+    kernels: int
+    bytes: int
+    example: str
+
+    def __str__(self) -> str:
+        count = f"{self.kernels} x " if self.kernels > 1 else ""
+        return f"{count}{self.why or self.example}, {self.bytes / 1e6:.3g} MB"
+
+
+def kept_casts(plans: Sequence[Plan]) -> list[Kept]:
+    """Cast kernels that are left after fusion, by reason, largest first; none of plans that were only recorded."""
+    found: dict[str, list[CastPlan]] = {}
+    for plan in plans:
+        for cast, why in _reasons(plan):
+            found.setdefault(why, []).append(cast)
+    rows = [
+        Kept(why, len(casts), sum(cast.bytes for cast in casts), _described(casts[0]))
+        for why, casts in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row.bytes)
+
+
+def _reasons(plan: Plan) -> Iterator[tuple[CastPlan, str]]:
+    values: dict[str, NodePlan | InputPlan] = {row.name: row for row in (*plan.inputs, *plan.nodes)}
+    sources = {cast.name: cast.value for cast in plan.casts}
+    read = {name for row in plan.nodes for name in row.inputs}
+    for cast in plan.casts:
+        if cast.kernel:
+            yield cast, _why(plan, cast, _source(cast.value, values, sources), read)
+
+
+def _source(
+    name: str, values: dict[str, NodePlan | InputPlan], sources: dict[str, str]
+) -> NodePlan | InputPlan | None:
+    """What made a value, views and casts left out."""
+    while True:
+        row = values.get(name)
+        if name in sources:
+            name = sources[name]
+        elif isinstance(row, NodePlan) and row.op_class is OpClass.FOLLOW and len(row.inputs) == 1:
+            name = row.inputs[0]
+        else:
+            return row
+
+
+def _why(plan: Plan, cast: CastPlan, source: NodePlan | InputPlan | None, read: set[str]) -> str:
+    if isinstance(source, InputPlan):
+        if source.parameter and plan.phase == "forward":
+            return _WEIGHT if plan.training else _WEIGHT_EACH_CALL
+        return _GIVEN
+    if cast.to_dtype is not torch.float32 or cast.name in read:
+        return ""
+    if plan.phase == "backward" and source is not None and source.op.startswith("convolution_backward"):
+        return _CONVOLUTION
+    return _RETURNED
+
+
+def _described(cast: CastPlan) -> str:
+    place = f" [{cast.source}]" if cast.source else ""
+    return f"{cast.value} to {dtype_name(cast.to_dtype)} for {', '.join(cast.users) or 'the caller'}{place}"
