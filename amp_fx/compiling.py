@@ -129,7 +129,7 @@ def _has_narrow(rewritten: fx.GraphModule) -> bool:
 
 def _copies(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
     compiled = cached(rewritten, call.example_inputs, lambda graph, inputs: lower(graph, inputs, call.opts))
-    return _Kept(compiled, call.opts)
+    return _WithKept(compiled, call.opts)
 
 
 def _frozen(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
@@ -145,10 +145,10 @@ def _frozen(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
         may_change=may_change,
         packs_wide=opts.weights != "auto",
     )
-    return lower(rewritten, call.example_inputs, opts) if graph is None else _Kept(graph, opts)
+    return lower(rewritten, call.example_inputs, opts) if graph is None else _WithKept(graph, opts)
 
 
-class _Kept:
+class _WithKept:
     """A graph with what is kept of its weights; if that fails, what it needs of them is made in each call.
 
     Args:

@@ -139,7 +139,7 @@ class Calls(Hook):
             listener(*args)
 
 
-class _Kept(list[Any]):
+class _Callbacks(list[Any]):
     """Callbacks of Dynamo's of which ``torch.compiler.reset()`` keeps the first, which is ours."""
 
     def clear(self) -> None:
@@ -152,7 +152,7 @@ def _of_dynamo(name: str) -> Callable[[Call], Undo]:
     def register(call: Call) -> Undo:
         from torch._dynamo.callback import callback_handler
 
-        setattr(callback_handler, name, _Kept([call, *getattr(callback_handler, name)]))
+        setattr(callback_handler, name, _Callbacks([call, *getattr(callback_handler, name)]))
 
         def undo() -> None:
             others = [other for other in getattr(callback_handler, name) if other is not call]

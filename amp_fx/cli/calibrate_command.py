@@ -8,7 +8,7 @@ from typing import Any
 
 import amp_fx
 from amp_fx.cli.command import Command, paint, writable
-from amp_fx.cli.models import import_callable, load_target
+from amp_fx.cli.models import import_callable, load_model
 from amp_fx.errors import AmpFxError
 from amp_fx.plans.harm import GRADIENTS, OF
 
@@ -70,7 +70,7 @@ def _budget(text: str) -> str | float:
 
 def _run(args: argparse.Namespace) -> int:
     writable(args.output, args.figure, args.plan)
-    target = load_target(args.model)
+    target = load_model(args.model)
     batches: Any = import_callable(args.batches)() if args.batches else None
     if batches is None:
         if target.args and target.kwargs:

@@ -9,7 +9,7 @@ from typing import Any
 
 import amp_fx
 from amp_fx.cli.command import Command, literal, paint, writable
-from amp_fx.cli.models import import_callable, load_target
+from amp_fx.cli.models import import_callable, load_model
 from amp_fx.comparison.comparing import AGAINST
 from amp_fx.reports.report import check_suffix
 
@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
     writable(*args.output)
     for path in args.output:
         check_suffix(path)
-    target = load_target(args.model)
+    target = load_model(args.model)
     found = amp_fx.compare(
         target.model,
         *target.args,

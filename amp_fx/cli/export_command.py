@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import compile_package
 from amp_fx.cli.command import Command, writable
-from amp_fx.cli.models import Target, load_target
+from amp_fx.cli.models import Loaded, load_model
 from amp_fx.errors import AmpFxError
 from amp_fx.exporting.converting import export, extra_files
 from amp_fx.exporting.onnx_file import need_onnx, write_onnx
@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
             f"the output must end in .pt2, which torch.export.load asks for; got {args.output!r}."
         )
     writable(args.output)
-    target = load_target(args.target)
+    target = load_model(args.target)
     ep = export(
         target.model.eval(),
         target.args,
@@ -116,7 +116,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _batch_shapes(target: Target) -> torch.export.ShapesCollection:
+def _batch_shapes(target: Loaded) -> torch.export.ShapesCollection:
     """Dimension 0 of every tensor input is dynamic; inputs that are equal there stay so.
 
     Raises:

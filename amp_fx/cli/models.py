@@ -15,11 +15,11 @@ import torch
 
 from amp_fx.errors import AmpFxError, did_you_mean
 
-__all__ = ["Target", "import_callable", "load_program", "load_target"]
+__all__ = ["Loaded", "import_callable", "load_model", "load_program"]
 
 
 @dataclass(frozen=True)
-class Target:
+class Loaded:
     """A model and the inputs to call it with.
 
     Attributes:
@@ -33,7 +33,7 @@ class Target:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def load_target(text: str) -> Target:
+def load_model(text: str) -> Loaded:
     """Imports and calls ``package.module:callable``. The working directory is searched, too.
 
     Args:
@@ -46,7 +46,7 @@ def load_target(text: str) -> Target:
     return _target(import_callable(text)(), text)
 
 
-def load_program(path: str) -> Target:
+def load_program(path: str) -> Loaded:
     """Loads a ``.pt2`` file of ``torch.export.save`` with the example inputs that it holds.
 
     Raises:
@@ -64,7 +64,7 @@ def load_program(path: str) -> Target:
     if program.example_inputs is None:
         raise AmpFxError(f"{path!r} holds no example inputs; export it again with some.")
     args, kwargs = program.example_inputs
-    return Target(program.module(), tuple(args), dict(kwargs))
+    return Loaded(program.module(), tuple(args), dict(kwargs))
 
 
 def import_callable(text: str) -> Callable[..., Any]:
@@ -98,13 +98,13 @@ def import_callable(text: str) -> Callable[..., Any]:
     return make
 
 
-def _target(made: Any, text: str) -> Target:
+def _target(made: Any, text: str) -> Loaded:
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module):
         model, args, *rest = made
         args = (args,) if isinstance(args, torch.Tensor) else args
         kwargs = rest[0] if rest else {}
         if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
-            return Target(model, tuple(args), kwargs)
+            return Loaded(model, tuple(args), kwargs)
     raise AmpFxError(
         f"{text} must return (model, args) or (model, args, kwargs), an nn.Module, a tuple and a dict; got "
         f"{_describe(made)}."

@@ -9,7 +9,7 @@ from typing import Any
 
 import amp_fx
 from amp_fx.cli.command import Command, literal, paint, writable
-from amp_fx.cli.models import Target, import_callable, load_program, load_target
+from amp_fx.cli.models import Loaded, import_callable, load_model, load_program
 from amp_fx.errors import AmpFxError
 from amp_fx.reports.histograms import NoLossError
 from amp_fx.reports.report import SUFFIXES, Report, check_suffix
@@ -37,8 +37,8 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def _load(spec: str) -> Target:
-    return load_program(spec) if spec.endswith(".pt2") else load_target(spec)
+def _load(spec: str) -> Loaded:
+    return load_program(spec) if spec.endswith(".pt2") else load_model(spec)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

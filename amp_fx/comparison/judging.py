@@ -23,7 +23,7 @@ from amp_fx.comparison.distances import Distance
 from amp_fx.plans.modules import is_passage
 from amp_fx.plans.plan import NodePlan, Plan
 
-__all__ = ["Finding", "Judge"]
+__all__ = ["Culprit", "Judge"]
 
 #: times the error that is expected from which on a value, and a gradient, stands out: of models that train well, values
 #: were at most at 1.5, gradients at 77 where they cancel
@@ -40,7 +40,7 @@ _LOST = 0.01
 
 
 @dataclass(frozen=True)
-class Finding:
+class Culprit:
     """A value that stands out.
 
     Attributes:
@@ -102,7 +102,7 @@ class Judge:
         self._graphs = [_Graph(plan) for plan in plans]
         self._heaviest = max((each.weight for each in distances.values()), default=0.0)
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Culprit]:
         """Every value in order of execution, then every gradient in that of the backward."""
         for graph, rows in enumerate(self._graphs):
             for name in rows.names:
@@ -114,7 +114,7 @@ class Judge:
                 if here is not None and here.gradient_error is not None:
                     yield self._of_gradient(graph, name, here.gradient_error)
 
-    def _of_result(self, graph: int, name: str) -> Finding:
+    def _of_result(self, graph: int, name: str) -> Culprit:
         rows, here = self._graphs[graph], self._distances[graph, name]
         before, calls = rows.walk(name, rows.sources, self._taken[graph])
         errors = [self._distances[graph, each].error for each in before]
@@ -122,9 +122,9 @@ class Judge:
         module = own[0].module_path if own else ""
         expected = max(errors, default=0.0) + _rounded([*own, *calls])
         feeds = rows.low_modules(before, module)
-        return Finding(graph, name, "result", module, here.error, expected, 0.0, not here.single, feeds)
+        return Culprit(graph, name, "result", module, here.error, expected, 0.0, not here.single, feeds)
 
-    def _of_gradient(self, graph: int, name: str, error: float) -> Finding:
+    def _of_gradient(self, graph: int, name: str, error: float) -> Culprit:
         rows = self._graphs[graph]
         after, calls = rows.walk(name, rows.readers, self._taken[graph])
         calls += [rows.calls[each] for each in after if each in rows.calls]
@@ -141,7 +141,7 @@ class Judge:
         feeds = rows.low_modules([name, *after], module)
         narrow = name in rows.calls and rows.calls[name].computed is torch.float16
         lost, weighs = known[0].lost * narrow, known[0].weight >= _WEIGHS * self._heaviest
-        return Finding(graph, name, "gradient", module, error, expected, lost, weighs, feeds)
+        return Culprit(graph, name, "gradient", module, error, expected, lost, weighs, feeds)
 
 
 def _rounded(calls: Sequence[NodePlan]) -> float:

@@ -12,10 +12,18 @@ from typing import Any
 import torch
 
 from amp_fx.comparison.distances import Distance, apart, distances
-from amp_fx.comparison.judging import Finding, Judge
+from amp_fx.comparison.judging import Culprit, Judge
 from amp_fx.comparison.mending import mend
 from amp_fx.comparison.rows import CallError, call_error, call_errors
-from amp_fx.comparison.running import Compiled, Graph, OneByOne, Program, Taken, untapped, without_scaler
+from amp_fx.comparison.running import (
+    Compiled,
+    OneByOne,
+    Program,
+    ProgramGraph,
+    Taken,
+    untapped,
+    without_scaler,
+)
 from amp_fx.errors import AmpFxError
 from amp_fx.plans.plan import Plan
 from amp_fx.settings import Options
@@ -76,10 +84,10 @@ class Look:
         not_finite: names of the results of the run that are not finite, where those of the reference are.
     """
 
-    graphs: list[Graph]
+    graphs: list[ProgramGraph]
     plans: list[Plan]
     found: dict[tuple[int, str], Distance]
-    findings: list[Finding]
+    findings: list[Culprit]
     scale: float
     result_error: float
     disturbance: float
@@ -87,7 +95,7 @@ class Look:
     not_finite: list[str]
 
     @property
-    def culprit(self) -> Finding | None:
+    def culprit(self) -> Culprit | None:
         """What is wrong first: what is not finite, then the result that has grown most, then the gradient."""
         wrong = [each for each in self.findings if each.stands_out]
         first = [each for each in wrong if math.isinf(each.error)][:1]
@@ -195,7 +203,7 @@ def look_again(setting: Setting, first: Look, *, calls: bool) -> SecondLook:
 
 
 def _inside(
-    culprit: Finding, plans: Sequence[Plan], found: Mapping[tuple[int, str], Distance]
+    culprit: Culprit, plans: Sequence[Plan], found: Mapping[tuple[int, str], Distance]
 ) -> CallError | None:
     """The call of a module that is the first not to be finite, or at which the error grows most."""
     inside = [

@@ -12,7 +12,7 @@ import torch
 
 from amp_fx.calibration.step import FIRST_SCALE
 from amp_fx.comparison.distances import Distance, distances
-from amp_fx.comparison.judging import Finding, Judge
+from amp_fx.comparison.judging import Culprit, Judge
 from amp_fx.comparison.running import OneByOne, Taken, without_scaler
 from amp_fx.policy.rules import Rule
 from amp_fx.settings import Options
@@ -30,7 +30,7 @@ _FEEDS = 3
 
 
 def mend(
-    finding: Finding,
+    finding: Culprit,
     options: Mapping[str, Any],
     traced: OneByOne,
     reference: Taken,
@@ -64,14 +64,14 @@ def mend(
     return best
 
 
-def _error(finding: Finding, found: Mapping[tuple[int, str], Distance]) -> float:
+def _error(finding: Culprit, found: Mapping[tuple[int, str], Distance]) -> float:
     """That of what was found, in another run; infinite where it is not there."""
     here = found.get((finding.graph, finding.value), Distance(math.inf))
     error = here.error if finding.of == "result" else here.gradient_error
     return math.inf if error is None else error
 
 
-def _candidates(finding: Finding, opts: Options, scale: float) -> Iterator[tuple[dict[str, Any], float]]:
+def _candidates(finding: Culprit, opts: Options, scale: float) -> Iterator[tuple[dict[str, Any], float]]:
     """Options to add, the smallest change first: a scaler; the module in fp32, with what feeds it; another dtype."""
     if finding.underflows and scale < FIRST_SCALE:
         yield {"scaler": "default"}, FIRST_SCALE

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from amp_fx.comparison.distances import Distance
-from amp_fx.comparison.running import Graph
+from amp_fx.comparison.running import ProgramGraph
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 
 __all__ = ["CallError", "ModuleError", "call_error", "call_errors", "coloured", "module_errors"]
@@ -64,7 +64,7 @@ class CallError:
 
 
 def module_errors(
-    model: nn.Module, graphs: Sequence[tuple[Graph, Plan]], found: Distances
+    model: nn.Module, graphs: Sequence[tuple[ProgramGraph, Plan]], found: Distances
 ) -> tuple[ModuleError, ...]:
     """The modules of a model that return something, largest error first.
 

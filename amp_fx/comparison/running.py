@@ -29,7 +29,7 @@ from amp_fx.reports.untouched import plain, repeatable
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 
-__all__ = ["Compiled", "Graph", "Key", "OneByOne", "Program", "Taken", "untapped", "without_scaler"]
+__all__ = ["Compiled", "Key", "OneByOne", "Program", "ProgramGraph", "Taken", "untapped", "without_scaler"]
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def untapped(program: Program, opts: Options, scale: float) -> Taken:
 
 
 @dataclass(frozen=True)
-class Graph:
+class ProgramGraph:
     """A graph of the model as Dynamo made it.
 
     Attributes:
@@ -197,7 +197,7 @@ class OneByOne:
 
     def __init__(self, program: Program, *, every_call: bool) -> None:
         self._program, self._every_call = program, every_call
-        self.graphs: list[Graph] = []
+        self.graphs: list[ProgramGraph] = []
         self.left_out: list[str] = []
         self._opts: Options | None = None
         self._as_written = False
@@ -234,10 +234,10 @@ class OneByOne:
             results = handed_on(capture(gm, ambient), every_call=self._every_call)
         except CaptureError as error:
             self.left_out.append(f"graph {compile_id()}: {error}")
-            self.graphs.append(Graph(gm, ambient, {}, training=False))
+            self.graphs.append(ProgramGraph(gm, ambient, {}, training=False))
             return gm.forward
         training = Call(gm, example_inputs, ambient, Options()).training
-        self.graphs.append(Graph(gm, ambient, results, training))
+        self.graphs.append(ProgramGraph(gm, ambient, results, training))
         return lambda *args: self._call(number, args)
 
     def _call(self, number: int, args: Sequence[Any]) -> Any:
@@ -277,7 +277,7 @@ class Compiled:
         plans: of the graphs, in order.
     """
 
-    def __init__(self, program: Program, opts: Options, graphs: Sequence[Graph]) -> None:
+    def __init__(self, program: Program, opts: Options, graphs: Sequence[ProgramGraph]) -> None:
         self._program, self._opts, self._graphs = program, opts, graphs
         self.plans: list[Plan] = []
         self._taken = Taken()
@@ -299,7 +299,7 @@ class Compiled:
             return compile_graph(gm, example_inputs, self._opts)
         number = len(self.plans)
         try:
-            compiled = compile_graph(gm, example_inputs, self._opts, _Watch(self))
+            compiled = compile_graph(gm, example_inputs, self._opts, _Tapping(self))
         except Exception:
             # Inductor may ask Dynamo to trace again: then this graph never runs
             del self.plans[number:]
@@ -321,7 +321,7 @@ class Compiled:
         return self._taken.call(graph, taps, compiled, args)
 
 
-class _Watch:
+class _Tapping:
     """Of one graph; see :class:`amp_fx.compiling.Watch`."""
 
     def __init__(self, owner: Compiled) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from amp_fx.plans.plan import InputPlan, Plan, dtype_name
 from amp_fx.reports.advice import Advice, advise
-from amp_fx.reports.kept import Kept, kept_casts
+from amp_fx.reports.kept_casts import CastKernels, kept_casts
 from amp_fx.reports.modules import ModuleCasts
 from amp_fx.reports.risks import Risk, rank_risks
 
@@ -76,7 +76,7 @@ class ReportData:
         return rank_risks(self.plans)
 
     @property
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[CastKernels]:
         """The cast kernels that are left after fusion, by the reason why they are, largest first."""
         return kept_casts(self.plans)
 

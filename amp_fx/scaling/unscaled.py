@@ -58,7 +58,7 @@ _UNUSED = (
 
 
 @dataclass
-class _State:
+class _Unscaled:
     """What was said, and what waits for an optimizer's step.
 
     Attributes:
@@ -76,7 +76,7 @@ class _State:
     warned_ignored: bool = False
 
 
-_state = _State()
+_state = _Unscaled()
 
 
 def _forget() -> None:

@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_fx._torch import AFTER_STEP, StorageRef, is_wrapper, storage_ref
 from amp_fx.errors import WeightsError
-from amp_fx.weights.elements import Comparison, Elements
+from amp_fx.weights.elements import Elements, Samples
 
 __all__ = ["Check", "State", "counting", "forget", "state_of", "states", "touch"]
 
@@ -237,7 +237,7 @@ class Check:
         versions = [state.marks[1] for state in compress(seen, self._have_versions)]
         self._marks = [*(state.marks[0] for state in seen), *versions]
         self._elements = {state.elements: state for state in seen if state.elements is not None}
-        self._comparison = Comparison(list(self._elements))
+        self._comparison = Samples(list(self._elements))
         # a state of before may have become stale while this was made
         self._is_alarmed = any(state.is_stale or state.is_doubtful for state in seen)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from amp_fx._torch import borrowed
 
-__all__ = ["Comparison", "Elements", "is_dense", "sampled_offsets"]
+__all__ = ["Elements", "Samples", "is_dense", "sampled_offsets"]
 
 #: a run of 1/16 has the middle of one of so many equal pieces, and all of one of so many
 _MIDDLES, _PIECES = 18, 32
@@ -110,7 +110,7 @@ class Elements:
         return int((part * _keys(len(part), part.device)).sum())
 
 
-class Comparison:
+class Samples:
     """Compares samples of several weights, and a part of all their elements, in little time.
 
     Args:

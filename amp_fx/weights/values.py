@@ -61,14 +61,14 @@ class Values:
         """
         found: list[Derived] = []
         states: dict[int, State] = {}
-        on_device: list[_Copy] = []
+        on_device: list[_Renewed] = []
         for recipe, positions in self._recipes:
             own = [weights[at] for at in positions]
             derived = derived_of(recipe, own)
             if isinstance(recipe, (Cast, Scaled)) and is_renewed_on_device(own[0], recipe):
                 of_own = (state_of(own[0], elements=False),)
                 derived.place(own[0], recipe)
-                on_device.append(_Copy(own[0], recipe, derived, of_own[0]))
+                on_device.append(_Renewed(own[0], recipe, derived, of_own[0]))
             else:
                 derived, of_own = derived.bring(own)
             found.append(derived)
@@ -91,7 +91,7 @@ class Values:
             return [tensor if view is None else view(tensor) for tensor, view in parts]
 
 
-class _Copy(NamedTuple):
+class _Renewed(NamedTuple):
     """A copy that is renewed on its device."""
 
     weight: Tensor
@@ -100,7 +100,7 @@ class _Copy(NamedTuple):
     state: State
 
 
-def _renew(copies: Sequence[_Copy], before: Made[list[Tensor]] | None) -> DeviceCopies:
+def _renew(copies: Sequence[_Renewed], before: Made[list[Tensor]] | None) -> DeviceCopies:
     """Copies that are renewed on their device, made; as long as they lie where they did, the same ones."""
     from amp_fx.weights.device_copies import DeviceCopies  # imports triton
 

@@ -46,7 +46,7 @@ def erase_unread(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-class _Copy(NamedTuple):
+class _WithScale(NamedTuple):
     """An operand with scales.
 
     Attributes:
@@ -68,7 +68,7 @@ class Quantiser:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.copies: dict[object, _Copy] = {}
+        self.copies: dict[object, _WithScale] = {}
         self._graph = graph
         self._matrices: dict[object, fx.Node] = {}
         #: of the matmul that nodes are added for: itself, whether it is one of the forward, and what was added
@@ -103,7 +103,7 @@ class Quantiser:
         matmul.node.target, matmul.node.args = final.target, final.args
         self._graph.erase_node(final)
 
-    def _copy(self, operand: Operand, level: Level) -> _Copy:
+    def _copy(self, operand: Operand, level: Level) -> _WithScale:
         """What the operand is converted to, by row as the matmul reads it, else as the value lies in memory."""
         dtype = level.dtype_of(is_gradient=operand.is_gradient, is_weight=operand.is_weight)
         key = operand.source, dtype, level.scale, operand.layout if level.by_row else ""
@@ -114,7 +114,7 @@ class Quantiser:
                 self._make_in_backward(first)
         return self.copies[key]
 
-    def _made(self, operand: Operand, dtype: torch.dtype, level: Level) -> _Copy:
+    def _made(self, operand: Operand, dtype: torch.dtype, level: Level) -> _WithScale:
         value = self._viewed(operand.source, operand) if level.by_row else operand.source
         shape = list(value.meta["val"].shape)
         if level.block is not None:
@@ -131,9 +131,9 @@ class Quantiser:
             factor = block_scales(factor, self._call)
         if level.by_row and data.meta["val"].ndim == 2:
             data = self._in_rows(data)
-        return _Copy(data, factor, scale)
+        return _WithScale(data, factor, scale)
 
-    def _matrix(self, copy: _Copy, operand: Operand, level: Level) -> fx.Node:
+    def _matrix(self, copy: _WithScale, operand: Operand, level: Level) -> fx.Node:
         """The copy as the matrix that is multiplied, its rows in one piece."""
         key = copy.data, operand.layout
         if key not in self._matrices:
@@ -142,7 +142,7 @@ class Quantiser:
             self._matrices[key] = self._strided(rows, [rows.meta["val"].shape[1], 1])
         return self._matrices[key]
 
-    def _turned_whole(self, copy: _Copy, operand: Operand) -> fx.Node:
+    def _turned_whole(self, copy: _WithScale, operand: Operand) -> fx.Node:
         """A copy with one scale, as the operand's matrix.
 
         What the backward reads the other way round of an input, it makes again of that: so no byte is kept for each
@@ -183,7 +183,7 @@ class Quantiser:
             return node
         return self._call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
-    def _factor(self, copy: _Copy, level: Level, shape: list[int]) -> fx.Node:
+    def _factor(self, copy: _WithScale, level: Level, shape: list[int]) -> fx.Node:
         """The factors as a scaled matmul takes them."""
         if level.scale is Scale.BLOCK:
             return copy.factor
@@ -236,17 +236,17 @@ class CapturedQuantiser(Quantiser):
         # its value stays the one that views of it look into
         matmul.node.target, matmul.node.args = aten.reshape.default, (final, sizes)
 
-    def _made(self, operand: Operand, dtype: torch.dtype, level: Level) -> _Copy:
+    def _made(self, operand: Operand, dtype: torch.dtype, level: Level) -> _WithScale:
         if not operand.is_weight:
             return super()._made(operand, dtype, level)
         held = held_pair(operand.source)
         if held is not None and held[0].meta["val"].dtype is dtype:
-            return _Copy(*held)
+            return _WithScale(*held)
         recipe = Scaled(level.name, in_rows=not operand.transposed)
         parts = recipe.steps(operand.source, self._call)
         for index, made in enumerate(parts):
             PART.set(made, Part(operand.source, recipe, index))
-        return _Copy(*parts)
+        return _WithScale(*parts)
 
     def _settled(self, scale: fx.Node) -> fx.Node:
         return scale

@@ -22,7 +22,7 @@ from scaled import Net, batch, compiled, loss_of, new_scaler, same, sgd, weights
 @pytest.fixture(autouse=True)
 def not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(unscaled, "_state", unscaled._State())
+    monkeypatch.setattr(unscaled, "_state", unscaled._Unscaled())
 
 
 def step(model: nn.Module, scaler: Any, optimizer: torch.optim.Optimizer, run: Any = None) -> None:

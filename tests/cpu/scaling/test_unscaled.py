@@ -21,7 +21,7 @@ MISSING = r"'scaler': 'default'.*amp_fx\.GradScaler"
 @pytest.fixture(autouse=True)
 def not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(unscaled, "_state", unscaled._State())
+    monkeypatch.setattr(unscaled, "_state", unscaled._Unscaled())
 
 
 def backward(model: nn.Module, **options: Any) -> None:

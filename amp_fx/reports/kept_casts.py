@@ -10,7 +10,7 @@ import torch
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.policy import OpClass
 
-__all__ = ["Kept", "kept_casts"]
+__all__ = ["CastKernels", "kept_casts"]
 
 _WEIGHT = "fp32 weights on their way to 16 bits, once a step"
 _WEIGHT_EACH_CALL = (
@@ -22,7 +22,7 @@ _CONVOLUTION = "gradients of convolutions' weights, which no library kernel retu
 
 
 @dataclass(frozen=True)
-class Kept:
+class CastKernels:
     """Casts that are kernels of their own for one reason.
 
     Attributes:
@@ -42,14 +42,14 @@ class Kept:
         return f"{count}{self.why or self.example}, {self.bytes / 1e6:.3g} MB"
 
 
-def kept_casts(plans: Sequence[Plan]) -> list[Kept]:
+def kept_casts(plans: Sequence[Plan]) -> list[CastKernels]:
     """Cast kernels that are left after fusion, by reason, largest first; none of plans that were only recorded."""
     found: dict[str, list[CastPlan]] = {}
     for plan in plans:
         for cast, why in _reasons(plan):
             found.setdefault(why, []).append(cast)
     rows = [
-        Kept(why, len(casts), sum(cast.bytes for cast in casts), _described(casts[0]))
+        CastKernels(why, len(casts), sum(cast.bytes for cast in casts), _described(casts[0]))
         for why, casts in found.items()
     ]
     return sorted(rows, key=lambda row: -row.bytes)
