@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import amp_fx
 from amp_fx.cli.calibrate_command import CALIBRATE
@@ -21,6 +20,7 @@ from amp_fx.cli.profile_command import PROFILE
 from amp_fx.cli.report_commands import REPORT_COMMANDS
 from amp_fx.cli.targets_command import TARGETS_COMMAND
 from amp_fx.errors import AmpFxError, did_you_mean
+from amp_fx.plans.files import in_words
 
 __all__ = ["main"]
 
@@ -54,23 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (AmpFxError, OSError) as error:
         # one line, whatever an error of another library holds
-        text = " ".join(_message(error).split())
+        text = " ".join(in_words(error).split())
         print(f"error: {text.replace(MODULE, program())}", file=sys.stderr)
         return 1
-
-
-def _message(error: Exception) -> str:
-    """What went wrong, with the file first where the operating system says it."""
-    if not isinstance(error, OSError) or error.filename is None or isinstance(error, AmpFxError):
-        return str(error)
-    if isinstance(error, FileNotFoundError):
-        folder = Path(error.filename).parent
-        return (
-            f"there is no file {str(error.filename)!r}."
-            if folder.is_dir()
-            else f"there is no folder '{folder}'."
-        )
-    return f"{str(error.filename)!r}: {error.strerror}."
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from amp_fx.errors import AmpFxError, did_you_mean
-from amp_fx.plans.files import TooLongError, read_text, write_text
-from amp_fx.plans.schema import SchemaError, decode, parse_object
+from amp_fx.plans.files import read_object, write_text
+from amp_fx.plans.schema import SchemaError, decode
 from amp_fx.policy.levels import LEVELS
 
 __all__ = ["DEVICE_TYPES", "DTYPES", "FLOAT8", "INT8", "DeviceProfile", "ProfileError", "check_device_type"]
@@ -137,21 +137,6 @@ class DeviceProfile:
                 )
         return profile
 
-    @classmethod
-    def from_json(cls, text: str) -> DeviceProfile:
-        """Reads what :meth:`to_json` wrote.
-
-        Raises:
-            ProfileError: the text is too long, not JSON, or not a device profile.
-        """
-        if len(text) > _MAX_FILE:
-            raise ProfileError(f"not a device profile: more than {_MAX_FILE} characters.")
-        try:
-            data = parse_object(text, "a device profile")
-        except SchemaError as error:
-            raise ProfileError(str(error)) from error
-        return cls.from_dict(data)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes :meth:`to_json` to a file: all of it, or nothing and the old file stays.
 
@@ -167,18 +152,7 @@ class DeviceProfile:
         Raises:
             ProfileError: the file cannot be read, or is not a device profile.
         """
-        try:
-            text = read_text(path, _MAX_FILE)
-        except TooLongError as error:
-            raise ProfileError(f"profile {os.fspath(path)!r} {error}: not a device profile.") from error
-        except OSError as error:
-            raise ProfileError(f"cannot read profile {os.fspath(path)!r}: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise ProfileError(f"profile {os.fspath(path)!r} is not UTF-8 text.") from error
-        try:
-            return cls.from_json(text)
-        except ProfileError as error:
-            raise ProfileError(f"profile {os.fspath(path)!r}: {error}") from error
+        return read_object(path, "a device profile", cls.from_dict, _MAX_FILE, ProfileError)
 
 
 def _short(value: object) -> str:

@@ -22,10 +22,10 @@ import torch.fx as fx
 from amp_fx.errors import PlanError
 from amp_fx.graphs.calls import arguments, tensor_nodes
 from amp_fx.graphs.values import is_eligible
-from amp_fx.plans.files import TooLongError, read_text, write_text
+from amp_fx.plans.files import read_object, write_text
 from amp_fx.plans.plan import Plan, dtype_name, named_dtypes
 from amp_fx.plans.plan_files import choose_plan, counterparts
-from amp_fx.plans.schema import SchemaError, decode, parse_object
+from amp_fx.plans.schema import SchemaError, decode
 
 __all__ = [
     "GRADIENTS",
@@ -249,23 +249,8 @@ class Harm:
         Raises:
             PlanError: the file cannot be read, or is no harm file.
         """
-        name = os.fspath(path)
-        try:
-            data = parse_object(read_text(path, _MAX_FILE), "a harm file")
-        except OSError as error:
-            raise PlanError(
-                f"cannot read harm {name!r}: {error.strerror}. Write it with amp_fx.calibrate(...).save({name!r})."
-            ) from error
-        except TooLongError as error:
-            raise PlanError(f"harm {name!r} {error}: no harm file.") from error
-        except UnicodeDecodeError as error:
-            raise PlanError(f"harm {name!r} is not valid JSON: {error}.") from error
-        except SchemaError as error:
-            raise PlanError(f"harm {name!r}: {error}") from error
-        try:
-            return cls.from_dict(data)
-        except PlanError as error:
-            raise PlanError(f"harm {name!r}: {error}") from error
+        how = f"Write it with amp_fx.calibrate(...).save({os.fspath(path)!r})."
+        return read_object(path, "a harm file", cls.from_dict, _MAX_FILE, PlanError, how)
 
     def __str__(self) -> str:
         calls = sum(len(graph.calls) for graph in self.graphs)

@@ -11,11 +11,12 @@ import difflib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from amp_fx.errors import PlanError
-from amp_fx.plans.files import TooLongError, read_text
+from amp_fx.plans.files import read_object
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
-from amp_fx.plans.schema import SchemaError, parse_object
+from amp_fx.plans.schema import decode
 
 __all__ = ["choose_plan", "counterparts", "load_plans", "moved_nodes"]
 
@@ -36,33 +37,17 @@ def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
     Raises:
         PlanError: the file cannot be read, or holds no plan.
     """
-    name = os.fspath(path)
-    try:
-        data = parse_object(read_text(path, _MAX_FILE), "a plan")
-    except OSError as error:
-        raise PlanError(
-            f"cannot read plan {name!r}: {error.strerror}. Write one with amp_fx.explain(...).plan.save({name!r})."
-        ) from error
-    except TooLongError as error:
-        raise PlanError(f"plan {name!r} {error}: not a plan.") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"plan {name!r} is not valid JSON: {error}.") from error
-    except SchemaError as error:
-        raise PlanError(f"plan {name!r}: {error}") from error
-    if "version" not in data:
-        raise PlanError(
-            f"plan {name!r} is JSON of something else: its keys are {', '.join(map(repr, sorted(data)[:_SHOWN]))}. "
-            f"Write a plan with amp_fx.explain(...).plan.save({name!r})."
-        )
-    # a report holds the plans of several graphs
-    rows = data.get("plans", [data])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise PlanError(f"plan {name!r}: plans should be a list of objects.")
-    try:
-        plans = [Plan.from_dict(row) for row in rows]
-    except PlanError as error:
-        raise PlanError(f"plan {name!r}: {error}") from error
-    return tuple(plan for plan in plans if plan.phase == "forward")
+    how = f"Write one with amp_fx.explain(...).plan.save({os.fspath(path)!r})."
+
+    def read(data: dict[str, Any]) -> tuple[Plan, ...]:
+        if "version" not in data:
+            keys = ", ".join(map(repr, sorted(data)[:_SHOWN]))
+            raise PlanError(f"JSON of something else: its keys are {keys}. {how}")
+        # a report holds the plans of several graphs
+        rows = decode(list[dict[str, Any]], data.get("plans", [data]), "plans")
+        return tuple(plan for plan in map(Plan.from_dict, rows) if plan.phase == "forward")
+
+    return read_object(path, "a plan", read, _MAX_FILE, PlanError, how)
 
 
 def choose_plan(plans: Sequence[Plan], outline: Plan, what: str = "plan") -> Plan:

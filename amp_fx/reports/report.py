@@ -19,9 +19,9 @@ from typing import Any
 
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.plans.diff import Diff, diff_plans
-from amp_fx.plans.files import TooLongError, read_text, write_text
+from amp_fx.plans.files import read_object, write_text
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.schema import SchemaError, decode, parse_object
+from amp_fx.plans.schema import SchemaError, decode
 from amp_fx.reports import report_text
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.modules import ModuleCasts
@@ -166,21 +166,9 @@ class Report(ReportData):
         """Reads a report that :meth:`save` wrote as ``.json``.
 
         Raises:
-            AmpFxError: the file holds no report.
-            OSError: the file cannot be read.
+            AmpFxError: the file cannot be read, or holds no report.
         """
-        try:
-            data = parse_object(read_text(path, _MAX_FILE), "a report")
-        except TooLongError as error:
-            raise AmpFxError(f"{path} {error}: not a report.") from error
-        except UnicodeDecodeError as error:
-            raise AmpFxError(f"{path} is not valid JSON: {error}.") from error
-        except SchemaError as error:
-            raise AmpFxError(f"{path}: {error}") from error
-        try:
-            return cls.from_dict(data)
-        except AmpFxError as error:
-            raise AmpFxError(f"{path}: {error}") from error
+        return read_object(path, "a report", cls.from_dict, _MAX_FILE, AmpFxError)
 
     def save(self, path: str | Path, *, against: Report | None = None) -> Path:
         """Writes the report; the suffix says how.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
@@ -18,7 +19,7 @@ from amp_fx.targets import TARGETS, find_target
 def test_the_common_cards_are_targets(name: str) -> None:
     target = find_target(name)
     assert target is TARGETS[name]
-    assert DeviceProfile.from_json(target.profile.to_json()) == target.profile
+    assert DeviceProfile.from_dict(json.loads(target.profile.to_json())) == target.profile
     assert pickle.loads(pickle.dumps(target)) == target
 
 
