@@ -110,15 +110,12 @@ def test_a_plan_or_harm_takes_the_place_of_the_placement() -> None:
 
 def test_exported_weights_below_16_bits_are_folded_after_they_are_quantised() -> None:
     low, below = names(CAPTURED, Case(EXPORT)), names(CAPTURED, Case((*EXPORT, BELOW)))
-    assert low[-4:] == ["insert-casts", "fold-weights", "fuse-casts", "verify"]
-    assert below[-6:] == [
-        "fuse-casts",
-        "place-levels",
-        "quantise-matmuls",
-        "fold-weights",
-        "fuse-casts",
-        "verify",
-    ]
+    assert (
+        low.index("insert-casts") < low.index("fold-weights") < low.index("fuse-casts") < low.index("verify")
+    )
+    first = below.index("quantise-matmuls")
+    assert below.index("place-levels") < first < below.index("fold-weights")
+    assert "fuse-casts" in below[below.index("fold-weights") :]
 
 
 def test_a_cpu_has_no_pass_of_cudas_and_the_other_way_round() -> None:
