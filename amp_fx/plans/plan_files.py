@@ -25,7 +25,9 @@ _MAX_FILE = 256 * 1024 * 1024
 
 #: calls that do not compute: what stands for numbers that the program writes, other calls on another device and in an
 #: export
-_NOT_COMPUTING = frozenset({"detach", "detach_", "empty.memory_format", "lift_fresh_copy", "tensor"})
+_NOT_COMPUTING = frozenset(
+    {"contiguous", "detach", "detach_", "empty.memory_format", "lift_fresh_copy", "tensor"}
+)
 
 #: nodes that a message names
 _SHOWN = 6

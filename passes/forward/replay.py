@@ -47,8 +47,12 @@ class Replay(Pass):
         for node in gm.graph.nodes:
             plan = node_plan(node)
             row = self.rows.get(plan.name) if plan is not None else None
-            if plan is None or row is None:
-                # what is about numbers has no row
+            if plan is None:
+                continue
+            if row is None:
+                # what is about numbers has no row, nor has what only hands on
+                if plan.op_class is OpClass.FOLLOW:
+                    plan.dtype = _dtype_of(node.all_input_nodes[0])
                 continue
             plan.follow(row)
             if row.is_because(Kind.WIDE_RESULT) and (device := node.meta["val"].device.type) != "cuda":
@@ -57,3 +61,8 @@ class Replay(Pass):
                 plan.op_class, plan.dtype, plan.reasons = OpClass.FP32, torch.float32, (*others, why)
             followed += 1
         return PassResult(gm, followed, f"{followed} nodes as the plan has them")
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype:
+    plan = node_plan(node)
+    return node.meta["val"].dtype if plan is None or plan.dtype is None else plan.dtype
