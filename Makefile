@@ -65,8 +65,10 @@ format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-typecheck: venv
-	@set -e; for version in 3.10 3.14; do $(BIN)/pyright -p pyproject.toml --pythonversion $$version; done
+typecheck: typecheck-3.10 typecheck-3.14
+
+typecheck-%: venv
+	$(BIN)/pyright -p pyproject.toml --pythonversion $*
 
 # A link that leads nowhere, an anchor that is not there and a page that the menu lacks are errors.
 docs: venv
@@ -75,7 +77,8 @@ docs: venv
 	@echo "the documentation: build/site/index.html"
 
 # What takes long by itself (two processes, whole trainings) is in test-slow.
-test: compiler lint typecheck docs
+test: compiler venv
+	@$(MAKE) -j$(WORKERS) --output-sync lint typecheck docs
 	@rm -rf build/inductor
 	$(PYTEST) -m "not slow"
 

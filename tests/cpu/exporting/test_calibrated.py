@@ -1,4 +1,4 @@
-"""Exports that follow a plan, and plans of exports that are followed: of ``explain``, and of what was measured of a model's outputs."""
+"""Exports that follow a plan, of ``explain`` or of what was measured, and plans of exports that are followed."""
 
 from __future__ import annotations
 
