@@ -109,7 +109,9 @@ def table(skipped: Mapping[str, bool]) -> list[str]:
     lines = ["| library | version | what works | shown by |", "|---|---|---|---|"]
     for library, claims in CLAIMS.items():
         what = "; ".join(claim + " (not tested here)" * skipped[test] for claim, test in claims.items())
-        files = ", ".join(f"`{file}`" for file in sorted({test.partition("::")[0] for test in claims.values()}))
+        files = ", ".join(
+            f"`{file}`" for file in sorted({test.partition("::")[0] for test in claims.values()})
+        )
         lines.append(f"| {library} | {_version(library)} | {what} | {files} |")
     return lines
 
