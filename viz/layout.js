@@ -107,8 +107,8 @@ class Layout {
       parts.forEach(([group, line], at) => {
         const { drawn, left, top } = this.plan(group), found = drawn.edge(line);
         const moved = ({ x, y }) => ({ x: left + x, y: top + y });
-        // where a line goes on in another module, it does not stop at the frame
-        points.push(...found.points.slice(at ? 1 : 0, at + 1 < parts.length ? -1 : undefined).map(moved));
+        // where a line goes on in another module, it does not stop at the frame; at the top it keeps clear of boxes there
+        points.push(...found.points.slice(at && line.v !== "top" ? 1 : 0, at + 1 < parts.length ? -1 : undefined).map(moved));
         if (found.lines) label = { ...moved(found), width: found.width, height: found.height, lines: found.lines };
       });
       return [key, { points, label }];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -530,7 +531,7 @@ def test_modules_stand_below_each_other_at_a_size_that_can_be_read(
     viewer.find("#fit").click()
     frames = sorted(viewer.driver.execute_script(FRAMES, "layers."), key=lambda frame: frame["top"])
     assert len(frames) == 4
-    assert all(above["bottom"] < below["top"] for above, below in zip(frames, frames[1:], strict=False))
+    assert all(above["bottom"] < below["top"] for above, below in itertools.pairwise(frames))
     middles = [(frame["left"] + frame["right"]) / 2 for frame in frames]
     assert max(middles) - min(middles) < min(frame["width"] for frame in frames)
     picture = viewer.find("#picture").rect
