@@ -47,8 +47,10 @@ def test_the_headline_says_what_is_saved() -> None:
 @pytest.mark.parametrize("narrow", ["float8_e4m3fn", "int8"])
 def test_casts_below_16_bits_are_narrowing_in_every_picture(narrow: str) -> None:
     report = compared()
-    for module in report.modules:
-        module.casts = [replace(cast, after=narrow) for cast in module.casts]
+    report.modules = [
+        replace(module, casts=[replace(cast, after=narrow) for cast in module.casts])
+        for module in report.modules
+    ]
     assert bars(beside.render(drawing(report)), "widen") == []
 
 
