@@ -125,5 +125,5 @@ gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks.campaign --minutes $(MINUTES) --out $(CAMPAIGN)
 
 clean:
-	rm -rf $(VENV) .venv-* build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis torch_compile_debug
+	rm -rf $(VENV) .venv-* build dist out *.egg-info .cache .pytest_cache .ruff_cache .hypothesis torch_compile_debug
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
