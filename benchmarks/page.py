@@ -27,28 +27,28 @@ _RESULTS = _ROOT / "benchmarks" / "results"
 
 #: arm in the results -> column on the page
 _ARMS = {
-    "autocast": "autocast + compile",
+    "autocast": "autocast",
     "off": "amp_fx",
-    "fast": 'amp_fx `"fast"`',
-    "bf16": "bf16 model + compile",
+    "fast": '`"fast"`',
+    "bf16": "bf16 model",
 }
 
 #: the same for timings, whose table has what a user would run
 _TIMED = {
     "training": {
-        "fp32": "fp32 + compile",
+        "fp32": "fp32",
         "amp_fx": "amp_fx",
-        "off": 'amp_fx `profile="off"`',
-        "fast": 'amp_fx `"fast"`',
-        "bf16": "bf16 model + compile",
+        "off": '`profile="off"`',
+        "fast": '`"fast"`',
+        "bf16": "bf16 model",
     },
     "inference": {
-        "fp32": "fp32 + compile",
-        "freezing": "autocast + freezing",
-        "bf16": "bf16 model + compile",
+        "fp32": "fp32",
+        "freezing": "freezing",
+        "bf16": "bf16 model",
         "amp_fx": "amp_fx",
-        "int8": 'amp_fx `"int8"`',
-        "int8_all": "amp_fx int8, all linears",
+        "int8": '`"int8"`',
+        "int8_all": "int8, all linears",
         "torchao_dynamic": "torchao int8",
     },
 }
@@ -61,7 +61,7 @@ def sections(folder: Path) -> dict[str, str]:
         for kind in ("counts_cpu", "counts_cuda", "errors", "timings", "learning")
     }
     found = {
-        "counts": [_counts(*read(path), "python -m benchmarks.counts") for path in paths["counts_cpu"]],
+        "counts": [_counts(*read(path)) for path in paths["counts_cpu"]],
         "target": [_target(*read(path)) for path in paths["counts_cuda"]],
         "errors": [_errors(read(path)[1]) for path in paths["errors"]],
         "speed": [speed(*group) for group in _joined(paths["timings"])],
@@ -70,47 +70,45 @@ def sections(folder: Path) -> dict[str, str]:
     return {name: "\n\n".join(several) for name, several in found.items()}
 
 
-def _counts(head: Mapping[str, Any], rows: Sequence[dict[str, Any]], command: str) -> str:
-    """What is moved and saved, under what the header says."""
-    lines = [
-        f"{head['hardware']}, torch {head['torch']}; reproduce with `{command}`.",
-        "",
-        *_counts_table(rows, "training", ("bytes_moved", "saved_bytes")),
-        "",
-        "Inference, bytes moved:",
-        "",
-        *_counts_table(rows, "inference", ("bytes_moved",)),
-    ]
-    return "\n".join(lines)
+def _counts(head: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """On a CPU, where time is measured: from which to which ratio the models go."""
+    where = f"{head['hardware']}, torch {head['torch']}, `python -m benchmarks.counts`"
+    return f"On a CPU ({where}), in training: {_spans(_moved(rows, 'training'))}."
 
 
 def _target(head: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """The same for a GPU that is not in the machine."""
-    target = str(head["hardware"]).partition(" ")[0]
-    text = _counts(head, rows, f"python -m benchmarks.counts --target {target}")
-    return f"Assumed: {'; '.join(head['assumed'])}.\n\n{text}"
-
-
-def _counts_table(rows: Sequence[dict[str, Any]], mode: str, columns: Sequence[str]) -> list[str]:
-    names = {"bytes_moved": "moved", "saved_bytes": "saved"}
-    found = {(row["workload"], row["arm"]): row for row in rows if row["mode"] == mode}
+    """For a GPU: training of every model, and the spans of inference."""
+    where = str(head["hardware"])
     lines = [
-        "| model | " + " | ".join(f"{arm}, {names[c]}" for c in columns for arm in _ARMS.values()) + " |",
-        "|---" * (1 + len(columns) * len(_ARMS)) + "|",
+        f"{where}, torch {head['torch']}; reproduce with `python -m benchmarks.counts --target {where.split()[0]}`.",
+        "",
+        f"| model | {' | '.join(_ARMS.values())} |",
+        "|---" * (1 + len(_ARMS)) + "|",
     ]
-    for workload in dict.fromkeys(name for name, _ in found):
-        cells = []
-        for column in columns:
-            values = {arm: _total(found[workload, arm], column) for arm in _ARMS}
-            base = values.pop("autocast")
-            cells.append(f"{base / 1e6:.1f} MB")
-            cells += [f"{value / base:.3f}" for value in values.values()]
-        lines.append(f"| {workload} | " + " | ".join(cells) + " |")
-    return lines
+    for workload, arms in _moved(rows, "training").items():
+        base, *others = (arms[arm] for arm in _ARMS)
+        ratios = (f"{other / base:.3f}" for other in others)
+        lines.append(f"| {workload} | {base / 1e6:.1f} MB | {' | '.join(ratios)} |")
+    return "\n".join([*lines, "", f"In inference: {_spans(_moved(rows, 'inference'))}."])
 
 
-def _total(row: dict[str, Any], column: str) -> int:
-    return row["forward"][column] + row["backward"][column]
+def _spans(moved: Mapping[str, Mapping[str, int]]) -> str:
+    """The smallest and the largest ratio to autocast of each arm."""
+    spans = []
+    for arm in list(_ARMS)[1:]:
+        ratios = [arms[arm] / arms["autocast"] for arms in moved.values()]
+        spans.append(f"{_ARMS[arm]} {min(ratios):.3f} to {max(ratios):.3f}")
+    return ", ".join(spans)
+
+
+def _moved(rows: Sequence[dict[str, Any]], mode: str) -> dict[str, dict[str, int]]:
+    """Model -> arm -> bytes that a step moves."""
+    moved: dict[str, dict[str, int]] = {}
+    for row in rows:
+        if row["mode"] == mode:
+            count = row["forward"]["bytes_moved"] + row["backward"]["bytes_moved"]
+            moved.setdefault(row["workload"], {})[row["arm"]] = count
+    return moved
 
 
 def _errors(rows: Sequence[dict[str, Any]]) -> str:
@@ -159,8 +157,7 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
             lines += ["", f"{mode.capitalize()}:", "", *_timings_table(some, arms)]
     depth = [row for row in rows if row.family == "depth"]
     if depth:
-        lines += ["", "A small GPT by depth, compiled from nothing, forward and backward:", ""]
-        lines += _depth_table(depth)
+        lines += ["", _depth(depth)]
     return "\n".join(lines)
 
 
@@ -179,7 +176,7 @@ def _timings_table(rows: Sequence[TimingRow], arms: Mapping[str, str]) -> list[s
     present = {row.arm for row in rows if row.times}
     shown = {arm: label for arm, label in arms.items() if arm in present}
     lines = [
-        "| model | autocast + compile | " + " | ".join(shown.values()) + " |",
+        "| model | autocast, ms | " + " | ".join(shown.values()) + " |",
         "|---" * (2 + len(shown)) + "|",
     ]
     for row in rows:
@@ -188,20 +185,22 @@ def _timings_table(rows: Sequence[TimingRow], arms: Mapping[str, str]) -> list[s
             continue
         case = [other for other in rows if other.workload == row.workload]
         ratios = [relative(case, arm).median for arm in shown]
-        cells = [f"{1e3 * row.time.median:.1f} ms", *("-" if math.isnan(r) else f"{r:.2f}" for r in ratios)]
+        cells = [f"{1e3 * row.time.median:.1f}", *("-" if math.isnan(r) else f"{r:.2f}" for r in ratios)]
         lines.append(f"| {row.workload} | " + " | ".join(cells) + " |")
     return lines
 
 
-def _depth_table(rows: Sequence[TimingRow]) -> list[str]:
+def _depth(rows: Sequence[TimingRow]) -> str:
     """How compiling grows; amp_fx with every listed op low."""
-    theirs = {row.workload: row.compile_cold for row in rows if row.arm == "autocast"}
-    lines = ["| layers | autocast + compile compiles in | amp_fx, times that |", "|---|---|---|"]
-    for row in rows:
-        base = theirs.get(row.workload)
-        if row.arm == "off" and row.compile_cold and base:
-            lines.append(f"| {row.sizes['layers']} | {base:.1f} s | {row.compile_cold / base:.2f} |")
-    return lines
+    theirs = {row.workload: row.compile_cold for row in rows if row.arm == "autocast" and row.compile_cold}
+    ours = [row for row in rows if row.arm == "off" and row.compile_cold and row.workload in theirs]
+    layers = ", ".join(str(row.sizes["layers"]) for row in ours)
+    times = ", ".join(f"{theirs[row.workload]:.0f}" for row in ours)
+    ratios = ", ".join(f"{row.compile_cold / theirs[row.workload]:.2f}" for row in ours if row.compile_cold)
+    return (
+        f"A small GPT of {layers} layers, compiled from nothing, forward and backward: autocast takes {times} s, "
+        f"and amp_fx {ratios} times as long."
+    )
 
 
 def written(text: str, found: Mapping[str, str]) -> str:

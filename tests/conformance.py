@@ -41,14 +41,14 @@ from amp_fx import CaptureError, PassError
 from amp_fx._torch import autocast_disabled, enable_autocast
 from amp_fx.graphs.regions import Region
 from amp_fx.settings import Options
-from ops import ASKED, LOW, arguments, overload, row
+from ops import ASKED, LOW, arguments, overload
 
 __all__ = ["EXPLAINED", "REQUIRED", "Answer", "Call", "answer", "calls", "document", "table"]
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "conformance.md"
 START, END = "<!-- agreement: start -->\n", "<!-- agreement: end -->\n"
 
-#: the least share of agreement, in every row of the table
+#: the least share of agreement
 REQUIRED = 0.98
 
 #: calls that differ on purpose, by device and name, and why
@@ -79,14 +79,12 @@ class Call:
 
     Attributes:
         source: ``"torch"`` for torch's own lists, ``"amp_fx"`` for the rows of the op lists.
-        group: the list, or the class of the row.
         expected: the dtype of the result that torch's list names, if it does.
     """
 
     source: str
     device: str
     low: torch.dtype
-    group: str
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -111,8 +109,7 @@ def calls() -> Iterator[Call]:
     for device, name in ASKED:
         if (device, name) in _MACHINE:
             continue
-        group = row(device, name).op_class.value
-        yield Call("amp_fx", device, LOW[device], group, name, overload(name), *arguments(name))
+        yield Call("amp_fx", device, LOW[device], name, overload(name), *arguments(name))
 
 
 def _torch_calls(device: str, low: torch.dtype, lists: object) -> Iterator[Call]:
@@ -129,7 +126,7 @@ def _torch_calls(device: str, low: torch.dtype, lists: object) -> Iterator[Call]
             expected = next((value for value in rest if isinstance(value, torch.dtype)), None)
             kwargs = next((value for value in rest if isinstance(value, dict)), {})
             function = getattr(_owner(group), name, None) or getattr(Tensor, name)
-            yield Call("torch", device, low, group, name, function, args, kwargs, expected)
+            yield Call("torch", device, low, name, function, args, kwargs, expected)
 
 
 def _owner(group: str) -> object:
@@ -269,20 +266,20 @@ def _floats(value: Any) -> list[Tensor]:
 
 def table(answers: Sequence[Answer]) -> str:
     """The table of agreement, and every disagreement with its reason, in Markdown."""
-    groups: dict[tuple[str, str, str, str], list[Answer]] = {}
+    groups: dict[tuple[str, str, str], list[Answer]] = {}
     for each in answers:
         call = each.call
-        key = call.source, call.device, str(call.low).removeprefix("torch."), call.group
+        key = call.source, call.device, str(call.low).removeprefix("torch.")
         groups.setdefault(key, []).append(each)
     lines = [
-        "| source | device | low dtype | list | calls | agree | share |",
-        "|---|---|---|---|---|---|---|",
+        "| source | device | low dtype | calls | agree | share |",
+        "|---|---|---|---|---|---|",
     ]
     for key, members in groups.items():
         agree = sum(not each.differences for each in members)
         lines.append(f"| {' | '.join(key)} | {len(members)} | {agree} | {100 * agree / len(members):.1f} % |")
     agree = sum(not each.differences for each in answers)
-    lines.append(f"| all | | | | {len(answers)} | {agree} | {100 * agree / len(answers):.1f} % |")
+    lines.append(f"| all | | | {len(answers)} | {agree} | {100 * agree / len(answers):.1f} % |")
     lines += ["", "Disagreements, each with its reason:", ""]
     named = dict.fromkeys((each.call.device, each.call.name) for each in answers if each.differences)
     lines += [

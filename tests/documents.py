@@ -33,7 +33,6 @@ APART = ("recipes.md",)
 
 #: (page, words in a block) -> why it is not run. Whatever is not here runs
 NOT_RUN = {
-    ("profiling.md", "class Stream("): "is about what a GPU's kernels do",
     ("integrations.md", "CompileConfig("): "a static cache compiles the decode step on a GPU only",
 }
 
@@ -129,10 +128,6 @@ def recipes() -> dict[str, Any]:
     from transformers import Trainer as HuggingFaceTrainer
     from transformers import TrainingArguments
 
-    from amp_fx.integrations.accelerate import AmpFxPlugin
-    from amp_fx.integrations.lightning import AmpFxPrecision
-    from amp_fx.integrations.transformers import AmpFxCallback
-
     def trainer(*args: Any, **options: Any) -> Any:
         """The two trainers of the page have one name in their libraries."""
         return HuggingFaceTrainer(*args, **options) if args else LightningTrainer(**options)
@@ -146,9 +141,6 @@ def recipes() -> dict[str, Any]:
         "generator": Net(),
         "discriminator": Net(),
         "Accelerator": Accelerator,
-        "AmpFxPlugin": AmpFxPlugin,
-        "AmpFxCallback": AmpFxCallback,
-        "AmpFxPrecision": AmpFxPrecision,
         "AveragedModel": AveragedModel,
         "MixedPrecisionPolicy": MixedPrecisionPolicy,
         "fully_shard": fully_shard,
@@ -173,11 +165,8 @@ def scaling() -> dict[str, Any]:
 
 def integrations() -> dict[str, Any]:
     import lightning.pytorch as lightning
-    from accelerate import Accelerator
     from lightning.fabric import Fabric
     from torch.utils.tensorboard import SummaryWriter
-    from transformers import Trainer as HuggingFaceTrainer
-    from transformers import TrainingArguments
 
     class LitModel(lightning.LightningModule):
         def __init__(self) -> None:
@@ -199,21 +188,12 @@ def integrations() -> dict[str, Any]:
         def log(self, values: dict[str, Any]) -> None:
             assert values
 
-    def trainer(*args: Any, **options: Any) -> Any:
-        """The two trainers of the page have one name in their libraries."""
-        if args:
-            return HuggingFaceTrainer(*args, **options)
-        return lightning.Trainer(**options, max_steps=1, logger=False, enable_checkpointing=False)
-
     given = common()
     given |= {
         "scaler": amp_fx.GradScaler("cpu"),
         "loader": DataLoader(Rows(), batch_size=4),
-        "Accelerator": Accelerator,
         "Fabric": Fabric,
         "LitModel": LitModel,
-        "Trainer": trainer,
-        "args": TrainingArguments("out", report_to=[], use_cpu=True),
         "data": [{"x": torch.randn(16)}],
         # its thread writes after the page's folder is left
         "SummaryWriter": functools.partial(SummaryWriter, str(Path.cwd() / "runs")),

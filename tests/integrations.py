@@ -108,9 +108,11 @@ def table(skipped: Mapping[str, bool]) -> list[str]:
     """
     lines = ["| library | version | what works | shown by |", "|---|---|---|---|"]
     for library, claims in CLAIMS.items():
-        for what, test in claims.items():
-            tested = f"`{test.rpartition('::')[2]}`" if not skipped[test] else "not tested here"
-            lines.append(f"| {library} | {_version(library)} | {what} | {tested} |")
+        what = "; ".join(claim + " (not tested here)" * skipped[test] for claim, test in claims.items())
+        files = ", ".join(
+            f"`{file}`" for file in sorted({test.partition("::")[0] for test in claims.values()})
+        )
+        lines.append(f"| {library} | {_version(library)} | {what} | {files} |")
     return lines
 
 

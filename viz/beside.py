@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-from amp_fx.viz.schema import CastSum, Drawing, ModuleRow, Total, short_dtype
+from amp_fx.viz.schema import CastSum, Drawing, ModuleRow, Total, is_lowering, short_dtype
 from amp_fx.viz.style import DARK, LIGHT, per_cent, size
 
 __all__ = ["STYLE", "SUFFIX", "drawn", "headline", "render", "variables"]
@@ -213,7 +213,7 @@ def _draw_cast(
         return
     gone = row is not cast
     length = max(2.0, _BAR * row["kernel_bytes"] / widest) if widest else 2.0
-    look = "ghost" if gone else "lower" if after in ("bf16", "fp16") else "widen"
+    look = "ghost" if gone else "lower" if is_lowering(row) else "widen"
     yield f'<rect class="{look}" x="{x}" y="{baseline - 10}" width="{length:.1f}" height="11" rx="2"/>'
     count = f"{row['kernels']} \N{MULTIPLICATION SIGN} " if row["kernels"] > 1 else ""
     words = f"{count}{what} {before} \N{RIGHTWARDS ARROW} {after}, {size(row['kernel_bytes'])}"

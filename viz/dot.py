@@ -12,7 +12,7 @@ import graphviz
 
 from amp_fx.errors import AmpFxError
 from amp_fx.plans.files import write_bytes, write_text
-from amp_fx.viz.schema import Cast, Drawing, Graph, Group, Node, short_dtype
+from amp_fx.viz.schema import Cast, Drawing, Graph, Group, Node, is_lowering, short_dtype
 from amp_fx.viz.style import (
     CHANGED,
     CLASSES,
@@ -25,7 +25,6 @@ from amp_fx.viz.style import (
     cast_lines,
     graph_label,
     heat_samples,
-    is_lowering,
     size,
     tint,
     total_line,

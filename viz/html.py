@@ -8,14 +8,14 @@ from importlib import resources
 from typing import Any
 
 from amp_fx.viz import beside
-from amp_fx.viz.schema import Drawing
+from amp_fx.viz.schema import BITS, SHORT, Drawing
 from amp_fx.viz.style import CLASSES, DARK, DTYPES, HEAT, LIGHT, heat_samples
 from amp_fx.viz.view import DEPTH
 
 __all__ = ["render"]
 
 #: the page's own code, in the order in which it runs
-_SCRIPTS = ("visible.js", "words.js", "drawing.js", "viewer.js", "page.js")
+_SCRIPTS = ("visible.js", "words.js", "layout.js", "drawing.js", "viewer.js", "page.js")
 
 
 def render(model: Drawing) -> str:
@@ -26,6 +26,8 @@ def render(model: Drawing) -> str:
     """
     style = {
         "dtypes": list(DTYPES),
+        "short": SHORT,
+        "bits": BITS,
         "classes": {name: [border.meaning, border.dashes, border.width] for name, border in CLASSES.items()},
         "heat": [colour for _, colour in HEAT],
         "heatSamples": heat_samples(model),

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from amp_fx.plans.files import write_text
-from amp_fx.viz.schema import Drawing, Edge, Graph, Node
-from amp_fx.viz.style import DTYPES, LOWER, PLAIN, WIDEN, cast_lines, is_lowering, size
+from amp_fx.viz.schema import BITS, Drawing, Edge, Graph, Node, is_lowering
+from amp_fx.viz.style import DTYPES, LOWER, PLAIN, WIDEN, cast_lines, size
 
 __all__ = ["SUFFIX", "graph_collection", "node_data", "write"]
 
@@ -21,7 +21,6 @@ __all__ = ["SUFFIX", "graph_collection", "node_data", "write"]
 SUFFIX, _DATA_SUFFIX = ".model-explorer.json", ".node-data.json"
 
 #: node data are numbers: bits of the compute dtype
-_BITS = {"int8": 8, "float8_e4m3fn": 8, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 
 
 def write(model: Drawing, path: Path) -> Path:
@@ -62,9 +61,9 @@ def node_data(model: Drawing) -> dict[str, Any]:
         graph["label"]: {
             "name": "bits of the compute dtype",
             "results": {
-                str(index): {"value": _BITS[node["dtype"]], "bgColor": DTYPES.get(node["dtype"], PLAIN)}
+                str(index): {"value": BITS[node["dtype"]], "bgColor": DTYPES.get(node["dtype"], PLAIN)}
                 for index, node in enumerate(graph["nodes"])
-                if node["dtype"] in _BITS
+                if node["dtype"] in BITS
             },
         }
         for graph in model["graphs"]

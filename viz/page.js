@@ -88,7 +88,7 @@ function goTo(at, ends) {
   // the label is drawn last
   centre([...document.querySelectorAll(".chosen")].pop() || document.querySelector(`[data-id="${to}"]`));
   const casts = graph.edges.filter(({ tail, head }) => tail === ends[0] && head === ends[1]).flatMap((edge) => edge.casts);
-  $("details").textContent = describeEdge(casts);
+  select(from + ">" + to, describeEdge(casts));
 }
 
 function centre(element) {

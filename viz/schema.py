@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 __all__ = [
+    "BITS",
+    "SHORT",
     "Cast",
     "CastSum",
     "Drawing",
@@ -14,11 +16,16 @@ __all__ = [
     "ModuleRow",
     "Node",
     "Total",
+    "is_lowering",
     "module_row",
     "short_dtype",
 ]
 
-_SHORT = {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+#: dtype -> bits of an element
+BITS = {"int8": 8, "float8_e4m3fn": 8, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
+
+#: dtype -> what casts and boxes call it; the others have their own name
+SHORT = {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 class Cast(TypedDict):
@@ -158,7 +165,15 @@ class Drawing(TypedDict):
 
 def short_dtype(name: str) -> str:
     """``"bf16"`` for ``"bfloat16"``."""
-    return _SHORT.get(name, name)
+    return SHORT.get(name, name)
+
+
+_SHORT_BITS = {short_dtype(name): bits for name, bits in BITS.items()}
+
+
+def is_lowering(cast: Cast | CastSum) -> bool:
+    """True for a cast to a dtype that is not wider."""
+    return _SHORT_BITS.get(cast["after"], 8) <= _SHORT_BITS.get(cast["before"], 8)
 
 
 def module_row(row: dict[str, Any]) -> ModuleRow:

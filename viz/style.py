@@ -25,7 +25,6 @@ __all__ = [
     "graph_label",
     "heat",
     "heat_samples",
-    "is_lowering",
     "per_cent",
     "rounding",
     "size",
@@ -119,8 +118,6 @@ DARK = {
     "border": "#d5d5d5",
 }
 
-_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64}
-
 
 class Border(NamedTuple):
     """The border of a box: what it means, dashes in SVG, style in dot, width in points."""
@@ -139,11 +136,6 @@ CLASSES = {
     "keep": Border("as the program wrote it", "", "solid", 0.8),
     "user": Border("by your rule", "10 3 2 3", "dashed", 3.6),
 }
-
-
-def is_lowering(cast: Cast) -> bool:
-    """True for a cast to a dtype that is not wider."""
-    return _BITS.get(cast["after"], 8) <= _BITS.get(cast["before"], 8)
 
 
 def heat(error: float | None) -> int:

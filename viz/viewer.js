@@ -28,7 +28,7 @@ function fit() {
   const { clientWidth: w, clientHeight: h } = $("picture");
   // small graphs are not blown up, tall ones are shown from the top at a size that can be read
   const across = w / (bounds.width + 40), down = h / (bounds.height + 40);
-  const scale = Math.max(Math.min(1.15, across, down), Math.min(0.7, across));
+  const scale = Math.max(Math.min(1.15, across, down), Math.min(0.9, across), 0.6);
   box = { w: w / scale, h: h / scale, x: bounds.width / 2 - w / scale / 2, y: 0 };
   if (bounds.height < box.h) box.y = (bounds.height - box.h) / 2;
   look();
@@ -51,10 +51,12 @@ function zoomMiddle(factor) {
 function search() {
   const text = $("search").value.trim().toLowerCase();
   current = -1;
-  hits = !text ? [] : [...graph.nodes.keys()].filter((index) => {
-    const { label, module, source, name, dtype, reason } = graph.nodes[index];
-    return [label, module, source, name, dtype, short(dtype), reason].some((field) => field.toLowerCase().includes(text));
-  });
+  // names of modules first: a line of source names many
+  const rank = ({ label, module, source, name, dtype, reason }) =>
+    [[module], [label, name, dtype, short(dtype)], [reason, source]].findIndex((fields) =>
+      fields.some((field) => field.toLowerCase().includes(text)));
+  const ranks = graph.nodes.map(rank);
+  hits = !text ? [] : [...graph.nodes.keys()].filter((index) => ranks[index] >= 0).sort((a, b) => ranks[a] - ranks[b]);
   $("hits").textContent = text ? hits.length + " found" + (hits.length ? ", Enter goes to the next" : "") : "";
   mark();
 }
@@ -75,7 +77,7 @@ function next() {
   }
   draw();
   centre(document.querySelector(`[data-id="n${node}"]`));
-  $("details").textContent = describe("n" + node);
+  select("n" + node, describe("n" + node));
   $("hits").textContent = current + 1 + " of " + hits.length;
 }
 
@@ -89,6 +91,7 @@ function show(tab) {
 function choose(index) {
   show(document.querySelector(`#graphs [data-graph="${index}"]`));
   graph = model.graphs[index];
+  selected = "";
   seen[index] = seen[index] || new Visible(graph);
   visible = seen[index];
   $("depth").replaceChildren();

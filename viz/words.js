@@ -2,16 +2,15 @@
 const model = JSON.parse(document.getElementById("data").textContent);
 const style = model.style;
 const SVG = "http://www.w3.org/2000/svg";
-const SHORT = { float8_e4m3fn: "fp8", bfloat16: "bf16", float16: "fp16", float32: "fp32", float64: "fp64" };
-const BITS = { bf16: 16, fp16: 16, fp32: 32, fp64: 64 };
 const MANY = 400;     // more boxes than this take long to lay out
 const LONGEST = 48;   // characters in a box
 const $ = (id) => document.getElementById(id);
-const short = (dtype) => SHORT[dtype] || dtype;
+const short = (dtype) => style.short[dtype] || dtype;
+const bits = Object.fromEntries(Object.entries(style.bits).map(([dtype, count]) => [short(dtype), count]));
 
 const seen = model.graphs.map(() => null);  // graph -> what is visible of it, made when first shown
 let graph = null, visible = null;
-let hits = [], current = -1;
+let hits = [], current = -1, selected = "";
 let bounds = { width: 100, height: 100 };   // of the drawing
 let box = { x: 0, y: 0, w: 100, h: 100 };   // what the window shows of it
 
@@ -33,7 +32,7 @@ const clip = (text, length) => (text.length > length ? text.slice(0, length - 1)
 const isReal = (cast) => cast.kernel !== false;
 const colourOf = (dtype) => (style.dtypes.includes(dtype) ? `var(--${dtype})` : "var(--plain)");
 const inkOn = (dtype) => (style.dtypes.includes(dtype) ? `var(--on-${dtype})` : "var(--ink)");
-const lowers = (cast) => (BITS[cast.after] || 8) <= (BITS[cast.before] || 8);
+const lowers = (cast) => (bits[cast.after] || 8) <= (bits[cast.before] || 8);
 
 // calls by dtype, most frequent first
 function mix(leaves) {
@@ -97,6 +96,18 @@ function describeNode(index) {
 
 const describe = (id) => (id[0] === "g" ? describeGroup : describeNode)(Number(id.slice(1)));
 const describeEdge = (casts) => ["casts on this edge", ...listed(casts.map(castText), 12)].join("\n");
+
+// while the pointer is on something: what its box does not say. The panel has the rest
+function hint(id) {
+  const index = Number(id.slice(1));
+  if (id[0] === "g") {
+    const casts = visible.inside[index];
+    return (casts.length ? "casts inside: " + castLines(casts).join("; ") + "\n" : "") + "click to open";
+  }
+  const { module, reason } = graph.nodes[index];
+  return (module ? "in " + module + "\n" : "") + "why: " + reason;
+}
+const hintEdge = (casts) => listed(casts.map(castText), 1).join("\n");
 
 // --- looks ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -217,9 +218,19 @@ def test_search_counts_marks_and_goes_to_what_it_finds(viewer: Viewer) -> None:
     assert viewer.find("#hits").text == "0 found"
 
 
-def test_hovering_tells_reason_source_dtype_and_bytes(viewer: Viewer) -> None:
+def test_a_search_goes_to_modules_of_that_name_before_lines_that_name_them(viewer: Viewer) -> None:
+    report = blocks(3)
+    report.plans[0].nodes[0].source = "net.py:9 in forward: return self.layers(x)"
+    viewer.show(report)
+    viewer.search("layers")
+    viewer.find("#search").send_keys(Keys.ENTER)
+    assert "in net.layers.0" in viewer.find("#details").text
+
+
+def test_a_click_tells_reason_source_dtype_and_bytes_in_the_panel(viewer: Viewer) -> None:
     viewer.show(blocks(3))
-    text = viewer.hover(viewer.named("head"))
+    viewer.named("head").click()
+    text = viewer.find("#details").text
     for expected in (
         "why: reason of head   [low]",
         "source: net.py:4 in forward",
@@ -227,9 +238,17 @@ def test_hovering_tells_reason_source_dtype_and_bytes(viewer: Viewer) -> None:
         "64 B",
     ):
         assert expected in text
-    text = viewer.hover(viewer.named("layers.0"))
+
+
+def test_the_hint_beside_the_pointer_does_not_repeat_the_panel(viewer: Viewer) -> None:
+    viewer.show(blocks(3))
+    hint = viewer.hover(viewer.named("head"))
+    assert "why: reason of head" in hint
+    assert "source" not in hint
+    viewer.named("head").click()
+    assert viewer.hover(viewer.named("head")) == ""
     assert "2 casts inside" in viewer.named("layers.0").text
-    assert "casts inside: fp32 \N{RIGHTWARDS ARROW} bf16" in text
+    assert "casts inside: fp32 \N{RIGHTWARDS ARROW} bf16" in viewer.hover(viewer.named("layers.0"))
 
 
 def test_hovering_over_a_cast_tells_direction_and_bytes(viewer: Viewer) -> None:
@@ -488,3 +507,35 @@ def contrast(one: list[float], other: list[float]) -> float:
 
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
+
+
+#: the open modules of a name: where they are on the screen
+FRAMES = """
+  const frames = [...document.querySelectorAll('#scene > .frame')];
+  return [...document.querySelectorAll('#scene > .cluster')].map((title, index) => [title.textContent, frames[index]])
+    .filter(([title]) => title.includes(arguments[0])).map(([, frame]) => frame.getBoundingClientRect().toJSON());
+"""
+
+
+@pytest.mark.usefixtures("_window_after")
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("phase", [0, 1])
+def test_modules_stand_below_each_other_at_a_size_that_can_be_read(
+    viewer: Viewer, phase: int, width: int
+) -> None:
+    window(viewer, width, 900, "light")
+    viewer.show(blocks(4))
+    viewer.all("#graphs button")[phase].click()
+    deepest(viewer)
+    viewer.find(".split").click()
+    viewer.find("#fit").click()
+    frames = sorted(viewer.driver.execute_script(FRAMES, "layers."), key=lambda frame: frame["top"])
+    assert len(frames) == 4
+    assert all(above["bottom"] < below["top"] for above, below in itertools.pairwise(frames))
+    middles = [(frame["left"] + frame["right"]) / 2 for frame in frames]
+    assert max(middles) - min(middles) < min(frame["width"] for frame in frames)
+    picture = viewer.find("#picture").rect
+    assert min(frame["left"] for frame in frames) > picture["x"]
+    assert max(frame["right"] for frame in frames) < picture["x"] + picture["width"]
+    heights = [text.rect["height"] for text in viewer.all(".box text.name")]
+    assert min(heights) > 8

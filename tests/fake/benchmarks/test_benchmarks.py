@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,13 +94,13 @@ def test_the_section_names_ratios_and_where_they_are_from() -> None:
     rows = [row("autocast", QUIET), row("amp_fx", scaled(0.5)), row("fp32", scaled(2))]
     text = page.speed(WHERE, rows)
     assert "toy" in text
-    assert "| mlp | 1000.0 ms | 2.00 | 0.50 |" in text
+    assert "| mlp | 1000.0 | 2.00 | 0.50 |" in text
 
 
 def test_the_page_says_how_compiling_grows_with_depth() -> None:
     autocast = TimingRow("depth_layers6", "depth", "training", "autocast", {"layers": 6}, QUIET, 10.0)
     text = page.speed(WHERE, [autocast, replace(autocast, arm="off", compile_cold=12.0)])
-    assert "| 6 | 10.0 s | 1.20 |" in text
+    assert re.search(r"\b6 layers\b.*\b10 s\b.*\b1\.20 times", text)
     assert "Training:" not in text
 
 

@@ -22,8 +22,13 @@ def test_what_a_claim_names_is_a_test(test: str) -> None:
 
 def test_the_document_has_every_claim() -> None:
     rows = [line.split(" | ") for line in integrations.DOCUMENT.read_text(encoding="utf-8").splitlines()]
-    written = {(row[0].removeprefix("| "), row[2]) for row in rows if len(row) == 4}
-    assert {(library, what) for library, what, _ in CLAIMS} <= written
+    written = {row[0].removeprefix("| "): row[2].split("; ") for row in rows if len(row) == 4}
+    missing = [
+        what
+        for library, what, _ in CLAIMS
+        if not any(cell.removesuffix(" (not tested here)") == what for cell in written[library])
+    ]
+    assert missing == []
 
 
 def test_a_table_is_put_in_its_place() -> None:
@@ -31,4 +36,6 @@ def test_a_table_is_put_in_its_place() -> None:
     new = integrations.with_table(text, ["| new |"])
     assert new == f"a\n{integrations.START}\n| new |\n{integrations.END}\nb\n"
     skipped = dict.fromkeys((test for _, _, test in CLAIMS), True)
-    assert all(line.endswith("not tested here |") for line in integrations.table(skipped)[2:])
+    text = "\n".join(integrations.table(skipped))
+    assert text.count("(not tested here)") == len(CLAIMS)
+    assert "(not tested here)" not in "\n".join(integrations.table(dict.fromkeys(skipped, False)))

@@ -44,6 +44,16 @@ def test_the_headline_says_what_is_saved() -> None:
     assert any("Both return the same dtypes" in text for text in texts(svg))
 
 
+@pytest.mark.parametrize("narrow", ["float8_e4m3fn", "int8"])
+def test_casts_below_16_bits_are_narrowing_in_every_picture(narrow: str) -> None:
+    report = compared()
+    report.modules = [
+        replace(module, casts=[replace(cast, after=narrow) for cast in module.casts])
+        for module in report.modules
+    ]
+    assert bars(beside.render(drawing(report)), "widen") == []
+
+
 def test_where_nothing_is_saved_the_headline_does_not_say_so() -> None:
     report = compared()
     report.costs["amp_fx"] = replace(
