@@ -11,7 +11,7 @@ for the many small gradients of a model: it reads 4 bytes, writes them back as t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,10 +42,6 @@ class Finding:
     def nonfinite(self) -> set[int]:
         """The parameters with a bad gradient; waits for the device."""
         return {key for key, mark in zip(self.parameters, self.marks, strict=True) if not mark.isfinite()}
-
-    def of(self, parameters: Collection[int]) -> list[Tensor]:
-        """The marks of some of them."""
-        return [mark for key, mark in zip(self.parameters, self.marks, strict=True) if key in parameters]
 
 
 def look(parameters: Sequence[Tensor], found: Tensor) -> Finding:

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from amp_fx._torch import find_nonfinite_, update_scale
+from amp_fx._torch import update_scale
 from amp_fx.errors import ScalerError
 from amp_fx.scaling.findings import look
 from amp_fx.scaling.history import History, any_of, names_of
 from amp_fx.scaling.registry import register
 from amp_fx.scaling.stepping import watch_steps
-from amp_fx.scaling.uses import CompiledGraph, OwnScale, Uses
+from amp_fx.scaling.uses import CompiledGraph, Uses
 
 __all__ = ["GradScaler"]
 
@@ -55,8 +55,6 @@ class GradScaler(torch.amp.GradScaler):
         name: what graphs find it by. A later scaler of the same name takes the earlier one's place.
         min_scale: ``update`` never backs off below it. The default is out of reach in training that can still be
             saved: 40 bad steps in a row from 2**16.
-        per_graph: every compiled graph, with every set of parameters, has a scale of its own, which its own
-            gradients move. ``get_scale`` and checkpoints have the one scale that moves for all of them.
         process_group: the processes that step together; None for the default group.
 
     Raises:
@@ -74,7 +72,6 @@ class GradScaler(torch.amp.GradScaler):
         *,
         name: str = "default",
         min_scale: float = 2.0**-24,
-        per_graph: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(name, str) or not name:
@@ -84,7 +81,6 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._name = name
         self._min_scale = min_scale
-        self._per_graph = per_graph
         self._process_group = process_group
         self._forget()
         register(self, replace=True)
@@ -120,13 +116,12 @@ class GradScaler(torch.amp.GradScaler):
         if not self._in_graph:
             self._in_graph = True
             watch_steps(self)
-        use = self._uses.of(graph, leaves, self._own_scale if self._per_graph else None)
+        self._uses.enter(graph, leaves)
         if self._scaled_outside:
             return torch.ones((), device=graph.device)
-        scale = self._scale if use.own is None else use.own.value
         # The backward may come after an update, with another network in flight. It multiplies and divides by the
         # value of that moment, so nothing is wrong with it; .data keeps autograd's version check out of it.
-        scale = scale.data
+        scale = self._scale.data
         return scale if scale.device == graph.device else scale.to(graph.device, non_blocking=True)
 
     def scales(self, parameters: Sequence[Tensor]) -> bool:
@@ -137,10 +132,6 @@ class GradScaler(torch.amp.GradScaler):
     def has_looked(self) -> bool:
         """Whether gradients were looked at since the last ``update``."""
         return bool(self._history.findings)
-
-    def _own_scale(self, device: torch.device) -> OwnScale:
-        scale, growth_tracker = self._check_scale_growth_tracker("enter_graph")
-        return OwnScale(scale.to(device, copy=True), growth_tracker.to(device, copy=True))
 
     # ---- the loop ----
 
@@ -224,34 +215,15 @@ class GradScaler(torch.amp.GradScaler):
             self._history.last_found = any_of(found, found[0].device)
         if new_scale is None and found:
             scale, growth_tracker = self._check_scale_growth_tracker("update")
-            self._adapt(scale, growth_tracker, any_of(found, scale.device))
+            factors = self._growth_factor, self._backoff_factor
+            update_scale(scale, growth_tracker, any_of(found, scale.device), *factors, self._growth_interval)
+            scale.clamp_(min=self._min_scale)
             self._per_optimizer_states.clear()
         else:
             super().update(new_scale)
-        if self._per_graph:
-            self._update_own_scales(new_scale)
         self._scaled_outside = False
         self._uses.end_step()
         self._history.end_step()
-
-    def _update_own_scales(self, new_scale: float | Tensor | None) -> None:
-        for use in self._uses:
-            if use.own is None:
-                continue
-            if new_scale is not None:
-                use.own.fill(new_scale)
-                continue
-            marks = [mark for _, finding in self._history.findings for mark in finding.of(use.ids)]
-            if marks:
-                found = torch.zeros_like(use.own.value)
-                # 0 or nan, so that no dtype is too narrow
-                find_nonfinite_([(mark - mark).to(found) for mark in marks], found)
-                self._adapt(use.own.value, use.own.growth_tracker, found)
-
-    def _adapt(self, scale: Tensor, growth_tracker: Tensor, found: Tensor) -> None:
-        factors = self._growth_factor, self._backoff_factor
-        update_scale(scale, growth_tracker, found, *factors, self._growth_interval)
-        scale.clamp_(min=self._min_scale)
 
     # ---- what torch's methods ask ----
 
@@ -346,24 +318,7 @@ class GradScaler(torch.amp.GradScaler):
             bad = self._history.bad()
         return self._history.names(bad, self._uses.names())
 
-    @property
-    def graph_scales(self) -> list[tuple[str, float]]:
-        """With ``per_graph``, the first parameter and the scale of every graph; waits for the device."""
-        return [
-            (use.names[0] if use.names else "", use.own.value.item())
-            for use in self._uses
-            if use.own is not None
-        ]
-
     # ---- checkpoints ----
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what any ``torch.amp.GradScaler`` saved; with ``per_graph`` all graphs begin at its scale."""
-        super().load_state_dict(state_dict)
-        if self._enabled:
-            for use in self._uses:
-                if use.own is not None:
-                    use.own.fill(state_dict["scale"], state_dict["_growth_tracker"])
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from amp_fx._torch import StorageRef, is_wrapper, storage_ref
 
-__all__ = ["CompiledGraph", "OwnScale", "Use", "Uses"]
+__all__ = ["CompiledGraph", "Use", "Uses"]
 
 
 class CompiledGraph(Protocol):
@@ -34,25 +34,6 @@ class CompiledGraph(Protocol):
         ...
 
 
-@dataclass
-class OwnScale:
-    """The loss scale of one graph alone.
-
-    Attributes:
-        value: fp32, 0-d.
-        growth_tracker: updates since the scale last changed; int32, 0-d.
-    """
-
-    value: Tensor
-    growth_tracker: Tensor
-
-    def fill(self, value: float | Tensor, growth_tracker: int | None = None) -> None:
-        """Sets the scale, and the tracker too if it is given."""
-        self.value.fill_(value)
-        if growth_tracker is not None:
-            self.growth_tracker.fill_(growth_tracker)
-
-
 @dataclass(eq=False)
 class Use:
     """One graph with one set of parameters: models of one class share their graphs.
@@ -60,7 +41,6 @@ class Use:
     Attributes:
         ids: of the parameters.
         names: of the parameters.
-        own: the graph's own scale, if it has one.
         memory: of the parameters.
         leaves: the parameters themselves, from a call of the graph to the end of the step.
         entered: the graph was called in this step.
@@ -68,7 +48,6 @@ class Use:
 
     ids: tuple[int, ...]
     names: tuple[str, ...]
-    own: OwnScale | None
     memory: tuple[StorageRef, ...] = ()
     leaves: Sequence[nn.Parameter] = ()
     entered: bool = False
@@ -98,33 +77,15 @@ class Uses:
         self._of: weakref.WeakKeyDictionary[CompiledGraph, list[Use]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def of(
-        self,
-        graph: CompiledGraph,
-        leaves: Sequence[nn.Parameter],
-        own_scale: Callable[[torch.device], OwnScale] | None,
-    ) -> Use:
-        """The use of a graph with these parameters, which is going on until :meth:`end_step`.
+    def enter(self, graph: CompiledGraph, leaves: Sequence[nn.Parameter]) -> None:
+        """A graph is called with these parameters; the use is going on until :meth:`end_step`."""
+        self._known(graph, tuple(map(id, leaves))).enter(leaves)
 
-        Args:
-            graph: the graph.
-            leaves: its parameters in this call.
-            own_scale: makes the scale of a use that is new; None where graphs have none.
-        """
-        use = self._known(graph, tuple(map(id, leaves)), own_scale)
-        use.enter(leaves)
-        return use
-
-    def _known(
-        self,
-        graph: CompiledGraph,
-        ids: tuple[int, ...],
-        own_scale: Callable[[torch.device], OwnScale] | None,
-    ) -> Use:
+    def _known(self, graph: CompiledGraph, ids: tuple[int, ...]) -> Use:
         known = self._find(graph, ids)
         if known is not None:
             return known
-        new = Use(ids, graph.names, None if own_scale is None else own_scale(graph.device))
+        new = Use(ids, graph.names)
         with self._lock:
             known = self._find(graph, ids)
             if known is None:

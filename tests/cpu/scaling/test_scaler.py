@@ -604,24 +604,6 @@ def test_the_scale_never_falls_below_its_minimum() -> None:
     assert scaler.get_scale() == 0.5, "what the user sets is what it is"
 
 
-def test_with_a_scale_per_graph_an_unstable_network_does_not_lower_the_scale_of_another() -> None:
-    class Other(Net):
-        pass
-
-    scaler = new_scaler(per_graph=True, growth_interval=1)
-    stable, unstable = Net(), Other()
-    # torch tells optimizers apart by their ids: both have to live
-    optimizers = sgd(stable), sgd(unstable)
-    for model, optimizer, bad in zip((stable, unstable), optimizers, (False, True), strict=True):
-        scaler.scale(loss_of(compiled(model), batch(bad))).backward()
-        scaler.step(optimizer)
-    scaler.update()
-    assert scaler.graph_scales == [("up.weight", 256.0), ("up.weight", 64.0)]
-    assert scaler.get_scale() == 64.0
-    scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0})
-    assert scaler.graph_scales == [("up.weight", 8.0)] * 2
-
-
 def test_checkpoints_load_both_ways() -> None:
     ours, theirs = new_scaler(growth_interval=7), torch.amp.GradScaler("cpu", init_scale=3.0)
     model = Net()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from amp_fx.scaling.uses import OwnScale, Uses
+from amp_fx.scaling.uses import Uses
 
 
 class Graph:
@@ -13,28 +13,26 @@ class Graph:
     device = torch.device("cpu")
 
 
-def own_scale(device: torch.device) -> OwnScale:
-    return OwnScale(torch.ones((), device=device), torch.zeros((), dtype=torch.int32, device=device))
-
-
-def test_a_graph_keeps_its_scale_where_its_parameters_get_other_memory() -> None:
+def test_a_graph_is_known_where_its_parameters_get_other_memory() -> None:
     uses, graph, parameter = Uses(), Graph(), nn.Parameter(torch.randn(3))
-    first = uses.of(graph, [parameter], own_scale)
+    uses.enter(graph, [parameter])
     uses.end_step()
     # sharded training does so in each step
     parameter.data = torch.randn(3)
-    assert uses.of(graph, [parameter], own_scale) is first
+    uses.enter(graph, [parameter])
+    assert len(list(uses)) == 1
     assert uses.names() == {id(parameter): "weight"}
 
 
 def test_parameters_are_kept_until_the_step_ends_and_forgotten_when_they_are_gone() -> None:
     uses, graph, parameter = Uses(), Graph(), nn.Parameter(torch.randn(3))
-    use = uses.of(graph, [parameter], None)
+    uses.enter(graph, [parameter])
+    (use,) = uses
     assert use.leaves == [parameter]
     uses.end_step()
     del parameter
     assert (use.leaves, use.is_dead(), uses.names()) == ((), True, {})
     other = nn.Parameter(torch.randn(3))
-    uses.of(graph, [other], None)
+    uses.enter(graph, [other])
     # it may have the id of the first
     assert [found.ids for found in uses] == [(id(other),)]
