@@ -205,7 +205,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 REPORT_COMMANDS = {
     "explain": Command(
-        "say what runs in which precision, what the casts cost, what is risky, and what to change",
+        "say what runs in which precision, what the casts cost, and what to change",
         _EXPLAIN_TEXT,
         _explain_arguments,
         _explain,

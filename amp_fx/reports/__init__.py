@@ -13,6 +13,5 @@ from amp_fx.reports.explaining import explain
 from amp_fx.reports.histograms import Histogram, histogram
 from amp_fx.reports.recording import Recording, record
 from amp_fx.reports.report import Cost, Report
-from amp_fx.reports.risks import Risk
 
-__all__ = ["Advice", "Cost", "Histogram", "Recording", "Report", "Risk", "explain", "histogram", "record"]
+__all__ = ["Advice", "Cost", "Histogram", "Recording", "Report", "explain", "histogram", "record"]

@@ -17,7 +17,7 @@ from amp_fx.plans.plan import CastPlan, NodePlan, Plan
 from amp_fx.plans.reasons import Kind
 from amp_fx.plans.unused import unused_rules
 from amp_fx.policy import OpClass
-from amp_fx.reports.risks import origin_of, starred, with_rule
+from amp_fx.reports.remedies import origin_of, starred, with_rule
 
 __all__ = [
     "NOT_COMPILED",

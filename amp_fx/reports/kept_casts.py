@@ -18,7 +18,7 @@ _WEIGHT_EACH_CALL = (
 )
 _GIVEN = "what graphs are given in another dtype than their calls read"
 _RETURNED = "what graphs return in another dtype than their calls write"
-_CONVOLUTION = "gradients of convolutions' weights, which no library kernel returns in fp32"
+_GRADIENT = "gradients of fp32 weights, where the library's kernel returns 16 bits"
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,9 @@ def _why(plan: Plan, cast: CastPlan, source: NodePlan | InputPlan | None, read: 
         if source.parameter and plan.phase == "forward":
             return _WEIGHT if plan.training else _WEIGHT_EACH_CALL
         return _GIVEN
-    if cast.to_dtype is not torch.float32 or cast.name in read:
+    if cast.to_dtype is not torch.float32 or not ("output" in cast.users or cast.name not in read):
         return ""
-    if plan.phase == "backward" and source is not None and source.op.startswith("convolution_backward"):
-        return _CONVOLUTION
-    return _RETURNED
+    return _GRADIENT if plan.phase == "backward" else _RETURNED
 
 
 def _described(cast: CastPlan) -> str:

@@ -19,7 +19,7 @@ from amp_fx.graphs.values import cast_bytes
 from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.reports.kernels import calls, cast_kernels, conversion, is_move
-from amp_fx.reports.risks import starred
+from amp_fx.reports.remedies import starred
 
 __all__ = ["CastSum", "ModuleCasts", "casts_by_module"]
 

@@ -1,4 +1,4 @@
-"""The report: what ran in which precision, what the casts cost, what is risky, and what to change.
+"""The report: what ran in which precision, what the casts cost, and what to change.
 
     report = amp_fx.explain(model, batch)
     print(report)               # the first screen
@@ -122,7 +122,6 @@ class Report(ReportData):
                 "shares": self.shares(),
                 "costs": {name: asdict(cost) for name, cost in self.compared().items()},
                 "held_bytes": sum(given.bytes for given in self.held),
-                "risks": [asdict(risk) for risk in self.risks],
                 "advice": [asdict(row) for row in self.advice],
                 "graph_breaks": self.graph_breaks,
                 "kept": [asdict(row) for row in self.kept],

@@ -9,7 +9,6 @@ from amp_fx.plans.plan import InputPlan, Plan, dtype_name
 from amp_fx.reports.advice import Advice, advise
 from amp_fx.reports.kept_casts import CastKernels, kept_casts
 from amp_fx.reports.modules import ModuleCasts
-from amp_fx.reports.risks import Risk, rank_risks
 
 __all__ = ["Cost", "ReportData"]
 
@@ -69,11 +68,6 @@ class ReportData:
     def advice(self) -> list[Advice]:
         """What is worth changing, most useful first."""
         return [*self.notes, *advise(self.plans)]
-
-    @property
-    def risks(self) -> list[Risk]:
-        """The kinds of nodes whose precision is likeliest to matter, most sensitive to rounding first."""
-        return rank_risks(self.plans)
 
     @property
     def kept(self) -> list[CastKernels]:

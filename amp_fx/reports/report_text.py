@@ -45,7 +45,6 @@ def first_screen(report: ReportData) -> str:
 
 def _findings(report: ReportData, room: int) -> list[list[str]]:
     """What is to be known and done, in so many lines: advice takes what the others leave."""
-    risks = report.risks
     counted = Counter(report.graph_breaks).items()
     breaks = [f"{times} times {reason}" if times > 1 else reason for reason, times in counted]
     unused = [row.text for row in report.advice if row.kind == UNUSED_RULE]
@@ -54,8 +53,6 @@ def _findings(report: ReportData, room: int) -> list[list[str]]:
         _block("cast kernels that are kept", list(map(str, report.kept)), 3),
         _block("unused rules", unused, 3),
         _block("graph breaks", breaks, 3),
-        _block("most sensitive to rounding", list(map(str, risks)), 3),
-        _block("to keep the first of them in fp32", [f"options={row.options}" for row in risks[:1]], 1),
     ]
     advice = [str(row) for row in report.advice if row.kind not in ("graph break", NOT_COMPILED, UNUSED_RULE)]
     return [*blocks, _block("advice", advice, min(4, room - sum(map(len, blocks)) - 1))]

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_fx import Plan, Report
+from amp_fx import Plan
 from amp_fx.reports.advice import Advice, advise, layout_advice, scaling_advice, weight_advice
-from amp_fx.reports.risks import rank_risks
 from amp_fx.settings import Options
 from graphs import Rewritten, rewrite
 
@@ -55,71 +54,6 @@ def pasted(text: str) -> dict[str, Any]:
 
 def dtypes(found: Rewritten, op: str, module: str) -> set[torch.dtype | None]:
     return {row.dtype for row in found.plan.nodes if row.op == op and row.module_path.endswith(module)}
-
-
-@pytest.mark.parametrize(
-    ("options", "most_sensitive"),
-    [
-        ({}, "down"),
-        ({"dtype": "float16"}, "down"),
-        # what is read in fp32 is riskier than a longer sum
-        ({"policy": {"base": "fast", "rules": [{"op": "gelu", "precision": "fp32"}]}}, "up"),
-    ],
-)
-def test_the_most_sensitive_nodes_are_in_fp32_with_the_remedy_of_the_first_screen(
-    options: dict[str, Any], most_sensitive: str
-) -> None:
-    other = {"up": "down", "down": "up"}[most_sensitive]
-    model, x = Stack(), torch.randn(4, 16)
-    before = rewrite(model, x, options=options)
-    assert dtypes(before, "linear", ".down") <= {torch.bfloat16, torch.float16}
-    screen = str(Report([before.plan])).splitlines()
-    at = screen.index("to keep the first of them in fp32")
-    risk = rank_risks([before.plan])[0]
-    assert (risk.where, risk.op, risk.count) == (f"blocks.*.{most_sensitive}", "linear", 3)
-    assert str(risk) in "\n".join(screen)
-    after = rewrite(model, x, options={**options, **pasted(screen[at + 1])})
-    assert dtypes(after, "linear", most_sensitive) == {torch.float32}
-    # and nothing else changed, rules that were there included
-    assert dtypes(after, "linear", other) == dtypes(before, "linear", other)
-    if "policy" in options:
-        assert dtypes(after, "gelu", "") == {torch.float32}
-        assert after.plan.policy.startswith('{"base": "fast"')
-
-
-def test_sums_are_as_long_as_the_matmul_makes_them() -> None:
-    class Sums(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(8, 16, 3)
-            self.weight, self.bias = nn.Parameter(torch.randn(36, 24)), nn.Parameter(torch.randn(24))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.addmm(self.bias, self.conv(x).flatten(0, 1).flatten(1), self.weight)
-
-    plan = rewrite(Sums(), torch.randn(2, 8, 8, 8), options={"dtype": "float16"}).plan
-    why = {risk.op: risk.why for risk in rank_risks([plan])}
-    assert why["conv2d"].startswith("float16 sum of 72 products: safe while operands stay below 30")
-    assert why["addmm"].startswith("float16 sum of 36 products: safe while operands stay below 43")
-
-
-def test_what_the_user_forces_low_is_most_sensitive() -> None:
-    rule = {"op": "softmax", "precision": "low"}
-    plan = rewrite(
-        lambda x, w: F.softmax(x @ w, -1),
-        torch.randn(8, 8),
-        torch.randn(8, 8),
-        options={"policy": {"rules": [rule]}},
-    ).plan
-    risk = rank_risks([plan])[0]
-    assert (risk.op, risk.why) == ("softmax.int", "bfloat16 by your rule")
-
-
-def test_nothing_is_risky_in_fp32() -> None:
-    plan = rewrite(
-        Stack(), torch.randn(4, 16), options={"policy": {"rules": [{"module": ".*", "precision": "fp32"}]}}
-    ).plan
-    assert rank_risks([plan]) == []
 
 
 def test_dimensions_that_are_no_multiple_of_8_are_named_once() -> None:
