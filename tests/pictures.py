@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from amp_fx.plans.costs import CastSum, Cost, ModuleCasts
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
-from amp_fx.reports.modules import CastSum, ModuleCasts
-from amp_fx.reports.report import Cost, Report
+from amp_fx.reports.report import Report
 
 __all__ = ["NASTY", "blocks", "call", "cast", "chain", "compared", "nasty", "parameter"]
 

@@ -5,47 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from amp_fx.plans.costs import Cost, ModuleCasts
 from amp_fx.plans.diff import Diff
 from amp_fx.plans.plan import Plan
 
-__all__ = ["Cost", "Drawable", "Module"]
-
-
-class Cost(Protocol):
-    """What casts cost in all graphs, as :class:`amp_fx.reports.Cost` says it."""
-
-    @property
-    def casts(self) -> int:
-        """Casts in the graphs."""
-        ...
-
-    @property
-    def cast_bytes(self) -> int:
-        """What they move if none is fused."""
-        ...
-
-    @property
-    def kernels(self) -> int | None:
-        """Kernels that do nothing but cast; None: not known."""
-        ...
-
-    @property
-    def kernel_bytes(self) -> int | None:
-        """What these move."""
-        ...
-
-    @property
-    def moved(self) -> int | None:
-        """What all kernels move."""
-        ...
-
-
-class Module(Protocol):
-    """What casts cost in one module, as :class:`amp_fx.reports.ModuleCasts` says it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-like form."""
-        ...
+__all__ = ["Drawable"]
 
 
 class Drawable(Protocol):
@@ -59,7 +23,7 @@ class Drawable(Protocol):
     measured: str
 
     @property
-    def modules(self) -> Sequence[Module]:
+    def modules(self) -> Sequence[ModuleCasts]:
         """Casts by module, of what is compared."""
         ...
 

@@ -8,10 +8,11 @@ Open ``report.py`` first.
 
 from __future__ import annotations
 
+from amp_fx.plans.costs import Cost
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.explaining import explain
 from amp_fx.reports.histograms import Histogram, histogram
 from amp_fx.reports.recording import Recording, record
-from amp_fx.reports.report import Cost, Report
+from amp_fx.reports.report import Report
 
 __all__ = ["Advice", "Cost", "Histogram", "Recording", "Report", "explain", "histogram", "record"]

@@ -20,6 +20,7 @@ from amp_fx.errors import AmpFxError
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.graphs.uncompiled import not_told
 from amp_fx.graphs.values import tensors
+from amp_fx.plans.costs import Cost, ModuleCasts
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import Plan
 from amp_fx.policy.table import supported_devices
@@ -28,10 +29,10 @@ from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.harms import add_harms
 from amp_fx.reports.left_out import NotCompiled, entry_of, left_out_advice
 from amp_fx.reports.lowered import LoweredGraphs
-from amp_fx.reports.modules import ModuleCasts, casts_by_module
+from amp_fx.reports.modules import casts_by_module
 from amp_fx.reports.progress import progress
 from amp_fx.reports.recording import record
-from amp_fx.reports.report import Cost, Report
+from amp_fx.reports.report import Report
 from amp_fx.reports.targeted import explain_for
 from amp_fx.reports.untouched import plain, untouched
 from amp_fx.scaling.unscaled import without_scaling

@@ -15,13 +15,13 @@ from amp_fx.graphs.flops import is_matmul
 from amp_fx.graphs.source_lines import module_path, source_line
 from amp_fx.graphs.storages import is_view
 from amp_fx.graphs.values import cast_bytes, is_eligible, tensors
+from amp_fx.plans.costs import Cost
 from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import input_plan, measure
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
 from amp_fx.reports.kernels import cast_kernels, conversion, conversions, is_move
-from amp_fx.reports.report import Cost
 
 __all__ = ["LoweredGraph", "LoweredGraphs"]
 

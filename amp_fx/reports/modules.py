@@ -7,8 +7,7 @@ fusion, and what it moves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -16,60 +15,13 @@ import torch.fx as fx
 from amp_fx._torch import Lowered
 from amp_fx.graphs.source_lines import module_path
 from amp_fx.graphs.values import cast_bytes
+from amp_fx.plans.costs import CastSum, ModuleCasts
 from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.reports.kernels import calls, cast_kernels, conversion, is_move
 from amp_fx.reports.remedies import starred
 
-__all__ = ["CastSum", "ModuleCasts", "casts_by_module"]
-
-
-@dataclass(frozen=True)
-class CastSum:
-    """Casts of one kind in one module, or in several equal ones together.
-
-    Attributes:
-        name: whose they are, ``"amp_fx"`` or ``"torch.autocast"``.
-        phase: ``"forward"`` or ``"backward"``.
-        what: ``"weight"``, ``"activation"``, ``"gradient"``, or ``"weight gradient"``.
-        before: dtype name.
-        after: dtype name.
-        casts: how many there are in the graphs.
-        bytes: what they read and write if each is a kernel of its own.
-        kernels: how many are kernels of their own; the others are fused.
-        kernel_bytes: what these read and write.
-    """
-
-    name: str
-    phase: str
-    what: str
-    before: str
-    after: str
-    casts: int
-    bytes: int
-    kernels: int
-    kernel_bytes: int
-
-
-@dataclass(frozen=True)
-class ModuleCasts:
-    """What is cast in one module, or in equal ones together.
-
-    Attributes:
-        module: path, with ``*`` for the numbers of repeated blocks; empty outside any module.
-        times: how many modules have this path.
-        dtypes: ``"amp_fx"`` or ``"torch.autocast"`` -> what it computes in.
-        casts: those of both.
-    """
-
-    module: str
-    times: int
-    dtypes: dict[str, str]
-    casts: list[CastSum]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-like form."""
-        return asdict(self)
+__all__ = ["casts_by_module"]
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from amp_fx.errors import AmpFxError, did_you_mean
+from amp_fx.plans.costs import Cost, ModuleCasts
 from amp_fx.plans.diff import Diff, diff_plans
 from amp_fx.plans.files import read_object, write_text
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.schema import SchemaError, decode
 from amp_fx.reports import report_text
 from amp_fx.reports.advice import Advice
-from amp_fx.reports.modules import ModuleCasts
-from amp_fx.reports.report_data import Cost, ReportData
+from amp_fx.reports.report_data import ReportData
 from amp_fx.viz import beside, dot, html, model, model_explorer
 from amp_fx.viz.words import because
 
-__all__ = ["SUFFIXES", "Cost", "Report", "check_suffix"]
+__all__ = ["SUFFIXES", "Report", "check_suffix"]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1

@@ -5,31 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from amp_fx.plans.costs import Cost, ModuleCasts
 from amp_fx.plans.plan import InputPlan, Plan, dtype_name
 from amp_fx.reports.advice import Advice, advise
 from amp_fx.reports.kept_casts import CastKernels, kept_casts
-from amp_fx.reports.modules import ModuleCasts
 
-__all__ = ["Cost", "ReportData"]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What casts cost in all graphs of a report.
-
-    Attributes:
-        casts: conversions between floating dtypes in the graphs.
-        cast_bytes: what they read and write if each is a kernel of its own.
-        kernels: kernels that do nothing but cast, after Inductor's fusion; None where it was not asked.
-        kernel_bytes: what these read and write.
-        moved: what all kernels read and write.
-    """
-
-    casts: int
-    cast_bytes: int
-    kernels: int | None = None
-    kernel_bytes: int | None = None
-    moved: int | None = None
+__all__ = ["ReportData"]
 
 
 @dataclass

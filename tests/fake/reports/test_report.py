@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_fx import AmpFxError, Plan, Report, record
+from amp_fx.plans.costs import Cost
 from amp_fx.plans.plan import dtype_name
 from amp_fx.plans.publish import publish
 from amp_fx.reports.advice import Advice
-from amp_fx.reports.report import SUFFIXES, Cost
+from amp_fx.reports.report import SUFFIXES
 from graphs import Rewritten, casts_of, rewrite
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from amp_fx import AmpFxError
+from amp_fx.plans.costs import CastSum, Cost, ModuleCasts
 from amp_fx.plans.reasons import Kind, Reason
-from amp_fx.reports.modules import CastSum, ModuleCasts
-from amp_fx.reports.report import Cost, Report
+from amp_fx.reports.report import Report
 from amp_fx.viz import beside, dot
 from amp_fx.viz.model import drawing
 from pictures import NASTY, compared
