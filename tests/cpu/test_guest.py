@@ -12,6 +12,9 @@ from typing import Any
 import guest
 import pytest
 
+# one worker starts the processes
+pytestmark = pytest.mark.xdist_group("guest")
+
 PROGRAM = Path(__file__).parents[1] / "guest.py"
 NAMES = [program.__name__ for program in guest.PROGRAMS]
 

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+# one worker interprets the program
+pytestmark = pytest.mark.xdist_group("device-copies")
+
 triton = pytest.importorskip("triton", reason="needs Triton, which builds of torch for GPUs bring")
 
 PROGRAM = Path(__file__).parents[2] / "renewed.py"
