@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("documents")
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """DDP and FSDP2 want a process group, Accelerate and Lightning take the one that is there; one compiles for a GPU."""
+    """DDP and FSDP2 want a process group, Accelerate and Lightning take the one that is there."""
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     with one_process():

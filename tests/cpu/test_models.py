@@ -18,7 +18,7 @@ from amp_fx._torch import has_low_lstm
 from graphs import without_inductor
 
 #: of these code is generated in every run, in training and without gradients
-GENERATED = {"train": ("gpt2", "mlp"), "no_grad": ("mlp",), "inference_mode": ("mlp",)}
+GENERATED = {"train": ("mlp", "transformer_layer"), "no_grad": ("mlp",), "inference_mode": ("mlp",)}
 
 #: attention spelled out differs in what its backward saves
 IN_INFERENCE = [name for name in zoo.CASES if not name.endswith("_eager_attention")]
