@@ -109,6 +109,7 @@ def test_values_and_gradients_are_as_close_to_fp64_as_autocasts(steps: tuple[Ste
         assert error(own.gradients[name], right) <= 1.25 * error(eager.gradients[name], right) + 1e-3, name
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("weights", ["cast", "auto"])
 def test_without_gradients_weights_are_laid_out_by_the_same_call(weights: str) -> None:
     torch._dynamo.reset()
@@ -124,6 +125,7 @@ def test_without_gradients_weights_are_laid_out_by_the_same_call(weights: str) -
     assert float((output.double() - right).norm() / right.norm()) < 1e-2
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_gradients_are_the_same_when_recomputed_or_compiled_by_compiled_autograd() -> None:
     model, image = nn.Conv2d(64, 64, 3), torch.randn(2, 64, 8, 8)
 
