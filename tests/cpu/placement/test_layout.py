@@ -109,7 +109,6 @@ def test_values_and_gradients_are_as_close_to_fp64_as_autocasts(steps: tuple[Ste
         assert error(own.gradients[name], right) <= 1.25 * error(eager.gradients[name], right) + 1e-3, name
 
 
-@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("weights", ["cast", "auto"])
 def test_without_gradients_weights_are_laid_out_by_the_same_call(weights: str) -> None:
     torch._dynamo.reset()
