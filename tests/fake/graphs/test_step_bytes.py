@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -40,7 +41,7 @@ def moved(update: bool, policy: str | None) -> int:
     parameters = list(model.parameters())
 
     def step(x: Tensor) -> object:
-        with torch.autocast("cpu", torch.bfloat16, enabled=policy is None):
+        with contextlib.nullcontext() if policy else torch.autocast("cpu", torch.bfloat16):
             loss = model(x)
         grads = torch.autograd.grad(loss, parameters)
         if not update:
