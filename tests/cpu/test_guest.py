@@ -67,6 +67,10 @@ def test_a_model_of_amp_fx_changes_nothing_for_the_others(
     assert (used["values"], used["graphs"]) == (alone["values"], alone["graphs"])
 
 
+def test_importing_imports_no_library(said: dict[str, dict[str, Any]]) -> None:
+    assert said["imported"]["libraries"] == []
+
+
 def test_importing_hooks_nothing_in(said: dict[str, dict[str, Any]]) -> None:
     assert said["alone"]["hooked"] == said["imported"]["hooked"] == FREE
 
