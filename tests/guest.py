@@ -237,9 +237,8 @@ if __name__ == "__main__":
     said: dict[str, Any] = {}
     if first == "imported":
         import amp_fx.integrations  # noqa: F401
-
-        libraries = ("accelerate", "transformers", "lightning")
-        said["libraries"] = [name for name in libraries if name in sys.modules]
+    libraries = ("accelerate", "transformers", "lightning")
+    said["libraries"] = [name for name in libraries if name in sys.modules]
     if first == "used":
         said["looked at"] = use_amp_fx()
     said["hooked"] = hooked()
