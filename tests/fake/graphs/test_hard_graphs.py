@@ -182,19 +182,6 @@ def test_batch_norm_and_a_buffer_of_the_users_are_updated() -> None:
     agree(Model(), torch.randn(6, 4), tolerance=ONE_ROUNDING)
 
 
-def test_tied_weights_get_one_gradient() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.embedding(ids))
-
-    assert low(agree(Tied(), torch.randint(8, (2, 3))), "linear")
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_parameters_that_the_user_made_low_stay_as_they_are(dtype: torch.dtype) -> None:
     class Mixed(nn.Module):
