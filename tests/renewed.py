@@ -184,12 +184,18 @@ def matrices_in_fp8_are_renewed() -> list[bool]:
             now = low.of([parameter])
             found.append(all(map(same, now, recipe.made(parameter.detach()))))
             found.append(all(ours is theirs for ours, theirs in zip(now, first, strict=True)))
-    parameter = nn.Parameter(torch.randn(80, 272))
-    low = Kept(Values([(Scaled("rowwise", True), (0,))], [Input(0, part) for part in range(2)]).make)
-    low.of([parameter])
-    parameter.data[7, 9] = float("nan")
-    touch(parameter)
-    factors = low.of([parameter])[1]
+    # several matrices by one launch
+    parameters: list[Tensor] = [nn.Parameter(weight) for weight, _ in cases[:3]]
+    recipes = [Scaled("rowwise", in_rows) for _, in_rows in cases[:3]]
+    inputs = [Input(at, part) for at in range(3) for part in range(2)]
+    low = Kept(Values([(recipe, (at,)) for at, recipe in enumerate(recipes)], inputs).make)
+    low.of(parameters)
+    parameters[0].data[7, 9] = float("nan")
+    parameters[2].data.mul_(3.0)
+    touch(parameters[0])
+    _, factors, *others = low.of(parameters)
+    made = [recipe.made(p.detach()) for p, recipe in zip(parameters, recipes, strict=True)]
+    found.append(all(map(same, others, [tensor for tensors in made[1:] for tensor in tensors])))
     # what is not finite is in the factor, and so in every product
     return [all(found), bool(factors[7].isnan().all() and factors[:7].isfinite().all())]
 

@@ -59,12 +59,12 @@ def test_a_process_that_dies_says_what_it_wrote_last() -> None:
 
 
 _SCRIPT = """
-import sys
+import sys, triton
 from amp_fx.errors import TargetError
 from amp_fx.targets.serving import enter
 from torch.utils._triton import has_triton_package
-for triton in (sys.modules.get("triton"), None):
-    sys.modules["triton"] = triton
+for module in (triton, None):
+    sys.modules["triton"] = module
     has_triton_package.cache_clear()
     try:
         enter("cuda:h100")
