@@ -26,6 +26,7 @@ import amp_fx
 from amp_fx.errors import ScalingWarning
 from combinations import AXES, Row, covering_rows, options_of, words
 from combined_models import Model, make
+from graphs import op_by_op
 from levels import FP8_CPU
 
 __all__ = ["STEPS", "Seen", "check", "check_accuracy", "compiled", "distances", "session", "with_files"]
@@ -48,23 +49,27 @@ class Seen:
     buffers: list[Tensor]
 
 
-def check(row: Row, folder: Path) -> None:
-    """Runs a row twice, the second time from a warm cache.
+def check(row: Row, folder: Path, *, generate: bool = True) -> None:
+    """Runs a row, and once more from a warm cache.
 
     Args:
         row: of the table.
         folder: for files that options name.
+        generate: whether code is generated; otherwise graphs run op by op, and once, as nothing is in a cache.
 
     Raises:
         AssertionError: a result is worse than eager autocast allows, or has another dtype, or is another one from a
             warm cache.
     """
     options = with_files(row, folder)
-    cold = compiled(row, options)
+    with contextlib.nullcontext() if generate else op_by_op():
+        cold = compiled(row, options)
+        if (row["numerics"], row["profile"], row["policy"]) == ("eager", "off", "autocast"):
+            _check_bits(row, cold)
     _check_dtypes(row, cold)
     check_accuracy(row, cold)
-    if (row["numerics"], row["profile"], row["policy"]) == ("eager", "off", "autocast"):
-        _check_bits(row, cold)
+    if not generate:
+        return
     counters.clear()
     warm = compiled(row, options)
     # graphs that Inductor freezes are not cached

@@ -236,7 +236,9 @@ if __name__ == "__main__":
     first, backend = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "aot_eager"
     said: dict[str, Any] = {}
     if first == "imported":
-        import amp_fx  # noqa: F401
+        import amp_fx.integrations  # noqa: F401
+    libraries = ("accelerate", "transformers", "lightning")
+    said["libraries"] = [name for name in libraries if name in sys.modules]
     if first == "used":
         said["looked at"] = use_amp_fx()
     said["hooked"] = hooked()

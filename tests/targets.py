@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import io
 import os
 import shutil
 import threading
@@ -29,8 +30,9 @@ from amp_fx.reports.kernels import cast_kernels
 from amp_fx.targets.compiling import Backend, compile_graph
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import TracedGraph, Tracer
+from benchmarks import counts
 from benchmarks.arms import ARMS
-from benchmarks.counts import Counter, Counts, Row, count
+from benchmarks.counts import Counter, Counts, Row
 from benchmarks.workloads import make
 from zoo import Case
 
@@ -40,6 +42,7 @@ __all__ = [
     "arm",
     "compiled",
     "compiled_at_equal_results",
+    "count",
     "counted",
     "needs_a_target",
     "one_process",
@@ -160,7 +163,15 @@ def arm(options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16) -> 
 
 def counted(workload: str, arm: str) -> Row:
     """Runs in the process. What a training step of a workload of the benchmarks costs in one of their arms."""
-    return count(make(workload), ARMS[arm], "training", "cuda:h100")[0]
+    return counts.count(make(workload), ARMS[arm], "training", "cuda:h100")[0]
+
+
+def count(arguments: Sequence[str]) -> tuple[str, str]:
+    """Runs in the process. The command of the counts: what it prints, and its messages."""
+    out, messages = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(messages):
+        assert counts.main(arguments) == 0
+    return out.getvalue(), messages.getvalue()
 
 
 def compiled(

@@ -320,15 +320,6 @@ def test_dynamic_shapes_compile_once_for_all_sizes() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_shapes_found_to_be_dynamic_recompile_once() -> None:
-    own = compiled(lambda x, w: F.relu(x @ w))
-    with record() as recording:
-        for size in (3, 4, 7, 12):
-            own(torch.randn(size, 8), torch.randn(8, 8))
-    assert len(recording.plans) == 2
-
-
-@pytest.mark.usefixtures("without_inductor")
 def test_graph_breaks_make_graphs_that_agree_on_dtypes() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:

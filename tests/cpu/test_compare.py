@@ -1,6 +1,6 @@
 """``amp_fx.compare``: which module of a program is named, what is measured, and that nothing is changed.
 
-Four programs go through Inductor; the others are run op by op, as AOTAutograd traces them.
+One program goes through Inductor, others in slow tests; the rest is run op by op, as AOTAutograd traces it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ def spoiled(program: type[Any], **given: Any) -> tuple[nn.Module, Tensor, dict[s
     return program(), torch.randn(size), {"options": options, **given}
 
 
-@pytest.mark.parametrize("program", SPOILED, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(program, marks=() if program is Large else pytest.mark.slow) for program in SPOILED],
+    ids=lambda program: program.__name__,
+)
 def test_the_module_that_spoils_a_compiled_program_is_named(program: type[Any]) -> None:
     model, x, given = spoiled(program)
     # a kernel takes g++ a second; in fp16, what is written for the backward is what overflows

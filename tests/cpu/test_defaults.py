@@ -5,7 +5,6 @@ What options do together is ``test_combinations.py``'s. A fallback is a warning,
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import amp_fx
 from combinations import AXES, Row
 from combined_models import Model, make
 from combined_runs import check
-from graphs import op_by_op
 
 DEFAULTS: Row = {axis: next(iter(values)) for axis, values in AXES.items()}
 
@@ -50,8 +48,7 @@ IN_GRAPHS = {"training with rules", "training by a plan", "training with eager n
     ],
 )
 def test_a_feature_by_itself(feature: str, tmp_path: Path) -> None:
-    with op_by_op() if feature in IN_GRAPHS else contextlib.nullcontext():
-        check({**DEFAULTS, **FEATURES[feature]}, tmp_path)
+    check({**DEFAULTS, **FEATURES[feature]}, tmp_path, generate=feature not in IN_GRAPHS)
 
 
 @pytest.fixture(params=["tied", "convolutions"])

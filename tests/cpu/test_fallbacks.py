@@ -94,6 +94,7 @@ def test_a_stage_that_fails_is_left_out(stage: str, monkeypatch: pytest.MonkeyPa
     assert isinstance(info.value.inner_exception, OnPurposeError)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_where_freezing_fails_weights_are_cast_in_each_call(
     monkeypatch: pytest.MonkeyPatch, held: Held
 ) -> None:
@@ -108,6 +109,7 @@ def test_where_freezing_fails_weights_are_cast_in_each_call(
     assert held.bytes() == 0
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_where_our_passes_in_inductor_fail_it_compiles_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayOutGradients, "call", fails)
     model, x = nn.Conv2d(4, 8, 3), torch.randn(2, 4, 8, 8)
@@ -217,6 +219,7 @@ def test_where_copies_fail_in_a_call_they_are_made_in_each(monkeypatch: pytest.M
                 assert is_low(run(x), model, x)
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("is_code", [False, True], ids=["inputs", "part of the code"])
 def test_where_constants_fail_in_a_call_they_are_computed_in_each(
     is_code: bool, monkeypatch: pytest.MonkeyPatch

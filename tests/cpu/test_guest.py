@@ -12,6 +12,9 @@ from typing import Any
 import guest
 import pytest
 
+# one worker starts the processes
+pytestmark = pytest.mark.xdist_group("guest")
+
 PROGRAM = Path(__file__).parents[1] / "guest.py"
 NAMES = [program.__name__ for program in guest.PROGRAMS]
 
@@ -62,6 +65,10 @@ def test_a_model_of_amp_fx_changes_nothing_for_the_others(
 ) -> None:
     alone, used = said["alone"][program], said["used"][program]
     assert (used["values"], used["graphs"]) == (alone["values"], alone["graphs"])
+
+
+def test_importing_imports_no_library(said: dict[str, dict[str, Any]]) -> None:
+    assert said["imported"]["libraries"] == []
 
 
 def test_importing_hooks_nothing_in(said: dict[str, dict[str, Any]]) -> None:

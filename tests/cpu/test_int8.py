@@ -122,6 +122,7 @@ def test_linears_but_the_last_run_in_int8_and_rules_are_followed(model: Net, ids
     }
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_single_row_is_multiplied_without_packing() -> None:
     model, run = small()
     assert planned(run, torch.randn(1, 32))["0"] == "int8"
@@ -130,6 +131,7 @@ def test_a_single_row_is_multiplied_without_packing() -> None:
     assert wrong(run(x), model, x) < 0.03
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_rows_of_zeros_stay_zeros_and_an_infinity_makes_nan_of_its_row() -> None:
     model, run = small()
     x = torch.randn(4, 32)
@@ -141,11 +143,13 @@ def test_rows_of_zeros_stay_zeros_and_an_infinity_makes_nan_of_its_row() -> None
     assert wrong(got[fine], model, x[fine]) < 0.03
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_batch_without_rows_has_results_without_rows() -> None:
     _, run = small()
     assert run(torch.empty(0, 32)).shape == (0, 16)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_with_fp16_and_with_weights_that_are_quantised_in_each_call() -> None:
     for options in ({"dtype": "float16"}, {"weights": "cast"}):
         model, run = small(**options)
@@ -153,6 +157,7 @@ def test_with_fp16_and_with_weights_that_are_quantised_in_each_call() -> None:
         assert wrong(run(x), model, x) < 0.03
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_packed_weight_takes_one_byte_an_element() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)).eval()
@@ -204,6 +209,7 @@ def test_an_exported_program_multiplies_integers_without_amp_fx() -> None:
         assert wrong(program.module()(x), model, x) < 0.03
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_what_explain_reports_is_counted_and_followed(
     model: Net, ids: Tensor, run: Callable[..., Tensor]
 ) -> None:

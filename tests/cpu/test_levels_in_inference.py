@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import amp_fx
 import zoo
-from graphs import without_inductor
+from graphs import op_by_op, without_inductor
 from holding import Held
 from levels import error, options
 
@@ -67,7 +67,7 @@ def exact(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def cast(model: Net, x: Tensor, tmp_path_factory: pytest.TempPathFactory) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), op_by_op():
         return compiled(model, tmp_path_factory.mktemp("cast"), "rowwise", "cast")(x)
 
 
@@ -78,6 +78,7 @@ def test_results_are_as_near_to_fp64_as_e4m3_lets_them(model: Net, x: Tensor, ca
     assert 3 * wrong_low < wrong < 0.04
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize(("weights", "mode"), [("cache", torch.no_grad), ("auto", torch.inference_mode)])
 def test_copies_of_weights_take_half_of_what_they_take_in_bf16_and_follow_their_weights(
     model: Net,
@@ -104,13 +105,11 @@ def test_copies_of_weights_take_half_of_what_they_take_in_bf16_and_follow_their_
     assert held.bytes() == IN_FP8 + FACTORS + others
 
 
-def test_frozen_weights_are_folded_and_folded_again(
-    model: Net, x: Tensor, cast: Tensor, tmp_path: Path
-) -> None:
+def test_frozen_weights_are_folded_and_folded_again(model: Net, x: Tensor, tmp_path: Path) -> None:
     model = copy.deepcopy(model)
     run, in_each_call = (compiled(model, tmp_path, "rowwise", each) for each in ("freeze", "cast"))
     with torch.no_grad():
-        assert torch.equal(run(x), cast)
+        assert torch.equal(run(x), in_each_call(x))
         for weight in (model.gate.weight, model.columns):
             weight.data.mul_(4)
             assert torch.equal(run(x), in_each_call(x))
@@ -129,7 +128,7 @@ def test_one_graph_takes_any_number_of_rows_with_one_scale_for_them(
     assert [row.computed is FP8 for row in plan.nodes if row.flops] == [True] * 4 + [False]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_public_architectures_are_as_near_to_fp32_as_e4m3_lets_them(name: str, tmp_path: Path) -> None:
     case = zoo.make(name)
     model, batch = copy.deepcopy(case.model).eval(), case.inputs(0)

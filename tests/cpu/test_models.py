@@ -17,12 +17,12 @@ from accuracy import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP32, Comparison, Mode, R
 from amp_fx._torch import has_low_lstm
 from graphs import without_inductor
 
-#: of these code is generated in every run
-GENERATED = ("gpt2", "mlp")
+#: of these code is generated in every run, in training and without gradients
+GENERATED = {"train": ("mlp", "transformer_layer"), "no_grad": ("mlp",), "inference_mode": ("mlp",)}
 
 #: attention spelled out differs in what its backward saves
 IN_INFERENCE = [name for name in zoo.CASES if not name.endswith("_eager_attention")]
-IN_INFERENCE_MODE = ["bert", "conv_net", *GENERATED]
+IN_INFERENCE_MODE = ["conv_net", "gpt2", "mlp"]
 
 
 def _models(mode: Mode, names: list[str]) -> list[object]:
@@ -36,11 +36,11 @@ def _models(mode: Mode, names: list[str]) -> list[object]:
             id=name if generate else f"{name}-op by op",
             marks=[
                 pytest.mark.xdist_group(f"{name}-{mode}"),
-                *([pytest.mark.slow] if generate and name not in GENERATED else ()),
+                *([pytest.mark.slow] if generate and name not in GENERATED[mode] else ()),
             ],
         )
         for name in names
-        for generate in ((True,) if name in GENERATED else (False, True))
+        for generate in ((True,) if name in GENERATED[mode] else (False, True))
     ]
 
 

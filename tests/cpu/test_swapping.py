@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_fx import CaptureError, FallbackWarning, GradScaler
-from graphs import DEFAULTS, without_inductor
+from graphs import DEFAULTS
 from holding import Held
 
 SCALER = "swapping"
@@ -48,14 +48,14 @@ def asked_without_gradients(model: Callable[..., Tensor], i: Tensor) -> Tensor:
         return model(i)
 
 
-#: how a program uses a model, the options, and whether Inductor has a part in it
-USES: dict[str, tuple[Callable[..., Tensor], dict[str, Any], bool]] = {
-    "training": (trained, {}, False),
-    "training in fp16": (trained, {"dtype": "float16", "scaler": SCALER}, False),
-    "training after a fallback": (trained, {"strict": False}, False),
-    "cached weights": (asked_without_gradients, {"weights": "cache", "numerics": "eager"}, False),
-    "by default": (asked, {}, True),
-    "frozen": (asked_without_gradients, {"weights": "freeze", "strict": False}, True),
+#: how a program uses a model, and the options
+USES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "training": (trained, {}),
+    "training in fp16": (trained, {"dtype": "float16", "scaler": SCALER}),
+    "training after a fallback": (trained, {"strict": False}),
+    "cached weights": (asked_without_gradients, {"weights": "cache", "numerics": "eager"}),
+    "by default": (asked, {}),
+    "frozen": (asked_without_gradients, {"weights": "freeze", "strict": False}),
 }
 
 
@@ -79,8 +79,8 @@ class Used:
 
 
 @pytest.fixture(params=USES)
-def used(request: pytest.FixtureRequest) -> Iterator[Used]:
-    use, options, with_inductor = USES[request.param]
+def used(request: pytest.FixtureRequest, op_by_op: None) -> Iterator[Used]:
+    use, options = USES[request.param]
     # a graph finds it by its name
     scaler = GradScaler("cpu", name=SCALER)
     model, i, low = Net(), torch.arange(16), getattr(torch, options.get("dtype", "bfloat16"))
@@ -91,8 +91,6 @@ def used(request: pytest.FixtureRequest) -> Iterator[Used]:
             return use(model, i).float()
 
     with contextlib.ExitStack() as stack:
-        if not with_inductor:
-            stack.enter_context(without_inductor())
         if "fallback" in request.param:
             stack.enter_context(mock.patch("amp_fx.backend.rewrite", fail))
             stack.enter_context(pytest.warns(FallbackWarning))

@@ -1,8 +1,12 @@
-"""What is built is what installs: sdist and wheel, checked, installed into an environment of their own, imported."""
+"""What is built is what installs: sdist and wheel, checked, installed into an environment of their own, imported.
+
+A checkout imports as well, whether it is installed or not.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -86,6 +90,25 @@ def test_the_wheel_installs_without_dependencies_and_imports(built: dict[str, Pa
     said = run(python, "-c", program, cwd=tmp_path, PYTHONPATH=sysconfig.get_path("purelib")).split()
     assert all(name.startswith(str(tmp_path)) for name in said[:3])
     assert said[3] != "0"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_checkout_imports_from_its_root_and_an_editable_install_from_elsewhere(
+    installed: bool, tmp_path: Path
+) -> None:
+    # TORCH_LOGS walks the package before anything else runs
+    program = (
+        "import torch, logging, amp_fx, amp_fx.passes, amp_fx.viz\n"
+        "print(amp_fx.__file__, amp_fx.passes.__file__, amp_fx.viz.__file__)\n"
+        "print(logging.getLogger('amp_fx').level)"
+    )
+    # -S leaves the .pth files of site-packages out, which is how editable installs are found
+    isolated = [] if installed else ["-S"]
+    path = os.pathsep.join(name for name in sys.path if name.endswith("site-packages"))
+    cwd = tmp_path if installed else ROOT
+    said = run(sys.executable, *isolated, "-c", program, cwd=cwd, PYTHONPATH=path, TORCH_LOGS="+amp_fx")
+    folders = ("amp_fx", "amp_fx/passes", "amp_fx/viz")
+    assert said.split() == [*(str(ROOT / folder / "__init__.py") for folder in folders), "10"]
 
 
 @pytest.mark.parametrize("minor", MINORS, ids=lambda minor: f"3.{minor}")

@@ -289,14 +289,12 @@ def known(cal: amp_fx.Calibration, name: str) -> amp_fx.Point:
 def test_the_error_of_policy_fp8_is_the_predicted_one(
     gpt: nn.Module, cal: amp_fx.Calibration, tmp_path: Path
 ) -> None:
-    exact = exact_gradients(gpt, tokens(0))
-    tensorwise = amp_fx.calibrate(gpt, tokens(0), policy="fp8", fp8="tensorwise", profile=FP8_CPU)
-    for each, level in ((cal, "rowwise"), (tensorwise, "tensorwise")):
-        predicted = known(each, "fp8").error
-        found = error(gradients(gpt, tokens(0), options(tmp_path, level)), exact)
-        print(f"{level}: predicted {predicted:.2e}, found {found:.2e}")
-        assert found > 3 * each.autocast_error
-        assert predicted == pytest.approx(found, rel=0.15)
+    # tensorwise: a slow test's, and matmul by matmul above
+    predicted = known(cal, "fp8").error
+    found = error(gradients(gpt, tokens(0), options(tmp_path, "rowwise")), exact_gradients(gpt, tokens(0)))
+    print(f"predicted {predicted:.2e}, found {found:.2e}")
+    assert found > 3 * cal.autocast_error
+    assert predicted == pytest.approx(found, rel=0.15)
 
 
 def test_a_budget_decides_how_many_and_the_step_keeps_it(gpt: nn.Module, cal: amp_fx.Calibration) -> None:

@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig, PeftModel
-from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
 import amp_fx
-from amp_fx.integrations.transformers import AmpFxCallback
 from examples import hugging_face
 
 VOCAB = 32
@@ -29,7 +21,10 @@ pytestmark = [
 ]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
     words = {f"w{i}": i for i in range(VOCAB)}
     words["<eos>"] = words.pop("w0")
     return PreTrainedTokenizerFast(
@@ -42,6 +37,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.mark.slow
 def test_lora_is_tuned_in_bf16_and_saved(tmp_path: Path) -> None:
+    # here, as they take seconds
+    from datasets import Dataset
+    from peft import LoraConfig, PeftModel
+    from safetensors.torch import load_file
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from amp_fx.integrations.transformers import AmpFxCallback
+
     model = hugging_face.llama(layers=1, width=16, heads=2, kv_heads=1, hidden=16, vocab=VOCAB, length=32)
     rows = Dataset.from_dict({"input_ids": torch.randint(1, VOCAB, (8, 8)).tolist()})
     trainer = SFTTrainer(

@@ -124,6 +124,7 @@ def test_without_gradients_weights_are_laid_out_by_the_same_call(weights: str) -
     assert float((output.double() - right).norm() / right.norm()) < 1e-2
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_gradients_are_the_same_when_recomputed_or_compiled_by_compiled_autograd() -> None:
     model, image = nn.Conv2d(64, 64, 3), torch.randn(2, 64, 8, 8)
 

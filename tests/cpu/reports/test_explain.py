@@ -31,6 +31,9 @@ from amp_fx.reports.lowered import LoweredGraphs
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
 
+# tests share a report
+pytestmark = pytest.mark.xdist_group("explain")
+
 OFF = {"profile": "off", "strict": True}
 
 
@@ -394,6 +397,7 @@ def test_plan_files_are_replayed_by_torch_compile_and_share_no_cache(tmp_path: P
         assert counters["inductor"]["fxgraph_cache_miss"] == 0
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
     def decisions(plan: Plan) -> list[tuple[Any, ...]]:
         return [(row.module_path, row.op, row.op_class, row.dtype, row.reasons) for row in plan.nodes]
@@ -472,7 +476,6 @@ def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(
     [
         nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
         nn.Linear(8, 8),
-        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
     ],
     ids=lambda model: type(model).__name__,
 )

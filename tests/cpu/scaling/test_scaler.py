@@ -184,16 +184,6 @@ def test_several_losses_models_and_optimizers_share_a_scaler(
     assert scaler.get_scale() == 128.0 * 2**3 * 0.5
 
 
-def test_two_scalers_do_not_know_of_each_other() -> None:
-    first, second = new_scaler(name="first"), new_scaler(name="second", init_scale=32.0)
-    models = Net(), Net()
-    for model, scaler, x in zip(models, (first, second), (batch(), batch(bad=True)), strict=True):
-        scaler.scale(loss_of(compiled(model, scaler=scaler.name), x)).backward()
-        scaler.step(sgd(model))
-        scaler.update()
-    assert (first.get_scale(), second.get_scale()) == (128.0, 16.0)
-
-
 # ---- gradients ----
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,20 +19,14 @@ pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 def test_arms_are_counted_for_a_target_and_the_assumptions_are_printed(tmp_path: Path) -> None:
     path = tmp_path / "counts.jsonl"
     arms = ["autocast", "off", "fast", "freezing"]
-    command = [sys.executable, "-m", "benchmarks.counts", "--target", "cuda:h100", "--only", "rms_norm"]
-    done = subprocess.run(
-        [*command, "--modes", "training", "--arms", *arms, "--json", str(path)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert done.returncode == 0, done.stderr
+    command = ["--target", "cuda:h100", "--only", "rms_norm", "--modes", "training", "--arms", *arms]
+    out, messages = process().call("targets:count", [*command, "--json", str(path)])
     header, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    assert "cuda:h100 (H100, sm_90), not in the machine" in done.stdout
-    assert all(line in done.stdout for line in ASSUMED)
+    assert "cuda:h100 (H100, sm_90), not in the machine" in out
+    assert all(line in out for line in ASSUMED)
     assert header["header"]["assumed"] == list(ASSUMED)
     assert [row["arm"] for row in rows] == arms[:3]
-    assert "skipped: arm 'freezing' needs a device" in done.stderr
+    assert "skipped: arm 'freezing' needs a device" in messages
     moved = {row["arm"]: row["forward"]["bytes_moved"] + row["backward"]["bytes_moved"] for row in rows}
     assert moved["fast"] < moved["off"] < moved["autocast"]
 

@@ -100,31 +100,25 @@ def head() -> list[TracedGraph]:
     return traced(Head(), torch.randn(128, 64), torch.randint(32, (128,)))
 
 
-def test_a_biased_linear_whose_result_is_only_widened_compiles(head: list[TracedGraph]) -> None:
-    facts = compiled(head, OFF)
-    assert facts.counts.extern_kernels == 5
-
-
 def test_the_backward_runs_in_the_thread_that_asks(head: list[TracedGraph]) -> None:
     # a thread of autograd's own may still free Python objects while the process ends, which aborts it
     assert process().call("targets:threads", head) == ["MainThread", "MainThread"]
 
 
-def test_weight_gradients_leave_matmuls_in_fp32_and_nothing_else_does(head: list[TracedGraph]) -> None:
+def test_weight_gradients_leave_matmuls_in_fp32_and_no_kernel_only_casts_an_activation(
+    head: list[TracedGraph],
+) -> None:
     facts = compiled(head, OFF)
+    assert facts.counts.extern_kernels == 5
     assert facts.wide == ("gradient", "gradient")
     assert facts.rounded == 0
-    assert "gradient" not in facts.casts
+    assert set(facts.casts) == {"input"}
 
 
 def test_autocast_rounds_them_and_widens_them_again(head: list[TracedGraph]) -> None:
     facts = compiled(head, None)
     assert facts.wide == ()
     assert facts.rounded == 2
-
-
-def test_no_kernel_only_casts_an_activation(head: list[TracedGraph]) -> None:
-    assert set(compiled(head, OFF).casts) == {"input"}
 
 
 @pytest.fixture(scope="module")

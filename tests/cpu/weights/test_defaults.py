@@ -66,20 +66,6 @@ def test_linears_in_fp32_are_packed_and_follow_their_weights(
     assert 0 < held.bytes() < 100_000
 
 
-def test_a_small_network_of_convolutions_with_a_classifier_follows_its_weights() -> None:
-    net = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
-    ).eval()  # fmt: skip
-    run = compiled(net, weights="cache")
-    with torch.no_grad():
-        for rows in (4, 16):
-            x = torch.randn(rows, 3, 16, 16)
-            assert is_right(run(x), net, x)
-            scale(net)
-            assert is_right(run(x), net, x)
-
-
 class Joined(nn.Module):
     """Multiplies by two matrices, one of them twice, in one call."""
 
@@ -91,6 +77,7 @@ class Joined(nn.Module):
         return x @ torch.cat([self.one, self.other, self.one], 1)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_matrix_that_is_joined_from_weights_is_packed() -> None:
     net, x = Joined(), torch.randn(16, 64)
     run = compiled(net)
@@ -120,18 +107,6 @@ def test_cold_and_warm_caches_of_another_process_give_the_same(tmp_path: Path) -
 
 
 # ---- weights with several readers ----
-
-
-class Tied(nn.Module):
-    """An embedding tied to the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.middle, self.head = nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 32)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(F.gelu(self.middle(self.table(tokens))))
 
 
 class Shared(nn.Module):
@@ -174,7 +149,6 @@ class OfBoth(nn.Module):
 
 #: models with a low and an fp32 reader of one weight, what they take, and their options
 READERS: dict[str, tuple[type[nn.Module], Callable[[int], Tensor], dict[str, Any]]] = {
-    "an embedding tied to the head": (Tied, lambda rows: torch.arange(rows * 7).reshape(rows, 7) % 32, {}),
     "a convolution and a linear": (OfBoth, lambda rows: torch.randn(rows, 64, 4, 4), {}),
     **{
         name: (
@@ -190,6 +164,7 @@ READERS: dict[str, tuple[type[nn.Module], Callable[[int], Tensor], dict[str, Any
 }
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("readers", READERS)
 def test_a_weight_with_a_low_and_an_fp32_reader_is_followed(
     readers: str, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +202,7 @@ class Gives(nn.Module):
     [(False, {}), (True, {}), (True, {"numerics": "eager", "profile": "off"})],
     ids=["folded", "packed as well", "copies"],
 )
+@pytest.mark.usefixtures("op_by_op")
 def test_what_was_returned_stays_as_it_was_when_weights_change(low: bool, options: dict[str, Any]) -> None:
     net, x = Gives(low=low).eval(), torch.randn(16, 64)
     run = compiled(net, **options)
@@ -261,6 +237,7 @@ CHANNELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("kind", CHANNELS)
 def test_a_channel_in_the_second_dimension_that_is_written_to_is_seen(kind: str) -> None:
     model, shape = CHANNELS[kind]

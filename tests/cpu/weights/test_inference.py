@@ -84,6 +84,7 @@ def test_outputs_are_those_of_the_weights_of_the_moment(mode: str) -> None:
         assert close_to_autocast(run(x), net, x, FOLDED)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_by_default_copies_live_across_calls_under_inference_mode_only(held: Held) -> None:
     net, x = new_net(), tokens()
     run = compiled(net, "auto")
@@ -213,6 +214,7 @@ def test_a_graph_without_weights_has_nothing_to_keep(held: Held, mode: str) -> N
     assert held.bytes() == 0
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_models_of_one_class_and_dropped_models(held: Held) -> None:
     x = tokens()
     nets = [new_net(0), new_net(1)]
@@ -232,6 +234,7 @@ def test_models_of_one_class_and_dropped_models(held: Held) -> None:
     assert held.bytes() == both // 2
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_with_strict_a_change_of_frozen_weights_is_an_error() -> None:
     net, x = new_net(), tokens()
     run = compiled(net, "freeze", strict=True)
@@ -325,6 +328,7 @@ def packed(others: list[Tensor] | None = None) -> list[Tensor]:
     return [value for value in found if id(value) not in known]
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_constants_that_stay_in_the_code_are_frozen_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amp_fx.weights.folding, "tunes_kernels", lambda: True)
     net, x = new_net(), tokens()
@@ -386,6 +390,7 @@ def test_the_option_is_checked() -> None:
         Options.parse(None, {"weights": "cached"})
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_matmul_that_loses_by_a_cast_per_call_is_low_only_where_copies_live(tmp_path: Path) -> None:
     # the time of a row times a matrix is the matrix's way through memory
     slow_memory = DeviceProfile("slow memory", "cpu", {"float32": 1e12, "bfloat16": 2e12}, 1e9, 1e-9)

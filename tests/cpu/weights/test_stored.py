@@ -15,8 +15,7 @@ import amp_fx
 import levels
 from amp_fx import store_low
 from examples import hugging_face
-from graphs import without_inductor
-from targets import needs_a_target
+from targets import needs_a_target, one_process
 
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -43,14 +42,15 @@ def call(model: nn.Module, mode: Callable[[], Any], **options: Any) -> Tensor:
     ],
     ids=["packed", "in fp16", "cast"],
 )
+@pytest.mark.usefixtures("op_by_op")
 def test_a_stored_model_computes_what_it_did(mode: Callable[[], Any], dtype: str, weights: str) -> None:
     options = {"profile": "off", "dtype": dtype, "weights": weights}
     model = gpt()
     wide = copy.deepcopy(model)
     before = call(model, mode, **options)
     found = store_low(model, TOKENS, options=options)
-    assert set(found.stored.values()) == {dtype}
     after = call(model, mode, **options)
+    assert set(found.stored.values()) == {dtype}
     assert torch.equal(before, after)
     with torch.no_grad():
         assert not torch.equal(after, wide(TOKENS).logits)
@@ -63,7 +63,7 @@ def test_for_a_gpu_a_stored_model_has_the_plan_and_the_kernels_that_it_had() -> 
     model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).eval(), torch.randn(64, 512)
     wide, options = copy.deepcopy(model), {"profile": "off", "strict": True, "weights": "cache"}
     store_low(model, x, options=options)
-    with torch.no_grad():
+    with torch.no_grad(), one_process():
         before, after = (
             amp_fx.explain(each, x, options=options, target="cuda:h100") for each in (wide, model)
         )
@@ -87,6 +87,7 @@ def stored_below(options: dict[str, Any], mode: Callable[[], Any]) -> tuple[Tens
     return before, run(), [name for name, dtype in found.stored.items() if dtype != "bfloat16"]
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_model_in_int8_computes_what_it_did_with_packed_weights() -> None:
     options = {"profile": "off", "strict": True, "policy": "int8"}
     before, after, stored = stored_below(options, torch.inference_mode)
@@ -94,6 +95,7 @@ def test_a_model_in_int8_computes_what_it_did_with_packed_weights() -> None:
     assert torch.equal(before, after)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_weights_that_one_row_and_several_read_in_int8_are_stored_once() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
     options = {"profile": "off", "strict": True, "policy": "int8"}
@@ -111,8 +113,8 @@ def test_weights_that_one_row_and_several_read_in_int8_are_stored_once() -> None
     assert all(torch.equal(was, now) for was, now in zip(before, run(), strict=True))
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_model_in_fp8_computes_what_it_did(tmp_path: Path) -> None:
-    with without_inductor():
-        before, after, stored = stored_below(levels.options(tmp_path, weights="cache"), torch.no_grad)
+    before, after, stored = stored_below(levels.options(tmp_path, weights="cache"), torch.no_grad)
     assert stored == ["0.weight", "1.weight"]
     assert torch.equal(before, after)

@@ -62,8 +62,7 @@ def exported(model: nn.Module, tokens: Tensor, folder: Path, **options: Any) -> 
     return amp_fx.export(model, (tokens,), dynamic_shapes=batch, **options)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("recipe", "dtype"), [("rowwise", "bfloat16"), ("tensorwise", "float16")])
 def test_a_program_computes_what_the_model_computes_and_is_saved(
     model: Net, tokens: Tensor, tmp_path: Path, recipe: str, dtype: str
 ) -> None:

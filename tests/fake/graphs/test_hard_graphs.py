@@ -5,7 +5,6 @@ Each is held against eager execution (dtypes, aliases, mutations) and fp64 (valu
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -180,19 +179,6 @@ def test_batch_norm_and_a_buffer_of_the_users_are_updated() -> None:
             return h * self.seen
 
     agree(Model(), torch.randn(6, 4), tolerance=ONE_ROUNDING)
-
-
-def test_tied_weights_get_one_gradient() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.embedding(ids))
-
-    assert low(agree(Tied(), torch.randint(8, (2, 3))), "linear")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -611,12 +597,6 @@ def test_custom_ops_that_write_reach_their_argument() -> None:
 
 
 # ---- modes ----
-
-
-def test_the_same_program_after_dynamo_forgot_it() -> None:
-    model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    first, second = (agree(copy.deepcopy(model), x) for _ in range(2))
-    assert [plan.nodes for plan in first] == [plan.nodes for plan in second]
 
 
 def test_a_number_written_into_a_low_input_under_autocast() -> None:

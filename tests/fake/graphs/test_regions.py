@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_fx._torch import enable_autocast
-from amp_fx.graphs.regions import Region, ambient_regions, is_autocast_call, node_regions
+from amp_fx.graphs.regions import Region, ambient_regions, node_regions
 from graphs import dynamo_graph
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -17,15 +17,6 @@ def regions_of(gm: fx.GraphModule, ambient: Region = OURS) -> list[Region]:
     """The CPU region of every matmul, in order."""
     found = node_regions(gm.graph.nodes, {"cpu": ambient})
     return [found[n]["cpu"] for n in gm.graph.nodes if n.target is torch.matmul]
-
-
-def test_without_an_ambient_autocast_amp_fx_uses_its_own_dtype() -> None:
-    assert ambient_regions({"cpu": BF16}) == {"cpu": OURS}
-
-
-def test_an_ambient_autocast_takes_over_with_its_dtype() -> None:
-    with torch.autocast("cpu", FP16):
-        assert ambient_regions({"cpu": BF16}) == {"cpu": Region(True, FP16, by_user=True)}
 
 
 def test_devices_have_regions_of_their_own() -> None:
@@ -39,24 +30,6 @@ def test_devices_have_regions_of_their_own() -> None:
 def test_an_ambient_autocast_that_is_disabled_is_no_autocast() -> None:
     with torch.autocast("cpu", enabled=False):
         assert ambient_regions({"cpu": BF16}) == {"cpu": OURS}
-
-
-def test_regions_nest_and_close() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        a = torch.matmul(x, w)
-        with torch.autocast("cpu", FP16):
-            b = torch.matmul(x, w)
-            with torch.autocast("cpu", enabled=False):
-                c = torch.matmul(x, w)
-            d = torch.matmul(x, w)
-        return a, b, c, d, torch.matmul(x, w)
-
-    gm = dynamo_graph(program, torch.randn(4, 4), torch.randn(4, 4))
-    user = Region(True, FP16, by_user=True)
-    first, second, island, fourth, last = regions_of(gm)
-    assert (first, last) == (OURS, OURS)
-    assert (second, fourth) == (user, user)
-    assert (island.enabled, island.by_user) == (False, True)
 
 
 def test_a_region_without_a_dtype_has_the_devices_autocast_dtype() -> None:
@@ -77,13 +50,3 @@ def test_a_region_of_another_device_leaves_this_one_alone() -> None:
     graph.output(product)
     found = node_regions(graph.nodes, {"cpu": OURS})
     assert found[product] == {"cpu": OURS, "cuda": Region(True, FP16, by_user=True)}
-
-
-def test_only_the_two_autocast_calls_are_autocast_calls() -> None:
-    def program(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", BF16):
-            return x.exp()
-
-    gm = dynamo_graph(program, torch.randn(4))
-    names = [n.name for n in gm.graph.nodes if is_autocast_call(n)]
-    assert [name.removeprefix("_") for name in names] == ["enter_autocast", "exit_autocast"]

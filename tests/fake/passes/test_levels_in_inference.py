@@ -50,8 +50,7 @@ def run(
     return evaluated(model, x, options(folder, level, **others), dynamic)
 
 
-@pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("level", "dtype"), [("rowwise", "bfloat16"), ("tensorwise", "float16")])
 def test_results_are_as_near_to_fp64_as_e4m3_lets_them(tmp_path: Path, level: str, dtype: str) -> None:
     model, x = Attention().eval(), torch.randn(2, 5, 32)
     found = run(model, x, tmp_path, level, dtype=dtype)
@@ -234,21 +233,6 @@ class Chain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x))
-
-
-@pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
-def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(tmp_path: Path, level: str) -> None:
-    model, x = Chain(32), torch.randn(4, 32)
-    with torch.no_grad():
-        model.a.weight[3:7] = 0
-    x[1] = 0
-    found = run(model, x, tmp_path, level)
-    assert not found.outputs[1].any()
-    assert error([found.outputs], [exact(model, x)]) < 0.06
-    x[2, 4] = float("inf")
-    outputs = run(model, x, tmp_path, level).outputs
-    assert not outputs[2].isfinite().any()
-    assert bool(outputs[3].isfinite().all()) is (level == "rowwise")
 
 
 @pytest.mark.parametrize("level", ["rowwise", "tensorwise"])

@@ -20,19 +20,6 @@ def square() -> Tensor:
     return torch.randn(8, 8)
 
 
-def test_listed_ops_run_in_the_dtype_of_their_list() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return F.mse_loss(torch.matmul(x, w), x)
-
-    check(
-        program,
-        square(),
-        square(),
-        casts={DOWN: 2, UP: 1},
-        dtypes={"matmul": "bfloat16", "mse_loss": "float32"},
-    )
-
-
 def test_kept_ops_run_as_traced() -> None:
     def program(x: Tensor) -> Tensor:
         return torch.unique(x, dim=0)
@@ -60,30 +47,6 @@ def test_arithmetic_with_an_fp32_value_is_in_fp32() -> None:
     check(program, square(), square(), casts={DOWN: 2}, dtypes={"add": "float32", "matmul": "bfloat16"})
 
 
-def test_a_move_in_front_of_a_matmul_moves_low_values() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        repeated = w[:, None].expand(2, 4, 8).reshape(8, 8)
-        return torch.matmul(x, repeated)
-
-    check(
-        program,
-        square(),
-        torch.randn(2, 8),
-        casts={DOWN: 2, UP: 1},
-        dtypes={"expand": "bfloat16", "reshape": "bfloat16", "matmul": "bfloat16"},
-    )
-
-
-def test_a_move_that_shrinks_is_cast_afterwards() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return torch.matmul(x, w[:8])
-
-    rewritten = check(
-        program, square(), torch.randn(512, 8), casts={DOWN: 2, UP: 1}, dtypes={"slice": "float32"}
-    )
-    assert sum(cast.bytes for cast in rewritten.plan.casts if cast.to_dtype is BF16) == 2 * 64 * (4 + 2)
-
-
 def test_a_move_whose_readers_want_fp32_stays_in_fp32() -> None:
     def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         moved = x.mT.flip(0)
@@ -97,20 +60,6 @@ def test_joined_values_are_in_the_widest_dtype() -> None:
         return torch.cat([x, torch.matmul(x, w)]).exp()
 
     check(program, square(), square(), casts={DOWN: 2}, dtypes={"cat": "float32"})
-
-
-def test_zero_dimensional_tensors_do_not_widen() -> None:
-    def program(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-        return torch.matmul(torch.matmul(x, w) * scale, w)
-
-    check(
-        program,
-        square(),
-        square(),
-        torch.tensor(0.37),
-        casts={DOWN: 2, UP: 1},
-        dtypes={"mul": "bfloat16"},
-    )
 
 
 def test_softmax_follows_its_devices_list() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -90,8 +91,13 @@ def placed(
     )
 
 
-GRAPH = captured(variance, *ARGS)
-ROWS = uniform(GRAPH)
+@functools.cache
+def spread() -> tuple[fx.GraphModule, dict[str, CallHarm]]:
+    """The graph of :func:`variance`, and the same harm everywhere."""
+    gm = captured(variance, *ARGS)
+    return gm, uniform(gm)
+
+
 harms = st.sampled_from([0.0, 1e-8, 1e-6, 3e-5, 1e-3, None])
 
 
@@ -102,7 +108,7 @@ def measured(draw: st.DrawFn) -> dict[str, CallHarm]:
         name: CallHarm(
             name, draw(harms), draw(harms), {slot: ReadHarm(draw(harms), draw(harms)) for slot in row.reads}
         )
-        for name, row in ROWS.items()
+        for name, row in spread()[1].items()
         if draw(st.integers(0, 9))
     }
 
@@ -110,8 +116,9 @@ def measured(draw: st.DrawFn) -> dict[str, CallHarm]:
 @settings(max_examples=60, deadline=None)
 @given(measured(), st.sampled_from([0.0, 1e6, 1e9, 1e12, math.inf]))
 def test_the_cut_with_harm_is_the_brute_force_optimum(rows: dict[str, CallHarm], weight: float) -> None:
-    problem = priced(GRAPH, rows).priced.problem(weight)
-    found = priced(GRAPH, rows).priced.choose(weight).placement
+    gm, _ = spread()
+    problem = priced(gm, rows).priced.problem(weight)
+    found = priced(gm, rows).priced.choose(weight).placement
     free = sorted(problem.variables() - problem.pins.keys(), key=str)
     assert len(free) <= 14
     costs = (
@@ -124,7 +131,7 @@ def test_the_cut_with_harm_is_the_brute_force_optimum(rows: dict[str, CallHarm],
 @settings(max_examples=40, deadline=None)
 @given(measured())
 def test_error_falls_and_time_grows_with_the_weight(rows: dict[str, CallHarm]) -> None:
-    graph = priced(GRAPH, rows)
+    graph = priced(spread()[0], rows)
     corners = [graph.priced.choose(weight) for weight in (0.0, 1e3, 1e6, 1e8, 1e10, 1e13, 1e16, math.inf)]
     for before, after in itertools.pairwise(corners):
         assert after.harm <= before.harm * (1 + 1e-9)
@@ -132,7 +139,7 @@ def test_error_falls_and_time_grows_with_the_weight(rows: dict[str, CallHarm]) -
 
 
 def test_the_harm_of_a_placement_is_the_sum_of_the_roundings_that_happen() -> None:
-    graph = priced(GRAPH, ROWS)
+    graph = priced(*spread())
     nothing = graph.priced.choose(math.inf)
     assert nothing.harm == 0
     # both matmuls: a result, two operands, their gradients and the gradient of the result that arrives in fp32;

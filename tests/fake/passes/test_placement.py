@@ -128,15 +128,6 @@ def test_a_no_grad_graph_casts_each_value_once() -> None:
         check(attention, randn(2, 16, 8), *(randn(8, 8) for _ in range(3)), casts={DOWN: 4, UP: 1})
 
 
-def test_a_weight_used_in_a_loop_is_cast_once() -> None:
-    def recurrent(x: Tensor, w: Tensor) -> Tensor:
-        for _ in range(4):
-            x = torch.tanh(F.linear(x, w))
-        return x
-
-    check(recurrent, randn(4, 8), randn(8, 8), casts={DOWN: 2, UP: 1})
-
-
 def test_a_user_cast_that_widens_is_undone_rather_than_answered() -> None:
     def program(x: Tensor, w: Tensor) -> Tensor:
         return F.linear(F.linear(x, w).float(), w)

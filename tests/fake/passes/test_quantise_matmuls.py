@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from levels import MLP, Step, calls, emulating_blocks, lowered, options
 aten, prims = torch.ops.aten, torch.ops.prims
 
 LEVELS = ["rowwise", "tensorwise", "rowwise_gw_hp"]
+
+# tests share steps
+pytestmark = pytest.mark.xdist_group("quantise")
 
 
 def conversions(gm: fx.GraphModule) -> list[fx.Node]:
@@ -44,9 +49,22 @@ def attention(folder: Path, level: str, *shape: int) -> Step:
     return lowered(Attention(), [x], options(folder, level))
 
 
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Step]:
+    """A step of :class:`Attention` in a level; tests share it."""
+    folder = tmp_path_factory.mktemp("fp8")
+
+    @functools.cache
+    def made(level: str) -> Step:
+        torch._dynamo.reset()
+        return attention(folder, level)
+
+    return made
+
+
 @pytest.mark.parametrize("level", LEVELS)
-def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, level: str) -> None:
-    forward, backward = attention(tmp_path, level).scaled()
+def test_operands_lie_as_library_kernels_want_them(step: Callable[[str], Step], level: str) -> None:
+    forward, backward = step(level).scaled()
     assert len(forward) == 4
     assert len(backward) == (4 if level == "rowwise_gw_hp" else 8)
     for node in (*forward, *backward):
@@ -60,14 +78,16 @@ def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, level: str) -
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_sums_are_fast_in_the_forward_and_exact_in_the_backward(tmp_path: Path, level: str) -> None:
-    forward, backward = attention(tmp_path, level).scaled()
+def test_sums_are_fast_in_the_forward_and_exact_in_the_backward(
+    step: Callable[[str], Step], level: str
+) -> None:
+    forward, backward = step(level).scaled()
     assert [node.args[7] for node in forward] == [True] * len(forward)
     assert [node.args[7] for node in backward] == [False] * len(backward)
 
 
-def test_a_bias_is_added_by_the_kernel_that_multiplies(tmp_path: Path) -> None:
-    forward, _ = attention(tmp_path, "rowwise").scaled()
+def test_a_bias_is_added_by_the_kernel_that_multiplies(step: Callable[[str], Step]) -> None:
+    forward, _ = step("rowwise").scaled()
     assert all(node.args[4].meta["val"].shape == (32,) for node in forward)  # type: ignore[union-attr]
 
 
@@ -103,9 +123,9 @@ def test_a_value_is_converted_once_for_all_that_read_it(
     assert matmuls == (8 if level == "rowwise_gw_hp" else 12)
 
 
-def test_a_weight_is_read_in_fp32_and_has_no_low_copy(tmp_path: Path) -> None:
-    step = attention(tmp_path, "rowwise")
-    for gm in (step.forward, step.backward):
+def test_a_weight_is_read_in_fp32_and_has_no_low_copy(step: Callable[[str], Step]) -> None:
+    made = step("rowwise")
+    for gm in (made.forward, made.backward):
         low = [
             n for n in calls(gm, prims.convert_element_type.default) if n.meta["val"].dtype is torch.bfloat16
         ]
@@ -124,14 +144,14 @@ def test_a_weight_is_read_in_fp32_and_has_no_low_copy(tmp_path: Path) -> None:
     ],
 )
 def test_copies_of_weights_for_the_backward_are_made_in_the_backward(
-    tmp_path: Path, level: str, made: int
+    step: Callable[[str], Step], level: str, made: int
 ) -> None:
-    step = attention(tmp_path, level)
-    saved = [n for n in step.forward.graph.output_node().all_input_nodes if n.op != "placeholder"]
+    found = step(level)
+    saved = [n for n in found.forward.graph.output_node().all_input_nodes if n.op != "placeholder"]
     assert not [n for n in saved if n.meta["val"].dtype in NARROW_DTYPES and n.meta["val"].shape == (32, 32)]
-    assert len(conversions(step.backward)) == made
+    assert len(conversions(found.backward)) == made
     # of a weight that is turned, the largest magnitude is not looked for again
-    largest = [n for n in calls(step.backward, aten.amax.default) if n.meta["val"].numel() == 1]
+    largest = [n for n in calls(found.backward, aten.amax.default) if n.meta["val"].numel() == 1]
     assert len(largest) == (0 if level == "rowwise" else 4)
 
 

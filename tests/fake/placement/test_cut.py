@@ -122,7 +122,7 @@ def random_graph(size: int) -> Problem:
 @pytest.mark.parametrize(("size", "seconds"), [(1_000, 0.3), (10_000, 3.0)])
 def test_a_large_graph_is_placed_in_time(size: int, seconds: float) -> None:
     problem = random_graph(size)
-    best = min(_timed(problem) for _ in range(3))
+    best = min(_timed(problem) for _ in range(2))
     assert best < seconds, f"{size} values took {best:.2f} s"
 
 

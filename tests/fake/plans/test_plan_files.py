@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -237,14 +236,6 @@ def test_of_equal_graphs_the_one_trained_alike_then_of_equal_shapes_then_of_the_
 def test_a_file_without_forward_plans_fits_no_graph() -> None:
     with pytest.raises(PlanError):
         follow([Plan(phase="backward")])
-
-
-def test_saving_and_loading_gives_the_same_plan(made: Rewritten, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text("old")
-    made.plan.save(path)
-    assert load_plans(path) == (made.plan,)
-    assert os.listdir(tmp_path) == ["plan.json"]
 
 
 def edited(plan: Plan, **changes: Any) -> dict[str, Any]:

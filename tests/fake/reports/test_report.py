@@ -206,19 +206,12 @@ def test_what_is_wrong_in_a_file_is_named(
         Report.load(file)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, '{"version": 1}', "\udcff"])
+@pytest.mark.parametrize("text", ["[]", '{"version": 1}'])
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "broken.json"
-    file.write_bytes(text.encode(errors="surrogateescape"))
+    file.write_text(text)
     with pytest.raises(AmpFxError, match=r"broken\.json"):
         Report.load(file)
-
-
-def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amp_fx.reports.report._MAX_FILE", 10)
-    (tmp_path / "long.json").write_text("{" + " " * 10 + "}")
-    with pytest.raises(AmpFxError, match=r"long\.json.*10"):
-        Report.load(tmp_path / "long.json")
 
 
 @pytest.mark.parametrize("suffix", [".html", ".dot", ".json", ".md"])

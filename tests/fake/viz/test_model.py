@@ -268,12 +268,6 @@ def test_what_a_rule_changed_is_marked_against_the_earlier_report() -> None:
     assert "linear" in drawing(after, before)["diff"]
 
 
-def test_a_report_against_itself_has_no_marks() -> None:
-    model = drawing(blocks(), blocks())
-    assert not [node for graph in model["graphs"] for node in graph["nodes"] if node["was"]]
-    assert not [cast for graph in model["graphs"] for cast in casts(graph).values() if cast["mark"]]
-
-
 def test_a_module_with_one_listed_call_is_named_after_it() -> None:
     graph = drawing(blocks())["graphs"][0]
     (first, *_) = [group for group in graph["groups"] if group["label"] == "mlp"]

@@ -1,0 +1,115 @@
+"""Modules, trainers and data for the tests of Lightning, which takes seconds to import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import amp_fx
+from amp_fx.integrations.lightning import AmpFxFabricPrecision, AmpFxPrecision, MetricsCallback
+
+__all__ = [
+    "OPTIONS",
+    "AmpFxFabricPrecision",
+    "AmpFxPrecision",
+    "Fabric",
+    "LitNet",
+    "MetricsCallback",
+    "MixedPrecision",
+    "Net",
+    "Watch",
+    "data",
+    "fp16",
+    "trainer",
+]
+
+OPTIONS = {"profile": "off"}
+INF = float("inf")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class LitNet(LightningModule):
+    """Logs its loss, and calls a part of itself instead of itself, as most do."""
+
+    def __init__(self, net: nn.Module | None = None, **optimizer: Any) -> None:
+        super().__init__()
+        self.net = net or Net()
+        self._optimizer = {"lr": 0.1, **optimizer}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), **self._optimizer)
+
+
+class Watch(Callback):
+    """Notes the weights after each batch."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[Tensor]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note(pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._note(pl_module)
+
+    def _note(self, module: LightningModule) -> None:
+        self.weights.append([p.detach().clone() for p in module.parameters()])
+
+    @property
+    def moved(self) -> list[bool]:
+        return [
+            not all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+            for before, after in zip(self.weights, self.weights[1:], strict=False)
+        ]
+
+
+def data(*bad: int, count: int = 4) -> DataLoader[Any]:
+    batches = [torch.randn(4, 8) for _ in range(count)]
+    for step in bad:
+        batches[step] *= INF
+    return DataLoader(batches, batch_size=None)  # pyright: ignore[reportArgumentType]
+
+
+def trainer(folder: Path, *callbacks: Callback, **more: Any) -> Trainer:
+    return Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": folder,
+            "callbacks": list(callbacks),
+            **more,
+        }
+    )
+
+
+def fp16(**more: Any) -> AmpFxPrecision:
+    return AmpFxPrecision(
+        "16-mixed", scaler=amp_fx.GradScaler("cpu", init_scale=128.0), options=OPTIONS, **more
+    )
