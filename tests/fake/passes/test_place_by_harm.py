@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -29,8 +29,9 @@ from amp_fx.passes import (
 )
 from amp_fx.passes.base import run_in_order
 from amp_fx.passes.forward.place_by_harm import PricedGraph, price
-from amp_fx.placement.cut import LOW, evaluate
+from amp_fx.placement.cut import LOW, Problem, Var, evaluate
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.placement.within import within
 from amp_fx.plans.harm import INSIDE, CallHarm, ReadHarm, slots
 from amp_fx.plans.plan import Plan, node_plan
 from amp_fx.plans.reasons import Kind
@@ -90,7 +91,7 @@ def placed(
     )
 
 
-GRAPH = captured(variance, *ARGS)
+GRAPH, ON_CUDA = (captured(variance, *ARGS, device=device) for device in ("cpu", "cuda"))
 ROWS = uniform(GRAPH)
 harms = st.sampled_from([0.0, 1e-8, 1e-6, 3e-5, 1e-3, None])
 
@@ -107,18 +108,35 @@ def measured(draw: st.DrawFn) -> dict[str, CallHarm]:
     }
 
 
+def every(problem: Problem) -> Iterator[dict[Var, bool]]:
+    """All labellings that the pins allow."""
+    free = sorted(problem.variables() - problem.pins.keys(), key=str)
+    assert len(free) <= 14
+    for choice in itertools.product([True, False], repeat=len(free)):
+        yield {**problem.pins, **dict(zip(free, choice, strict=True))}
+
+
 @settings(max_examples=60, deadline=None)
 @given(measured(), st.sampled_from([0.0, 1e6, 1e9, 1e12, math.inf]))
 def test_the_cut_with_harm_is_the_brute_force_optimum(rows: dict[str, CallHarm], weight: float) -> None:
     problem = priced(GRAPH, rows).priced.problem(weight)
     found = priced(GRAPH, rows).priced.choose(weight).placement
-    free = sorted(problem.variables() - problem.pins.keys(), key=str)
-    assert len(free) <= 14
-    costs = (
-        evaluate(problem, {**problem.pins, **dict(zip(free, choice, strict=True))})
-        for choice in itertools.product([True, False], repeat=len(free))
-    )
+    costs = (evaluate(problem, labels) for labels in every(problem))
     assert evaluate(problem, found) == min(cost for cost in costs if cost is not None)
+
+
+@pytest.mark.parametrize("gm", [GRAPH, ON_CUDA], ids=["cpu", "cuda"])
+@settings(max_examples=20, deadline=None)
+@given(rows=measured(), budget=st.floats(0.0, 1.5))
+def test_no_placement_within_a_budget_is_cheaper_in_bytes_than_the_one_found(
+    rows: dict[str, CallHarm], budget: float, gm: fx.GraphModule
+) -> None:
+    graph = priced(gm, rows)
+    aim, limit = graph.by_bytes, budget**2 * graph.autocast_harm * (1 + 1e-9)
+    found = within([aim], limit, [graph.autocast])
+    assert found.harm <= limit * (1 + 1e-9)
+    allowed = [labels for labels in every(aim.base) if evaluate(aim.base, labels) is not None]
+    assert found.time == min(aim.time(labels) for labels in allowed if aim.harm(labels) <= limit)
 
 
 @settings(max_examples=40, deadline=None)
