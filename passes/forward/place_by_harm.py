@@ -17,7 +17,7 @@ from amp_fx.passes.forward.place import ALWAYS, Network, Place, assign_as_autoca
 from amp_fx.passes.scratch import HARM
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
-from amp_fx.placement.priced import Labels, Priced
+from amp_fx.placement.priced import HarmTerm, Labels, Priced
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.within import within
 from amp_fx.plans.harm import CallHarm
@@ -190,9 +190,9 @@ class PlaceByHarm(Pass):
 
 def _apply(labels: Labels, found: PricedGraph) -> int:
     """Writes the labels into the plans, with what each rounding costs; returns how many calls are low."""
-    costs: dict[str, float] = {}
+    terms: dict[str, list[HarmTerm]] = {}
     for term in found.priced.terms:
-        costs[term.call] = costs.get(term.call, 0.0) + term.harm
+        terms.setdefault(term.call, []).append(term)
     low_nodes = 0
     for node in found.graph.nodes:
         plan = node_plan(node)
@@ -200,8 +200,10 @@ def _apply(labels: Labels, found: PricedGraph) -> int:
             continue
         if plan.op_class is not OpClass.KEEP:
             _write(plan, labels[node], labels.get(rounded(node), labels[node]), found.low)
-            if plan.name in costs:
-                plan.reasons += (_cost(math.sqrt(costs[plan.name]), is_low=labels[node] is LOW),)
+            if plan.name in terms:
+                is_low = labels[node] is LOW
+                harms = [term.harm for term in terms[plan.name] if not is_low or term.is_done(labels)]
+                plan.reasons += (_cost(math.sqrt(sum(harms)), is_low=is_low),)
         low_nodes += plan.dtype is found.low
     return low_nodes
 
