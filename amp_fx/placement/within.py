@@ -19,7 +19,7 @@ from amp_fx.placement.tradeoff import Choice, bracket
 __all__ = ["within"]
 
 #: halves that are looked at: so many, and fewer where they have more variables together than that
-_HALVES, _VARIABLES = 200, 20_000
+_HALVES, _VARIABLES = 100, 5_000
 
 Placement = Choice[list[Labels]]
 
