@@ -100,8 +100,7 @@ def measure(name: str, budget: float, steps: int, target: str | None) -> Row:
         optimizer.step()
     optimizer.zero_grad()
     batches = [task.batch(steps + number, 0) for number in range(_BATCHES)]
-    on = {"profile": "off"} if target is None else {"target": target}
-    cal = amp_fx.calibrate(model, batches, **on)
+    cal = amp_fx.calibrate(model, batches, profile="off" if target is None else "auto", target=target)
     plan = cal.plan(budget, minimise="bytes", verify=False)
     costs = amp_fx.explain(model, *batches[0], target=target, options={"plan": plan, "strict": True}).costs
     moved = [costs[arm].moved or 0 for arm in ("amp_fx", "torch.autocast")]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from amp_fx.calibration.blame import blame_lines
-from amp_fx.calibration.cuts import BYTES, MINIMISED, TIME, Cuts, Placed
+from amp_fx.calibration.cuts import Cuts, Placed
 from amp_fx.calibration.figure import save_figure
 from amp_fx.calibration.points import CalibratedPlan, Point
 from amp_fx.calibration.step import Step
@@ -20,7 +20,7 @@ from amp_fx.calibration.traced import TracedGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
 from amp_fx.errors import OptionsError, PlanError, did_you_mean
 from amp_fx.placement.level_device import multiplies
-from amp_fx.placement.tradeoff import Choice
+from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME, Choice
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import load_plans

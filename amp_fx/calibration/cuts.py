@@ -21,7 +21,7 @@ from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.priced import HarmTerm, Labels, Priced, choose_all
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.placement.tradeoff import Choice, hull
+from amp_fx.placement.tradeoff import BYTES, Choice, hull
 from amp_fx.placement.within import within
 from amp_fx.plans.harm import GraphHarm, Harm
 from amp_fx.plans.plan import NodePlan, Plan
@@ -30,10 +30,7 @@ from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import LEVELS
 from amp_fx.settings import Options
 
-__all__ = ["BYTES", "MINIMISED", "TIME", "Cuts", "Placed"]
-
-#: what plans are the cheapest in
-MINIMISED = TIME, BYTES = "time", "bytes"
+__all__ = ["Cuts", "Placed"]
 
 
 @dataclass(frozen=True)

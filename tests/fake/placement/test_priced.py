@@ -1,4 +1,4 @@
-"""Cuts with harm, and what is the cheapest within a limit of it: exact against brute force. The second cut is the example."""
+"""Cuts with harm, and the cheapest within a limit of it, against brute force. The second cut is the example."""
 
 from __future__ import annotations
 
