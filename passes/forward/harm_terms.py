@@ -106,6 +106,12 @@ class HarmNetwork(Network):
         # what the other inputs are is not known before the cut
         return in_place_target(reader) is not None or not is_shaped(value)
 
+    def _demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
+        if reader in self._wide and self._is_summed(reader.meta["amp_fx"], name):
+            # added to the sum as it is stored
+            return rounded(reader)
+        return super()._demand(reader, name, value)
+
     def operations(self) -> dict[Var, tuple[int, int]]:
         """What library kernels compute where no profile says how long that takes, in bytes moved meanwhile."""
         return {

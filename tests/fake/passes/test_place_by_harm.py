@@ -398,6 +398,24 @@ def test_a_result_in_fp32_saves_its_rounding_and_no_other() -> None:
     assert graph.by_bytes.time(wide) > graph.by_bytes.time(low)
 
 
+def test_the_bias_of_a_result_in_fp32_is_added_as_it_is() -> None:
+    def biased(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(x, w, b).exp()
+
+    gm = captured(biased, *ARGS[:2], torch.randn(16), device="cuda")
+    graph = priced(gm, uniform(gm))
+    (linear,) = (node for node in gm.graph.nodes if node.name == "linear")
+    low = dict.fromkeys(graph.priced.base.variables(), LOW) | dict.fromkeys(graph.priced.base.pins, HIGH)
+    plain, wide = (
+        {
+            (each.call, each.slot, each.backward)
+            for each in graph.priced.blame({**low, rounded(linear): label})
+        }
+        for label in (LOW, HIGH)
+    )
+    assert plain - wide == {("linear", "", False), ("linear", "bias", False)}
+
+
 def test_a_rule_and_a_plan_by_harm_say_a_result_in_fp32_alike() -> None:
     policy = Policy.parse({"rules": [{"op": "matmul", "precision": "low", "result": "fp32"}]})
     ruled = run_passes(captured(variance, *ARGS, device="cuda"), PIPELINE, PassContext(policy, training=True))
