@@ -199,6 +199,8 @@ class Calibration:
         """
         if sum(limit is not None for limit in (budget, error, time)) > 1:
             raise OptionsError("plan takes one of budget, error and time.")
+        if time is not None and minimise != TIME:
+            raise OptionsError(f"plan(time=...) has the least error; minimise={minimise!r} is for a budget.")
         if verify and self.harm.level:
             self._check_that_it_runs(LEVELS[self.harm.level])
         within = functools.partial(self._cuts.within, aim=_aim(minimise))
