@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 
 from amp_fx.placement.cut import HIGH, Var
@@ -37,7 +38,7 @@ def within(parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None
     search = _Search(parts, limit)
     search.look([{} for _ in parts])
     if search.best is None:
-        return choose_all(parts, float("inf"))
+        return choose_all(parts, math.inf)
     if known is not None and all(part.allows(each) for part, each in zip(parts, known, strict=True)):
         search.keep(choice_of(parts, known))
     size = sum(len(part.base.variables()) for part in parts)
