@@ -35,12 +35,12 @@ def within(parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None
     """
     # a placement is within its own harm
     limit *= 1 + 1e-9
-    search = _Search(parts, limit)
+    if known is not None and not all(map(Priced.allows, parts, known)):
+        known = None
+    search = _Search(parts, limit, None if known is None else choice_of(parts, known))
     search.look([{} for _ in parts])
     if search.best is None:
         return choose_all(parts, math.inf)
-    if known is not None and all(part.allows(each) for part, each in zip(parts, known, strict=True)):
-        search.keep(choice_of(parts, known))
     size = sum(len(part.base.variables()) for part in parts)
     search.run(min(_HALVES, _VARIABLES // (size + 1)))
     return search.best
@@ -53,8 +53,9 @@ class _Search:
         best: the cheapest placement within the limit so far.
     """
 
-    def __init__(self, parts: Sequence[Priced], limit: float) -> None:
+    def __init__(self, parts: Sequence[Priced], limit: float, known: Placement | None) -> None:
         self.best: Placement | None = None
+        self._known = known
         self._parts = parts
         self._limit = limit
         self._count = itertools.count()
@@ -73,7 +74,9 @@ class _Search:
         self.keep(inside)
         if beyond is None or inside.harm > self._limit:
             return
-        self.keep(self._towards(beyond, inside))
+        for goal in (inside, self._known):
+            if goal is not None:
+                self.keep(self._towards(beyond, goal))
         slope = (inside.time - beyond.time) / (beyond.harm - inside.harm)
         bound = beyond.time + slope * (beyond.harm - self._limit)
         heapq.heappush(self._halves, (bound, next(self._count), pins, beyond, inside))
