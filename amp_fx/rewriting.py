@@ -37,7 +37,6 @@ from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import STEP_META, Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
-from amp_fx.plans.reasons import Kind
 from amp_fx.policy.levels import levels_of
 from amp_fx.settings import Options
 from amp_fx.weights.inference import weight_inputs
@@ -175,8 +174,7 @@ def replay(captured: fx.GraphModule, opts: Options, device: str, case: Case, con
         context: of the passes.
 
     Raises:
-        PlanError: none of the plans is about this graph, or it has a level that this device has not, or results that
-            no program has.
+        PlanError: none of the plans is about this graph, or it has a level that this device has not.
     """
     outline = _outline(captured, context)
     chosen = choose_plan(opts.plan or (), outline)
@@ -184,12 +182,8 @@ def replay(captured: fx.GraphModule, opts: Options, device: str, case: Case, con
     # a step and a call without gradients multiply in levels of their own
     follows = chosen.training is context.training
     rows = {name: replace(row, levels=dict(row.levels) if follows else {}) for name, row in rows.items()}
-    case = _marking(case, context, chosen).giving(Replay(rows))
     stores = case.of(FoldWeights) is not None
-    if stores and any(row.is_because(Kind.WIDE_RESULT) for row in rows.values()):
-        raise PlanError(
-            "the plan has low products that return fp32, and programs have not; make another plan."
-        )
+    case = _marking(case, context, chosen).giving(Replay(rows, stores))
     if not context.training:
         below = planned_levels(opts, device, rows, training=False, stores_weights=stores)
         case = case if below is None else case.giving(below)

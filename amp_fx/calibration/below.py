@@ -67,7 +67,7 @@ class MatmulsBelow:
         ]
         unknown = problem.unary.keys() - {term.var for term in terms}
         terms += [HarmTerm(math.inf, LOW, var) for var in unknown]
-        by_bytes = Priced(_only(self.by_bytes, low), relative=True)
+        by_bytes = Priced(_only(self.by_bytes, low), terms, relative=True)
         return PricedMatmuls(Priced(problem, terms, relative=True), by_bytes)
 
 

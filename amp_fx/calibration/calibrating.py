@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost
 from amp_fx.placement.level_device import level_name
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.harm import GRADIENTS, OF, OUTPUTS, CallHarm, GraphHarm, Harm, ReadHarm, as_number
+from amp_fx.plans.harm import GRADIENTS, OF, OUTPUTS, GraphHarm, Harm, combined
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import counterparts, moved_nodes
 from amp_fx.policy.levels import LEVELS, Level, levels_of
@@ -194,7 +195,7 @@ class _Graphs:
     def take_means(self) -> None:
         """Harms are those of the steps on average, by the names that calls have where they are planned."""
         for number, (graph, measured) in enumerate(zip(self.found, self._measured, strict=True)):
-            rows = GraphHarm(measured, _mean([meter.rows(number) for meter in self.meters]))
+            rows = GraphHarm(measured, combined([meter.rows(number) for meter in self.meters], fmean))
             graph.calls = rows.renamed(graph.outline)
 
 
@@ -241,41 +242,6 @@ def _check_same(measured: Plan, outline: Plan) -> None:
             f"graph {measured.graph} has other calls on the target than here, where it is measured: "
             f"{'; '.join(moved[:4])}. Calibrate on that device, or leave target out."
         )
-
-
-def _mean(rows: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:
-    """Harms over batches; a graph that some batches did not run has the mean of the others."""
-    seen = [{row.name: row for row in batch} for batch in rows if batch]
-    if not seen:
-        return []
-    return [
-        CallHarm(
-            name,
-            _average([batch[name].value for batch in seen if name in batch]),
-            _average([batch[name].gradient for batch in seen if name in batch]),
-            {
-                slot: ReadHarm(
-                    _average([batch[name].reads[slot].value for batch in seen if name in batch]),
-                    _average([batch[name].reads[slot].gradient for batch in seen if name in batch]),
-                )
-                for slot in row.reads
-            },
-            {
-                role: {
-                    operand: _average([batch[name].roles[role][operand] for batch in seen if name in batch])
-                    for operand in operands
-                }
-                for role, operands in row.roles.items()
-            },
-            max((batch[name].largest for batch in seen if name in batch), key=as_number),
-        )
-        for name, row in seen[0].items()
-    ]
-
-
-def _average(harms: Sequence[float | None]) -> float | None:
-    known = [harm for harm in harms if harm is not None]
-    return sum(known) / len(known) if len(known) == len(harms) else None
 
 
 def _each(batches: Any) -> list[Any]:

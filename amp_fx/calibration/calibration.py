@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from amp_fx.calibration.points import CalibratedPlan, Point
 from amp_fx.calibration.step import Step
 from amp_fx.calibration.traced import TracedGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
-from amp_fx.errors import OptionsError, PlanError
+from amp_fx.errors import OptionsError, PlanError, did_you_mean
 from amp_fx.placement.level_device import multiplies
-from amp_fx.placement.tradeoff import Choice
+from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME, Choice
 from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import load_plans
@@ -136,14 +136,18 @@ class Calibration:
         """Predicted error of torch.autocast; roundings that overflow are left out."""
         return self._cuts.autocast_error
 
-    def frontier(self) -> list[Point]:
-        """Placements that no other beats in both time and error, by time, with autocast, fast and fp32 among them.
+    def frontier(self, minimise: str = TIME) -> list[Point]:
+        """Placements that no other beats in both cost and error, by cost, with autocast, fast and fp32 among them.
 
         And fp8, where that was measured: what the policy would choose by itself.
+
+        Args:
+            minimise: the cost, as in :meth:`plan`.
         """
-        corners = [self._corner(each) for each in self._cuts.corners(_CORNERS)]
+        corners = [self._corner(each) for each in self._cuts.corners(_CORNERS, _aim(minimise))]
         points = [*corners, *self._known.values()]
-        return sorted(points, key=lambda point: point.bytes_moved if point.time is None else point.time)
+        by_bytes = minimise == BYTES or not self._cuts.is_timed
+        return sorted(points, key=lambda point: point.bytes_moved if by_bytes else point.time or 0.0)
 
     def predict(self, plan: object) -> float:
         """The relative L2 error that a plan would have, of the gradient or of the outputs.
@@ -172,6 +176,7 @@ class Calibration:
         *,
         error: float | None = None,
         time: float | None = None,
+        minimise: str = TIME,
         verify: bool = True,
     ) -> CalibratedPlan:
         """The cheapest plan whose error is within a budget; give one of the three, or none for ``budget="autocast"``.
@@ -182,27 +187,33 @@ class Calibration:
             budget: ``"autocast"``, or a number: times torch.autocast's error.
             error: relative L2 error, of the gradient or of the outputs.
             time: seconds of a step or call; the plan of least error within them.
+            minimise: ``"time"`` by the device profile, or ``"bytes"``, what kernels read and write. Without a profile,
+                time is bytes and, for arithmetic, those that an H100 moves meanwhile.
             verify: run one compiled step or call of the plan against fp32 (fp64 where that fits). A plan
                 that misses its budget by more than 1.3 times gives way to the next on the frontier. Where equal steps
                 have other gradients each time, nothing can be checked, and the plan says so (``unverified``).
 
         Raises:
-            OptionsError: more than one limit, or one that is no positive number; or fp8 that cannot be checked here.
+            OptionsError: more than one limit, one that is no positive number, another aim; or fp8 that cannot be
+                checked here.
         """
         if sum(limit is not None for limit in (budget, error, time)) > 1:
             raise OptionsError("plan takes one of budget, error and time.")
+        if time is not None and minimise != TIME:
+            raise OptionsError(f"plan(time=...) has the least error; minimise={minimise!r} is for a budget.")
         if verify and self.harm.level:
             self._check_that_it_runs(LEVELS[self.harm.level])
+        within = functools.partial(self._cuts.within, aim=_aim(minimise))
         with torch.enable_grad():
             if time is not None:
                 chosen = self._within_time(_positive("time", time))
-                return self._finish(chosen, None, verify)
+                return self._finish(chosen, None, verify, within)
             if error is not None:
                 limit = _positive("error", error)
             else:
                 factor = 1.0 if budget in (None, "autocast") else _positive("budget", budget)
                 limit = factor * self.autocast_error
-            return self._finish(self._cuts.within(limit**2), limit, verify)
+            return self._finish(within(limit**2), limit, verify, within)
 
     def _check_that_it_runs(self, level: Level) -> None:
         """A compiled step runs where the model is, whatever device is planned for."""
@@ -216,11 +227,17 @@ class Calibration:
     def _within_time(self, time: float) -> Choice[Placed]:
         if not self._cuts.is_timed:
             raise OptionsError("plan(time=...) needs a device profile, which is off.")
-        corners = self._cuts.corners(8 * _CORNERS)
+        corners = self._cuts.corners(8 * _CORNERS, TIME)
         fitting = [corner for corner in corners if corner.time * 1e-12 <= time]
         return min(fitting, key=lambda corner: corner.harm) if fitting else corners[0]
 
-    def _finish(self, chosen: Choice[Placed], limit: float | None, verify: bool) -> CalibratedPlan:
+    def _finish(
+        self,
+        chosen: Choice[Placed],
+        limit: float | None,
+        verify: bool,
+        within: Callable[[float], Choice[Placed]],
+    ) -> CalibratedPlan:
         tried: list[tuple[float, float]] = []
         while True:
             point = self._corner(chosen)
@@ -237,7 +254,7 @@ class Calibration:
             if limit is None or self._verifier.keeps(measured, limit, self.autocast_error):
                 return found
             tried.append((point.error, measured))
-            stricter = self._cuts.within(chosen.harm * min(0.5, (limit / measured) ** 2))
+            stricter = within(chosen.harm * min(0.5, (limit / measured) ** 2))
             if len(tried) == _TRIES or stricter.harm >= chosen.harm:
                 return found
             chosen = stricter
@@ -271,6 +288,15 @@ class Calibration:
         else:
             save_figure(self.frontier(), self.harm.model, str(self), path)
         return path
+
+
+def _aim(minimise: str) -> str:
+    if minimise not in MINIMISED:
+        raise OptionsError(
+            f"minimise must be {' or '.join(map(repr, MINIMISED))}; got {minimise!r}."
+            + did_you_mean(str(minimise), MINIMISED)
+        )
+    return minimise
 
 
 def _positive(name: str, value: object) -> float:

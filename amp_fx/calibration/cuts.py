@@ -15,13 +15,14 @@ from amp_fx.calibration.below import PricedMatmuls
 from amp_fx.calibration.points import Point
 from amp_fx.calibration.traced import TracedGraph
 from amp_fx.errors import PlanError
-from amp_fx.passes.forward.place_by_harm import PricedGraph, cheapest
+from amp_fx.passes.forward.place_by_harm import PricedGraph
 from amp_fx.passes.levels.place_levels import write_choice
 from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.priced import HarmTerm, Labels, Priced, choose_all, within
+from amp_fx.placement.priced import HarmTerm, Labels, Priced, choose_all
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.placement.tradeoff import Choice, hull
+from amp_fx.placement.tradeoff import BYTES, Choice, hull
+from amp_fx.placement.within import within
 from amp_fx.plans.harm import GraphHarm, Harm
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
@@ -84,7 +85,7 @@ class Cuts:
         rest, found = iter(labels), []
         for graph, measured, parts in zip(self._graphs, self._harm.graphs, self.priced, strict=True):
             placed = {name: at for part in parts for name, at in part.placement(next(rest)).items()}
-            low = {name for name, (is_wide, _) in placed.items() if not is_wide}
+            low = {name for name, labels_of in placed.items() if labels_of == (LOW, LOW)}
             found.append(graph.below.priced({row.name: row for row in measured.calls}, low))
         return found
 
@@ -107,12 +108,13 @@ class Cuts:
             what=self._harm.what,
         )
 
-    def corners(self, most: int) -> list[Choice[Placed]]:
-        """Placements that no other beats in both time and error, by time."""
-        found = [self._with(each, self._nothing) for each in _corners(self.parts, most)]
+    def corners(self, most: int, aim: str) -> list[Choice[Placed]]:
+        """Placements that no other beats in both error and what is minimised, by that."""
+        found = [self._with(each, self._nothing) for each in _corners(_prices(self.parts, aim), most)]
         if self._harm.level:
-            second = _corners(self.below(self._at_autocast.placement), most)
-            found += [self._with(self._at_autocast, each) for each in second]
+            first = self._at_autocast(aim)
+            second = _corners(_prices(self.below(first.placement), aim), most)
+            found += [self._with(first, each) for each in second]
         found.sort(key=lambda choice: (choice.time, choice.harm))
         best: list[Choice[Placed]] = []
         for choice in found:
@@ -120,19 +122,21 @@ class Cuts:
                 best.append(choice)
         return best
 
-    def within(self, limit: float) -> Choice[Placed]:
+    def within(self, limit: float, aim: str) -> Choice[Placed]:
         """The cheapest placement found whose squared error is at most ``limit``."""
         if not self._harm.level:
-            return self._with(cheapest(self.parts, limit), self._nothing)
+            return self._with(self._first(limit, aim), self._nothing)
         above = limit >= self.autocast_error**2
-        first = self._at_autocast if above else cheapest(self.parts, limit)
-        second = [part.priced for part in self.below(first.placement)]
+        first = self._at_autocast(aim) if above else self._first(limit, aim)
+        second = _prices(self.below(first.placement), aim)
         return self._with(first, within(second, limit - first.harm))
 
-    @functools.cached_property
-    def _at_autocast(self) -> Choice[list[Labels]]:
+    def _first(self, limit: float, aim: str) -> Choice[list[Labels]]:
+        return within(_prices(self.parts, aim), limit, [part.autocast for part in self.parts])
+
+    def _at_autocast(self, aim: str) -> Choice[list[Labels]]:
         """The first cut within torch.autocast's error; what a budget allows beyond it is for the level below."""
-        return cheapest(self.parts, self.autocast_error**2)
+        return self._first(self.autocast_error**2, aim)
 
     @property
     def _nothing(self) -> Choice[list[Labels]]:
@@ -190,8 +194,12 @@ class Cuts:
         return sorted(terms, key=lambda term: -term.harm)
 
 
-def _corners(parts: Sequence[PricedGraph | PricedMatmuls], most: int) -> list[Choice[list[Labels]]]:
-    priced = [part.priced for part in parts]
+def _prices(parts: Sequence[PricedGraph | PricedMatmuls], aim: str) -> list[Priced]:
+    """What is minimised, one of :data:`MINIMISED`."""
+    return [part.by_bytes if aim == BYTES else part.priced for part in parts]
+
+
+def _corners(priced: Sequence[Priced], most: int) -> list[Choice[list[Labels]]]:
     return hull(lambda weight: choose_all(priced, weight), most)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from amp_fx.plans.plan import Plan
@@ -37,7 +37,9 @@ class Point:
     @functools.cached_property
     def plan(self) -> CalibratedPlan:
         """The plans of all graphs, not verified."""
-        return CalibratedPlan(self.make(), self)
+        plans = self.make()
+        # options are pickled, and what makes plans is not
+        return CalibratedPlan(plans, replace(self, make=functools.partial(list, plans)))
 
 
 @dataclass(frozen=True)

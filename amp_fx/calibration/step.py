@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
-from amp_fx.calibration.measuring import differentiate, differentiate_outputs
+from amp_fx.calibration.differentiating import differentiate, differentiate_outputs
 from amp_fx.calibration.meter import Meter
 from amp_fx.errors import AmpFxError, OptionsError, ScalerError
 from amp_fx.graphs.batches import call_of

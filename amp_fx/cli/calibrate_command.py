@@ -10,6 +10,7 @@ import amp_fx
 from amp_fx.cli.command import Command, paint, writable
 from amp_fx.cli.models import import_callable, load_model
 from amp_fx.errors import AmpFxError
+from amp_fx.placement.tradeoff import MINIMISED, TIME
 from amp_fx.plans.harm import GRADIENTS, OF
 
 __all__ = ["CALIBRATE"]
@@ -61,6 +62,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--figure", metavar="FILE", help="write the frontier as .png, .svg or .html")
     parser.add_argument("--budget", default="autocast", type=_budget, help="of --plan (default: %(default)s)")
     parser.add_argument("--plan", metavar="FILE", help="write the cheapest plan within the budget")
+    parser.add_argument(
+        "--minimise",
+        choices=MINIMISED,
+        default=TIME,
+        help="what --plan is the cheapest in (default: %(default)s)",
+    )
     parser.add_argument("--no-verify", action="store_true", help="do not check the plan by a compiled step")
 
 
@@ -95,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
         if path:
             _say(f"wrote {found.save(path)}")
     if args.plan:
-        plan = found.plan(args.budget, verify=not args.no_verify)
+        plan = found.plan(args.budget, minimise=args.minimise, verify=not args.no_verify)
         plan.save(args.plan)
         print(f"\n{plan}")
         _say(f'wrote {args.plan}; use it with options={{"plan": "{args.plan}"}}')

@@ -1,4 +1,4 @@
-"""Cuts with a second price: placements of least time and weighted harm, and the cheapest found within a limit of harm.
+"""Cuts with a second price: placements of least time and weighted harm.
 
 Both cuts are here: fp32 against the low dtype, and the low dtype against a level below. In either, harm is a sum of
 terms of one variable, or of two in a submodular way, so that a cut stays exact for any weight of it.
@@ -11,13 +11,14 @@ import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import networkx as nx
 
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, evaluate, solve
-from amp_fx.placement.tradeoff import Choice, bracket
+from amp_fx.placement.tradeoff import Choice
 
-__all__ = ["HarmTerm", "Labels", "Priced", "choice_of", "choose_all", "within"]
+__all__ = ["HarmTerm", "Labels", "Priced", "choice_of", "choose_all"]
 
 #: variable -> its label; what has none is HIGH
 Labels = Mapping[Var, bool]
@@ -80,19 +81,22 @@ class Priced:
         if relative:
             self._start = self.time({})
 
-    def choose(self, weight: float) -> Choice[Labels]:
+    def choose(self, weight: float, pins: Labels = MappingProxyType({})) -> Choice[Labels]:
         """The placement of least cost.
 
         Args:
             weight: units of time that a squared relative error of 1 is worth; infinite: the least harm.
+            pins: labels that some variables have to have; the constraints allow them.
         """
-        labels = solve(self.problem(weight))
+        labels = solve(self.problem(weight, pins))
         return Choice(self.time(labels), self.harm(labels), weight, labels)
 
-    def problem(self, weight: float) -> Problem:
+    def problem(self, weight: float, pins: Labels = MappingProxyType({})) -> Problem:
         """What :meth:`choose` minimises."""
         base = self.base
-        problem = Problem(dict(base.unary), base.pins, list(base.shared), base.implies, base.equal)
+        problem = Problem(
+            dict(base.unary), {**base.pins, **pins}, list(base.shared), base.implies, base.equal
+        )
         prices = [self._price(term.harm, weight) for term in self.terms]
         # an overflow is dearer than everything else together
         beyond = self._all + sum(price for price in prices if price is not None)
@@ -136,14 +140,13 @@ class Priced:
         complete = {var: labels.get(var, HIGH) for var in self.base.variables()}
         return evaluate(self.base, complete) is not None
 
-    @property
-    def is_tied(self) -> bool:
-        """True where constraints forbid to move every variable by itself."""
-        return bool(self.base.pins or self.base.equal or self.base.implies)
+    def differing(self, first: Labels, second: Labels) -> set[Var]:
+        """The variables in which two placements differ."""
+        return {var for var in self.base.variables() if first.get(var, HIGH) is not second.get(var, HIGH)}
 
     def groups(self, first: Labels, second: Labels) -> list[set[Var]]:
         """The variables in which two placements differ, those together that constraints tie."""
-        differ = {var for var in self.base.variables() if first.get(var, HIGH) is not second.get(var, HIGH)}
+        differ = self.differing(first, second)
         ties = nx.Graph()
         ties.add_nodes_from(sorted(differ, key=str))
         pairs = (*self.base.equal, *self.base.implies)
@@ -180,9 +183,10 @@ class Priced:
         return found
 
 
-def choose_all(parts: Sequence[Priced], weight: float) -> Choice[list[Labels]]:
-    """The placement of several graphs of least time and weighted harm."""
-    return choice_of(parts, [part.choose(weight).placement for part in parts], weight)
+def choose_all(parts: Sequence[Priced], weight: float, pins: Sequence[Labels] = ()) -> Choice[list[Labels]]:
+    """The placement of several graphs of least time and weighted harm; ``pins`` are those of each graph, or none."""
+    pairs = zip(parts, pins or [{}] * len(parts), strict=True)
+    return choice_of(parts, [part.choose(weight, each).placement for part, each in pairs], weight)
 
 
 def choice_of(
@@ -192,79 +196,6 @@ def choice_of(
     pairs = list(zip(parts, labels, strict=True))
     time = sum(part.time(each) for part, each in pairs)
     return Choice(time, sum(part.harm(each) for part, each in pairs), weight, list(labels))
-
-
-def within(
-    parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None = None
-) -> Choice[list[Labels]]:
-    """The cheapest placement found of several graphs whose harm is at most ``limit``; if none is, that of least harm.
-
-    Corners of the hull are exact, but may lie far apart. Between the last that is beyond the limit and the first that
-    is within it, or a placement that is known, as few variables as possible are moved.
-
-    Args:
-        parts: the graphs.
-        limit: of the sum of their harms.
-        known: a placement of each that may be within the limit.
-    """
-    # a placement is within its own harm
-    limit *= 1 + 1e-9
-    beyond, exact = bracket(lambda weight: choose_all(parts, weight), limit)
-    if beyond is None or exact.harm > limit:
-        return exact
-    found = [exact, _towards(parts, beyond.placement, exact.placement, limit)]
-    if known is not None and all(part.allows(each) for part, each in zip(parts, known, strict=True)):
-        found.append(_towards(parts, beyond.placement, known, limit))
-    return min((each for each in found if each.harm <= limit), key=lambda each: (each.time, each.harm))
-
-
-def _towards(
-    parts: Sequence[Priced], start: Sequence[Labels], goal: Sequence[Labels], limit: float
-) -> Choice[list[Labels]]:
-    """From one placement towards another, until it is within the limit: first what lowers harm most for its time.
-
-    Then single moves, first what gains the most time for its harm, while the limit is kept.
-    """
-    state = [dict(labels) for labels in start]
-    moves = [(at, group) for at, part in enumerate(parts) for group in part.groups(state[at], goal[at])]
-
-    def change(move: tuple[int, set[Var]]) -> tuple[float, float]:
-        at, group = move
-        return parts[at].flipped(state[at], group)
-
-    def harm_for_time(move: tuple[int, set[Var]]) -> float:
-        time, harm = change(move)
-        return harm / max(time, 1e-3)
-
-    def time_for_harm(move: tuple[int, set[Var]]) -> float:
-        time, harm = change(move)
-        return time / max(harm, 1e-30)
-
-    total = sum(part.harm(labels) for part, labels in zip(parts, state, strict=True))
-    for move in sorted(moves, key=harm_for_time):
-        if total <= limit:
-            break
-        total += change(move)[1]
-        _flip(state, move)
-    for at, part in enumerate(parts):
-        if not part.is_tied:
-            moves += [(at, {var}) for var in part.base.unary]
-    changed = True
-    while changed:
-        changed = False
-        for move in sorted(moves, key=time_for_harm):
-            time, harm = change(move)
-            if time < 0 and total + harm <= limit:
-                total += harm
-                _flip(state, move)
-                changed = True
-    return choice_of(parts, state)
-
-
-def _flip(state: Sequence[dict[Var, bool]], move: tuple[int, set[Var]]) -> None:
-    at, group = move
-    for var in group:
-        state[at][var] = not state[at].get(var, HIGH)
 
 
 def _is_paid(term: Shared, labels: Labels) -> bool:

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Choice", "bracket", "hull"]
+__all__ = ["BYTES", "MINIMISED", "TIME", "Choice", "bracket", "hull"]
+
+#: what a placement is to be the cheapest in
+MINIMISED = TIME, BYTES = "time", "bytes"
 
 T = TypeVar("T")
 

@@ -9,12 +9,13 @@ A harm that is None is infinite: some value was beyond the range of the low dtyp
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -37,8 +38,11 @@ __all__ = [
     "Harm",
     "ReadHarm",
     "as_number",
+    "combined",
     "slots",
 ]
+
+T = TypeVar("T")
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 4
@@ -192,7 +196,8 @@ class Harm:
             )
         graphs = [
             GraphHarm(
-                graph.outline, _largest([harm.graph(graph.outline).renamed(graph.outline) for harm in harms])
+                graph.outline,
+                combined([harm.graph(graph.outline).renamed(graph.outline) for harm in harms], max),
             )
             for graph in last.graphs
         ]
@@ -264,28 +269,44 @@ class _Calls:
     calls: list[CallHarm]
 
 
-def _largest(measured: Sequence[Sequence[CallHarm]]) -> list[CallHarm]:
-    """The largest harm of every rounding. What only some of them have measured counts as they have it."""
-    found: dict[str, CallHarm] = {}
-    for call in (call for calls in measured for call in calls):
-        known = found.setdefault(call.name, CallHarm(call.name))
-        known.value = _larger(known.value, call.value)
-        known.gradient = _larger(known.gradient, call.gradient)
-        known.largest = _larger(known.largest, call.largest)
-        for slot, read in call.reads.items():
-            before = known.reads.get(slot, ReadHarm())
-            known.reads[slot] = ReadHarm(
-                _larger(before.value, read.value), _larger(before.gradient, read.gradient)
-            )
-        for role, operands in call.roles.items():
-            largest = known.roles.setdefault(role, {})
-            for operand, harm in operands.items():
-                largest[operand] = _larger(largest.get(operand, 0.0), harm)
-    return list(found.values())
+def combined(
+    measured: Iterable[Sequence[CallHarm]], combine: Callable[[Sequence[float]], float]
+) -> list[CallHarm]:
+    """One row for each call that was measured several times; what only some have measured counts as they have it.
+
+    Args:
+        measured: rows of one graph, of each time.
+        combine: harms -> one harm. It is infinite where one of them is.
+    """
+
+    def one(harms: Iterable[float | None]) -> float | None:
+        numbers = [as_number(harm) for harm in harms]
+        return combine(numbers) if math.inf not in numbers else None
+
+    return [
+        CallHarm(
+            name,
+            one(call.value for call in calls),
+            one(call.gradient for call in calls),
+            {
+                slot: ReadHarm(one(read.value for read in reads), one(read.gradient for read in reads))
+                for slot, reads in _by_key(call.reads.items() for call in calls).items()
+            },
+            {
+                role: {operand: one(harms) for operand, harms in _by_key(map(dict.items, operands)).items()}
+                for role, operands in _by_key(call.roles.items() for call in calls).items()
+            },
+            max((call.largest for call in calls), key=as_number),
+        )
+        for name, calls in _by_key([(call.name, call) for call in calls] for calls in measured).items()
+    ]
 
 
-def _larger(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else max(first, second)
+def _by_key(rows: Iterable[Iterable[tuple[str, T]]]) -> dict[str, list[T]]:
+    found: dict[str, list[T]] = {}
+    for key, value in itertools.chain.from_iterable(rows):
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def as_number(harm: float | None) -> float:

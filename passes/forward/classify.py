@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,7 +28,7 @@ from amp_fx.policy import OpClass, OpGroup, Origin, fast
 from amp_fx.policy.rules import PRECISIONS, Rule
 from amp_fx.policy.table import lookup
 
-__all__ = ["Classify"]
+__all__ = ["Classify", "may_return_wide"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _label(node: fx.Node, context: PassContext) -> NodePlan:
     context.matched.update(rules)
     if rules:  # case 6
         plan = _label_by_rule(plan, rules[-1], lookup(node.target, device))
-        return plan if rules[-1].result is None else _label_wide(plan, node, device, inputs)
+        return plan if rules[-1].result is None else _label_wide(plan, node, device)
     return _label_from_lists(plan, node, node.target, context, device)  # case 7
 
 
@@ -150,15 +150,20 @@ def _label_by_rule(plan: NodePlan, rule: Rule, row: OpGroup | None) -> NodePlan:
     return plan
 
 
-def _label_wide(plan: NodePlan, node: fx.Node, device: str, operands: Sequence[torch.Tensor]) -> NodePlan:
-    """A low product whose result is wanted in fp32."""
-    has_kernel = (
-        device == "cuda"
-        and has_trait(node, Trait.WIDE_GRADIENT)
-        and sum(value.ndim > 1 for value in operands) > 1
+def may_return_wide(node: fx.Node) -> bool:
+    """True for a product of which a kernel reads low operands and returns the sum in fp32."""
+    given = [source.meta.get("val") for _, value in arguments(node) for source in tensor_nodes(value)]
+    return (
+        has_trait(node, Trait.WIDE_GRADIENT)
+        and node.meta["val"].device.type == "cuda"
+        and sum(is_eligible(value) and value.ndim > 1 for value in given) > 1
         and all(argument_value(node, name) is None for name in ("alpha", "beta"))
     )
-    if has_kernel:
+
+
+def _label_wide(plan: NodePlan, node: fx.Node, device: str) -> NodePlan:
+    """A low product whose result is wanted in fp32."""
+    if may_return_wide(node):
         plan.pinned = torch.float32
         plan.reasons += (Reason.of(Kind.WIDE_RESULT, low=plan.low),)
     else:

@@ -3,8 +3,8 @@
 A fused kernel computes in fp32, whatever the dtypes of its graph say. So a value is rounded where it is written to
 memory low, or where a library kernel (matmul, convolution, attention) reads it low:
 
-1. the result of a library kernel that runs low, and a fused value that is written low: for all who read it, as the
-   backward of those that are fused with it reads it from memory;
+1. the result of a library kernel that runs low, unless it returns its fp32 sum, and a fused value that is written low:
+   for all who read it, as the backward of those that are fused with it reads it from memory;
 2. an operand of such a kernel that is kept in fp32 elsewhere;
 3. a fused value that is kept in fp32, and written low for one reader.
 
@@ -26,8 +26,9 @@ from amp_fx._torch import OpOverload
 from amp_fx.graphs.calls import is_parameter
 from amp_fx.graphs.storages import in_place_target
 from amp_fx.graphs.traits import op_row
+from amp_fx.passes.forward.classify import may_return_wide
 from amp_fx.passes.forward.harm_memory import Memory
-from amp_fx.passes.forward.place import Network, is_shaped, named_arguments
+from amp_fx.passes.forward.place import Network, is_shaped, named_arguments, rounded
 from amp_fx.passes.scratch import MAY_ROUND, TIED
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var
@@ -88,6 +89,8 @@ class HarmNetwork(Network):
         self._free = free
         self.terms: list[HarmTerm] = []
         self._memory = Memory(graph, cost, rows)
+        #: low products whose results may be rounded or not
+        self._wide = {node for node in free if cost.is_external(node) and may_return_wide(node)}
         for node in free:
             plan = node.meta["amp_fx"]
             MAY_ROUND.set(node, True)
@@ -103,6 +106,12 @@ class HarmNetwork(Network):
         # what the other inputs are is not known before the cut
         return in_place_target(reader) is not None or not is_shaped(value)
 
+    def _demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
+        if reader in self._wide and self._is_summed(reader.meta["amp_fx"], name):
+            # added to the sum as it is stored
+            return rounded(reader)
+        return super()._demand(reader, name, value)
+
     def operations(self) -> dict[Var, tuple[int, int]]:
         """What library kernels compute where no profile says how long that takes, in bytes moved meanwhile."""
         return {
@@ -113,10 +122,16 @@ class HarmNetwork(Network):
 
     def _add_label(self, node: fx.Node, plan: NodePlan) -> None:
         super()._add_label(node, plan)
+        if node in self._wide:
+            self._problem.implies.append((node, rounded(node)))
         row = self._rows.get(plan.name)
         if row is not None and row.value is None and node in self._free and in_place_target(node) is None:
             # fused it would not be rounded, but a file may run where nothing is fused
-            self._problem.pins[node] = HIGH
+            self._problem.pins[self._stored(node)] = HIGH
+
+    def _stored(self, node: fx.Node) -> Var:
+        # what is computed in fp32 is stored so; what is multiplied low may be
+        return rounded(node) if node in self._wide else super()._stored(node)
 
     def _add_value(self, value: fx.Node) -> None:
         super()._add_value(value)
@@ -163,10 +178,12 @@ class HarmNetwork(Network):
         if not self._memory.writes_gradient(value):
             return
         gradient, want = as_number(row.gradient), self._rounded_by(value)
+        # matmuls round what they read, whatever the dtype of the result
+        rounds = value if plan.op_class is OpClass.LOW else stored
         if want is not None:
-            self._charge(gradient, HIGH, want, stored, plan.name, "", backward=True)
+            self._charge(gradient, HIGH, want, rounds, plan.name, "", backward=True)
         else:
-            self._charge(gradient, LOW, stored, None, plan.name, "", backward=True)
+            self._charge(gradient, LOW, rounds, None, plan.name, "", backward=True)
 
     def _rounded_by(self, value: fx.Node) -> Var | None:
         """The variable of the call behind a value from which its gradient comes rounded, if that call is low."""

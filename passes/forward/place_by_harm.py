@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -17,15 +17,15 @@ from amp_fx.passes.forward.place import ALWAYS, Network, Place, assign_as_autoca
 from amp_fx.passes.scratch import HARM
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
-from amp_fx.placement.priced import Labels, Priced, within
+from amp_fx.placement.priced import HarmTerm, Labels, Priced
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.placement.tradeoff import Choice
+from amp_fx.placement.within import within
 from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.plan import NodePlan, node_plan
 from amp_fx.plans.reasons import HAZARDS, Kind, Reason
 from amp_fx.policy import OpClass
 
-__all__ = ["PlaceByHarm", "Placement", "PricedGraph", "cheapest", "price"]
+__all__ = ["PlaceByHarm", "Placement", "PricedGraph", "price"]
 
 #: call -> whether it computes in fp32, and whether its result is stored so
 Placement = Mapping[str, tuple[bool, bool]]
@@ -53,7 +53,7 @@ class PricedGraph:
     def placement(self, labels: Labels) -> Placement:
         """Labels in a form that holds for the same graph captured again."""
         return {
-            plan.name: (labels[node], labels.get(rounded(node), HIGH))
+            plan.name: (labels[node], labels.get(rounded(node), labels[node]))
             for node in self.graph.nodes
             if (plan := node_plan(node)) is not None and node in labels
         }
@@ -112,6 +112,7 @@ def price(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]
     low = lows.pop()
     cost = CostModel(gm.graph, None, context.training, context.folded)
     autocast = solve(Network(gm.graph, cost, low).build())
+    autocast |= {rounded(node): autocast[node] for node in gm.graph.nodes if autocast.get(node) is LOW}
     fixed = frozenset(
         node
         for node, plan in placed
@@ -130,11 +131,6 @@ def price(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]
         for var, (high, narrow) in timed.operations().items():
             problem.add_unary(var, high * timed.scale, narrow * timed.scale)
     return PricedGraph(gm.graph, low, Priced(problem, timed.terms, timed.scale), autocast, network)
-
-
-def cheapest(parts: Sequence[PricedGraph], limit: float) -> Choice[list[Labels]]:
-    """The cheapest placement found whose harm is at most ``limit``, see :func:`amp_fx.placement.priced.within`."""
-    return within([part.priced for part in parts], limit, [part.autocast for part in parts])
 
 
 @dataclass(frozen=True)
@@ -182,7 +178,8 @@ class PlaceByHarm(Pass):
         elif self.weight is not None:
             labels = found.priced.choose(self.weight).placement
         else:
-            (labels,) = cheapest([found], self.budget**2 * found.autocast_harm).placement
+            limit = self.budget**2 * found.autocast_harm
+            (labels,) = within([found.priced], limit, [found.autocast]).placement
         HARM.set(gm, (found.priced.harm(labels), found.autocast_harm))
         low_nodes = _apply(labels, found)
         error, theirs = math.sqrt(found.priced.harm(labels)), math.sqrt(found.autocast_harm)
@@ -193,18 +190,20 @@ class PlaceByHarm(Pass):
 
 def _apply(labels: Labels, found: PricedGraph) -> int:
     """Writes the labels into the plans, with what each rounding costs; returns how many calls are low."""
-    costs: dict[str, float] = {}
+    terms: dict[str, list[HarmTerm]] = {}
     for term in found.priced.terms:
-        costs[term.call] = costs.get(term.call, 0.0) + term.harm
+        terms.setdefault(term.call, []).append(term)
     low_nodes = 0
     for node in found.graph.nodes:
         plan = node_plan(node)
         if plan is None or node not in labels or plan.dtype is None:
             continue
         if plan.op_class is not OpClass.KEEP:
-            _write(plan, labels[node], labels.get(rounded(node), HIGH), found.low)
-            if plan.name in costs:
-                plan.reasons += (_cost(math.sqrt(costs[plan.name]), is_low=labels[node] is LOW),)
+            _write(plan, labels[node], labels.get(rounded(node), labels[node]), found.low)
+            if plan.name in terms:
+                is_low = labels[node] is LOW
+                harms = [term.harm for term in terms[plan.name] if not is_low or term.is_done(labels)]
+                plan.reasons += (_cost(math.sqrt(sum(harms)), is_low=is_low),)
         low_nodes += plan.dtype is found.low
     return low_nodes
 
@@ -223,6 +222,9 @@ def _write(plan: NodePlan, label: bool, stored: bool, low: torch.dtype) -> None:
             plan.pinned = low
         return
     plan.dtype = low
+    if stored is HIGH:
+        plan.pinned = torch.float32
+        plan.reasons += (Reason.of(Kind.WIDE_RESULT, low=low),)
     if plan.op_class is OpClass.FP32:
         # its kernel computes in fp32 whatever it reads and writes
         plan.op_class = OpClass.PROMOTE

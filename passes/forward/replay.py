@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.plan import Decision, node_plan
+from amp_fx.plans.plan import Decision, NodePlan, node_plan
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 
@@ -33,6 +33,7 @@ class Replay(Pass):
 
     Attributes:
         rows: node name in this graph, with the path of its body -> what the plan has decided about it.
+        stored: the program is stored, for any runtime: none has an op that returns such a result.
     """
 
     name: ClassVar[str] = "replay"
@@ -40,6 +41,7 @@ class Replay(Pass):
     ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
 
     rows: Mapping[str, Decision] = field(hash=False)
+    stored: bool = False
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
@@ -55,12 +57,17 @@ class Replay(Pass):
                     plan.dtype = _dtype_of(node.all_input_nodes[0])
                 continue
             plan.follow(row)
-            if row.is_because(Kind.WIDE_RESULT) and (device := node.meta["val"].device.type) != "cuda":
-                why = Reason.of(Kind.NO_WIDE_RESULT, device=device, op=plan.op, low=plan.low)
-                others = [reason for reason in row.reasons if reason.kind is not Kind.WIDE_RESULT]
-                plan.op_class, plan.dtype, plan.reasons = OpClass.FP32, torch.float32, (*others, why)
+            if row.is_because(Kind.WIDE_RESULT):
+                self._check_wide(plan, node.meta["val"].device.type)
             followed += 1
         return PassResult(gm, followed, f"{followed} nodes as the plan has them")
+
+    def _check_wide(self, plan: NodePlan, device: str) -> None:
+        where = "a program" if self.stored else device
+        if where != "cuda":
+            why = Reason.of(Kind.NO_WIDE_RESULT, device=where, op=plan.op, low=plan.low)
+            others = [reason for reason in plan.reasons if reason.kind is not Kind.WIDE_RESULT]
+            plan.op_class, plan.dtype, plan.reasons = OpClass.FP32, torch.float32, (*others, why)
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype:

@@ -15,6 +15,7 @@ from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import PassContext
 from amp_fx.passes.levels.matmuls import Matmul, Operand, aten
 from amp_fx.plans.plan import CAST_META, node_plan
+from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD
 from amp_fx.policy.rules import BELOW
@@ -32,6 +33,8 @@ def may_run_below(node: fx.Node, context: PassContext) -> bool:
     rule = context.policy.rule_for(row.op, row.module_path)
     if rule is not None:
         return rule.precision in BELOW
+    if row.is_because(Kind.WIDE_RESULT):
+        return False
     region = node.meta.get(REGION_META, {}).get(node.meta["val"].device.type)
     return row.op_class is OpClass.LOW or (region is not None and region.enabled)
 

@@ -18,7 +18,8 @@ from amp_fx.passes.levels.matmuls import Matmul, divides, last_calls
 from amp_fx.passes.scratch import LEVEL, Budget
 from amp_fx.placement.cut import LOW
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost
-from amp_fx.placement.priced import HarmTerm, Priced, within
+from amp_fx.placement.priced import HarmTerm, Priced
+from amp_fx.placement.within import within
 from amp_fx.plans.plan import NodePlan, dtype_name, node_plan
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import LEVELS, WEIGHT, Level

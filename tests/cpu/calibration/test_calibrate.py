@@ -90,6 +90,18 @@ def test_plans_keep_their_budget(cal: amp_fx.Calibration) -> None:
     assert low_calls(cal.plan(0.0, verify=False).plans) == []
 
 
+def test_what_is_minimised_is_time_or_bytes(cal: amp_fx.Calibration) -> None:
+    fast, small = cal.plan(verify=False).point, cal.plan(minimise="bytes", verify=False).point
+    # by these rates, casts of small weights take longer than they gain
+    assert seconds(fast) < seconds(small)
+    assert small.bytes_moved < fast.bytes_moved
+    assert small.error <= cal.autocast_error * (1 + 1e-6)
+    autocast = next(point for point in cal.frontier() if point.name == "autocast")
+    assert small.bytes_moved <= autocast.bytes_moved
+    moved = [point.bytes_moved for point in cal.frontier("bytes")]
+    assert moved == sorted(moved)
+
+
 def test_a_saved_plan_is_replayed_and_predicted_alike(
     cal: amp_fx.Calibration, gpt: nn.Module, tmp_path: Path
 ) -> None:
@@ -98,10 +110,12 @@ def test_a_saved_plan_is_replayed_and_predicted_alike(
     plan.save(path)
     assert cal.predict(path) == pytest.approx(plan.point.error)
     assert cal.predict(plan.plans[0]) == cal.predict(plan.plans) == cal.predict(plan)
-    with amp_fx.record() as recording, without_inductor():
-        torch.compile(gpt, backend="amp_fx", options={"plan": str(path), "strict": True})(*tokens(0))
-    assert low_calls(recording.plans) == low_calls(plan.plans)
-    torch.compiler.reset()
+    # as many tokens, and fewer
+    for batch in (tokens(0), tokens(3, rows=2, length=16)):
+        with amp_fx.record() as recording, without_inductor():
+            torch.compile(gpt, backend="amp_fx", options={"plan": str(path), "strict": True})(*batch)
+        assert low_calls(recording.plans) == low_calls(plan.plans)
+        torch.compiler.reset()
 
 
 def test_a_policy_with_harm_places_as_the_plan_of_the_same_budget(gpt: nn.Module, tmp_path: Path) -> None:
@@ -327,6 +341,10 @@ def test_wrong_arguments_are_named(gpt: nn.Module, cal: amp_fx.Calibration, tmp_
         amp_fx.calibrate(nn.Linear(4, 1), torch.zeros(1, 4), lambda out: (out * 0).sum())
     with pytest.raises(OptionsError, match="budget"):
         cal.plan(0.5, error=1e-3)
+    with pytest.raises(OptionsError, match=r"minimise .*'time'.*'bytes'.*'byte'"):
+        cal.plan(minimise="byte")
+    with pytest.raises(OptionsError, match="'bytes'"):
+        cal.plan(time=1.0, minimise="bytes")
     for bad in (-1.0, math.inf, math.nan, "autocas", True):
         with pytest.raises(OptionsError, match=r"budget .*'autocast'"):
             cal.plan(bad)
@@ -370,6 +388,7 @@ def test_the_command_writes_harm_plan_and_figure(
     arguments: list[Any] = ["calibrate", "calibrated_models:build", "--loss", "calibrated_models:loss"]
     arguments += ["--batches", "calibrated_models:batches", "--profile", "off", "--budget", "0.5"]
     arguments += ["-o", "harm.json", "--plan", "plan.json", "--figure", "frontier.svg", "--no-verify"]
+    arguments += ["--minimise", "bytes"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert "Net in bfloat16: 3 calls, graphs: 1, batches: 2" in out

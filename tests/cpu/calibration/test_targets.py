@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.plans.harm import Harm
+from amp_fx.plans.reasons import Kind
 from amp_fx.policy.levels import ROLES
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
@@ -198,3 +199,25 @@ def test_a_plan_with_fp8_for_a_target_is_followed_there() -> None:
         amp_fx.explain(model, x, target="cuda:a100", options={"plan": plan.plans, "strict": True})
     with pytest.raises(amp_fx.OptionsError, match=r"cuda sm_80 \(A100\) .*fp8"):
         amp_fx.calibrate(model, x, policy="fp8", target="cuda:a100")
+
+
+def test_a_budget_buys_results_in_fp32_where_they_are_cheap(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = train(GPT(layers=1), tokens, 5), tokens(0)
+    cal = amp_fx.calibrate(model, batch, target="cuda:h100")
+    plans = ((budget, cal.plan(budget, minimise="bytes", verify=False)) for budget in (1.0, 0.8, 0.6, 0.4))
+    budget, plan = next((budget, plan) for budget, plan in plans if wide(plan.plans[0]))
+    assert plan.point.error <= budget * cal.autocast_error
+    # saved, loaded, followed; and by the process that compiles for the target
+    plan.save(tmp_path / "plan.json")
+    assert cal.predict(tmp_path / "plan.json") == pytest.approx(plan.point.error)
+    report = amp_fx.explain(model, *batch, target="cuda:h100", options={"plan": plan, "strict": True})
+    assert wide(report.plan) == wide(plan.plans[0])
+    # a CPU has no such kernel: what is checked there is more exact
+    checked = cal.plan(budget, minimise="bytes")
+    assert checked.measured is not None
+    assert checked.measured < 1.3 * plan.point.error
+
+
+def wide(plan: amp_fx.Plan) -> set[str]:
+    return {row.name for row in plan.nodes if row.is_because(Kind.WIDE_RESULT)}

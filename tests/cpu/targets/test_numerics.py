@@ -21,11 +21,13 @@ import torch.nn.functional as F
 from interpreted import Step
 from torch import Tensor, nn
 
+import amp_fx
 from amp_fx._torch import find_nonfinite_
+from amp_fx.plans.reasons import Kind
 from amp_fx.targets.tracing import Tracer
 from examples.gpt import GPT, GPTConfig
 from generated import Code
-from targets import needs_a_target, process
+from targets import needs_a_target, one_process, process
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
@@ -126,11 +128,11 @@ def traced(model: nn.Module, *args: Tensor) -> Keeper:
     return keeper
 
 
-def trained(name: str, arm: str, *scales: float) -> list[Step]:
+def trained(name: str, arm: Arm, *scales: float) -> list[Step]:
     """A training step, in fp16 with each of the loss scales."""
     model, args = make(name)
     keeper = traced(model, *args)
-    forward, backward = generated(keeper, ARMS[arm])
+    forward, backward = generated(keeper, arm)
     values = [value.detach() for value in keeper.values]
     is_inside = len(forward.inputs) > len(values)
     return [
@@ -138,10 +140,19 @@ def trained(name: str, arm: str, *scales: float) -> list[Step]:
             forward,
             backward,
             [*values, torch.tensor(scale)] if is_inside else values,
-            [torch.tensor(scale if arm == "autocast fp16" else 1.0)],
+            [torch.tensor(scale if arm is ARMS["autocast fp16"] else 1.0)],
         )
         for scale in scales
     ]
+
+
+@functools.cache
+def planned() -> amp_fx.CalibratedPlan:
+    """Of the GPT, with half of autocast's error."""
+    model, args = make("gpt")
+    with one_process():
+        cal = amp_fx.calibrate(model, [args], target="cuda:h100")
+        return cal.plan(0.5, minimise="bytes", verify=False)
 
 
 def inferred(weights: str, options: dict[str, Any] = OFF) -> Step:
@@ -159,10 +170,12 @@ def inferred(weights: str, options: dict[str, Any] = OFF) -> Step:
 
 def steps(name: str) -> dict[str, Step]:
     """What is run of a model."""
-    found = {arm: step for arm in TRAINED[name] for step in trained(name, arm, SCALE)}
+    found = {arm: step for arm in TRAINED[name] for step in trained(name, ARMS[arm], SCALE)}
+    if name == "gpt":
+        (found["half the error"],) = trained(name, Arm({**OFF, "plan": planned()}), SCALE)
     if name == "mlp":
         # at the second scale, gradients leave fp16
-        found["amp_fx fp16"], found["overflow"] = trained(name, "amp_fx fp16", SCALE, 2.0**24)
+        found["amp_fx fp16"], found["overflow"] = trained(name, ARMS["amp_fx fp16"], SCALE, 2.0**24)
         found |= {weights: inferred(weights) for weights in ("cast", "cache")}
         found["called exact"] = inferred("cast", EXACT)
     return found
@@ -295,6 +308,15 @@ def test_a_step_with_a_result_in_fp32_is_as_exact_as_autocasts() -> None:
     ours, theirs = step_errors("mlp", "exact"), step_errors("mlp", "autocast")
     assert ours[1] <= 1.02 * theirs[1]
     assert ours[0] < BOUND[torch.bfloat16]
+
+
+@pytest.mark.slow
+def test_a_plan_whose_products_return_fp32_has_the_error_that_was_predicted() -> None:
+    (plan,) = planned().plans
+    assert any(row.is_because(Kind.WIDE_RESULT) for row in plan.nodes)
+    found, autocast = (step_errors("gpt", arm)[1] for arm in ("half the error", "autocast"))
+    assert 0.9 < found / planned().point.error < 1.15
+    assert found < 0.6 * autocast
 
 
 def test_a_call_with_low_copies_gives_the_bits_of_one_that_casts() -> None:

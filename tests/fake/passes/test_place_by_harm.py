@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -29,9 +29,11 @@ from amp_fx.passes import (
     select,
 )
 from amp_fx.passes.base import run_in_order
+from amp_fx.passes.forward.place import rounded
 from amp_fx.passes.forward.place_by_harm import PricedGraph, price
-from amp_fx.placement.cut import LOW, evaluate
+from amp_fx.placement.cut import HIGH, LOW, Problem, Var, evaluate
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.placement.within import within
 from amp_fx.plans.harm import INSIDE, CallHarm, ReadHarm, slots
 from amp_fx.plans.plan import Plan, node_plan
 from amp_fx.plans.reasons import Kind
@@ -78,23 +80,26 @@ def placed(
     program: Callable[..., Any],
     *args: Any,
     harm: Mapping[str, float | None] | None = None,
+    results: Mapping[str, float | None] | None = None,
     context: PassContext = CONTEXT,
     low: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
     **goal: Any,
 ) -> Plan:
-    """The plan where single calls harm otherwise than the rest, which does 1e-6 in each rounding."""
-    rows = uniform(captured(program, *args, low=low))
+    """The plan where single calls, or their results, harm otherwise than the rest, which does 1e-6 in each rounding."""
+    rows = uniform(captured(program, *args, low=low, device=device))
     for name, value in (harm or {}).items():
         rows[name] = CallHarm(name, value, value, dict.fromkeys(rows[name].reads, ReadHarm(value, value)))
-    return run_passes(
-        captured(program, *args, low=low), select(CAPTURED, Case((PlaceByHarm(rows, **goal),))), context
-    )
+    for name, value in (results or {}).items():
+        rows[name].value = value
+    gm = captured(program, *args, low=low, device=device)
+    return run_passes(gm, select(CAPTURED, Case((PlaceByHarm(rows, **goal),))), context)
 
 
 @functools.cache
-def spread() -> tuple[fx.GraphModule, dict[str, CallHarm]]:
+def spread(device: str = "cpu") -> tuple[fx.GraphModule, dict[str, CallHarm]]:
     """The graph of :func:`variance`, and the same harm everywhere."""
-    gm = captured(variance, *ARGS)
+    gm = captured(variance, *ARGS, device=device)
     return gm, uniform(gm)
 
 
@@ -113,19 +118,35 @@ def measured(draw: st.DrawFn) -> dict[str, CallHarm]:
     }
 
 
+def every(problem: Problem) -> Iterator[dict[Var, bool]]:
+    """All labellings that the pins allow."""
+    free = sorted(problem.variables() - problem.pins.keys(), key=str)
+    assert len(free) <= 14
+    for choice in itertools.product([True, False], repeat=len(free)):
+        yield {**problem.pins, **dict(zip(free, choice, strict=True))}
+
+
 @settings(max_examples=60, deadline=None)
 @given(measured(), st.sampled_from([0.0, 1e6, 1e9, 1e12, math.inf]))
 def test_the_cut_with_harm_is_the_brute_force_optimum(rows: dict[str, CallHarm], weight: float) -> None:
-    gm, _ = spread()
-    problem = priced(gm, rows).priced.problem(weight)
-    found = priced(gm, rows).priced.choose(weight).placement
-    free = sorted(problem.variables() - problem.pins.keys(), key=str)
-    assert len(free) <= 14
-    costs = (
-        evaluate(problem, {**problem.pins, **dict(zip(free, choice, strict=True))})
-        for choice in itertools.product([True, False], repeat=len(free))
-    )
+    problem = priced(spread()[0], rows).priced.problem(weight)
+    found = priced(spread()[0], rows).priced.choose(weight).placement
+    costs = (evaluate(problem, labels) for labels in every(problem))
     assert evaluate(problem, found) == min(cost for cost in costs if cost is not None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@settings(max_examples=20, deadline=None)
+@given(rows=measured(), budget=st.floats(0.0, 1.5))
+def test_no_placement_within_a_budget_is_cheaper_in_bytes_than_the_one_found(
+    rows: dict[str, CallHarm], budget: float, device: str
+) -> None:
+    graph = priced(spread(device)[0], rows)
+    aim, limit = graph.by_bytes, budget**2 * graph.autocast_harm * (1 + 1e-9)
+    found = within([aim], limit, [graph.autocast])
+    assert found.harm <= limit * (1 + 1e-9)
+    allowed = [labels for labels in every(aim.base) if evaluate(aim.base, labels) is not None]
+    assert found.time == min(aim.time(labels) for labels in allowed if aim.harm(labels) <= limit)
 
 
 @settings(max_examples=40, deadline=None)
@@ -335,3 +356,84 @@ def test_what_attention_rounds_inside_is_charged_where_it_runs_low() -> None:
     assert inside <= charged(gm, rows)
     high = priced(captured(program, *SQUARE), rows).priced.choose(math.inf)
     assert high.harm == 0
+
+
+# ---- results of low products in fp32 ----
+
+
+def test_on_cuda_a_result_whose_rounding_harms_is_the_fp32_sum_of_low_operands() -> None:
+    plan = placed(variance, *ARGS, results={"matmul": 1e-2}, budget=0.1, device="cuda")
+    row = plan.node("matmul")
+    assert (row.dtype, row.pinned) == (torch.bfloat16, torch.float32)
+    assert row.is_because(Kind.WIDE_RESULT)
+
+
+def test_where_no_kernel_returns_the_sum_the_product_is_fp32() -> None:
+    plan = placed(variance, *ARGS, results={"matmul": 1e-2}, budget=0.1)
+    assert plan.node("matmul").dtype is torch.float32
+    assert not any(row.is_because(Kind.WIDE_RESULT) for row in plan.nodes)
+
+    def convolved(x: Tensor, w: Tensor) -> Tensor:
+        return F.conv1d(x, w).exp()
+
+    args = torch.randn(2, 16, 64), torch.randn(16, 16, 3)
+    plan = placed(convolved, *args, results={"conv1d": 1e-2}, budget=0.1, device="cuda")
+    assert plan.node("conv1d").dtype is torch.float32
+
+
+def test_where_a_result_does_no_harm_it_is_rounded() -> None:
+    plan = placed(variance, *ARGS, results={"matmul": 0.0}, budget=1.0, device="cuda")
+    assert plan.node("matmul").dtype is torch.bfloat16
+    assert plan.node("matmul").pinned is None
+
+
+def test_a_result_that_overflows_is_the_fp32_sum_of_low_operands() -> None:
+    plan = placed(variance, *ARGS, results={"matmul": None}, weight=0.0, low=torch.float16, device="cuda")
+    row = plan.node("matmul")
+    assert (row.dtype, row.pinned) == (torch.float16, torch.float32)
+
+
+def test_a_result_in_fp32_saves_its_rounding_and_no_other() -> None:
+    graph = priced(*spread("cuda"))
+    low = dict.fromkeys(graph.priced.base.variables(), LOW)
+    wide = {**low, rounded(node_of("matmul")): HIGH}
+    of = {(term.slot, term.backward) for term in graph.priced.blame(low) if term.call == "matmul"}
+    left = {(term.slot, term.backward) for term in graph.priced.blame(wide) if term.call == "matmul"}
+    assert of - left == {("", False)}
+    assert ("", True) in left
+    assert graph.by_bytes.time(wide) > graph.by_bytes.time(low)
+
+
+def test_the_bias_of_a_result_in_fp32_is_added_as_it_is() -> None:
+    def biased(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(x, w, b).exp()
+
+    gm = captured(biased, *ARGS[:2], torch.randn(16), device="cuda")
+    graph = priced(gm, uniform(gm))
+    (linear,) = (node for node in gm.graph.nodes if node.name == "linear")
+    low = dict.fromkeys(graph.priced.base.variables(), LOW) | dict.fromkeys(graph.priced.base.pins, HIGH)
+    plain, wide = (
+        {
+            (each.call, each.slot, each.backward)
+            for each in graph.priced.blame({**low, rounded(linear): label})
+        }
+        for label in (LOW, HIGH)
+    )
+    assert plain - wide == {("linear", "", False), ("linear", "bias", False)}
+
+
+def test_a_rule_and_a_plan_by_harm_say_a_result_in_fp32_alike() -> None:
+    policy = Policy.parse({"rules": [{"op": "matmul", "precision": "low", "result": "fp32"}]})
+    ruled = run_passes(captured(variance, *ARGS, device="cuda"), PIPELINE, PassContext(policy, training=True))
+    ours = placed(variance, *ARGS, results={"matmul": 1e-2}, budget=0.1, device="cuda").node("matmul")
+    theirs = ruled.node("matmul")
+    assert (ours.op_class, ours.dtype, ours.pinned) == (theirs.op_class, theirs.dtype, theirs.pinned)
+    assert theirs.reasons[-1] in ours.reasons
+    # a plan that is followed is priced as it was chosen
+    graph = priced(spread("cuda")[0], spread()[1])
+    labels = graph.labels_in({ours.name: ours})
+    assert (labels[node_of(ours.name)], labels[rounded(node_of(ours.name))]) == (LOW, HIGH)
+
+
+def node_of(name: str) -> fx.Node:
+    return next(node for node in spread("cuda")[0].graph.nodes if node.name == name)

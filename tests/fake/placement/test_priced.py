@@ -1,4 +1,4 @@
-"""Cuts with harm: exact against brute force, and nearly the best within a limit. The second cut is the example."""
+"""Cuts with harm, and the cheapest within a limit of it, against brute force. The second cut is the example."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
 from amp_fx.placement.level_cost import LevelCost, copy_traffic
-from amp_fx.placement.priced import HarmTerm, Labels, Priced, within
+from amp_fx.placement.priced import HarmTerm, Labels, Priced
+from amp_fx.placement.within import within
 from amp_fx.policy.levels import LEVELS
 from amp_fx.targets import find_target
 
@@ -131,8 +132,8 @@ def test_with_harm_the_cut_is_as_good_as_the_best_of_all_choices(draw_one: Draw)
 
 
 @pytest.mark.parametrize("draw_one", [anything, linears])
-def test_within_a_limit_of_harm_nearly_all_is_gained_that_could_be(draw_one: Draw) -> None:
-    draw, shares = random.Random(1), []
+def test_within_a_limit_of_harm_the_cheapest_of_all_choices_is_found(draw_one: Draw) -> None:
+    draw, partly = random.Random(1), 0
     for _ in range(200):
         problem = draw_one(draw)
         priced, harms = with_harm(problem, draw)
@@ -142,12 +143,10 @@ def test_within_a_limit_of_harm_nearly_all_is_gained_that_could_be(draw_one: Dra
         (labels,) = found.placement
         assert found.harm <= limit * (1 + 1e-9)
         assert (found.time, found.harm) == (priced.time(labels), priced.harm(labels))
-        nothing = priced.time({})
         best = min(priced.time(each) for each in choices(problem, free) if priced.harm(each) <= limit)
-        if best < nothing:
-            shares.append((nothing - found.time) / (nothing - best))
-    assert len(shares) > 30
-    assert sum(shares) / len(shares) > 0.96
+        assert found.time == best
+        partly += best < priced.time({})
+    assert partly > 30
 
 
 def test_several_graphs_share_one_limit() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_fx import OptionsError, Policy, Rule, export
+from amp_fx import OptionsError, Plan, Policy, Rule, export, extra_files
 from amp_fx.graphs.linears import LINEAR_OPS
 from amp_fx.graphs.traits import OPS
 from amp_fx.plans.reasons import Kind, Reason
@@ -322,6 +322,17 @@ def test_on_a_cpu_a_plan_with_a_result_in_fp32_is_followed_in_fp32(tmp_path: Pat
     assert row.dtype is torch.float32
     assert row.is_because(Kind.NO_WIDE_RESULT)
     assert not row.is_because(Kind.WIDE_RESULT)
+
+
+def test_in_an_exported_program_a_plan_with_a_result_in_fp32_is_followed_in_fp32() -> None:
+    plan = rewrite(Head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan
+    program = export(Head(), (torch.randn(2, 8),), plan=plan)
+    report = Plan.from_json(extra_files(program)["amp_fx.json"])
+    (row,) = (row for row in report.nodes if row.op == "linear")
+    assert row.dtype is torch.float32
+    assert row.reasons[-1] == Reason.of(
+        Kind.NO_WIDE_RESULT, device="a program", op="linear", low=torch.bfloat16
+    )
 
 
 def test_an_exported_program_has_no_such_results() -> None:
