@@ -48,12 +48,12 @@ class Replay(Pass):
         followed = 0
         for node in gm.graph.nodes:
             plan = node_plan(node)
-            row = self.rows.get(plan.name) if plan is not None else None
             if plan is None:
                 continue
+            row = self.rows.get(plan.name)
             if row is None:
                 # what is about numbers has no row, nor has what only hands on
-                if plan.op_class is OpClass.FOLLOW:
+                if plan.op_class is OpClass.FOLLOW and plan.traced is not None:
                     plan.dtype = _dtype_of(node.all_input_nodes[0])
                 continue
             plan.follow(row)
