@@ -33,6 +33,7 @@ APART = ("recipes.md",)
 
 #: (page, words in a block) -> why it is not run. Whatever is not here runs
 NOT_RUN = {
+    ("costs.md", "class Stream("): "is about what a GPU's kernels do",
     ("integrations.md", "CompileConfig("): "a static cache compiles the decode step on a GPU only",
 }
 
