@@ -125,7 +125,7 @@ def _joined(paths: Sequence[Path]) -> list[tuple[dict[str, Any], list[TimingRow]
     """The rows of several files of one machine, by what was measured: wall or processor time, and the threads.
 
     Raises:
-        ValueError: the machines differ, or two files have one case.
+        ValueError: the machines differ, or two files have an arm of one case.
     """
     groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[TimingRow]]] = {}
     first: dict[str, Any] = {}
@@ -136,10 +136,8 @@ def _joined(paths: Sequence[Path]) -> list[tuple[dict[str, Any], list[TimingRow]
             if head.get(key) != first.get(key):
                 raise ValueError(f"{path} has {key} {head.get(key)!r}, {paths[0]} has {first.get(key)!r}")
         _, known = groups.setdefault((head["clock"], head["threads"]), (head, []))
-        if twice := {row.workload for row in rows} & {row.workload for row in known}:
-            raise ValueError(
-                f"{path} has {', '.join(sorted(twice))}, which another file has: ratios would mix runs"
-            )
+        if twice := {(row.workload, row.arm) for row in rows} & {(row.workload, row.arm) for row in known}:
+            raise ValueError(f"{path} has {min(twice)}, which another file has: ratios would mix runs")
         known.extend(rows)
     order = list(CASES)
     return [(head, sorted(rows, key=lambda row: order.index(row.workload))) for head, rows in groups.values()]

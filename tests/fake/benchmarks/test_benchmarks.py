@@ -118,6 +118,9 @@ def test_files_are_joined_by_clock_and_not_across_machines(tmp_path: Path) -> No
         ["autocast", "amp_fx"],
         ["autocast"],
     ]
+    write(tmp_path / "timings_d.jsonl", WHERE, [row("amp_fx", QUIET)])
+    with pytest.raises(ValueError, match=r"timings_d\.jsonl .*'amp_fx'"):
+        page._joined(sorted(tmp_path.iterdir()))
     write(tmp_path / "timings_d.jsonl", {**WHERE, "torch": "10"}, [])
     with pytest.raises(ValueError, match=r"timings_d\.jsonl .*'10'"):
         page._joined(sorted(tmp_path.iterdir()))
