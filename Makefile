@@ -80,7 +80,7 @@ docs: venv
 
 # What takes long by itself (two processes, whole trainings) is in test-slow.
 test: compiler venv
-	@$(MAKE) -j$(WORKERS) --output-sync lint typecheck docs
+	@$(MAKE) -j2 --output-sync lint typecheck docs
 	@rm -rf build/inductor
 	$(PYTEST) -m "not slow"
 

@@ -53,6 +53,8 @@ class Cuts:
         self._graphs = graphs
         self._harm = harm
         self._opts = opts
+        #: (limit, aim) -> the first cut: budgets beyond torch.autocast's error have the same one
+        self._firsts: dict[tuple[float, str], Choice[list[Labels]]] = {}
 
     @functools.cached_property
     def priced(self) -> list[list[PricedGraph]]:
@@ -112,7 +114,7 @@ class Cuts:
         """Placements that no other beats in both error and what is minimised, by that."""
         found = [self._with(each, self._nothing) for each in _corners(_prices(self.parts, aim), most)]
         if self._harm.level:
-            first = self._at_autocast(aim)
+            first = self._first(math.inf, aim)
             second = _corners(_prices(self.below(first.placement), aim), most)
             found += [self._with(first, each) for each in second]
         found.sort(key=lambda choice: (choice.time, choice.harm))
@@ -124,19 +126,23 @@ class Cuts:
 
     def within(self, limit: float, aim: str) -> Choice[Placed]:
         """The cheapest placement found whose squared error is at most ``limit``."""
+        first = self._first(limit, aim)
         if not self._harm.level:
-            return self._with(self._first(limit, aim), self._nothing)
-        above = limit >= self.autocast_error**2
-        first = self._at_autocast(aim) if above else self._first(limit, aim)
+            return self._with(first, self._nothing)
         second = _prices(self.below(first.placement), aim)
         return self._with(first, within(second, limit - first.harm))
 
     def _first(self, limit: float, aim: str) -> Choice[list[Labels]]:
-        return within(_prices(self.parts, aim), limit, [part.autocast for part in self.parts])
+        """The cut between fp32 and the low dtype.
 
-    def _at_autocast(self, aim: str) -> Choice[list[Labels]]:
-        """The first cut within torch.autocast's error; what a budget allows beyond it is for the level below."""
-        return self._first(self.autocast_error**2, aim)
+        Where a level below was measured, what a budget allows beyond torch.autocast's error is for that.
+        """
+        if self._harm.level:
+            limit = min(limit, self.autocast_error**2)
+        if (limit, aim) not in self._firsts:
+            known = [part.autocast for part in self.parts]
+            self._firsts[limit, aim] = within(_prices(self.parts, aim), limit, known)
+        return self._firsts[limit, aim]
 
     @property
     def _nothing(self) -> Choice[list[Labels]]:

@@ -25,9 +25,10 @@ _MAX_FILE = 256 * 1024 * 1024
 
 #: calls that do not compute: what stands for numbers that the program writes, other calls on another device and in an
 #: export
-_NOT_COMPUTING = frozenset(
-    {"contiguous", "detach", "detach_", "empty.memory_format", "lift_fresh_copy", "tensor"}
-)
+_NOT_COMPUTING = frozenset({"detach", "detach_", "empty.memory_format", "lift_fresh_copy", "tensor"})
+
+#: copies that an export may lack: they have counterparts where both graphs have them
+_COPIES = frozenset({"contiguous"})
 
 #: nodes that a message names
 _SHOWN = 6
@@ -95,18 +96,24 @@ def moved_nodes(plan: Plan, outline: Plan) -> list[str]:
 
 
 def counterparts(plan: Plan, outline: Plan) -> Iterator[tuple[NodePlan, NodePlan]]:
-    """(row of a plan, row of a graph that it is about), in order; what does not compute has none."""
-    return zip(_computing(plan), _computing(outline), strict=True)
+    """(row of a plan, row of a graph that it is about), in order.
+
+    What does not compute has none, nor have copies where only one of the two has them.
+    """
+    copies = _calls(plan, copies=True) == _calls(outline, copies=True)
+    return zip(_computing(plan, copies=copies), _computing(outline, copies=copies), strict=True)
 
 
-def _calls(plan: Plan) -> list[tuple[str, ...]]:
-    return [(row.module_path, row.op, _dtype(row.traced), _dtype(row.low)) for row in _computing(plan)]
+def _calls(plan: Plan, *, copies: bool = False) -> list[tuple[str, ...]]:
+    rows = _computing(plan, copies=copies)
+    return [(row.module_path, row.op, _dtype(row.traced), _dtype(row.low)) for row in rows]
 
 
-def _computing(plan: Plan) -> list[NodePlan]:
+def _computing(plan: Plan, *, copies: bool = False) -> list[NodePlan]:
     """The rows of calls that compute floating values."""
+    left_out = _NOT_COMPUTING if copies else _NOT_COMPUTING | _COPIES
     rows = [row for row in plan.nodes if row.traced is not None]
-    return [row for row in rows if row.op not in _NOT_COMPUTING and (row.op != "full" or row.shape)]
+    return [row for row in rows if row.op not in left_out and (row.op != "full" or row.shape)]
 
 
 def _change(old: NodePlan, new: NodePlan) -> str:

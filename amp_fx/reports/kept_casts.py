@@ -18,7 +18,7 @@ _WEIGHT_EACH_CALL = (
 )
 _GIVEN = "what graphs are given in another dtype than their calls read"
 _RETURNED = "what graphs return in another dtype than their calls write"
-_GRADIENT = "gradients of fp32 weights, where the library's kernel returns 16 bits"
+_GRADIENT = "gradients that are wanted in fp32, and made in 16 bits by a library's kernel"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def _why(plan: Plan, cast: CastPlan, source: NodePlan | InputPlan | None, read: 
         if source.parameter and plan.phase == "forward":
             return _WEIGHT if plan.training else _WEIGHT_EACH_CALL
         return _GIVEN
-    if cast.to_dtype is not torch.float32 or not ("output" in cast.users or cast.name not in read):
+    is_returned = "output" in cast.users or cast.name not in read
+    if cast.to_dtype is not torch.float32 or not is_returned:
         return ""
     return _GRADIENT if plan.phase == "backward" else _RETURNED
 

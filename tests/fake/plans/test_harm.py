@@ -52,6 +52,13 @@ def test_a_harm_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert not {"bandwidth", "peak", "launch"} & set(json.loads(text))
 
 
+def test_every_call_that_was_measured_is_found_in_the_same_graph() -> None:
+    harm = measured(lambda x, w: x.t().contiguous() @ w, *ARGS)
+    (graph,) = harm.graphs
+    assert "contiguous" in {call.name for call in graph.calls}
+    assert graph.renamed(graph.outline) == graph.calls
+
+
 def test_what_was_measured_below_16_bits_is_a_part_of_the_file(tmp_path: Path) -> None:
     harm = measured(two_matmuls, *ARGS)
     harm.level = "rowwise"

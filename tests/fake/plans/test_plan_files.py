@@ -134,6 +134,26 @@ def test_a_plan_holds_wherever_tensors_of_numbers_are_made() -> None:
         ]
 
 
+def test_copies_follow_a_plan_that_has_them_and_their_input_where_it_has_none() -> None:
+    def copied(x: Tensor, w: Tensor) -> Tensor:
+        return x.t().contiguous() @ w
+
+    def as_it_lies(x: Tensor, w: Tensor) -> Tensor:
+        return x.t() @ w
+
+    args = torch.randn(16, 8), torch.randn(16, 4)
+    plan = rewrite(copied, *args, options={"profile": "off"}).plan
+    for dtype in (torch.float32, torch.bfloat16):
+        plan.node("contiguous").dtype = dtype
+        followed = rewrite(copied, *args, options={"plan": (plan,)}).plan
+        assert followed.node("contiguous").dtype is dtype
+        # the same rows but for the copy, either way round
+        without = rewrite(as_it_lies, *args, options={"plan": (plan,)}).plan
+        assert without.node("matmul").dtype is torch.bfloat16
+        again = rewrite(copied, *args, options={"plan": (without,)}).plan
+        assert again.node("contiguous").dtype is again.node("t").dtype
+
+
 def test_a_decision_that_was_edited_is_followed(made: Rewritten, tmp_path: Path) -> None:
     data = json.loads(made.plan.to_json())
     row = next(row for row in data["nodes"] if row["module_path"] == "block.0" and row["op"] == "linear")
