@@ -44,7 +44,7 @@ class OptionNames(TypedDict, total=False):
     dtype: str | torch.dtype
     policy: str | Mapping[str, Any] | Policy
     fp8: Literal["auto", "rowwise", "tensorwise", "rowwise_gw_hp", "mxfp8"]
-    int8: Literal["auto", "int8_packed", "int8"]
+    int8: Literal["auto", "int8_packed", "int8_unpacked", "int8"]
     numerics: Literal["compiled", "eager"]
     profile: str
     plan: str | os.PathLike[str] | Plan | Sequence[Plan] | Any

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from amp_fx.policy.scaled import int8_mm, packed_int8_mm, scaled_mm
+from amp_fx.policy.scaled import int8_mm, packed_int8_mm, scaled_mm, unsigned_int8_mm
 
 __all__ = [
     "AUTO",
@@ -167,12 +167,22 @@ LEVELS = {
             value=torch.uint8,
             stored="int8",
             # a call of oneDNN takes 20 us before it multiplies, 512 x 512 with one row takes 5
-            one_row="int8",
+            one_row="int8_unpacked",
             device="cpu",
             auto=(),
             keeps_weights=True,
             grain=1,
             multiply=packed_int8_mm,
+        ),
+        _INT8(
+            name="int8_unpacked",
+            about="as int8_packed, without oneDNN: for a single row",
+            value=torch.uint8,
+            stored="int8",
+            device="cpu",
+            keeps_weights=True,
+            grain=8,
+            multiply=unsigned_int8_mm,
         ),
         _INT8(
             name="int8",

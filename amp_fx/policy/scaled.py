@@ -25,6 +25,7 @@ __all__ = [
     "scale_of",
     "scaled",
     "scaled_mm",
+    "unsigned_int8_mm",
 ]
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -204,8 +205,28 @@ def int8_mm(
     with signed values, for which oneDNN has reference kernels only on most CPUs, 200 times slower.
     """
     product = call(aten._int_mm.default, first, second)
-    product = call(prims.convert_element_type.default, product, torch.float32)
-    return _finished(product, call(aten.mul.Tensor, *factors), bias, dtype, call)
+    return _by_both(product, factors, bias, dtype, call)
+
+
+def unsigned_int8_mm(
+    first: Any,
+    second: Any,
+    factors: Sequence[Any],
+    bias: Any,
+    dtype: torch.dtype,
+    call: Call,
+    *,
+    is_forward: bool,
+) -> Any:
+    """The product of a matrix in uint8 and one in int8, as :func:`int8_mm`.
+
+    A CPU without AVX-VNNI-INT8 multiplies unsigned by signed values in one instruction, signed ones in several.
+    """
+    product = call(aten._int_mm.default, first, second)
+    # of the weight alone, so that it is a constant where that is one
+    sums = call(aten.sum.dim_IntList, second, [0], dtype=torch.int32)
+    product = call(aten.sub.Tensor, product, call(aten.mul.Tensor, sums, ZERO_POINT))
+    return _by_both(product, factors, bias, dtype, call)
 
 
 def packed_int8_mm(
@@ -232,6 +253,12 @@ def packed_int8_mm(
     weight = call(ops.dequantize_per_channel.default, weight, scales, zeros, 0, -128, 127, torch.int8)
     product = call(aten.linear.default, given, weight)
     return _finished(product, factors[0], bias, dtype, call)
+
+
+def _by_both(product: Any, factors: Sequence[Any], bias: Any, dtype: torch.dtype, call: Call) -> Any:
+    """A product in int32 with the factors of both operands."""
+    product = call(prims.convert_element_type.default, product, torch.float32)
+    return _finished(product, call(aten.mul.Tensor, *factors), bias, dtype, call)
 
 
 def _finished(product: Any, factors: Any, bias: Any, dtype: torch.dtype, call: Call) -> Any:

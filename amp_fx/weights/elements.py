@@ -40,8 +40,8 @@ _WORD = 8
 #: bytes of the chunks of one weight: at most so many, and between these sizes
 _CHUNKS, _SMALLEST, _LARGEST = 256, 1024, 32768
 
-#: of all weights, the part that is compared in one call: at least, or at least while that is no more than _LARGEST
-_LARGE_PART, _PART = 2048, 256
+#: calls in which all elements are compared: at most so many, fewer where there are fewer chunks
+_TURNS = 2048
 
 #: integers by element size
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -252,17 +252,13 @@ def _memory(words: NDArray[np.int64]) -> tuple[Callable[[], bytes], NDArray[np.i
 def _turns(elements: Sequence[Elements]) -> list[list[tuple[Elements, int]]]:
     """The chunks that are compared in each call."""
     total = sum(each.size for each in elements)
-    enough = max(min(total // _PART, _LARGEST), total // _LARGE_PART)
-    turns: list[list[tuple[Elements, int]]] = [[]]
-    size = 0
+    turns: dict[int, list[tuple[Elements, int]]] = {}
+    before = 0
     for each in elements:
         for at, start in enumerate(each.starts):
-            if size > enough:
-                turns.append([])
-                size = 0
-            turns[-1].append((each, at))
-            size += min(each.chunk, each.size - start)
-    return turns
+            turns.setdefault((before + start) * _TURNS // total, []).append((each, at))
+        before += each.size
+    return list(turns.values()) or [[]]
 
 
 def _keys(count: int, device: torch.device) -> Tensor:
