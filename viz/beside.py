@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-from amp_fx.viz.schema import CastSum, Drawing, ModuleRow, Total, is_lowering, short_dtype
+from amp_fx.viz.schema import CastRow, Drawing, ModuleRow, Total, is_lowering, short_dtype
 from amp_fx.viz.style import DARK, LIGHT, per_cent, size
 
 __all__ = ["STYLE", "SUFFIX", "drawn", "headline", "render", "variables"]
@@ -161,7 +161,7 @@ def _kinds(row: ModuleRow) -> list[_Kind]:
     return list(dict.fromkeys(_kind(cast) for cast in row["casts"] if cast["kernels"]))
 
 
-def _kind(cast: CastSum) -> _Kind:
+def _kind(cast: CastRow) -> _Kind:
     return cast["phase"], cast["what"], cast["before"], cast["after"]
 
 
@@ -204,7 +204,7 @@ def _draw_module(
 
 
 def _draw_cast(
-    kind: _Kind, cast: CastSum | None, reference: CastSum | None, x: int, baseline: int, widest: int
+    kind: _Kind, cast: CastRow | None, reference: CastRow | None, x: int, baseline: int, widest: int
 ) -> Iterator[str]:
     """One line: a bar and its words; struck through where the reference has the kernel and this one has not."""
     phase, what, before, after = kind

@@ -8,7 +8,7 @@ __all__ = [
     "BITS",
     "SHORT",
     "Cast",
-    "CastSum",
+    "CastRow",
     "Drawing",
     "Edge",
     "Graph",
@@ -121,7 +121,7 @@ class Total(TypedDict):
     moved: int | None
 
 
-class CastSum(TypedDict):
+class CastRow(TypedDict):
     """Casts of one kind in one module. ``name`` is that of the total that they belong to."""
 
     name: str
@@ -141,7 +141,7 @@ class ModuleRow(TypedDict):
     module: str
     times: int
     dtypes: dict[str, str]
-    casts: list[CastSum]
+    casts: list[CastRow]
 
 
 class Drawing(TypedDict):
@@ -171,7 +171,7 @@ def short_dtype(name: str) -> str:
 _SHORT_BITS = {short_dtype(name): bits for name, bits in BITS.items()}
 
 
-def is_lowering(cast: Cast | CastSum) -> bool:
+def is_lowering(cast: Cast | CastRow) -> bool:
     """True for a cast to a dtype that is not wider."""
     return _SHORT_BITS.get(cast["after"], 8) <= _SHORT_BITS.get(cast["before"], 8)
 
@@ -179,7 +179,7 @@ def is_lowering(cast: Cast | CastSum) -> bool:
 def module_row(row: dict[str, Any]) -> ModuleRow:
     """What a report's module says as JSON, with short names of dtypes on its casts."""
     casts = [
-        CastSum(**{**cast, "before": short_dtype(cast["before"]), "after": short_dtype(cast["after"])})
+        CastRow(**{**cast, "before": short_dtype(cast["before"]), "after": short_dtype(cast["after"])})
         for cast in row["casts"]
     ]
     return ModuleRow(module=row["module"], times=row["times"], dtypes=row["dtypes"], casts=casts)

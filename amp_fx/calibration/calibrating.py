@@ -18,7 +18,7 @@ from amp_fx.calibration.calibration import Calibration
 from amp_fx.calibration.measuring import run_measured
 from amp_fx.calibration.meter import Meter
 from amp_fx.calibration.step import OutputStep, Step, loss_scale
-from amp_fx.calibration.traced import TargetGraph, TracedGraph
+from amp_fx.calibration.traced import MeasuredGraph, TargetGraph
 from amp_fx.errors import AmpFxError, CaptureError, OptionsError, TargetError
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_devices
@@ -156,7 +156,7 @@ class _Graphs:
         self.training = training
         self.level = levels_of(opts.policy.base).get(opts.level)
         self.meters: list[Meter] = []
-        self.traced: list[TracedGraph] = []
+        self.traced: list[MeasuredGraph] = []
         self.found: list[GraphHarm] = []
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -175,7 +175,7 @@ class _Graphs:
         measured.graph, measured.training = compile_id(), self.training
         measured.graph_break = graph_break(gm)
         number = len(self.found)
-        graph, outline = TracedGraph(gm, ambient, measured.graph, self.training), measured
+        graph, outline = MeasuredGraph(gm, ambient, measured.graph, self.training), measured
         if self._process is not None and "cuda" not in devices:
             graph = TargetGraph.of(gm, example_inputs, self.low, self._process, training=self.training)
             outline = graph.outline(self._opts)

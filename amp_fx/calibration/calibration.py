@@ -16,7 +16,7 @@ from amp_fx.calibration.cuts import Cuts, Placed
 from amp_fx.calibration.figure import save_figure
 from amp_fx.calibration.points import CalibratedPlan, Point
 from amp_fx.calibration.step import Step
-from amp_fx.calibration.traced import TracedGraph
+from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
 from amp_fx.errors import OptionsError, PlanError, did_you_mean
 from amp_fx.placement.level_device import multiplies
@@ -52,7 +52,7 @@ class Calibration:
     """
 
     def __init__(
-        self, harm: Harm, graphs: Sequence[TracedGraph], opts: Options, steps: Sequence[Step]
+        self, harm: Harm, graphs: Sequence[MeasuredGraph], opts: Options, steps: Sequence[Step]
     ) -> None:
         self.harm = harm
         self._graphs = list(graphs)

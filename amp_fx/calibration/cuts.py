@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from amp_fx.calibration.below import PricedMatmuls
 from amp_fx.calibration.points import Point
-from amp_fx.calibration.traced import TracedGraph
+from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.errors import PlanError
 from amp_fx.passes.forward.place_by_harm import PricedGraph
 from amp_fx.passes.levels.place_levels import write_choice
@@ -49,7 +49,7 @@ class Placed:
 class Cuts:
     """Time, bytes and error of any placement of a model."""
 
-    def __init__(self, graphs: Sequence[TracedGraph], harm: Harm, opts: Options) -> None:
+    def __init__(self, graphs: Sequence[MeasuredGraph], harm: Harm, opts: Options) -> None:
         self._graphs = graphs
         self._harm = harm
         self._opts = opts

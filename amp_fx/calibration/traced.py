@@ -26,11 +26,11 @@ from amp_fx.targets import tracing
 from amp_fx.targets.process import TargetProcess
 from amp_fx.weights.inference import weight_inputs
 
-__all__ = ["TargetGraph", "TracedGraph", "there"]
+__all__ = ["MeasuredGraph", "TargetGraph", "there"]
 
 
 @dataclass
-class TracedGraph:
+class MeasuredGraph:
     """One graph of a model.
 
     Attributes:
@@ -86,7 +86,7 @@ class TracedGraph:
 
 
 @dataclass
-class TargetGraph(TracedGraph):
+class TargetGraph(MeasuredGraph):
     """The same graph on a GPU, with that device's op lists; the GPU need not be in this machine.
 
     What is done with it is done where :func:`amp_fx.explain` does it: in the process that compiles for the target.

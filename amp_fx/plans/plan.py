@@ -233,10 +233,11 @@ class Plan:
 
     graph: str = "graph"
     policy: str = "autocast"
-    nodes: list[NodePlan] = field(default_factory=list)
-    casts: list[CastPlan] = field(default_factory=list)
+    # not in repr: Dynamo prints the options of a backend, which a plan may be one of
+    nodes: list[NodePlan] = field(default_factory=list, repr=False)
+    casts: list[CastPlan] = field(default_factory=list, repr=False)
     fallback: str = ""
-    inputs: list[InputPlan] = field(default_factory=list)
+    inputs: list[InputPlan] = field(default_factory=list, repr=False)
     phase: str = "forward"
     graph_break: str = ""
     autocast: dict[str, int] | None = None

@@ -40,6 +40,10 @@ def plan() -> Plan:
     ).plan
 
 
+def test_a_plan_among_the_options_of_a_backend_is_printed_in_one_line(plan: Plan) -> None:
+    assert len(repr({"plan": plan})) < 300 < len(plan.to_json())
+
+
 def test_a_real_plan_goes_through_json_unchanged(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_dict(plan.to_dict()) == plan
