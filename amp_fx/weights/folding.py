@@ -159,10 +159,12 @@ def _round_once(program: fx.GraphModule, weights: Sequence[Tensor]) -> int:
     Returns:
         Number of inputs replaced.
     """
-    graph, dtypes = program.graph, _dtypes(program, weights)
+    graph = program.graph
+    folds = [node for node in graph.nodes if node.target in _ARITHMETIC]
+    dtypes = _dtypes(program, folds, weights)
     count = 0
-    for node in list(graph.nodes):
-        if node.target not in _ARITHMETIC or dtypes[node] is not torch.float32:
+    for node in folds:
+        if dtypes[node] is not torch.float32:
             continue
         for arg in node.all_input_nodes:
             wide = _widened(graph, arg, dtypes) if dtypes.get(arg) in LOW_DTYPES else None
@@ -187,12 +189,18 @@ def _widened(graph: fx.Graph, node: fx.Node, dtypes: Mapping[fx.Node, torch.dtyp
         return graph.node_copy(node, lambda _: wide)
 
 
-def _dtypes(program: fx.GraphModule, weights: Sequence[Tensor]) -> dict[fx.Node, torch.dtype]:
-    dtypes: dict[fx.Node, torch.dtype] = {}
+def _dtypes(
+    program: fx.GraphModule, folds: Sequence[fx.Node], weights: Sequence[Tensor]
+) -> dict[fx.Node, torch.dtype]:
+    """Of some nodes and what they are computed from. Nothing else runs: that would pack all weights once more."""
+    needed, dtypes = set(folds), dict[fx.Node, torch.dtype]()
+    for node in reversed(program.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
 
     class Run(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
-            value = super().run_node(n)
+            value = super().run_node(n) if n in needed or n.op == "placeholder" else None
             if isinstance(value, Tensor):
                 dtypes[n] = value.dtype
             return value
