@@ -7,6 +7,7 @@ real AutocastCUDA dispatch key. CPU autocast is asked with real tensors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -519,6 +520,12 @@ def autocast_there(device: str) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+@functools.cache
+def _fake() -> FakeTensorMode:
+    """One for all calls: making it takes longer than a call."""
+    return FakeTensorMode()
+
+
 def under_autocast(device: str, name: str, call: Call) -> Any:
     if device == "cpu":
         with torch.autocast("cpu", LOW["cpu"]):
@@ -529,7 +536,7 @@ def under_autocast(device: str, name: str, call: Call) -> Any:
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
-    with FakeTensorMode():
+    with _fake():
         args, kwargs = tree_map(move, call)
         with autocast_there(device):
             return run(name, (args, kwargs))

@@ -24,7 +24,7 @@ from versions import fails_in
 BF16, FP16 = torch.bfloat16, torch.float16
 ONE_ROUNDING = 1e-2
 #: every how many-th row of the op lists is asked here
-STEP = 8
+STEP = 16
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_torchs_own_lists_agree(answers: list[conformance.Answer], device: str) 
 @pytest.mark.xdist_group("conformance")
 def test_a_sample_of_the_op_lists_agrees(answers: list[conformance.Answer]) -> None:
     sample = [each for each in answers if each.call.source == "amp_fx"]
-    assert len(sample) >= 100
+    assert len(sample) >= 50
     assert sum(not each.differences for each in sample) >= conformance.REQUIRED * len(sample)
 
 

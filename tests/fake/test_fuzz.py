@@ -14,7 +14,7 @@ from fuzz_options import DEFAULTS, DrawnOptions
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BUDGET = hypothesis.settings(
-    max_examples=60,
+    max_examples=30,
     derandomize=True,
     database=None,
     deadline=None,
