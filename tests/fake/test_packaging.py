@@ -76,6 +76,8 @@ def test_wheel_and_sdist_have_every_file_of_the_package(built: dict[str, Path]) 
     assert any(name.endswith("licenses/LICENSE") for name in wheel)
 
 
+# make dist does it, too
+@pytest.mark.slow
 def test_the_wheel_installs_without_dependencies_and_imports(built: dict[str, Path], tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"

@@ -239,22 +239,6 @@ def test_a_checkpoint_body_stands_in_the_region_around_its_call() -> None:
     assert (region.enabled, region.dtype, region.by_user) == (True, FP16, True)
 
 
-def test_a_checkpointed_block_is_rewritten_inside() -> None:
-    block = Block()
-
-    def program(x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=False)
-
-    check(
-        program,
-        torch.randn(2, 8, requires_grad=True),
-        # the norm's output, two weights and two biases go down; add of fp32 and bf16 needs no cast
-        casts={("float32", "bfloat16"): 5},
-        dtypes={"linear": "bfloat16", "gelu": "bfloat16", "add": "float32", "layer_norm": "float32"},
-        reference=torch.float32,
-    )
-
-
 def test_a_body_that_cannot_be_captured_inside_autocast_is_an_error() -> None:
     def program(q: Tensor) -> Tensor:
         with torch.autocast("cpu", BF16):

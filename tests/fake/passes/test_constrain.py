@@ -425,20 +425,6 @@ def test_a_written_view_in_the_shape_of_another_value_has_the_dtype_of_its_own_s
     )
 
 
-def test_two_outputs_that_share_a_storage_still_do() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.matmul(x, w)
-        return h, h.view(-1)
-
-    check(
-        program,
-        square(),
-        square(),
-        casts={("float32", "bfloat16"): 2, ("bfloat16", "float32"): 1},
-        dtypes={"matmul": "bfloat16", "view": "float32"},
-    )
-
-
 def test_a_hazard_in_a_write_lifts_the_storage_it_writes_to() -> None:
     def program(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
         scores = torch.matmul(q, k)

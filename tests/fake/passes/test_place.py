@@ -20,13 +20,6 @@ def square() -> Tensor:
     return torch.randn(8, 8)
 
 
-def test_kept_ops_run_as_traced() -> None:
-    def program(x: Tensor) -> Tensor:
-        return torch.unique(x, dim=0)
-
-    check(program, square(), casts={}, dtypes={"unique_dim": "float32"})
-
-
 def test_arithmetic_between_two_matmuls_stays_low() -> None:
     def program(x: Tensor, w: Tensor) -> Tensor:
         return torch.matmul(F.gelu(torch.matmul(x, w)) * 2, w)

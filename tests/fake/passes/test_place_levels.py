@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from amp_fx.passes.keyed import MARK
 from amp_fx.placement.level_device import _say_once
@@ -192,20 +191,6 @@ def test_a_model_that_is_low_as_a_whole_runs_below_but_not_where_the_program_kee
     x = torch.randn(32, 32, dtype=torch.bfloat16)
     for model, expected in ((MLP, [True, True, False]), (Island, [False, True, False])):
         assert below(lowered(model(32, 64, 64, 16).bfloat16(), [x], options(tmp_path)).plan) == expected
-
-
-def test_calls_inside_a_checkpoint_are_chosen_as_others_are(tmp_path: Path) -> None:
-    class Checkpointed(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            x = checkpoint(lambda y: self.layers[1](self.layers[0](y)).relu(), x, use_reentrant=False)  # type: ignore[assignment]
-            return self.layers[2](x).float().mean()
-
-    found = lowered(Checkpointed(32, 64, 64, 16), [torch.randn(32, 32)], options(tmp_path))
-    assert below(found.plan) == [True, True, False]
-    # the forward of both, recomputed or not, and their gradients
-    forward, backward = found.scaled()
-    assert len(forward) == 2
-    assert len(backward) >= 3
 
 
 def test_marks_do_not_stay_in_the_users_graph(tmp_path: Path) -> None:

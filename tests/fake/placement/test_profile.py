@@ -444,23 +444,6 @@ def test_a_file_that_cannot_be_written_is_one_line(
     assert "missing" in last
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["profil"],
-        ["profile", "--seconds", "0"],
-        ["profile", "--seconds", "x"],
-        ["profile", "--device", "tpu"],
-    ],
-)
-def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: python -m amp_fx" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["profile", "--help"], ["--version"]])
 def test_help_and_version_exit_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -304,7 +304,7 @@ def test_a_write_to_a_sixteenth_or_to_a_slice_is_seen_by_the_next_call(layout: s
     order = sorted(range(parameter.ndim), key=lambda at: -parameter.stride(at))
     flat = parameter.data.permute(order).view(-1) if layout != "every second column" else parameter.data[:0]
     size = -(-len(flat) // 16)
-    pieces = [flat[at : at + size] for at in range(0, len(flat) - size + 1, max(1, len(flat) // 97))]
+    pieces = [flat[at : at + size] for at in range(0, len(flat) - size + 1, max(1, len(flat) // 47))]
     for piece in (*pieces, *slices_of(parameter.data)):
         assert are_current(copies, [parameter])
         before = piece.clone()
