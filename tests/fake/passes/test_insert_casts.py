@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amp_fx.passes import InsertCasts
 from amp_fx.plans.plan import CAST_META
-from graphs import casts_of, check, rewrite
+from graphs import casts_of, check, rewrite, run_until
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -35,6 +36,15 @@ def test_one_cast_serves_all_readers_of_a_value() -> None:
     (of_x,) = [cast for cast in rewritten.plan.casts if len(cast.users) == 3]
     assert of_x.users == ("linear", "linear_1", "linear_2")
     assert of_x.bytes == x.numel() * (4 + 2)
+
+
+def test_the_pass_itself_makes_one_cast_of_a_value() -> None:
+    def program(x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ q, x @ k
+
+    # later, equal casts are fused
+    gm = run_until(InsertCasts, program, square(), square(), square()).gm
+    assert casts_of(gm) == {DOWN: 3, UP: 2}
 
 
 def test_a_cast_is_not_shared_across_a_write_to_its_source() -> None:
