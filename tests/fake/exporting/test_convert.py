@@ -95,6 +95,14 @@ def converted(model: nn.Module, *args: Any, **options: Any) -> ExportedProgram:
     return amp_fx.export(model.eval(), args, profile="off", **options)
 
 
+def saved(ep: ExportedProgram) -> ExportedProgram:
+    """The program as it comes out of a file."""
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
 def stored_dtypes(ep: ExportedProgram) -> dict[str, torch.dtype]:
     return {name: value.dtype for name, value in ep.state_dict.items()}
 
@@ -168,10 +176,7 @@ def test_a_converted_program_validates_decomposes_and_survives_a_file() -> None:
     ep = converted(MLP(), x)
     ep.validate()
     decomposed = ep.run_decompositions()
-    file = io.BytesIO()
-    torch.export.save(ep, file)
-    file.seek(0)
-    loaded = torch.export.load(file)
+    loaded = saved(ep)
     assert torch.equal(decomposed.module()(x), ep.module()(x))
     assert torch.equal(loaded.module()(x), ep.module()(x))
     assert stored_dtypes(loaded) == stored_dtypes(ep)
@@ -220,10 +225,7 @@ def test_a_low_input_that_is_given_in_fp32_is_named_with_the_fix() -> None:
         module(x, **low)
     with pytest.raises(InputError, match=r"'mask' .*torch\.float32"):
         module(x.bfloat16(), **named)
-    file = io.BytesIO()
-    torch.export.save(ep, file)
-    file.seek(0)
-    loaded = torch.export.load(file)
+    loaded = saved(ep)
     with pytest.raises(RuntimeError, match="Expected: BFloat16, Got: float"):
         loaded.module()(x, **named)
     assert loaded.module()(x.bfloat16(), **low).dtype is BF16
@@ -351,10 +353,7 @@ def test_buffers_constants_and_what_is_not_saved_survive() -> None:
     scale = ep.constants["scale"]
     assert isinstance(scale, Tensor)
     assert scale.dtype is BF16, "a constant that a matmul reads is stored low, too"
-    file = io.BytesIO()
-    torch.export.save(ep, file)
-    file.seek(0)
-    module = torch.export.load(file).module()
+    module = saved(ep).module()
     first, second = module(x), module(x)
     torch.testing.assert_close(second - first, torch.ones_like(first))
     assert module.get_buffer("calls").item() == 2
@@ -374,10 +373,7 @@ def test_in_place_writes_through_views_survive_a_program_from_a_file() -> None:
 
     x = torch.randn(4, 16)
     model = Writes().eval()
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(model, (x,)), file)
-    file.seek(0)
-    ep = amp_fx.convert(torch.export.load(file), profile="off")
+    ep = amp_fx.convert(saved(torch.export.export(model, (x,))), profile="off")
     assert error(ep.module()(x), model(x)) < 0.02
 
 

@@ -22,6 +22,7 @@ from amp_fx.graphs.source_lines import module_path, source_line
 from graphs import Block, agree, captured, check, dynamo_graph, plans, rewrite
 
 BF16, FP16 = torch.bfloat16, torch.float16
+DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
 
 
 class Net(nn.Module):
@@ -146,7 +147,7 @@ def test_switching_gradients_off_inside_the_program_is_kept() -> None:
     switches = [n.args for n in traced.graph.nodes if n.target is torch._C._set_grad_enabled]
     assert switches == [(False,), (True,)]
     # native promotion: a 0-d fp32 scale leaves the bf16 product in bf16
-    check(program, x, w, casts={("float32", "bfloat16"): 2, ("bfloat16", "float32"): 1})
+    check(program, x, w, casts={DOWN: 2, UP: 1})
 
 
 def test_symbolic_sizes_stay_placeholders_and_arithmetic() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -260,12 +259,6 @@ def test_a_deep_copy_of_a_model_compiled_in_place_is_not_compiled_and_one_that_i
         average.module.compile(backend="amp_fx")
         average(x)
     assert len(recording.plans) == 1
-
-
-def test_nothing_is_told_by_a_warning_that_could_become_an_error() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compiled(Recurrent(nn.LSTM))(torch.randn(2, 4, 8))
 
 
 IN_PLACE = """

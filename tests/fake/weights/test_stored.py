@@ -262,14 +262,6 @@ def test_a_copy_of_a_stored_model_is_stored() -> None:
         assert torch.equal(other(TOKENS), model(TOKENS))
 
 
-def test_storing_twice_changes_nothing_more() -> None:
-    model = decoder()
-    first = stored(model)
-    second = stored(model)
-    assert second.saved == 0
-    assert second.bytes_after == first.bytes_after
-
-
 def test_compiling_a_stored_model_for_training_is_an_error() -> None:
     model = decoder()
     stored(model)
