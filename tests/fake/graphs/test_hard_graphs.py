@@ -6,6 +6,7 @@ Each is held against eager execution (dtypes, aliases, mutations) and fp64 (valu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -273,6 +274,30 @@ def test_flex_attention_gets_what_it_was_traced_with() -> None:
 
     with torch.no_grad():
         assert low(agree(program, torch.randn(32, 16), torch.randn(16, 16)), "matmul")
+
+
+class Double(torch.autograd.Function):
+    """Saves what its backward multiplies by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x, w)
+        return 2 * torch.matmul(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, w = ctx.saved_tensors
+        return 2 * gradient @ w.mT, 2 * x.mT @ gradient
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_an_autograd_function_runs_as_traced_between_low_matmuls() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return Double.apply(x @ w, w) @ w
+
+    found = agree(program, square(True), square(True), tolerance=ONE_ROUNDING)
+    assert low(found, "matmul")
+    assert len(plans(found[0], "matmul")) == 2
 
 
 # ---- functorch ----

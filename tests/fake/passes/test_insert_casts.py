@@ -87,16 +87,8 @@ def test_an_input_that_is_written_is_cast_again() -> None:
 
 
 def test_arguments_with_a_dtype_of_their_own_are_not_cast() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.norm, self.down = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(self.norm(self.up(x)))
-
     rewritten = check(
-        Net(),
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
         torch.randn(2, 8, requires_grad=True),
         casts={DOWN: 5, UP: 1},
         dtypes={"layer_norm": "bfloat16"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,12 @@ def test_a_rule_by_op_and_module_needs_both_to_match() -> None:
         {"op": "mm", "module": ".", "precision": "fp32"},
     )
     assert [path for path, dtype in dtypes.items() if dtype == "float32"] == ["layers.0.key", "layers.1.key"]
+
+
+def test_the_last_matching_rule_wins() -> None:
+    everything, one = {"module": ".*", "precision": "fp32"}, {"module": r"layers\.1\.key", "precision": "low"}
+    assert set(linears(everything, one).values()) == {"float32", "bfloat16"}
+    assert set(linears(one, everything).values()) == {"float32"}
 
 
 def test_a_rule_shows_in_the_plan_as_the_reason() -> None:
@@ -235,10 +242,15 @@ def test_any_policy_goes_through_text_and_json_unchanged(given_rules: list[Rule]
     assert Policy.parse(json.loads(json.dumps(policy.to_dict()))) == policy
 
 
-@given(st.lists(_RULES, max_size=5), st.text("abcd._", max_size=8), st.text("layers.0123", max_size=10))
-def test_the_deciding_rule_is_the_last_that_matches(given_rules: list[Rule], op: str, path: str) -> None:
-    matching = [rule for rule in given_rules if rule.matches(op, path)]
-    assert Policy(rules=tuple(given_rules)).rule_for(op, path) == (matching[-1] if matching else None)
+_BY_MODULE = st.builds(
+    Rule, precision=st.sampled_from(["fp32", "low"]), module=st.sampled_from([".*", "layers", r"\.0", "head"])
+)
+
+
+@given(st.lists(_BY_MODULE, max_size=5), st.sampled_from(["layers.0.head", "layers.1", "head", ""]))
+def test_the_deciding_rule_is_the_last_that_matches(given_rules: list[Rule], path: str) -> None:
+    matching = [rule for rule in given_rules if rule.matches("linear", path)]
+    assert Policy(rules=tuple(given_rules)).rule_for("linear", path) == (matching[-1] if matching else None)
 
 
 # ---- results in fp32 ----
@@ -246,17 +258,12 @@ def test_the_deciding_rule_is_the_last_that_matches(given_rules: list[Rule], op:
 WIDE = {"module": "head", "precision": "low", "result": "fp32"}
 
 
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.softmax(self.head(x), -1)
+def with_head() -> nn.Module:
+    return nn.Sequential(OrderedDict(head=nn.Linear(8, 16), softmax=nn.Softmax(-1)))
 
 
 def test_on_cuda_the_call_reads_low_and_everybody_reads_its_result_in_fp32() -> None:
-    rewritten = rewrite(Head(), torch.randn(2, 3, 8), device="cuda", options=rules(WIDE))
+    rewritten = rewrite(with_head(), torch.randn(2, 3, 8), device="cuda", options=rules(WIDE))
     [row] = [row for row in rewritten.plan.nodes if row.op == "linear"]
     assert (row.dtype, row.pinned) == (torch.bfloat16, torch.float32)
     assert row.is_because(Kind.WIDE_RESULT)
@@ -269,7 +276,7 @@ def test_on_cuda_the_call_reads_low_and_everybody_reads_its_result_in_fp32() -> 
 
 
 def test_on_a_cpu_the_call_runs_in_fp32_and_the_plan_says_why() -> None:
-    rewritten = rewrite(Head(), torch.randn(2, 3, 8), options=rules(WIDE))
+    rewritten = rewrite(with_head(), torch.randn(2, 3, 8), options=rules(WIDE))
     [row] = [row for row in rewritten.plan.nodes if row.op == "linear"]
     assert row.dtype is torch.float32
     assert row.reasons[-1] == Reason.of(Kind.NO_WIDE_RESULT, device="cpu", op="linear", low=torch.bfloat16)
@@ -294,26 +301,28 @@ def test_what_no_kernel_returns_in_fp32_runs_in_fp32_on_cuda_too(program: Any) -
 
 
 def test_a_plan_with_a_result_in_fp32_is_followed(tmp_path: Path) -> None:
-    first = rewrite(Head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan
+    first = rewrite(with_head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan
     first.save(tmp_path / "plan.json")
     options = {"plan": str(tmp_path / "plan.json")}
-    again = rewrite(Head(), torch.randn(2, 8), device="cuda", options=options).plan
+    again = rewrite(with_head(), torch.randn(2, 8), device="cuda", options=options).plan
     assert [(row.dtype, row.pinned, row.reasons) for row in again.nodes] == [
         (row.dtype, row.pinned, row.reasons) for row in first.nodes
     ]
 
 
 def test_on_a_cpu_a_plan_with_a_result_in_fp32_is_followed_in_fp32(tmp_path: Path) -> None:
-    rewrite(Head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan.save(tmp_path / "plan.json")
-    row = rewrite(Head(), torch.randn(2, 8), options={"plan": str(tmp_path / "plan.json")}).one("linear")
+    rewrite(with_head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan.save(
+        tmp_path / "plan.json"
+    )
+    row = rewrite(with_head(), torch.randn(2, 8), options={"plan": str(tmp_path / "plan.json")}).one("linear")
     assert row.dtype is torch.float32
     assert row.is_because(Kind.NO_WIDE_RESULT)
     assert not row.is_because(Kind.WIDE_RESULT)
 
 
 def test_in_an_exported_program_a_plan_with_a_result_in_fp32_is_followed_in_fp32() -> None:
-    plan = rewrite(Head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan
-    program = export(Head(), (torch.randn(2, 8),), plan=plan)
+    plan = rewrite(with_head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan
+    program = export(with_head(), (torch.randn(2, 8),), plan=plan)
     report = Plan.from_json(extra_files(program)["amp_fx.json"])
     (row,) = (row for row in report.nodes if row.op == "linear")
     assert row.dtype is torch.float32
@@ -324,7 +333,7 @@ def test_in_an_exported_program_a_plan_with_a_result_in_fp32_is_followed_in_fp32
 
 def test_an_exported_program_has_no_such_results() -> None:
     with pytest.raises(OptionsError):
-        export(Head(), (torch.randn(2, 8),), **rules(WIDE))
+        export(with_head(), (torch.randn(2, 8),), **rules(WIDE))
 
 
 @pytest.mark.parametrize(

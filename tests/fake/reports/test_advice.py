@@ -73,15 +73,7 @@ def test_channels_count_in_convolutions() -> None:
 
 
 def test_an_fp32_island_goes_low_with_its_remedy() -> None:
-    class Island(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(F.softmax(self.a(x), -1))
-
-    model, x = Island(), torch.randn(4, 16)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Softmax(-1), nn.Linear(16, 16)), torch.randn(4, 16)
     before = rewrite(model, x, device="cuda")
     (row,) = kinds(before.plan)["island"]
     assert row.text.startswith("softmax.int x1 is fp32 between low neighbours")
