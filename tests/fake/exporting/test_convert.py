@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from parts import Parts
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -360,19 +361,14 @@ def test_buffers_constants_and_what_is_not_saved_survive() -> None:
 
 
 def test_in_place_writes_through_views_survive_a_program_from_a_file() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            y[:, :8].add_(1)
-            y[0].mul_(2)
-            return y @ y.T
+    def writes(m: Any, x: Tensor) -> Tensor:
+        y = m.linear(x)
+        y[:, :8].add_(1)
+        y[0].mul_(2)
+        return y @ y.T
 
     x = torch.randn(4, 16)
-    model = Writes().eval()
+    model = Parts(writes, linear=nn.Linear(16, 16)).eval()
     ep = amp_fx.convert(saved(torch.export.export(model, (x,))), profile="off")
     assert error(ep.module()(x), model(x)) < 0.02
 
@@ -501,16 +497,11 @@ def test_a_dynamic_batch_stays_dynamic_and_bounded() -> None:
 
 
 def test_branches_of_cond_are_rewritten_and_return_their_dtypes() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(x.sum() > 0, lambda x: self.linear(x), lambda x: x.sin(), (x,))
+    def branches(m: Any, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: m.linear(x), lambda x: x.sin(), (x,))
 
     x = torch.rand(4, 16)
-    model = Branches().eval()
+    model = Parts(branches, linear=nn.Linear(16, 16)).eval()
     ep = converted(model, x)
     rows = Plan.from_json(amp_fx.extra_files(ep)["amp_fx.json"]).nodes
     assert [row.dtype for row in rows if row.op == "linear"] == [BF16]
@@ -550,15 +541,8 @@ def test_what_a_profile_keeps_in_fp32_is_counted(fast_bf16: str, caplog: pytest.
     assert all(each in caplog.text for each in ("1 of 1", "torch.bfloat16", "made up", "profile='off'"))
     caplog.clear()
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.small, self.large = nn.Linear(2, 2), nn.Linear(512, 512)
-
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            return self.small(x), self.large(y)
-
-    ep = amp_fx.export(Both().eval(), (torch.randn(2, 2), torch.randn(512, 512)), profile=fast_bf16)
+    both = Parts(lambda m, x, y: (m.small(x), m.large(y)), small=nn.Linear(2, 2), large=nn.Linear(512, 512))
+    ep = amp_fx.export(both.eval(), (torch.randn(2, 2), torch.randn(512, 512)), profile=fast_bf16)
     assert {BF16, FP32} <= set(stored_dtypes(ep).values())
     assert "1 of 2" in caplog.text
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo.config
 import torch.nn.functional as F
+from parts import Parts
 from torch import Tensor, nn
 from torch._higher_order_ops.invoke_subgraph import mark_compile_region
 from torch._higher_order_ops.scan import scan
@@ -44,13 +45,8 @@ def square(requires_grad: bool = False) -> Tensor:
 # ---- layers ----
 
 
-class Recurrent(nn.Module):
-    def __init__(self, layer: Callable[..., nn.RNNBase]) -> None:
-        super().__init__()
-        self.rnn, self.head = layer(4, 8, batch_first=True), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[0])
+def recurrent(layer: Callable[..., nn.RNNBase]) -> nn.Module:
+    return Parts(lambda m, x: m.head(m.rnn(x)[0]), rnn=layer(4, 8, batch_first=True), head=nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
@@ -62,7 +58,7 @@ def test_recurrent_layers_compile_whole(
         pytest.skip("nn.LSTM under autocast raises on this CPU")
     # torch.compile cannot train an LSTM on CPU, with any backend: oneDNN's workspace is no tensor that can be saved
     with torch._dynamo.config.patch(allow_rnn=True), torch.set_grad_enabled(layer is not nn.LSTM):
-        found = agree(Recurrent(layer), torch.randn(2, 3, 4), ambient=ambient, tolerance=ONE_ROUNDING)
+        found = agree(recurrent(layer), torch.randn(2, 3, 4), ambient=ambient, tolerance=ONE_ROUNDING)
     assert low(found, "linear")
 
 
@@ -78,7 +74,7 @@ def test_products_inside_recurrent_cells_are_low(
 
 def test_recurrent_layers_that_dynamo_leaves_to_eager_stay_fp32() -> None:
     with torch._dynamo.config.patch(allow_rnn=False):
-        found = agree(Recurrent(nn.GRU), torch.randn(2, 3, 4), fullgraph=False, tolerance=ONE_ROUNDING)
+        found = agree(recurrent(nn.GRU), torch.randn(2, 3, 4), fullgraph=False, tolerance=ONE_ROUNDING)
     assert not any(plans(plan, "gru") for plan in found)
 
 
@@ -137,16 +133,12 @@ def test_products_are_rounded_where_autocast_rounds_them(
 
 @pytest.mark.parametrize("training", [True, False])
 def test_multi_head_attention(training: bool) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    def program(m: Any, x: Tensor, padded: Tensor) -> tuple[Tensor, Tensor | None]:
+        return m.attention(x, x, x, key_padding_mask=padded, need_weights=not training)
 
-        def forward(self, x: Tensor, padded: Tensor) -> tuple[Tensor, Tensor | None]:
-            return self.attention(x, x, x, key_padding_mask=padded, need_weights=not training)
-
+    model = Parts(program, attention=nn.MultiheadAttention(8, 2, batch_first=True))
     padded = torch.tensor([[False, False, True], [False, True, True]])
-    agree(Model().train(training), torch.randn(2, 3, 8), padded)
+    agree(model.train(training), torch.randn(2, 3, 8), padded)
 
 
 def test_a_transformer_layer_in_evaluation_without_gradients() -> None:
@@ -436,15 +428,8 @@ def test_batches_of_size_zero(ambient: torch.dtype | None) -> None:
 
 
 def test_layers_on_batches_of_any_size() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x.mT).relu()
-
-    assert low(agree(Net(), torch.randn(2, 8, 3), dynamic=True), "linear")
+    net = Parts(lambda m, x: m.linear(x.mT).relu(), linear=nn.Linear(8, 16))
+    assert low(agree(net, torch.randn(2, 8, 3), dynamic=True), "linear")
 
 
 def test_sizes_that_nobody_knows_before_the_run() -> None:

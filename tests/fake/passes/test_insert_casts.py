@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from parts import Parts
 from torch import Tensor, nn
 
 from amp_fx.passes import InsertCasts
@@ -23,16 +24,10 @@ def square() -> Tensor:
 
 
 def test_one_cast_serves_all_readers_of_a_value() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v = (nn.Linear(8, 8, bias=False) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
-
+    linears = {name: nn.Linear(8, 8, bias=False) for name in "qkv"}
+    attention = Parts(lambda m, x: F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)), **linears)
     x = torch.randn(2, 4, 8, requires_grad=True)
-    rewritten = check(Attention(), x, casts={DOWN: 4, UP: 1}, dtypes={"linear": "bfloat16"})
+    rewritten = check(attention, x, casts={DOWN: 4, UP: 1}, dtypes={"linear": "bfloat16"})
     (of_x,) = [cast for cast in rewritten.plan.casts if len(cast.users) == 3]
     assert of_x.users == ("linear", "linear_1", "linear_2")
     assert of_x.bytes == x.numel() * (4 + 2)

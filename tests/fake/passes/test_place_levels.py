@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from parts import Parts
 from torch import Tensor, nn
 
 from amp_fx.passes.keyed import MARK
@@ -56,15 +57,12 @@ def test_a_plan_with_levels_is_kept_and_told_in_the_log(step: Step) -> None:
 
 
 def test_a_linear_that_ends_in_a_residual_sum_is_not_the_last_of_a_model(tmp_path: Path) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + self.down(self.up(x).relu())).float().square().mean()
-
-    found = lowered(Block(), [torch.randn(16, 32)], options(tmp_path))
+    block = Parts(
+        lambda m, x: (x + m.down(m.up(x).relu())).float().square().mean(),
+        up=nn.Linear(32, 64),
+        down=nn.Linear(64, 32),
+    )
+    found = lowered(block, [torch.randn(16, 32)], options(tmp_path))
     assert below(found.plan) == [True, True]
 
 
@@ -124,18 +122,13 @@ def test_levels_differ_in_gradients_of_weights_and_in_their_dtype(tmp_path: Path
 
 
 def test_no_matmul_has_gradients_on_both_sides(tmp_path: Path) -> None:
-    class Square(nn.Module):
+    def square(m: Any, x: Tensor) -> Tensor:
         """Its backward multiplies a gradient by what another gradient becomes: twice the same value."""
+        y = m.a(x)
+        return (m.b(y) + y @ y.t() @ y).float().square().mean()
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.a(x)
-            return (self.b(y) + y @ y.t() @ y).float().square().mean()
-
-    found = lowered(Square(), [torch.randn(32, 32)], options(tmp_path, "tensorwise"))
+    linears = {name: nn.Linear(32, 32, bias=False) for name in "ab"}
+    found = lowered(Parts(square, **linears), [torch.randn(32, 32)], options(tmp_path, "tensorwise"))
     every = [node for nodes in found.scaled() for node in nodes]
     assert every
     for node in every:
