@@ -55,6 +55,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"wheel": wheel, "sdist": sdist}
 
 
+# make dist does it, too
+@pytest.mark.slow
 def test_the_metadata_pass_the_check_of_the_index(built: dict[str, Path]) -> None:
     said = run(sys.executable, "-m", "twine", "check", "--strict", *built.values(), cwd=built["wheel"].parent)
     assert said.count("PASSED") == 2
@@ -94,7 +96,7 @@ def test_the_wheel_installs_without_dependencies_and_imports(built: dict[str, Pa
     assert said[3] != "0"
 
 
-@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("installed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_checkout_imports_from_its_root_and_an_editable_install_from_elsewhere(
     installed: bool, tmp_path: Path
 ) -> None:
