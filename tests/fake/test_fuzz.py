@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hypothesis
 import pytest
 import torch
@@ -14,7 +16,7 @@ from fuzz_options import DEFAULTS, DrawnOptions
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BUDGET = hypothesis.settings(
-    max_examples=60,
+    max_examples=30,
     derandomize=True,
     database=None,
     deadline=None,
@@ -59,43 +61,29 @@ def test_programs_are_compiled_with_the_options_that_were_drawn(monkeypatch: pyt
     assert {plan.policy for plan in plans} == {str(options.options("compiled").policy)}
 
 
-def test_a_wrong_dtype_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewrite = amp_fx.rewriting.rewrite
-
-    def low(*args: object, **kwargs: object) -> object:
-        gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
-        return (lambda *given: tuple(value.to(BF16) for value in gm(*given))), plan
-
-    monkeypatch.setattr(amp_fx.rewriting, "rewrite", low)
-    with pytest.raises(fuzz.DisagreementError, match="bfloat16"):
-        fuzz.compare(two("y2 = x0 @ x1"))
-
-
-def test_a_wrong_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "outputs", "ambient", "found"),
+    [
+        (lambda value: value.to(BF16), ("y2",), None, "bfloat16"),
+        (lambda value: 1.5 * value, ("y2",), None, "off by"),
+        (lambda value: 1.5 * value, ("y2",), BF16, "numerics='eager'"),
+        (Tensor.clone, ("y2", "y3"), None, "aliases are"),
+    ],
+    ids=["dtype", "value", "value in autocast", "alias"],
+)
+def test_what_is_wrong_is_found(
+    spoil: Callable[[Tensor], Tensor],
+    outputs: tuple[str, ...],
+    ambient: torch.dtype | None,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rewrite = amp_fx.rewriting.rewrite
 
     def wrong(*args: object, **kwargs: object) -> object:
         gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
-
-        def run(*given: Tensor) -> tuple[Tensor, ...]:
-            return tuple(1.5 * value for value in gm(*given))
-
-        return run, plan
+        return (lambda *given: tuple(map(spoil, gm(*given)))), plan
 
     monkeypatch.setattr(amp_fx.rewriting, "rewrite", wrong)
-    with pytest.raises(fuzz.DisagreementError, match="off by"):
-        fuzz.compare(two("y2 = x0 @ x1"))
-    with pytest.raises(fuzz.DisagreementError, match="numerics='eager'"):
-        fuzz.compare(two("y2 = x0 @ x1", ambient=BF16))
-
-
-def test_a_wrong_alias_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewrite = amp_fx.rewriting.rewrite
-
-    def copies(*args: object, **kwargs: object) -> object:
-        gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
-        return (lambda *given: tuple(value.clone() for value in gm(*given))), plan
-
-    monkeypatch.setattr(amp_fx.rewriting, "rewrite", copies)
-    with pytest.raises(fuzz.DisagreementError, match="aliases are"):
-        fuzz.compare(two("y2 = x0 @ x1", "y3 = y2.view(-1)", outputs=("y2", "y3")))
+    with pytest.raises(fuzz.DisagreementError, match=found):
+        fuzz.compare(two("y2 = x0 @ x1", "y3 = y2.view(-1)", outputs=outputs, ambient=ambient))

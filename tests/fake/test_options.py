@@ -85,18 +85,12 @@ def test_policies_by_name_by_object_and_as_json_text() -> None:
 
 
 def test_numerics_eager_switches_on_inductors_rounding() -> None:
-    assert Options.parse(None, {"numerics": "eager"}).inductor == {"emulate_precision_casts": True}
+    rounding = {"emulate_precision_casts": True}
+    assert Options.parse(None, {"numerics": "eager"}).inductor == rounding
+    assert Options.parse(None, {"numerics": "eager", **rounding}).inductor == rounding
     assert Options.parse(None, {"numerics": "compiled"}).inductor == {}
-
-
-def test_numerics_eager_contradicts_inductors_rounding_off() -> None:
     with pytest.raises(OptionsError, match=r"numerics='eager'.*emulate_precision_casts"):
         Options.parse(None, {"numerics": "eager", "emulate_precision_casts": False})
-
-
-def test_numerics_eager_agrees_with_inductors_rounding_on() -> None:
-    options = Options.parse(None, {"numerics": "eager", "emulate_precision_casts": True})
-    assert options.inductor == {"emulate_precision_casts": True}
 
 
 def test_inductor_options_by_their_own_names() -> None:

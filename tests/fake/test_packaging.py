@@ -55,6 +55,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"wheel": wheel, "sdist": sdist}
 
 
+# make dist does it, too
+@pytest.mark.slow
 def test_the_metadata_pass_the_check_of_the_index(built: dict[str, Path]) -> None:
     said = run(sys.executable, "-m", "twine", "check", "--strict", *built.values(), cwd=built["wheel"].parent)
     assert said.count("PASSED") == 2
@@ -76,6 +78,8 @@ def test_wheel_and_sdist_have_every_file_of_the_package(built: dict[str, Path]) 
     assert any(name.endswith("licenses/LICENSE") for name in wheel)
 
 
+# make dist does it, too
+@pytest.mark.slow
 def test_the_wheel_installs_without_dependencies_and_imports(built: dict[str, Path], tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
@@ -92,7 +96,7 @@ def test_the_wheel_installs_without_dependencies_and_imports(built: dict[str, Pa
     assert said[3] != "0"
 
 
-@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("installed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_checkout_imports_from_its_root_and_an_editable_install_from_elsewhere(
     installed: bool, tmp_path: Path
 ) -> None:

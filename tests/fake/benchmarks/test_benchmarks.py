@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import page, running
 from benchmarks.__main__ import case_table, main
@@ -139,40 +138,6 @@ def test_every_case_can_be_built_at_some_size_and_has_arms() -> None:
             case.family == case.name or len({c.name for c in CASES.values() if c.family == case.family}) > 1
         )
         assert {"autocast", "amp_fx"} <= set(arms_for(case.mode, "cpu"))
-
-
-def test_the_layout_of_parameters_is_an_arm_only_where_something_convolves() -> None:
-    arm = ARMS["amp_fx_channels_last"]
-    assert CASES["resnet18"].takes(arm)
-    assert CASES["gan"].takes(arm)
-    assert not CASES["gpt2"].takes(arm)
-
-
-def test_recipes_of_fp8_are_timed_where_a_case_asks_for_them() -> None:
-    for name in ("fp8_by_cost", "fp8_rowwise", "fp8_tensorwise", "fp8_mxfp8"):
-        assert ARMS[name].options
-        assert CASES["llama_8b_block"].takes(ARMS[name])
-        assert CASES["linear_4096x14336"].takes(ARMS[name])
-        assert not CASES["gpt2"].takes(ARMS[name])
-    assert CASES["gpt2"].takes(ARMS["fp8"])
-    assert CASES["llama_8b_block_inference_length16"].takes(ARMS["fp8_rowwise"])
-    assert {"fp8", "fp8_rowwise"} <= {*arms_for("inference", "cuda")}
-    assert "fp8" not in arms_for("inference", "cpu")
-    assert not CASES["llama_8b_block"].takes(ARMS["fp32"])
-
-
-def test_the_block_of_llama_has_the_linears_of_8b() -> None:
-    with torch.device("meta"):
-        model, _ = CASES["llama_8b_block"].build(**CASES["llama_8b_block"].sizes["cuda"])
-    shapes = [tuple(p.shape) for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2]
-    assert shapes == [
-        (4096, 4096),
-        (1024, 4096),
-        (1024, 4096),
-        (4096, 4096),
-        *[(14336, 4096)] * 2,
-        (4096, 14336),
-    ]
 
 
 def test_arms_take_turns_and_none_always_follows_the_same() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from parts import Parts
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -30,23 +31,14 @@ def group_of_two() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
 @pytest.mark.usefixtures("group_of_two")
-@pytest.mark.parametrize("ambient", [False, True], ids=["plain", "autocast"])
-def test_a_call_that_takes_dtensors_is_placed(ambient: bool) -> None:
+def test_a_call_that_takes_dtensors_is_placed() -> None:
     torch._dynamo.reset()
-    block, mesh = Block(), init_device_mesh("cpu", (2,))
+    block = Parts(lambda m, x: x + m.down(F.gelu(m.up(x))), up=nn.Linear(64, 128), down=nn.Linear(128, 64))
+    mesh = init_device_mesh("cpu", (2,))
     parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     compiled = torch.compile(block, backend="amp_fx", options=dict(DEFAULTS))
-    with without_inductor(), record() as recording, torch.autocast("cpu", BF16, enabled=ambient):
+    with without_inductor(), record() as recording:
         result = compiled(torch.randn(4, 64))
     assert result.dtype is torch.float32
     (plan,) = recording.plans

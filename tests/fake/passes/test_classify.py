@@ -168,34 +168,6 @@ def test_batch_norm_writes_its_statistics_and_is_still_a_listed_op() -> None:
 # ---- case 6: the lists ----
 
 
-@pytest.mark.parametrize(
-    ("program", "op", "cpu", "cuda"),
-    [
-        (lambda x, y: torch.matmul(x, y), "matmul", "low", "low"),
-        (lambda x, y: F.linear(x, y), "linear", "low", "low"),
-        (lambda x, y: F.scaled_dot_product_attention(x, y, y), "scaled_dot_product_attention", "low", "low"),
-        (lambda x, y: F.softmax(x, -1), "softmax", "promote", "fp32"),
-        (lambda x, y: F.layer_norm(x, (4,)), "layer_norm", "promote", "fp32"),
-        (lambda x, y: x.exp(), "exp", "promote", "fp32"),
-        (lambda x, y: x.sum(), "sum", "promote", "fp32"),
-        (lambda x, y: F.cross_entropy(x, y), "cross_entropy_loss", "fp32", "fp32"),
-        (lambda x, y: x + y, "add", "promote", "promote"),
-        (lambda x, y: F.gelu(x), "gelu", "promote", "promote"),
-        (lambda x, y: torch.cat([x, y]), "cat", "follow", "follow"),
-        (lambda x, y: x.mT.flip(0), "flip", "follow", "follow"),
-        (lambda x, y: F.relu(x), "relu", "follow", "follow"),
-        (lambda x, y: F.max_pool1d(x, 2), "max_pool1d", "follow", "follow"),
-        (lambda x, y: x.topk(2).values, "topk", "promote", "promote"),
-    ],
-)
-def test_each_device_has_its_own_list(
-    program: Callable[[Tensor, Tensor], Tensor], op: str, cpu: str, cuda: str
-) -> None:
-    got = {device: label(program, op, square(), square(), device=device) for device in ("cpu", "cuda")}
-    assert {device: str(row.op_class) for device, row in got.items()} == {"cpu": cpu, "cuda": cuda}
-    assert all(row.reasons for row in got.values())
-
-
 def test_an_op_that_no_list_names_is_left_as_traced() -> None:
     def program(x: Tensor) -> Tensor:
         return torch.unique(x, dim=0)

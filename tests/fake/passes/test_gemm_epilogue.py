@@ -15,6 +15,8 @@ from amp_fx.passes.keyed import RESULT_MARK, mark
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
+MM, ADDMM, VIEW, ADD = aten.mm.default, aten.addmm.default, aten.view.default, aten.add.Tensor
+PERMUTE = aten.permute.default
 
 
 def joint_graph(
@@ -33,36 +35,35 @@ def run(gm: fx.GraphModule) -> list[object]:
     return [node.target for node in gm.graph.nodes if node.op == "call_function"]
 
 
+def dtypes(gm: fx.GraphModule) -> list[torch.dtype]:
+    return [node.meta["val"].dtype for node in gm.graph.nodes if node.op == "call_function"]
+
+
 def widen(x: Tensor) -> Tensor:
     return CONVERT(x, torch.float32)
 
 
-def test_a_weight_gradient_that_is_only_widened_leaves_the_matmul_in_fp32() -> None:
-    gm = joint_graph(lambda g, x: widen(aten.mm.default(g, x)), (8, 4), (4, 6))
-    assert run(gm) == [aten.mm.dtype]
-    assert gm.graph.output_node().all_input_nodes[0].meta["val"].dtype is torch.float32
-
-
-def test_views_between_the_matmul_and_the_cast_are_kept_and_retyped() -> None:
-    gm = joint_graph(lambda g, x: widen(aten.permute.default(aten.mm.default(g, x), [1, 0])), (8, 4), (4, 6))
-    assert run(gm) == [aten.mm.dtype, aten.permute.default]
-    assert [n.meta["val"].dtype for n in gm.graph.nodes if n.op == "call_function"] == [torch.float32] * 2
-
-
-def test_views_after_the_cast_are_returned_in_fp32() -> None:
-    gm = joint_graph(lambda g, x: aten.permute.default(widen(aten.mm.default(g, x)), [1, 0]), (8, 4), (4, 6))
-    assert run(gm) == [aten.mm.dtype, aten.permute.default]
-    assert gm.graph.output_node().all_input_nodes[0].meta["val"].dtype is torch.float32
-
-
-def test_batched_matmuls_have_a_wide_overload_too() -> None:
-    gm = joint_graph(lambda a, b: widen(aten.bmm.default(a, b)), (2, 8, 4), (2, 4, 6))
-    assert run(gm) == [aten.bmm.dtype]
+@pytest.mark.parametrize(
+    ("program", "shapes", "expected"),
+    [
+        (lambda g, x: widen(MM(g, x)), [(8, 4), (4, 6)], [aten.mm.dtype]),
+        (lambda g, x: widen(PERMUTE(MM(g, x), [1, 0])), [(8, 4), (4, 6)], [aten.mm.dtype, PERMUTE]),
+        (lambda g, x: PERMUTE(widen(MM(g, x)), [1, 0]), [(8, 4), (4, 6)], [aten.mm.dtype, PERMUTE]),
+        (lambda a, b: widen(aten.bmm.default(a, b)), [(2, 8, 4), (2, 4, 6)], [aten.bmm.dtype]),
+    ],
+    ids=["at once", "after a view", "before a view", "batched"],
+)
+def test_a_result_that_is_only_widened_leaves_the_matmul_in_fp32(
+    program: Callable[..., Tensor], shapes: list[tuple[int, ...]], expected: list[object]
+) -> None:
+    gm = joint_graph(program, *shapes)
+    assert run(gm) == expected
+    assert set(dtypes(gm)) == {torch.float32}
 
 
 def test_biased_matmuls_stay_because_inductor_lowers_no_wide_one() -> None:
-    gm = joint_graph(lambda *args: widen(aten.addmm.default(*args)), (6,), (8, 4), (4, 6))
-    assert run(gm) == [aten.addmm.default, CONVERT]
+    gm = joint_graph(lambda *args: widen(ADDMM(*args)), (6,), (8, 4), (4, 6))
+    assert run(gm) == [ADDMM, CONVERT]
 
 
 @pytest.mark.parametrize(
@@ -119,13 +120,6 @@ def run_marked(gm: fx.GraphModule, *own: object) -> list[object]:
     GemmEpilogue(("linear",)).call(gm, PassContext())
     gm.graph.lint()
     return [node.target for node in gm.graph.nodes if node.op == "call_function"]
-
-
-def dtypes(gm: fx.GraphModule) -> list[torch.dtype]:
-    return [node.meta["val"].dtype for node in gm.graph.nodes if node.op == "call_function"]
-
-
-MM, ADDMM, VIEW, ADD = aten.mm.default, aten.addmm.default, aten.view.default, aten.add.Tensor
 
 
 def test_a_marked_result_that_the_graph_reads_leaves_its_matmul_in_fp32() -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from amp_fx import passes
-from amp_fx._torch import replace_inner_compile
 from amp_fx.scaling import without_scaling
+from graphs import op_by_op
 
 LOWS = torch.bfloat16, torch.float16
 ROWS = 12
@@ -23,15 +21,9 @@ def graphs(
     program: Callable[..., Tensor], *args: Tensor, dtype: str = "bfloat16"
 ) -> tuple[list[fx.GraphModule], list[Tensor]]:
     """Forward and backward after partitioning, under policy ``fast``; and the gradients, computed op by op."""
-    found: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        found.append(gm)
-        return make_boxed_func(gm.forward)
-
     options = {"policy": "fast", "profile": "off", "strict": True, "dtype": dtype}
     leaves = [arg.clone().requires_grad_() for arg in args]
-    with replace_inner_compile(keep), without_scaling():
+    with op_by_op() as found, without_scaling():
         torch.compile(program, backend="amp_fx", options=options)(*leaves).float().square().sum().backward()
     return found, [leaf.grad for leaf in leaves if leaf.grad is not None]
 

@@ -260,7 +260,10 @@ def repeated(body: fx.GraphModule, times: int) -> fx.Graph:
     return graph
 
 
-@pytest.mark.parametrize(("calls", "seconds"), [(1_000, 0.3), (10_000, 3.0)])
+# ten times as large, the time is about ten times as long
+@pytest.mark.parametrize(
+    ("calls", "seconds"), [(1_000, 0.3), pytest.param(10_000, 3.0, marks=pytest.mark.slow)]
+)
 def test_a_large_graph_is_placed_in_time(calls: int, seconds: float) -> None:
     def block(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
         q = F.linear(F.layer_norm(x, (16,), scale), w).view(2, 8, 2, 8).transpose(1, 2)

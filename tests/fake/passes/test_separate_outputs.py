@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from amp_fx import passes
-from amp_fx._torch import replace_inner_compile
 from amp_fx.passes.joint.separate_outputs import widens_for_both
 from amp_fx.scaling import without_scaling
+from graphs import op_by_op
 
 ROWS, CLASSES = 12, 40
 X, W = torch.randn(ROWS, 16), torch.randn(16, CLASSES) / 4
@@ -25,16 +24,10 @@ def compiled(
     program: Callable[..., Sequence[Tensor]], **options: Any
 ) -> tuple[list[fx.GraphModule], list[Tensor]]:
     """Graphs after partitioning; and results and gradients of the last one's sum, computed op by op."""
-    found: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        found.append(gm)
-        return make_boxed_func(gm.forward)
-
     torch._dynamo.reset()
     leaves = [arg.clone().requires_grad_() for arg in (X, W)]
     settings = {"profile": "off", "strict": True, **options}
-    with replace_inner_compile(keep), without_scaling():
+    with op_by_op() as found, without_scaling():
         results = torch.compile(program, backend="amp_fx", options=settings)(*leaves)
         results[-1].sum().backward()
     return found, [*results, *(leaf.grad for leaf in leaves if leaf.grad is not None)]

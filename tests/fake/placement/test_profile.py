@@ -184,16 +184,13 @@ def test_every_row_is_a_valid_profile_for_all_dtypes() -> None:
         assert 1e-7 < profile.launch < 1e-4
 
 
-@pytest.mark.parametrize("name", WITHOUT_BF16_INSTRUCTIONS)
-def test_a_cpu_without_bf16_instructions_is_slower_in_low_precision(name: str) -> None:
+@pytest.mark.parametrize("name", CPUS)
+def test_a_cpu_gains_by_low_precision_if_it_has_instructions_for_bf16(name: str) -> None:
     peak = tables._cpu_profile(CPUS[name], 4).peak
-    assert peak["bfloat16"] < peak["float32"] > peak["float16"]
-
-
-@pytest.mark.parametrize("name", sorted(CPUS.keys() - set(WITHOUT_BF16_INSTRUCTIONS)))
-def test_a_cpu_with_bf16_instructions_gains(name: str) -> None:
-    peak = tables._cpu_profile(CPUS[name], 4).peak
-    assert peak["bfloat16"] >= 2 * peak["float32"]
+    if name in WITHOUT_BF16_INSTRUCTIONS:
+        assert peak["bfloat16"] < peak["float32"] > peak["float16"]
+    else:
+        assert peak["bfloat16"] >= 2 * peak["float32"]
 
 
 @pytest.mark.parametrize(
@@ -394,17 +391,12 @@ def test_nonsense_is_not_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not path.exists()
 
 
-@pytest.mark.parametrize("command", ["measure", "cli"])
 def test_a_device_that_is_not_there_is_an_error(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    if command == "measure":
-        with pytest.raises(ProfileError, match="CUDA"):
-            measure("cuda")
-    else:
-        assert main(["profile", "--device", "cuda"]) == 1
-        assert re.search("CUDA.*'cpu'", capsys.readouterr().err)
+    assert main(["profile", "--device", "cuda"]) == 1
+    assert re.search("CUDA.*'cpu'", capsys.readouterr().err)
 
 
 # --- the command -----------------------------------------------------------------------------------
@@ -442,23 +434,6 @@ def test_a_file_that_cannot_be_written_is_one_line(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert "missing" in last
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["profil"],
-        ["profile", "--seconds", "0"],
-        ["profile", "--seconds", "x"],
-        ["profile", "--device", "tpu"],
-    ],
-)
-def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: python -m amp_fx" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["profile", "--help"], ["--version"]])

@@ -184,22 +184,12 @@ def test_a_graph_is_found_by_its_calls_and_other_batch_sizes_do_not_matter(tmp_p
 
 
 def test_a_model_that_has_moved_on_is_told_by_name(tmp_path: Path) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x).relu())
-
-    class Changed(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x).tanh())
-
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    before, after = (nn.Sequential(first, kind(), second) for kind in (nn.ReLU, nn.Tanh))
     path = str(tmp_path / "harm.json")
-    measured(Net(), torch.randn(4, 8)).save(path)
+    measured(before, torch.randn(4, 8)).save(path)
     opts = Options.parse(None, {"policy": {"harm": path}, "profile": "off"})
-    gm = dynamo_graph(Changed(), torch.randn(4, 8))
+    gm = dynamo_graph(after, torch.randn(4, 8))
     regions = ambient_regions({"cpu": torch.bfloat16})
     with pytest.raises(PlanError, match=r"relu .*tanh"):
         amp_fx.rewriting.rewrite(gm, regions, opts, training=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from parts import Parts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,16 +71,9 @@ def test_a_rule_about_what_stays_as_it_was_written_has_not() -> None:
 
 
 def test_calls_inside_of_bodies_count() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.net, x.exp(), use_reentrant=False)
-
+    checkpointed = Parts(lambda m, x: checkpoint(m.net, x.exp(), use_reentrant=False), net=Net())
     given = rules({"op": "softmax"}, {"op": "exp"}, {"op": "log"})
-    plan = rewrite(Checkpointed(), torch.randn(2, 8), options=given).plan
+    plan = rewrite(checkpointed, torch.randn(2, 8), options=given).plan
     assert "wrap_body" in str([row.name for row in plan.nodes])
     assert unused(plan) == ["log"]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from parts import Parts
 from torch import Tensor, nn
 
 from amp_fx import Plan
@@ -73,15 +74,7 @@ def test_channels_count_in_convolutions() -> None:
 
 
 def test_an_fp32_island_goes_low_with_its_remedy() -> None:
-    class Island(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(F.softmax(self.a(x), -1))
-
-    model, x = Island(), torch.randn(4, 16)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Softmax(-1), nn.Linear(16, 16)), torch.randn(4, 16)
     before = rewrite(model, x, device="cuda")
     (row,) = kinds(before.plan)["island"]
     assert row.text.startswith("softmax.int x1 is fp32 between low neighbours")
@@ -165,15 +158,11 @@ def test_fallbacks_and_graph_breaks_are_told() -> None:
 
 
 def test_how_much_vmap_and_torch_func_leave_is_told() -> None:
-    class Pinn(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.net = nn.Linear(16, 16), nn.Linear(16, 1)
+    def program(m: Any, x: Tensor) -> Tensor:
+        gradient = torch.func.vmap(torch.func.grad(lambda point: m.net(point).squeeze(-1)))
+        return gradient(m.encoder(x)).square().mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            gradient = torch.func.vmap(torch.func.grad(lambda point: self.net(point).squeeze(-1)))
-            return gradient(self.encoder(x)).square().mean()
-
-    (row,) = kinds(rewrite(Pinn(), torch.randn(4, 16)).plan)["torch.func"]
+    pinn = Parts(program, encoder=nn.Linear(16, 16), net=nn.Linear(16, 1))
+    (row,) = kinds(rewrite(pinn, torch.randn(4, 16)).plan)["torch.func"]
     assert row.text.startswith("1 of 2 matmuls are inside vmap or torch.func (net, ...): left as written")
     assert "torch.func" not in kinds(rewrite(Stack(), torch.randn(4, 16)).plan)

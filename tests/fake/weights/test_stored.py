@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import amp_fx
-from amp_fx import AmpFxError, OptionsError, StoredLow, WeightsError, store_low
+from amp_fx import AmpFxError, OptionsError, Plan, StoredLow, WeightsError, store_low
 from amp_fx._torch import unwrapped_errors
 from graphs import DEFAULTS
+from levels import lowered
 
 BF16 = torch.bfloat16
 
@@ -86,9 +86,9 @@ def test_tied_weights_stay_tied() -> None:
     assert originals[0] is originals[1]
 
 
-def plan_of(model: nn.Module, **options: Any) -> amp_fx.Plan:
+def plan_of(model: nn.Module, *args: Tensor, **options: Any) -> Plan:
     with torch.no_grad():
-        return amp_fx.explain(model, TOKENS, options={"weights": "cache", **options}).plan
+        return lowered(model, args or (TOKENS,), {"weights": "cache", **options}).plan
 
 
 def test_the_plan_is_that_of_the_model_before() -> None:
@@ -184,9 +184,7 @@ def test_a_state_dict_in_int8_and_one_in_fp32_go_into_a_model_in_int8() -> None:
 
 def test_the_plan_in_int8_is_that_of_the_model_before() -> None:
     wide, model, _ = quantised()
-    with torch.no_grad():
-        options = {**DEFAULTS, **INT8}
-        plans = [amp_fx.explain(each, torch.randn(32, 32), options=options).plan for each in (wide, model)]
+    plans = [plan_of(each, torch.randn(32, 32), **DEFAULTS, **INT8) for each in (wide, model)]
     rows = [[(row.op, row.dtype, row.levels) for row in plan.nodes] for plan in plans]
     assert rows[0] == rows[1]
     assert sum("int8" in str(levels) for _, _, levels in rows[0]) == 3
@@ -262,14 +260,6 @@ def test_a_copy_of_a_stored_model_is_stored() -> None:
     }
     with torch.no_grad():
         assert torch.equal(other(TOKENS), model(TOKENS))
-
-
-def test_storing_twice_changes_nothing_more() -> None:
-    model = decoder()
-    first = stored(model)
-    second = stored(model)
-    assert second.saved == 0
-    assert second.bytes_after == first.bytes_after
 
 
 def test_compiling_a_stored_model_for_training_is_an_error() -> None:

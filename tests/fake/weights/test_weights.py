@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from amp_fx import WeightsError, backend, compiling, weights
 from amp_fx._torch import AFTER_STEP
 from amp_fx.graphs.calls import is_cast
-from amp_fx.weights import changes
+from amp_fx.weights import changes, values
 from amp_fx.weights.changes import Check, State, state_of, states
 from amp_fx.weights.kept import Kept
 from amp_fx.weights.recipes import Cast
@@ -304,7 +306,7 @@ def test_a_write_to_a_sixteenth_or_to_a_slice_is_seen_by_the_next_call(layout: s
     order = sorted(range(parameter.ndim), key=lambda at: -parameter.stride(at))
     flat = parameter.data.permute(order).view(-1) if layout != "every second column" else parameter.data[:0]
     size = -(-len(flat) // 16)
-    pieces = [flat[at : at + size] for at in range(0, len(flat) - size + 1, max(1, len(flat) // 97))]
+    pieces = [flat[at : at + size] for at in range(0, len(flat) - size + 1, max(1, len(flat) // 47))]
     for piece in (*pieces, *slices_of(parameter.data)):
         assert are_current(copies, [parameter])
         before = piece.clone()
@@ -437,6 +439,22 @@ def test_only_the_weights_of_a_step_are_cast_again(monkeypatch: pytest.MonkeyPat
     torch.optim.SGD(parameters, lr=0.1).step()
     assert are_current(copies, parameters)
     assert casts.count == 1
+
+
+def test_on_a_device_the_copies_of_changed_weights_alone_are_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changed: list[list[bool]] = []
+    kernels = SimpleNamespace(make=lambda: None, fits=lambda *_: True, renew=changed.append)
+    module = SimpleNamespace(DeviceCopies=lambda *_: kernels)
+    monkeypatch.setitem(sys.modules, "amp_fx.weights.device_copies", module)
+    monkeypatch.setattr(values, "is_renewed_on_device", lambda *_: True)
+    parameters = new_weights()
+    copies = copies_for(parameters)
+    copies.of(parameters)
+    in_no_grad(parameters[1])
+    copies.of(parameters)
+    assert changed == [[False, True, False, False]]
 
 
 def test_a_call_with_gradients_has_its_weights_compared_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
