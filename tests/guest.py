@@ -73,7 +73,7 @@ def backward_inside(backend: str) -> list[float]:
 
 def whole_step(backend: str) -> list[float]:
     model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: Tensor) -> Tensor:
         loss = loss_of(model, x)

@@ -1,6 +1,6 @@
 """Every Python block of the README and of the docs runs, page by page, in one process.
 
-Code is generated for the README's first block, and for packages; all else that is compiled runs op by op.
+Code is generated for packages; all else that is compiled runs op by op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphs import op_by_op
 from targets import one_process
 
 #: (page, words in a block)
-GENERATED = (("README.md", "nothing to import"), ("export.md", ""))
+GENERATED = (("export.md", "aoti_compile"),)
 PAGES = [page for page in pages() if page.name not in ELSEWHERE and any(blocks(page))]
 
 pytestmark = pytest.mark.xdist_group("documents")

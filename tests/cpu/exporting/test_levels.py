@@ -56,4 +56,4 @@ def test_a_package_computes_what_its_program_computes_and_takes_a_quarter_of_the
     for rows in (x, torch.randn(17, 512)):
         found = package(rows)
         assert 0.005 < error([found], [exact(rows.double())]) < 0.06
-        assert error([found], [program.module()(rows).double()]) < 0.01
+        assert error([found], [program.module()(rows).double()]) < 0.03

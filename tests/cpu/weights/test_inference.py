@@ -108,6 +108,7 @@ def test_by_default_copies_live_across_calls_under_inference_mode_only(held: Hel
     assert torch.allclose(across, within, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_each_mode_is_compiled_once_and_graphs_and_models_share_what_is_packed(
     held: Held,
     monkeypatch: pytest.MonkeyPatch,
