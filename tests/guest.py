@@ -1,8 +1,8 @@
 """A program that uses torch without amp_fx: what it computes, and what Dynamo compiles for it; prints JSON.
 
-    python guest.py alone|imported|used [backend]
+    python guest.py alone|imported [backend]
 
-``imported``: amp_fx is imported first. ``used``: models are trained and asked with amp_fx first.
+``imported``: amp_fx is imported first; and once more, ``used``, after models were trained and asked with amp_fx.
 """
 
 from __future__ import annotations
@@ -234,19 +234,20 @@ def run(program: Callable[[str], list[Any]], backend: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     first, backend = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "aot_eager"
-    said: dict[str, Any] = {}
     if first == "imported":
         import amp_fx.integrations  # noqa: F401
     libraries = ("accelerate", "transformers", "lightning")
-    said["libraries"] = [name for name in libraries if name in sys.modules]
-    if first == "used":
-        said["looked at"] = use_amp_fx()
-    said["hooked"] = hooked()
     programs = PROGRAMS if backend == "aot_eager" else (backward_inside,)
-    said.update({program.__name__: run(program, backend) for program in programs})
-    if first == "used":
+
+    def look() -> dict[str, Any]:
+        return {"hooked": hooked(), **{program.__name__: run(program, backend) for program in programs}}
+
+    said = {first: {"libraries": [name for name in libraries if name in sys.modules], **look()}}
+    if first == "imported" and backend == "aot_eager":
         from amp_fx._torch import remove_all
 
+        looked_at = use_amp_fx()
+        said["used"] = {"looked at": looked_at, **look()}
         remove_all()
-        said["removed"] = hooked()
+        said["used"]["removed"] = hooked()
     print(json.dumps(said))

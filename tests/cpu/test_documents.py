@@ -42,7 +42,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """Blocks write files, and libraries set variables."""
     before = dict(os.environ)
     monkeypatch.chdir(tmp_path)
-    yield
+    # the code around the kernels takes longer to optimise than it gains here
+    with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
+        yield
     os.environ.clear()
     os.environ.update(before)
 

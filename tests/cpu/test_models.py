@@ -17,12 +17,15 @@ from accuracy import AMP_FX, FP32, Comparison, Mode, Run, compare, run
 from amp_fx._torch import has_low_lstm
 from graphs import without_inductor
 
-#: of these code is generated in every run, in training and without gradients
-GENERATED = {"train": ("mlp", "transformer_layer"), "no_grad": ("mlp",), "inference_mode": ()}
+#: of these code is generated in every run
+GENERATED = {"train": ("transformer_layer",)}
+
+#: made of what others have: in slow tests alone
+ALIKE = ("bert_eager_attention", "llama", "resnet", "vit")
 
 #: attention spelled out differs in what its backward saves
 IN_INFERENCE = [name for name in zoo.CASES if not name.endswith("_eager_attention")]
-IN_INFERENCE_MODE = ["conv_net", "gpt2", "mlp"]
+IN_INFERENCE_MODE = ["conv_net", "gpt2"]
 
 
 def _models(mode: Mode, names: list[str]) -> list[object]:
@@ -30,17 +33,18 @@ def _models(mode: Mode, names: list[str]) -> list[object]:
 
     One xdist group per model and mode keeps what is compiled on one worker.
     """
+    always = GENERATED.get(mode, ())
     return [
         pytest.param(
             (name, generate),
             id=name if generate else f"{name}-op by op",
             marks=[
                 pytest.mark.xdist_group(f"{name}-{mode}"),
-                *([pytest.mark.slow] if generate and name not in GENERATED[mode] else ()),
+                *([pytest.mark.slow] if generate and name not in always else ()),
             ],
         )
         for name in names
-        for generate in ((True,) if name in GENERATED[mode] else (False, True))
+        for generate in ((True,) if name in (*always, *ALIKE) else (False, True))
     ]
 
 

@@ -68,6 +68,7 @@ def close_to_autocast(got: Tensor, model: nn.Module, x: Tensor, factor: float = 
     return bool(0.05 * limit < ours <= factor * limit) and got.dtype is torch.float32
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("mode", ["cache", "freeze"])
 def test_outputs_are_those_of_the_weights_of_the_moment(mode: str) -> None:
     net, x = new_net(), tokens()
