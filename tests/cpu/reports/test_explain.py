@@ -134,10 +134,7 @@ def test_the_report_of_a_gpt_has_the_numbers_of_the_gpt(small: tuple[GPT, Tensor
     assert len(str(gpt).splitlines()) <= 25
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found = {
-        row.module_path: row.dtype
-        for plan in forward_plans(gpt)
-        for row in plan.nodes
-        if row.op == "linear"
+        row.module_path: row.dtype for plan in forward_plans(gpt) for row in plan.nodes if row.op == "linear"
     }
     assert found == dict.fromkeys(linears, torch.bfloat16)
     assert gpt.to_dict()["summary"]["shares"]["bfloat16"]["flops"] > 0.9
