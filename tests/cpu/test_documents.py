@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 
 from amp_fx.errors import FallbackWarning
