@@ -82,11 +82,8 @@ def inference_mode(request: pytest.FixtureRequest) -> tuple[Run, Run, Run]:
         )
 
 
-def test_training_returns_the_dtypes_of_the_eager_program(training: Comparison) -> None:
+def test_training_returns_and_leaves_the_dtypes_of_the_eager_program(training: Comparison) -> None:
     assert _dtypes(training.amp_fx.outputs) == _dtypes(training.fp32.outputs)
-
-
-def test_training_leaves_parameters_gradients_and_buffers_in_their_dtypes(training: Comparison) -> None:
     assert set(_dtypes(training.amp_fx.gradients).values()) == {torch.float32}
     assert _dtypes(training.amp_fx.parameters) == _dtypes(training.fp32.parameters)
     assert _dtypes(training.amp_fx.buffers) == _dtypes(training.fp32.buffers)
@@ -97,17 +94,12 @@ def test_training_reaches_every_parameter(training: Comparison) -> None:
     assert all(gradient.isfinite().all() for gradient in training.amp_fx.gradients.values())
 
 
-def test_training_is_at_least_as_accurate_as_autocast(training: Comparison) -> None:
+def test_training_is_low_and_at_least_as_accurate_as_autocast(training: Comparison) -> None:
     assert training.amp_fx_error.loss <= _allowed(training.autocast_error.loss)
     assert training.amp_fx_error.outputs <= _allowed(training.autocast_error.outputs)
     assert training.amp_fx_error.gradients <= _allowed(training.autocast_error.gradients)
-
-
-def test_training_really_runs_in_low_precision(training: Comparison) -> None:
     assert training.amp_fx_error.gradients > _explained_by_fp32(training.fp32_error.gradients)
-
-
-def test_training_updates_running_statistics_as_autocast_does(training: Comparison) -> None:
+    # running statistics
     assert training.amp_fx_error.buffers <= _allowed(training.autocast_error.buffers)
 
 
@@ -116,14 +108,12 @@ def test_inference_returns_the_dtypes_of_the_eager_program(inference: tuple[zoo.
     assert _dtypes(result.amp_fx.outputs) == _dtypes(result.fp32.outputs)
 
 
-def test_inference_is_at_least_as_accurate_as_autocast(inference: tuple[zoo.Case, Comparison]) -> None:
-    _, result = inference
+def test_inference_is_low_and_at_least_as_accurate_as_autocast(
+    inference: tuple[zoo.Case, Comparison],
+) -> None:
+    case, result = inference
     assert result.amp_fx_error.loss <= _allowed(result.autocast_error.loss)
     assert result.amp_fx_error.outputs <= _allowed(result.autocast_error.outputs)
-
-
-def test_inference_really_runs_in_low_precision(inference: tuple[zoo.Case, Comparison]) -> None:
-    case, result = inference
     if case.low_in_eval:
         assert result.amp_fx_error.outputs > _explained_by_fp32(result.fp32_error.outputs)
 
