@@ -87,16 +87,6 @@ def whole_step(backend: str) -> list[float]:
     return [compiled(batch()).item() for _ in range(3)]
 
 
-def compiled_optimizer(backend: str) -> list[float]:
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    compiled = torch.compile(optimizer.step, backend=backend)
-    for _ in range(2):
-        loss_of(model, batch()).backward()
-        compiled()
-    return [p.double().sum().item() for p in model.parameters()]
-
-
 def compiled_autograd(backend: str) -> list[float]:
     model = Net()
     with torch._dynamo.config.patch(compiled_autograd=True):
@@ -163,7 +153,6 @@ PROGRAMS: tuple[Callable[[str], list[Any]], ...] = (
     forward,
     backward_inside,
     whole_step,
-    compiled_optimizer,
     compiled_autograd,
     distributed,
     swapped,

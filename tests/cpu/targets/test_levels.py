@@ -105,7 +105,7 @@ def test_with_one_scale_for_each_operand_gradients_of_weights_leave_in_fp32(
 @pytest.mark.parametrize("read", ["rows", "columns"])
 def test_a_copy_is_the_kernels_and_bytes_that_the_cut_charges(recipe: str, read: str) -> None:
     target = process("cuda:b200" if recipe == "mxfp8" else "cuda:h100")
-    for rows, columns in ((8192, 512), (512, 2048), (4096, 4096), (8192, 4096)):
+    for rows, columns in ((8192, 512), (512, 2048), (4096, 4096)):
         for dtype in (torch.bfloat16, torch.float32):
             kernels, nbytes = target.call("level_copies:counted", recipe, rows, columns, dtype, read)
             in_rows = recipe != "tensorwise" and read == "rows"
@@ -223,11 +223,10 @@ def test_without_gradients_weights_are_read_in_half_of_their_bytes(
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=SLOW)])
-@pytest.mark.parametrize("weights", ["cast", "cache"])
 def test_code_without_gradients_calls_the_library_with_the_layouts_it_wants(
-    decoding: list[TracedGraph], recipe: str, weights: str
+    decoding: list[TracedGraph], recipe: str
 ) -> None:
-    options = {"policy": "fp8", "fp8": recipe, "profile": "off", "strict": True, "weights": weights}
+    options = {"policy": "fp8", "fp8": recipe, "profile": "off", "strict": True, "weights": "cast"}
     codes = process().call("generated:sources", decoding, options)
     calls = [call for code in codes for call in operands(code.text)]
     assert len(calls) == 4
@@ -235,8 +234,6 @@ def test_code_without_gradients_calls_the_library_with_the_layouts_it_wants(
         assert first is None or first[1] == (first[0][1], 1)
         assert second is not None
         assert second[1] == (1, second[0][0])
-    sizes = process().call("generated:cubins", codes, (90,))
-    assert all(size > 1000 for by_architecture in sizes.values() for size in by_architecture.values())
 
 
 @pytest.fixture(scope="module")
