@@ -38,7 +38,7 @@ def features(seed: int) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def gpt() -> nn.Module:
     torch.manual_seed(0)
-    return train(GPT(), tokens, 20)
+    return train(GPT(layers=1), tokens, 20)
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,6 @@ from levels import MLP
 from small_models import GPT, tokens, train
 
 
-@pytest.fixture
-def _without_code() -> None:
-    """Op by op, a plan's harmless roundings, which fused kernels leave out, are more than one test here allows."""
-
-
 class Net(nn.Module):
     """``softplus`` is on CUDA's fp32 list, not on that of the CPU."""
 
@@ -101,18 +96,22 @@ def test_gradients_of_a_weight_with_two_readers_are_added_and_charged() -> None:
     assert {("linear", "weight"), ("linear_1", "weight")} <= charged(cal)
 
 
-def test_a_plan_for_a_target_is_replayed_there_and_its_harm_serves_explain(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def gpt() -> tuple[nn.Module, amp_fx.Calibration]:
     torch.manual_seed(0)
     model = train(GPT(layers=1), tokens, 5)
-    batch = tokens(0)
-    cal = amp_fx.calibrate(model, batch, target="cuda:h100")
+    return model, amp_fx.calibrate(model, tokens(0), target="cuda:h100")
+
+
+def test_a_plan_for_a_target_is_replayed_there_and_its_harm_serves_explain(
+    gpt: tuple[nn.Module, amp_fx.Calibration], tmp_path: Path
+) -> None:
+    (model, cal), batch = gpt, tokens(0)
     plan = cal.plan(1.0, verify=False)
-    path = tmp_path / "plan.json"
-    plan.save(path)
+    plan.save(tmp_path / "plan.json")
     cal.save(tmp_path / "harm.json")
-    report = amp_fx.explain(
-        model, *batch, target="cuda:h100", options={"plan": str(path), "strict": True}, harm=cal
-    )
+    options = {"plan": str(tmp_path / "plan.json"), "strict": True}
+    report = amp_fx.explain(model, *batch, target="cuda:h100", options=options, harm=cal)
     placed = {row.name: row.dtype for row in plan.plans[0].nodes}
     assert {row.name: row.dtype for row in report.plan.nodes} == placed
     assert report.harms[report.plan.graph]
@@ -143,12 +142,11 @@ def test_programs_that_index_and_unpack_are_planned_for_a_target() -> None:
     x = torch.randn(4, 8, 32)
     cal = amp_fx.calibrate(Indexing(), x, target="cuda:h100")
     plan = cal.plan(error=1e-12)
+    autocast = known(cal)
     # a compiled step on the CPU, which follows the target's plan
     assert plan.measured is not None
-    assert plan.measured < 1e-5
+    assert plan.measured < 0.1 * autocast.error
     assert cal.predict(plan) == 0
-    autocast = known(cal)
-    assert autocast.error > 1e-4
     report = amp_fx.explain(
         Indexing(), x, target="cuda:h100", options={"plan": autocast.plan.plans, "strict": True}
     )
@@ -201,10 +199,10 @@ def test_a_plan_with_fp8_for_a_target_is_followed_there() -> None:
         amp_fx.calibrate(model, x, policy="fp8", target="cuda:a100")
 
 
-def test_a_budget_buys_results_in_fp32_where_they_are_cheap(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, batch = train(GPT(layers=1), tokens, 5), tokens(0)
-    cal = amp_fx.calibrate(model, batch, target="cuda:h100")
+def test_a_budget_buys_results_in_fp32_where_they_are_cheap(
+    gpt: tuple[nn.Module, amp_fx.Calibration], tmp_path: Path
+) -> None:
+    (model, cal), batch = gpt, tokens(0)
     plans = ((budget, cal.plan(budget, minimise="bytes", verify=False)) for budget in (1.0, 0.8, 0.6, 0.4))
     budget, plan = next((budget, plan) for budget, plan in plans if wide(plan.plans[0]))
     assert plan.point.error <= budget * cal.autocast_error

@@ -123,6 +123,7 @@ class NoScaler:
             optimizer.step()
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("pattern", [plain, clipping, accumulation])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_torchs_scaling_cases_end_where_eager_fp32_ends(

@@ -19,7 +19,7 @@ pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 def test_arms_are_counted_for_a_target_and_the_assumptions_are_printed(tmp_path: Path) -> None:
     path = tmp_path / "counts.jsonl"
     arms = ["autocast", "off", "fast", "freezing"]
-    command = ["--target", "cuda:h100", "--only", "rms_norm", "--modes", "training", "--arms", *arms]
+    command = ["--target", "cuda:h100", "--only", "naive_attention", "--modes", "training", "--arms", *arms]
     out, messages = process().call("targets:count", [*command, "--json", str(path)])
     header, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     assert "cuda:h100 (H100, sm_90), not in the machine" in out

@@ -68,6 +68,7 @@ def close_to_autocast(got: Tensor, model: nn.Module, x: Tensor, factor: float = 
     return bool(0.05 * limit < ours <= factor * limit) and got.dtype is torch.float32
 
 
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("mode", ["cache", "freeze"])
 def test_outputs_are_those_of_the_weights_of_the_moment(mode: str) -> None:
     net, x = new_net(), tokens()
@@ -108,6 +109,7 @@ def test_by_default_copies_live_across_calls_under_inference_mode_only(held: Hel
     assert torch.allclose(across, within, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_each_mode_is_compiled_once_and_graphs_and_models_share_what_is_packed(
     held: Held,
     monkeypatch: pytest.MonkeyPatch,
