@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from examples.gpt import GPT, GPTConfig
 
-__all__ = ["TASKS", "Batch", "Task"]
+__all__ = ["TASKS", "Batch", "Task", "Text"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -117,10 +117,16 @@ class _Digits:
         return float((found == self.labels[self.is_held_out]).double().mean())
 
 
-class _Text:
-    """The source code of Python's standard library, as bytes; the end is held out."""
+class Text:
+    """The source code of Python's standard library, as bytes; the end is held out.
 
-    def __init__(self) -> None:
+    Args:
+        context: bytes of a window.
+        windows: of a batch.
+    """
+
+    def __init__(self, context: int = _CONTEXT, windows: int = _WINDOWS) -> None:
+        self.context, self.windows = context, windows
         text = bytearray()
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
             text += path.read_bytes()
@@ -129,18 +135,25 @@ class _Text:
     def batch(self, step: int, seed: int) -> Batch:
         """Windows of the training part."""
         draw = torch.Generator().manual_seed(1_000_000 * seed + step)
-        last = len(self.bytes) - _HELD_OUT_BYTES - _CONTEXT - 1
-        return self._windows(torch.randint(last, (_WINDOWS,), generator=draw))
+        last = len(self.bytes) - _HELD_OUT_BYTES - self.context - 1
+        return self._windows(torch.randint(last, (self.windows,), generator=draw))
 
-    def loss(self, model: nn.Module) -> float:
-        """Mean over the held-out text, in nats per byte; in fp32, whatever the model was trained in."""
-        starts = torch.arange(len(self.bytes) - _HELD_OUT_BYTES, len(self.bytes) - _CONTEXT - 1, _CONTEXT)
+    def loss(self, model: Callable[[Tensor, Tensor], Tensor], windows: int = 256) -> float:
+        """Mean over the held-out text, in nats per byte; without torch.compile in fp32, whatever it was trained in.
+
+        Args:
+            model: returns the loss of inputs and targets.
+            windows: of a call.
+        """
+        starts = torch.arange(
+            len(self.bytes) - _HELD_OUT_BYTES, len(self.bytes) - self.context - 1, self.context
+        )
         with torch.no_grad():
-            losses = [float(model(*self._windows(part))) for part in starts.split(256)[:-1]]
+            losses = [float(model(*self._windows(part))) for part in starts.split(windows)[:-1]]
         return sum(losses) / len(losses)
 
     def _windows(self, starts: Tensor) -> Batch:
-        windows = self.bytes[starts[:, None] + torch.arange(_CONTEXT + 1)]
+        windows = self.bytes[starts[:, None] + torch.arange(self.context + 1)]
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -150,7 +163,7 @@ def _digits(model: Callable[[], nn.Module]) -> Task:
 
 
 def _text() -> Task:
-    data = _Text()
+    data = Text()
     config = GPTConfig(vocab=256, context=_CONTEXT, layers=2, heads=4, width=64)
     return Task(lambda: GPT(config), data.batch, data.loss, "loss on held-out text", 1e-3)
 

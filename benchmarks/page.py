@@ -3,7 +3,7 @@
     python -m benchmarks.page
 
 Each section goes between its markers, such as ``<!-- errors:begin -->`` and ``<!-- errors:end -->``. What kind of
-results a file has is the first word of its name. matplotlib draws the long runs.
+results a file has is the first word of its name. matplotlib draws the figures.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import held_out
 from benchmarks.cases import CASES
 from benchmarks.long_runs import draw, read_runs, table
 from benchmarks.results import TimingRow, read, read_timings, relative
@@ -225,6 +226,8 @@ def written(text: str, found: Mapping[str, str]) -> str:
 def main() -> int:
     for path in _RESULTS.glob("learning_*.jsonl"):
         draw(read_runs(path), _PAGE.parent / "images" / "long-runs.png")
+    for path in _RESULTS.glob("held_out_*.jsonl"):
+        held_out.draw(held_out.read_rows(path), _PAGE.parent / "images" / "held-out.png")
     _PAGE.write_text(written(_PAGE.read_text(encoding="utf-8"), sections(_RESULTS)), encoding="utf-8")
     return 0
 

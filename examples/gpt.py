@@ -59,11 +59,14 @@ class GPT(nn.Module):
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return self.head(self.norm(x))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
 
 
 def large() -> tuple[GPT, tuple[Tensor, Tensor]]:
