@@ -1,10 +1,9 @@
-"""How far an arm (fp32 or autocast, eagerly; amp_fx) is from fp64 on a case of the zoo."""
+"""How far an arm (fp32 eager, compiled autocast, amp_fx) is from fp64 on a case of the zoo."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,10 +15,16 @@ from zoo import Batch, Case
 
 __all__ = [
     "AMP_FX",
+    "AUTOCAST",
+    "EAGER_AUTOCAST",
     "FP32",
+    "FP64",
+    "Arm",
     "Comparison",
+    "Error",
     "Run",
     "compare",
+    "error_of",
     "run",
 ]
 
@@ -31,21 +36,22 @@ class Arm:
     """One way to run a model.
 
     Attributes:
-        options: of amp_fx, or None to run eagerly.
+        compile: keyword arguments of ``torch.compile``, or None to run eagerly.
         autocast: the dtype of an ambient ``torch.autocast`` around the forward and the loss, or None.
         dtype: what the model and its floating inputs are converted to first.
     """
 
-    options: Mapping[str, Any] | None = None
+    compile: Mapping[str, Any] | None = None
     autocast: torch.dtype | None = None
     dtype: torch.dtype = torch.float32
 
 
 FP64 = Arm(dtype=torch.float64)
 FP32 = Arm()
-AUTOCAST = Arm(autocast=torch.bfloat16)
+AUTOCAST = Arm(compile={"backend": "inductor"}, autocast=torch.bfloat16)
+EAGER_AUTOCAST = Arm(autocast=torch.bfloat16)
 # profile off: these models are too small to gain, and the built-in profile would keep them in fp32
-AMP_FX = Arm({"profile": "off", "strict": True})
+AMP_FX = Arm(compile={"backend": "amp_fx", "options": {"profile": "off", "strict": True}})
 
 
 @dataclass(frozen=True)
@@ -80,19 +86,19 @@ class Comparison:
     amp_fx_error: Error
 
 
-def compare(case: Case, mode: Mode) -> Comparison:
-    """Runs a case in fp64, fp32 and autocast eagerly, and through amp_fx."""
-    reference, fp32, low, ours = (run(case, each, mode) for each in (FP64, FP32, AUTOCAST, AMP_FX))
+def compare(case: Case, mode: Mode, arm: Arm = AMP_FX, baseline: Arm = AUTOCAST, seed: int = 0) -> Comparison:
+    """Runs a case in fp64 and fp32 eagerly, in ``baseline`` and in ``arm``."""
+    reference, fp32, low, ours = (run(case, each, mode, seed) for each in (FP64, FP32, baseline, arm))
     return Comparison(
         fp32=fp32,
         amp_fx=ours,
-        fp32_error=_error_of(fp32, reference),
-        autocast_error=_error_of(low, reference),
-        amp_fx_error=_error_of(ours, reference),
+        fp32_error=error_of(fp32, reference),
+        autocast_error=error_of(low, reference),
+        amp_fx_error=error_of(ours, reference),
     )
 
 
-def run(case: Case, arm: Arm, mode: Mode) -> Run:
+def run(case: Case, arm: Arm, mode: Mode, seed: int = 0) -> Run:
     """One step of a copy of the model: forward, loss and backward, or the forward alone in eval mode."""
     # Dynamo shares compiled code between all instances of a class, so that without a reset
     # an arm could run the code that another arm compiled.
@@ -100,7 +106,7 @@ def run(case: Case, arm: Arm, mode: Mode) -> Run:
     model = copy.deepcopy(case.model).to(arm.dtype).train(mode == "train")
     batch = {
         name: value.to(arm.dtype) if value.is_floating_point() else value
-        for name, value in case.inputs(0).items()
+        for name, value in case.inputs(seed).items()
     }
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
 
@@ -118,7 +124,7 @@ def run(case: Case, arm: Arm, mode: Mode) -> Run:
     )
 
 
-def _error_of(result: Run, reference: Run) -> Error:
+def error_of(result: Run, reference: Run) -> Error:
     """The errors of a run against the fp64 one."""
     return Error(
         loss=abs(result.loss - reference.loss) / max(abs(reference.loss), 1e-12),
@@ -134,12 +140,13 @@ def _forward(case: Case, model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
 
 
 def _compiled(case: Case, model: nn.Module, arm: Arm) -> nn.Module:
-    if arm.options is None:
+    if arm.compile is None:
         return model
-    compiled: Any = functools.partial(torch.compile, backend="amp_fx", options=dict(arm.options))
+    if not case.parts:
+        return torch.compile(model, **arm.compile)  # pyright: ignore[reportReturnType]
     for part in case.parts:
-        model.set_submodule(part, compiled(model.get_submodule(part)))
-    return model if case.parts else compiled(model)
+        model.set_submodule(part, torch.compile(model.get_submodule(part), **arm.compile))  # pyright: ignore[reportArgumentType]
+    return model
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """A program that uses torch without amp_fx: what it computes, and what Dynamo compiles for it; prints JSON.
 
-    python guest.py alone|imported [backend]
+    python guest.py alone|imported|used [backend]
 
-``imported``: amp_fx is imported first; and once more, ``used``, after models were trained and asked with amp_fx.
+``imported``: amp_fx is imported first. ``used``: models are trained and asked with amp_fx first.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def backward_inside(backend: str) -> list[float]:
 
 def whole_step(backend: str) -> list[float]:
     model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def step(x: Tensor) -> Tensor:
         loss = loss_of(model, x)
@@ -85,6 +85,16 @@ def whole_step(backend: str) -> list[float]:
 
     compiled = torch.compile(step, backend=backend)
     return [compiled(batch()).item() for _ in range(3)]
+
+
+def compiled_optimizer(backend: str) -> list[float]:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = torch.compile(optimizer.step, backend=backend)
+    for _ in range(2):
+        loss_of(model, batch()).backward()
+        compiled()
+    return [p.double().sum().item() for p in model.parameters()]
 
 
 def compiled_autograd(backend: str) -> list[float]:
@@ -153,6 +163,7 @@ PROGRAMS: tuple[Callable[[str], list[Any]], ...] = (
     forward,
     backward_inside,
     whole_step,
+    compiled_optimizer,
     compiled_autograd,
     distributed,
     swapped,
@@ -223,20 +234,19 @@ def run(program: Callable[[str], list[Any]], backend: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     first, backend = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "aot_eager"
+    said: dict[str, Any] = {}
     if first == "imported":
         import amp_fx.integrations  # noqa: F401
     libraries = ("accelerate", "transformers", "lightning")
+    said["libraries"] = [name for name in libraries if name in sys.modules]
+    if first == "used":
+        said["looked at"] = use_amp_fx()
+    said["hooked"] = hooked()
     programs = PROGRAMS if backend == "aot_eager" else (backward_inside,)
-
-    def look() -> dict[str, Any]:
-        return {"hooked": hooked(), **{program.__name__: run(program, backend) for program in programs}}
-
-    said = {first: {"libraries": [name for name in libraries if name in sys.modules], **look()}}
-    if first == "imported" and backend == "aot_eager":
+    said.update({program.__name__: run(program, backend) for program in programs})
+    if first == "used":
         from amp_fx._torch import remove_all
 
-        looked_at = use_amp_fx()
-        said["used"] = {"looked at": looked_at, **look()}
         remove_all()
-        said["used"]["removed"] = hooked()
+        said["removed"] = hooked()
     print(json.dumps(said))

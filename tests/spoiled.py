@@ -84,7 +84,7 @@ def llama() -> nn.Module:
         "vocab_size": 64,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 2,
     }
     return LlamaForCausalLM(
         LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from amp_fx.policy.scaled import int8_mm, packed_int8_mm, scaled_mm, unsigned_int8_mm
+from amp_fx.policy.scaled import int8_mm, packed_int8_mm, scaled_mm
 
 __all__ = [
     "AUTO",
@@ -182,7 +182,7 @@ LEVELS = {
             device="cpu",
             keeps_weights=True,
             grain=8,
-            multiply=unsigned_int8_mm,
+            multiply=int8_mm,
         ),
         _INT8(
             name="int8",

@@ -25,7 +25,6 @@ __all__ = [
     "scale_of",
     "scaled",
     "scaled_mm",
-    "unsigned_int8_mm",
 ]
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -199,34 +198,20 @@ def int8_mm(
     *,
     is_forward: bool,
 ) -> Any:
-    """The product of two matrices of signed integers, as :func:`scaled_mm`; sums are exact.
+    """The product of a matrix in int8 or uint8 and one in int8, as :func:`scaled_mm`; sums are exact.
+
+    A CPU without AVX-VNNI-INT8 multiplies unsigned by signed values in one instruction, signed ones in several.
 
     Both factors are multiplied first: one after the other, Inductor's freezing takes the product for a quantised one
     with signed values, for which oneDNN has reference kernels only on most CPUs, 200 times slower.
     """
     product = call(aten._int_mm.default, first, second)
-    return _by_both(product, factors, bias, dtype, call)
-
-
-def unsigned_int8_mm(
-    first: Any,
-    second: Any,
-    factors: Sequence[Any],
-    bias: Any,
-    dtype: torch.dtype,
-    call: Call,
-    *,
-    is_forward: bool,
-) -> Any:
-    """The product of a matrix in uint8 and one in int8, as :func:`int8_mm`.
-
-    A CPU without AVX-VNNI-INT8 multiplies unsigned by signed values in one instruction, signed ones in several.
-    """
-    product = call(aten._int_mm.default, first, second)
-    # of the weight alone, so that it is a constant where that is one
-    sums = call(aten.sum.dim_IntList, second, [0], dtype=torch.int32)
-    product = call(aten.sub.Tensor, product, call(aten.mul.Tensor, sums, ZERO_POINT))
-    return _by_both(product, factors, bias, dtype, call)
+    if _value(first).dtype is torch.uint8:
+        # of the weight alone, so that it is a constant where that is one
+        sums = call(aten.sum.dim_IntList, second, [0], dtype=torch.int32)
+        product = call(aten.sub.Tensor, product, call(aten.mul.Tensor, sums, ZERO_POINT))
+    product = call(prims.convert_element_type.default, product, torch.float32)
+    return _finished(product, call(aten.mul.Tensor, *factors), bias, dtype, call)
 
 
 def packed_int8_mm(
@@ -255,12 +240,6 @@ def packed_int8_mm(
     return _finished(product, factors[0], bias, dtype, call)
 
 
-def _by_both(product: Any, factors: Sequence[Any], bias: Any, dtype: torch.dtype, call: Call) -> Any:
-    """A product in int32 with the factors of both operands."""
-    product = call(prims.convert_element_type.default, product, torch.float32)
-    return _finished(product, call(aten.mul.Tensor, *factors), bias, dtype, call)
-
-
 def _finished(product: Any, factors: Any, bias: Any, dtype: torch.dtype, call: Call) -> Any:
     """A product in fp32 with the factors of its rows and a bias, in the dtype of the result."""
     product = call(aten.mul.Tensor, product, factors)
@@ -270,5 +249,9 @@ def _finished(product: Any, factors: Any, bias: Any, dtype: torch.dtype, call: C
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Of a tensor, or of what a node of a graph stands for."""
-    return tuple(value.meta["val"].shape if hasattr(value, "meta") else value.shape)
+    return tuple(_value(value).shape)
+
+
+def _value(value: Any) -> torch.Tensor:
+    """A tensor, or what a node of a graph stands for."""
+    return value.meta["val"] if hasattr(value, "meta") else value

@@ -49,6 +49,7 @@ def events() -> dict[str, tuple[int, int]]:
         found["other policy"] = cache_events(
             policy={"base": "autocast", "rules": [{"op": "tanh", "precision": "fp32"}]}
         )
+        found["other dtype"] = cache_events(dtype="float16")
         lookup = classify.lookup
         with pytest.MonkeyPatch.context() as patch:
             # an op list that does not know matmul
@@ -68,7 +69,7 @@ def test_the_same_options_share_an_entry(events: dict[str, tuple[int, int]]) -> 
 
 
 @pytest.mark.xdist_group("caches")
-@pytest.mark.parametrize("what", ["other policy", "other list"])
+@pytest.mark.parametrize("what", ["other policy", "other dtype", "other list"])
 def test_different_decisions_never_share_an_entry(events: dict[str, tuple[int, int]], what: str) -> None:
     assert events[what] == (0, 1)
 
@@ -143,7 +144,7 @@ def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[fx.GraphMod
 
 
 @needs_proc
-def test_20_recompiles_leave_nothing_behind(graphs_made: list[weakref.ref[fx.GraphModule]]) -> None:
+def test_100_recompiles_leave_nothing_behind(graphs_made: list[weakref.ref[fx.GraphModule]]) -> None:
     x, w = torch.randn(4, 4), torch.randn(4, 4)
 
     def recompile(times: int) -> None:
@@ -151,19 +152,19 @@ def test_20_recompiles_leave_nothing_behind(graphs_made: list[weakref.ref[fx.Gra
             torch._dynamo.reset()
             torch.compile(program, backend="amp_fx", options=dict(DEFAULTS))(x, w)
 
-    recompile(5)
+    recompile(20)
     gc.collect()
     before = resident()
-    recompile(15)
+    recompile(80)
     torch._dynamo.reset()
     gc.collect()
-    assert len(graphs_made) == 20
+    assert len(graphs_made) == 100
     assert sum(graph() is not None for graph in graphs_made) <= 2
-    assert resident() - before < 3e6
+    assert resident() - before < 12e6
 
 
 @needs_proc
-def test_4_000_inference_calls_do_not_grow_the_process() -> None:
+def test_10_000_inference_calls_do_not_grow_the_process() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(2, 8)
     own = torch.compile(model, backend="amp_fx", options=dict(DEFAULTS))
     with torch.inference_mode(), record() as recording:
@@ -171,10 +172,10 @@ def test_4_000_inference_calls_do_not_grow_the_process() -> None:
             own(x)
         gc.collect()
         before = resident()
-        for _ in range(4_000):
+        for _ in range(10_000):
             own(x)
         gc.collect()
-        assert resident() - before < 2e6
+        assert resident() - before < 4e6
     assert len(recording.plans) == 1
 
 

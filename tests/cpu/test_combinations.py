@@ -36,7 +36,7 @@ DEFAULTS: Row = {axis: next(iter(values)) for axis, values in AXES.items()}
 ROWS = covering_rows()
 EVERY_DAY = sample(ROWS, 12)
 #: of these, code is generated every day
-GENERATED = EVERY_DAY[:3:2]
+GENERATED = EVERY_DAY[:3]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_options_together_give_what_each_promises(row: Row, tmp_path: Path) -> N
     check(row, tmp_path)
 
 
-@pytest.mark.parametrize("row", [row for row in EVERY_DAY if row not in GENERATED], ids=words)
+@pytest.mark.parametrize("row", EVERY_DAY[len(GENERATED) :], ids=words)
 def test_options_together_give_what_each_promises_op_by_op(row: Row, tmp_path: Path) -> None:
     check(row, tmp_path, generate=False)
 

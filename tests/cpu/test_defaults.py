@@ -12,7 +12,7 @@ import torch
 
 import amp_fx
 from combinations import AXES, Row
-from combined_models import make
+from combined_models import Model, make
 from combined_runs import check
 
 DEFAULTS: Row = {axis: next(iter(values)) for axis, values in AXES.items()}
@@ -35,15 +35,8 @@ FEATURES: dict[str, Row] = {
 }
 
 
-#: what these decide is in the graph, or other tests generate its code with default options
-IN_GRAPHS = {
-    "training with rules",
-    "training by a plan",
-    "training with eager numerics",
-    "training in fp16 with a scaler",
-    "weights cast in each call",
-    "inference in fp8",
-}
+#: what these decide is in the graph; there is no need to generate code
+IN_GRAPHS = {"training with rules", "training by a plan", "training with eager numerics"}
 
 
 @pytest.mark.parametrize(
@@ -58,16 +51,32 @@ def test_a_feature_by_itself(feature: str, tmp_path: Path) -> None:
     check({**DEFAULTS, **FEATURES[feature]}, tmp_path, generate=feature not in IN_GRAPHS)
 
 
-def test_export() -> None:
-    model = make("tied").eval()
+@pytest.fixture(params=["tied", "convolutions"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return make(request.param)
+
+
+def test_explain(model: Model) -> None:
     batch = model.batch(4, 0)
+    report = amp_fx.explain(model, batch)
+    assert [plan.fallback for plan in report.plans] == [""] * len(report.plans)
+    assert {plan.phase for plan in report.plans} == {"forward", "backward"}
+    assert "casts" in str(report)
+
+
+def test_export(model: Model) -> None:
+    batch = model.eval().batch(4, 0)
     found = amp_fx.export(model, (batch,)).module()(batch)
-    wanted = model.double()(batch)
+    wanted = model.double()(batch.double() if batch.is_floating_point() else batch)
     assert found.dtype is torch.float32
     assert (found - wanted).norm() <= 1e-2 * wanted.norm()
 
 
-@pytest.mark.usefixtures("op_by_op")
+def test_histogram(model: Model) -> None:
+    found = amp_fx.histogram(model, model.batch(4, 0), lambda outputs: outputs.square().mean())
+    assert "gradient" in str(found)
+
+
 def test_calibrate() -> None:
     model = make("large")
     found = amp_fx.calibrate(model, model.batch(4, 0), lambda outputs: outputs.square().mean())

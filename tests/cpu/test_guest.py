@@ -45,9 +45,9 @@ def end(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, dict[str, Any]]:
-    """What the same programs say in two processes, side by side; nothing of them is cached."""
-    alone, imported = start("alone"), start("imported")
-    return {**end(alone), **end(imported)}
+    """What the same programs say in three processes, side by side; nothing of them is cached."""
+    processes = {kind: start(kind) for kind in ("alone", "imported", "used")}
+    return {kind: end(process) for kind, process in processes.items()}
 
 
 @pytest.mark.parametrize("program", NAMES)
@@ -90,4 +90,4 @@ def test_dynamo_looks_at_nothing_of_amp_fx_in_a_step_with_the_backward_and_a_sca
 def test_a_backward_in_a_step_of_inductor_compiles_with_cold_caches() -> None:
     environment = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     alone, imported = (start(kind, "inductor", **environment) for kind in ("alone", "imported"))
-    assert end(alone)["alone"] == end(imported)["imported"]
+    assert end(alone) == end(imported)

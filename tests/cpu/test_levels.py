@@ -72,13 +72,16 @@ def test_one_graph_takes_any_number_of_tokens(tmp_path: Path, level: str) -> Non
     assert sum(bool(row.levels_below) for row in plan.nodes) == 2
 
 
-#: of other levels, test_scaled.py has it
-def test_zeros_stay_zeros_and_neither_magnitude_nor_what_is_not_finite_is_lost(tmp_path: Path) -> None:
+#: rowwise_gw_hp has the arithmetic of rowwise, and zeros in blocks are test_scaled.py's
+@pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
+def test_zeros_stay_zeros_and_neither_magnitude_nor_what_is_not_finite_is_lost(
+    tmp_path: Path, level: str
+) -> None:
     class Sum(MLP):
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[2](self.layers[1](self.layers[0](x))).float().sum() * 1e-3
 
-    given = options(tmp_path, "rowwise")
+    given = options(tmp_path, level)
     model, x = MLP(32, 64, 64, 16), torch.randn(32, 32)
     for bad in (float("inf"), float("nan")):
         wrong = x.clone()

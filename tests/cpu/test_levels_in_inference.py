@@ -105,7 +105,6 @@ def test_copies_of_weights_take_half_of_what_they_take_in_bf16_and_follow_their_
     assert held.bytes() == IN_FP8 + FACTORS + others
 
 
-@pytest.mark.usefixtures("op_by_op")
 def test_frozen_weights_are_folded_and_folded_again(model: Net, x: Tensor, tmp_path: Path) -> None:
     model = copy.deepcopy(model)
     run, in_each_call = (compiled(model, tmp_path, "rowwise", each) for each in ("freeze", "cast"))
@@ -129,7 +128,7 @@ def test_one_graph_takes_any_number_of_rows_with_one_scale_for_them(
     assert [row.computed is FP8 for row in plan.nodes if row.flops] == [True] * 4 + [False]
 
 
-@pytest.mark.parametrize("name", ["gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_public_architectures_are_as_near_to_fp32_as_e4m3_lets_them(name: str, tmp_path: Path) -> None:
     case = zoo.make(name)
     model, batch = copy.deepcopy(case.model).eval(), case.inputs(0)

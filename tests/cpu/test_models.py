@@ -1,7 +1,7 @@
 """The zoo through ``backend="amp_fx"``: eager's dtypes, at least autocast's accuracy, really low precision.
 
-A model compiles once for training and once for inference; all tests of a fixture share that on one worker. Of most
-models code is generated in the slow tests alone: otherwise their graphs run op by op.
+A model compiles twice (autocast, amp_fx) for training and once for inference; all tests of a fixture share that on
+one worker. Of most models code is generated in the slow tests alone: otherwise their graphs run op by op.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import pytest
 import torch
 
 import zoo
-from accuracy import AMP_FX, FP32, Comparison, Mode, Run, compare, run
+from accuracy import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP32, Comparison, Mode, Run, compare, run
 from amp_fx._torch import has_low_lstm
 from graphs import without_inductor
 
-#: of these code is generated in every run
-GENERATED = {"train": ("transformer_layer",)}
-
-#: made of what others have: in slow tests alone
-ALIKE = ("bert_eager_attention", "llama", "resnet", "vit")
+#: of these code is generated in every run, in training and without gradients
+GENERATED = {"train": ("mlp", "transformer_layer"), "no_grad": ("mlp",), "inference_mode": ("mlp",)}
 
 #: attention spelled out differs in what its backward saves
 IN_INFERENCE = [name for name in zoo.CASES if not name.endswith("_eager_attention")]
-IN_INFERENCE_MODE = ["conv_net", "gpt2"]
+IN_INFERENCE_MODE = ["conv_net", "gpt2", "mlp"]
 
 
 def _models(mode: Mode, names: list[str]) -> list[object]:
@@ -33,18 +30,17 @@ def _models(mode: Mode, names: list[str]) -> list[object]:
 
     One xdist group per model and mode keeps what is compiled on one worker.
     """
-    always = GENERATED.get(mode, ())
     return [
         pytest.param(
             (name, generate),
             id=name if generate else f"{name}-op by op",
             marks=[
                 pytest.mark.xdist_group(f"{name}-{mode}"),
-                *([pytest.mark.slow] if generate and name not in always else ()),
+                *([pytest.mark.slow] if generate and name not in GENERATED[mode] else ()),
             ],
         )
         for name in names
-        for generate in ((True,) if name in (*always, *ALIKE) else (False, True))
+        for generate in ((True,) if name in GENERATED[mode] else (False, True))
     ]
 
 
@@ -56,7 +52,7 @@ def _compiler(generate: bool) -> contextlib.AbstractContextManager[None]:
 def training(request: pytest.FixtureRequest) -> Comparison:
     name, generate = request.param
     with _compiler(generate):
-        return compare(zoo.make(name), "train")
+        return compare(zoo.make(name), "train", baseline=AUTOCAST if generate else EAGER_AUTOCAST)
 
 
 @pytest.fixture(scope="module", params=_models("no_grad", IN_INFERENCE))
@@ -66,7 +62,7 @@ def inference(request: pytest.FixtureRequest) -> tuple[zoo.Case, Comparison]:
         pytest.skip("nn.LSTM under autocast raises on this CPU")
     case = zoo.make(name)
     with _compiler(generate):
-        return case, compare(case, "no_grad")
+        return case, compare(case, "no_grad", baseline=EAGER_AUTOCAST)
 
 
 @pytest.fixture(scope="module", params=_models("inference_mode", IN_INFERENCE_MODE))
@@ -82,8 +78,11 @@ def inference_mode(request: pytest.FixtureRequest) -> tuple[Run, Run, Run]:
         )
 
 
-def test_training_returns_and_leaves_the_dtypes_of_the_eager_program(training: Comparison) -> None:
+def test_training_returns_the_dtypes_of_the_eager_program(training: Comparison) -> None:
     assert _dtypes(training.amp_fx.outputs) == _dtypes(training.fp32.outputs)
+
+
+def test_training_leaves_parameters_gradients_and_buffers_in_their_dtypes(training: Comparison) -> None:
     assert set(_dtypes(training.amp_fx.gradients).values()) == {torch.float32}
     assert _dtypes(training.amp_fx.parameters) == _dtypes(training.fp32.parameters)
     assert _dtypes(training.amp_fx.buffers) == _dtypes(training.fp32.buffers)
@@ -94,12 +93,17 @@ def test_training_reaches_every_parameter(training: Comparison) -> None:
     assert all(gradient.isfinite().all() for gradient in training.amp_fx.gradients.values())
 
 
-def test_training_is_low_and_at_least_as_accurate_as_autocast(training: Comparison) -> None:
+def test_training_is_at_least_as_accurate_as_autocast(training: Comparison) -> None:
     assert training.amp_fx_error.loss <= _allowed(training.autocast_error.loss)
     assert training.amp_fx_error.outputs <= _allowed(training.autocast_error.outputs)
     assert training.amp_fx_error.gradients <= _allowed(training.autocast_error.gradients)
+
+
+def test_training_really_runs_in_low_precision(training: Comparison) -> None:
     assert training.amp_fx_error.gradients > _explained_by_fp32(training.fp32_error.gradients)
-    # running statistics
+
+
+def test_training_updates_running_statistics_as_autocast_does(training: Comparison) -> None:
     assert training.amp_fx_error.buffers <= _allowed(training.autocast_error.buffers)
 
 
@@ -108,12 +112,14 @@ def test_inference_returns_the_dtypes_of_the_eager_program(inference: tuple[zoo.
     assert _dtypes(result.amp_fx.outputs) == _dtypes(result.fp32.outputs)
 
 
-def test_inference_is_low_and_at_least_as_accurate_as_autocast(
-    inference: tuple[zoo.Case, Comparison],
-) -> None:
-    case, result = inference
+def test_inference_is_at_least_as_accurate_as_autocast(inference: tuple[zoo.Case, Comparison]) -> None:
+    _, result = inference
     assert result.amp_fx_error.loss <= _allowed(result.autocast_error.loss)
     assert result.amp_fx_error.outputs <= _allowed(result.autocast_error.outputs)
+
+
+def test_inference_really_runs_in_low_precision(inference: tuple[zoo.Case, Comparison]) -> None:
+    case, result = inference
     if case.low_in_eval:
         assert result.amp_fx_error.outputs > _explained_by_fp32(result.fp32_error.outputs)
 
@@ -136,7 +142,6 @@ def test_inference_mode_gives_what_no_grad_gives(inference_mode: tuple[Run, Run,
         torch.testing.assert_close(compiled.outputs[name], value, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.usefixtures("op_by_op")
 def test_training_with_dropout_drops_as_often_as_eager_does() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Dropout(0.25))
     outputs = torch.compile(model, backend="amp_fx")(torch.randn(64, 64))

@@ -101,12 +101,27 @@ def used(request: pytest.FixtureRequest, op_by_op: None) -> Iterator[Used]:
     del scaler
 
 
-def parameters_are_swapped(used: Used) -> None:
+def follows(used: Used, before: Tensor) -> bool:
+    now = used.call()
+    torch.testing.assert_close(now, used.eagerly(), rtol=0.03, atol=0.03)
+    return not torch.allclose(now, before, rtol=0.1, atol=0.1)
+
+
+def test_parameters_are_swapped(used: Used) -> None:
+    assert [p for p in used.model.parameters() if weakref.getweakrefs(p)] == []
+    held, before = Held(), used.call()
+    used.model.zero_grad()
     for mine in used.model.parameters():
         torch.utils.swap_tensors(mine, nn.Parameter(2 * mine.detach()))
+    assert follows(used, before)
+    gc.collect()
+    # what was made of the old ones went with them
+    assert held.bytes() == 0
 
 
-def the_module_is_moved_by_swapping(used: Used) -> None:
+def test_a_module_is_moved_by_swapping(used: Used) -> None:
+    before = used.call()
+    used.model.zero_grad()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         used.model.double()
@@ -116,41 +131,21 @@ def the_module_is_moved_by_swapping(used: Used) -> None:
         used.model.float()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
+    assert follows(used, before)
 
 
-def two_models_exchange_their_parameters(used: Used) -> None:
-    other, before = copy.deepcopy(used.model), used.eagerly()
+def test_two_models_exchange_their_parameters(used: Used) -> None:
+    other, before = copy.deepcopy(used.model), used.call()
     used.model.zero_grad()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(2.0)
-
-    def exchange() -> None:
-        for mine, theirs in zip(used.model.parameters(), other.parameters(), strict=True):
-            torch.utils.swap_tensors(mine, theirs)
-
-    for _ in range(2):
-        exchange()
-        now = used.call()
-        used.model.zero_grad()
-    torch.testing.assert_close(now, before, rtol=0.03, atol=0.03)
-    exchange()
-
-
-def test_what_was_swapped_in_is_read_and_what_was_made_of_the_old_is_gone(used: Used) -> None:
-    assert [p for p in used.model.parameters() if weakref.getweakrefs(p)] == []
-    for change in (
-        parameters_are_swapped,
-        the_module_is_moved_by_swapping,
-        two_models_exchange_their_parameters,
-    ):
-        held, before = Held(), used.call()
-        used.model.zero_grad()
-        change(used)
-        now = used.call()
-        torch.testing.assert_close(now, used.eagerly(), rtol=0.03, atol=0.03)
-        assert not torch.allclose(now, before, rtol=0.1, atol=0.1), change.__name__
-        used.model.zero_grad()
-        if change is parameters_are_swapped:
-            gc.collect()
-            assert held.bytes() == 0
+    expected = used.eagerly()
+    used.model.zero_grad()
+    for mine, theirs in zip(used.model.parameters(), other.parameters(), strict=True):
+        torch.utils.swap_tensors(mine, theirs)
+    assert follows(used, before)
+    used.model.zero_grad()
+    for mine, theirs in zip(used.model.parameters(), other.parameters(), strict=True):
+        torch.utils.swap_tensors(mine, theirs)
+    torch.testing.assert_close(used.call(), expected, rtol=0.03, atol=0.03)

@@ -75,7 +75,10 @@ def measured(model: nn.Module, run: Callable[..., Any], batches: list[Tensor]) -
     return torch.stack(found).square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize(("policy", "dtype", "budget"), [("autocast", "fp16", 0.5), ("int8", "bf16", 2.0)])
+@pytest.mark.parametrize(
+    ("policy", "dtype", "budget"),
+    [("autocast", "bf16", 0.5), ("autocast", "fp16", 1.0), ("int8", "bf16", 2.0)],
+)
 def test_predictions_are_what_compiled_calls_measure(
     model: Net, policy: str, dtype: str, budget: float
 ) -> None:

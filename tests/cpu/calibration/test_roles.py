@@ -119,15 +119,14 @@ def errors_of_one(
     monkeypatch.setattr(OneBelow, "level", level, raising=False)
     exact = [g.double() for g in step()]
     for number in range(calls):
-        for role in ROLES:
+        for role in ROLES if level.weight_gradients else ROLES[:2]:
             wanted = number
             monkeypatch.setattr(OneBelow, "role", role)
             yield f"linear_{number}" if number else "linear", role, error(step(), exact)
     monkeypatch.undo()
 
 
-#: rowwise_gw_hp has the arithmetic of rowwise
-@pytest.mark.parametrize("name", ["rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("name", levels_of("fp8"))
 def test_the_harm_of_one_matmul_is_that_of_fp8_in_it_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +138,7 @@ def test_the_harm_of_one_matmul_is_that_of_fp8_in_it_alone(
     }
     measured = {(row.name, role) for row in rows.values() for role in row.roles}
     assert measured == truths.keys()
-    assert len(measured) == 27
+    assert len(measured) == (27 if name != "rowwise_gw_hp" else 18)
     # the last linear never runs in fp8. What comes back into it are probabilities, nearly equal here: in e5m2 their
     # errors have one sign, and 1.5 times the effect that independent ones have
     ratios = {
@@ -275,7 +274,7 @@ def test_of_several_states_a_plan_keeps_its_budget_in_each() -> None:
 @pytest.fixture(scope="module")
 def gpt() -> nn.Module:
     torch.manual_seed(0)
-    return train(GPT(layers=1), tokens, 20)
+    return train(GPT(), tokens, 20)
 
 
 @pytest.fixture(scope="module")
@@ -315,8 +314,8 @@ def test_a_budget_decides_how_many_and_the_step_keeps_it(gpt: nn.Module, cal: am
             found = error(gradients(gpt, tokens(0), {"plan": plan.plans, "strict": True}), exact)
             print(f"predicted {plan.point.error:.2e}, found {found:.2e}")
             assert plan.point.error == pytest.approx(found, rel=0.15)
-    # all of four linears, and none within autocast's own error
-    assert counts[0] == 0 < counts[1] < counts[2] < counts[3] == 12
+    # all of four linears in two blocks, and none within autocast's own error
+    assert counts[0] == 0 < counts[1] < counts[2] < counts[3] == 24
     assert cal.plan(16, verify=False).point.error == pytest.approx(known(cal, "fp8").error)
 
 
@@ -330,7 +329,7 @@ def test_the_frontier_goes_on_from_autocast_to_fp8(cal: amp_fx.Calibration) -> N
     fastest = cal.plan(time=corners[0].time, verify=False)
     assert fastest.point.error == pytest.approx(known(cal, "fp8").error)
     roles = [role for plan in known(cal, "fp8").plan.plans for row in plan.nodes for role in row.levels_below]
-    assert len(roles) == 12
+    assert len(roles) == 24
 
 
 def test_the_figure_and_the_blame_know_fp8(cal: amp_fx.Calibration, tmp_path: Path) -> None:
@@ -351,7 +350,7 @@ def test_without_times_operations_count(gpt: nn.Module) -> None:
     fp8 = known(cal, "fp8")
     assert fp8.time is None
     # where no rates are known, the policy puts all that may into fp8, which moves more for matrices as small as these
-    assert sum(len(row.levels_below) for row in fp8.plan.plans[0].nodes) == 12
+    assert sum(len(row.levels_below) for row in fp8.plan.plans[0].nodes) == 24
     assert fp8.bytes_moved > known(cal, "autocast").bytes_moved
     # as many operations as the budget allows
     plans = [cal.plan(budget, verify=False).plans[0] for budget in (2, 4, 16)]

@@ -20,6 +20,11 @@ from levels import MLP
 from small_models import GPT, tokens, train
 
 
+@pytest.fixture
+def _without_code() -> None:
+    """Op by op, a plan's harmless roundings, which fused kernels leave out, are more than one test here allows."""
+
+
 class Net(nn.Module):
     """``softplus`` is on CUDA's fp32 list, not on that of the CPU."""
 
@@ -142,11 +147,12 @@ def test_programs_that_index_and_unpack_are_planned_for_a_target() -> None:
     x = torch.randn(4, 8, 32)
     cal = amp_fx.calibrate(Indexing(), x, target="cuda:h100")
     plan = cal.plan(error=1e-12)
-    autocast = known(cal)
     # a compiled step on the CPU, which follows the target's plan
     assert plan.measured is not None
-    assert plan.measured < 0.1 * autocast.error
+    assert plan.measured < 1e-5
     assert cal.predict(plan) == 0
+    autocast = known(cal)
+    assert autocast.error > 1e-4
     report = amp_fx.explain(
         Indexing(), x, target="cuda:h100", options={"plan": autocast.plan.plans, "strict": True}
     )

@@ -82,6 +82,17 @@ def _resnet() -> nn.Module:
     return ResNetForImageClassification(config)
 
 
+def _vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=32, patch_size=8, hidden_size=256, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=1024,
+    )  # fmt: skip
+    config.num_labels = 64
+    return ViTForImageClassification(config)
+
+
 def _tokens(batch: int) -> Tensor:
     return torch.randint(256, (batch, 32), generator=torch.Generator().manual_seed(batch))
 
@@ -94,6 +105,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = 
     "gpt2": (_gpt2, _tokens),
     "bert": (_bert, _tokens),
     "resnet": (_resnet, _images),
+    "vit": (_vit, _images),
 }
 
 
@@ -319,7 +331,7 @@ def _session(path: Path) -> Any:
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
-@pytest.mark.parametrize("name", ["bert"])
+@pytest.mark.parametrize("name", ["bert", "resnet"])
 def test_onnxruntime_runs_a_program_in_fp16(exported: dict[str, Exported], tmp_path: Path, name: str) -> None:
     case = exported[name]
     ep = amp_fx.convert(case.stock, dtype="float16", profile="off")

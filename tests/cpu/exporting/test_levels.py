@@ -23,17 +23,17 @@ pytestmark = [
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(512, 1024), nn.Linear(1024, 16)
+        self.first, self.second, self.head = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.Linear(256, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.first(x).relu())
+        return self.head(x + self.second(self.first(x).relu()))
 
 
 def test_a_package_computes_what_its_program_computes_and_takes_a_quarter_of_the_bytes(
     tmp_path: Path,
 ) -> None:
     torch.manual_seed(0)
-    model, x = Net().eval().requires_grad_(False), torch.randn(5, 512)
+    model, x = Net().eval().requires_grad_(False), torch.randn(5, 256)
     FP8_CPU.save(tmp_path / "profile.json")
     program = amp_fx.export(
         model,
@@ -53,7 +53,7 @@ def test_a_package_computes_what_its_program_computes_and_takes_a_quarter_of_the
         inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
     )
     package, exact = torch._inductor.aoti_load_package(path), copy.deepcopy(model).double()
-    for rows in (x, torch.randn(17, 512)):
+    for rows in (x, torch.randn(17, 256)):
         found = package(rows)
         assert 0.005 < error([found], [exact(rows.double())]) < 0.06
-        assert error([found], [program.module()(rows).double()]) < 0.03
+        assert error([found], [program.module()(rows).double()]) < 0.01

@@ -23,6 +23,7 @@ def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(64, 64, 3, padding=1, bias=False),
+        nn.BatchNorm2d(64),
         nn.ReLU(),
         nn.ConvTranspose2d(64, 64, 3, padding=1),
         nn.ReLU(),

@@ -26,6 +26,7 @@ TRAINING = {
     "bf16": OFF,
     "fast": {**OFF, "policy": "fast"},
     "fp16": {**OFF, "dtype": "float16", "scaler": "default"},
+    "fast fp16": {**OFF, "policy": "fast", "dtype": "float16", "scaler": "default"},
 }
 INFERENCE = {weights: {**OFF, "weights": weights} for weights in ("auto", "cast", "cache")}
 

@@ -43,7 +43,7 @@ def interpreted() -> dict[str, Any]:
         ("every write is copied", 8),
         ("copies are renewed in place", 10),
         ("large writes are copied at once", 1),
-        ("a write to one element", 2),
+        ("a write to one element", 4),
         ("after touch", 5),
         ("matrices in fp8", 2),
     ],

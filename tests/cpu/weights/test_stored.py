@@ -38,8 +38,9 @@ def call(model: nn.Module, mode: Callable[[], Any], **options: Any) -> Tensor:
     [
         (torch.inference_mode, "bfloat16", "auto"),
         (torch.inference_mode, "float16", "cast"),
+        (torch.no_grad, "bfloat16", "cast"),
     ],
-    ids=["packed", "in fp16"],
+    ids=["packed", "in fp16", "cast"],
 )
 @pytest.mark.usefixtures("op_by_op")
 def test_a_stored_model_computes_what_it_did(mode: Callable[[], Any], dtype: str, weights: str) -> None:
