@@ -54,12 +54,12 @@ class Sample:
     make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 
 
-def ops(step: int = 1, each: int = EACH) -> Iterator[Sample]:
+def ops(step: int = 1) -> Iterator[Sample]:
     """The first samples of every ``step``-th op."""
     for op in op_db[::step]:
         if torch.float32 not in op.dtypes:
             continue
-        for number in range(each):
+        for number in range(EACH):
             name = f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}"
             yield Sample(f"{name} {number}", lambda op=op, number=number: _op_call(op, number))
 
@@ -70,10 +70,10 @@ def _op_call(op: Any, number: int) -> Any:
     return op.op, (sample.input, *sample.args), sample.kwargs
 
 
-def modules(step: int = 1, each: int = EACH) -> Iterator[Sample]:
+def modules(step: int = 1) -> Iterator[Sample]:
     """The first samples of every ``step``-th module, each with its own arguments."""
     for module in module_db[::step]:
-        for number in range(each):
+        for number in range(EACH):
             yield Sample(
                 f"{module.name} {number}", lambda module=module, number=number: _module_call(module, number)
             )

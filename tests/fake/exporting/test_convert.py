@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parts import Parts
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -96,14 +95,6 @@ def converted(model: nn.Module, *args: Any, **options: Any) -> ExportedProgram:
     return amp_fx.export(model.eval(), args, profile="off", **options)
 
 
-def saved(ep: ExportedProgram) -> ExportedProgram:
-    """The program as it comes out of a file."""
-    file = io.BytesIO()
-    torch.export.save(ep, file)
-    file.seek(0)
-    return torch.export.load(file)
-
-
 def stored_dtypes(ep: ExportedProgram) -> dict[str, torch.dtype]:
     return {name: value.dtype for name, value in ep.state_dict.items()}
 
@@ -172,12 +163,27 @@ def test_norms_are_stored_with_operands_of_one_dtype(numerics: str) -> None:
     assert error(ep.module()(x), exact) <= 1.1 * error(autocast, exact)
 
 
+def test_the_program_computes_what_autocast_computes_and_returns_the_dtypes_of_the_model() -> None:
+    x = torch.randn(64, 16)
+    model = MLP()
+    result = converted(model, x).module()(x)
+    with torch.autocast("cpu", BF16):
+        autocast = model(x)
+    exact = copy.deepcopy(model).double()(x.double())
+    assert result.dtype is FP32
+    assert error(result, exact) <= 1.1 * error(autocast, exact)
+    assert error(result, exact) > 10 * error(model(x), exact), "it really computes in bf16"
+
+
 def test_a_converted_program_validates_decomposes_and_survives_a_file() -> None:
     x = torch.randn(4, 16)
     ep = converted(MLP(), x)
     ep.validate()
     decomposed = ep.run_decompositions()
-    loaded = saved(ep)
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
     assert torch.equal(decomposed.module()(x), ep.module()(x))
     assert torch.equal(loaded.module()(x), ep.module()(x))
     assert stored_dtypes(loaded) == stored_dtypes(ep)
@@ -226,7 +232,10 @@ def test_a_low_input_that_is_given_in_fp32_is_named_with_the_fix() -> None:
         module(x, **low)
     with pytest.raises(InputError, match=r"'mask' .*torch\.float32"):
         module(x.bfloat16(), **named)
-    loaded = saved(ep)
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
     with pytest.raises(RuntimeError, match="Expected: BFloat16, Got: float"):
         loaded.module()(x, **named)
     assert loaded.module()(x.bfloat16(), **low).dtype is BF16
@@ -354,22 +363,33 @@ def test_buffers_constants_and_what_is_not_saved_survive() -> None:
     scale = ep.constants["scale"]
     assert isinstance(scale, Tensor)
     assert scale.dtype is BF16, "a constant that a matmul reads is stored low, too"
-    module = saved(ep).module()
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    file.seek(0)
+    module = torch.export.load(file).module()
     first, second = module(x), module(x)
     torch.testing.assert_close(second - first, torch.ones_like(first))
     assert module.get_buffer("calls").item() == 2
 
 
 def test_in_place_writes_through_views_survive_a_program_from_a_file() -> None:
-    def writes(m: Any, x: Tensor) -> Tensor:
-        y = m.linear(x)
-        y[:, :8].add_(1)
-        y[0].mul_(2)
-        return y @ y.T
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            y[:, :8].add_(1)
+            y[0].mul_(2)
+            return y @ y.T
 
     x = torch.randn(4, 16)
-    model = Parts(writes, linear=nn.Linear(16, 16)).eval()
-    ep = amp_fx.convert(saved(torch.export.export(model, (x,))), profile="off")
+    model = Writes().eval()
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (x,)), file)
+    file.seek(0)
+    ep = amp_fx.convert(torch.export.load(file), profile="off")
     assert error(ep.module()(x), model(x)) < 0.02
 
 
@@ -497,11 +517,16 @@ def test_a_dynamic_batch_stays_dynamic_and_bounded() -> None:
 
 
 def test_branches_of_cond_are_rewritten_and_return_their_dtypes() -> None:
-    def branches(m: Any, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: m.linear(x), lambda x: x.sin(), (x,))
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda x: self.linear(x), lambda x: x.sin(), (x,))
 
     x = torch.rand(4, 16)
-    model = Parts(branches, linear=nn.Linear(16, 16)).eval()
+    model = Branches().eval()
     ep = converted(model, x)
     rows = Plan.from_json(amp_fx.extra_files(ep)["amp_fx.json"]).nodes
     assert [row.dtype for row in rows if row.op == "linear"] == [BF16]
@@ -541,8 +566,15 @@ def test_what_a_profile_keeps_in_fp32_is_counted(fast_bf16: str, caplog: pytest.
     assert all(each in caplog.text for each in ("1 of 1", "torch.bfloat16", "made up", "profile='off'"))
     caplog.clear()
 
-    both = Parts(lambda m, x, y: (m.small(x), m.large(y)), small=nn.Linear(2, 2), large=nn.Linear(512, 512))
-    ep = amp_fx.export(both.eval(), (torch.randn(2, 2), torch.randn(512, 512)), profile=fast_bf16)
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = nn.Linear(2, 2), nn.Linear(512, 512)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return self.small(x), self.large(y)
+
+    ep = amp_fx.export(Both().eval(), (torch.randn(2, 2), torch.randn(512, 512)), profile=fast_bf16)
     assert {BF16, FP32} <= set(stored_dtypes(ep).values())
     assert "1 of 2" in caplog.text
 
@@ -601,6 +633,9 @@ def make():
 
 def make_one():
     return torch.nn.Linear(64, 64), (torch.randn(1, 64),), {}
+
+def wrong():
+    return 3
 """
 
 
@@ -628,6 +663,10 @@ def test_the_command_writes_a_program_with_its_report(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("exported_by_a_test:wrong", r"\(model, args\).* int"),
+        ("exported_by_a_test:mak", r"'mak'.*'make'"),
+        ("no_such_module_here:make", r"'no_such_module_here'"),
+        ("exported_by_a_test", r"package.module:callable"),
         ("exported_by_a_test:make -o model.bin", r"\.pt2"),
         ("exported_by_a_test:make_one --dynamic-batch", r"2.*\(1, 64\)"),
     ],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from amp_fx import Plan
 from graphs import agree, rewrite
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 #: what a user gets who names no option: matmuls as small as these stay in fp32
 NO_OPTION: Mapping[str, Any] = {"profile": "auto", "strict": False}
@@ -49,10 +49,13 @@ def dtypes(plans: list[Plan], op: str) -> list[torch.dtype | None]:
     return [row.dtype for plan in plans for row in plan.nodes if row.op.partition(".")[0] == op]
 
 
+@pytest.mark.parametrize("ambient", [BF16, FP16])
 @pytest.mark.parametrize("op", PROGRAMS)
-def test_what_is_too_small_to_gain_stays_in_fp32_and_returns_what_autocast_returns(op: str) -> None:
+def test_what_is_too_small_to_gain_stays_in_fp32_and_returns_what_autocast_returns(
+    op: str, ambient: torch.dtype
+) -> None:
     program, inputs = PROGRAMS[op]
-    plans = agree(program, *inputs, options=NO_OPTION, ambient=BF16)
+    plans = agree(program, *inputs, options=NO_OPTION, ambient=ambient)
     assert FP32 in dtypes(plans, op)
 
 

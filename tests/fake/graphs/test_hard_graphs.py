@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch._dynamo.config
 import torch.nn.functional as F
-from parts import Parts
 from torch import Tensor, nn
 from torch._higher_order_ops.invoke_subgraph import mark_compile_region
 from torch._higher_order_ops.scan import scan
@@ -45,38 +44,55 @@ def square(requires_grad: bool = False) -> Tensor:
 # ---- layers ----
 
 
-def recurrent(layer: Callable[..., nn.RNNBase]) -> nn.Module:
-    return Parts(lambda m, x: m.head(m.rnn(x)[0]), rnn=layer(4, 8, batch_first=True), head=nn.Linear(8, 4))
-
-
 @pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU], ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda layer: layer.__name__)
 def test_recurrent_layers_compile_whole(
     layer: Callable[..., nn.RNNBase], ambient: torch.dtype | None
 ) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = layer(4, 8, batch_first=True), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0])
+
     if layer is nn.LSTM and ambient is not None and not has_low_lstm(ambient):
         pytest.skip("nn.LSTM under autocast raises on this CPU")
     # torch.compile cannot train an LSTM on CPU, with any backend: oneDNN's workspace is no tensor that can be saved
     with torch._dynamo.config.patch(allow_rnn=True), torch.set_grad_enabled(layer is not nn.LSTM):
-        found = agree(recurrent(layer), torch.randn(2, 3, 4), ambient=ambient, tolerance=ONE_ROUNDING)
+        found = agree(Model(), torch.randn(2, 3, 4), ambient=ambient, tolerance=ONE_ROUNDING)
     assert low(found, "linear")
 
 
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell], ids=lambda cell: cell.__name__)
-def test_products_inside_recurrent_cells_are_low(cell: Callable[..., nn.RNNCellBase]) -> None:
-    found = agree(cell(4, 8), torch.randn(2, 4, requires_grad=True))
+def test_products_inside_recurrent_cells_are_low(
+    cell: Callable[..., nn.RNNCellBase], ambient: torch.dtype | None
+) -> None:
+    found = agree(cell(4, 8), torch.randn(2, 4, requires_grad=True), ambient=ambient)
     assert not any(plans(plan, f"{kind}_cell") for plan in found for kind in ("lstm", "gru"))
     assert low(found, "rnn_tanh_cell" if cell is nn.RNNCell else "linear")
 
 
-def test_recurrent_layers_that_dynamo_leaves_to_eager_stay_fp32() -> None:
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU], ids=lambda layer: layer.__name__)
+def test_recurrent_layers_that_dynamo_leaves_to_eager_stay_fp32(layer: Callable[..., nn.RNNBase]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = layer(4, 8, batch_first=True), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0])
+
     with torch._dynamo.config.patch(allow_rnn=False):
-        found = agree(recurrent(nn.GRU), torch.randn(2, 3, 4), fullgraph=False, tolerance=ONE_ROUNDING)
-    assert not any(plans(plan, "gru") for plan in found)
+        found = agree(Model(), torch.randn(2, 3, 4), fullgraph=False, tolerance=ONE_ROUNDING)
+    assert not any(plans(plan, layer.__name__.lower()) for plan in found)
 
 
-def test_embedding_bags() -> None:
-    model = nn.Sequential(nn.EmbeddingBag(16, 8), nn.Linear(8, 4))
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_embedding_bags(mode: str) -> None:
+    model = nn.Sequential(nn.EmbeddingBag(16, 8, mode=mode), nn.Linear(8, 4))
     assert low(agree(model, torch.randint(16, (3, 5))), "linear")
 
 
@@ -97,6 +113,7 @@ def test_einsum_that_is_no_matrix_product_stays_fp32_under_autocast() -> None:
     assert plans(found[0], "einsum")[0].dtype is torch.float32
 
 
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
 @pytest.mark.parametrize(
     ("product", "shapes", "rounds"),
     [
@@ -116,10 +133,11 @@ def test_products_are_rounded_where_autocast_rounds_them(
     product: Callable[..., Tensor],
     shapes: tuple[tuple[int, ...], ...],
     rounds: bool,
+    ambient: torch.dtype | None,
 ) -> None:
     torch.manual_seed(0)
     given = [torch.randn(shape) for shape in shapes]
-    (plan,) = agree(product, *given, ambient=BF16)
+    (plan,) = agree(product, *given, ambient=ambient)
     computed = [
         row for row in plan.nodes if row.op_class.value in ("low", "promote") and row.op != "add.Tensor"
     ]
@@ -128,12 +146,16 @@ def test_products_are_rounded_where_autocast_rounds_them(
 
 @pytest.mark.parametrize("training", [True, False])
 def test_multi_head_attention(training: bool) -> None:
-    def program(m: Any, x: Tensor, padded: Tensor) -> tuple[Tensor, Tensor | None]:
-        return m.attention(x, x, x, key_padding_mask=padded, need_weights=not training)
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
-    model = Parts(program, attention=nn.MultiheadAttention(8, 2, batch_first=True))
+        def forward(self, x: Tensor, padded: Tensor) -> tuple[Tensor, Tensor | None]:
+            return self.attention(x, x, x, key_padding_mask=padded, need_weights=not training)
+
     padded = torch.tensor([[False, False, True], [False, True, True]])
-    agree(model.train(training), torch.randn(2, 3, 8), padded)
+    agree(Model().train(training), torch.randn(2, 3, 8), padded)
 
 
 def test_a_transformer_layer_in_evaluation_without_gradients() -> None:
@@ -204,7 +226,8 @@ def test_a_checkpointed_block_is_recomputed_with_the_same_numbers() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_while_loop_runs_its_body_low_and_carries_fp32() -> None:
+@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
+def test_a_while_loop_runs_its_body_low_and_carries_fp32(ambient: torch.dtype | None) -> None:
     def program(x: Tensor, w: Tensor) -> Tensor:
         def more(i: Tensor, h: Tensor) -> Tensor:
             return i < 3
@@ -214,7 +237,7 @@ def test_a_while_loop_runs_its_body_low_and_carries_fp32() -> None:
 
         return while_loop(more, step, (torch.tensor(0), x))[1]
 
-    assert low(agree(program, square(), square(), reference=torch.float32), "matmul")
+    assert low(agree(program, square(), square(), ambient=ambient, reference=torch.float32), "matmul")
 
 
 def test_a_scan_carries_fp32() -> None:
@@ -287,6 +310,14 @@ def test_an_autograd_function_runs_as_traced_between_low_matmuls() -> None:
 
 
 # ---- functorch ----
+
+
+def test_a_gradient_taken_inside_the_program() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda y: (y @ w).tanh().sum())(x)
+        return slope @ w
+
+    assert low(agree(program, square(), square(), tolerance=ONE_ROUNDING), "matmul")
 
 
 def test_per_sample_gradients() -> None:
@@ -380,6 +411,40 @@ def test_a_loss_against_a_number_does_not_round_it() -> None:
         )
 
 
+class Cached(nn.Module):
+    """Attention over a static cache that is written in place, one position per call."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.register_buffer("keys", torch.zeros(2, 6, 8, dtype=dtype))
+        self.register_buffer("values", torch.zeros(2, 6, 8, dtype=dtype))
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        self.keys.index_copy_(1, position, k.to(self.keys.dtype))
+        self.values[:, position] = v.to(self.values.dtype)
+        mask = torch.arange(6) <= position
+        keys, values = self.keys.to(q.dtype), self.values.to(q.dtype)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+def test_a_key_value_cache_is_written_in_place(dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        found = agree(
+            Cached(dtype),
+            torch.randn(2, 1, 8),
+            torch.tensor([3]),
+            reference=torch.float32,
+            tolerance=ONE_ROUNDING,
+        )
+    assert low(found, "linear")
+
+
 # ---- dtypes and shapes ----
 
 
@@ -422,8 +487,15 @@ def test_batches_of_size_zero(ambient: torch.dtype | None) -> None:
 
 
 def test_layers_on_batches_of_any_size() -> None:
-    net = Parts(lambda m, x: m.linear(x.mT).relu(), linear=nn.Linear(8, 16))
-    assert low(agree(net, torch.randn(2, 8, 3), dynamic=True), "linear")
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mT).relu()
+
+    assert low(agree(Net(), torch.randn(2, 8, 3), dynamic=True), "linear")
 
 
 def test_sizes_that_nobody_knows_before_the_run() -> None:

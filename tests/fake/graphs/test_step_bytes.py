@@ -61,8 +61,9 @@ def moved(update: bool, policy: str | None) -> int:
 
 
 @pytest.mark.parametrize("policy", ["autocast", "fast"])
-def test_a_step_in_one_graph_moves_at_most_what_stock_moves(policy: str) -> None:
-    assert moved(True, policy) <= moved(True, None)
+@pytest.mark.parametrize("update", [False, True], ids=["gradients", "update"])
+def test_a_step_in_one_graph_moves_at_most_what_stock_moves(update: bool, policy: str) -> None:
+    assert moved(update, policy) <= moved(update, None)
 
 
 def test_an_update_in_the_graph_is_one_kernel_with_the_widening_of_its_gradient() -> None:

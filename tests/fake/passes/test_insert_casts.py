@@ -218,3 +218,33 @@ def test_a_cast_is_not_shared_out_of_no_grad() -> None:
 
     args = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
     check(program, *args, casts={DOWN: 4, UP: 1})
+
+
+def test_tied_weights_are_cast_once_and_collect_both_gradients() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(16, 8)
+            self.head = nn.Linear(8, 16, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(F.gelu(self.head(self.embed(tokens))) @ self.embed.weight)
+
+    check(Tied(), torch.randint(16, (2, 5)), casts={DOWN: 1, UP: 1}, dtypes={"linear": "bfloat16"})
+
+
+def test_two_low_dtypes_in_one_program_each_get_their_casts() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            h = torch.matmul(x, w)
+        return torch.matmul(h.float(), w)
+
+    check(
+        program,
+        square(),
+        square(),
+        casts={("float32", "float16"): 2, ("float16", "float32"): 1, DOWN: 2, UP: 1},
+        dtypes={"matmul": ["float16", "bfloat16"]},
+        reference=torch.float32,
+    )

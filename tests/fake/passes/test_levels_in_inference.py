@@ -19,7 +19,7 @@ from amp_fx.plans.reasons import Kind
 from amp_fx.reports import Report
 from amp_fx.settings import Options
 from amp_fx.viz.model import drawing
-from graphs import Rewritten, casts_of, dynamo_graph, without_inductor
+from graphs import Rewritten, casts_of, dynamo_graph, rewrite, without_inductor
 from levels import Attention, calls, error, evaluated, exact, options, scaled
 
 aten = torch.ops.aten
@@ -48,6 +48,19 @@ def run(
     **others: Any,
 ) -> Rewritten:
     return evaluated(model, x, options(folder, level, **others), dynamic)
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("rowwise", "bfloat16"), ("tensorwise", "float16")])
+def test_results_are_as_near_to_fp64_as_e4m3_lets_them(tmp_path: Path, level: str, dtype: str) -> None:
+    model, x = Attention().eval(), torch.randn(2, 5, 32)
+    found = run(model, x, tmp_path, level, dtype=dtype)
+    assert len(scaled(found)) == 4
+    low = rewrite(model, x, options={"dtype": dtype})
+    wrong, wrong_low = (
+        error([result.outputs.detach() - x], [exact(model, x) - x.double()]) for result in (found, low)
+    )
+    assert 5 * wrong_low < wrong < 0.07
+    assert found.outputs.dtype is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -213,13 +226,21 @@ def test_copies_of_weights_are_inputs_with_their_factors(
         assert labels.count("weight") == labels.count("weight scales") == 4
 
 
+class Chain(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
 @pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
 def test_a_graph_in_fp16_does_not_overflow_before_its_scales(tmp_path: Path, level: str) -> None:
-    first, x = nn.Linear(512, 32, bias=False), torch.ones(4, 512) * 100
-    model = nn.Sequential(first, nn.Linear(32, 16, bias=False))
+    model, x = Chain(512), torch.ones(4, 512) * 100
     with torch.no_grad():
         # in fp8 the weights are 448 times this
-        first.weight.fill_(2e-3)
+        model.a.weight.fill_(2e-3)
     found = run(model, x, tmp_path, level, dtype="float16")
     # all weights are rounded alike
     assert error([found.outputs], [exact(model, x)]) < 0.1

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from parts import Parts
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from amp_fx.passes.keyed import MARK
 from amp_fx.placement.level_device import _say_once
@@ -57,12 +57,15 @@ def test_a_plan_with_levels_is_kept_and_told_in_the_log(step: Step) -> None:
 
 
 def test_a_linear_that_ends_in_a_residual_sum_is_not_the_last_of_a_model(tmp_path: Path) -> None:
-    block = Parts(
-        lambda m, x: (x + m.down(m.up(x).relu())).float().square().mean(),
-        up=nn.Linear(32, 64),
-        down=nn.Linear(64, 32),
-    )
-    found = lowered(block, [torch.randn(16, 32)], options(tmp_path))
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.down(self.up(x).relu())).float().square().mean()
+
+    found = lowered(Block(), [torch.randn(16, 32)], options(tmp_path))
     assert below(found.plan) == [True, True]
 
 
@@ -122,13 +125,18 @@ def test_levels_differ_in_gradients_of_weights_and_in_their_dtype(tmp_path: Path
 
 
 def test_no_matmul_has_gradients_on_both_sides(tmp_path: Path) -> None:
-    def square(m: Any, x: Tensor) -> Tensor:
+    class Square(nn.Module):
         """Its backward multiplies a gradient by what another gradient becomes: twice the same value."""
-        y = m.a(x)
-        return (m.b(y) + y @ y.t() @ y).float().square().mean()
 
-    linears = {name: nn.Linear(32, 32, bias=False) for name in "ab"}
-    found = lowered(Parts(square, **linears), [torch.randn(32, 32)], options(tmp_path, "tensorwise"))
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return (self.b(y) + y @ y.t() @ y).float().square().mean()
+
+    found = lowered(Square(), [torch.randn(32, 32)], options(tmp_path, "tensorwise"))
     every = [node for nodes in found.scaled() for node in nodes]
     assert every
     for node in every:
@@ -184,6 +192,20 @@ def test_a_model_that_is_low_as_a_whole_runs_below_but_not_where_the_program_kee
     x = torch.randn(32, 32, dtype=torch.bfloat16)
     for model, expected in ((MLP, [True, True, False]), (Island, [False, True, False])):
         assert below(lowered(model(32, 64, 64, 16).bfloat16(), [x], options(tmp_path)).plan) == expected
+
+
+def test_calls_inside_a_checkpoint_are_chosen_as_others_are(tmp_path: Path) -> None:
+    class Checkpointed(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(lambda y: self.layers[1](self.layers[0](y)).relu(), x, use_reentrant=False)  # type: ignore[assignment]
+            return self.layers[2](x).float().mean()
+
+    found = lowered(Checkpointed(32, 64, 64, 16), [torch.randn(32, 32)], options(tmp_path))
+    assert below(found.plan) == [True, True, False]
+    # the forward of both, recomputed or not, and their gradients
+    forward, backward = found.scaled()
+    assert len(forward) == 2
+    assert len(backward) >= 3
 
 
 def test_marks_do_not_stay_in_the_users_graph(tmp_path: Path) -> None:
