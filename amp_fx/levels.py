@@ -12,10 +12,10 @@ import torch.fx as fx
 
 from amp_fx._torch import size_hint
 from amp_fx.errors import PlanError
+from amp_fx.graphs.keys import BUDGET
 from amp_fx.passes import PlaceLevels
 from amp_fx.passes.keyed import marked
-from amp_fx.passes.levels.place_levels import write_choice
-from amp_fx.passes.scratch import BUDGET
+from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.devices import builtin, resolve
 from amp_fx.placement.level_device import meaning, multiplies
 from amp_fx.placement.profile import DEVICE_TYPES
@@ -142,15 +142,17 @@ def add_choices(plan: Plan, placed: PlaceLevels) -> None:
     chosen: dict[str, dict[str, tuple[Level | None, Reason]]] = {}
     for (name, role), choice in placed.choices.items():
         chosen.setdefault(name, {})[role] = choice
-    for row in plan.nodes:
+    for at, row in enumerate(plan.nodes):
         found = chosen.get(row.name, {})
         if FORWARD in row.levels_below and FORWARD not in found:
             raise PlanError(
                 f"the plan runs {row.name} ({row.op}) in {row.levels[FORWARD]}, which is no product of two matrices "
                 "here. Make a new plan, or drop the option."
             )
-        row.levels.clear()
+        row = replace(row, levels={})
         for role, (level, why) in found.items():
-            write_choice(row, role, level, why)
+            levels, reasons = with_choice(row, role, level, why)
+            row = replace(row, levels=levels, reasons=reasons)
             if "planned" in why.values:
                 logger.warning("%s of %s stays low: %s", role, row.name, sentence(why))
+        plan.nodes[at] = row

@@ -14,6 +14,7 @@ from amp_fx._torch import compile_id, log_artifact, saved_tensors_shield
 from amp_fx.errors import CaptureError, PassError, PlanError
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_device
+from amp_fx.graphs.keys import BUDGET, HARM, STEP_META
 from amp_fx.graphs.regions import Region
 from amp_fx.levels import planned_levels
 from amp_fx.passes import (
@@ -30,12 +31,12 @@ from amp_fx.passes import (
     select,
 )
 from amp_fx.passes.forward.place_by_harm import Placement
-from amp_fx.passes.scratch import BUDGET, HARM, Budget
+from amp_fx.passes.levels.place_levels import Budget
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_device import meaning
 from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.modules import module_dtypes
-from amp_fx.plans.plan import STEP_META, Plan
+from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.policy.levels import levels_of
 from amp_fx.settings import Options

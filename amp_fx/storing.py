@@ -15,8 +15,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from amp_fx._torch import unwrapped_errors
 from amp_fx.errors import AmpFxError, CaptureError, PassError
 from amp_fx.graphs.batches import arguments_of, call_of
-from amp_fx.graphs.calls import COPY_META, is_cast
+from amp_fx.graphs.calls import is_cast
 from amp_fx.graphs.devices import graph_devices
+from amp_fx.graphs.keys import COPY_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.scope import not_ours
 from amp_fx.graphs.traits import Trait, has_trait

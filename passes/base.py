@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, log_artifact
 from amp_fx.errors import PassError, PlanError
-from amp_fx.graphs.capture import REGION_META
+from amp_fx.graphs.keys import REGION_META
 from amp_fx.passes.keyed import only_keyed
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan

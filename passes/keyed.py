@@ -14,17 +14,12 @@ from typing import Any, NoReturn
 import torch.fx as fx
 
 from amp_fx.errors import PassError
+from amp_fx.graphs.keys import MARK, RESULT_MARK
 
-__all__ = ["CUSTOM", "MARK", "RESULT_MARK", "mark", "marked", "only_keyed"]
+__all__ = ["CUSTOM", "mark", "marked", "only_keyed"]
 
 #: node.meta key of what AOTAutograd hands on to all that a call becomes, backward included
 CUSTOM = "custom"
-
-#: key in that: the name that the call has in the plan. It is on calls that policy and plan let run below 16 bits
-MARK = "amp_fx_level"
-
-#: likewise, on products whose result a rule has in fp32
-RESULT_MARK = "amp_fx_result"
 
 #: node.meta keys that tracing makes of a graph's code and inputs, and of nothing else
 _KEYED = frozenset({"desc", "original_aten", "partitioner_tag", "val"})

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from amp_fx.calibration.below import PricedMatmuls
 from amp_fx.calibration.points import Point
 from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.errors import PlanError
 from amp_fx.passes.forward.place_by_harm import PricedGraph
-from amp_fx.passes.levels.place_levels import write_choice
+from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.priced import HarmTerm, Labels, Priced, choose_all
@@ -191,7 +191,9 @@ class Cuts:
                     why = Reason.of(
                         Kind.LEVEL_WOULD_ADD, low=self._harm.dtype, policy=level.policy, error=error
                     )
-                write_choice(rows[name], role, level if is_below else None, why)
+                levels, reasons = with_choice(rows[name], role, level if is_below else None, why)
+                rows[name] = replace(rows[name], levels=levels, reasons=reasons)
+            plan.nodes = [*rows.values()]
 
     def blame(self, placed: Placed) -> list[HarmTerm]:
         """What a placement adds below 16 bits, operand by operand, worst first."""

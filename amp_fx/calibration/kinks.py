@@ -22,7 +22,7 @@ import torch.fx as fx
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.plans.plan import node_plan
+from amp_fx.plans.label import label_of
 from amp_fx.policy import OpClass
 
 __all__ = ["is_relu", "noise", "smoothed"]
@@ -105,7 +105,7 @@ class _Pair(fx.Interpreter):
         return value
 
     def _as_autocast(self, n: fx.Node) -> Any:
-        plan = node_plan(n)
+        plan = label_of(n)
         is_low = plan is not None and plan.op_class is OpClass.LOW
         args, kwargs = fx.map_arg(
             (n.args, n.kwargs),

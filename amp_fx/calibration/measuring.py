@@ -19,11 +19,12 @@ from amp_fx.calibration.attention import attend, is_attention
 from amp_fx.calibration.kinks import noise, smoothed
 from amp_fx.calibration.meter import Key, Meter
 from amp_fx.calibration.roles import multiply, read_below
+from amp_fx.graphs.keys import LABEL
 from amp_fx.graphs.linears import LinearForm, linear_form
 from amp_fx.graphs.storages import is_view, storage_of, written_storages
 from amp_fx.graphs.values import is_eligible
 from amp_fx.plans.harm import slots
-from amp_fx.plans.plan import NodePlan, node_plan
+from amp_fx.plans.label import Label, label_of
 from amp_fx.policy import OpClass
 
 __all__ = ["run_measured"]
@@ -60,7 +61,7 @@ class _Measured(fx.Interpreter):
             return self._body(n)
         if not isinstance(n.target, OpOverload):
             return self._note(n, super().run_node(n))
-        plan = node_plan(n)
+        plan = label_of(n)
         read = self._aliases(n) if plan is not None and plan.op_class is not OpClass.KEEP else {}
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda source: read.get(source, self.env[source]))
         result = self._leaf(n, self._call(n, args, kwargs))
@@ -77,7 +78,7 @@ class _Measured(fx.Interpreter):
 
     def _known_of_view(self, n: fx.Node, result: torch.Tensor) -> Key | None:
         """Where the harm of what a view looks at is known: that of a view which repeats no element is the same."""
-        plan = n.meta["amp_fx"]
+        plan = n.meta[LABEL]
         if not is_view(n) or plan.op_class is OpClass.KEEP:
             return None
         found = [(slot, self.env[source]) for slot, _, source in slots(n)]
@@ -87,7 +88,7 @@ class _Measured(fx.Interpreter):
 
     def _call(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         """Runs a call so that it can be differentiated twice; fused kernels of attention cannot."""
-        plan = node_plan(n)
+        plan = label_of(n)
         if is_attention(n) and plan is not None and plan.op_class is not OpClass.KEEP:
             result = attend(self._meter, (self._graph, plan.name), *args, **kwargs)
             return _laid_out(result, n.meta["val"])
@@ -111,7 +112,7 @@ class _Measured(fx.Interpreter):
         with sdpa_kernel([SDPBackend.MATH]):
             return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]  # an OpOverload
 
-    def _may_run_below(self, n: fx.Node, plan: NodePlan) -> LinearForm | None:
+    def _may_run_below(self, n: fx.Node, plan: Label) -> LinearForm | None:
         """How a call multiplies whose three matmuls are measured below 16 bits, each by itself."""
         linear = linear_form(n) if self._meter.level is not None and plan.op_class is OpClass.LOW else None
         if linear is None:
@@ -122,7 +123,7 @@ class _Measured(fx.Interpreter):
 
     def _aliases(self, n: fx.Node) -> dict[fx.Node, torch.Tensor]:
         """What the call reads, each value under a name of its own; a value's only reader needs none."""
-        plan = n.meta["amp_fx"]
+        plan = n.meta[LABEL]
         found: dict[fx.Node, torch.Tensor] = {}
         for slot, _, source in slots(n):
             value = self.env[source]

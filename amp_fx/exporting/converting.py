@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from amp_fx.exporting.stored import beyond_range, store_low, stored_weights, tie
 from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.devices import graph_device, graph_devices
 from amp_fx.graphs.exported import adopt, ambient_dtype
+from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
 from amp_fx.passes import (
     CAPTURED,
@@ -51,9 +53,6 @@ logger = logging.getLogger(__name__)
 
 #: name of the plan inside a saved program
 REPORT_FILE = "amp_fx.json"
-
-#: meta key of a converted program's graph module: its Plan
-_PLAN = "amp_fx_plan"
 
 
 def export(
@@ -130,7 +129,7 @@ def extra_files(ep: torch.export.ExportedProgram) -> dict[str, str]:
     Raises:
         AmpFxError: the program was not made by :func:`export` or :func:`convert`.
     """
-    plan = ep.graph_module.meta.get(_PLAN)
+    plan = ep.graph_module.meta.get(PLAN_META)
     if plan is None:
         raise AmpFxError(
             "this program has no report: it was not made by amp_fx.export or amp_fx.convert, or was decomposed "
@@ -171,10 +170,12 @@ def _convert(
             case = case.giving(PlaceLevels(means.level, device, means.cost, joint=False))
         plan = run_passes(gm, select(CAPTURED, case), context)
         plan.meaning = means.text
-    for given in plan.inputs:
-        given.parameter = given.name in context.folded or given.copy_of in context.folded
+    plan.inputs = [
+        replace(given, parameter=not context.folded.isdisjoint((given.name, given.copy_of)))
+        for given in plan.inputs
+    ]
     program = new_program(ep, gm, store_low(gm, groups, opts.weights_beyond_range), narrowed)
-    program.graph_module.meta[_PLAN] = plan
+    program.graph_module.meta[PLAN_META] = plan
     for text in unused_rules([plan]):
         logger.warning("%s", text)
     logger.debug("converted %d nodes, %d casts", len(gm.graph.nodes), len(plan.casts))

@@ -11,10 +11,9 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_fx.graphs.calls import output_nodes
-from amp_fx.graphs.capture import OUTPUT_META, REGION_META
+from amp_fx.graphs.keys import CAST_META, OUTPUT_META, REGION_META
 from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.values import is_eligible, tensors
-from amp_fx.plans.plan import CAST_META
 
 __all__ = ["check_dtypes", "low_examples", "narrow_ends"]
 

@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 from amp_fx.errors import InputError
 from amp_fx.exporting.ends import check_dtypes, low_examples
 from amp_fx.exporting.stored import scale_target
-from amp_fx.graphs.calls import COPY_META
-from amp_fx.graphs.capture import OUTPUT_META, REGION_META
-from amp_fx.plans.plan import CAST_META, PLAN_META, STEP_META
-from amp_fx.weights.recipes import RECIPE_META
+from amp_fx.graphs.keys import (
+    COPY_META,
+    NODE_KEYS,
+    RECIPE_META,
+)
 
 __all__ = ["LowInputsProgram", "new_program"]
 
@@ -72,10 +73,6 @@ def new_program(
         narrowed: inputs of the user whose dtype has changed.
     """
     check_dtypes(gm, narrowed.keys())
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            for key in (REGION_META, PLAN_META, CAST_META, STEP_META, OUTPUT_META):
-                node.meta.pop(key, None)
     signature = ep.graph_signature
     outputs = [
         replace(spec, arg=TensorArgument(node.name))
@@ -84,11 +81,16 @@ def new_program(
         # fx has no type for a tuple of outputs
         for spec, node in zip(signature.output_specs, gm.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     ]
+    inputs = _input_specs(gm, signature)
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            for key in NODE_KEYS & node.meta.keys():
+                del node.meta[key]
     kind = LowInputsProgram if narrowed else torch.export.ExportedProgram
     return kind(
         root=gm,
         graph=gm.graph,
-        graph_signature=ExportGraphSignature(_input_specs(gm, signature), outputs),
+        graph_signature=ExportGraphSignature(inputs, outputs),
         state_dict=_with_stored(ep.state_dict, stored),
         range_constraints=dict(ep.range_constraints),
         module_call_graph=[_own_entry(entry) for entry in ep.module_call_graph],

@@ -11,10 +11,10 @@ import torch.fx as fx
 from torch.export.graph_signature import InputKind, InputSpec
 
 from amp_fx.errors import OptionsError
-from amp_fx.graphs.calls import COPY_META
+from amp_fx.graphs.keys import COPY_META, RECIPE_META
 from amp_fx.graphs.values import is_eligible
 from amp_fx.policy.levels import LEVELS
-from amp_fx.weights.recipes import RECIPE_META, Scaled
+from amp_fx.weights.recipes import Scaled
 from amp_fx.widened import identity
 
 __all__ = ["Weight", "beyond_range", "scale_target", "store_low", "stored_weights", "tied"]

@@ -11,7 +11,6 @@ import torch.fx as fx
 from amp_fx._torch import OpOverload
 
 __all__ = [
-    "COPY_META",
     "argument_value",
     "arguments",
     "differentiated",
@@ -24,9 +23,6 @@ __all__ = [
     "output_nodes",
     "tensor_nodes",
 ]
-
-#: node.meta key of an input that is a low copy of a weight: the name of the input that it is a copy of
-COPY_META = "amp_fx_copy_of"
 
 
 def arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:

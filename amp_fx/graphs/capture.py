@@ -33,18 +33,16 @@ from amp_fx._torch import (
 )
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import output_nodes
-from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, REGION_META, CapturingInterpreter
+from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, CapturingInterpreter
 from amp_fx.graphs.composites import COMPOSITES
 from amp_fx.graphs.distributed import fake_mode_of, stand_in
+from amp_fx.graphs.keys import OUTPUT_META
 from amp_fx.graphs.regions import Region, node_regions
 from amp_fx.graphs.values import tensors
 
-__all__ = ["OPAQUE_BODIES", "OUTPUT_META", "REGION_META", "capture"]
+__all__ = ["OPAQUE_BODIES", "capture"]
 
 logger = logging.getLogger(__name__)
-
-#: meta key of the output node: dtypes of each returned value, as traced
-OUTPUT_META = "amp_fx_traced"
 
 
 def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:

@@ -27,14 +27,12 @@ from amp_fx._torch import (
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import is_gradient_call, is_leaf_call
 from amp_fx.graphs.distributed import changes_layout, stand_in
+from amp_fx.graphs.keys import REGION_META
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 from amp_fx.graphs.source_lines import where
 from amp_fx.graphs.values import tensors
 
-__all__ = ["INLINED", "OPAQUE_BODIES", "REGION_META", "CapturingInterpreter"]
-
-#: node.meta key: device type -> Region
-REGION_META = "amp_fx_region"
+__all__ = ["INLINED", "OPAQUE_BODIES", "CapturingInterpreter"]
 
 #: Higher-order ops whose bodies are left as they are, and why. A body that stays is traced at eager dtypes.
 OPAQUE_BODIES = {

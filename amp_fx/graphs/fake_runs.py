@@ -23,10 +23,7 @@ from amp_fx.errors import VerifyError
 from amp_fx.graphs.source_lines import where
 from amp_fx.graphs.values import tensors
 
-__all__ = ["RAN_META", "dtype_under_autocast", "fake_arguments", "fake_values", "run_fake"]
-
-#: node.meta key of a call that a pass has run on fake values: those values
-RAN_META = "amp_fx_ran"
+__all__ = ["dtype_under_autocast", "fake_arguments", "fake_values", "run_fake"]
 
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], FakeTensorMode]:

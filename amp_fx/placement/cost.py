@@ -36,7 +36,8 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, numel
 from amp_fx.placement.layout import is_convolution, is_relaid
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.plan import dtype_name, node_plan
+from amp_fx.plans.label import label_of
+from amp_fx.plans.plan import dtype_name
 from amp_fx.policy import OpClass
 
 __all__ = ["CostModel"]
@@ -91,7 +92,7 @@ class CostModel:
         """True for calls that Inductor does not fuse with their neighbours."""
         if self.is_input(node):
             return False
-        plan = node_plan(node)
+        plan = label_of(node)
         if plan is None:
             return True
         return plan.op_class is OpClass.LOW or (
@@ -125,12 +126,12 @@ class CostModel:
 
         Moving the cast in front of such a lookup would sum gradients in 16 bits, which autocast does not.
         """
-        plan = node_plan(node)
+        plan = label_of(node)
         return self.training and plan is not None and has_trait(plan.op, Trait.LOOKUP)
 
     def saves_input(self, reader: fx.Node) -> bool:
         """True where the backward of ``reader`` needs the value it reads, so that it is kept in memory."""
-        plan = node_plan(reader)
+        plan = label_of(reader)
         if plan is None or plan.op_class in (OpClass.FOLLOW, OpClass.KEEP):
             return False
         return self.training and not has_trait(plan.op, Trait.LINEAR)
@@ -145,7 +146,7 @@ class CostModel:
 
     def read(self, reader: fx.Node, value: fx.Node, itemsize: int) -> int:
         """Time for ``reader`` to read the value: all of it, or what a lookup picks."""
-        plan = node_plan(reader)
+        plan = label_of(reader)
         picks = plan is not None and has_trait(plan.op, Trait.LOOKUP) and is_eligible(reader.meta.get("val"))
         if self.has_wide_gradient(value):
             return self._time(numel(value.meta["val"]) * (itemsize + torch.float32.itemsize))
@@ -186,7 +187,7 @@ class CostModel:
 
     def _leaves_gradient_low(self, reader: fx.Node, value: fx.Node) -> bool:
         """True where a library kernel that returns 16 bits makes the gradient of what a call reads."""
-        plan = node_plan(reader)
+        plan = label_of(reader)
         product = plan is not None and has_trait(plan.op, Trait.WIDE_GRADIENT)
         return self.is_external(reader) and not product and not _is_bias(reader, value)
 
@@ -201,12 +202,12 @@ class CostModel:
         if not self.training or len(value.users) != 1:
             return False
         reader, base = next(iter(value.users)), value
-        plan = node_plan(reader)
+        plan = label_of(reader)
         position = -1 if plan is None else LINEAR_OPS.get(plan.op, -1)
         if not 0 <= position < len(reader.args) or reader.args[position] is not value:
             return False
         while (
-            (plan := node_plan(base)) is not None
+            (plan := label_of(base)) is not None
             and has_trait(plan.op, Trait.RESHAPES)
             and len(base.users) == 1
         ):
@@ -254,7 +255,7 @@ class CostModel:
         Convolutions: weights are laid out channels last, and their gradients as the weights were. For a low kernel
         the casts do it (``amp_fx.placement.layout``).
         """
-        plan, value = node_plan(node), node.meta["val"]
+        plan, value = label_of(node), node.meta["val"]
         position = 1 if is_convolution(node) else -1 if plan is None else LINEAR_OPS.get(plan.op, -1)
         if self.profile is None or self.profile.device_type != "cpu" or not 0 <= position < len(node.args):
             return 0
@@ -274,7 +275,7 @@ class CostModel:
 
 def _is_one_query(node: fx.Node) -> bool:
     """True for attention of a single query, as in decoding."""
-    plan, query = node_plan(node), node.args[0]
+    plan, query = label_of(node), node.args[0]
     return (
         plan is not None
         and plan.op.startswith("scaled_dot_product_attention")

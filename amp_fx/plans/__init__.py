@@ -9,7 +9,8 @@ Open ``plan.py`` first.
 from __future__ import annotations
 
 from amp_fx.plans.diff import Diff, diff_plans
-from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, Takes
+from amp_fx.plans.label import Takes
+from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
 from amp_fx.plans.plan_files import choose_plan, load_plans
 from amp_fx.plans.publish import is_heard, listen, publish
 

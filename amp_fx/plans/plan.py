@@ -10,71 +10,36 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.fx as fx
 
 from amp_fx.errors import PlanError
 from amp_fx.plans.files import write_text
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Decided, Takes
+from amp_fx.plans.reasons import Reason
 from amp_fx.plans.schema import SchemaError, decode, dtype_name, named_dtypes, parse_object
 from amp_fx.policy import OpClass
-from amp_fx.policy.levels import FORWARD, LEVELS, ROLES, Level
 
 __all__ = [
-    "CAST_META",
-    "PLAN_META",
-    "STEP_META",
-    "CallFacts",
     "CastPlan",
-    "Decision",
     "InputPlan",
     "NodePlan",
     "Plan",
-    "Takes",
     "dtype_name",
     "named_dtypes",
-    "node_plan",
 ]
-
-#: node.meta key of the NodePlan
-PLAN_META = "amp_fx"
-
-#: node.meta key that is True on casts amp_fx inserted
-CAST_META = "amp_fx_cast"
-
-#: node.meta key of a call that a pass has added to compute what another call did: it has no row of its own, and what it
-#: reads counts as read by the call that reads it
-STEP_META = "amp_fx_step"
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 4
 
 
-#: how a node takes its floating arguments; values of NodePlan.takes
-class Takes:
-    """How a node takes its eligible tensor arguments."""
-
-    DTYPE = "dtype"  #: all in the node's own dtype
-    MIXED = "mixed"  #: narrower ones as they are: the kernel widens inside
-    ANY = "any"  #: as they are: the result's dtype does not depend on them
-    TRACED = "traced"  #: in the dtypes the program was traced with
-    SELF = "self"  #: in the dtype of the tensor the node writes to
-
-
-@dataclass(kw_only=True)
-class CallFacts:
-    """What one call is, derived from the graph.
+@dataclass(frozen=True, kw_only=True)
+class NodePlan(Decided):
+    """One call of a finished plan: what it is, and what was decided for it. Attributes as in :class:`.label.Label`.
 
     Attributes:
-        name: node name, with the path of the body it is in: ``"wrap_body_0.linear"``.
-        op: ATen name as the op lists write it, or the target's name.
-        module_path: dotted path of the user's module.
-        source: the user's source line.
-        traced: floating dtype of the result in the program as traced; None where it is not floating.
-        low: the low dtype in force here.
         shape: of the first tensor result; symbolic sizes by their hint.
         bytes: of the floating results as they are stored; 0 for views.
         flops: of matmuls, convolutions and attention; 0 elsewhere.
@@ -88,31 +53,12 @@ class CallFacts:
     source: str
     traced: torch.dtype | None
     low: torch.dtype | None
+    op_class: OpClass
     shape: tuple[int, ...] = ()
     bytes: int = 0
     flops: int = 0
     inputs: tuple[str, ...] = ()
     operands: tuple[tuple[int, ...], ...] = ()
-
-
-@dataclass(kw_only=True)
-class Decision:
-    """What was decided for one call; a plan that is followed gives a call all of it.
-
-    Attributes:
-        op_class: what mixed precision does with the op.
-        reasons: why, in the order in which they were found: the last overrules those before.
-        dtype: floating dtype chosen for the computation and its result; None before ``place`` and for
-            nodes without eligible tensors.
-        takes: how arguments are taken, a value of :class:`Takes`.
-        own_dtype_slots: arguments that keep a dtype of their own.
-        pinned: dtype that the result must have at once, because others share its storage or a rule says so; else None.
-        levels: of a matmul where a policy below 16 bits has chosen: role (:data:`amp_fx.policy.levels.ROLES`) -> name
-            of the level (:data:`amp_fx.policy.levels.LEVELS`) in which it multiplies, ``{"forward": "rowwise",
-            "gradient of its input": "bfloat16", ...}``; else empty. A plan of training is followed in these, too.
-    """
-
-    op_class: OpClass
     reasons: tuple[Reason, ...] = ()
     dtype: torch.dtype | None = None
     takes: str = Takes.TRACED
@@ -120,42 +66,8 @@ class Decision:
     pinned: torch.dtype | None = None
     levels: dict[str, str] = field(default_factory=dict)
 
-    def is_because(self, *kinds: Kind) -> bool:
-        """True where a reason of one of these kinds is given."""
-        return any(reason.kind in kinds for reason in self.reasons)
 
-    def follow(self, other: Decision) -> None:
-        """Decides as another has."""
-        for each in fields(Decision):
-            setattr(self, each.name, getattr(other, each.name))
-
-
-@dataclass(kw_only=True)
-class NodePlan(Decision, CallFacts):
-    """One call: what it is, and what was decided for it."""
-
-    @property
-    def levels_below(self) -> dict[str, Level]:
-        """The roles in which a level below 16 bits is multiplied, with the level.
-
-        Raises:
-            PlanError: no such role or level.
-        """
-        for what, valid, found in (("role", ROLES, self.levels), ("level", LEVELS, self.levels.values())):
-            if unknown := [name for name in found if name not in valid]:
-                raise PlanError(
-                    f"{self.name} has {what} {unknown[0]!r} in the plan; valid: {', '.join(map(repr, valid))}."
-                )
-        return {role: level for role, name in self.levels.items() if (level := LEVELS[name]).policy}
-
-    @property
-    def computed(self) -> torch.dtype | None:
-        """The dtype of the arithmetic: of what is multiplied, else of the computation and its result."""
-        level = self.levels_below.get(FORWARD)
-        return self.dtype if level is None else level.dtype
-
-
-@dataclass
+@dataclass(frozen=True)
 class InputPlan:
     """One tensor that a graph is given.
 
@@ -178,7 +90,7 @@ class InputPlan:
     copy_of: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CastPlan:
     """One conversion between floating dtypes in the final graph.
 
@@ -327,8 +239,3 @@ class Plan:
             OSError: the file cannot be written.
         """
         write_text(path, self.to_json() + "\n")
-
-
-def node_plan(node: fx.Node) -> NodePlan | None:
-    """The node's plan; None for nodes that are not calls."""
-    return node.meta.get(PLAN_META)

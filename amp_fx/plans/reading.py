@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, OpOverload, size_hint
-from amp_fx.graphs.calls import COPY_META, is_cast, is_parameter, output_nodes, tensor_nodes
+from amp_fx.graphs.calls import is_cast, is_parameter, output_nodes, tensor_nodes
 from amp_fx.graphs.flops import is_matmul, matmul_flops
+from amp_fx.graphs.keys import CAST_META, COPY_META, STEP_META
 from amp_fx.graphs.source_lines import source_line
 from amp_fx.graphs.storages import is_view
 from amp_fx.graphs.values import cast_bytes, is_eligible, numel, tensors
-from amp_fx.plans.plan import CAST_META, STEP_META, CastPlan, InputPlan, NodePlan, Plan, node_plan
+from amp_fx.plans.label import Label, label_of
+from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
 from amp_fx.plans.reasons import Kind
 from amp_fx.policy.levels import is_narrow
 
-__all__ = ["add_graph", "input_plan", "measure"]
+__all__ = ["add_graph", "input_plan", "node_plan"]
 
 _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 
@@ -33,45 +36,48 @@ def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
     """
     aliases: dict[str, str] = {}
     flops: dict[Any, int] = {}
+    inputs: list[InputPlan] = []
     for node in gm.graph.nodes:
-        row = node_plan(node)
+        label = label_of(node)
         if node.op == "placeholder" and (given := input_plan(node, path)) is not None:
-            plan.inputs.append(given)
-        if row is not None and not _is_about_numbers(node):
-            measure(row, node, path, flops)
-            plan.nodes.append(row)
-            row.inputs += _connect_body(gm, node, path, aliases)
+            inputs.append(given)
+        if label is not None and not _is_about_numbers(node):
+            row = node_plan(label, node, path, flops)
+            plan.nodes.append(replace(row, inputs=row.inputs + _connect_body(gm, node, path, aliases)))
         if is_cast(node) and STEP_META not in node.meta and _changes_dtype(node):
             plan.casts.append(_cast_plan(node, path))
-    for given in plan.inputs:
-        given.alias = aliases.get(given.name, given.alias)
+    given = [*plan.inputs, *inputs]
+    plan.inputs = [replace(each, alias=aliases.get(each.name, each.alias)) for each in given]
 
 
-def measure(row: NodePlan, node: fx.Node, path: str, seen: dict[Any, int]) -> None:
-    """Fills in what the row says about sizes and neighbours.
+def node_plan(label: Label, node: fx.Node, path: str, seen: dict[Any, int]) -> NodePlan:
+    """The row of a call: its label, sizes and neighbours.
 
     Args:
-        row: plan of the node.
+        label: of the call.
         node: in its final graph.
         path: prefix of node names.
         seen: FLOPs of calls so far, by op and shapes: repeated layers are looked at once.
     """
     results = tensors(node.meta.get("val"))
-    row.shape = _shape(results[0]) if results else ()
     read, matmul = _read(node)
-    if not is_view(node):
-        wide = torch.float32 if row.is_because(Kind.WIDE_RESULT) else None
-        floating = [value for value in results if value.is_floating_point()]
-        row.bytes = sum(numel(value) * (wide or value.dtype).itemsize for value in floating)
-    row.inputs = tuple(f"{path}{source.name}" for source in dict.fromkeys(read))
-    row.operands = tuple(
+    shape = _shape(results[0]) if results else ()
+    wide = torch.float32 if label.is_because(Kind.WIDE_RESULT) else None
+    floating = [] if is_view(node) else [value for value in results if value.is_floating_point()]
+    operands = tuple(
         _shape(value) for source in read if is_eligible(value := source.meta.get("val")) or is_narrow(value)
     )
-    if row.operands and matmul is not None:
-        key = matmul.target, row.operands, row.shape
-        if key not in seen:
-            seen[key] = matmul_flops(matmul)
-        row.flops = seen[key]
+    key = None if matmul is None or not operands else (matmul.target, operands, shape)
+    if key is not None and matmul is not None and key not in seen:
+        seen[key] = matmul_flops(matmul)
+    return NodePlan(
+        **vars(label),
+        shape=shape,
+        bytes=sum(numel(value) * (wide or value.dtype).itemsize for value in floating),
+        flops=0 if key is None else seen[key],
+        inputs=tuple(f"{path}{source.name}" for source in dict.fromkeys(read)),
+        operands=operands,
+    )
 
 
 def _read(node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:

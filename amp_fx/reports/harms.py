@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from amp_fx.plans.harm import CallHarm, Harm, as_number
 from amp_fx.plans.plan import Plan
@@ -29,17 +30,16 @@ def add_harms(plans: Sequence[Plan], harm: Harm) -> dict[str, dict[str, float | 
     for plan in plans:
         if plan.phase != "forward" or plan.fallback:
             continue
-        rows = {row.name: row for row in plan.nodes}
+        rows = {row.name: at for at, row in enumerate(plan.nodes)}
         errors = found.setdefault(plan.graph, {})
         for call in harm.graph(plan).renamed(plan):
             error = errors[call.name] = _error(call)
-            row = rows[call.name]
+            row = plan.nodes[at := rows[call.name]]
             if row.is_because(*HARM):
                 continue
-            if error is None:
-                row.reasons += (Reason(Kind.ROUNDING_OVERFLOWS),)
-            else:
-                row.reasons += (Reason.of(Kind.ROUNDING_ADDS_UP_TO, error=error),)
+            adds = Reason.of(Kind.ROUNDING_ADDS_UP_TO, error=error)
+            why = Reason(Kind.ROUNDING_OVERFLOWS) if error is None else adds
+            plan.nodes[at] = replace(row, reasons=(*row.reasons, why))
     return found
 
 

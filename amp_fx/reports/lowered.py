@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from amp_fx.graphs.source_lines import module_path, source_line
 from amp_fx.graphs.storages import is_view
 from amp_fx.graphs.values import cast_bytes, is_eligible, tensors
 from amp_fx.plans.costs import Cost
-from amp_fx.plans.plan import CastPlan, NodePlan, Plan, dtype_name
-from amp_fx.plans.reading import input_plan, measure
+from amp_fx.plans.label import Label
+from amp_fx.plans.plan import CastPlan, Plan, dtype_name
+from amp_fx.plans.reading import input_plan, node_plan
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
@@ -97,8 +98,7 @@ def _mark_kernels(plan: Plan, lowered: Lowered) -> None:
         for casts, _ in cast_kernels(lowered)
         for node in casts
     }
-    for cast in plan.casts:
-        cast.kernel = cast.name in alone
+    plan.casts = [replace(cast, kernel=cast.name in alone) for cast in plan.casts]
 
 
 def _planned_name(node: fx.Node) -> str:
@@ -117,16 +117,13 @@ def _backward_plan(gm: fx.GraphModule, graph: str, forward: Sequence[Plan]) -> P
     for node in gm.graph.nodes:
         if node.op == "placeholder" and (given := input_plan(node, "")) is not None:
             # what AOTAutograd calls the forward's own inputs
-            given.parameter = node.name.startswith("primals")
-            plan.inputs.append(given)
+            plan.inputs.append(replace(given, parameter=node.name.startswith("primals")))
         if node.op != "call_function":
             continue
         if (values := conversion(node)) is not None:
             plan.casts.append(_backward_cast(node, *values))
             continue
-        row = _backward_node(node, low, levels)
-        measure(row, node, "", flops)
-        plan.nodes.append(row)
+        plan.nodes.append(node_plan(_backward_label(node, low, levels), node, "", flops))
     return plan
 
 
@@ -152,7 +149,7 @@ def _backward_class(node: fx.Node, dtype: torch.dtype | None, low: torch.dtype |
     return OpClass.FOLLOW if is_view(node) or is_move(node) else OpClass.PROMOTE
 
 
-def _backward_node(node: fx.Node, low: torch.dtype | None, levels: Sequence[Level]) -> NodePlan:
+def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Level]) -> Label:
     results = [value for value in tensors(node.meta.get("val")) if is_eligible(value)]
     dtypes = {
         source.meta["val"].dtype
@@ -171,7 +168,7 @@ def _backward_node(node: fx.Node, low: torch.dtype | None, levels: Sequence[Leve
     origin = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
     what = f"gradient of {getattr(origin[-1][1], '__name__', origin[-1][1])}" if origin else "gradient"
     read = ", ".join(sorted(map(dtype_name, dtypes))) or "nothing floating"
-    return NodePlan(
+    return Label(
         name=node.name,
         op=op_name(node.target)
         if isinstance(node.target, OpOverload)

@@ -12,11 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from amp_fx._torch import FakeTensor
 from amp_fx.graphs.calls import tensor_nodes
+from amp_fx.graphs.keys import SOURCE_META
 
-__all__ = ["SOURCE_META", "fresh", "move", "rebuild"]
-
-#: a placeholder's name in the user's program, as Dynamo has it
-SOURCE_META = "amp_fx_source"
+__all__ = ["fresh", "move", "rebuild"]
 
 #: calls that make a tensor of sizes and numbers, on the current device unless told
 _FACTORIES = frozenset(

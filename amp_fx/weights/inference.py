@@ -10,7 +10,8 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensor
-from amp_fx.graphs.calls import COPY_META, is_parameter
+from amp_fx.graphs.calls import is_parameter
+from amp_fx.graphs.keys import COPY_META
 from amp_fx.weights.kept import Kept
 from amp_fx.weights.recipes import recipe_of
 from amp_fx.weights.values import Input, Values

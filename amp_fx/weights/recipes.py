@@ -12,15 +12,13 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import autocast_disabled, borrowed
+from amp_fx.graphs.keys import RECIPE_META
 from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.scaled import Call, run, scale_of, scaled
 
-__all__ = ["RECIPE_META", "Cast", "CopyRecipe", "Folded", "Recipe", "Scaled", "recipe_of"]
+__all__ = ["Cast", "CopyRecipe", "Folded", "Recipe", "Scaled", "recipe_of"]
 
 aten = torch.ops.aten
-
-#: node.meta key of an input that is a copy of a weight: its recipe, and which of the tensors it is
-RECIPE_META = "amp_fx_copy_recipe"
 
 
 class Recipe(Protocol):

@@ -12,17 +12,16 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload, op_name
 from amp_fx.graphs.calls import argument_value, arguments, is_cast, tensor_nodes
-from amp_fx.graphs.capture import REGION_META
 from amp_fx.graphs.devices import call_device
 from amp_fx.graphs.fake_runs import dtype_under_autocast
+from amp_fx.graphs.keys import LABEL, MAY_ROUND, REGION_META, STEP_META, TIED
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.source_lines import module_path, source_line
 from amp_fx.graphs.storages import in_place_target
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.scratch import MAY_ROUND, TIED
-from amp_fx.plans.plan import PLAN_META, STEP_META, NodePlan, Takes
+from amp_fx.plans.label import Label, Takes
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass, OpGroup, Origin, fast
 from amp_fx.policy.rules import PRECISIONS, Rule
@@ -69,13 +68,13 @@ class Classify(Pass):
             if node.op not in ("call_function", "call_method") or STEP_META in node.meta:
                 continue
             plan = _label(node, context)
-            node.meta[PLAN_META] = plan
+            node.meta[LABEL] = plan
             counts[plan.op_class.value] += 1
         summary = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         return PassResult(gm, sum(counts.values()), summary or "no calls")
 
 
-def _label(node: fx.Node, context: PassContext) -> NodePlan:
+def _label(node: fx.Node, context: PassContext) -> Label:
     inputs = [
         source.meta["val"]
         for _, value in arguments(node)
@@ -87,7 +86,7 @@ def _label(node: fx.Node, context: PassContext) -> NodePlan:
     device = call_device(inputs + outputs, regions)
     region = None if device is None else regions[device]
     op = op_name(node.target) if isinstance(node.target, OpOverload) else _target_name(node)
-    plan = NodePlan(
+    plan = Label(
         name=f"{context.path}{node.name}",
         op=op,
         module_path=module_path(node),
@@ -97,7 +96,7 @@ def _label(node: fx.Node, context: PassContext) -> NodePlan:
         low=region.dtype if region else None,
     )
 
-    def keep(kind: Kind, takes: str = Takes.TRACED) -> NodePlan:
+    def keep(kind: Kind, takes: str = Takes.TRACED) -> Label:
         plan.reasons, plan.takes, plan.dtype = (Reason(kind),), takes, plan.traced
         return plan
 
@@ -133,7 +132,7 @@ def _label(node: fx.Node, context: PassContext) -> NodePlan:
     return _label_from_lists(plan, node, node.target, context, device)  # case 7
 
 
-def _label_write(plan: NodePlan, node: fx.Node, op: OpOverload) -> NodePlan:
+def _label_write(plan: Label, node: fx.Node, op: OpOverload) -> Label:
     """In-place ops are on no list: autocast leaves them in the dtype of what they write to."""
     row = _row(_functional(op), node)
     plan.op_class = OpClass.PROMOTE
@@ -143,7 +142,7 @@ def _label_write(plan: NodePlan, node: fx.Node, op: OpOverload) -> NodePlan:
     return plan
 
 
-def _label_by_rule(plan: NodePlan, rule: Rule, row: OpGroup | None) -> NodePlan:
+def _label_by_rule(plan: Label, rule: Rule, row: OpGroup | None) -> Label:
     plan.op_class, plan.takes = PRECISIONS[rule.precision], Takes.DTYPE
     plan.reasons = (Reason.of(Kind.RULE, rule=str(rule)),)
     plan.own_dtype_slots = row.own_dtype_slots if row is not None else ()
@@ -161,7 +160,7 @@ def may_return_wide(node: fx.Node) -> bool:
     )
 
 
-def _label_wide(plan: NodePlan, node: fx.Node, device: str) -> NodePlan:
+def _label_wide(plan: Label, node: fx.Node, device: str) -> Label:
     """A low product whose result is wanted in fp32."""
     if may_return_wide(node):
         plan.pinned = torch.float32
@@ -172,9 +171,7 @@ def _label_wide(plan: NodePlan, node: fx.Node, device: str) -> NodePlan:
     return plan
 
 
-def _label_from_lists(
-    plan: NodePlan, node: fx.Node, op: OpOverload, context: PassContext, device: str
-) -> NodePlan:
+def _label_from_lists(plan: Label, node: fx.Node, op: OpOverload, context: PassContext, device: str) -> Label:
     row = lookup(op, device)
     if row is not None and any(argument_value(node, name) is not None for name in row.unless_given):
         row = None
@@ -198,7 +195,7 @@ def _label_from_lists(
     return plan
 
 
-def _rounds(node: fx.Node, device_type: str, plan: NodePlan) -> bool:
+def _rounds(node: fx.Node, device_type: str, plan: Label) -> bool:
     """Whether torch.autocast casts inside a call, which depends on what it comes down to.
 
     ``torch.inner`` of two vectors is ``dot``, which no list names; ``einsum("bi,bj->bij")`` is a multiplication.

@@ -10,13 +10,13 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import differentiated
+from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
 from amp_fx.graphs.storages import storage_of, written_arguments
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.hazards import HAZARDS, constants
-from amp_fx.passes.scratch import MAY_ROUND, TIED
-from amp_fx.plans.plan import NodePlan, Takes, node_plan
+from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 
@@ -60,7 +60,7 @@ class Constrain(Pass):
 
 
 def _to_fp32(node: fx.Node, why: Reason) -> int:
-    plan = node.meta["amp_fx"]
+    plan = node.meta[LABEL]
     if plan.op_class is OpClass.FP32:
         return 0
     if TIED.of(node):
@@ -83,11 +83,11 @@ def _forbid_rounding(graph: fx.Graph) -> None:
     huge: set[fx.Node] = set()
     feeds_low: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        plan = node_plan(node)
+        plan = label_of(node)
         if (plan is not None and plan.op_class is OpClass.LOW) or node in feeds_low:
             feeds_low.update(node.all_input_nodes)
     for node in graph.nodes:
-        plan = node_plan(node)
+        plan = label_of(node)
         if plan is None:
             continue
         beyond = any(
@@ -108,16 +108,16 @@ def _pin_differentiated(graph: fx.Graph) -> None:
     call, the call would raise.
     """
     for node in differentiated(graph):
-        plan = node_plan(node)
+        plan = label_of(node)
         if plan is not None:
             plan.pinned = plan.traced
 
 
-def _root(node: fx.Node) -> NodePlan | None:
+def _root(node: fx.Node) -> Label | None:
     """The plan of the node that made the storage ``node`` looks into."""
     key = storage_of(node)
     owner = next(other for other in node.graph.nodes if storage_of(other) == key)
-    return node_plan(owner)
+    return label_of(owner)
 
 
 def _tie_storages(gm: fx.GraphModule) -> int:
@@ -143,14 +143,14 @@ def _tie_storages(gm: fx.GraphModule) -> int:
         if not (key in written or shared_outside or exact):
             continue
         _tie(nodes, pin=shared_outside or exact)
-        tied += sum(node_plan(node) is not None for node in nodes)
+        tied += sum(label_of(node) is not None for node in nodes)
     return tied
 
 
 def _tie(nodes: list[fx.Node], pin: bool) -> None:
     root, views = nodes[0], nodes[1:]
     for node in views:
-        plan = node_plan(node)
+        plan = label_of(node)
         if plan is None:
             continue
         TIED.set(node, True)
@@ -160,7 +160,7 @@ def _tie(nodes: list[fx.Node], pin: bool) -> None:
         elif not writes:
             plan.op_class, plan.takes = OpClass.FOLLOW, Takes.ANY
             plan.reasons = (Reason(Kind.SHARED_STORAGE),)
-    plan = node_plan(root)
+    plan = label_of(root)
     if plan is None or not is_eligible(root.meta.get("val")):
         return
     TIED.set(root, True)

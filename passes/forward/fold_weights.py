@@ -8,18 +8,18 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import COPY_META, argument_value, is_cast
+from amp_fx.graphs.calls import argument_value, is_cast
 from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META
 from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.levels.quantiser import erase_unread
-from amp_fx.passes.scratch import PART
-from amp_fx.plans.plan import CAST_META, STEP_META, node_plan
+from amp_fx.plans.label import label_of
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import LEVELS
-from amp_fx.weights.recipes import RECIPE_META, Scaled
+from amp_fx.weights.recipes import Scaled
 
 __all__ = ["FoldWeights"]
 
@@ -97,7 +97,7 @@ class FoldWeights(Pass):
                 if _is_plain_cast(user):
                     wanted.add(user.meta["val"].dtype)
                 elif self.tables != "keep" and _is_lookup(user, holder):
-                    plan = node_plan(user)
+                    plan = label_of(user)
                     rows.add(plan.low if plan is not None else None)
                 else:
                     return None
@@ -147,7 +147,7 @@ def _is_plain_cast(user: fx.Node) -> bool:
 
 def _is_lookup(user: fx.Node, table: fx.Node) -> bool:
     """True for a lookup that the policy lets return rounded rows."""
-    plan = node_plan(user)
+    plan = label_of(user)
     return (
         user.target is aten.embedding.default
         and argument_value(user, "weight") is table
@@ -180,7 +180,7 @@ def _widen_rows(lookup: fx.Node) -> None:
     rows.meta[CAST_META] = True
     rows.meta["val"] = run_fake(rows)
     lookup.replace_all_uses_with(rows, delete_user_cb=lambda user: user is not rows)
-    plan = node_plan(lookup)
+    plan = label_of(lookup)
     if plan is not None:
         plan.dtype = lookup.meta["val"].dtype
         plan.reasons += (Reason.of(Kind.STORED_TABLE, dtype=plan.dtype),)

@@ -9,10 +9,10 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import differentiated, grad_modes, is_cast
+from amp_fx.graphs.keys import CAST_META
 from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.values import is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.plan import CAST_META
 
 __all__ = ["FuseCasts"]
 

@@ -17,7 +17,7 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import numel
 from amp_fx.placement.cost import CostModel
 from amp_fx.plans.harm import CallHarm, slots
-from amp_fx.plans.plan import node_plan
+from amp_fx.plans.label import label_of
 from amp_fx.policy import OpClass
 
 __all__ = ["Memory"]
@@ -58,7 +58,7 @@ class Memory:
         1. Library kernels read the gradient of their result, and so do sums over repeated elements.
         2. A gradient that is part of another one, which a later kernel completes, waits for it: that of a residual add.
         """
-        plan = node_plan(value)
+        plan = label_of(value)
         if plan is None:
             return False
         if self._cost.is_view(value):
@@ -75,7 +75,7 @@ class Memory:
         """True where the reader hands the gradient of its result to the value as it is."""
         if self._cost.is_view(reader):
             return True
-        plan = node_plan(reader)
+        plan = label_of(reader)
         if plan is None or not _same_shape(reader, value):
             return False
         if plan.op == "dropout":
@@ -84,7 +84,7 @@ class Memory:
 
     def _flows(self, reader: fx.Node, slot: str) -> bool:
         """True where a gradient goes from a call to an operand; where that was not measured, it may."""
-        plan = node_plan(reader)
+        plan = label_of(reader)
         row = None if plan is None else self._rows.get(plan.name)
         return row is None or slot not in row.reads or row.reads[slot].gradient != 0
 
@@ -107,7 +107,7 @@ class Memory:
 
     def _read_from(self, value: fx.Node) -> frozenset[fx.Node]:
         """The values that a fused one is computed from: large ones, in memory only because they are kept."""
-        if node_plan(value) is None:
+        if label_of(value) is None:
             return frozenset()
         found: set[fx.Node] = set()
         for _, _, source in slots(value):

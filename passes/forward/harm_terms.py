@@ -24,17 +24,17 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.calls import is_parameter
+from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
 from amp_fx.graphs.storages import in_place_target
 from amp_fx.graphs.traits import op_row
 from amp_fx.passes.forward.classify import may_return_wide
 from amp_fx.passes.forward.harm_memory import Memory
 from amp_fx.passes.forward.place import Network, is_shaped, named_arguments, rounded
-from amp_fx.passes.scratch import MAY_ROUND, TIED
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.priced import HarmTerm
 from amp_fx.plans.harm import INSIDE, CallHarm, as_number, slots
-from amp_fx.plans.plan import NodePlan, node_plan
+from amp_fx.plans.label import Label, label_of
 from amp_fx.policy import OpClass, fast
 
 __all__ = ["HarmNetwork", "free_nodes"]
@@ -53,7 +53,7 @@ def free_nodes(
     return {
         node
         for node in graph.nodes
-        if (plan := node_plan(node)) is not None
+        if (plan := label_of(node)) is not None
         and plan.name in rows
         and node not in fixed
         and not TIED.of(node)
@@ -65,7 +65,7 @@ def free_nodes(
     }
 
 
-def _is_generated(node: fx.Node, plan: NodePlan) -> bool:
+def _is_generated(node: fx.Node, plan: Label) -> bool:
     """True for calls that Inductor writes code for: it computes in fp32, whatever the calls read and write."""
     if not isinstance(node.target, OpOverload):
         return False
@@ -92,7 +92,7 @@ class HarmNetwork(Network):
         #: low products whose results may be rounded or not
         self._wide = {node for node in free if cost.is_external(node) and may_return_wide(node)}
         for node in free:
-            plan = node.meta["amp_fx"]
+            plan = node.meta[LABEL]
             MAY_ROUND.set(node, True)
             if plan.op in fast.LOW_IO:
                 plan.own_dtype_slots = tuple(dict.fromkeys((*plan.own_dtype_slots, "weight", "bias")))
@@ -102,12 +102,12 @@ class HarmNetwork(Network):
         """Units of the problem that are one unit of time; less than that only breaks ties."""
         return self._scale
 
-    def _widens(self, reader: fx.Node, plan: NodePlan, value: fx.Node) -> bool:
+    def _widens(self, reader: fx.Node, plan: Label, value: fx.Node) -> bool:
         # what the other inputs are is not known before the cut
         return in_place_target(reader) is not None or not is_shaped(value)
 
     def _demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
-        if reader in self._wide and self._is_summed(reader.meta["amp_fx"], name):
+        if reader in self._wide and self._is_summed(reader.meta[LABEL], name):
             # added to the sum as it is stored
             return rounded(reader)
         return super()._demand(reader, name, value)
@@ -117,10 +117,10 @@ class HarmNetwork(Network):
         return {
             node: self._cost.nominal_arithmetic(node, self._low)
             for node in self._free
-            if node.meta["amp_fx"].op_class is OpClass.LOW
+            if node.meta[LABEL].op_class is OpClass.LOW
         }
 
-    def _add_label(self, node: fx.Node, plan: NodePlan) -> None:
+    def _add_label(self, node: fx.Node, plan: Label) -> None:
         super()._add_label(node, plan)
         if node in self._wide:
             self._problem.implies.append((node, rounded(node)))
@@ -142,7 +142,7 @@ class HarmNetwork(Network):
 
     def _charge_read(self, value: fx.Node, reader: fx.Node, stored: Var) -> None:
         """Cases 2, 3 and 4."""
-        plan = node_plan(reader)
+        plan = label_of(reader)
         row = None if plan is None else self._rows.get(plan.name)
         found = next((slot for slot in slots(reader) if slot[2] is value), None)
         if plan is None or row is None or found is None or found[0] not in row.reads:
@@ -159,7 +159,7 @@ class HarmNetwork(Network):
         if is_library and not self._is_summed(plan, argument) and not self._leaves_wide(value, plan):
             self._charge(as_number(harm.gradient), LOW, want, None, plan.name, slot, backward=True)
 
-    def _charge_inside(self, node: fx.Node, plan: NodePlan, row: CallHarm) -> None:
+    def _charge_inside(self, node: fx.Node, plan: Label, row: CallHarm) -> None:
         """Case 7."""
         for slot in INSIDE:
             if found := row.reads.get(slot):
@@ -168,7 +168,7 @@ class HarmNetwork(Network):
 
     def _charge_result(self, value: fx.Node, stored: Var) -> None:
         """Cases 1, 5 and 6."""
-        plan = node_plan(value)
+        plan = label_of(value)
         row = None if plan is None else self._rows.get(plan.name)
         if plan is None or row is None:
             return
@@ -190,7 +190,7 @@ class HarmNetwork(Network):
         if len(value.users) != 1:
             return None
         (reader,) = value.users
-        plan = node_plan(reader)
+        plan = label_of(reader)
         if plan is None or plan.dtype is None:
             return None
         if plan.op_class is OpClass.LOW:
@@ -200,10 +200,10 @@ class HarmNetwork(Network):
             return None
         return self._stored(reader) if self._memory.writes_gradient(reader) else self._rounded_by(reader)
 
-    def _is_summed(self, plan: NodePlan, argument: str) -> bool:
+    def _is_summed(self, plan: Label, argument: str) -> bool:
         return argument in ("bias", op_row(plan.op).addend)
 
-    def _leaves_wide(self, value: fx.Node, plan: NodePlan) -> bool:
+    def _leaves_wide(self, value: fx.Node, plan: Label) -> bool:
         """On CUDA the gradient of a matmul's weight leaves its kernel in fp32 (``gemm_epilogue``).
 
         That of a weight with several readers is a sum of gradients, which another kernel reads.

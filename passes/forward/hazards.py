@@ -13,7 +13,7 @@ from amp_fx._torch import FakeTensor, OpOverload, has_low_lstm
 from amp_fx.graphs.calls import arguments, is_cast
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import tensors
-from amp_fx.plans.plan import NodePlan, node_plan
+from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 
@@ -81,7 +81,7 @@ def positions(graph: fx.Graph) -> Hazards:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        plan = node_plan(node)
+        plan = label_of(node)
         # an op that picks or moves floating values by integer positions returns the values, not the positions
         moves = plan is not None and plan.op_class is OpClass.FOLLOW
         from_chain = any(
@@ -122,9 +122,9 @@ HAZARDS: tuple[tuple[Callable[[fx.Graph], Hazards], bool], ...] = (
 )
 
 
-def _ours(graph: fx.Graph) -> Iterator[tuple[fx.Node, NodePlan]]:
+def _ours(graph: fx.Graph) -> Iterator[tuple[fx.Node, Label]]:
     for node in graph.nodes:
-        plan = node_plan(node)
+        plan = label_of(node)
         if plan is not None and plan.op_class not in (OpClass.KEEP, OpClass.FP32):
             yield node, plan
 
@@ -187,6 +187,6 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             continue
         seen.add(user)
         yield user
-        plan = node_plan(user)
+        plan = label_of(user)
         if plan is not None and plan.op_class is OpClass.FOLLOW:
             stack.extend(user.users)

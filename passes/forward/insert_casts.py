@@ -11,13 +11,13 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.calls import argument_value, arguments, grad_modes, tensor_nodes
-from amp_fx.graphs.capture import REGION_META
-from amp_fx.graphs.fake_runs import RAN_META, fake_values, run_fake
+from amp_fx.graphs.fake_runs import fake_values, run_fake
+from amp_fx.graphs.keys import CAST_META, RAN_META, REGION_META, STEP_META
 from amp_fx.graphs.storages import in_place_target, storage_of, written_arguments, written_storages
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.plan import CAST_META, STEP_META, NodePlan, Takes, node_plan
+from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 
@@ -73,7 +73,7 @@ class InsertCasts(Pass):
         # a kernel that takes both rounds as eager PyTorch does
         casts = _Casts(gm.graph, is_stored=self.stored and context.numerics != "eager")
         for node in list(gm.graph.nodes):
-            plan = node_plan(node)
+            plan = label_of(node)
             if plan is not None:
                 casts.rewrite(node, plan)
         casts.restore_outputs()
@@ -139,7 +139,7 @@ class _Casts:
             if len(shared) > 1:
                 self._copy(node)
 
-    def rewrite(self, node: fx.Node, plan: NodePlan) -> None:
+    def rewrite(self, node: fx.Node, plan: Label) -> None:
         """Casts the arguments of one node and brings its fake value up to date."""
         wanted, widened = self._wanted(node, plan), self._is_widened(node, plan)
         if widened:
@@ -167,7 +167,7 @@ class _Casts:
         if pinned is not None:
             self._pin(node, pinned, is_step=plan.is_because(Kind.WIDE_RESULT))
 
-    def _is_widened(self, node: fx.Node, plan: NodePlan) -> bool:
+    def _is_widened(self, node: fx.Node, plan: Label) -> bool:
         """True for a norm that is planned low, whose weights are not, where there may be no kernel for two dtypes."""
         if self.is_stored:
             takes_one = has_trait(node, Trait.NORM) or has_trait(node, Trait.BATCH_NORM)
@@ -179,7 +179,7 @@ class _Casts:
         dtypes = {weight.meta["val"].dtype for weight in own if isinstance(weight, fx.Node)}
         return plan.dtype in LOW_DTYPES and bool(dtypes - {plan.dtype})
 
-    def _wanted(self, node: fx.Node, plan: NodePlan) -> dict[tuple[str, fx.Node], torch.dtype]:
+    def _wanted(self, node: fx.Node, plan: Label) -> dict[tuple[str, fx.Node], torch.dtype]:
         """Dtype demanded per (argument name, node); absent where the argument is taken as it is."""
         written = dict(written_arguments(node))
         slots = [
@@ -207,7 +207,7 @@ class _Casts:
                 return {}
         return dict.fromkeys(slots, plan.dtype)
 
-    def _retyped(self, node: fx.Node, plan: NodePlan) -> bool:
+    def _retyped(self, node: fx.Node, plan: Label) -> bool:
         """True if the result may have another dtype than traced; others keep their value (and unbacked sizes).
 
         An input has another dtype, or the traced one is that of the user's torch.autocast, which was on in the trace
@@ -276,7 +276,7 @@ def _first_results(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if _element_of_call(user) and user.args[1] == 0]
 
 
-def _note_result(node: fx.Node, plan: NodePlan) -> None:
+def _note_result(node: fx.Node, plan: Label) -> None:
     """Where type promotion decides, the plan records what the kernel really returns."""
     results = [value.dtype for value in tensors(node.meta["val"]) if is_eligible(value)]
     if results and plan.op_class in (OpClass.PROMOTE, OpClass.FOLLOW):

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import torch.fx as fx
 
+from amp_fx.graphs.keys import TIED
 from amp_fx.graphs.storages import is_view
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.scratch import TIED
-from amp_fx.plans.plan import Takes, node_plan
+from amp_fx.plans.label import Takes, label_of
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 
@@ -46,7 +46,7 @@ class KeepWeights(Pass):
             if context.path or node.name not in self.weights:
                 continue
             for reader in _readers(node):
-                plan = node_plan(reader)
+                plan = label_of(reader)
                 if plan is None or TIED.of(reader) or plan.op_class in (OpClass.KEEP, OpClass.FP32):
                     continue
                 plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE

@@ -10,13 +10,13 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import arguments, is_cast, tensor_nodes
+from amp_fx.graphs.keys import MAY_ROUND
 from amp_fx.graphs.storages import in_place_target, written_arguments
 from amp_fx.graphs.values import is_eligible
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.scratch import MAY_ROUND
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
-from amp_fx.plans.plan import NodePlan, Takes, node_plan
+from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 
@@ -62,7 +62,7 @@ class Place(Pass):
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
-        placed = [(node, plan) for node in gm.graph.nodes if (plan := node_plan(node)) is not None]
+        placed = [(node, plan) for node in gm.graph.nodes if (plan := label_of(node)) is not None]
         for node, plan in placed:
             assign_as_autocast(node, plan)
         moved = 0
@@ -76,7 +76,7 @@ class Place(Pass):
         return PassResult(gm, low_nodes, f"{low_nodes} nodes in the low dtype, {moved} moved by the cut")
 
 
-def assign_as_autocast(node: fx.Node, plan: NodePlan) -> None:
+def assign_as_autocast(node: fx.Node, plan: Label) -> None:
     """The dtype eager autocast would give."""
     if plan.op_class is OpClass.LOW:
         plan.dtype = plan.low
@@ -88,14 +88,14 @@ def assign_as_autocast(node: fx.Node, plan: NodePlan) -> None:
 
 def _placed_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype a value is stored in; None for values that are not floating tensors."""
-    plan = node_plan(node)
+    plan = label_of(node)
     if plan is not None and (plan.pinned or plan.dtype) is not None:
         return plan.pinned or plan.dtype
     value = node.meta.get("val")
     return value.dtype if is_eligible(value) else None
 
 
-def _widest(node: fx.Node, plan: NodePlan) -> torch.dtype | None:
+def _widest(node: fx.Node, plan: Label) -> torch.dtype | None:
     """Native type promotion over the inputs: 0-d tensors count only where there is no other."""
     target = in_place_target(node)
     if target is not None:
@@ -109,7 +109,7 @@ def _widest(node: fx.Node, plan: NodePlan) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, shaped)
 
 
-def _slots(node: fx.Node, plan: NodePlan) -> list[tuple[str, fx.Node]]:
+def _slots(node: fx.Node, plan: Label) -> list[tuple[str, fx.Node]]:
     """(argument name, node) for every tensor argument whose dtype the node cares about."""
     return [
         (name, source)
@@ -125,7 +125,7 @@ def is_shaped(node: fx.Node) -> bool:
     return not isinstance(value, torch.Tensor) or value.ndim > 0
 
 
-def _apply(labels: dict[Var, bool], placed: list[tuple[fx.Node, NodePlan]], low: torch.dtype) -> int:
+def _apply(labels: dict[Var, bool], placed: list[tuple[fx.Node, Label]], low: torch.dtype) -> int:
     """Writes the labels of the cut into the plan; returns how many differ from autocast's."""
     moved = 0
     for node, plan in placed:
@@ -143,7 +143,7 @@ def _apply(labels: dict[Var, bool], placed: list[tuple[fx.Node, NodePlan]], low:
     return moved
 
 
-def _why(plan: NodePlan, dtype: torch.dtype) -> Reason:
+def _why(plan: Label, dtype: torch.dtype) -> Reason:
     """Why the cut computes a call in another dtype than autocast."""
     if plan.op_class is OpClass.LOW:
         return Reason.of(Kind.CASTS_COST_MORE, low=plan.low)
@@ -178,7 +178,7 @@ class Network:
     def build(self) -> Problem:
         """The whole problem."""
         for node in self._graph.nodes:
-            plan = node_plan(node)
+            plan = label_of(node)
             if plan is not None:
                 self._add_label(node, plan)
         for node in self._graph.nodes:
@@ -186,7 +186,7 @@ class Network:
                 self._add_value(node)
         return self._problem
 
-    def _add_label(self, node: fx.Node, plan: NodePlan) -> None:
+    def _add_label(self, node: fx.Node, plan: Label) -> None:
         """What the node itself may be."""
         if plan.dtype is None:
             return
@@ -203,21 +203,21 @@ class Network:
         elif self._cost.is_view(node):
             self._problem.preferred[node] = plan.dtype is not self._low
 
-    def _is_free(self, node: fx.Node, plan: NodePlan) -> bool:
+    def _is_free(self, node: fx.Node, plan: Label) -> bool:
         """True where the policy allows both dtypes."""
         low_already = plan.op_class is OpClass.PROMOTE and plan.dtype is self._low
         return plan.op_class is OpClass.FOLLOW or MAY_ROUND.of(node) or low_already
 
     def _stored(self, node: fx.Node) -> Var:
         """The variable of the dtype a value is stored in: a pinned or given one, or its node's."""
-        plan = node_plan(node)
+        plan = label_of(node)
         if plan is not None and plan.pinned is None and plan.dtype is not None:
             return rounded(node) if MAY_ROUND.of(node) and self._cost.accumulates_backward(node) else node
         return ALWAYS[_placed_dtype(node) is not self._low]
 
     def _demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
         """The variable whose label is the dtype in which ``reader`` wants ``value``; None: as it is."""
-        plan = node_plan(reader)
+        plan = label_of(reader)
         if plan is None or plan.takes == Takes.TRACED:
             traced = value.meta.get("val")
             return ALWAYS[traced.dtype is not self._low] if is_eligible(traced) else None
@@ -227,7 +227,7 @@ class Network:
             return None
         return reader if plan.dtype is not None else None
 
-    def _widens(self, reader: fx.Node, plan: NodePlan, value: fx.Node) -> bool:
+    def _widens(self, reader: fx.Node, plan: Label, value: fx.Node) -> bool:
         """True where another input makes the kernel compute in fp32, so that ``value`` needs no cast."""
         if in_place_target(reader) is not None or not is_shaped(value):
             return True
@@ -293,13 +293,13 @@ class Network:
 
     def _add_exactness(self, value: fx.Node, demands: list[tuple[fx.Node, Var | None]]) -> None:
         """Case 2: where autocast stores fp32, only readers that round anyway may get a rounded value."""
-        plan = node_plan(value)
+        plan = label_of(value)
         if plan is None or plan.dtype is not torch.float32 or MAY_ROUND.of(value):
             return
         for reader, want in demands:
             if want is None and is_cast(reader) and reader.meta["val"].dtype is self._low:
                 continue
-            if want is None and (other := node_plan(reader)) and other.op_class is OpClass.FOLLOW:
+            if want is None and (other := label_of(reader)) and other.op_class is OpClass.FOLLOW:
                 continue
             self._problem.implies.append((ALWAYS[HIGH] if want is None else want, self._stored(value)))
 

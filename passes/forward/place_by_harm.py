@@ -11,17 +11,18 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
+from amp_fx.graphs.keys import HARM
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.harm_terms import HarmNetwork, free_nodes
 from amp_fx.passes.forward.place import ALWAYS, Network, Place, assign_as_autocast, rounded
-from amp_fx.passes.scratch import HARM
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
 from amp_fx.placement.priced import HarmTerm, Labels, Priced
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.within import within
 from amp_fx.plans.harm import CallHarm
-from amp_fx.plans.plan import NodePlan, node_plan
+from amp_fx.plans.label import Label, label_of
+from amp_fx.plans.plan import NodePlan
 from amp_fx.plans.reasons import HAZARDS, Kind, Reason
 from amp_fx.policy import OpClass
 
@@ -55,14 +56,14 @@ class PricedGraph:
         return {
             plan.name: (labels[node], labels.get(rounded(node), labels[node]))
             for node in self.graph.nodes
-            if (plan := node_plan(node)) is not None and node in labels
+            if (plan := label_of(node)) is not None and node in labels
         }
 
     def labels(self, placement: Placement) -> dict[Var, bool]:
         """The labels of a placement."""
         found: dict[Var, bool] = {}
         for node in self.graph.nodes:
-            plan = node_plan(node)
+            plan = label_of(node)
             if plan is not None and plan.name in placement:
                 found[node], found[rounded(node)] = placement[plan.name]
         return found
@@ -75,7 +76,7 @@ class PricedGraph:
         """
         labels: dict[Var, bool] = {var: label for label, var in ALWAYS.items()}
         for node in self.graph.nodes:
-            plan = node_plan(node)
+            plan = label_of(node)
             if plan is not None:
                 # literal numbers are in no plan
                 placed = rows.get(plan.name, plan)
@@ -103,7 +104,7 @@ def price(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]
         context: of the passes.
         rows: what was measured, by the call's name.
     """
-    placed = [(node, plan) for node in gm.graph.nodes if (plan := node_plan(node)) is not None]
+    placed = [(node, plan) for node in gm.graph.nodes if (plan := label_of(node)) is not None]
     for node, plan in placed:
         assign_as_autocast(node, plan)
     lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
@@ -195,7 +196,7 @@ def _apply(labels: Labels, found: PricedGraph) -> int:
         terms.setdefault(term.call, []).append(term)
     low_nodes = 0
     for node in found.graph.nodes:
-        plan = node_plan(node)
+        plan = label_of(node)
         if plan is None or node not in labels or plan.dtype is None:
             continue
         if plan.op_class is not OpClass.KEEP:
@@ -215,7 +216,7 @@ def _cost(error: float, *, is_low: bool) -> Reason:
     return Reason.of(Kind.ROUNDING_ADDS if is_low else Kind.ROUNDING_WOULD_ADD, error=error)
 
 
-def _write(plan: NodePlan, label: bool, stored: bool, low: torch.dtype) -> None:
+def _write(plan: Label, label: bool, stored: bool, low: torch.dtype) -> None:
     if label is HIGH:
         plan.dtype = torch.float32
         if stored is LOW:

@@ -10,11 +10,15 @@ import torch
 import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.plan import Decision, NodePlan, node_plan
+from amp_fx.plans.label import Label, label_of
+from amp_fx.plans.plan import NodePlan
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 
 __all__ = ["Replay"]
+
+#: what a call takes from its row in a plan
+_DECIDED = ("op_class", "reasons", "dtype", "takes", "own_dtype_slots", "pinned", "levels")
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,14 @@ class Replay(Pass):
     needs: ClassVar[frozenset[str]] = frozenset({"classes", "hazards-pinned"})
     ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
 
-    rows: Mapping[str, Decision] = field(hash=False)
+    rows: Mapping[str, NodePlan] = field(hash=False)
     stored: bool = False
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
         followed = 0
         for node in gm.graph.nodes:
-            plan = node_plan(node)
+            plan = label_of(node)
             if plan is None:
                 continue
             row = self.rows.get(plan.name)
@@ -56,13 +60,14 @@ class Replay(Pass):
                 if plan.op_class is OpClass.FOLLOW and plan.traced is not None:
                     plan.dtype = _dtype_of(node.all_input_nodes[0])
                 continue
-            plan.follow(row)
+            for name in _DECIDED:
+                setattr(plan, name, getattr(row, name))
             if row.is_because(Kind.WIDE_RESULT):
                 self._check_wide(plan, node.meta["val"].device.type)
             followed += 1
         return PassResult(gm, followed, f"{followed} nodes as the plan has them")
 
-    def _check_wide(self, plan: NodePlan, device: str) -> None:
+    def _check_wide(self, plan: Label, device: str) -> None:
         where = "a program" if self.stored else device
         if where != "cuda":
             why = Reason.of(Kind.NO_WIDE_RESULT, device=where, op=plan.op, low=plan.low)
@@ -71,5 +76,5 @@ class Replay(Pass):
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype:
-    plan = node_plan(node)
+    plan = label_of(node)
     return node.meta["val"].dtype if plan is None or plan.dtype is None else plan.dtype

@@ -11,13 +11,13 @@ import torch.fx as fx
 from amp_fx._torch import OpOverload
 from amp_fx.errors import VerifyError
 from amp_fx.graphs.calls import arguments, output_nodes, tensor_nodes
-from amp_fx.graphs.capture import OUTPUT_META
-from amp_fx.graphs.fake_runs import RAN_META, fake_values, run_fake
+from amp_fx.graphs.fake_runs import fake_values, run_fake
+from amp_fx.graphs.keys import CAST_META, OUTPUT_META, RAN_META
 from amp_fx.graphs.source_lines import where
 from amp_fx.graphs.storages import written_arguments
 from amp_fx.graphs.values import is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.plan import CAST_META, NodePlan, Takes, node_plan
+from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.policy import OpClass
 
 __all__ = ["Verify"]
@@ -48,7 +48,7 @@ class Verify(Pass):
         """See the class."""
         checked = 0
         for node in gm.graph.nodes:
-            plan, ran = node_plan(node), node.meta.pop(RAN_META, None)
+            plan, ran = label_of(node), node.meta.pop(RAN_META, None)
             if plan is None or not isinstance(node.target, OpOverload) or plan.op_class is OpClass.KEEP:
                 continue
             if not _has_run(node, ran) and any(
@@ -71,7 +71,7 @@ def _has_run(node: fx.Node, ran: list[Any] | None) -> bool:
 
 def _is_retyped(source: fx.Node) -> bool:
     """True where the value has another dtype than in the program as traced."""
-    plan, value = node_plan(source), source.meta.get("val")
+    plan, value = label_of(source), source.meta.get("val")
     if plan is None:
         return CAST_META in source.meta
     return not is_eligible(value) or value.dtype is not plan.traced
@@ -84,7 +84,7 @@ def _check_runs(node: fx.Node) -> None:
         raise VerifyError(f"{node.name} gives {got}, its metadata says {claimed} [{where(node)}]")
 
 
-def _check_planned(node: fx.Node, plan: NodePlan) -> None:
+def _check_planned(node: fx.Node, plan: Label) -> None:
     planned = f"{node.name} ({plan.op}) is planned as {plan.dtype}"
     first = next((value.dtype for value in tensors(node.meta["val"]) if is_eligible(value)), None)
     if first is not None and first is not plan.dtype:
@@ -95,7 +95,7 @@ def _check_planned(node: fx.Node, plan: NodePlan) -> None:
             raise VerifyError(f"{planned} but takes {source.name} in {dtype} [{where(node)}]")
 
 
-def _taken(node: fx.Node, plan: NodePlan) -> list[fx.Node]:
+def _taken(node: fx.Node, plan: Label) -> list[fx.Node]:
     """The eligible arguments that the node takes in its own dtype."""
     if plan.takes != Takes.DTYPE:
         return []

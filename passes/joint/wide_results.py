@@ -10,11 +10,12 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.keyed import RESULT_MARK, mark, marked
+from amp_fx.passes.keyed import mark, marked
 from amp_fx.passes.levels.joint_matmuls import gradients_in
 from amp_fx.placement.layout import CAST
-from amp_fx.plans.plan import node_plan
+from amp_fx.plans.label import label_of
 from amp_fx.plans.reasons import Kind
 
 __all__ = ["WIDE", "keep_sums", "mark_results"]
@@ -45,7 +46,7 @@ def mark_results(gm: fx.GraphModule) -> tuple[str, ...]:
         Their names in the plan: what a pass has to have in its fields to see the marks.
     """
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    rows = [(node, row) for graph in graphs for node in graph.nodes if (row := node_plan(node)) is not None]
+    rows = [(node, row) for graph in graphs for node in graph.nodes if (row := label_of(node)) is not None]
     found = [
         (node, row.name) for node, row in rows if row.is_because(Kind.WIDE_RESULT) and row.dtype in LOW_DTYPES
     ]

@@ -8,13 +8,13 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import is_cast
-from amp_fx.graphs.capture import REGION_META
 from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.keys import CAST_META, REGION_META
 from amp_fx.graphs.linears import LINEARS
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import PassContext
 from amp_fx.passes.levels.matmuls import Matmul, Operand, aten
-from amp_fx.plans.plan import CAST_META, node_plan
+from amp_fx.plans.label import label_of
 from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD
@@ -27,7 +27,7 @@ _TRANSPOSES = frozenset({aten.t.default, aten.numpy_T.default, aten.mT.default, 
 
 def may_run_below(node: fx.Node, context: PassContext) -> bool:
     """True for a matmul that policy and plan let run below 16 bits."""
-    row = node_plan(node)
+    row = label_of(node)
     if row is None or row.dtype not in LOW_DTYPES or not is_matmul(node):
         return False
     rule = context.policy.rule_for(row.op, row.module_path)
@@ -41,7 +41,7 @@ def may_run_below(node: fx.Node, context: PassContext) -> bool:
 
 def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:
     """The product that a call is; None where it is none of 16-bit values and a matrix."""
-    form, row = LINEARS.get(node.target), node_plan(node)  # type: ignore[call-overload]  # a string is not in it
+    form, row = LINEARS.get(node.target), label_of(node)  # type: ignore[call-overload]  # a string is not in it
     if form is None or node.kwargs or row is None:
         return None
     value, matrix = node.args[form.input], node.args[form.weight]

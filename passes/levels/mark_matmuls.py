@@ -8,12 +8,13 @@ from typing import ClassVar
 import torch.fx as fx
 
 from amp_fx.errors import PlanError
+from amp_fx.graphs.keys import MARK
 from amp_fx.graphs.linears import LINEAR_OPS
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.keyed import MARK, mark
+from amp_fx.passes.keyed import mark
 from amp_fx.passes.levels.captured_matmuls import captured_matmul, may_run_below
 from amp_fx.passes.levels.matmuls import Matmul, divides
-from amp_fx.plans.plan import node_plan
+from amp_fx.plans.label import label_of
 from amp_fx.policy.levels import WEIGHT, Level
 
 __all__ = ["MarkMatmuls"]
@@ -56,7 +57,7 @@ class MarkMatmuls(Pass):
         return PassResult(gm, marked, f"{marked} matmuls may run below 16 bits")
 
     def _is_planned(self, node: fx.Node, context: PassContext) -> bool:
-        row = node_plan(node)
+        row = label_of(node)
         if row is None or not row.levels:
             return False
         for role, level in row.levels_below.items():

@@ -16,7 +16,7 @@ import torch.fx as fx
 from amp_fx.graphs.flops import is_matmul
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.passes.keyed import marked
-from amp_fx.plans.plan import node_plan
+from amp_fx.plans.label import label_of
 
 __all__ = ["Matmul", "Operand", "call_name", "divides", "last_calls"]
 
@@ -83,7 +83,7 @@ class Matmul:
 
 def call_name(node: fx.Node) -> str | None:
     """The name in the plan of a call, or of the one that a node of a joint graph comes from, if that is known."""
-    row = node_plan(node)
+    row = label_of(node)
     return marked(node) if row is None else row.name
 
 

@@ -10,22 +10,37 @@ from typing import ClassVar
 
 import torch.fx as fx
 
+from amp_fx.graphs.keys import LEVEL
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.levels.captured_matmuls import captured_matmul, may_run_below
 from amp_fx.passes.levels.joint_matmuls import gradients_in, joint_matmuls
 from amp_fx.passes.levels.level_problem import level_problem
 from amp_fx.passes.levels.matmuls import Matmul, divides, last_calls
-from amp_fx.passes.scratch import LEVEL, Budget
-from amp_fx.placement.cut import LOW
+from amp_fx.placement.cut import LOW, Var
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost
 from amp_fx.placement.priced import HarmTerm, Priced
 from amp_fx.placement.within import within
-from amp_fx.plans.plan import NodePlan, dtype_name, node_plan
+from amp_fx.plans.label import Label, label_of
+from amp_fx.plans.plan import NodePlan, dtype_name
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import LEVELS, WEIGHT, Level
 from amp_fx.policy.rules import BELOW
 
-__all__ = ["PlaceLevels", "write_choice"]
+__all__ = ["Budget", "PlaceLevels", "with_choice"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the matmuls of a graph may add to the error.
+
+    Attributes:
+        harms: variable of the cut -> what it adds to the squared relative error of the gradient in the level below;
+            what is missing was not measured, and stays low.
+        limit: of their sum.
+    """
+
+    harms: tuple[tuple[Var, float], ...]
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -96,8 +111,8 @@ class PlaceLevels(Pass):
                 LEVEL.set(matmul.node, level)
             why = self._why(matmul, level, refused[matmul])
             self.choices[matmul.variable] = level, why
-            if (row := node_plan(matmul.node)) is not None:
-                write_choice(row, matmul.role, level, why)
+            if (row := label_of(matmul.node)) is not None:
+                row.levels, row.reasons = with_choice(row, matmul.role, level, why)
         return PassResult(gm, len(chosen), f"{len(chosen)} of {len(matmuls)} matmuls below 16 bits")
 
     def allowed(self, gm: fx.GraphModule, context: PassContext) -> list[Matmul]:
@@ -120,7 +135,7 @@ class PlaceLevels(Pass):
 
     def _is_asked_for(self, matmul: Matmul, context: PassContext) -> bool:
         """True where a rule names the level."""
-        row = None if self.joint else node_plan(matmul.node)
+        row = None if self.joint else label_of(matmul.node)
         rule = None if row is None else context.policy.rule_for(row.op, row.module_path)
         return rule is not None and rule.precision in BELOW
 
@@ -195,8 +210,10 @@ def _for_rows(level: Level | None, matmul: Matmul) -> Level | None:
     return other if divides(other.grain, sizes) else level
 
 
-def write_choice(row: NodePlan, role: str, level: Level | None, why: Reason) -> None:
-    """Writes into the plan of a call what was decided for one of its matmuls.
+def with_choice(
+    row: Label | NodePlan, role: str, level: Level | None, why: Reason
+) -> tuple[dict[str, str], tuple[Reason, ...]]:
+    """Levels and reasons of a call, with what was decided for one of its matmuls.
 
     Args:
         row: of the call.
@@ -206,6 +223,6 @@ def write_choice(row: NodePlan, role: str, level: Level | None, why: Reason) -> 
     """
     if row.low is None:
         raise AssertionError(f"{row.name} multiplies, and has no low dtype")
-    row.levels[role] = dtype_name(row.low) if level is None else level.name
+    name = dtype_name(row.low) if level is None else level.name
     others = tuple(reason for reason in row.reasons if reason.values.get("role") != role)
-    row.reasons = (*others, replace(why, values={"role": role, **why.values}))
+    return {**row.levels, role: name}, (*others, replace(why, values={"role": role, **why.values}))

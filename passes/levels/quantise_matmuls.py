@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import torch.fx as fx
 
+from amp_fx.graphs.keys import LEVEL
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.levels.captured_matmuls import captured_matmul
 from amp_fx.passes.levels.joint_matmuls import joint_matmuls
 from amp_fx.passes.levels.quantiser import CapturedQuantiser, Quantiser
-from amp_fx.passes.scratch import LEVEL
 
 __all__ = ["QuantiseMatmuls"]
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.capture import REGION_META
 from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.keys import CAST_META, PART, REGION_META, STEP_META
 from amp_fx.graphs.storages import is_view, storage_of, written_storages
 from amp_fx.passes.levels.level_problem import level_of
 from amp_fx.passes.levels.matmuls import Matmul, Operand, aten
-from amp_fx.passes.scratch import PART, Part
 from amp_fx.placement.layout import CAST
-from amp_fx.plans.plan import CAST_META, STEP_META
 from amp_fx.policy.levels import FORWARD, Level, Scale
 from amp_fx.policy.scaled import block_scales, scale_of, scaled
 from amp_fx.weights.recipes import Scaled
 from amp_fx.widened import held_pair
 
-__all__ = ["CapturedQuantiser", "Quantiser", "erase_unread"]
+__all__ = ["CapturedQuantiser", "Part", "Quantiser", "erase_unread"]
 
 #: what new nodes take over from the matmul that needs them first
 _META = (
@@ -44,6 +43,21 @@ def erase_unread(graph: fx.Graph) -> None:
         is_idle = STEP_META in node.meta or CAST_META in node.meta or is_view(node)
         if is_idle and not node.users and not written_storages(node):
             graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a node holds of a matrix.
+
+    Attributes:
+        source: the matrix.
+        recipe: of the copy.
+        index: which of its tensors.
+    """
+
+    source: fx.Node
+    recipe: Scaled
+    index: int
 
 
 class _WithScale(NamedTuple):

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,8 @@ def test_search_counts_marks_and_goes_to_what_it_finds(viewer: Viewer) -> None:
 
 def test_a_search_goes_to_modules_of_that_name_before_lines_that_name_them(viewer: Viewer) -> None:
     report = blocks(3)
-    report.plans[0].nodes[0].source = "net.py:9 in forward: return self.layers(x)"
+    nodes = report.plans[0].nodes
+    nodes[0] = replace(nodes[0], source="net.py:9 in forward: return self.layers(x)")
     viewer.show(report)
     viewer.search("layers")
     viewer.find("#search").send_keys(Keys.ENTER)
@@ -384,9 +386,10 @@ def fused() -> Report:
     """As after Inductor: the casts of activations are fused, those of weights are kernels, one of them large."""
     report = blocks(2, odd=[1])
     for plan in report.plans:
-        for cast in plan.casts:
-            cast.kernel = cast.name.startswith("castw") or cast.name == "cast_head"
-            cast.bytes = 96_000 if cast.name == "cast_head" else cast.bytes
+        for at, cast in enumerate(plan.casts):
+            is_head = cast.name == "cast_head"
+            alone = is_head or cast.name.startswith("castw")
+            plan.casts[at] = replace(cast, kernel=alone, bytes=96_000 if is_head else cast.bytes)
     return report
 
 

@@ -28,7 +28,7 @@ from amp_fx.passes import (
 )
 from amp_fx.passes.base import run_in_order
 from amp_fx.plans.harm import CallHarm, as_number
-from amp_fx.plans.plan import Takes, node_plan
+from amp_fx.plans.label import Takes, label_of
 from amp_fx.policy import OpClass
 from small_models import GPT, Fragile, tokens, train
 
@@ -47,7 +47,7 @@ class OneLow(Pass):
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         for node in gm.graph.nodes:
-            plan = node_plan(node)
+            plan = label_of(node)
             if plan is None or plan.op_class is OpClass.KEEP or in_place_target(node) is not None:
                 continue
             plan.dtype = None if plan.traced is None else torch.float32

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx import CaptureError
 from amp_fx._torch import enable_autocast
-from amp_fx.graphs.capture import OUTPUT_META, REGION_META, capture
+from amp_fx.graphs.capture import capture
+from amp_fx.graphs.keys import OUTPUT_META, REGION_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.source_lines import module_path, source_line
 from graphs import Block, agree, captured, check, dynamo_graph, plans, rewrite

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from amp_fx.graphs.keys import CAST_META
 from amp_fx.passes import FuseCasts, InsertCasts, PassContext
-from amp_fx.plans.plan import CAST_META
 from graphs import check, rewrite, run_until
 
 aten = torch.ops.aten

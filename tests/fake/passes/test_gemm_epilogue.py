@@ -10,8 +10,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx._torch import FakeTensorMode
+from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.passes import GemmEpilogue, PassContext
-from amp_fx.passes.keyed import RESULT_MARK, mark
+from amp_fx.passes.keyed import mark
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from parts import Parts
 from torch import Tensor, nn
 
+from amp_fx.graphs.keys import CAST_META
 from amp_fx.passes import InsertCasts
-from amp_fx.plans.plan import CAST_META
 from graphs import casts_of, check, rewrite, run_until
 
 aten = torch.ops.aten

@@ -14,9 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_fx
 import amp_fx.lowering
+from amp_fx.graphs.keys import MARK
 from amp_fx.passes import Pass, PassContext, PassResult
 from amp_fx.passes.base import run_keyed
-from amp_fx.passes.keyed import CUSTOM, MARK, marked
+from amp_fx.passes.keyed import CUSTOM, marked
 from graphs import DEFAULTS
 from levels import MLP, options
 

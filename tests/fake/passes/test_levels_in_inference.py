@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx import record, rewriting
-from amp_fx.graphs.calls import COPY_META
+from amp_fx.graphs.keys import COPY_META
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.plans.reasons import Kind
 from amp_fx.reports import Report

@@ -35,7 +35,8 @@ from amp_fx.placement.cut import HIGH, LOW, Problem, Var, evaluate
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.within import within
 from amp_fx.plans.harm import INSIDE, CallHarm, ReadHarm, slots
-from amp_fx.plans.plan import Plan, node_plan
+from amp_fx.plans.label import label_of
+from amp_fx.plans.plan import Plan
 from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 from graphs import captured
@@ -65,7 +66,7 @@ def uniform(
             plan.name, value, gradient, {slot: ReadHarm(value, gradient) for slot, _, _ in slots(node)}
         )
         for node in gm.graph.nodes
-        if (plan := node_plan(node)) is not None and plan.op_class is not OpClass.KEEP
+        if (plan := label_of(node)) is not None and plan.op_class is not OpClass.KEEP
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx.passes.keyed import MARK
+from amp_fx.graphs.keys import MARK
 from amp_fx.placement.level_device import _say_once
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from amp_fx import PassError, VerifyError
 from amp_fx.passes import PIPELINE, FuseCasts, Pass, PassContext, PassResult, Verify, run_passes
-from amp_fx.plans.plan import node_plan
+from amp_fx.plans.label import label_of
 from graphs import captured, rewrite, run_until
 
 aten = torch.ops.aten
@@ -70,7 +70,7 @@ def test_metadata_that_lies_is_named() -> None:
 
 def test_a_dtype_other_than_the_planned_one_is_named() -> None:
     gm, matmul = ready()
-    plan = node_plan(matmul)
+    plan = label_of(matmul)
     assert plan is not None
     plan.dtype = torch.float16
     with pytest.raises(VerifyError, match=r"matmul .*torch\.float16.*torch\.bfloat16"):

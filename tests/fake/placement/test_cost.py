@@ -15,7 +15,7 @@ from torch import Tensor
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.plan import node_plan
+from amp_fx.plans.label import label_of
 from benchmarks.counts import counting
 from graphs import captured
 
@@ -159,7 +159,7 @@ def test_on_cuda_no_kernel_widens_the_gradient_of_a_weight(
     profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
     cost, nodes = model(Weighted(how), x(), training=True, profile=profile, device=device)
     reader = next(
-        node for node in nodes.values() if getattr(node_plan(node), "op", "") in ("linear", "matmul")
+        node for node in nodes.values() if getattr(label_of(node), "op", "") in ("linear", "matmul")
     )
     weight = reader.args[1]
     assert cost.cast_kernel(weight, BF16) == kernels * (6 * W + 1) * 10**12

@@ -144,7 +144,8 @@ def test_copies_follow_a_plan_that_has_them_and_their_input_where_it_has_none() 
     args = torch.randn(16, 8), torch.randn(16, 4)
     plan = rewrite(copied, *args, options={"profile": "off"}).plan
     for dtype in (torch.float32, torch.bfloat16):
-        plan.node("contiguous").dtype = dtype
+        nodes = [replace(row, dtype=dtype) if row.name == "contiguous" else row for row in plan.nodes]
+        plan = replace(plan, nodes=nodes)
         followed = rewrite(copied, *args, options={"plan": (plan,)}).plan
         assert followed.node("contiguous").dtype is dtype
         # the same rows but for the copy, either way round

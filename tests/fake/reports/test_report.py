@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_fx import AmpFxError, Plan, Report, record
+from amp_fx.graphs.keys import LABEL
 from amp_fx.plans.costs import Cost
 from amp_fx.plans.plan import dtype_name
 from amp_fx.plans.publish import publish
@@ -83,7 +84,7 @@ def test_the_shares_are_those_of_the_arithmetic_and_of_the_results(rewritten: Re
     stored: Counter[str] = Counter()
     for node in rewritten.gm.graph.nodes:
         value = node.meta.get("val")
-        if "amp_fx" in node.meta and isinstance(value, Tensor):
+        if LABEL in node.meta and isinstance(value, Tensor):
             stored[dtype_name(value.dtype)] += value.nbytes
     assert {d: share["bytes"] for d, share in shares.items()} == {
         d: pytest.approx(size / stored.total()) for d, size in stored.items()

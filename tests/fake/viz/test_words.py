@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from string import Formatter
 from typing import Any
 
@@ -50,10 +51,10 @@ def test_every_kind_of_reason_has_a_sentence_and_says_which_value_it_lacks(kind:
 
 def test_reasons_are_told_in_order_and_by_role_where_a_call_has_several_matmuls() -> None:
     row = rewrite(nn.Linear(8, 8), torch.randn(2, 8)).one("linear")
-    row.reasons = (Reason.of(Kind.LISTED, why="a list"), Reason.of(Kind.LAST_LINEAR, role="forward"))
-    row.levels = {"forward": "bfloat16"}
+    reasons = Reason.of(Kind.LISTED, why="a list"), Reason.of(Kind.LAST_LINEAR, role="forward")
+    row = replace(row, reasons=reasons, levels={"forward": "bfloat16"})
     assert because(row) == f"a list; {sentence(row.reasons[1])}"
-    row.levels["gradient of its weight"] = "bfloat16"
+    row = replace(row, levels={**row.levels, "gradient of its weight": "bfloat16"})
     assert because(row) == f"a list; forward: {sentence(row.reasons[1])}"
 
 
