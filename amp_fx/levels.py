@@ -40,7 +40,7 @@ def level_placement(
         device: type of the device that the graph is about.
         low: the low dtype there.
         plan: of the forward; what the policy means on this device is written into it.
-        rewritten: the graph, whose calls are marked; with measured harm it has the budget of its matmuls.
+        rewritten: the graph, whose calls are marked; with measured sensitivity it has the budget of its matmuls.
 
     Returns:
         None where the policy is another one, or the device has no such level: then the policy means autocast.
@@ -54,7 +54,7 @@ def level_placement(
         placed = planned_levels(opts, device, {row.name: row for row in plan.nodes}, training=True)
         plan.meaning = ", ".join(dict.fromkeys(level for *_, level in placed.planned)) if placed else ""
     elif levels_of(opts.policy.base):
-        wanted = opts.level if opts.harm is None else opts.harm.level
+        wanted = opts.level if opts.sensitivity is None else opts.sensitivity.level
         profile = resolve(opts.profile, device)
         means = meaning(opts.policy.base, wanted, profile, device, low, training=True)
         plan.meaning = means.text

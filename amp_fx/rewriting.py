@@ -14,7 +14,7 @@ from amp_fx._torch import compile_id, log_artifact, saved_tensors_shield
 from amp_fx.errors import CaptureError, PassError, PlanError
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.devices import graph_device
-from amp_fx.graphs.keys import BUDGET, HARM, STEP_META
+from amp_fx.graphs.keys import BUDGET, SENSITIVITY, STEP_META
 from amp_fx.graphs.regions import Region
 from amp_fx.levels import planned_levels
 from amp_fx.passes import (
@@ -24,20 +24,20 @@ from amp_fx.passes import (
     FoldWeights,
     MarkMatmuls,
     PassContext,
-    PlaceByHarm,
+    PlaceBySensitivity,
     PlaceLevels,
     Replay,
     run_passes,
     select,
 )
-from amp_fx.passes.forward.place_by_harm import Placement
+from amp_fx.passes.forward.place_by_sensitivity import Placement
 from amp_fx.passes.levels.place_levels import Budget
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_device import meaning
-from amp_fx.plans.harm import CallHarm, Harm
 from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
+from amp_fx.plans.sensitivity import CallSensitivity, Sensitivity
 from amp_fx.policy.levels import levels_of
 from amp_fx.settings import Options
 from amp_fx.weights.inference import weight_inputs
@@ -63,11 +63,11 @@ def rewrite(
         ambient: autocast state at graph entry per device type.
         opts: validated options.
         training: True if the graph will be differentiated; costs count the backward too.
-        placement: with harm in the options: where each call is; None: the policy's budget decides.
+        placement: with sensitivity in the options: where each call is; None: the policy's budget decides.
 
     Raises:
         CaptureError, PassError: the graph cannot be rewritten.
-        PlanError: none of the plans, or no harm, in the options is about this graph.
+        PlanError: none of the plans, or no sensitivity, in the options is about this graph.
     """
     start = time.thread_time()
     log_artifact("amp_fx_dynamo", lambda: gm.print_readable(print_output=False))
@@ -117,8 +117,8 @@ def _evaluated(
     means = meaning(base, opts.level, profile, device, low, training=False, keeps_weights=keeps)
     if means.level is None:
         return case, means.text
-    if opts.harm is not None:
-        return case, f"as autocast: a policy with harm places no matmuls in {base}, a plan does"
+    if opts.sensitivity is not None:
+        return case, f"as autocast: a policy with sensitivity places no matmuls in {base}, a plan does"
     return case.giving(PlaceLevels(means.level, device, means.cost, joint=False)), means.text
 
 
@@ -130,12 +130,12 @@ def _decided(
     case: Case,
     context: PassContext,
 ) -> Plan:
-    """Runs the passes, with the decisions of a plan, by measured harm, or by the policy alone."""
+    """Runs the passes, with the decisions of a plan, by measured sensitivity, or by the policy alone."""
     if opts.plan is not None:
         return replay(captured, opts, device, case, context)
     case = _marking(case, context)
-    if opts.harm is not None:
-        return _place_by_harm(captured, opts.harm, placement, case, context)
+    if opts.sensitivity is not None:
+        return _place_by_sensitivity(captured, opts.sensitivity, placement, case, context)
     return run_passes(captured, select(CAPTURED, case), context)
 
 
@@ -193,16 +193,16 @@ def replay(captured: fx.GraphModule, opts: Options, device: str, case: Case, con
     return plan
 
 
-def _place_by_harm(
+def _place_by_sensitivity(
     captured: fx.GraphModule,
-    harm: Harm,
+    sensitivity: Sensitivity,
     placement: Placement | None,
     case: Case,
     context: PassContext,
 ) -> Plan:
     """Runs the passes with what was measured of this graph."""
     try:
-        rows = _measured(captured, harm, context)
+        rows = _measured(captured, sensitivity, context)
     except PlanError:
         if context.training:
             raise
@@ -213,34 +213,36 @@ def _place_by_harm(
     # beyond autocast's error, the budget is for what runs below 16 bits
     below = levels_of(context.policy.base, training=True)
     first = min(budget, 1.0) if below else budget
-    step = PlaceByHarm(rows, first, placement=placement)
+    step = PlaceBySensitivity(rows, first, placement=placement)
     plan = run_passes(captured, select(CAPTURED, case.giving(step)), context)
     if below:
         BUDGET.set(captured, _left_below(captured, rows, budget))
     return plan
 
 
-def _left_below(captured: fx.GraphModule, rows: Mapping[str, CallHarm], budget: float) -> Budget:
-    """What matmuls below 16 bits may add to the error of a graph that was placed by harm, bodies included."""
+def _left_below(captured: fx.GraphModule, rows: Mapping[str, CallSensitivity], budget: float) -> Budget:
+    """What matmuls below 16 bits may add to the error of a graph that was placed by sensitivity, bodies included."""
     graphs = [module for module in captured.modules() if isinstance(module, fx.GraphModule)]
-    harms_found = [found for graph in graphs if (found := HARM.of(graph)) is not None]
-    spent, autocast = (sum(column) for column in zip((0.0, 0.0), *harms_found, strict=True))
-    harms = tuple(((row.name, role), row.below(role)) for row in rows.values() for role in row.roles)
-    return Budget(harms, max(budget**2 * autocast - spent, 0.0))
+    sensitivities_found = [found for graph in graphs if (found := SENSITIVITY.of(graph)) is not None]
+    spent, autocast = (sum(column) for column in zip((0.0, 0.0), *sensitivities_found, strict=True))
+    sensitivities = tuple(((row.name, role), row.below(role)) for row in rows.values() for role in row.roles)
+    return Budget(sensitivities, max(budget**2 * autocast - spent, 0.0))
 
 
-def _measured(captured: fx.GraphModule, harm: Harm, context: PassContext) -> dict[str, CallHarm]:
+def _measured(
+    captured: fx.GraphModule, sensitivity: Sensitivity, context: PassContext
+) -> dict[str, CallSensitivity]:
     """What was measured of the graph's calls, by the names that they have now.
 
     Raises:
         PlanError: the graph was not measured; names what has moved.
     """
     outline = _outline(captured, context)
-    return {call.name: call for call in harm.graph(outline).renamed(outline)}
+    return {call.name: call for call in sensitivity.graph(outline).renamed(outline)}
 
 
 def _outline(captured: fx.GraphModule, context: PassContext) -> Plan:
-    """The graph's calls with their classes: what plans and harm are matched with."""
+    """The graph's calls with their classes: what plans and sensitivity are matched with."""
     outline = run_passes(captured, OUTLINE, context)
     outline.graph, outline.training = compile_id(), context.training
     return outline

@@ -15,9 +15,9 @@ import torch
 from amp_fx._torch import inductor_mode_options, inductor_option_names
 from amp_fx.errors import OptionsError, did_you_mean
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
+from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import AUTO, levels_of
 from amp_fx.policy.rules import BASES
@@ -82,7 +82,7 @@ class Options:
         weights: a key of :data:`WEIGHTS`; where low copies of weights live.
         strict: raise what fails, where the backend would take a plainer way.
         inductor: options handed to Inductor, from ``mode=`` and by their own names.
-        harm: what the file that the policy names holds, or None.
+        sensitivity: what the file that the policy names holds, or None.
         level: what the option of a policy below 16 bits is, see :data:`LEVEL_OPTIONS`.
     """
 
@@ -95,7 +95,7 @@ class Options:
     weights: str = "auto"
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
-    harm: Harm | None = None
+    sensitivity: Sensitivity | None = None
     level: str = AUTO
 
     @classmethod
@@ -108,9 +108,9 @@ class Options:
 
         Raises:
             OptionsError: unknown key, one that was removed, bad value, or a contradiction.
-            PlanError: the plan or harm file cannot be read, or holds no plan or harm.
+            PlanError: the plan or sensitivity file cannot be read, or holds no plan or sensitivity.
         """
-        own = {f.name for f in fields(cls)} - {"inductor", "harm", "level"} | LEVEL_OPTIONS.keys()
+        own = {f.name for f in fields(cls)} - {"inductor", "sensitivity", "level"} | LEVEL_OPTIONS.keys()
         given = options or {}
         values = {key: value for key, value in given.items() if key in own}
         others = {_inductor_name(key, own): value for key, value in given.items() if key not in own}
@@ -129,7 +129,7 @@ class Options:
             weights=_parse_weights(values.get("weights", "auto"), numerics),
             strict=_parse_strict(values.get("strict", False)),
             inductor=_with_numerics({**_mode_options(mode), **others}, numerics),
-            harm=_load_harm(policy, dtype, numerics, level),
+            sensitivity=_load_sensitivity(policy, dtype, numerics, level),
             level=level,
         )
 
@@ -137,8 +137,8 @@ class Options:
         """The low dtype on a device type: the one asked for, or what "auto" means there."""
         if self.dtype is not None:
             return self.dtype
-        if self.harm is not None:
-            return self.harm.dtype
+        if self.sensitivity is not None:
+            return self.sensitivity.dtype
         if device_type == "cuda" and torch.cuda.is_available():
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             return torch.bfloat16 if native else torch.float16
@@ -195,31 +195,37 @@ def _parse_plan(value: object) -> tuple[Plan, ...] | None:
     return tuple(plan for plan in plans if plan.phase == "forward")
 
 
-def _load_harm(policy: Policy, dtype: torch.dtype | None, numerics: str, level: str) -> Harm | None:
-    if policy.harm is None:
+def _load_sensitivity(
+    policy: Policy, dtype: torch.dtype | None, numerics: str, level: str
+) -> Sensitivity | None:
+    if policy.sensitivity is None:
         return None
     if numerics == "eager":
         raise OptionsError(
-            f"policy harm {policy.harm!r} is about rounding in compiled code, numerics='eager' rounds as eager "
+            f"policy sensitivity {policy.sensitivity!r} is about rounding in compiled code, numerics='eager' "
+            f"rounds as eager "
             "autocast does; drop one of the two."
         )
-    harm = Harm.load(policy.harm)
-    if dtype not in (None, harm.dtype):
+    sensitivity = Sensitivity.load(policy.sensitivity)
+    if dtype not in (None, sensitivity.dtype):
         raise OptionsError(
-            f"policy harm {policy.harm!r} was measured for {dtype_name(harm.dtype)}, dtype is {dtype_name(dtype)}; "
+            f"policy sensitivity {policy.sensitivity!r} was measured for {dtype_name(sensitivity.dtype)}, dtype "
+            f"is {dtype_name(dtype)}; "
             f"calibrate with dtype={dtype_name(dtype)!r}, or change one of the two."
         )
     base = policy.base
-    if base in LEVEL_OPTIONS and harm.level not in LEVEL_OPTIONS[base]:
+    if base in LEVEL_OPTIONS and sensitivity.level not in LEVEL_OPTIONS[base]:
         raise OptionsError(
-            f"policy harm {policy.harm!r} has nothing of {base}; calibrate with policy={base!r}, or take another base."
+            f"policy sensitivity {policy.sensitivity!r} has nothing of {base}; calibrate with policy={base!r}, "
+            f"or take another base."
         )
-    if level not in (AUTO, harm.level):
+    if level not in (AUTO, sensitivity.level):
         raise OptionsError(
-            f"policy harm {policy.harm!r} was measured for {base}={harm.level!r}, {base} is {level!r}; drop the "
+            f"policy sensitivity {policy.sensitivity!r} was measured for {base}={sensitivity.level!r}, {base} "
+            f"is {level!r}; drop the "
             "option, or calibrate for it."
         )
-    return harm
+    return sensitivity
 
 
 def _parse_level(values: Mapping[str, object], policy: Policy, numerics: str) -> str:

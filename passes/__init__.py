@@ -34,7 +34,7 @@ from amp_fx.passes.forward.insert_casts import InsertCasts
 from amp_fx.passes.forward.keep_weights import KeepWeights
 from amp_fx.passes.forward.pin_dtypes import PinDtypes
 from amp_fx.passes.forward.place import Place
-from amp_fx.passes.forward.place_by_harm import PlaceByHarm
+from amp_fx.passes.forward.place_by_sensitivity import PlaceBySensitivity
 from amp_fx.passes.forward.replay import Replay
 from amp_fx.passes.forward.verify import Verify
 from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
@@ -73,7 +73,7 @@ __all__ = [
     "PassResult",
     "PinDtypes",
     "Place",
-    "PlaceByHarm",
+    "PlaceBySensitivity",
     "PlaceLevels",
     "QuantiseMatmuls",
     "Replay",
@@ -94,7 +94,8 @@ class Case:
     """What decides which passes run on a graph.
 
     Attributes:
-        given: passes whose fields somebody else has to fill in: by a plan, measured harm, a program's weights, a scaler
+        given: passes whose fields somebody else has to fill in: by a plan, measured sensitivity, a program's weights,
+            a scaler
             or a device. Such a pass runs where one is given.
         outline: only what a plan is matched with, calls and their classes.
         caches_weights: low copies of weights live across calls.
@@ -167,8 +168,12 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(CAPTURED, Constrain(), "hazards that lists cannot see; storages that must not be re-typed"),
     Row(CAPTURED, KeepWeights, "(export) ops whose weights do not fit into the low dtype"),
-    Row(CAPTURED, Place(), "the precision of every value", _without(PlaceByHarm, Replay)),
-    Row(CAPTURED, PlaceByHarm, "(harm) the precision of every value, by time and measured accuracy"),
+    Row(CAPTURED, Place(), "the precision of every value", _without(PlaceBySensitivity, Replay)),
+    Row(
+        CAPTURED,
+        PlaceBySensitivity,
+        "(sensitivity) the precision of every value, by time and measured accuracy",
+    ),
     Row(CAPTURED, Replay, "(plan) the precision of every value, as the plan has it"),
     Row(CAPTURED, InsertCasts(), "casts, each once per value and dtype", _without(FoldWeights)),
     Row(

@@ -184,7 +184,7 @@ def _draw_node(picture: graphviz.Digraph, node: Node, name: str, fill: _Fill) ->
         dtype = f"{short_dtype(node['was'])} => {dtype or 'none'}"
     picture.node(
         name,
-        _text("\n".join(line for line in (node["label"], dtype, node["harm"]) if line)),
+        _text("\n".join(line for line in (node["label"], dtype, node["sensitivity"]) if line)),
         tooltip=_text(f"{node['reason']}\n{node['source']}"),
         shape="box" if node["kind"] == "call" else "ellipse",
         fillcolor=fill[0],

@@ -18,7 +18,7 @@ class Drawable(Protocol):
     plans: list[Plan]
     title: str
     #: graph -> call -> error of the gradient that rounding adds, None for an overflow; empty where none was measured
-    harms: dict[str, dict[str, float | None]]
+    sensitivities: dict[str, dict[str, float | None]]
     #: what that is: a key of :data:`amp_fx.viz.style.MEASURED`
     measured: str
 

@@ -76,9 +76,11 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
         modules=[module_row(row.to_dict()) for row in report.modules],
         measured=report.measured,
         graphs=[
-            _Builder(plan, names, earlier, harms if plan.phase == "forward" else {}, report.measured).build()
+            _Builder(
+                plan, names, earlier, sensitivities if plan.phase == "forward" else {}, report.measured
+            ).build()
             for plan in report.plans
-            for harms in [report.harms.get(plan.graph, {})]
+            for sensitivities in [report.sensitivities.get(plan.graph, {})]
         ],
     )
 
@@ -117,8 +119,8 @@ class _Builder:
     plan: Plan
     names: Mapping[int, _Name]
     earlier: _Earlier | None
-    harms: Mapping[str, float | None] = field(default_factory=dict)
-    measured: str = "harm"
+    sensitivities: Mapping[str, float | None] = field(default_factory=dict)
+    measured: str = "sensitivity"
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
@@ -195,7 +197,7 @@ class _Builder:
                 bytes=node.bytes,
                 flops=node.flops,
                 was=self._was(node),
-                **rounding(self.harms, node.name, self.measured),
+                **rounding(self.sensitivities, node.name, self.measured),
             )
         )
 
@@ -235,7 +237,7 @@ class _Builder:
                 bytes=given.bytes,
                 flops=0,
                 was="",
-                harm="",
+                sensitivity="",
                 heat=0,
             )
         )

@@ -47,8 +47,8 @@ class Cast(TypedDict):
 class Node(TypedDict):
     """A call, an input, a parameter or a result; ``group`` is a position in ``Graph.groups``.
 
-    ``harm`` says what rounding the call costs, or how far its result is from a reference, and is empty where that was
-    not measured; ``heat`` is its position in ``style.HEAT``.
+    ``sensitivity`` says what rounding the call costs, or how far its result is from a reference, and is empty where
+    that was not measured; ``heat`` is its position in ``style.HEAT``.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Node(TypedDict):
     bytes: int
     flops: int
     was: str
-    harm: str
+    sensitivity: str
     heat: int
 
 

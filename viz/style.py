@@ -56,7 +56,7 @@ HEAT = (
 
 #: what calls are coloured by -> what that means, and how it is said that it has no end
 MEASURED = {
-    "harm": ("rounding adds {} to the error", "overflows"),
+    "sensitivity": ("rounding adds {} to the error", "overflows"),
     "error": ("{} from the reference", "not finite"),
 }
 
@@ -148,17 +148,17 @@ def heat(error: float | None) -> int:
 class Rounding(TypedDict):
     """What rounding a call costs, in the form of :class:`amp_fx.viz.schema.Node`."""
 
-    harm: str
+    sensitivity: str
     heat: int
 
 
 def rounding(errors: Mapping[str, float | None], call: str, measured: str) -> Rounding:
     """What was measured of a call, a key of :data:`MEASURED`, and its colour; empty where that was not measured."""
     if call not in errors:
-        return Rounding(harm="", heat=0)
+        return Rounding(sensitivity="", heat=0)
     error = errors[call]
     return Rounding(
-        harm=MEASURED[measured][1] if error is None else f"{measured} {error:.0e}", heat=heat(error)
+        sensitivity=MEASURED[measured][1] if error is None else f"{measured} {error:.0e}", heat=heat(error)
     )
 
 

@@ -136,7 +136,7 @@ function face(id) {
   if (id[0] === "n") {
     const node = graph.nodes[index];
     const sub = node.was ? short(node.was) + " \u21d2 " + (short(node.dtype) || "none") : short(node.dtype);
-    return { lines: [clip(node.label, LONGEST), sub, node.harm].filter(Boolean),
+    return { lines: [clip(node.label, LONGEST), sub, node.sensitivity].filter(Boolean),
       fill: isHot ? style.heat[node.heat] : colourOf(node.dtype), ink: isHot ? inkHot : inkOn(node.dtype),
       mix: [], border: style.classes[node.op_class], changed: Boolean(node.was) };
   }

@@ -2,8 +2,8 @@
 
 Here: measuring by one double backward, the calibration with its blame, frontier and plans, the check of a plan by a
 compiled step, and the figures.
-Not here: harm as plain data (``amp_fx.plans.harm``), and the cuts that weigh it (``passes/forward/place_by_harm.py``,
-and ``amp_fx.placement.priced``).
+Not here: sensitivity as plain data (``amp_fx.plans.sensitivity``), and the cuts that weigh it
+(``passes/forward/place_by_sensitivity.py``, and ``amp_fx.placement.priced``).
 Open ``calibrating.py`` first.
 """
 

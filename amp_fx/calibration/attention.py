@@ -22,7 +22,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx.calibration.meter import Meter
-from amp_fx.plans.harm import PROBABILITIES, RESULT, SCORES
+from amp_fx.plans.sensitivity import PROBABILITIES, RESULT, SCORES
 
 __all__ = ["attend", "is_attention"]
 

@@ -16,8 +16,8 @@ from amp_fx.passes import PassContext, PlaceLevels
 from amp_fx.passes.levels.level_problem import level_problem
 from amp_fx.placement.cut import LOW, Problem, Var
 from amp_fx.placement.level_cost import BYTES, LevelCost
-from amp_fx.placement.priced import HarmTerm, Priced
-from amp_fx.plans.harm import CallHarm, as_number
+from amp_fx.placement.priced import Priced, SensitivityTerm
+from amp_fx.plans.sensitivity import CallSensitivity, as_number
 from amp_fx.policy.levels import AUTO, LEVELS
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
@@ -31,8 +31,8 @@ class PricedMatmuls:
     """The second cut of one graph.
 
     Attributes:
-        priced: time and harm of any placement; times are those that the level takes more, so negative where it gains.
-        by_bytes: the same, of bytes moved.
+        priced: time and sensitivity of any placement; times are those that the level takes more, so negative where it
+        gains. by_bytes: the same, of bytes moved.
     """
 
     priced: Priced
@@ -51,8 +51,8 @@ class MatmulsBelow:
     problem: Problem = field(default_factory=Problem)
     by_bytes: Problem = field(default_factory=Problem)
 
-    def priced(self, rows: Mapping[str, CallHarm], low: Collection[str]) -> PricedMatmuls:
-        """The cut with measured harm; what was not measured is never placed below.
+    def priced(self, rows: Mapping[str, CallSensitivity], low: Collection[str]) -> PricedMatmuls:
+        """The cut with measured sensitivity; what was not measured is never placed below.
 
         Args:
             rows: what was measured, by the call's name.
@@ -60,13 +60,13 @@ class MatmulsBelow:
         """
         problem = _only(self.problem, low)
         terms = [
-            HarmTerm(as_number(harm), LOW, (name, role), call=name, slot=f"{role}: {operand}")
+            SensitivityTerm(as_number(sensitivity), LOW, (name, role), call=name, slot=f"{role}: {operand}")
             for name, row in rows.items()
             for role, operands in row.roles.items()
-            for operand, harm in operands.items()
+            for operand, sensitivity in operands.items()
         ]
         unknown = problem.unary.keys() - {term.var for term in terms}
-        terms += [HarmTerm(math.inf, LOW, var) for var in unknown]
+        terms += [SensitivityTerm(math.inf, LOW, var) for var in unknown]
         by_bytes = Priced(_only(self.by_bytes, low), terms, relative=True)
         return PricedMatmuls(Priced(problem, terms, relative=True), by_bytes)
 
@@ -109,7 +109,7 @@ def read_matmuls(
     Returns:
         Nothing where AOTAutograd makes no joint graph of it.
     """
-    plain = replace(opts, profile="off", plan=None, harm=None)
+    plain = replace(opts, profile="off", plan=None, sensitivity=None)
     level = LEVELS[opts.level]
     placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training)
     found: list[MatmulsBelow] = []

@@ -30,9 +30,9 @@ from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost
 from amp_fx.placement.level_device import level_name
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.harm import GRADIENTS, OF, OUTPUTS, GraphHarm, Harm, combined
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import counterparts, moved_nodes
+from amp_fx.plans.sensitivity import GRADIENTS, OF, OUTPUTS, GraphSensitivity, Sensitivity, combined
 from amp_fx.policy.levels import LEVELS, Level, levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.settings import Options
@@ -66,9 +66,11 @@ def calibrate(
     Code compiled earlier in this process is compiled again when it is next called.
 
     Args:
-        model: fp32, in the mode it is trained in; a checkpoint that has been trained for a while, since harms of the
+        model: fp32, in the mode it is trained in; a checkpoint that has been trained for a while, since sensitivities
+            of the
             first steps say little about later ones. One that is compiled is taken as it was before.
-        batches: a batch or an iterable of them, whose harms are averaged. A batch is a tuple of positional arguments,
+        batches: a batch or an iterable of them, whose sensitivities are averaged. A batch is a tuple of positional
+            arguments,
             a mapping of keyword arguments, or the only argument, a tensor.
         loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``.
         of: ``"gradients"``, or ``"outputs"`` for a model that is called without gradients: then there is no loss, and
@@ -98,8 +100,8 @@ def calibrate(
     given = {"dtype": dtype, "policy": policy, "fp8": fp8}
     training = _is_training(of, loss)
     opts = Options.parse(None, given if not isinstance(profile, str) else {**given, "profile": profile})
-    if opts.policy.harm is not None:
-        raise OptionsError(f"calibrate measures harm; take 'harm' out of policy {policy!r}.")
+    if opts.policy.sensitivity is not None:
+        raise OptionsError(f"calibrate measures sensitivity; take 'sensitivity' out of policy {policy!r}.")
     parameters = [parameter for parameter in program.parameters() if parameter.requires_grad or not training]
     if not parameters:
         raise AmpFxError(f"the model has no parameter{' that requires a gradient' * training}.")
@@ -121,7 +123,7 @@ def calibrate(
     rows = (row for graph in graphs.found for row in graph.outline.nodes)
     # a value is continuous where its derivative jumps
     kinks = sum(has_trait(row.op, Trait.KINK) for row in rows) if training else 0
-    harm = Harm(
+    sensitivity = Sensitivity(
         type(program).__name__,
         low,
         scale,
@@ -131,7 +133,7 @@ def calibrate(
         level="" if graphs.level is None else graphs.level.name,
         graphs=graphs.found,
     )
-    return Calibration(harm, graphs.traced, opts, steps)
+    return Calibration(sensitivity, graphs.traced, opts, steps)
 
 
 class _Graphs:
@@ -157,7 +159,7 @@ class _Graphs:
         self.level = levels_of(opts.policy.base).get(opts.level)
         self.meters: list[Meter] = []
         self.traced: list[MeasuredGraph] = []
-        self.found: list[GraphHarm] = []
+        self.found: list[GraphSensitivity] = []
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A backend of ``torch.compile`` that watches each value."""
@@ -188,14 +190,14 @@ class _Graphs:
                 gm, example_inputs, ambient, self._opts, cost, names, training=self.training
             )
         self._measured.append(measured)
-        self.found.append(GraphHarm(outline))
+        self.found.append(GraphSensitivity(outline))
         self.traced.append(graph)
         return lambda *args: run_measured(captured, self.meters[-1], number, args)
 
     def take_means(self) -> None:
-        """Harms are those of the steps on average, by the names that calls have where they are planned."""
+        """Sensitivities are those of the steps on average, by the names that calls have where they are planned."""
         for number, (graph, measured) in enumerate(zip(self.found, self._measured, strict=True)):
-            rows = GraphHarm(measured, combined([meter.rows(number) for meter in self.meters], fmean))
+            rows = GraphSensitivity(measured, combined([meter.rows(number) for meter in self.meters], fmean))
             graph.calls = rows.renamed(graph.outline)
 
 

@@ -21,9 +21,9 @@ from amp_fx.calibration.verifying import SLACK, Verifier
 from amp_fx.errors import OptionsError, PlanError, did_you_mean
 from amp_fx.placement.level_device import multiplies
 from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME, Choice
-from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import load_plans
+from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import LEVELS, Level
 from amp_fx.settings import Options
@@ -48,22 +48,22 @@ class Calibration:
     """What :func:`amp_fx.calibrate` found.
 
     Attributes:
-        harm: what was measured, as plain data.
+        sensitivity: what was measured, as plain data.
     """
 
     def __init__(
-        self, harm: Harm, graphs: Sequence[MeasuredGraph], opts: Options, steps: Sequence[Step]
+        self, sensitivity: Sensitivity, graphs: Sequence[MeasuredGraph], opts: Options, steps: Sequence[Step]
     ) -> None:
-        self.harm = harm
+        self.sensitivity = sensitivity
         self._graphs = list(graphs)
         self._opts = opts
         self._steps = list(steps)
 
     @staticmethod
     def worst(*calibrations: Calibration) -> Calibration:
-        """One calibration for several states of a model: of each rounding, the largest harm that any of them found.
+        """One calibration for several states of a model: of each rounding, the largest sensitivity found.
 
-        Harm changes while a model trains. A plan made from this keeps its budget in all of the states::
+        Sensitivity changes while a model trains. A plan made from this keeps its budget in all of the states::
 
             early, late = (amp_fx.calibrate(load(path), batches) for path in paths)
             plan = amp_fx.Calibration.worst(early, late).plan()
@@ -79,12 +79,12 @@ class Calibration:
             raise OptionsError("worst takes at least one calibration; got none.")
         last = calibrations[-1]
         steps = [step for calibration in calibrations for step in calibration._steps]
-        harm = Harm.worst([calibration.harm for calibration in calibrations])
-        return Calibration(harm, last._graphs, last._opts, steps)
+        sensitivity = Sensitivity.worst([calibration.sensitivity for calibration in calibrations])
+        return Calibration(sensitivity, last._graphs, last._opts, steps)
 
     @functools.cached_property
     def _cuts(self) -> Cuts:
-        return Cuts(self._graphs, self.harm, self._opts)
+        return Cuts(self._graphs, self.sensitivity, self._opts)
 
     def _corner(self, choice: Choice[Placed]) -> Point:
         return self._cuts.point(None, choice.placement, lambda: self._plans_of(choice.placement))
@@ -95,14 +95,14 @@ class Calibration:
     def _known(self) -> dict[str, Point]:
         plans_of = {
             name: [
-                graph.plan(replace(self._opts, policy=policy, profile="off", harm=None))
+                graph.plan(replace(self._opts, policy=policy, profile="off", sensitivity=None))
                 for graph in self._graphs
             ]
             for name, policy in _KNOWN.items()
         }
 
-        if self.harm.level:
-            plans_of[LEVELS[self.harm.level].policy] = self._by_policy()
+        if self.sensitivity.level:
+            plans_of[LEVELS[self.sensitivity.level].policy] = self._by_policy()
         return {
             name: self._cuts.point(name, self._cuts.placed(plans), lambda plans=plans: plans)
             for name, plans in plans_of.items()
@@ -110,7 +110,9 @@ class Calibration:
 
     def _by_policy(self) -> list[Plan]:
         """The plans of the policy below 16 bits by itself: what is low as autocast has it."""
-        opts = replace(self._opts, policy=replace(self._opts.policy, rules=()), profile="off", harm=None)
+        opts = replace(
+            self._opts, policy=replace(self._opts.policy, rules=()), profile="off", sensitivity=None
+        )
         plans = [graph.plan(opts) for graph in self._graphs]
         self._cuts.write(plans, self._cuts.by_policy(self._cuts.placed(plans)))
         return plans
@@ -124,10 +126,10 @@ class Calibration:
             for part in parts:
                 placed[-1].update(part.placement(next(rest)))
         plans = [
-            graph.plan(replace(self._opts, harm=replace(self.harm, graphs=[found])), placement)
-            for graph, found, placement in zip(self._graphs, self.harm.graphs, placed, strict=True)
+            graph.plan(replace(self._opts, sensitivity=replace(self.sensitivity, graphs=[found])), placement)
+            for graph, found, placement in zip(self._graphs, self.sensitivity.graphs, placed, strict=True)
         ]
-        if self.harm.level:
+        if self.sensitivity.level:
             self._cuts.write(plans, choice)
         return plans
 
@@ -201,8 +203,8 @@ class Calibration:
             raise OptionsError("plan takes one of budget, error and time.")
         if time is not None and minimise != TIME:
             raise OptionsError(f"plan(time=...) has the least error; minimise={minimise!r} is for a budget.")
-        if verify and self.harm.level:
-            self._check_that_it_runs(LEVELS[self.harm.level])
+        if verify and self.sensitivity.level:
+            self._check_that_it_runs(LEVELS[self.sensitivity.level])
         within = functools.partial(self._cuts.within, aim=_aim(minimise))
         with torch.enable_grad():
             if time is not None:
@@ -229,7 +231,7 @@ class Calibration:
             raise OptionsError("plan(time=...) needs a device profile, which is off.")
         corners = self._cuts.corners(8 * _CORNERS, TIME)
         fitting = [corner for corner in corners if corner.time * 1e-12 <= time]
-        return min(fitting, key=lambda corner: corner.harm) if fitting else corners[0]
+        return min(fitting, key=lambda corner: corner.sensitivity) if fitting else corners[0]
 
     def _finish(
         self,
@@ -254,29 +256,29 @@ class Calibration:
             if limit is None or self._verifier.keeps(measured, limit, self.autocast_error):
                 return found
             tried.append((point.error, measured))
-            stricter = within(chosen.harm * min(0.5, (limit / measured) ** 2))
-            if len(tried) == _TRIES or stricter.harm >= chosen.harm:
+            stricter = within(chosen.sensitivity * min(0.5, (limit / measured) ** 2))
+            if len(tried) == _TRIES or stricter.sensitivity >= chosen.sensitivity:
                 return found
             chosen = stricter
 
     @functools.cached_property
     def _verifier(self) -> Verifier:
-        return Verifier(self._steps, self._opts, self.harm.scale)
+        return Verifier(self._steps, self._opts, self.sensitivity.scale)
 
     # --- what a reader sees ---
 
     def __str__(self) -> str:
         known, below = self._known, None
-        if self.harm.level:
-            plans = known[LEVELS[self.harm.level].policy].plan.plans
+        if self.sensitivity.level:
+            plans = known[LEVELS[self.sensitivity.level].policy].plan.plans
             below = self._cuts.blame(self._cuts.placed(plans))
-        return "\n".join(blame_lines(self.harm, self._cuts.parts, self._sources(), known, below))
+        return "\n".join(blame_lines(self.sensitivity, self._cuts.parts, self._sources(), known, below))
 
     def _sources(self) -> dict[str, NodePlan]:
-        return {row.name: row for graph in self.harm.graphs for row in graph.outline.nodes}
+        return {row.name: row for graph in self.sensitivity.graphs for row in graph.outline.nodes}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes ``.json``, the harm, or the frontier as ``.png``, ``.svg``, ``.pdf`` or ``.html``.
+        """Writes ``.json``, the sensitivity, or the frontier as ``.png``, ``.svg``, ``.pdf`` or ``.html``.
 
         Raises:
             AmpFxError: matplotlib is missing, or does not write that suffix.
@@ -284,9 +286,9 @@ class Calibration:
         """
         path = Path(path)
         if path.suffix.lower() == ".json":
-            self.harm.save(path)
+            self.sensitivity.save(path)
         else:
-            save_figure(self.frontier(), self.harm.model, str(self), path)
+            save_figure(self.frontier(), self.sensitivity.model, str(self), path)
         return path
 
 

@@ -15,18 +15,18 @@ from amp_fx.calibration.below import PricedMatmuls
 from amp_fx.calibration.points import Point
 from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.errors import PlanError
-from amp_fx.passes.forward.place_by_harm import PricedGraph
+from amp_fx.passes.forward.place_by_sensitivity import PricedGraph
 from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.priced import HarmTerm, Labels, Priced, choose_all
+from amp_fx.placement.priced import Labels, Priced, SensitivityTerm, choose_all
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.tradeoff import BYTES, Choice, hull
 from amp_fx.placement.within import within
-from amp_fx.plans.harm import GraphHarm, Harm
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.sensitivity import GraphSensitivity, Sensitivity
 from amp_fx.policy.levels import LEVELS
 from amp_fx.settings import Options
 
@@ -49,9 +49,9 @@ class Placed:
 class Cuts:
     """Time, bytes and error of any placement of a model."""
 
-    def __init__(self, graphs: Sequence[MeasuredGraph], harm: Harm, opts: Options) -> None:
+    def __init__(self, graphs: Sequence[MeasuredGraph], sensitivity: Sensitivity, opts: Options) -> None:
         self._graphs = graphs
-        self._harm = harm
+        self._sensitivity = sensitivity
         self._opts = opts
         #: (limit, aim) -> the first cut: budgets beyond torch.autocast's error have the same one
         self._firsts: dict[tuple[float, str], Choice[list[Labels]]] = {}
@@ -61,7 +61,7 @@ class Cuts:
         """Prices of every graph and of the bodies inside it."""
         return [
             graph.priced(self._opts, self._profile(graph.device_type), {row.name: row for row in found.calls})
-            for graph, found in zip(self._graphs, self._harm.graphs, strict=True)
+            for graph, found in zip(self._graphs, self._sensitivity.graphs, strict=True)
         ]
 
     @functools.cached_property
@@ -80,12 +80,12 @@ class Cuts:
     @property
     def autocast_error(self) -> float:
         """Predicted error of torch.autocast; roundings that overflow are left out."""
-        return math.sqrt(sum(part.autocast_harm for part in self.parts))
+        return math.sqrt(sum(part.autocast_sensitivity for part in self.parts))
 
     def below(self, labels: Sequence[Labels]) -> list[PricedMatmuls]:
         """What may run below 16 bits in each graph, given the first cut."""
         rest, found = iter(labels), []
-        for graph, measured, parts in zip(self._graphs, self._harm.graphs, self.priced, strict=True):
+        for graph, measured, parts in zip(self._graphs, self._sensitivity.graphs, self.priced, strict=True):
             placed = {name: at for part in parts for name, at in part.placement(next(rest)).items()}
             low = {name for name, labels_of in placed.items() if labels_of == (LOW, LOW)}
             found.append(graph.below.priced({row.name: row for row in measured.calls}, low))
@@ -105,39 +105,39 @@ class Cuts:
             name=name,
             time=sum(part.priced.time(each) for part, each in pairs) * 1e-12 if self.is_timed else None,
             bytes_moved=sum(part.by_bytes.time(each) for part, each in pairs),
-            error=math.sqrt(sum(part.priced.harm(each) for part, each in pairs)),
+            error=math.sqrt(sum(part.priced.sensitivity(each) for part, each in pairs)),
             make=make,
-            what=self._harm.what,
+            what=self._sensitivity.what,
         )
 
     def corners(self, most: int, aim: str) -> list[Choice[Placed]]:
         """Placements that no other beats in both error and what is minimised, by that."""
         found = [self._with(each, self._nothing) for each in _corners(_prices(self.parts, aim), most)]
-        if self._harm.level:
+        if self._sensitivity.level:
             first = self._first(math.inf, aim)
             second = _corners(_prices(self.below(first.placement), aim), most)
             found += [self._with(first, each) for each in second]
-        found.sort(key=lambda choice: (choice.time, choice.harm))
+        found.sort(key=lambda choice: (choice.time, choice.sensitivity))
         best: list[Choice[Placed]] = []
         for choice in found:
-            if not best or choice.harm < best[-1].harm:
+            if not best or choice.sensitivity < best[-1].sensitivity:
                 best.append(choice)
         return best
 
     def within(self, limit: float, aim: str) -> Choice[Placed]:
         """The cheapest placement found whose squared error is at most ``limit``."""
         first = self._first(limit, aim)
-        if not self._harm.level:
+        if not self._sensitivity.level:
             return self._with(first, self._nothing)
         second = _prices(self.below(first.placement), aim)
-        return self._with(first, within(second, limit - first.harm))
+        return self._with(first, within(second, limit - first.sensitivity))
 
     def _first(self, limit: float, aim: str) -> Choice[list[Labels]]:
         """The cut between fp32 and the low dtype.
 
         Where a level below was measured, what a budget allows beyond torch.autocast's error is for that.
         """
-        if self._harm.level:
+        if self._sensitivity.level:
             limit = min(limit, self.autocast_error**2)
         if (limit, aim) not in self._firsts:
             known = [part.autocast for part in self.parts]
@@ -150,7 +150,7 @@ class Cuts:
 
     def _with(self, first: Choice[list[Labels]], below: Choice[list[Labels]]) -> Choice[Placed]:
         placed = Placed(first.placement, below.placement)
-        return Choice(first.time + below.time, first.harm + below.harm, first.weight, placed)
+        return Choice(first.time + below.time, first.sensitivity + below.sensitivity, first.weight, placed)
 
     def placed(self, plans: Sequence[Plan]) -> Placed:
         """What plans have low, and below 16 bits.
@@ -160,11 +160,11 @@ class Cuts:
         """
         labels: list[Labels] = []
         below: list[Labels] = []
-        for parts, found in zip(self.priced, self._harm.graphs, strict=True):
+        for parts, found in zip(self.priced, self._sensitivity.graphs, strict=True):
             chosen = choose_plan(plans, found.outline)
             rows = {row.name: saved for saved, row in counterparts(chosen, found.outline)}
             labels += [part.labels_in(rows) for part in parts]
-            below.append(_labels_below(self._harm, found, rows))
+            below.append(_labels_below(self._sensitivity, found, rows))
         return Placed(labels, below)
 
     def by_policy(self, placed: Placed) -> Placed:
@@ -177,29 +177,29 @@ class Cuts:
 
     def write(self, plans: Sequence[Plan], placed: Placed) -> None:
         """Writes into plans in which level their matmuls run, and what that adds to the error."""
-        level = LEVELS[self._harm.level]
+        level = LEVELS[self._sensitivity.level]
         for plan, part, labels in zip(plans, self.below(placed.labels), placed.below, strict=True):
             plan.meaning = level.name
             rows = {row.name: row for row in plan.nodes}
             for var in part.priced.base.unary:
                 name, role = var  # type: ignore[misc]  # as PlaceLevels names them
                 is_below = labels.get(var, HIGH) is LOW
-                error = math.sqrt(part.priced.harm({var: LOW}))
+                error = math.sqrt(part.priced.sensitivity({var: LOW}))
                 if is_below:
                     why = Reason.of(Kind.LEVEL_ADDS, policy=level.policy, level=level.name, error=error)
                 else:
                     why = Reason.of(
-                        Kind.LEVEL_WOULD_ADD, low=self._harm.dtype, policy=level.policy, error=error
+                        Kind.LEVEL_WOULD_ADD, low=self._sensitivity.dtype, policy=level.policy, error=error
                     )
                 levels, reasons = with_choice(rows[name], role, level if is_below else None, why)
                 rows[name] = replace(rows[name], levels=levels, reasons=reasons)
             plan.nodes = [*rows.values()]
 
-    def blame(self, placed: Placed) -> list[HarmTerm]:
+    def blame(self, placed: Placed) -> list[SensitivityTerm]:
         """What a placement adds below 16 bits, operand by operand, worst first."""
         pairs = zip(self.below(placed.labels), placed.below, strict=True)
         terms = [term for part, labels in pairs for term in part.priced.blame(labels)]
-        return sorted(terms, key=lambda term: -term.harm)
+        return sorted(terms, key=lambda term: -term.sensitivity)
 
 
 def _prices(parts: Sequence[PricedGraph | PricedMatmuls], aim: str) -> list[Priced]:
@@ -211,11 +211,13 @@ def _corners(priced: Sequence[Priced], most: int) -> list[Choice[list[Labels]]]:
     return hull(lambda weight: choose_all(priced, weight), most)
 
 
-def _labels_below(harm: Harm, measured: GraphHarm, rows: Mapping[str, NodePlan]) -> Labels:
+def _labels_below(
+    sensitivity: Sensitivity, measured: GraphSensitivity, rows: Mapping[str, NodePlan]
+) -> Labels:
     """What a plan runs below 16 bits in one graph.
 
     Args:
-        harm: of the model.
+        sensitivity: of the model.
         measured: of the graph.
         rows: call -> what its plan says of it.
 
@@ -226,9 +228,10 @@ def _labels_below(harm: Harm, measured: GraphHarm, rows: Mapping[str, NodePlan])
     found: dict[Var, bool] = {}
     for name, row in rows.items():
         for role, level in row.levels_below.items():
-            if level.name != harm.level:
+            if level.name != sensitivity.level:
                 raise PlanError(
-                    f"the plan runs {name} in {level.name}, {role}; measured was {harm.level or 'no such level'}. "
+                    f"the plan runs {name} in {level.name}, {role}; measured was "
+                    f"{sensitivity.level or 'no such level'}. "
                     f"Calibrate with policy={level.policy!r} and {level.policy}={level.name!r}."
                 )
             if (name, role) not in known:

@@ -1,4 +1,4 @@
-"""Measure harm: a forward, a backward and, of gradients, a double backward of graphs whose values are watched."""
+"""Measure sensitivity: forward, backward and double backward of graphs whose values are watched."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from amp_fx.graphs.keys import LABEL
 from amp_fx.graphs.linears import LinearForm, linear_form
 from amp_fx.graphs.storages import is_view, storage_of, written_storages
 from amp_fx.graphs.values import is_eligible
-from amp_fx.plans.harm import slots
 from amp_fx.plans.label import Label, label_of
+from amp_fx.plans.sensitivity import slots
 from amp_fx.policy import OpClass
 
 __all__ = ["run_measured"]
@@ -44,7 +44,7 @@ class _Measured(fx.Interpreter):
         self._graph = graph
         self._noise_of = noise_of
         self._written = frozenset[int]().union(*map(written_storages, gm.graph.nodes))
-        #: where the harm of a value, for all who read it, is added up
+        #: where the sensitivity of a value, for all who read it, is added up
         self._keys: dict[fx.Node, Key] = {}
         #: values whose gradient the program itself asks for
         self._differentiable: set[fx.Node] = set()
@@ -77,7 +77,7 @@ class _Measured(fx.Interpreter):
         return result
 
     def _known_of_view(self, n: fx.Node, result: torch.Tensor) -> Key | None:
-        """Where the harm of what a view looks at is known: that of a view which repeats no element is the same."""
+        """Where the sensitivity of what a view looks at is known: a view that repeats no element has the same."""
         plan = n.meta[LABEL]
         if not is_view(n) or plan.op_class is OpClass.KEEP:
             return None
@@ -148,7 +148,7 @@ class _Measured(fx.Interpreter):
         )
 
     def _leaf(self, n: fx.Node, value: Any) -> Any:
-        """Gives a gradient to what needs none: rotary angles and masks do harm, too."""
+        """Gives a gradient to what needs none: rounding of rotary angles and masks counts, too."""
         self._note(n, value)
         if (
             isinstance(value, torch.Tensor)

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import torch
 
-from amp_fx.plans.harm import CallHarm, ReadHarm
+from amp_fx.plans.sensitivity import CallSensitivity, ReadSensitivity
 from amp_fx.policy.levels import Level
 
 __all__ = ["Key", "Meter", "RoleKey", "sample_stride"]
@@ -50,15 +50,15 @@ class Meter:
         scale: loss scale at which gradients are rounded.
         phase: 0 in the forward, 1 in the backward, 2 in the double backward.
         weight: of what one double backward finds.
-        values: harm of rounding a value.
+        values: sensitivity of rounding a value.
         gradients: the same, of rounding its gradient.
-        leaves: values that need no gradient, made to have one so that their harm is known.
+        leaves: values that need no gradient, made to have one so that their sensitivity is known.
         of_outputs: True where what is judged is what a model returns, so that there is no gradient to round.
         returned: numbers of graphs that return something.
         reached: those of which it has a part in what is judged.
         largest: magnitude in a value.
         level: below 16 bits, in which matmuls would run; None: that is not measured.
-        roles: harm of reading an operand in it.
+        roles: sensitivity of reading an operand in it.
     """
 
     low: torch.dtype
@@ -77,12 +77,12 @@ class Meter:
     _shared: dict[Key, Key] = field(default_factory=dict)
 
     def share(self, key: Key, known: Key) -> Key:
-        """The harm at ``key`` is what is found at ``known``; returns where that is added up."""
+        """The sensitivity at ``key`` is what is found at ``known``; returns where that is added up."""
         self._shared[key] = self.known(known)
         return self._shared[key]
 
     def known(self, key: Key) -> Key:
-        """Where the harm of a key is added up."""
+        """Where the sensitivity of a key is added up."""
         return self._shared.get(key, key)
 
     def watch(self, value: torch.Tensor, key: Key) -> None:
@@ -138,7 +138,7 @@ class Meter:
         error: torch.Tensor,
         stride: int,
     ) -> None:
-        """Adds the harm of a rounding.
+        """Adds the sensitivity of a rounding.
 
         Args:
             table: :attr:`values`, :attr:`gradients` or :attr:`roles`.
@@ -153,31 +153,33 @@ class Meter:
         change = sensitivity.detach().reshape(-1)[::stride] * error
         table[key] = table.get(key, 0.0) + torch.dot(change, change).item() * stride * self.weight
 
-    def rows(self, graph: int) -> list[CallHarm]:
+    def rows(self, graph: int) -> list[CallSensitivity]:
         """What was found in one graph; nothing where it has no part in what is judged."""
         if graph in self.returned - self.reached:
             return []
-        found: dict[str, CallHarm] = {}
+        found: dict[str, CallSensitivity] = {}
         for key in {**self.values, **self.gradients, **self._shared}:
             number, name, slot = key
             if number != graph:
                 continue
-            row = found.setdefault(name, CallHarm(name))
+            row = found.setdefault(name, CallSensitivity(name))
             known = self.known(key)
-            harms = [_finite(table.get(known, 0.0)) for table in (self.values, self.gradients)]
+            sensitivities = [_finite(table.get(known, 0.0)) for table in (self.values, self.gradients)]
             if slot:
-                row.reads[slot] = ReadHarm(*harms)
+                row.reads[slot] = ReadSensitivity(*sensitivities)
             else:
-                row.value, row.gradient = harms
+                row.value, row.gradient = sensitivities
                 row.largest = _finite(self.largest.get(known, 0.0))
-        for (number, name, role, operand), harm in self.roles.items():
+        for (number, name, role, operand), sensitivity in self.roles.items():
             if number == graph:
-                found.setdefault(name, CallHarm(name)).roles.setdefault(role, {})[operand] = _finite(harm)
+                found.setdefault(name, CallSensitivity(name)).roles.setdefault(role, {})[operand] = _finite(
+                    sensitivity
+                )
         return list(found.values())
 
 
-def _finite(harm: float) -> float | None:
-    return harm if math.isfinite(harm) else None
+def _finite(sensitivity: float) -> float | None:
+    return sensitivity if math.isfinite(sensitivity) else None
 
 
 def sample_stride(shape: Sequence[int], most: int = SAMPLES) -> int:

@@ -16,10 +16,10 @@ from amp_fx.graphs.regions import Region, ambient_regions
 from amp_fx.graphs.values import tensors
 from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, run_in_order, run_passes
 from amp_fx.passes.base import bodies
-from amp_fx.passes.forward.place_by_harm import Placement, PricedGraph, price
+from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph, price
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.sensitivity import CallSensitivity
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 from amp_fx.targets import tracing
@@ -53,7 +53,7 @@ class MeasuredGraph:
         return graph_device(self.gm, self.ambient)
 
     def priced(
-        self, opts: Options, profile: DeviceProfile | None, rows: Mapping[str, CallHarm]
+        self, opts: Options, profile: DeviceProfile | None, rows: Mapping[str, CallSensitivity]
     ) -> list[PricedGraph]:
         """The graph and the bodies inside it, each with its prices.
 
@@ -181,7 +181,9 @@ def _constrain(gm: fx.GraphModule, context: PassContext) -> None:
     run_in_order(gm, (PinDtypes(), Classify(), Constrain()), context)
 
 
-def _priced(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]) -> Iterator[PricedGraph]:
+def _priced(
+    gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallSensitivity]
+) -> Iterator[PricedGraph]:
     for name, body in bodies(gm):
         yield from _priced(body, _inside(context, name), rows)
     if (found := price(gm, context, rows)) is not None:

@@ -11,7 +11,7 @@ from amp_fx.cli.command import Command, paint, writable
 from amp_fx.cli.models import import_callable, load_model
 from amp_fx.errors import AmpFxError
 from amp_fx.placement.tradeoff import MINIMISED, TIME
-from amp_fx.plans.harm import GRADIENTS, OF
+from amp_fx.plans.sensitivity import GRADIENTS, OF
 
 __all__ = ["CALIBRATE"]
 
@@ -32,7 +32,7 @@ compiled step, unless --no-verify is given.
 
 examples:
   %(prog)s train:build
-  %(prog)s train:build --batches train:batches -o harm.json
+  %(prog)s train:build --batches train:batches -o sensitivity.json
   %(prog)s train:build --budget 0.5 --plan plan.json --figure frontier.png
   %(prog)s train:build --dtype float16 --scale 4096
   %(prog)s train:build --policy fp8 --target cuda:h100 --budget 8 --plan plan.json
@@ -58,7 +58,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="DEVICE", help="count the time of another device: cuda:h100")
     parser.add_argument("--policy", default="autocast", help="autocast, fp8 or int8 (default: %(default)s)")
     parser.add_argument("--fp8", default="auto", metavar="RECIPE", help="how policy fp8 scales")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the harm as .json")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the sensitivity as .json")
     parser.add_argument("--figure", metavar="FILE", help="write the frontier as .png, .svg or .html")
     parser.add_argument("--budget", default="autocast", type=_budget, help="of --plan (default: %(default)s)")
     parser.add_argument("--plan", metavar="FILE", help="write the cheapest plan within the budget")

@@ -80,7 +80,7 @@ class Comparison(ComparisonData):
         if path.suffix.lower() == ".json":
             write_text(path, self.to_json() + "\n")
             return path
-        picture = _Picture(list(self.plans), self.title, harms=self.errors, measured="error")
+        picture = _Picture(list(self.plans), self.title, sensitivities=self.errors, measured="error")
         picture.screen = str(self)
         return picture.save(path)
 

@@ -46,7 +46,7 @@ def mend(
         scale: of the loss.
     """
     opts = without_scaler(options)
-    if opts.plan is not None or opts.harm is not None:
+    if opts.plan is not None or opts.sensitivity is not None:
         # they decide, and not the rules
         return {}
     wrong = min(finding.error, 1.0)

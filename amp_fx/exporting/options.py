@@ -48,9 +48,10 @@ class ExportOptions:
                 )
         # a file is for other machines: this one's rates say nothing about them
         parsed = Options.parse(None, {"profile": "off", **shared})
-        if parsed.policy.harm is not None:
+        if parsed.policy.sensitivity is not None:
             raise OptionsError(
-                f"export does not place by measured harm; got a policy with harm={parsed.policy.harm!r}. Give the "
+                f"export does not place by measured sensitivity; got a policy with "
+                f"sensitivity={parsed.policy.sensitivity!r}. Give the "
                 "plan that amp_fx.calibrate(..., of='outputs').plan() makes."
             )
         wide = next((rule for rule in parsed.policy.rules if rule.result is not None), None)

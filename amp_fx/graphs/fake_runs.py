@@ -29,8 +29,8 @@ __all__ = ["dtype_under_autocast", "fake_arguments", "fake_values", "run_fake"]
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], FakeTensorMode]:
     """The fake values of the node's arguments, and the mode they belong to.
 
-    A call may run on them without harm to the graph: what changes a shape in place (``y.t_()``) changes that of an
-    alias.
+    A call may run on them without sensitivity to the graph: what changes a shape in place (``y.t_()``) changes that
+    of an alias.
     """
     reshapes = (
         isinstance(node.target, OpOverload)

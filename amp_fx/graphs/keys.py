@@ -10,7 +10,6 @@ __all__ = [
     "BUDGET",
     "CAST_META",
     "COPY_META",
-    "HARM",
     "LABEL",
     "LEVEL",
     "MARK",
@@ -23,6 +22,7 @@ __all__ = [
     "RECIPE_META",
     "REGION_META",
     "RESULT_MARK",
+    "SENSITIVITY",
     "SOURCE_META",
     "STEP_META",
     "TIED",
@@ -100,10 +100,10 @@ LEVEL = Key[Any]("amp_fx_level")
 #: copy of a matrix that may be stored, or its factors -> of which matrix, by which recipe
 PART = Key[Any]("amp_fx_part")
 
-#: graph that was placed by harm -> harm of the placement that was chosen, and of torch.autocast's
-HARM = Key[tuple[float, float]]("amp_fx_harm")
+#: graph that was placed by sensitivity -> sensitivity of the placement that was chosen, and of torch.autocast's
+SENSITIVITY = Key[tuple[float, float]]("amp_fx_sensitivity")
 
-#: graph that is placed by harm under a policy below 16 bits -> what its matmuls may add to the error
+#: graph that is placed by sensitivity under a policy below 16 bits -> what its matmuls may add to the error
 BUDGET = Key[Any]("amp_fx_level_budget")
 
 # keys inside of ``node.meta["custom"]``, which AOTAutograd copies to all that a call becomes, backward included

@@ -1,7 +1,7 @@
-"""Cuts with a second price: placements of least time and weighted harm.
+"""Cuts with a second price: placements of least time and weighted sensitivity.
 
-Both cuts are here: fp32 against the low dtype, and the low dtype against a level below. In either, harm is a sum of
-terms of one variable, or of two in a submodular way, so that a cut stays exact for any weight of it.
+Both cuts are here: fp32 against the low dtype, and the low dtype against a level below. In either, sensitivity is a
+sum of terms of one variable, or of two in a submodular way, so that a cut stays exact for any weight of it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import networkx as nx
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, evaluate, solve
 from amp_fx.placement.tradeoff import Choice
 
-__all__ = ["HarmTerm", "Labels", "Priced", "choice_of", "choose_all"]
+__all__ = ["Labels", "Priced", "SensitivityTerm", "choice_of", "choose_all"]
 
 #: variable -> its label; what has none is HIGH
 Labels = Mapping[Var, bool]
 
 
 @dataclass(frozen=True)
-class HarmTerm:
-    """``harm`` is done if ``var`` has ``label`` and ``against`` (where given) has the other one.
+class SensitivityTerm:
+    """``sensitivity`` is done if ``var`` has ``label`` and ``against`` (where given) has the other one.
 
     Attributes:
-        harm: what it adds to the squared relative error of the gradient; infinite where something overflows.
+        sensitivity: what it adds to the squared relative error of the gradient; infinite where something overflows.
         label: HIGH or LOW.
         var: variable of the cut.
         against: the same, or None.
         call: name of the call whose result, operand or gradient is rounded.
-        slot: the operand, as :func:`amp_fx.plans.harm.slots` names it; empty for the result.
+        slot: the operand, as :func:`amp_fx.plans.sensitivity.slots` names it; empty for the result.
         backward: True where the gradient is rounded.
     """
 
-    harm: float
+    sensitivity: float
     label: bool
     var: Var
     against: Var | None = None
@@ -54,10 +54,10 @@ class HarmTerm:
 
 
 class Priced:
-    """A cut's problem with harm: placements of least ``time + weight * harm``, exactly, for any weight.
+    """A cut's problem with sensitivity: placements of least ``time + weight * sensitivity``, exactly, for any weight.
 
     Attributes:
-        base: the problem without harm.
+        base: the problem without sensitivity.
         terms: what roundings cost, and when they happen.
 
     Args:
@@ -68,7 +68,12 @@ class Priced:
     """
 
     def __init__(
-        self, problem: Problem, terms: Sequence[HarmTerm] = (), scale: int = 1, *, relative: bool = False
+        self,
+        problem: Problem,
+        terms: Sequence[SensitivityTerm] = (),
+        scale: int = 1,
+        *,
+        relative: bool = False,
     ) -> None:
         self.base = problem
         self._scale = scale
@@ -76,7 +81,7 @@ class Priced:
         self.terms = terms
         dearest = sum(max(costs) for costs in problem.unary.values())
         self._all = dearest + sum(term.cost for term in problem.shared) + 1
-        finite = [term.harm for term in terms if math.isfinite(term.harm)]
+        finite = [term.sensitivity for term in terms if math.isfinite(term.sensitivity)]
         self._smallest = max(finite, default=1.0) * 1e-12
         if relative:
             self._start = self.time({})
@@ -85,11 +90,11 @@ class Priced:
         """The placement of least cost.
 
         Args:
-            weight: units of time that a squared relative error of 1 is worth; infinite: the least harm.
+            weight: units of time that a squared relative error of 1 is worth; infinite: the least sensitivity.
             pins: labels that some variables have to have; the constraints allow them.
         """
         labels = solve(self.problem(weight, pins))
-        return Choice(self.time(labels), self.harm(labels), weight, labels)
+        return Choice(self.time(labels), self.sensitivity(labels), weight, labels)
 
     def problem(self, weight: float, pins: Labels = MappingProxyType({})) -> Problem:
         """What :meth:`choose` minimises."""
@@ -97,7 +102,7 @@ class Priced:
         problem = Problem(
             dict(base.unary), {**base.pins, **pins}, list(base.shared), base.implies, base.equal
         )
-        prices = [self._price(term.harm, weight) for term in self.terms]
+        prices = [self._price(term.sensitivity, weight) for term in self.terms]
         # an overflow is dearer than everything else together
         beyond = self._all + sum(price for price in prices if price is not None)
         for term, known in zip(self.terms, prices, strict=True):
@@ -110,14 +115,14 @@ class Priced:
                 problem.add_unary(term.var, price, 0)
         return problem
 
-    def _price(self, harm: float, weight: float) -> int | None:
+    def _price(self, sensitivity: float, weight: float) -> int | None:
         """None for an overflow."""
-        if not harm or math.isinf(harm):
-            return None if harm else 0
+        if not sensitivity or math.isinf(sensitivity):
+            return None if sensitivity else 0
         if math.isinf(weight):
-            # the smallest difference of harms that counts beats any time
-            return round(harm / self._smallest) * self._all
-        return round(harm * weight * self._scale)
+            # the smallest difference of sensitivities that counts beats any time
+            return round(sensitivity / self._smallest) * self._all
+        return round(sensitivity * weight * self._scale)
 
     def time(self, labels: Labels) -> int:
         """Time of a placement in units, whether or not the constraints allow it; casts that tie are left out."""
@@ -127,13 +132,15 @@ class Priced:
         total += sum(term.cost for term in self.base.shared if _is_paid(term, labels))
         return total // self._scale - self._start
 
-    def harm(self, labels: Labels) -> float:
+    def sensitivity(self, labels: Labels) -> float:
         """Squared relative error of the gradient that a placement adds."""
-        return sum(term.harm for term in self.terms if term.is_done(labels))
+        return sum(term.sensitivity for term in self.terms if term.is_done(labels))
 
-    def blame(self, labels: Labels) -> list[HarmTerm]:
+    def blame(self, labels: Labels) -> list[SensitivityTerm]:
         """The roundings of a placement, worst first."""
-        return sorted((term for term in self.terms if term.is_done(labels)), key=lambda term: -term.harm)
+        return sorted(
+            (term for term in self.terms if term.is_done(labels)), key=lambda term: -term.sensitivity
+        )
 
     def allows(self, labels: Labels) -> bool:
         """True where a placement breaks no pin, no implication and no equality."""
@@ -154,7 +161,7 @@ class Priced:
         return list(nx.connected_components(ties))
 
     def flipped(self, labels: Labels, group: set[Var]) -> tuple[float, float]:
-        """How time and harm change when the variables of a group take their other labels."""
+        """How time and sensitivity change when the variables of a group take their other labels."""
         after = ChainMap({var: not labels.get(var, HIGH) for var in group}, labels)  # type: ignore[arg-type]  # only read
         time = 0
         for var in group:
@@ -163,8 +170,10 @@ class Priced:
         copies = {id(term): term for var in group for term in self._shared_of.get(var, ())}
         time += sum(term.cost * (_is_paid(term, after) - _is_paid(term, labels)) for term in copies.values())
         terms = {id(term): term for var in group for term in self._terms_of.get(var, ())}
-        harm = sum(term.harm * (term.is_done(after) - term.is_done(labels)) for term in terms.values())
-        return time / self._scale, harm
+        sensitivity = sum(
+            term.sensitivity * (term.is_done(after) - term.is_done(labels)) for term in terms.values()
+        )
+        return time / self._scale, sensitivity
 
     @functools.cached_property
     def _shared_of(self) -> dict[Var, list[Shared]]:
@@ -175,8 +184,8 @@ class Priced:
         return found
 
     @functools.cached_property
-    def _terms_of(self) -> dict[Var, list[HarmTerm]]:
-        found: dict[Var, list[HarmTerm]] = {}
+    def _terms_of(self) -> dict[Var, list[SensitivityTerm]]:
+        found: dict[Var, list[SensitivityTerm]] = {}
         for term in self.terms:
             for var in {term.var, *(() if term.against is None else (term.against,))}:
                 found.setdefault(var, []).append(term)
@@ -184,7 +193,7 @@ class Priced:
 
 
 def choose_all(parts: Sequence[Priced], weight: float, pins: Sequence[Labels] = ()) -> Choice[list[Labels]]:
-    """The placement of several graphs of least time and weighted harm; ``pins`` are those of each graph, or none."""
+    """The placement of several graphs of least time and weighted sensitivity; ``pins`` of each graph, or none."""
     pairs = zip(parts, pins or [{}] * len(parts), strict=True)
     return choice_of(parts, [part.choose(weight, each).placement for part, each in pairs], weight)
 
@@ -192,10 +201,10 @@ def choose_all(parts: Sequence[Priced], weight: float, pins: Sequence[Labels] = 
 def choice_of(
     parts: Sequence[Priced], labels: Sequence[Labels], weight: float = math.nan
 ) -> Choice[list[Labels]]:
-    """A placement of several graphs with its time and harm."""
+    """A placement of several graphs with its time and sensitivity."""
     pairs = list(zip(parts, labels, strict=True))
     time = sum(part.time(each) for part, each in pairs)
-    return Choice(time, sum(part.harm(each) for part, each in pairs), weight, list(labels))
+    return Choice(time, sum(part.sensitivity(each) for part, each in pairs), weight, list(labels))
 
 
 def _is_paid(term: Shared, labels: Labels) -> bool:

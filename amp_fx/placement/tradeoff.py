@@ -1,8 +1,9 @@
-"""Two prices in one cut: the placements that no other beats in both time and harm.
+"""Two prices in one cut: the placements that no other beats in both time and sensitivity.
 
-For a weight w, a cut gives the placement of least ``time + w * harm``. Those are the corners of the lower convex hull
-of all placements; harm falls along it as w grows. A placement inside the hull is never the best for any weight, and is
-not found.
+For a weight w, a cut gives the placement of least ``time + w * sensitivity``. Those are the corners of the lower
+convex hull
+of all placements; sensitivity falls along it as w grows. A placement inside the hull is never the best for any
+weight, and is not found.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class Choice(Generic[T]):
 
     Attributes:
         time: of the placement.
-        harm: the same.
-        weight: for which it is the best; infinite for the least harm.
+        sensitivity: the same.
+        weight: for which it is the best; infinite for the least sensitivity.
         placement: whatever the caller calls one.
     """
 
     time: float
-    harm: float
+    sensitivity: float
     weight: float
     placement: T
 
@@ -41,22 +42,22 @@ Solve = Callable[[float], Choice[T]]
 
 
 def bracket(solve: Solve[T], limit: float) -> tuple[Choice[T] | None, Choice[T]]:
-    """The two corners around a limit of the harm: the last beyond it, and the first, the cheapest, within it.
+    """The two corners around a limit of the sensitivity: the last beyond it, and the first, the cheapest, within it.
 
     Args:
         solve: weight -> its corner.
-        limit: of the harm.
+        limit: of the sensitivity.
 
     Returns:
         The first is None where the cheapest placement of all is within. Where nothing is within, the second is the
-        placement of least harm.
+        placement of least sensitivity.
     """
     cheap = solve(0.0)
-    if cheap.harm <= limit:
+    if cheap.sensitivity <= limit:
         return None, cheap
     exact = solve(math.inf)
-    while exact.harm <= limit and (middle := _between(solve, cheap, exact)) is not None:
-        if middle.harm <= limit:
+    while exact.sensitivity <= limit and (middle := _between(solve, cheap, exact)) is not None:
+        if middle.sensitivity <= limit:
             exact = middle
         else:
             cheap = middle
@@ -64,7 +65,7 @@ def bracket(solve: Solve[T], limit: float) -> tuple[Choice[T] | None, Choice[T]]
 
 
 def hull(solve: Solve[T], most: int) -> list[Choice[T]]:
-    """Corners from the least time to the least harm: all, or ``most`` of them where the hull bends most.
+    """Corners from the least time to the least sensitivity: all, or ``most`` of them where the hull bends most.
 
     Args:
         solve: weight -> its corner.
@@ -82,25 +83,31 @@ def hull(solve: Solve[T], most: int) -> list[Choice[T]]:
             flat.add(id(corners[at]))
         else:
             corners.insert(at + 1, middle)
-    return [corner for at, corner in enumerate(corners) if at == 0 or corner.harm < corners[at - 1].harm]
+    return [
+        corner
+        for at, corner in enumerate(corners)
+        if at == 0 or corner.sensitivity < corners[at - 1].sensitivity
+    ]
 
 
 def _between(solve: Solve[T], cheap: Choice[T], exact: Choice[T]) -> Choice[T] | None:
     """A corner between two, or None where the hull runs straight."""
-    if not (exact.harm < cheap.harm and cheap.time < exact.time and math.isfinite(cheap.harm)):
+    if not (
+        exact.sensitivity < cheap.sensitivity and cheap.time < exact.time and math.isfinite(cheap.sensitivity)
+    ):
         return None
-    weight = (exact.time - cheap.time) / (cheap.harm - exact.harm)
+    weight = (exact.time - cheap.time) / (cheap.sensitivity - exact.sensitivity)
     found = solve(weight)
-    line = cheap.time + weight * cheap.harm
-    below = line - (found.time + weight * found.harm)
+    line = cheap.time + weight * cheap.sensitivity
+    below = line - (found.time + weight * found.sensitivity)
     # what is below by no more than rounding lies on the line
-    if below <= 1e-9 * abs(line) or not exact.harm < found.harm < cheap.harm:
+    if below <= 1e-9 * abs(line) or not exact.sensitivity < found.sensitivity < cheap.sensitivity:
         return None
     return found
 
 
 def _gap(cheap: Choice[T], exact: Choice[T], corners: list[Choice[T]]) -> float:
-    """How far apart two neighbours are, harm by its logarithm."""
+    """How far apart two neighbours are, sensitivity by its logarithm."""
     span = max(corners[-1].time - corners[0].time, 1e-30)
-    ratio = math.log(max(cheap.harm, 1e-300) / max(exact.harm, 1e-300))
+    ratio = math.log(max(cheap.sensitivity, 1e-300) / max(exact.sensitivity, 1e-300))
     return (exact.time - cheap.time) / span + ratio

@@ -1,4 +1,4 @@
-"""The cheapest placement found within a limit of harm.
+"""The cheapest placement found within a limit of sensitivity.
 
 Corners of the hull are exact, but may lie far apart. Between the last that is beyond the limit and the first that is
 within it, a variable in which the two differ is given either label, and the same is done in both halves. No placement
@@ -26,14 +26,14 @@ Placement = Choice[list[Labels]]
 
 
 def within(parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None = None) -> Placement:
-    """The cheapest placement found of several graphs whose harm is at most ``limit``; if none is, that of least harm.
+    """The cheapest placement found of several graphs within ``limit``; if none is, that of least sensitivity.
 
     Args:
         parts: the graphs.
-        limit: of the sum of their harms.
+        limit: of the sum of their sensitivities.
         known: a placement of each that may be within the limit.
     """
-    # a placement is within its own harm
+    # a placement is within its own sensitivity
     limit *= 1 + 1e-9
     if known is not None and not all(map(Priced.allows, parts, known)):
         known = None
@@ -65,20 +65,22 @@ class _Search:
     def keep(self, found: Placement) -> None:
         """Remembers a placement if it is within the limit, and cheaper."""
         best = self.best
-        if found.harm <= self._limit and (best is None or (found.time, found.harm) < (best.time, best.harm)):
+        if found.sensitivity <= self._limit and (
+            best is None or (found.time, found.sensitivity) < (best.time, best.sensitivity)
+        ):
             self.best = found
 
     def look(self, pins: list[dict[Var, bool]]) -> None:
         """Finds the corners around the limit where some variables have the labels that they are given."""
         beyond, inside = bracket(lambda weight: choose_all(self._parts, weight, pins), self._limit)
         self.keep(inside)
-        if beyond is None or inside.harm > self._limit:
+        if beyond is None or inside.sensitivity > self._limit:
             return
         for goal in (inside, self._known):
             if goal is not None:
                 self.keep(self._towards(beyond, goal))
-        slope = (inside.time - beyond.time) / (beyond.harm - inside.harm)
-        bound = beyond.time + slope * (beyond.harm - self._limit)
+        slope = (inside.time - beyond.time) / (beyond.sensitivity - inside.sensitivity)
+        bound = beyond.time + slope * (beyond.sensitivity - self._limit)
         heapq.heappush(self._halves, (bound, next(self._count), pins, beyond, inside))
 
     def run(self, most: int) -> None:
@@ -96,7 +98,7 @@ class _Search:
             most -= 1
 
     def _dearest(self, beyond: Placement, inside: Placement) -> tuple[int, Var]:
-        """The variable by which the harm of two placements differs most."""
+        """The variable by which the sensitivity of two placements differs most."""
         pairs = zip(self._parts, beyond.placement, inside.placement, strict=True)
         changes = [
             (abs(part.flipped(first, {var})[1]), number, str(var), var)
@@ -107,9 +109,9 @@ class _Search:
         return at, var
 
     def _towards(self, start: Placement, goal: Placement) -> Placement:
-        """From one placement towards another, until it is within the limit: first what lowers harm most for its time.
+        """From one placement towards another, until it is within the limit, the best rate first.
 
-        Then, as far as the limit allows, back again: first what gains the most time for its harm.
+        Then, as far as the limit allows, back again: first what gains the most time for its sensitivity.
         """
         parts, state = self._parts, [dict(labels) for labels in start.placement]
         moves = [
@@ -122,24 +124,24 @@ class _Search:
             at, group = move
             return parts[at].flipped(state[at], group)
 
-        def harm_for_time(move: tuple[int, set[Var]]) -> float:
-            time, harm = change(move)
-            return harm / max(time, 1e-3)
+        def sensitivity_for_time(move: tuple[int, set[Var]]) -> float:
+            time, sensitivity = change(move)
+            return sensitivity / max(time, 1e-3)
 
-        def time_for_harm(move: tuple[int, set[Var]]) -> float:
-            time, harm = change(move)
-            return time / max(harm, 1e-30)
+        def time_for_sensitivity(move: tuple[int, set[Var]]) -> float:
+            time, sensitivity = change(move)
+            return time / max(sensitivity, 1e-30)
 
-        total = start.harm
-        for move in sorted(moves, key=harm_for_time):
+        total = start.sensitivity
+        for move in sorted(moves, key=sensitivity_for_time):
             if total <= self._limit:
                 break
             total += change(move)[1]
             _flip(state, move)
-        for move in sorted(moves, key=time_for_harm):
-            time, harm = change(move)
-            if time < 0 and total + harm <= self._limit:
-                total += harm
+        for move in sorted(moves, key=time_for_sensitivity):
+            time, sensitivity = change(move)
+            if time < 0 and total + sensitivity <= self._limit:
+                total += sensitivity
                 _flip(state, move)
         return choice_of(parts, state)
 

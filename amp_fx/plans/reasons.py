@@ -8,7 +8,7 @@ from typing import Any
 
 from amp_fx.plans.schema import named_dtypes
 
-__all__ = ["HARM", "HAZARDS", "Kind", "Reason"]
+__all__ = ["HAZARDS", "SENSITIVITY", "Kind", "Reason"]
 
 
 class Kind(str, enum.Enum):
@@ -48,7 +48,7 @@ class Kind(str, enum.Enum):
     NO_DEARER = "no-dearer"
     STORED_LOW = "fast-stored-low"
     ROUNDED_AT_ONCE = "fast-rounded-at-once"
-    # measured harm
+    # measured sensitivity
     ROUNDING_ADDS = "rounding-adds"
     ROUNDING_WOULD_ADD = "rounding-would-add"
     ROUNDING_ADDS_UP_TO = "rounding-adds-up-to"
@@ -79,7 +79,7 @@ class Kind(str, enum.Enum):
 HAZARDS = frozenset({Kind.SCALAR_RANGE, Kind.TINY_EPS, Kind.EXP_SUM, Kind.POSITIONS, Kind.NO_KERNEL})
 
 #: kinds that say what rounding a call costs in accuracy
-HARM = frozenset(
+SENSITIVITY = frozenset(
     {Kind.ROUNDING_ADDS, Kind.ROUNDING_WOULD_ADD, Kind.ROUNDING_ADDS_UP_TO, Kind.ROUNDING_OVERFLOWS}
 )
 

@@ -11,10 +11,10 @@ A policy is ``"autocast"`` or, with rules, an object (or its JSON text)::
 The last rule that matches a node wins. A name of another system, ``"mixed_bfloat16"`` or ``"O1"``, is a policy, too
 (``presets.py``), and may be a base: the rules come after its own. ``str(policy)`` prints the form it parses.
 
-With ``"harm"``, the file that ``amp_fx.calibrate(...).save(...)`` wrote, measured harm decides instead of the base
-list; ``"budget"`` is how much error a graph may have, relative to torch.autocast's::
+With ``"sensitivity"``, the file that ``amp_fx.calibrate(...).save(...)`` wrote, measured sensitivity decides instead
+of the base list; ``"budget"`` is how much error a graph may have, relative to torch.autocast's::
 
-    {"base": "autocast", "harm": "harm.json", "budget": 1.0}
+    {"base": "autocast", "sensitivity": "sensitivity.json", "budget": 1.0}
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BELOW = {"int8": ("addmm", "linear", "matmul", "mm")}
 RESULTS = {"fp32": "the sum as it is, which the product is added up in"}
 
 _RULE_KEYS = ("op", "module", "precision", "result")
-_POLICY_KEYS = ("base", "dtype", "rules", "harm", "budget")
+_POLICY_KEYS = ("base", "dtype", "rules", "sensitivity", "budget")
 
 #: a policy may name the low dtype, which is then the one of the options
 _POLICY_DTYPES = ("bfloat16", "float16")
@@ -150,15 +150,15 @@ class Policy:
         rules: the last one that matches a node wins.
         dtype: the low dtype, "bfloat16" or "float16", or None where the options say it.
         name: what it was given as, if that is a name of another system.
-        harm: path of a harm file, or None; rules hold beside it, the base list does not.
-        budget: with harm: the error that a graph may have, relative to torch.autocast's.
+        sensitivity: path of a sensitivity file, or None; rules hold beside it, the base list does not.
+        budget: with sensitivity: the error that a graph may have, relative to torch.autocast's.
     """
 
     base: str = "autocast"
     rules: tuple[Rule, ...] = ()
     dtype: str | None = None
     name: str | None = field(default=None, compare=False)
-    harm: str | None = None
+    sensitivity: str | None = None
     budget: float = 1.0
 
     @property
@@ -177,8 +177,10 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """The policy as JSON-like data, in the form :meth:`parse` reads."""
         dtype = {} if self.dtype is None else {"dtype": self.dtype}
-        harm = {} if self.harm is None else {"harm": self.harm, "budget": self.budget}
-        return {"base": self.base, **dtype, "rules": [rule.to_dict() for rule in self.rules], **harm}
+        sensitivity = (
+            {} if self.sensitivity is None else {"sensitivity": self.sensitivity, "budget": self.budget}
+        )
+        return {"base": self.base, **dtype, "rules": [rule.to_dict() for rule in self.rules], **sensitivity}
 
     def __str__(self) -> str:
         if self.name is not None:
@@ -222,8 +224,10 @@ class Policy:
                     f"Policy rule {rule} is about policy {rule.precision!r}, the base is {base.base!r}; say "
                     f"'base': {rule.precision!r}, or 'precision': 'low'."
                 )
-        harm, budget = _parse_harm(data)
-        return cls(base.base, base.rules + own, _parse_dtype(data, base), harm=harm, budget=budget)
+        sensitivity, budget = _parse_sensitivity(data)
+        return cls(
+            base.base, base.rules + own, _parse_dtype(data, base), sensitivity=sensitivity, budget=budget
+        )
 
     @classmethod
     def _named(cls, name: object) -> Policy:
@@ -272,21 +276,24 @@ def _parse_dtype(data: Mapping[Any, Any], base: Policy) -> str | None:
     return dtype
 
 
-def _parse_harm(data: Mapping[Any, Any]) -> tuple[str | None, float]:
-    harm, budget = data.get("harm"), data.get("budget", 1.0)
-    if harm is None:
+def _parse_sensitivity(data: Mapping[Any, Any]) -> tuple[str | None, float]:
+    sensitivity, budget = data.get("sensitivity"), data.get("budget", 1.0)
+    if sensitivity is None:
         if "budget" in data:
             raise OptionsError(
-                f"'budget' of a policy needs 'harm', a file of amp_fx.calibrate(...).save(...); got {dict(data)!r}."
+                f"'budget' of a policy needs 'sensitivity', a file of amp_fx.calibrate(...).save(...); got "
+                f"{dict(data)!r}."
             )
         return None, 1.0
-    if not isinstance(harm, (str, os.PathLike)):
-        raise OptionsError(f"'harm' of a policy must be the path of a harm file; got {harm!r}.")
+    if not isinstance(sensitivity, (str, os.PathLike)):
+        raise OptionsError(
+            f"'sensitivity' of a policy must be the path of a sensitivity file; got {sensitivity!r}."
+        )
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget < math.inf:
         raise OptionsError(
             f"'budget' of a policy must be a number from 0 on, times torch.autocast's error; got {budget!r}."
         )
-    return os.fspath(harm), float(budget)
+    return os.fspath(sensitivity), float(budget)
 
 
 def _check_keys(data: Mapping[Any, Any], valid: tuple[str, ...], what: str) -> None:

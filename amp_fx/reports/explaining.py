@@ -21,18 +21,18 @@ from amp_fx.graphs.batches import arguments_of
 from amp_fx.graphs.uncompiled import not_told
 from amp_fx.graphs.values import tensors
 from amp_fx.plans.costs import Cost, ModuleCasts
-from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy.table import supported_devices
 from amp_fx.reports.advice import layout_advice, scaling_advice, weight_advice
 from amp_fx.reports.baseline import autocast_backend
-from amp_fx.reports.harms import add_harms
 from amp_fx.reports.left_out import NotCompiled, entry_of, left_out_advice
 from amp_fx.reports.lowered import LoweredGraphs
 from amp_fx.reports.modules import casts_by_module
 from amp_fx.reports.progress import progress
 from amp_fx.reports.recording import record
 from amp_fx.reports.report import Report
+from amp_fx.reports.sensitivities import add_sensitivities
 from amp_fx.reports.targeted import explain_for
 from amp_fx.reports.untouched import plain, untouched
 from amp_fx.scaling.unscaled import without_scaling
@@ -47,7 +47,7 @@ def explain(
     *args: Any,
     options: Mapping[str, Any] | None = None,
     target: Any = None,
-    harm: Any = None,
+    sensitivity: Any = None,
     **kwargs: Any,
 ) -> Report:
     """Says what amp_fx would do to a model, forward and backward, on one call.
@@ -65,7 +65,8 @@ def explain(
         target: a GPU that need not be in this machine, ``"cuda:h100"``; ``amp-fx targets`` lists them. The model is on
             the CPU or on ``meta``. None: the device that the model is on. What is no string is the model's own
             argument of that name.
-        harm: what :func:`amp_fx.calibrate` found, or the path of its file: every call's reason says what rounding it
+        sensitivity: what :func:`amp_fx.calibrate` found, or the path of its file: every call's reason says what
+            rounding it
             costs, and pictures are coloured by it. What is neither is the model's own argument of that name.
         **kwargs: of one call.
 
@@ -79,11 +80,11 @@ def explain(
         CaptureError, PassError: with ``strict``, a graph cannot be rewritten.
         PlanError: a graph was not calibrated.
     """
-    measured = getattr(harm, "harm", None)
-    if isinstance(harm, (str, os.PathLike)):
-        measured = Harm.load(harm)
-    elif harm is not None and not isinstance(measured, Harm):
-        kwargs["harm"] = harm
+    measured = getattr(sensitivity, "sensitivity", None)
+    if isinstance(sensitivity, (str, os.PathLike)):
+        measured = Sensitivity.load(sensitivity)
+    elif sensitivity is not None and not isinstance(measured, Sensitivity):
+        kwargs["sensitivity"] = sensitivity
         measured = None
     if target is not None and not isinstance(target, str):
         kwargs["target"] = target
@@ -99,14 +100,14 @@ def explain(
             plans, costs, modules = _here(program, args, kwargs, given, not_compiled)
         else:
             plans, costs, modules = explain_for(target, program, args, kwargs, given, not_compiled)
-    harms = {} if measured is None else add_harms(plans, measured)
+    sensitivities = {} if measured is None else add_sensitivities(plans, measured)
     weights = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
     notes = left_out_advice(program, plans, not_compiled)
     notes += weight_advice(plans, weights) + layout_advice(plans, weights)
     if parsed.scaler is None:
         notes += scaling_advice(plans)
     device = "cuda" if target else _device(program, args, kwargs)
-    return Report(plans, _title(program, target), costs, notes, harms, modules, device)
+    return Report(plans, _title(program, target), costs, notes, sensitivities, modules, device)
 
 
 def _title(program: Callable[..., Any], target: str | None) -> str:

@@ -129,7 +129,7 @@ class Report(ReportData):
             "plans": [plan.to_dict() for plan in self.plans],
             "costs": {name: asdict(cost) for name, cost in self.costs.items()},
             "notes": [asdict(row) for row in self.notes],
-            **({"harms": self.harms} if self.harms else {}),
+            **({"sensitivities": self.sensitivities} if self.sensitivities else {}),
             "modules": [row.to_dict() for row in self.modules],
             "device": self.device,
         }
@@ -154,7 +154,7 @@ class Report(ReportData):
             decode(str, data["title"], "report.title"),
             decode(dict[str, Cost], data["costs"], "report.costs"),
             decode(list[Advice], data["notes"], "report.notes"),
-            decode(dict[str, dict[str, float | None]], data.get("harms", {}), "report.harms"),
+            decode(dict[str, dict[str, float | None]], data.get("sensitivities", {}), "report.sensitivities"),
             # an older report has none
             decode(list[ModuleCasts], data.get("modules", []), "report.modules"),
             decode(str, data.get("device", ""), "report.device"),

@@ -23,21 +23,23 @@ class ReportData:
         costs: ``"amp_fx"`` and ``"torch.autocast"`` with the same results, forward and backward; empty where only
             plans are known.
         notes: advice that plans cannot give: what weights hold, and what never became a graph.
-        harms: forward graph -> call -> what rounding the call adds to the relative error of the gradient; None where
-            it overflows. Empty unless harm was given.
+        sensitivities: forward graph -> call -> what rounding the call adds to the relative error of the gradient;
+            None where
+            it overflows. Empty unless sensitivity was given.
         modules: casts by module, of both that ``costs`` compares, in the order of the program.
         device: type of the device that was planned for, ``"cpu"``; empty where only plans are known.
-        measured: what ``harms`` are: ``"harm"``, or in a comparison ``"error"``, that of the call's own result.
+        measured: what ``sensitivities`` are: ``"sensitivity"``, or in a comparison ``"error"``, that of the call's
+            own result.
     """
 
     plans: list[Plan] = field(default_factory=list)
     title: str = ""
     costs: dict[str, Cost] = field(default_factory=dict)
     notes: list[Advice] = field(default_factory=list)
-    harms: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    sensitivities: dict[str, dict[str, float | None]] = field(default_factory=dict)
     modules: list[ModuleCasts] = field(default_factory=list)
     device: str = ""
-    measured: str = "harm"
+    measured: str = "sensitivity"
 
     @property
     def graph_breaks(self) -> list[str]:

@@ -18,7 +18,7 @@ from amp_fx.passes.levels.level_problem import level_problem
 from amp_fx.passes.levels.matmuls import Matmul, divides, last_calls
 from amp_fx.placement.cut import LOW, Var
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost
-from amp_fx.placement.priced import HarmTerm, Priced
+from amp_fx.placement.priced import Priced, SensitivityTerm
 from amp_fx.placement.within import within
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.plan import NodePlan, dtype_name
@@ -34,12 +34,13 @@ class Budget:
     """What the matmuls of a graph may add to the error.
 
     Attributes:
-        harms: variable of the cut -> what it adds to the squared relative error of the gradient in the level below;
+        sensitivities: variable of the cut -> what it adds to the squared relative error of the gradient in the level
+            below;
             what is missing was not measured, and stays low.
         limit: of their sum.
     """
 
-    harms: tuple[tuple[Var, float], ...]
+    sensitivities: tuple[tuple[Var, float], ...]
     limit: float
 
 
@@ -62,7 +63,7 @@ class PlaceLevels(Pass):
     5. both operands are gradients.
     6. the cut of :mod:`amp_fx.placement.level_cost` finds no gain in it. Without costs, everything that may does.
        Copies of weights that live across calls cost nothing in a call, with scales as in the low dtype.
-    7. with measured harm, the budget does not allow it (:mod:`amp_fx.placement.priced`).
+    7. with measured sensitivity, the budget does not allow it (:mod:`amp_fx.placement.priced`).
 
     A plan takes the place of 3 to 7; a rule that names the level, of 3, 6 and 7.
 
@@ -74,7 +75,7 @@ class PlaceLevels(Pass):
         level: the level below; None: a plan says it of each.
         device: type of the device that has it.
         cost: of the device, or None.
-        budget: measured harm and how much is allowed, or None.
+        budget: measured sensitivity and how much is allowed, or None.
         planned: what a plan has below 16 bits: (name in the plan, role, name of the level).
         joint: False on a captured graph.
         marks: names in the plan of the calls that policy and plan let run below 16 bits; of a joint graph.
@@ -183,8 +184,11 @@ class PlaceLevels(Pass):
         if self.budget is None:
             labels = Priced(problem).choose(0.0).placement
         else:
-            harms = dict(self.budget.harms)
-            terms = [HarmTerm(harms.get(variable, math.inf), LOW, variable) for variable in problem.unary]
+            sensitivities = dict(self.budget.sensitivities)
+            terms = [
+                SensitivityTerm(sensitivities.get(variable, math.inf), LOW, variable)
+                for variable in problem.unary
+            ]
             (labels,) = within([Priced(problem, terms)], self.budget.limit).placement
         return {matmul for matmul in allowed if labels[matmul.variable] is LOW}
 

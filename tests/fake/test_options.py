@@ -133,7 +133,7 @@ def test_options_win_over_the_mode() -> None:
         ({"strict": 1}, r"strict .*True.*False.*1"),
         ({"dtype": "bloat16"}, r"'bloat16'.*'bfloat16'"),
         ({"policy": "autocats"}, r"'autocats'.*'autocast'.*'autocast'"),
-        ({"policy": 3}, r"policy .*'autocast'.*base, dtype, rules, harm, budget.*3"),
+        ({"policy": 3}, r"policy .*'autocast'.*base, dtype, rules, sensitivity, budget.*3"),
         ({"policy": "fp9"}, r"'fp9'.*'autocast', 'fast', 'fp8'.*'fp8'"),
         ({"policy": "fp8", "fp8": "rowise"}, r"'rowise'.*'auto', 'rowwise', .*, 'mxfp8'.*'rowwise'"),
         ({"fp8": "rowwise"}, r"fp8='rowwise'.*'autocast'.*policy='fp8'"),

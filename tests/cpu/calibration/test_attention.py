@@ -1,4 +1,4 @@
-"""What attention rounds inside: harm beside gradients that were computed by hand with those roundings, in fp64."""
+"""What attention rounds inside: sensitivity beside gradients computed by hand with those roundings, in fp64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.calibration.attention import attend
 from amp_fx.calibration.meter import Meter
-from amp_fx.plans.harm import INSIDE, PROBABILITIES, RESULT, SCORES, as_number
+from amp_fx.plans.sensitivity import INSIDE, PROBABILITIES, RESULT, SCORES, as_number
 
 ROWS, HEADS, LENGTH, SIZE = 4, 2, 16, 8
 WIDTH = HEADS * SIZE
@@ -80,16 +80,16 @@ def error(model: Attention, x: Tensor, rounded: str) -> float:
 
 
 @pytest.mark.parametrize("slot", [PROBABILITIES, SCORES, RESULT])
-def test_the_harm_of_roundings_inside_attention_is_that_of_a_kernel_that_does_them(slot: str) -> None:
+def test_the_sensitivity_of_roundings_inside_attention_is_that_of_a_kernel_that_does_them(slot: str) -> None:
     torch.manual_seed(0)
     model, batches = Attention(), [torch.randn(ROWS, LENGTH, WIDTH) for _ in range(4)]
     cal = amp_fx.calibrate(model, batches, profile="off", probes=4)
-    (graph,) = cal.harm.graphs
+    (graph,) = cal.sensitivity.graphs
     row = next(row for row in graph.calls if "scaled_dot_product" in row.name)
-    harm = as_number(row.reads[slot].value) + as_number(row.reads[slot].gradient)
+    sensitivity = as_number(row.reads[slot].value) + as_number(row.reads[slot].gradient)
     true = math.sqrt(sum(error(model, x, slot) ** 2 for x in batches) / len(batches))
     assert true > 1e-5
-    assert 0.75 <= math.sqrt(harm) / true <= 1.33
+    assert 0.75 <= math.sqrt(sensitivity) / true <= 1.33
 
 
 KEEP = torch.ones(5, 7, dtype=torch.bool).tril()
@@ -132,7 +132,7 @@ def test_with_dropout_on_a_cpu_scores_and_the_gradient_of_probabilities_are_roun
                 return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).tanh().square().mean()
 
         cal = amp_fx.calibrate(Net(), torch.randn(2, 5, 8), profile="off")
-        (graph,) = cal.harm.graphs
+        (graph,) = cal.sensitivity.graphs
         row = next(row for row in graph.calls if "scaled_dot_product" in row.name)
         return {
             slot: (bool(row.reads[slot].value), bool(row.reads[slot].gradient))

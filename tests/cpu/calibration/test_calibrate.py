@@ -17,9 +17,9 @@ import amp_fx
 from amp_fx import AmpFxError, OptionsError, Plan, PlanError
 from amp_fx.cli import main
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.harm import Harm
 from amp_fx.plans.plan import dtype_name
 from amp_fx.plans.reasons import Kind
+from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing
 from graphs import without_inductor
@@ -118,12 +118,18 @@ def test_a_saved_plan_is_replayed_and_predicted_alike(
         torch.compiler.reset()
 
 
-def test_a_policy_with_harm_places_as_the_plan_of_the_same_budget(gpt: nn.Module, tmp_path: Path) -> None:
-    path = str(tmp_path / "harm.json")
+def test_a_policy_with_sensitivity_places_as_the_plan_of_the_same_budget(
+    gpt: nn.Module, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "sensitivity.json")
     cal = amp_fx.calibrate(gpt, tokens(0), profile="off")
     cal.save(path)
-    assert Harm.load(path) == cal.harm
-    options = {"policy": {"base": "autocast", "harm": path, "budget": 0.5}, "profile": "off", "strict": True}
+    assert Sensitivity.load(path) == cal.sensitivity
+    options = {
+        "policy": {"base": "autocast", "sensitivity": path, "budget": 0.5},
+        "profile": "off",
+        "strict": True,
+    }
     with amp_fx.record() as recording, without_inductor():
         compiled = torch.compile(gpt, backend="amp_fx", options=options)
         # another batch size and length
@@ -159,11 +165,11 @@ def test_calibration_leaves_no_trace() -> None:
     assert model.norm.weight.grad is None
 
 
-def harms(found: amp_fx.Calibration) -> list[float]:
+def sensitivities(found: amp_fx.Calibration) -> list[float]:
     """Of every call, in the order of names and sizes."""
     return sorted(
         call.value + call.gradient  # pyright: ignore[reportOperatorIssue]
-        for graph in found.harm.graphs
+        for graph in found.sensitivity.graphs
         for call in graph.calls
     )
 
@@ -185,8 +191,8 @@ def test_graph_breaks_and_a_loss_of_the_caller_are_measured_as_one_model(tmp_pat
     torch.manual_seed(0)
     model, x = TwoGraphs(), torch.randn(32, 16)
     cal = amp_fx.calibrate(model, (x,), lambda out: out["logits"].square().mean(), profile="off")
-    assert len(cal.harm.graphs) == 2
-    assert all(any(call.value for call in graph.calls) for graph in cal.harm.graphs)
+    assert len(cal.sensitivity.graphs) == 2
+    assert all(any(call.value for call in graph.calls) for graph in cal.sensitivity.graphs)
 
     class Joined(TwoGraphs):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -196,7 +202,7 @@ def test_graph_breaks_and_a_loss_of_the_caller_are_measured_as_one_model(tmp_pat
     joined.load_state_dict(model.state_dict())
     whole = amp_fx.calibrate(joined, (x,), lambda out: out["logits"].square().mean(), profile="off")
     # the break does not change what rounding does
-    assert harms(cal) == pytest.approx(harms(whole), rel=1e-3)
+    assert sensitivities(cal) == pytest.approx(sensitivities(whole), rel=1e-3)
     plan = cal.plan(0.5, verify=False)
     plan.save(tmp_path / "plan.json")
     assert cal.predict(tmp_path / "plan.json") == pytest.approx(plan.point.error)
@@ -228,7 +234,7 @@ def test_what_is_checkpointed_is_measured_too() -> None:
     plain, again, x = Net(), Checkpointed(), torch.randn(32, 16)
     again.load_state_dict(plain.state_dict())
     found = [amp_fx.calibrate(model, x, profile="off") for model in (plain, again)]
-    assert harms(found[0]) == pytest.approx(harms(found[1]), rel=1e-3)
+    assert sensitivities(found[0]) == pytest.approx(sensitivities(found[1]), rel=1e-3)
     # what a body is given and hands back is in memory: a little more is rounded
     assert found[0].autocast_error == pytest.approx(found[1].autocast_error, rel=0.1)
 
@@ -296,15 +302,15 @@ def test_a_report_says_what_every_rounding_costs(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
     x = torch.randn(8, 16)
     cal = amp_fx.calibrate(model, x, lambda out: out.square().mean(), profile="off")
-    path = tmp_path / "harm.json"
+    path = tmp_path / "sensitivity.json"
     cal.save(path)
     for given in (cal, str(path)):
-        report = amp_fx.explain(model, x, options={"profile": "off"}, harm=given)
+        report = amp_fx.explain(model, x, options={"profile": "off"}, sensitivity=given)
         assert all(row.is_because(Kind.ROUNDING_ADDS_UP_TO) for row in report.plan.nodes)
-        assert report.harms[report.plan.graph].keys() == {row.name for row in report.plan.nodes}
+        assert report.sensitivities[report.plan.graph].keys() == {row.name for row in report.plan.nodes}
         assert "to the error" in html.render(drawing(report))
     with pytest.raises(PlanError, match="relu"):
-        amp_fx.explain(nn.Sequential(model[0], nn.ReLU(), model[2]), x, harm=cal)
+        amp_fx.explain(nn.Sequential(model[0], nn.ReLU(), model[2]), x, sensitivity=cal)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
@@ -327,7 +333,7 @@ def test_wrong_arguments_are_named(gpt: nn.Module, cal: amp_fx.Calibration, tmp_
         ({"target": "cuda:h100", "profile": "off"}, "profile"),
         ({"dtype": "float16", "scale": -1.0}, "scale .*-1.0"),
         ({"probes": 0}, "probes .*0"),
-        ({"policy": {"harm": "harm.json"}}, "harm"),
+        ({"policy": {"sensitivity": "sensitivity.json"}}, "sensitivity"),
     ):
         with pytest.raises(AmpFxError, match=message):
             str(amp_fx.calibrate(gpt, batch, **given))  # pyright: ignore[reportArgumentType]
@@ -380,21 +386,21 @@ def loss(out):
 """
 
 
-def test_the_command_writes_harm_plan_and_figure(
+def test_the_command_writes_sensitivity_plan_and_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "calibrated_models.py").write_text(MODELS)
     arguments: list[Any] = ["calibrate", "calibrated_models:build", "--loss", "calibrated_models:loss"]
     arguments += ["--batches", "calibrated_models:batches", "--profile", "off", "--budget", "0.5"]
-    arguments += ["-o", "harm.json", "--plan", "plan.json", "--figure", "frontier.svg", "--no-verify"]
+    arguments += ["-o", "sensitivity.json", "--plan", "plan.json", "--figure", "frontier.svg", "--no-verify"]
     arguments += ["--minimise", "bytes"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert "Net in bfloat16: 3 calls, graphs: 1, batches: 2" in out
     assert "predicted gradient error" in out
     assert "wrote plan.json" in err
-    assert dtype_name(Harm.load("harm.json").dtype) == "bfloat16"
+    assert dtype_name(Sensitivity.load("sensitivity.json").dtype) == "bfloat16"
     assert json.loads(Path("plan.json").read_text())["nodes"]
     assert Path("frontier.svg").stat().st_size > 5_000
     assert main(["calibrate", "calibrated_models:build"]) == 1
@@ -402,4 +408,4 @@ def test_the_command_writes_harm_plan_and_figure(
     arguments += ["--policy", "fp8", "--fp8", "rowwise", "-o", "fp8.json"]
     assert main(arguments) == 0
     assert "what policy fp8 adds (rowwise)" in capsys.readouterr().out
-    assert Harm.load("fp8.json").level == "rowwise"
+    assert Sensitivity.load("fp8.json").level == "rowwise"

@@ -1,4 +1,4 @@
-"""Measured harm against ablation: one call low at a time, run op by op, its gradient beside fp64's."""
+"""Measured sensitivity against ablation: one call low at a time, run op by op, its gradient beside fp64's."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from amp_fx.passes import (
     PinDtypes,
 )
 from amp_fx.passes.base import run_in_order
-from amp_fx.plans.harm import CallHarm, as_number
 from amp_fx.plans.label import Takes, label_of
+from amp_fx.plans.sensitivity import CallSensitivity, as_number
 from amp_fx.policy import OpClass
 from small_models import GPT, Fragile, tokens, train
 
@@ -88,7 +88,7 @@ class Ablation:
         return math.sqrt(far / norm) if math.isfinite(far) else math.inf
 
 
-def estimate(row: CallHarm) -> float:
+def estimate(row: CallSensitivity) -> float:
     """What one call does alone: its operands, its result and their gradients rounded."""
     parts = [row, *row.reads.values()]
     return math.sqrt(sum(as_number(part.value) + as_number(part.gradient) for part in parts))
@@ -109,9 +109,9 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 def judged(model: nn.Module, batch: Batch, dtype: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
     """Estimates and truths of every call that computes."""
     cal = amp_fx.calibrate(model, batch, dtype=dtype, scale=scale, profile="off")
-    (graph,) = cal.harm.graphs
+    (graph,) = cal.sensitivity.graphs
     rows = {row.name: row for row in graph.outline.nodes}
-    ablation = Ablation(model, batch, cal.harm.dtype, cal.harm.scale)
+    ablation = Ablation(model, batch, cal.sensitivity.dtype, cal.sensitivity.scale)
     calls = [
         row
         for row in graph.calls
@@ -122,7 +122,7 @@ def judged(model: nn.Module, batch: Batch, dtype: str, scale: float = 1.0) -> tu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_harm_of_a_gpts_calls_is_that_of_ablation(dtype: str) -> None:
+def test_the_sensitivity_of_a_gpts_calls_is_that_of_ablation(dtype: str) -> None:
     model = train(GPT(), tokens, 30)
     estimates, truths = judged(model, tokens(0), dtype, 4096.0)
     print(f"spearman {spearman(estimates, truths):.3f}")
@@ -155,6 +155,6 @@ def test_calls_that_overflow_in_fp16_are_named() -> None:
 
     torch.manual_seed(0)
     cal = amp_fx.calibrate(Large(), torch.randn(4, 8), dtype="float16", scale=1.0, profile="off")
-    (graph,) = cal.harm.graphs
+    (graph,) = cal.sensitivity.graphs
     assert [row.name for row in graph.calls if row.value is None] == ["mul"]
     assert [row.name for row in graph.calls if any(r.value is None for r in row.reads.values())] == ["div"]

@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import amp_fx
 from amp_fx.errors import AmpFxError, OptionsError, PlanError
-from amp_fx.plans.harm import Harm
+from amp_fx.plans.sensitivity import Sensitivity
 
 
 class Net(nn.Module):
@@ -113,12 +113,12 @@ def test_what_leaves_the_range_of_float16_stays_in_float32(tmp_path: Any) -> Non
     torch.manual_seed(0)
     model, x = Squares().eval(), torch.randn(8, 32)
     found = amp_fx.calibrate(model, x, of="outputs", dtype="fp16", profile="off")
-    rows = {row.name: row for row in found.harm.graphs[0].calls}
+    rows = {row.name: row for row in found.sensitivity.graphs[0].calls}
     assert 3e3 < (rows["mul"].largest or 0) < 6e4
     assert (rows["mul_1"].largest or 0) > 7e4
     assert rows["mul_1"].value is None
-    found.harm.save(tmp_path / "harm.json")
-    assert Harm.load(tmp_path / "harm.json") == found.harm
+    found.sensitivity.save(tmp_path / "sensitivity.json")
+    assert Sensitivity.load(tmp_path / "sensitivity.json") == found.sensitivity
     plan = found.plan(verify=False)
     options: dict[str, Any] = {"plan": plan, "dtype": "fp16"}
     run = torch.compile(model, backend="amp_fx", options=options)
@@ -189,12 +189,12 @@ def test_graphs_before_a_break_count_and_before_code_that_is_not_traced_are_as_a
     x = torch.randn(8, 32)
     torch.manual_seed(0)
     found = amp_fx.calibrate(Parted(broken).eval(), x, of="outputs", profile="off")
-    assert all(any(call.value for call in graph.calls) for graph in found.harm.graphs)
-    assert len(found.harm.graphs) == 2
+    assert all(any(call.value for call in graph.calls) for graph in found.sensitivity.graphs)
+    assert len(found.sensitivity.graphs) == 2
     assert "not known" not in caplog.text
     torch.manual_seed(0)
     found = amp_fx.calibrate(Parted(not_traced).eval(), x, of="outputs", profile="off")
-    first, second = found.harm.graphs
+    first, second = found.sensitivity.graphs
     assert not first.calls
     assert any(call.value for call in second.calls)
     assert "not known" in caplog.text
@@ -212,11 +212,11 @@ def test_a_gpu_that_is_not_there_is_planned_for(model: Net) -> None:
     assert plan.point.time is not None
 
 
-def test_harm_of_outputs_is_not_taken_for_that_of_gradients(model: Net, tmp_path: Path) -> None:
+def test_sensitivity_of_outputs_is_not_taken_for_that_of_gradients(model: Net, tmp_path: Path) -> None:
     small, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 32)
     found = amp_fx.calibrate(small, x, of="outputs", profile="off")
-    path = str(found.save(tmp_path / "harm.json"))
-    options = {"policy": {"base": "autocast", "harm": path, "budget": 0.5}, "profile": "off"}
+    path = str(found.save(tmp_path / "sensitivity.json"))
+    options = {"policy": {"base": "autocast", "sensitivity": path, "budget": 0.5}, "profile": "off"}
     run = torch.compile(small, backend="amp_fx", options=options)
     with pytest.raises(BackendCompilerFailed, match="gradients"):
         run(x)

@@ -127,12 +127,12 @@ def errors_of_one(
 
 
 @pytest.mark.parametrize("name", levels_of("fp8"))
-def test_the_harm_of_one_matmul_is_that_of_fp8_in_it_alone(
+def test_the_sensitivity_of_one_matmul_is_that_of_fp8_in_it_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = train(GPT(), tokens, 20), tokens(0)
     cal = amp_fx.calibrate(model, batch, policy="fp8", fp8=name, profile="off")
-    rows = {row.name: row for row in cal.harm.graphs[0].calls}
+    rows = {row.name: row for row in cal.sensitivity.graphs[0].calls}
     truths = {
         (call, role): true for call, role, true in errors_of_one(model, batch, LEVELS[name], monkeypatch)
     }
@@ -157,7 +157,7 @@ def test_the_harm_of_one_matmul_is_that_of_fp8_in_it_alone(
 def test_what_is_measured_of_the_low_dtype_is_the_same_with_fp8() -> None:
     model, batch = train(GPT(layers=1), tokens, 5), tokens(0)
     plain, both = (
-        amp_fx.calibrate(model, batch, policy=policy, profile="off").harm.graphs[0].calls
+        amp_fx.calibrate(model, batch, policy=policy, profile="off").sensitivity.graphs[0].calls
         for policy in ("autocast", "fp8")
     )
     for before, after in zip(plain, both, strict=True):
@@ -185,7 +185,7 @@ def test_every_way_to_write_a_product_with_a_matrix_is_measured_and_no_other() -
     torch.manual_seed(0)
     model = Products()
     cal = amp_fx.calibrate(model, torch.randn(32, 16), policy="fp8", profile="off")
-    rows = {row.name: row for row in cal.harm.graphs[0].calls}
+    rows = {row.name: row for row in cal.sensitivity.graphs[0].calls}
     assert [name for name, row in rows.items() if row.roles] == ["mm", "addmm", "matmul", "matmul_2"]
     for name, row in rows.items():
         # no gradient of a parameter depends on that of the model's input
@@ -193,8 +193,8 @@ def test_every_way_to_write_a_product_with_a_matrix_is_measured_and_no_other() -
         assert all(row.below(role) < 0.1 for role in row.roles)
 
 
-def harms(cal: amp_fx.Calibration) -> list[float]:
-    rows = [row for graph in cal.harm.graphs for row in graph.calls]
+def sensitivities(cal: amp_fx.Calibration) -> list[float]:
+    rows = [row for graph in cal.sensitivity.graphs for row in graph.calls]
     return [row.below(role) for row in rows for role in sorted(row.roles)]
 
 
@@ -204,14 +204,14 @@ def test_loss_scale_and_low_dtype_do_not_change_what_fp8_costs() -> None:
         amp_fx.calibrate(model, (x,), policy="fp8", profile="off", dtype=dtype, scale=1024.0)
         for dtype in ("bfloat16", "float16")
     )
-    assert len(harms(bf16)) == 9
-    assert harms(bf16) == pytest.approx(harms(fp16), rel=1e-3)
+    assert len(sensitivities(bf16)) == 9
+    assert sensitivities(bf16) == pytest.approx(sensitivities(fp16), rel=1e-3)
 
 
 def test_what_overflows_or_was_not_measured_never_runs_below() -> None:
     torch.manual_seed(0)
     cal = amp_fx.calibrate(MLP(32, 64, 64, 16), torch.randn(32, 32), policy="fp8", profile="off")
-    rows = {row.name: row for row in cal.harm.graphs[0].calls}
+    rows = {row.name: row for row in cal.sensitivity.graphs[0].calls}
     rows["linear"].roles[FORWARD]["weight"] = None
     del rows["linear_1"].roles[INPUT]
     (plan,) = cal.plan(1e3, verify=False).plans
@@ -242,12 +242,12 @@ def test_graph_breaks_checkpoints_and_batches_change_nothing() -> None:
     for way in ("", "checkpoint", "break"):
         Net.way = way
         found[way] = amp_fx.calibrate(model, [(x,), (x,)], policy="fp8", profile="off")
-        assert sorted(harms(found[way])) == pytest.approx(sorted(harms(found[""])), rel=1e-3)
+        assert sorted(sensitivities(found[way])) == pytest.approx(sorted(sensitivities(found[""])), rel=1e-3)
         plan = found[way].plan(1e3, verify=False)
         roles = [role for plan in plan.plans for row in plan.nodes for role in row.levels_below]
         # behind a break, what a graph returns is no last linear of the model, but of the graph
         assert roles.count(FORWARD) == (1 if way == "break" else 2)
-    assert len(found["break"].harm.graphs) == 2
+    assert len(found["break"].sensitivity.graphs) == 2
 
 
 def test_of_several_states_a_plan_keeps_its_budget_in_each() -> None:
@@ -258,7 +258,7 @@ def test_of_several_states_a_plan_keeps_its_budget_in_each() -> None:
     )
     worst = amp_fx.Calibration.worst(first, second)
     # of each operand the larger: of a matmul's two, one may be of the first state and one of the second
-    for *pair, both in zip(*map(harms, (first, second, worst)), strict=True):
+    for *pair, both in zip(*map(sensitivities, (first, second, worst)), strict=True):
         assert max(pair) <= both <= sum(pair)
     plan = worst.plan(4, verify=False)
     assert any(row.levels_below for row in plan.plans[0].nodes)

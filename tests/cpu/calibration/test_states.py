@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx import Calibration, OptionsError, PlanError
 from amp_fx.calibration.verifying import Verifier
-from amp_fx.plans.harm import CallHarm, Harm, as_number
+from amp_fx.plans.sensitivity import CallSensitivity, Sensitivity, as_number
 
 BATCH = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
@@ -40,15 +40,15 @@ def states() -> tuple[Calibration, Calibration]:
     return early, late
 
 
-def rows(cal: Calibration) -> dict[str, CallHarm]:
-    return {row.name: row for graph in cal.harm.graphs for row in graph.calls}
+def rows(cal: Calibration) -> dict[str, CallSensitivity]:
+    return {row.name: row for graph in cal.sensitivity.graphs for row in graph.calls}
 
 
 def low_linears(plan: amp_fx.CalibratedPlan) -> list[str]:
     return [row.name for row in plan.plans[0].nodes if row.op == "linear" and row.dtype is torch.bfloat16]
 
 
-def test_of_each_rounding_the_largest_harm_counts(states: tuple[Calibration, Calibration]) -> None:
+def test_of_each_rounding_the_largest_sensitivity_counts(states: tuple[Calibration, Calibration]) -> None:
     worst = Calibration.worst(*states)
     early, late, both = map(rows, (*states, worst))
     assert early.keys() == late.keys() == both.keys()
@@ -59,7 +59,7 @@ def test_of_each_rounding_the_largest_harm_counts(states: tuple[Calibration, Cal
             parts = early[name].reads[slot], late[name].reads[slot]
             assert as_number(read.value) == max(as_number(part.value) for part in parts)
             assert as_number(read.gradient) == max(as_number(part.gradient) for part in parts)
-    assert (worst.harm.states, worst.harm.batches) == (2, 2)
+    assert (worst.sensitivity.states, worst.sensitivity.batches) == (2, 2)
     assert "the worst of 2 states" in str(worst)
 
 
@@ -76,10 +76,10 @@ def test_a_plan_for_several_states_keeps_its_budget_in_each(states: tuple[Calibr
 
 
 def test_an_overflow_in_one_state_is_one_in_all(states: tuple[Calibration, Calibration]) -> None:
-    other = copy.deepcopy(states[1].harm)
+    other = copy.deepcopy(states[1].sensitivity)
     call = next(row for row in other.graphs[0].calls if row.name == "linear")
     call.value = None
-    merged = Harm.worst([states[0].harm, other, states[0].harm])
+    merged = Sensitivity.worst([states[0].sensitivity, other, states[0].sensitivity])
     assert next(row for row in merged.graphs[0].calls if row.name == "linear").value is None
     assert merged.states == 3
 
@@ -106,12 +106,12 @@ def test_states_of_different_programs_are_told_apart(
     other = amp_fx.calibrate(nn.Linear(16, 16), BATCH, lambda out: out.square().mean(), profile="off")
     with pytest.raises(PlanError):
         Calibration.worst(states[0], other)
-    halves = copy.deepcopy(states[1].harm)
+    halves = copy.deepcopy(states[1].sensitivity)
     halves.dtype = torch.float16
     with pytest.raises(PlanError, match="bfloat16, float16"):
-        Harm.worst([states[0].harm, halves])
+        Sensitivity.worst([states[0].sensitivity, halves])
     with pytest.raises(OptionsError):
         Calibration.worst()
-    Calibration.worst(*states).save(tmp_path / "harm.json")
-    assert Harm.load(tmp_path / "harm.json").states == 2
+    Calibration.worst(*states).save(tmp_path / "sensitivity.json")
+    assert Sensitivity.load(tmp_path / "sensitivity.json").states == 2
     assert math.isfinite(Calibration.worst(states[0]).autocast_error)

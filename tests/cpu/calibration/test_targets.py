@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.plans.harm import Harm
 from amp_fx.plans.reasons import Kind
+from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy.levels import ROLES
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
@@ -69,7 +69,7 @@ def test_a_targets_op_lists_and_rates_count(pair: tuple[amp_fx.Calibration, amp_
 def test_what_was_measured_is_the_same_wherever_it_is_planned_for(
     pair: tuple[amp_fx.Calibration, amp_fx.Calibration],
 ) -> None:
-    here, there = ({row.name: row for row in cal.harm.graphs[0].calls} for cal in pair)
+    here, there = ({row.name: row for row in cal.sensitivity.graphs[0].calls} for cal in pair)
     assert here == there
 
 
@@ -108,23 +108,23 @@ def gpt() -> tuple[nn.Module, amp_fx.Calibration]:
     return model, amp_fx.calibrate(model, tokens(0), target="cuda:h100")
 
 
-def test_a_plan_for_a_target_is_replayed_there_and_its_harm_serves_explain(
+def test_a_plan_for_a_target_is_replayed_there_and_its_sensitivity_serves_explain(
     gpt: tuple[nn.Module, amp_fx.Calibration], tmp_path: Path
 ) -> None:
     (model, cal), batch = gpt, tokens(0)
     plan = cal.plan(1.0, verify=False)
     plan.save(tmp_path / "plan.json")
-    cal.save(tmp_path / "harm.json")
+    cal.save(tmp_path / "sensitivity.json")
     options = {"plan": str(tmp_path / "plan.json"), "strict": True}
-    report = amp_fx.explain(model, *batch, target="cuda:h100", options=options, harm=cal)
+    report = amp_fx.explain(model, *batch, target="cuda:h100", options=options, sensitivity=cal)
     placed = {row.name: row.dtype for row in plan.plans[0].nodes}
     assert {row.name: row.dtype for row in report.plan.nodes} == placed
-    assert report.harms[report.plan.graph]
+    assert report.sensitivities[report.plan.graph]
     # the same file under a policy: the cut is solved in the process that compiles
-    policy = {"base": "autocast", "harm": str(tmp_path / "harm.json"), "budget": 1.0}
+    policy = {"base": "autocast", "sensitivity": str(tmp_path / "sensitivity.json"), "budget": 1.0}
     again = amp_fx.explain(model, *batch, target="cuda:h100", options={"policy": policy, "strict": True})
     assert {row.name: row.dtype for row in again.plan.nodes} == placed
-    assert Harm.load(tmp_path / "harm.json") == cal.harm
+    assert Sensitivity.load(tmp_path / "sensitivity.json") == cal.sensitivity
 
 
 class Indexing(nn.Module):
@@ -187,7 +187,7 @@ def test_a_plan_with_fp8_for_a_target_is_followed_there() -> None:
     model, x = MLP(16, 4096, 4096, 16), torch.randn(2048, 16)
     cal = amp_fx.calibrate(model, x, policy="fp8", target="cuda:h100")
     # what an H100 is best at
-    assert cal.harm.level == "rowwise"
+    assert cal.sensitivity.level == "rowwise"
     autocast, fp8 = known(cal), known(cal, "fp8")
     assert autocast.time is not None
     assert fp8.time is not None

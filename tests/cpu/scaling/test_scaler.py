@@ -246,7 +246,7 @@ def test_caches_hit_and_tell_scaled_graphs_from_others() -> None:
     assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
 
 
-def test_an_update_between_a_forward_and_its_backward_harms_neither_network() -> None:
+def test_an_update_between_a_forward_and_its_backward_sensitivities_neither_network() -> None:
     scaler = new_scaler(growth_interval=1)
     first, second, x = Net(), Net(), batch()
     exact = [fp32_gradients(model, lambda m: loss_of(m, x)) for model in (first, second)]

@@ -21,7 +21,7 @@ import amp_fx
 from amp_fx import AmpFxError, CaptureError, InputError, OptionsError, Plan
 from amp_fx.cli.entry import main
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.harm import Harm
+from amp_fx.plans.sensitivity import Sensitivity
 from graphs import rewrite
 
 aten = torch.ops.aten
@@ -618,11 +618,11 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
         amp_fx.export(MLP(), (torch.randn(4, 16),), **options)
 
 
-def test_measured_harm_is_refused_not_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "harm.json"
-    Harm("MLP", torch.bfloat16).save(path)
-    with pytest.raises(OptionsError, match="harm"):
-        amp_fx.export(MLP(), (torch.randn(4, 16),), policy={"base": "autocast", "harm": str(path)})
+def test_measured_sensitivity_is_refused_not_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "sensitivity.json"
+    Sensitivity("MLP", torch.bfloat16).save(path)
+    with pytest.raises(OptionsError, match="sensitivity"):
+        amp_fx.export(MLP(), (torch.randn(4, 16),), policy={"base": "autocast", "sensitivity": str(path)})
 
 
 SCRIPT = """

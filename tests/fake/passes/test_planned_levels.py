@@ -234,7 +234,7 @@ def test_evaluation_by_a_plan_of_training_and_training_by_one_of_evaluation(
     assert tuple(map(len, step(plan, policy=policy, **given).scaled())) == count
 
 
-# --- measured harm under the policy ---
+# --- measured sensitivity under the policy ---
 
 
 @pytest.fixture(scope="module")
@@ -243,13 +243,13 @@ def cal() -> amp_fx.Calibration:
     return amp_fx.calibrate(MLP(*SIZES), torch.randn(32, 32), policy="fp8", fp8="tensorwise", profile=FP8_CPU)
 
 
-def test_a_policy_with_harm_runs_below_what_the_plan_of_the_same_budget_does(
+def test_a_policy_with_sensitivity_runs_below_what_the_plan_of_the_same_budget_does(
     cal: amp_fx.Calibration, tmp_path: Path
 ) -> None:
-    path = str(cal.save(tmp_path / "harm.json"))
+    path = str(cal.save(tmp_path / "sensitivity.json"))
     counts = []
     for budget in (1, 4, 20):
-        policy = {"base": "fp8", "harm": path, "budget": budget}
+        policy = {"base": "fp8", "sensitivity": path, "budget": budget}
         found = lowered(MLP(*SIZES), [torch.randn(32, 32)], {**options(tmp_path), "policy": policy})
         plan = cal.plan(budget, verify=False)
         assert roles(found.plan) == roles(plan.plans[0])

@@ -21,7 +21,7 @@ from amp_fx.passes import (
     KeepWeights,
     MarkMatmuls,
     Pass,
-    PlaceByHarm,
+    PlaceBySensitivity,
     PlaceLevels,
     Replay,
     ScaleBackward,
@@ -37,7 +37,7 @@ GIVEN: tuple[tuple[Pass, ...], ...] = (
     EXPORT,
     (*EXPORT, BELOW),
     (Replay({}),),
-    (PlaceByHarm({}),),
+    (PlaceBySensitivity({}),),
     (MarkMatmuls(),),
     (Replay({}), MarkMatmuls(planned=True)),
 )
@@ -100,9 +100,9 @@ def test_a_pass_on_inductors_graphs_says_what_it_needs_or_ensures(row: passes.Ro
     assert row.step.needs | row.step.ensures
 
 
-def test_a_plan_or_harm_takes_the_place_of_the_placement() -> None:
+def test_a_plan_or_sensitivity_takes_the_place_of_the_placement() -> None:
     assert "place" in names(CAPTURED, Case())
-    for step in (Replay({}), PlaceByHarm({})):
+    for step in (Replay({}), PlaceBySensitivity({})):
         found = names(CAPTURED, Case((step,)))
         assert "place" not in found
         assert found.index(step.name) == names(CAPTURED, Case()).index("place")

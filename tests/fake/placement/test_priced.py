@@ -1,4 +1,4 @@
-"""Cuts with harm, and the cheapest within a limit of it, against brute force. The second cut is the example."""
+"""Cuts with sensitivity, and the cheapest within a limit of it, against brute force. The second cut is the example."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
 from amp_fx.placement.level_cost import LevelCost, copy_traffic
-from amp_fx.placement.priced import HarmTerm, Labels, Priced
+from amp_fx.placement.priced import Labels, Priced, SensitivityTerm
 from amp_fx.placement.within import within
 from amp_fx.policy.levels import LEVELS
 from amp_fx.targets import find_target
@@ -89,11 +89,13 @@ def choices(problem: Problem, free: list[Var]) -> list[dict[Var, bool]]:
     return [{**rest, **dict(zip(free, some, strict=True))} for some in every]
 
 
-def with_harm(problem: Problem, draw: random.Random) -> tuple[Priced, dict[Var, float]]:
-    """Harm for each variable; some are infinite."""
+def with_sensitivity(problem: Problem, draw: random.Random) -> tuple[Priced, dict[Var, float]]:
+    """Sensitivity for each variable; some are infinite."""
     some = (0.0, 1e-6, 3e-5, 1e-3, math.inf)
-    harms = {m: draw.choice((draw.random(), draw.choice(some))) for m in problem.unary}
-    return Priced(problem, [HarmTerm(harm, LOW, m) for m, harm in harms.items()]), harms
+    sensitivities = {m: draw.choice((draw.random(), draw.choice(some))) for m in problem.unary}
+    return Priced(
+        problem, [SensitivityTerm(sensitivity, LOW, m) for m, sensitivity in sensitivities.items()]
+    ), sensitivities
 
 
 @pytest.mark.parametrize("draw_one", [anything, linears])
@@ -109,41 +111,45 @@ def test_the_cut_is_as_good_as_the_best_of_all_choices(draw_one: Draw) -> None:
 
 
 @pytest.mark.parametrize("draw_one", [anything, linears])
-def test_with_harm_the_cut_is_as_good_as_the_best_of_all_choices(draw_one: Draw) -> None:
+def test_with_sensitivity_the_cut_is_as_good_as_the_best_of_all_choices(draw_one: Draw) -> None:
     draw, partly = random.Random(0), 0
     for _ in range(400 if draw_one is anything else 200):
         problem = draw_one(draw)
-        priced, harms = with_harm(problem, draw)
+        priced, sensitivities = with_sensitivity(problem, draw)
         weight = draw.choice((0.0, 10.0, 1e3, 1e7, 1e9, math.inf))
         found = priced.choose(weight)
-        # an infinite harm is never done, and with an infinite weight none is
-        free = [m for m, harm in harms.items() if not harm or max(harm, weight) < math.inf]
+        # an infinite sensitivity is never done, and with an infinite weight none is
+        free = [
+            m
+            for m, sensitivity in sensitivities.items()
+            if not sensitivity or max(sensitivity, weight) < math.inf
+        ]
         price = 0.0 if math.isinf(weight) else weight
         costs = (
-            total(problem, each) + sum(round(harms[m] * price) for m in free if each[m] is LOW)
+            total(problem, each) + sum(round(sensitivities[m] * price) for m in free if each[m] is LOW)
             for each in choices(problem, free)
         )
         chosen = [m for m in problem.unary if found.placement[m] is LOW]
         assert {*chosen} <= {*free}
-        assert found.time + sum(round(harms[m] * price) for m in chosen) == min(costs)
-        assert found.harm == sum(harms[m] for m in chosen)
+        assert found.time + sum(round(sensitivities[m] * price) for m in chosen) == min(costs)
+        assert found.sensitivity == sum(sensitivities[m] for m in chosen)
         partly += 0 < len(chosen) < len(problem.unary)
     assert partly > 30
 
 
 @pytest.mark.parametrize("draw_one", [anything, linears])
-def test_within_a_limit_of_harm_the_cheapest_of_all_choices_is_found(draw_one: Draw) -> None:
+def test_within_a_limit_of_sensitivity_the_cheapest_of_all_choices_is_found(draw_one: Draw) -> None:
     draw, partly = random.Random(1), 0
     for _ in range(200):
         problem = draw_one(draw)
-        priced, harms = with_harm(problem, draw)
-        free = [m for m, harm in harms.items() if math.isfinite(harm)]
-        limit = draw.random() * sum(harms[m] for m in free)
+        priced, sensitivities = with_sensitivity(problem, draw)
+        free = [m for m, sensitivity in sensitivities.items() if math.isfinite(sensitivity)]
+        limit = draw.random() * sum(sensitivities[m] for m in free)
         found = within([priced], limit)
         (labels,) = found.placement
-        assert found.harm <= limit * (1 + 1e-9)
-        assert (found.time, found.harm) == (priced.time(labels), priced.harm(labels))
-        best = min(priced.time(each) for each in choices(problem, free) if priced.harm(each) <= limit)
+        assert found.sensitivity <= limit * (1 + 1e-9)
+        assert (found.time, found.sensitivity) == (priced.time(labels), priced.sensitivity(labels))
+        best = min(priced.time(each) for each in choices(problem, free) if priced.sensitivity(each) <= limit)
         assert found.time == best
         partly += best < priced.time({})
     assert partly > 30
@@ -151,8 +157,8 @@ def test_within_a_limit_of_harm_the_cheapest_of_all_choices_is_found(draw_one: D
 
 def test_several_graphs_share_one_limit() -> None:
     parts = [
-        Priced(Problem({"mm": (gain, 0)}), [HarmTerm(harm, LOW, "mm")])
-        for gain, harm in ((10, 3.0), (9, 1.0), (1, 1.0))
+        Priced(Problem({"mm": (gain, 0)}), [SensitivityTerm(sensitivity, LOW, "mm")])
+        for gain, sensitivity in ((10, 3.0), (9, 1.0), (1, 1.0))
     ]
     for limit, expected in ((0.5, 0), (1.0, 0b010), (2.0, 0b110), (4.0, 0b011), (5.0, 0b111)):
         chosen = within(parts, limit).placement

@@ -17,8 +17,10 @@ points = st.lists(
 def solver(given_points: list[tuple[float, float]]):  # a closure
     def solve(weight: float) -> Choice[int]:
         def price(at: int) -> tuple[float, float]:
-            time, harm = given_points[at]
-            return (harm, time) if weight == float("inf") else (time + weight * harm, harm)
+            time, sensitivity = given_points[at]
+            return (
+                (sensitivity, time) if weight == float("inf") else (time + weight * sensitivity, sensitivity)
+            )
 
         best = min(range(len(given_points)), key=price)
         return Choice(*given_points[best], weight, best)
@@ -41,13 +43,13 @@ def corners(given_points: list[tuple[float, float]]) -> set[tuple[float, float]]
         *(2 * w + 1 for w in weights[-1:]),
     ]
     found = [solve(weight) for weight in [*between, float("inf")]]
-    return {(choice.time, choice.harm) for choice in found}
+    return {(choice.time, choice.sensitivity) for choice in found}
 
 
 @settings(max_examples=200, deadline=None)
 @given(points)
 def test_the_hull_is_every_point_that_some_weight_prefers(given_points: list[tuple[float, float]]) -> None:
-    found = {(choice.time, choice.harm) for choice in hull(solver(given_points), 100)}
+    found = {(choice.time, choice.sensitivity) for choice in hull(solver(given_points), 100)}
     assert found == corners(given_points)
 
 
@@ -57,12 +59,12 @@ def test_the_cheapest_corner_within_a_limit_is_found(
     given_points: list[tuple[float, float]], limit: int
 ) -> None:
     beyond, found = bracket(solver(given_points), limit)
-    assert beyond is None or beyond.harm > limit
+    assert beyond is None or beyond.sensitivity > limit
     fitting = [corner for corner in corners(given_points) if corner[1] <= limit]
     if fitting:
-        assert (found.time, found.harm) == min(fitting)
+        assert (found.time, found.sensitivity) == min(fitting)
     else:
-        assert found.harm == min(harm for _, harm in given_points)
+        assert found.sensitivity == min(sensitivity for _, sensitivity in given_points)
 
 
 def test_a_hull_of_many_corners_is_cut_short() -> None:

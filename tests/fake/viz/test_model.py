@@ -294,9 +294,9 @@ def test_a_list_and_the_place_in_it_are_one_level(path: str, levels: list[str]) 
 
 
 def measured() -> Report:
-    """Three equal blocks whose linears harm unlike."""
+    """Three equal blocks whose linears sensitivity unlike."""
     report = blocks(3)
-    report.harms = {report.plan.graph: {"linear_0": 2e-5, "linear_1": 3e-3, "linear_2": None}}
+    report.sensitivities = {report.plan.graph: {"linear_0": 2e-5, "linear_1": 3e-3, "linear_2": None}}
     return report
 
 
@@ -305,7 +305,11 @@ def test_boxes_say_what_rounding_costs_where_that_was_measured_and_unlike_blocks
     forward, backward = model["graphs"]
     nodes = {node["name"]: node for node in forward["nodes"]}
     linears = [nodes[f"linear_{index}"] for index in range(3)]
-    assert [node["harm"] for node in linears] == ["harm 2e-05", "harm 3e-03", "overflows"]
+    assert [node["sensitivity"] for node in linears] == [
+        "sensitivity 2e-05",
+        "sensitivity 3e-03",
+        "overflows",
+    ]
     assert [HEAT[node["heat"]][0] for node in linears] == [1e-4, 1e-2, math.inf]
     assert {node["heat"] for node in nodes.values() if node not in linears} == {0}
     assert {node["heat"] for node in backward["nodes"]} == {0}
@@ -314,18 +318,18 @@ def test_boxes_say_what_rounding_costs_where_that_was_measured_and_unlike_blocks
     assert heat_samples(drawing(blocks(3))) == []
 
 
-def test_harms_come_back_from_a_saved_report() -> None:
+def test_sensitivities_come_back_from_a_saved_report() -> None:
     report = measured()
-    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))).harms == report.harms
-    assert "harms" not in blocks(3).to_dict()
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))).sensitivities == report.sensitivities
+    assert "sensitivities" not in blocks(3).to_dict()
 
 
-def test_a_picture_in_dot_is_coloured_by_harm_where_that_was_measured() -> None:
+def test_a_picture_in_dot_is_coloured_by_sensitivity_where_that_was_measured() -> None:
     picture = dot.source(drawing(measured()), depth=9).source
     assert {colour for _, colour in HEAT if f'fillcolor="{colour}"' in picture} == {
         HEAT[place][1] for place in (0, 1, 3, 4)
     }
     assert not any(f'fillcolor="{colour}"' in picture for colour in DTYPES.values())
-    assert "harm 3e-03" in picture
+    assert "sensitivity 3e-03" in picture
     # closed: the worst inside
     assert f'fillcolor="{HEAT[4][1]}"' in dot.source(drawing(measured()), depth=1).source

@@ -16,8 +16,8 @@ from amp_fx.graphs.calls import argument_value
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import numel
 from amp_fx.placement.cost import CostModel
-from amp_fx.plans.harm import CallHarm, slots
 from amp_fx.plans.label import label_of
+from amp_fx.plans.sensitivity import CallSensitivity, slots
 from amp_fx.policy import OpClass
 
 __all__ = ["Memory"]
@@ -26,7 +26,7 @@ __all__ = ["Memory"]
 class Memory:
     """What is written of one graph's values and gradients."""
 
-    def __init__(self, graph: fx.Graph, cost: CostModel, rows: Mapping[str, CallHarm]) -> None:
+    def __init__(self, graph: fx.Graph, cost: CostModel, rows: Mapping[str, CallSensitivity]) -> None:
         """Looks at the graph once.
 
         Args:

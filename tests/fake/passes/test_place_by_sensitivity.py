@@ -1,4 +1,4 @@
-"""Placement by measured harm: exact, monotone, fp32 in the limit, and within what hazards and rules pin."""
+"""Placement by measured sensitivity: exact, monotone, fp32 in the limit, and within what hazards and rules pin."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from amp_fx.passes import (
     Constrain,
     PassContext,
     PinDtypes,
-    PlaceByHarm,
+    PlaceBySensitivity,
     run_passes,
     select,
 )
 from amp_fx.passes.base import run_in_order
 from amp_fx.passes.forward.place import rounded
-from amp_fx.passes.forward.place_by_harm import PricedGraph, price
+from amp_fx.passes.forward.place_by_sensitivity import PricedGraph, price
 from amp_fx.placement.cut import HIGH, LOW, Problem, Var, evaluate
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.within import within
-from amp_fx.plans.harm import INSIDE, CallHarm, ReadHarm, slots
 from amp_fx.plans.label import label_of
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reasons import Kind
+from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity, slots
 from amp_fx.policy import OpClass
 from graphs import captured
 
@@ -58,19 +58,21 @@ ARGS = torch.randn(64, 16), torch.randn(16, 16), torch.randn(16, 16)
 
 def uniform(
     gm: fx.GraphModule, value: float | None = 1e-6, gradient: float | None = 1e-6
-) -> dict[str, CallHarm]:
-    """The same harm everywhere."""
+) -> dict[str, CallSensitivity]:
+    """The same sensitivity everywhere."""
     run_in_order(gm, (PinDtypes(), Classify()), CONTEXT)
     return {
-        plan.name: CallHarm(
-            plan.name, value, gradient, {slot: ReadHarm(value, gradient) for slot, _, _ in slots(node)}
+        plan.name: CallSensitivity(
+            plan.name, value, gradient, {slot: ReadSensitivity(value, gradient) for slot, _, _ in slots(node)}
         )
         for node in gm.graph.nodes
         if (plan := label_of(node)) is not None and plan.op_class is not OpClass.KEEP
     }
 
 
-def priced(gm: fx.GraphModule, rows: Mapping[str, CallHarm], context: PassContext = CONTEXT) -> PricedGraph:
+def priced(
+    gm: fx.GraphModule, rows: Mapping[str, CallSensitivity], context: PassContext = CONTEXT
+) -> PricedGraph:
     run_in_order(gm, (PinDtypes(), Classify(), Constrain()), context)
     found = price(gm, context, rows)
     assert found is not None
@@ -80,39 +82,44 @@ def priced(gm: fx.GraphModule, rows: Mapping[str, CallHarm], context: PassContex
 def placed(
     program: Callable[..., Any],
     *args: Any,
-    harm: Mapping[str, float | None] | None = None,
+    sensitivity: Mapping[str, float | None] | None = None,
     results: Mapping[str, float | None] | None = None,
     context: PassContext = CONTEXT,
     low: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     **goal: Any,
 ) -> Plan:
-    """The plan where single calls, or their results, harm otherwise than the rest, which does 1e-6 in each rounding."""
+    """The plan where single calls, or their results, have another sensitivity than the rest, which has 1e-6."""
     rows = uniform(captured(program, *args, low=low, device=device))
-    for name, value in (harm or {}).items():
-        rows[name] = CallHarm(name, value, value, dict.fromkeys(rows[name].reads, ReadHarm(value, value)))
+    for name, value in (sensitivity or {}).items():
+        rows[name] = CallSensitivity(
+            name, value, value, dict.fromkeys(rows[name].reads, ReadSensitivity(value, value))
+        )
     for name, value in (results or {}).items():
         rows[name].value = value
     gm = captured(program, *args, low=low, device=device)
-    return run_passes(gm, select(CAPTURED, Case((PlaceByHarm(rows, **goal),))), context)
+    return run_passes(gm, select(CAPTURED, Case((PlaceBySensitivity(rows, **goal),))), context)
 
 
 @functools.cache
-def spread(device: str = "cpu") -> tuple[fx.GraphModule, dict[str, CallHarm]]:
-    """The graph of :func:`variance`, and the same harm everywhere."""
+def spread(device: str = "cpu") -> tuple[fx.GraphModule, dict[str, CallSensitivity]]:
+    """The graph of :func:`variance`, and the same sensitivity everywhere."""
     gm = captured(variance, *ARGS, device=device)
     return gm, uniform(gm)
 
 
-harms = st.sampled_from([0.0, 1e-8, 1e-6, 3e-5, 1e-3, None])
+sensitivities = st.sampled_from([0.0, 1e-8, 1e-6, 3e-5, 1e-3, None])
 
 
 @st.composite
-def measured(draw: st.DrawFn) -> dict[str, CallHarm]:
-    """Random harms of the graph's calls; some calls were not measured."""
+def measured(draw: st.DrawFn) -> dict[str, CallSensitivity]:
+    """Random sensitivities of the graph's calls; some calls were not measured."""
     return {
-        name: CallHarm(
-            name, draw(harms), draw(harms), {slot: ReadHarm(draw(harms), draw(harms)) for slot in row.reads}
+        name: CallSensitivity(
+            name,
+            draw(sensitivities),
+            draw(sensitivities),
+            {slot: ReadSensitivity(draw(sensitivities), draw(sensitivities)) for slot in row.reads},
         )
         for name, row in spread()[1].items()
         if draw(st.integers(0, 9))
@@ -129,7 +136,9 @@ def every(problem: Problem) -> Iterator[dict[Var, bool]]:
 
 @settings(max_examples=60, deadline=None)
 @given(measured(), st.sampled_from([0.0, 1e6, 1e9, 1e12, math.inf]))
-def test_the_cut_with_harm_is_the_brute_force_optimum(rows: dict[str, CallHarm], weight: float) -> None:
+def test_the_cut_with_sensitivity_is_the_brute_force_optimum(
+    rows: dict[str, CallSensitivity], weight: float
+) -> None:
     problem = priced(spread()[0], rows).priced.problem(weight)
     found = priced(spread()[0], rows).priced.choose(weight).placement
     costs = (evaluate(problem, labels) for labels in every(problem))
@@ -140,33 +149,33 @@ def test_the_cut_with_harm_is_the_brute_force_optimum(rows: dict[str, CallHarm],
 @settings(max_examples=20, deadline=None)
 @given(rows=measured(), budget=st.floats(0.0, 1.5))
 def test_no_placement_within_a_budget_is_cheaper_in_bytes_than_the_one_found(
-    rows: dict[str, CallHarm], budget: float, device: str
+    rows: dict[str, CallSensitivity], budget: float, device: str
 ) -> None:
     graph = priced(spread(device)[0], rows)
-    aim, limit = graph.by_bytes, budget**2 * graph.autocast_harm * (1 + 1e-9)
+    aim, limit = graph.by_bytes, budget**2 * graph.autocast_sensitivity * (1 + 1e-9)
     found = within([aim], limit, [graph.autocast])
-    assert found.harm <= limit * (1 + 1e-9)
+    assert found.sensitivity <= limit * (1 + 1e-9)
     allowed = [labels for labels in every(aim.base) if evaluate(aim.base, labels) is not None]
-    assert found.time == min(aim.time(labels) for labels in allowed if aim.harm(labels) <= limit)
+    assert found.time == min(aim.time(labels) for labels in allowed if aim.sensitivity(labels) <= limit)
 
 
 @settings(max_examples=40, deadline=None)
 @given(measured())
-def test_error_falls_and_time_grows_with_the_weight(rows: dict[str, CallHarm]) -> None:
+def test_error_falls_and_time_grows_with_the_weight(rows: dict[str, CallSensitivity]) -> None:
     graph = priced(spread()[0], rows)
     corners = [graph.priced.choose(weight) for weight in (0.0, 1e3, 1e6, 1e8, 1e10, 1e13, 1e16, math.inf)]
     for before, after in itertools.pairwise(corners):
-        assert after.harm <= before.harm * (1 + 1e-9)
+        assert after.sensitivity <= before.sensitivity * (1 + 1e-9)
         assert after.time >= before.time
 
 
-def test_the_harm_of_a_placement_is_the_sum_of_the_roundings_that_happen() -> None:
+def test_the_sensitivity_of_a_placement_is_the_sum_of_the_roundings_that_happen() -> None:
     graph = priced(*spread())
     nothing = graph.priced.choose(math.inf)
-    assert nothing.harm == 0
+    assert nothing.sensitivity == 0
     # both matmuls: a result, two operands, their gradients and the gradient of the result that arrives in fp32;
     # all arithmetic between them is one kernel, whose result the second matmul reads
-    assert graph.autocast_harm == pytest.approx(12e-6)
+    assert graph.autocast_sensitivity == pytest.approx(12e-6)
 
 
 def test_an_infinite_weight_gives_fp32() -> None:
@@ -175,12 +184,12 @@ def test_an_infinite_weight_gives_fp32() -> None:
     assert {row.dtype for row in plan.nodes} == {torch.float32}
 
 
-def test_without_a_weight_on_harm_what_is_cheapest_goes_low() -> None:
+def test_without_a_weight_on_sensitivity_what_is_cheapest_goes_low() -> None:
     assert {row.dtype for row in placed(variance, *ARGS, weight=0.0).nodes} >= {torch.bfloat16}
 
 
-def test_a_matmul_whose_rounding_harms_stays_in_fp32_and_says_what_it_would_cost() -> None:
-    plan = placed(variance, *ARGS, harm={"matmul": 1e-2}, budget=0.1)
+def test_a_matmul_whose_rounding_is_felt_stays_in_fp32_and_says_what_it_would_cost() -> None:
+    plan = placed(variance, *ARGS, sensitivity={"matmul": 1e-2}, budget=0.1)
     assert plan.node("matmul").dtype is torch.float32
     assert plan.node("matmul_1").dtype is torch.bfloat16
     assert plan.node("matmul").is_because(Kind.ROUNDING_WOULD_ADD)
@@ -199,7 +208,7 @@ def test_an_op_of_the_fp32_list_goes_low_where_that_is_harmless() -> None:
         if "linear" in row.name:
             row.value = 1e-6
     gm = captured(stream, *args, device="cuda")
-    plan = run_passes(gm, select(CAPTURED, Case((PlaceByHarm(rows),))), CONTEXT)
+    plan = run_passes(gm, select(CAPTURED, Case((PlaceBySensitivity(rows),))), CONTEXT)
     norms = [row for row in plan.nodes if row.op == "layer_norm"]
     assert any(row.dtype is torch.bfloat16 for row in norms)
     assert any(row.dtype is torch.bfloat16 for row in plan.nodes if row.op == "add.Tensor")
@@ -207,7 +216,7 @@ def test_an_op_of_the_fp32_list_goes_low_where_that_is_harmless() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, 1e9])
 def test_a_call_that_overflows_is_never_low(weight: float) -> None:
-    plan = placed(variance, *ARGS, harm={"matmul_1": None}, weight=weight, low=torch.float16)
+    plan = placed(variance, *ARGS, sensitivity={"matmul_1": None}, weight=weight, low=torch.float16)
     assert plan.node("matmul_1").dtype is torch.float32
 
 
@@ -215,8 +224,8 @@ def test_a_users_rule_holds_whatever_was_measured() -> None:
     for precision, dtype in (("low", torch.bfloat16), ("fp32", torch.float32)):
         policy = Policy.parse({"rules": [{"op": "matmul", "precision": precision}]})
         context = PassContext(policy, profile=FAST_LOW, training=True)
-        harm = {"matmul": 1.0 if precision == "low" else 0.0}
-        assert placed(variance, *ARGS, harm=harm, context=context).node("matmul").dtype is dtype
+        sensitivity = {"matmul": 1.0 if precision == "low" else 0.0}
+        assert placed(variance, *ARGS, sensitivity=sensitivity, context=context).node("matmul").dtype is dtype
 
 
 def test_a_hazard_holds_whatever_was_measured() -> None:
@@ -225,14 +234,16 @@ def test_a_hazard_holds_whatever_was_measured() -> None:
         return torch.matmul(e / e.sum(-1, keepdim=True), w)
 
     args = torch.randn(64, 16), torch.randn(16, 16)
-    plan = placed(softmax_by_hand, *args, harm={"exp": 0.0, "sum_1": 0.0}, weight=0.0)
+    plan = placed(softmax_by_hand, *args, sensitivity={"exp": 0.0, "sum_1": 0.0}, weight=0.0)
     assert plan.node("exp").dtype is plan.node("sum_1").dtype is torch.float32
 
 
 def test_what_was_not_measured_is_as_autocast_has_it() -> None:
     plain = run_passes(captured(variance, *ARGS), PIPELINE, PassContext(training=True))
     blind = run_passes(
-        captured(variance, *ARGS), select(CAPTURED, Case((PlaceByHarm({}),))), PassContext(training=True)
+        captured(variance, *ARGS),
+        select(CAPTURED, Case((PlaceBySensitivity({}),))),
+        PassContext(training=True),
     )
     assert [row.dtype for row in blind.nodes] == [row.dtype for row in plain.nodes]
 
@@ -266,7 +277,9 @@ def test_a_graph_beyond_its_budget_at_any_weight_has_the_least_error() -> None:
     assert {row.dtype for row in others} == {torch.float32}
 
 
-def charged(gm: fx.GraphModule, rows: Mapping[str, CallHarm] | None = None) -> set[tuple[str, str, bool]]:
+def charged(
+    gm: fx.GraphModule, rows: Mapping[str, CallSensitivity] | None = None
+) -> set[tuple[str, str, bool]]:
     """(call, slot, whether a gradient) of every rounding that happens where all that may be low is low."""
     graph = priced(gm, uniform(gm) if rows is None else rows)
     labels = dict.fromkeys(graph.priced.problem(0.0).variables(), LOW)
@@ -339,7 +352,7 @@ def test_where_no_gradient_flows_none_waits() -> None:
     for row in rows.values():
         for slot in row.reads:
             if "mul" in row.name and "mat" not in row.name and slot == "other":
-                row.reads[slot] = ReadHarm(1e-6, 0.0)
+                row.reads[slot] = ReadSensitivity(1e-6, 0.0)
     assert ("mul", "", True) not in charged(captured(program, *args), rows)
     assert charged(captured(program, *args), rows) <= flows
 
@@ -352,17 +365,17 @@ def test_what_attention_rounds_inside_is_charged_where_it_runs_low() -> None:
     gm = captured(program, *SQUARE)
     rows = uniform(gm)
     for slot in INSIDE:
-        rows["scaled_dot_product_attention"].reads[slot] = ReadHarm(1e-6, 0.0)
+        rows["scaled_dot_product_attention"].reads[slot] = ReadSensitivity(1e-6, 0.0)
     inside = {("scaled_dot_product_attention", slot, False) for slot in INSIDE}
     assert inside <= charged(gm, rows)
     high = priced(captured(program, *SQUARE), rows).priced.choose(math.inf)
-    assert high.harm == 0
+    assert high.sensitivity == 0
 
 
 # ---- results of low products in fp32 ----
 
 
-def test_on_cuda_a_result_whose_rounding_harms_is_the_fp32_sum_of_low_operands() -> None:
+def test_on_cuda_a_result_whose_rounding_is_felt_is_the_fp32_sum_of_low_operands() -> None:
     plan = placed(variance, *ARGS, results={"matmul": 1e-2}, budget=0.1, device="cuda")
     row = plan.node("matmul")
     assert (row.dtype, row.pinned) == (torch.bfloat16, torch.float32)
@@ -382,7 +395,7 @@ def test_where_no_kernel_returns_the_sum_the_product_is_fp32() -> None:
     assert plan.node("conv1d").dtype is torch.float32
 
 
-def test_where_a_result_does_no_harm_it_is_rounded() -> None:
+def test_where_a_result_sensitivities_nothing_it_is_rounded() -> None:
     plan = placed(variance, *ARGS, results={"matmul": 0.0}, budget=1.0, device="cuda")
     assert plan.node("matmul").dtype is torch.bfloat16
     assert plan.node("matmul").pinned is None
@@ -423,7 +436,7 @@ def test_the_bias_of_a_result_in_fp32_is_added_as_it_is() -> None:
     assert plain - wide == {("linear", "", False), ("linear", "bias", False)}
 
 
-def test_a_rule_and_a_plan_by_harm_say_a_result_in_fp32_alike() -> None:
+def test_a_rule_and_a_plan_by_sensitivity_say_a_result_in_fp32_alike() -> None:
     policy = Policy.parse({"rules": [{"op": "matmul", "precision": "low", "result": "fp32"}]})
     ruled = run_passes(captured(variance, *ARGS, device="cuda"), PIPELINE, PassContext(policy, training=True))
     ours = placed(variance, *ARGS, results={"matmul": 1e-2}, budget=0.1, device="cuda").node("matmul")

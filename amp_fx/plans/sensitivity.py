@@ -1,10 +1,11 @@
 """What rounding costs in accuracy, as plain data: measured by ``amp_fx.calibrate``, read by the placement.
 
-One number, *harm*, is what one rounding adds to the squared relative L2 error of the gradient of all parameters, or of
-what the model returns. Harms of several roundings add up. They are kept by call and argument, not by device: the
-placement decides which of the roundings happen, and what they save.
+One number, *sensitivity*, is what one rounding adds to the squared relative L2 error of the gradient of all
+parameters, or of
+what the model returns. Sensitivities of several roundings add up. They are kept by call and argument, not by device:
+the placement decides which of the roundings happen, and what they save.
 
-A harm that is None is infinite: some value was beyond the range of the low dtype.
+A sensitivity that is None is infinite: some value was beyond the range of the low dtype.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ __all__ = [
     "INSIDE",
     "OF",
     "OUTPUTS",
-    "CallHarm",
-    "GraphHarm",
-    "Harm",
-    "ReadHarm",
+    "CallSensitivity",
+    "GraphSensitivity",
+    "ReadSensitivity",
+    "Sensitivity",
     "as_number",
     "combined",
     "slots",
@@ -59,12 +60,12 @@ _MAX_FILE = 256 * 1024 * 1024
 
 
 @dataclass
-class ReadHarm:
+class ReadSensitivity:
     """One value on its way into one call.
 
     Attributes:
-        value: harm if the call reads the value rounded.
-        gradient: harm if the call hands the gradient of the value back rounded.
+        value: sensitivity if the call reads the value rounded.
+        gradient: sensitivity if the call hands the gradient of the value back rounded.
     """
 
     value: float | None = 0.0
@@ -72,24 +73,24 @@ class ReadHarm:
 
 
 @dataclass
-class CallHarm:
+class CallSensitivity:
     """One call.
 
     Attributes:
         name: of the call, as in its plan.
-        value: harm if the result is rounded for all who read it.
-        gradient: harm if the gradient of the result, all its parts added up, is rounded.
+        value: sensitivity if the result is rounded for all who read it.
+        gradient: sensitivity if the gradient of the result, all its parts added up, is rounded.
         reads: argument, as :func:`slots` names it -> what rounding it on the way in costs; and slots of :data:`INSIDE`.
         roles: of a matmul that may run below 16 bits: role (:data:`amp_fx.policy.levels.ROLES`) -> operand,
-            ``"input"``, ``"weight"`` or ``"gradient"`` -> harm if this matmul reads it so. Empty where that was not
-            measured.
+            ``"input"``, ``"weight"`` or ``"gradient"`` -> sensitivity if this matmul reads it so. Empty where that
+            was not measured.
         largest: magnitude in the result; None: infinite.
     """
 
     name: str
     value: float | None = 0.0
     gradient: float | None = 0.0
-    reads: dict[str, ReadHarm] = field(default_factory=dict)
+    reads: dict[str, ReadSensitivity] = field(default_factory=dict)
     roles: dict[str, dict[str, float | None]] = field(default_factory=dict)
     largest: float | None = 0.0
 
@@ -99,7 +100,7 @@ class CallHarm:
 
 
 @dataclass
-class GraphHarm:
+class GraphSensitivity:
     """One graph of the model.
 
     Attributes:
@@ -108,9 +109,9 @@ class GraphHarm:
     """
 
     outline: Plan
-    calls: list[CallHarm] = field(default_factory=list)
+    calls: list[CallSensitivity] = field(default_factory=list)
 
-    def renamed(self, outline: Plan) -> list[CallHarm]:
+    def renamed(self, outline: Plan) -> list[CallSensitivity]:
         """The calls by the names that they have in another capture of the graph.
 
         Args:
@@ -121,15 +122,15 @@ class GraphHarm:
 
 
 @dataclass
-class Harm:
+class Sensitivity:
     """What :func:`amp_fx.calibrate` measured.
 
     Attributes:
         model: name of the model's class.
         dtype: the low dtype.
         scale: loss scale at which gradients were rounded; 1 where there is none.
-        batches: number of batches whose harms were averaged.
-        states: number of states of the model that were measured; of each rounding, the largest harm counts.
+        batches: number of batches whose sensitivities were averaged.
+        states: number of states of the model that were measured; of each rounding, the largest sensitivity counts.
         kinks: calls whose derivative jumps (ReLU and its kin): of ReLU the flips are predicted in magnitude.
         of: what was judged, one of :data:`OF`.
         level: below 16 bits, in which matmuls were measured (:data:`amp_fx.policy.levels.LEVELS`), or empty.
@@ -144,14 +145,14 @@ class Harm:
     kinks: int = 0
     of: str = GRADIENTS
     level: str = ""
-    graphs: list[GraphHarm] = field(default_factory=list)
+    graphs: list[GraphSensitivity] = field(default_factory=list)
 
     @property
     def what(self) -> str:
         """Of what it is the error, in words."""
         return "gradient" if self.of == GRADIENTS else "output"
 
-    def graph(self, outline: Plan) -> GraphHarm:
+    def graph(self, outline: Plan) -> GraphSensitivity:
         """What was measured of a graph.
 
         Args:
@@ -165,43 +166,54 @@ class Harm:
                 f"graph {outline.graph} has gradients, and what was measured is what roundings do to the outputs of "
                 f"{self.model}; calibrate with of='gradients'."
             )
-        found = choose_plan([graph.outline for graph in self.graphs], outline, "harm")
+        found = choose_plan([graph.outline for graph in self.graphs], outline, "sensitivity")
         return next(graph for graph in self.graphs if graph.outline is found)
 
     @classmethod
-    def worst(cls, harms: Sequence[Harm]) -> Harm:
-        """Of each rounding the largest harm, for a model that was measured in several states.
+    def worst(cls, sensitivities: Sequence[Sensitivity]) -> Sensitivity:
+        """Of each rounding the largest sensitivity, for a model that was measured in several states.
 
         Args:
-            harms: of one model, at least one; names, and the loss scale, are those of the last.
+            sensitivities: of one model, at least one; names, and the loss scale, are those of the last.
 
         Raises:
             PlanError: they have different low dtypes or levels, or are about gradients and outputs, or a graph of one
                 was not measured in another.
         """
-        last = harms[-1]
-        levels = {harm.level for harm in harms}
+        last = sensitivities[-1]
+        levels = {sensitivity.level for sensitivity in sensitivities}
         if len(levels) > 1:
             names = ", ".join(sorted(level or "none" for level in levels))
             raise PlanError(
-                f"harms of different levels ({names}) are not comparable; calibrate with one of them."
+                f"sensitivities of different levels ({names}) are not comparable; calibrate with one of them."
             )
-        if len({harm.of for harm in harms}) > 1:
-            raise PlanError("harms of gradients and of outputs are not comparable; calibrate one of them.")
-        dtypes = {harm.dtype for harm in harms}
+        if len({sensitivity.of for sensitivity in sensitivities}) > 1:
+            raise PlanError(
+                "sensitivities of gradients and of outputs are not comparable; calibrate one of them."
+            )
+        dtypes = {sensitivity.dtype for sensitivity in sensitivities}
         if len(dtypes) > 1:
             names = ", ".join(sorted(map(dtype_name, dtypes)))
             raise PlanError(
-                f"harms of different low dtypes ({names}) are not comparable; calibrate in one of them."
+                f"sensitivities of different low dtypes ({names}) are not comparable; calibrate in one of them."
             )
         graphs = [
-            GraphHarm(
+            GraphSensitivity(
                 graph.outline,
-                combined([harm.graph(graph.outline).renamed(graph.outline) for harm in harms], max),
+                combined(
+                    [
+                        sensitivity.graph(graph.outline).renamed(graph.outline)
+                        for sensitivity in sensitivities
+                    ],
+                    max,
+                ),
             )
             for graph in last.graphs
         ]
-        batches, states = sum(harm.batches for harm in harms), sum(harm.states for harm in harms)
+        batches, states = (
+            sum(sensitivity.batches for sensitivity in sensitivities),
+            sum(sensitivity.states for sensitivity in sensitivities),
+        )
         return replace(last, batches=batches, states=states, graphs=graphs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,10 +223,10 @@ class Harm:
             for graph in self.graphs
         ]
         data = {**vars(self), "graphs": rows}
-        return {"format": "amp_fx harm", "version": _VERSION, **named_dtypes(data)}
+        return {"format": "amp_fx sensitivity", "version": _VERSION, **named_dtypes(data)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Harm:
+    def from_dict(cls, data: Mapping[str, Any]) -> Sensitivity:
         """Reads what :meth:`to_dict` wrote.
 
         Raises:
@@ -222,25 +234,26 @@ class Harm:
         """
         fields = dict(data)
         found = fields.pop("format", None), fields.pop("version", None)
-        if found != ("amp_fx harm", _VERSION):
+        if found != ("amp_fx sensitivity", _VERSION):
             raise PlanError(
-                f"not a harm file of this amp_fx: format {found[0]!r}, version {found[1]!r}; expected 'amp_fx harm', "
-                f"{_VERSION}. Write one with amp_fx.calibrate(...).save('harm.json')."
+                f"not a sensitivity file of this amp_fx: format {found[0]!r}, version {found[1]!r}; expected "
+                f"'amp_fx sensitivity', "
+                f"{_VERSION}. Write one with amp_fx.calibrate(...).save('sensitivity.json')."
             )
         graphs = fields.pop("graphs", None)
         if not isinstance(graphs, list) or not all(isinstance(row, dict) for row in graphs):
-            raise PlanError("not a harm file: harm.graphs should be a list of objects.")
+            raise PlanError("not a sensitivity file: sensitivity.graphs should be a list of objects.")
         try:
-            harm = decode(cls, {**fields, "graphs": []}, "harm")
+            sensitivity = decode(cls, {**fields, "graphs": []}, "sensitivity")
             for number, row in enumerate(graphs):
-                calls = decode(_Calls, {"calls": row.get("calls")}, f"harm.graphs[{number}]").calls
-                harm.graphs.append(GraphHarm(Plan.from_dict(row.get("outline") or {}), calls))
+                calls = decode(_Calls, {"calls": row.get("calls")}, f"sensitivity.graphs[{number}]").calls
+                sensitivity.graphs.append(GraphSensitivity(Plan.from_dict(row.get("outline") or {}), calls))
         except SchemaError as error:
-            raise PlanError(f"not a harm file: {error}") from error
-        return harm
+            raise PlanError(f"not a sensitivity file: {error}") from error
+        return sensitivity
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file that ``options={"policy": {"harm": path}}`` reads: all of it, or the old file stays.
+        """Writes the file that ``options={"policy": {"sensitivity": path}}`` reads: all of it, or the old file stays.
 
         Raises:
             OSError: the file cannot be written.
@@ -248,52 +261,55 @@ class Harm:
         write_text(path, json.dumps(self.to_dict()) + "\n")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Harm:
+    def load(cls, path: str | os.PathLike[str]) -> Sensitivity:
         """Reads a file that :meth:`save` wrote.
 
         Raises:
-            PlanError: the file cannot be read, or is no harm file.
+            PlanError: the file cannot be read, or is no sensitivity file.
         """
         how = f"Write it with amp_fx.calibrate(...).save({os.fspath(path)!r})."
-        return read_object(path, "a harm file", cls.from_dict, _MAX_FILE, PlanError, how)
+        return read_object(path, "a sensitivity file", cls.from_dict, _MAX_FILE, PlanError, how)
 
     def __str__(self) -> str:
         calls = sum(len(graph.calls) for graph in self.graphs)
-        return f"harm of {self.model} in {dtype_name(self.dtype)}: {calls} calls in {len(self.graphs)} graphs"
+        return f"sensitivity of {self.model} in {dtype_name(self.dtype)}: {calls} calls in {len(self.graphs)} graphs"
 
 
 @dataclass
 class _Calls:
     """The part of a graph's JSON form that is not a plan."""
 
-    calls: list[CallHarm]
+    calls: list[CallSensitivity]
 
 
 def combined(
-    measured: Iterable[Sequence[CallHarm]], combine: Callable[[Sequence[float]], float]
-) -> list[CallHarm]:
+    measured: Iterable[Sequence[CallSensitivity]], combine: Callable[[Sequence[float]], float]
+) -> list[CallSensitivity]:
     """One row for each call that was measured several times; what only some have measured counts as they have it.
 
     Args:
         measured: rows of one graph, of each time.
-        combine: harms -> one harm. It is infinite where one of them is.
+        combine: sensitivities -> one sensitivity. It is infinite where one of them is.
     """
 
-    def one(harms: Iterable[float | None]) -> float | None:
-        numbers = [as_number(harm) for harm in harms]
+    def one(sensitivities: Iterable[float | None]) -> float | None:
+        numbers = [as_number(sensitivity) for sensitivity in sensitivities]
         return combine(numbers) if math.inf not in numbers else None
 
     return [
-        CallHarm(
+        CallSensitivity(
             name,
             one(call.value for call in calls),
             one(call.gradient for call in calls),
             {
-                slot: ReadHarm(one(read.value for read in reads), one(read.gradient for read in reads))
+                slot: ReadSensitivity(one(read.value for read in reads), one(read.gradient for read in reads))
                 for slot, reads in _by_key(call.reads.items() for call in calls).items()
             },
             {
-                role: {operand: one(harms) for operand, harms in _by_key(map(dict.items, operands)).items()}
+                role: {
+                    operand: one(sensitivities)
+                    for operand, sensitivities in _by_key(map(dict.items, operands)).items()
+                }
                 for role, operands in _by_key(call.roles.items() for call in calls).items()
             },
             max((call.largest for call in calls), key=as_number),
@@ -309,9 +325,9 @@ def _by_key(rows: Iterable[Iterable[tuple[str, T]]]) -> dict[str, list[T]]:
     return found
 
 
-def as_number(harm: float | None) -> float:
-    """A harm to calculate with: None is infinite."""
-    return math.inf if harm is None else harm
+def as_number(sensitivity: float | None) -> float:
+    """A sensitivity to calculate with: None is infinite."""
+    return math.inf if sensitivity is None else sensitivity
 
 
 def slots(node: fx.Node) -> list[tuple[str, str, fx.Node]]:

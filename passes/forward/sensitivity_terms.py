@@ -28,22 +28,22 @@ from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
 from amp_fx.graphs.storages import in_place_target
 from amp_fx.graphs.traits import op_row
 from amp_fx.passes.forward.classify import may_return_wide
-from amp_fx.passes.forward.harm_memory import Memory
 from amp_fx.passes.forward.place import Network, is_shaped, named_arguments, rounded
+from amp_fx.passes.forward.sensitivity_memory import Memory
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var
-from amp_fx.placement.priced import HarmTerm
-from amp_fx.plans.harm import INSIDE, CallHarm, as_number, slots
+from amp_fx.placement.priced import SensitivityTerm
 from amp_fx.plans.label import Label, label_of
+from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, as_number, slots
 from amp_fx.policy import OpClass, fast
 
-__all__ = ["HarmNetwork", "free_nodes"]
+__all__ = ["SensitivityNetwork", "free_nodes"]
 
 
 def free_nodes(
-    graph: fx.Graph, rows: Mapping[str, CallHarm], fixed: frozenset[fx.Node] = frozenset()
+    graph: fx.Graph, rows: Mapping[str, CallSensitivity], fixed: frozenset[fx.Node] = frozenset()
 ) -> set[fx.Node]:
-    """The calls whose dtype harm decides: measured, and either on a low list or computed in fp32 inside their kernel.
+    """The calls whose dtype sensitivity decides: measured, and on a low list or fp32 inside their kernel.
 
     Args:
         graph: classified, hazards pinned.
@@ -73,21 +73,21 @@ def _is_generated(node: fx.Node, plan: Label) -> bool:
     return plan.op in fast.MAY_ROUND or not tags.isdisjoint(node.target.tags)
 
 
-class HarmNetwork(Network):
-    """The cut's problem where measured harm, not the op lists, says what may be low."""
+class SensitivityNetwork(Network):
+    """The cut's problem where measured sensitivity, not the op lists, says what may be low."""
 
     def __init__(
         self,
         graph: fx.Graph,
         cost: CostModel,
         low: torch.dtype,
-        rows: Mapping[str, CallHarm],
+        rows: Mapping[str, CallSensitivity],
         free: set[fx.Node],
     ) -> None:
         super().__init__(graph, cost, low)
         self._rows = rows
         self._free = free
-        self.terms: list[HarmTerm] = []
+        self.terms: list[SensitivityTerm] = []
         self._memory = Memory(graph, cost, rows)
         #: low products whose results may be rounded or not
         self._wide = {node for node in free if cost.is_external(node) and may_return_wide(node)}
@@ -148,23 +148,23 @@ class HarmNetwork(Network):
         if plan is None or row is None or found is None or found[0] not in row.reads:
             return
         slot, argument, _ = found
-        harm, want = row.reads[slot], self._demand(reader, argument, value)
+        sensitivity, want = row.reads[slot], self._demand(reader, argument, value)
         if self._cost.is_stored(value):
             converts = self._converts_alone(reader)
         else:
             converts = self._cost.reads_memory(reader, value)
         if converts and want is not None:
-            self._charge(as_number(harm.value), LOW, want, stored, plan.name, slot, backward=False)
+            self._charge(as_number(sensitivity.value), LOW, want, stored, plan.name, slot, backward=False)
         is_library = plan.op_class is OpClass.LOW and want is not None
         if is_library and not self._is_summed(plan, argument) and not self._leaves_wide(value, plan):
-            self._charge(as_number(harm.gradient), LOW, want, None, plan.name, slot, backward=True)
+            self._charge(as_number(sensitivity.gradient), LOW, want, None, plan.name, slot, backward=True)
 
-    def _charge_inside(self, node: fx.Node, plan: Label, row: CallHarm) -> None:
+    def _charge_inside(self, node: fx.Node, plan: Label, row: CallSensitivity) -> None:
         """Case 7."""
         for slot in INSIDE:
             if found := row.reads.get(slot):
-                for harm, backward in ((found.value, False), (found.gradient, True)):
-                    self._charge(as_number(harm), LOW, node, None, plan.name, slot, backward=backward)
+                for sensitivity, backward in ((found.value, False), (found.gradient, True)):
+                    self._charge(as_number(sensitivity), LOW, node, None, plan.name, slot, backward=backward)
 
     def _charge_result(self, value: fx.Node, stored: Var) -> None:
         """Cases 1, 5 and 6."""
@@ -216,7 +216,15 @@ class HarmNetwork(Network):
         return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" and is_parameter(value)
 
     def _charge(
-        self, harm: float, label: bool, var: Var, against: Var | None, call: str, slot: str, *, backward: bool
+        self,
+        sensitivity: float,
+        label: bool,
+        var: Var,
+        against: Var | None,
+        call: str,
+        slot: str,
+        *,
+        backward: bool,
     ) -> None:
-        if harm:
-            self.terms.append(HarmTerm(harm, label, var, against, call, slot, backward))
+        if sensitivity:
+            self.terms.append(SensitivityTerm(sensitivity, label, var, against, call, slot, backward))

@@ -1,4 +1,4 @@
-"""Harm files: written and read back, refused where they are wrong, and found by the calls of a graph."""
+"""Sensitivity files: written and read back, refused where they are wrong, and found by the calls of a graph."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ import amp_fx.rewriting
 from amp_fx import OptionsError, PlanError, Policy
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.passes import OUTLINE, PassContext, run_passes
-from amp_fx.plans.harm import CallHarm, GraphHarm, Harm, ReadHarm, slots
+from amp_fx.plans.sensitivity import CallSensitivity, GraphSensitivity, ReadSensitivity, Sensitivity, slots
 from amp_fx.settings import Options
 from graphs import captured, dynamo_graph, rewrite
 
 
-def measured(program: Callable[..., Any], *args: Any, value: float | None = 1e-6) -> Harm:
-    """The same harm for every call of a program's one graph."""
+def measured(program: Callable[..., Any], *args: Any, value: float | None = 1e-6) -> Sensitivity:
+    """The same sensitivity for every call of a program's one graph."""
     gm = captured(program, *args)
     outline = run_passes(gm, OUTLINE, PassContext(training=True))
     outline.training = True
     calls = [
-        CallHarm(node.name, value, value, {slot: ReadHarm(value, value) for slot, _, _ in slots(node)})
+        CallSensitivity(
+            node.name, value, value, {slot: ReadSensitivity(value, value) for slot, _, _ in slots(node)}
+        )
         for node in gm.graph.nodes
         if node.op == "call_function"
     ]
-    return Harm("program", torch.bfloat16, graphs=[GraphHarm(outline, calls)])
+    return Sensitivity("program", torch.bfloat16, graphs=[GraphSensitivity(outline, calls)])
 
 
 def two_matmuls(x: Tensor, w: Tensor) -> Tensor:
@@ -41,34 +43,34 @@ def two_matmuls(x: Tensor, w: Tensor) -> Tensor:
 ARGS = torch.randn(8, 8), torch.randn(8, 8)
 
 
-def test_a_harm_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    harm = measured(two_matmuls, *ARGS, value=1 / 3)
-    harm.graphs[0].calls[0].gradient = None
-    harm.save(tmp_path / "harm.json")
-    assert Harm.load(tmp_path / "harm.json") == harm
+def test_a_sensitivity_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    sensitivity = measured(two_matmuls, *ARGS, value=1 / 3)
+    sensitivity.graphs[0].calls[0].gradient = None
+    sensitivity.save(tmp_path / "sensitivity.json")
+    assert Sensitivity.load(tmp_path / "sensitivity.json") == sensitivity
     # an overflow is null, which every JSON reader takes; it has no rates
-    text = (tmp_path / "harm.json").read_text()
+    text = (tmp_path / "sensitivity.json").read_text()
     assert "Infinity" not in text
     assert not {"bandwidth", "peak", "launch"} & set(json.loads(text))
 
 
 def test_every_call_that_was_measured_is_found_in_the_same_graph() -> None:
-    harm = measured(lambda x, w: x.t().contiguous() @ w, *ARGS)
-    (graph,) = harm.graphs
+    sensitivity = measured(lambda x, w: x.t().contiguous() @ w, *ARGS)
+    (graph,) = sensitivity.graphs
     assert "contiguous" in {call.name for call in graph.calls}
     assert graph.renamed(graph.outline) == graph.calls
 
 
 def test_what_was_measured_below_16_bits_is_a_part_of_the_file(tmp_path: Path) -> None:
-    harm = measured(two_matmuls, *ARGS)
-    harm.level = "rowwise"
-    harm.graphs[0].calls[0].roles = {
+    sensitivity = measured(two_matmuls, *ARGS)
+    sensitivity.level = "rowwise"
+    sensitivity.graphs[0].calls[0].roles = {
         "forward": {"input": 1e-4, "weight": 2e-4},
         "gradient of its weight": {"input": None},
     }
-    harm.save(tmp_path / "harm.json")
-    read = Harm.load(tmp_path / "harm.json")
-    assert read == harm
+    sensitivity.save(tmp_path / "sensitivity.json")
+    read = Sensitivity.load(tmp_path / "sensitivity.json")
+    assert read == sensitivity
     first, second, *_ = read.graphs[0].calls
     assert first.below("forward") == pytest.approx(3e-4)
     # it overflows, or was not measured
@@ -76,17 +78,17 @@ def test_what_was_measured_below_16_bits_is_a_part_of_the_file(tmp_path: Path) -
     assert second.below("forward") == math.inf
 
 
-def test_of_several_states_the_largest_harm_of_a_level_counts_and_levels_have_to_agree() -> None:
+def test_of_several_states_the_largest_sensitivity_of_a_level_counts_and_levels_have_to_agree() -> None:
     states = [measured(two_matmuls, *ARGS) for _ in range(2)]
     for state, (x, w) in zip(states, ((1e-4, 5e-4), (3e-4, None)), strict=True):
         state.level = "rowwise"
         state.graphs[0].calls[0].roles = {"forward": {"input": x, "weight": w}}
-    worst = Harm.worst(states)
+    worst = Sensitivity.worst(states)
     assert worst.graphs[0].calls[0].roles == {"forward": {"input": 3e-4, "weight": None}}
     assert worst.level == "rowwise"
     states[0].level = "tensorwise"
     with pytest.raises(PlanError, match="rowwise, tensorwise"):
-        Harm.worst(states)
+        Sensitivity.worst(states)
 
 
 @pytest.mark.parametrize(
@@ -97,36 +99,38 @@ def test_of_several_states_the_largest_harm_of_a_level_counts_and_levels_have_to
             r"calls\[0\].roles.forward.*object",
         ),
         (lambda data: data.update(version=0), "0"),
-        (lambda data: data.update(format="amp_fx plan"), "harm"),
-        (lambda data: data.update(dtype="bf17"), "harm.dtype.*'bf17'"),
-        (lambda data: data.update(graphs={}), "harm.graphs"),
-        (lambda data: data["graphs"][0].pop("calls"), r"harm.graphs\[0\].calls.*list"),
+        (lambda data: data.update(format="amp_fx plan"), "sensitivity"),
+        (lambda data: data.update(dtype="bf17"), "sensitivity.dtype.*'bf17'"),
+        (lambda data: data.update(graphs={}), "sensitivity.graphs"),
+        (lambda data: data["graphs"][0].pop("calls"), r"sensitivity.graphs\[0\].calls.*list"),
         (lambda data: data["graphs"][0]["calls"][0].update(value="x"), r"calls\[0\].value.*float"),
         (lambda data: data["graphs"][0]["calls"][0].update(valu=1.0), "'value'"),
         (lambda data: data["graphs"][0].pop("outline"), "None"),
     ],
 )
-def test_a_wrong_harm_file_is_refused_by_the_place_of_the_fault(
+def test_a_wrong_sensitivity_file_is_refused_by_the_place_of_the_fault(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     data = measured(two_matmuls, *ARGS).to_dict()
     data = json.loads(json.dumps(data))
     change(data)
-    (tmp_path / "harm.json").write_text(json.dumps(data))
+    (tmp_path / "sensitivity.json").write_text(json.dumps(data))
     with pytest.raises(PlanError, match=message):
-        Harm.load(tmp_path / "harm.json")
+        Sensitivity.load(tmp_path / "sensitivity.json")
 
 
 def test_a_missing_file_says_how_to_write_it() -> None:
     with pytest.raises(PlanError, match=r"calibrate\(...\).save\('nowhere.json'\)"):
-        Options.parse(None, {"policy": {"harm": "nowhere.json"}})
+        Options.parse(None, {"policy": {"sensitivity": "nowhere.json"}})
 
 
-def test_a_policy_with_harm_prints_the_form_it_parses(tmp_path: Path) -> None:
-    policy = Policy.parse({"base": "autocast", "harm": str(tmp_path / "harm.json"), "budget": 0.5})
+def test_a_policy_with_sensitivity_prints_the_form_it_parses(tmp_path: Path) -> None:
+    policy = Policy.parse(
+        {"base": "autocast", "sensitivity": str(tmp_path / "sensitivity.json"), "budget": 0.5}
+    )
     assert Policy.parse(str(policy)) == policy
     assert policy.budget == 0.5
-    # plans of a policy without harm are what they were
+    # plans of a policy without sensitivity are what they were
     assert str(Policy()) == "autocast"
     assert Policy().to_dict() == {"base": "autocast", "rules": []}
 
@@ -134,12 +138,12 @@ def test_a_policy_with_harm_prints_the_form_it_parses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"budget": 1.0}, "'harm'"),
-        ({"harm": 7}, "7"),
-        ({"harm": "harm.json", "budget": -1}, "budget.*-1"),
-        ({"harm": "harm.json", "budget": True}, "budget.*True"),
-        ({"harm": "harm.json", "budget": float("nan")}, "budget.*nan"),
-        ({"harm": "harm.json", "budgt": 1.0}, "'budgt'.*'budget'"),
+        ({"budget": 1.0}, "'sensitivity'"),
+        ({"sensitivity": 7}, "7"),
+        ({"sensitivity": "sensitivity.json", "budget": -1}, "budget.*-1"),
+        ({"sensitivity": "sensitivity.json", "budget": True}, "budget.*True"),
+        ({"sensitivity": "sensitivity.json", "budget": float("nan")}, "budget.*nan"),
+        ({"sensitivity": "sensitivity.json", "budgt": 1.0}, "'budgt'.*'budget'"),
     ],
 )
 def test_a_wrong_policy_is_refused(policy: dict[str, Any], message: str) -> None:
@@ -147,25 +151,25 @@ def test_a_wrong_policy_is_refused(policy: dict[str, Any], message: str) -> None
         Policy.parse(policy)
 
 
-def test_contradictions_with_harm_are_refused(tmp_path: Path) -> None:
-    path = str(tmp_path / "harm.json")
+def test_contradictions_with_sensitivity_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "sensitivity.json")
     measured(two_matmuls, *ARGS).save(path)
     with pytest.raises(OptionsError, match=r"bfloat16.*float16"):
-        Options.parse(None, {"policy": {"harm": path}, "dtype": "float16"})
+        Options.parse(None, {"policy": {"sensitivity": path}, "dtype": "float16"})
     with pytest.raises(OptionsError, match="numerics='eager'"):
-        Options.parse(None, {"policy": {"harm": path}, "numerics": "eager"})
-    assert Options.parse(None, {"policy": {"harm": path}}).low_dtype("cpu") is torch.bfloat16
+        Options.parse(None, {"policy": {"sensitivity": path}, "numerics": "eager"})
+    assert Options.parse(None, {"policy": {"sensitivity": path}}).low_dtype("cpu") is torch.bfloat16
 
 
-def test_policy_fp8_takes_a_harm_file_that_has_fp8(tmp_path: Path) -> None:
-    path = str(tmp_path / "harm.json")
-    harm = measured(two_matmuls, *ARGS)
-    harm.save(path)
-    policy = {"base": "fp8", "harm": path, "budget": 8}
+def test_policy_fp8_takes_a_sensitivity_file_that_has_fp8(tmp_path: Path) -> None:
+    path = str(tmp_path / "sensitivity.json")
+    sensitivity = measured(two_matmuls, *ARGS)
+    sensitivity.save(path)
+    policy = {"base": "fp8", "sensitivity": path, "budget": 8}
     with pytest.raises(OptionsError, match="policy='fp8'"):
         Options.parse(None, {"policy": policy})
-    harm.level = "tensorwise"
-    harm.save(path)
+    sensitivity.level = "tensorwise"
+    sensitivity.save(path)
     parsed = Options.parse(None, {"policy": policy, "fp8": "tensorwise"})
     assert parsed.policy.budget == 8
     assert Policy.parse(str(parsed.policy)) == parsed.policy
@@ -174,11 +178,11 @@ def test_policy_fp8_takes_a_harm_file_that_has_fp8(tmp_path: Path) -> None:
 
 
 def test_a_graph_is_found_by_its_calls_and_other_batch_sizes_do_not_matter(tmp_path: Path) -> None:
-    path = str(tmp_path / "harm.json")
-    harm = measured(two_matmuls, *ARGS)
-    harm.graphs[0].calls[0].value = None
-    harm.save(path)
-    options = {"policy": {"harm": path, "budget": 1.0}}
+    path = str(tmp_path / "sensitivity.json")
+    sensitivity = measured(two_matmuls, *ARGS)
+    sensitivity.graphs[0].calls[0].value = None
+    sensitivity.save(path)
+    options = {"policy": {"sensitivity": path, "budget": 1.0}}
     found = rewrite(two_matmuls, torch.randn(64, 8), torch.randn(8, 8), options=options)
     assert found.dtypes("matmul") == ["float32", "bfloat16"]
 
@@ -186,9 +190,9 @@ def test_a_graph_is_found_by_its_calls_and_other_batch_sizes_do_not_matter(tmp_p
 def test_a_model_that_has_moved_on_is_told_by_name(tmp_path: Path) -> None:
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     before, after = (nn.Sequential(first, kind(), second) for kind in (nn.ReLU, nn.Tanh))
-    path = str(tmp_path / "harm.json")
+    path = str(tmp_path / "sensitivity.json")
     measured(before, torch.randn(4, 8)).save(path)
-    opts = Options.parse(None, {"policy": {"harm": path}, "profile": "off"})
+    opts = Options.parse(None, {"policy": {"sensitivity": path}, "profile": "off"})
     gm = dynamo_graph(after, torch.randn(4, 8))
     regions = ambient_regions({"cpu": torch.bfloat16})
     with pytest.raises(PlanError, match=r"relu .*tanh"):

@@ -6,19 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from amp_fx.plans.harm import CallHarm, Harm, as_number
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.reasons import HARM, Kind, Reason
+from amp_fx.plans.reasons import SENSITIVITY, Kind, Reason
+from amp_fx.plans.sensitivity import CallSensitivity, Sensitivity, as_number
 
-__all__ = ["add_harms"]
+__all__ = ["add_sensitivities"]
 
 
-def add_harms(plans: Sequence[Plan], harm: Harm) -> dict[str, dict[str, float | None]]:
+def add_sensitivities(plans: Sequence[Plan], sensitivity: Sensitivity) -> dict[str, dict[str, float | None]]:
     """Adds to every measured call's reasons what rounding its operands, its result and their gradients does.
 
     Args:
         plans: of a program; those of forward graphs are changed.
-        harm: what was measured.
+        sensitivity: what was measured.
 
     Returns:
         Graph -> call -> what rounding adds to the relative error of the gradient; None where it overflows.
@@ -32,10 +32,10 @@ def add_harms(plans: Sequence[Plan], harm: Harm) -> dict[str, dict[str, float | 
             continue
         rows = {row.name: at for at, row in enumerate(plan.nodes)}
         errors = found.setdefault(plan.graph, {})
-        for call in harm.graph(plan).renamed(plan):
+        for call in sensitivity.graph(plan).renamed(plan):
             error = errors[call.name] = _error(call)
             row = plan.nodes[at := rows[call.name]]
-            if row.is_because(*HARM):
+            if row.is_because(*SENSITIVITY):
                 continue
             adds = Reason.of(Kind.ROUNDING_ADDS_UP_TO, error=error)
             why = Reason(Kind.ROUNDING_OVERFLOWS) if error is None else adds
@@ -43,7 +43,7 @@ def add_harms(plans: Sequence[Plan], harm: Harm) -> dict[str, dict[str, float | 
     return found
 
 
-def _error(call: CallHarm) -> float | None:
+def _error(call: CallSensitivity) -> float | None:
     """Of all that may be rounded in a call; None where something overflows."""
     parts = [call, *call.reads.values()]
     total = sum(as_number(part.value) + as_number(part.gradient) for part in parts)

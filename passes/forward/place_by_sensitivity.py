@@ -11,22 +11,22 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.keys import HARM
+from amp_fx.graphs.keys import SENSITIVITY
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.forward.harm_terms import HarmNetwork, free_nodes
 from amp_fx.passes.forward.place import ALWAYS, Network, Place, assign_as_autocast, rounded
+from amp_fx.passes.forward.sensitivity_terms import SensitivityNetwork, free_nodes
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
-from amp_fx.placement.priced import HarmTerm, Labels, Priced
+from amp_fx.placement.priced import Labels, Priced, SensitivityTerm
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.within import within
-from amp_fx.plans.harm import CallHarm
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.plan import NodePlan
 from amp_fx.plans.reasons import HAZARDS, Kind, Reason
+from amp_fx.plans.sensitivity import CallSensitivity
 from amp_fx.policy import OpClass
 
-__all__ = ["PlaceByHarm", "Placement", "PricedGraph", "price"]
+__all__ = ["PlaceBySensitivity", "Placement", "PricedGraph", "price"]
 
 #: call -> whether it computes in fp32, and whether its result is stored so
 Placement = Mapping[str, tuple[bool, bool]]
@@ -39,7 +39,8 @@ class PricedGraph:
     Attributes:
         graph: classified, hazards pinned; its plans hold autocast's placement.
         low: the low dtype.
-        priced: time and harm of any placement: in picoseconds with a device profile; without, in bytes moved and what
+        priced: time and sensitivity of any placement: in picoseconds with a device profile; without, in bytes moved
+            and what
             could be moved during the arithmetic.
         autocast: the labels of torch.autocast: every listed op low, values where a cut over bytes puts them.
         network: makes the cut's problem for a device profile, or for None.
@@ -49,7 +50,7 @@ class PricedGraph:
     low: torch.dtype
     priced: Priced
     autocast: Labels
-    network: Callable[[DeviceProfile | None], HarmNetwork]
+    network: Callable[[DeviceProfile | None], SensitivityNetwork]
 
     def placement(self, labels: Labels) -> Placement:
         """Labels in a form that holds for the same graph captured again."""
@@ -91,12 +92,16 @@ class PricedGraph:
         return Priced(network.build(), network.terms, network.scale)
 
     @property
-    def autocast_harm(self) -> float:
+    def autocast_sensitivity(self) -> float:
         """What torch.autocast's roundings add; those that overflow are left out."""
-        return sum(term.harm for term in self.priced.blame(self.autocast) if math.isfinite(term.harm))
+        return sum(
+            term.sensitivity for term in self.priced.blame(self.autocast) if math.isfinite(term.sensitivity)
+        )
 
 
-def price(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]) -> PricedGraph | None:
+def price(
+    gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallSensitivity]
+) -> PricedGraph | None:
     """Prices a graph; None where it has no single low dtype to choose.
 
     Args:
@@ -122,9 +127,9 @@ def price(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]
     )
     free = free_nodes(gm.graph, rows, fixed)
 
-    def network(profile: DeviceProfile | None) -> HarmNetwork:
+    def network(profile: DeviceProfile | None) -> SensitivityNetwork:
         rates = CostModel(gm.graph, profile, context.training, context.folded)
-        return HarmNetwork(gm.graph, rates, low, rows, free)
+        return SensitivityNetwork(gm.graph, rates, low, rows, free)
 
     timed = network(context.profile)
     problem = timed.build()
@@ -135,10 +140,11 @@ def price(gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallHarm]
 
 
 @dataclass(frozen=True)
-class PlaceByHarm(Pass):
-    """Stands where ``place`` does when the user gives measured harm.
+class PlaceBySensitivity(Pass):
+    """Stands where ``place`` does when the user gives measured sensitivity.
 
-    The op lists no longer say what may be low: a listed op stays in fp32 where its rounding harms, and an op of no
+    The op lists no longer say what may be low: a listed op stays in fp32 where its rounding adds much error, and an op
+    of no
     list goes low where it does not. What hazards and the user's rules pin stays pinned, and what was not measured is
     as autocast has it.
 
@@ -147,7 +153,7 @@ class PlaceByHarm(Pass):
         square = torch.ops.aten.mul.Tensor(x, x)                    # bf16: x comes out of a matmul
         mean = torch.ops.aten.mean.dim(square, [-1])                # bf16
 
-    After, where rounding x harms more than an fp32 matmul costs::
+    After, where rounding x adds more error than an fp32 matmul costs time::
 
         square = torch.ops.aten.mul.Tensor(x, x)                    # f32, and so is the matmul
         mean = torch.ops.aten.mean.dim(square, [-1])                # f32
@@ -160,11 +166,11 @@ class PlaceByHarm(Pass):
         placement: instead of both, where each call is, as :meth:`PricedGraph.placement` gave it.
     """
 
-    name: ClassVar[str] = "place-by-harm"
+    name: ClassVar[str] = "place-by-sensitivity"
     needs: ClassVar[frozenset[str]] = frozenset({"classes", "hazards-pinned"})
     ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
 
-    rows: Mapping[str, CallHarm] = field(hash=False)
+    rows: Mapping[str, CallSensitivity] = field(hash=False)
     budget: float = 1.0
     weight: float | None = None
     placement: Placement | None = field(default=None, hash=False)
@@ -179,11 +185,11 @@ class PlaceByHarm(Pass):
         elif self.weight is not None:
             labels = found.priced.choose(self.weight).placement
         else:
-            limit = self.budget**2 * found.autocast_harm
+            limit = self.budget**2 * found.autocast_sensitivity
             (labels,) = within([found.priced], limit, [found.autocast]).placement
-        HARM.set(gm, (found.priced.harm(labels), found.autocast_harm))
+        SENSITIVITY.set(gm, (found.priced.sensitivity(labels), found.autocast_sensitivity))
         low_nodes = _apply(labels, found)
-        error, theirs = math.sqrt(found.priced.harm(labels)), math.sqrt(found.autocast_harm)
+        error, theirs = math.sqrt(found.priced.sensitivity(labels)), math.sqrt(found.autocast_sensitivity)
         return PassResult(
             gm, low_nodes, f"{low_nodes} nodes in the low dtype, error {error:.2e}, of autocast {theirs:.2e}"
         )
@@ -191,7 +197,7 @@ class PlaceByHarm(Pass):
 
 def _apply(labels: Labels, found: PricedGraph) -> int:
     """Writes the labels into the plans, with what each rounding costs; returns how many calls are low."""
-    terms: dict[str, list[HarmTerm]] = {}
+    terms: dict[str, list[SensitivityTerm]] = {}
     for term in found.priced.terms:
         terms.setdefault(term.call, []).append(term)
     low_nodes = 0
@@ -203,8 +209,10 @@ def _apply(labels: Labels, found: PricedGraph) -> int:
             _write(plan, labels[node], labels.get(rounded(node), labels[node]), found.low)
             if plan.name in terms:
                 is_low = labels[node] is LOW
-                harms = [term.harm for term in terms[plan.name] if not is_low or term.is_done(labels)]
-                plan.reasons += (_cost(math.sqrt(sum(harms)), is_low=is_low),)
+                sensitivities = [
+                    term.sensitivity for term in terms[plan.name] if not is_low or term.is_done(labels)
+                ]
+                plan.reasons += (_cost(math.sqrt(sum(sensitivities)), is_low=is_low),)
         low_nodes += plan.dtype is found.low
     return low_nodes
 
