@@ -26,7 +26,7 @@ from amp_fx.plans.schema import SchemaError, decode
 from amp_fx.reports import report_text
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.report_data import ReportData
-from amp_fx.viz import beside, dot, html, model, model_explorer
+from amp_fx.viz import beside, dot, html, model
 from amp_fx.viz.words import because
 
 __all__ = ["SUFFIXES", "Report", "check_suffix"]
@@ -48,10 +48,9 @@ def check_suffix(path: str | Path) -> None:
         AmpFxError: another suffix.
     """
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES and not path.name.endswith(model_explorer.SUFFIX):
-        valid = (*SUFFIXES, beside.SUFFIX, model_explorer.SUFFIX)
+    if path.suffix.lower() not in SUFFIXES:
         raise AmpFxError(
-            f"cannot write {path.name!r}; valid suffixes: {', '.join(valid)}."
+            f"cannot write {path.name!r}; valid suffixes: {', '.join((*SUFFIXES, beside.SUFFIX))}."
             + did_you_mean(path.suffix.lower(), SUFFIXES)
         )
 
@@ -175,8 +174,7 @@ class Report(ReportData):
         Args:
             path: ``.html`` the picture, to be opened in a browser; ``.svg``, ``.png`` and ``.dot`` the picture
                 as it is at first, by Graphviz; ``.beside.svg`` casts by module beside torch.autocast's;
-                ``.json`` what :meth:`load` reads; ``.md`` text;
-                ``.model-explorer.json`` the graph for Google's Model Explorer, with its node data beside it.
+                ``.json`` what :meth:`load` reads; ``.md`` text.
             against: an earlier report: pictures mark what changed since.
 
         Returns:
@@ -190,9 +188,7 @@ class Report(ReportData):
         path = Path(path)
         check_suffix(path)
         suffix = path.suffix.lower()
-        if path.name.endswith(model_explorer.SUFFIX):
-            model_explorer.write(model.drawing(self, against), path)
-        elif path.name.endswith(beside.SUFFIX):
+        if path.name.endswith(beside.SUFFIX):
             write_text(path, self._beside())
         elif suffix == ".json":
             write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
