@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from amp_fx.plans.costs import CastSum, Cost, ModuleCasts
-from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
+from amp_fx.plans.plan import CastPlan, CastSum, Cost, InputPlan, ModuleCasts, NodePlan, Plan
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from amp_fx.reports.report import Report
@@ -220,7 +219,7 @@ def compared() -> Report:
     """A report whose costs are measured: amp_fx has no kernels that widen the gradients of weights."""
 
     def sums(name: str, what: str, phase: str, kernels: int, each: int) -> CastSum:
-        before, after = ("float32", "bfloat16") if what == "weight" else ("bfloat16", "float32")
+        before, after = (HIGH, LOW) if what == "weight" else (LOW, HIGH)
         return CastSum(name, phase, what, before, after, 3, 3 * each, kernels, kernels * each)
 
     report = blocks(3)
@@ -230,7 +229,7 @@ def compared() -> Report:
     }
     both = ("torch.autocast", "amp_fx")
     weights = [sums(name, "weight", "forward", 3, 200_000) for name in both]
-    fused = [CastSum(name, "forward", "activation", "float32", "bfloat16", 2, 2000, 0, 0) for name in both]
+    fused = [CastSum(name, "forward", "activation", HIGH, LOW, 2, 2000, 0, 0) for name in both]
     gradients = [sums(name, "weight gradient", "backward", 3 * (name != "amp_fx"), 100_000) for name in both]
     dtypes: dict[str, str] = dict.fromkeys(both, "bfloat16")
     report.modules = [ModuleCasts("layers.*.mlp.up", 3, dtypes, [*weights, *fused, *gradients[:1]])]

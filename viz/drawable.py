@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from amp_fx.plans.costs import Cost, ModuleCasts
 from amp_fx.plans.diff import Diff
-from amp_fx.plans.plan import Plan
+from amp_fx.plans.plan import Cost, ModuleCasts, Plan
 
 __all__ = ["Drawable"]
 

@@ -73,7 +73,7 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
             )
             for name, cost in report.compared().items()
         ],
-        modules=[module_row(row.to_dict()) for row in report.modules],
+        modules=[module_row(row) for row in report.modules],
         measured=report.measured,
         graphs=[
             _Builder(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from dataclasses import asdict
+from typing import TypedDict
+
+from amp_fx.plans.plan import ModuleCasts, named_dtypes
 
 __all__ = [
     "BITS",
@@ -176,8 +179,9 @@ def is_lowering(cast: Cast | CastRow) -> bool:
     return _SHORT_BITS.get(cast["after"], 8) <= _SHORT_BITS.get(cast["before"], 8)
 
 
-def module_row(row: dict[str, Any]) -> ModuleRow:
+def module_row(module: ModuleCasts) -> ModuleRow:
     """What a report's module says as JSON, with short names of dtypes on its casts."""
+    row = named_dtypes(asdict(module))
     casts = [
         CastRow(**{**cast, "before": short_dtype(cast["before"]), "after": short_dtype(cast["after"])})
         for cast in row["casts"]

@@ -24,7 +24,10 @@ from amp_fx.policy import OpClass
 
 __all__ = [
     "CastPlan",
+    "CastSum",
+    "Cost",
     "InputPlan",
+    "ModuleCasts",
     "NodePlan",
     "Plan",
     "dtype_name",
@@ -116,6 +119,79 @@ class CastPlan:
     inserted: bool
     source: str
     kernel: bool | None = None
+
+    @property
+    def narrows(self) -> bool:
+        """True for a cast to a dtype that is not wider."""
+        return self.to_dtype.itemsize <= self.from_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CastSum:
+    """Casts of one kind in one module, or in several equal ones together, as Inductor is given them.
+
+    Attributes:
+        name: whose they are, ``"amp_fx"`` or ``"torch.autocast"``.
+        phase: ``"forward"`` or ``"backward"``.
+        what: ``"weight"``, ``"activation"``, ``"gradient"``, or ``"weight gradient"``.
+        before: dtype before.
+        after: dtype after.
+        casts: how many there are in the graphs.
+        bytes: what they read and write if each is a kernel of its own.
+        kernels: how many are kernels of their own; the others are fused.
+        kernel_bytes: what these read and write.
+    """
+
+    name: str
+    phase: str
+    what: str
+    before: torch.dtype
+    after: torch.dtype
+    casts: int
+    bytes: int
+    kernels: int
+    kernel_bytes: int
+
+    @property
+    def narrows(self) -> bool:
+        """True for casts to a dtype that is not wider."""
+        return self.after.itemsize <= self.before.itemsize
+
+
+@dataclass(frozen=True)
+class ModuleCasts:
+    """What is cast in one module, or in equal ones together.
+
+    Attributes:
+        module: path, with ``*`` for the numbers of repeated blocks; empty outside any module.
+        times: how many modules have this path.
+        dtypes: ``"amp_fx"`` or ``"torch.autocast"`` -> what it computes in.
+        casts: those of both.
+    """
+
+    module: str
+    times: int
+    dtypes: dict[str, str]
+    casts: list[CastSum]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What casts cost in all graphs of a report.
+
+    Attributes:
+        casts: conversions between floating dtypes in the graphs.
+        cast_bytes: what they read and write if each is a kernel of its own.
+        kernels: kernels that do nothing but cast, after Inductor's fusion; None where it was not asked.
+        kernel_bytes: what these read and write.
+        moved: what all kernels read and write.
+    """
+
+    casts: int
+    cast_bytes: int
+    kernels: int | None = None
+    kernel_bytes: int | None = None
+    moved: int | None = None
 
 
 @dataclass

@@ -8,7 +8,7 @@ Open ``report.py`` first.
 
 from __future__ import annotations
 
-from amp_fx.plans.costs import Cost
+from amp_fx.plans.plan import Cost
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.explaining import explain
 from amp_fx.reports.histograms import Histogram, histogram

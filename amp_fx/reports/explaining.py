@@ -20,8 +20,7 @@ from amp_fx.errors import AmpFxError
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.graphs.uncompiled import not_told
 from amp_fx.graphs.values import tensors
-from amp_fx.plans.costs import Cost, ModuleCasts
-from amp_fx.plans.plan import Plan
+from amp_fx.plans.plan import Cost, ModuleCasts, Plan
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy.table import supported_devices
 from amp_fx.reports.advice import layout_advice, scaling_advice, weight_advice

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.policy import OpClass
 
-__all__ = ["CastKernels", "kept_casts"]
+__all__ = ["kept_casts", "kept_data", "kept_lines"]
 
 _WEIGHT = "fp32 weights on their way to 16 bits, once a step"
 _WEIGHT_EACH_CALL = (
@@ -21,38 +21,38 @@ _RETURNED = "what graphs return in another dtype than their calls write"
 _GRADIENT = "gradients that are wanted in fp32, and made in 16 bits by a library's kernel"
 
 
-@dataclass(frozen=True)
-class CastKernels:
-    """Casts that are kernels of their own for one reason.
+def kept_casts(plans: Sequence[Plan]) -> dict[str, list[CastPlan]]:
+    """Casts that are kernels of their own after fusion, by reason, largest first; an unknown reason is empty.
 
-    Attributes:
-        why: the reason; empty where none is known, so that another compiler might fuse them.
-        kernels: how many.
-        bytes: that they read and write.
-        example: what the first of them casts, and for whom.
+    Plans that were only recorded have none. Without a reason, another compiler might fuse them.
     """
-
-    why: str
-    kernels: int
-    bytes: int
-    example: str
-
-    def __str__(self) -> str:
-        count = f"{self.kernels} x " if self.kernels > 1 else ""
-        return f"{count}{self.why or self.example}, {self.bytes / 1e6:.3g} MB"
-
-
-def kept_casts(plans: Sequence[Plan]) -> list[CastKernels]:
-    """Cast kernels that are left after fusion, by reason, largest first; none of plans that were only recorded."""
     found: dict[str, list[CastPlan]] = {}
     for plan in plans:
         for cast, why in _reasons(plan):
             found.setdefault(why, []).append(cast)
-    rows = [
-        CastKernels(why, len(casts), sum(cast.bytes for cast in casts), _described(casts[0]))
-        for why, casts in found.items()
+    return dict(sorted(found.items(), key=lambda row: -sum(cast.bytes for cast in row[1])))
+
+
+def kept_data(kept: dict[str, list[CastPlan]]) -> list[dict[str, Any]]:
+    """Each reason in JSON-like form, with what the first of its casts is."""
+    return [
+        {
+            "why": why,
+            "kernels": len(casts),
+            "bytes": sum(cast.bytes for cast in casts),
+            "example": _described(casts[0]),
+        }
+        for why, casts in kept.items()
     ]
-    return sorted(rows, key=lambda row: -row.bytes)
+
+
+def kept_lines(kept: dict[str, list[CastPlan]]) -> list[str]:
+    """Each reason in words: ``"8 x fp32 weights on their way to 16 bits, once a step, 9.5 MB"``."""
+    lines = []
+    for row in kept_data(kept):
+        times = f"{row['kernels']} x " if row["kernels"] > 1 else ""
+        lines.append(f"{times}{row['why'] or row['example']}, {row['bytes'] / 1e6:.3g} MB")
+    return lines
 
 
 def _reasons(plan: Plan) -> Iterator[tuple[CastPlan, str]]:

@@ -15,9 +15,8 @@ from amp_fx.graphs.flops import is_matmul
 from amp_fx.graphs.source_lines import module_path, source_line
 from amp_fx.graphs.storages import is_view
 from amp_fx.graphs.values import cast_bytes, is_eligible, tensors
-from amp_fx.plans.costs import Cost
 from amp_fx.plans.label import Label
-from amp_fx.plans.plan import CastPlan, Plan, dtype_name
+from amp_fx.plans.plan import CastPlan, Cost, Plan, dtype_name
 from amp_fx.plans.reading import input_plan, node_plan
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass

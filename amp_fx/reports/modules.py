@@ -7,7 +7,7 @@ fusion, and what it moves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -15,23 +15,12 @@ import torch.fx as fx
 from amp_fx._torch import Lowered
 from amp_fx.graphs.source_lines import module_path
 from amp_fx.graphs.values import cast_bytes
-from amp_fx.plans.costs import CastSum, ModuleCasts
 from amp_fx.plans.modules import module_dtypes
-from amp_fx.plans.plan import Plan, dtype_name
+from amp_fx.plans.plan import CastSum, ModuleCasts, Plan
 from amp_fx.reports.kernels import calls, cast_kernels, conversion, is_move
 from amp_fx.reports.remedies import starred
 
 __all__ = ["casts_by_module"]
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One cast: its module, its kind, and what it costs."""
-
-    module: str
-    kind: tuple[str, str, str, str, str]
-    bytes: int
-    kernel_bytes: int | None
 
 
 def casts_by_module(
@@ -45,11 +34,11 @@ def casts_by_module(
             a module computes in: lowered graphs say what is in a kernel's registers.
     """
     weights = {given.shape for plan in plans for given in plan.inputs if given.parameter}
-    rows = [
-        row
+    casts = [
+        found
         for name, lowered in graphs.items()
         for phase, graph in lowered
-        for row in _rows(name, phase, graph, weights)
+        for found in _casts(name, phase, graph, weights)
     ]
     dtypes: dict[str, dict[str, str]] = {"torch.autocast": {}, "amp_fx": {}}
     for plan in plans:
@@ -58,7 +47,7 @@ def casts_by_module(
             dtypes["amp_fx"] |= module_dtypes(plan.nodes)
     known = {path for found in dtypes.values() for path in found}
     order = dict.fromkeys(path for lowered in graphs.values() for path in _modules(lowered) if path in known)
-    order |= dict.fromkeys(row.module for row in rows)
+    order |= dict.fromkeys(path for path, _ in casts)
     paths: dict[str, list[str]] = {}
     for path in order:
         paths.setdefault(starred(path), []).append(path)
@@ -67,7 +56,7 @@ def casts_by_module(
             module=module,
             times=len(same),
             dtypes={name: found[path] for name, found in dtypes.items() for path in same if path in found},
-            casts=_sums([row for row in rows if row.module in same]),
+            casts=_summed([cast for path, cast in casts if path in same]),
         )
         for module, same in paths.items()
     ]
@@ -80,37 +69,45 @@ def _modules(graphs: Sequence[tuple[str, Lowered]]) -> Iterator[str]:
             yield from map(module_path, calls(lowered.after))
 
 
-def _sums(rows: Sequence[_Row]) -> list[CastSum]:
-    kinds: dict[tuple[str, str, str, str, str], list[_Row]] = {}
-    for row in rows:
-        kinds.setdefault(row.kind, []).append(row)
+def _summed(casts: Sequence[CastSum]) -> list[CastSum]:
+    """One row for each kind of cast, in the order in which kinds occur."""
+    kinds: dict[tuple[Any, ...], list[CastSum]] = {}
+    for cast in casts:
+        kinds.setdefault((cast.name, cast.phase, cast.what, cast.before, cast.after), []).append(cast)
     return [
         CastSum(
             *kind,
             casts=len(same),
-            bytes=sum(row.bytes for row in same),
-            kernels=sum(row.kernel_bytes is not None for row in same),
-            kernel_bytes=sum(row.kernel_bytes or 0 for row in same),
+            bytes=sum(cast.bytes for cast in same),
+            kernels=sum(cast.kernels for cast in same),
+            kernel_bytes=sum(cast.kernel_bytes for cast in same),
         )
         for kind, same in kinds.items()
     ]
 
 
-def _rows(name: str, phase: str, lowered: Lowered, weights: set[tuple[int, ...]]) -> Iterator[_Row]:
+def _casts(
+    name: str, phase: str, lowered: Lowered, weights: set[tuple[int, ...]]
+) -> Iterator[tuple[str, CastSum]]:
+    """Every cast of a graph with its module's path."""
     alone = _kernel_bytes(lowered)
     for node in calls(lowered.after):
-        values = conversion(node)
-        if values is None:
-            continue
-        before, after = values
-        kind = (
-            name,
-            phase,
-            _what(node, phase, weights),
-            dtype_name(before.dtype),
-            dtype_name(after.dtype),
-        )
-        yield _Row(_module(node), kind, cast_bytes(before, after.dtype), alone.get(node))
+        if (values := conversion(node)) is not None:
+            before, after = (value.dtype for value in values)
+            yield (
+                _module(node),
+                CastSum(
+                    name=name,
+                    phase=phase,
+                    what=_what(node, phase, weights),
+                    before=before,
+                    after=after,
+                    casts=1,
+                    bytes=cast_bytes(values[0], after),
+                    kernels=int(node in alone),
+                    kernel_bytes=alone.get(node, 0),
+                ),
+            )
 
 
 def _kernel_bytes(lowered: Lowered) -> dict[fx.Node, int]:

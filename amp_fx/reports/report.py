@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from amp_fx.errors import AmpFxError, did_you_mean
-from amp_fx.plans.costs import Cost, ModuleCasts
 from amp_fx.plans.diff import Diff, diff_plans
 from amp_fx.plans.files import read_object, write_text
-from amp_fx.plans.plan import Plan
+from amp_fx.plans.plan import Cost, ModuleCasts, Plan, named_dtypes
 from amp_fx.plans.schema import SchemaError, decode
 from amp_fx.reports import report_text
 from amp_fx.reports.advice import Advice
+from amp_fx.reports.kept_casts import kept_data
 from amp_fx.reports.report_data import ReportData
 from amp_fx.viz import beside, dot, html, model
 from amp_fx.viz.words import because
@@ -123,13 +123,13 @@ class Report(ReportData):
                 "held_bytes": sum(given.bytes for given in self.held),
                 "advice": [asdict(row) for row in self.advice],
                 "graph_breaks": self.graph_breaks,
-                "kept": [asdict(row) for row in self.kept],
+                "kept": kept_data(self.kept),
             },
             "plans": [plan.to_dict() for plan in self.plans],
             "costs": {name: asdict(cost) for name, cost in self.costs.items()},
             "notes": [asdict(row) for row in self.notes],
             **({"sensitivities": self.sensitivities} if self.sensitivities else {}),
-            "modules": [row.to_dict() for row in self.modules],
+            "modules": named_dtypes([asdict(row) for row in self.modules]),
             "device": self.device,
         }
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from amp_fx.plans.costs import Cost, ModuleCasts
-from amp_fx.plans.plan import InputPlan, Plan, dtype_name
+from amp_fx.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, Plan, dtype_name
 from amp_fx.reports.advice import Advice, advise
-from amp_fx.reports.kept_casts import CastKernels, kept_casts
+from amp_fx.reports.kept_casts import kept_casts
 
 __all__ = ["ReportData"]
 
@@ -53,8 +52,8 @@ class ReportData:
         return [*self.notes, *advise(self.plans)]
 
     @property
-    def kept(self) -> list[CastKernels]:
-        """The cast kernels that are left after fusion, by the reason why they are, largest first."""
+    def kept(self) -> dict[str, list[CastPlan]]:
+        """The casts that are kernels of their own after fusion, by the reason why they are, largest first."""
         return kept_casts(self.plans)
 
     def shares(self) -> dict[str, dict[str, float]]:

@@ -13,6 +13,7 @@ import torch
 
 from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.advice import NOT_COMPILED, UNUSED_RULE
+from amp_fx.reports.kept_casts import kept_lines
 from amp_fx.reports.report_data import ReportData
 from amp_fx.viz.words import more_bytes
 
@@ -50,7 +51,7 @@ def _findings(report: ReportData, room: int) -> list[list[str]]:
     unused = [row.text for row in report.advice if row.kind == UNUSED_RULE]
     blocks = [
         *_left_out(report),
-        _block("cast kernels that are kept", list(map(str, report.kept)), 3),
+        _block("cast kernels that are kept", kept_lines(report.kept), 3),
         _block("unused rules", unused, 3),
         _block("graph breaks", breaks, 3),
     ]

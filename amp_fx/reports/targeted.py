@@ -10,8 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.uncompiled import not_told
-from amp_fx.plans.costs import Cost, ModuleCasts
-from amp_fx.plans.plan import Plan
+from amp_fx.plans.plan import Cost, ModuleCasts, Plan
 from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.left_out import NotCompiled, entry_of
 from amp_fx.reports.lowered import LoweredGraphs

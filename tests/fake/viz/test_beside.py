@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from amp_fx import AmpFxError
-from amp_fx.plans.costs import CastSum, Cost, ModuleCasts
+from amp_fx.plans.plan import CastSum, Cost, ModuleCasts
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.reports.report import Report
 from amp_fx.viz import beside, dot
@@ -44,8 +44,8 @@ def test_the_headline_says_what_is_saved() -> None:
     assert any("Both return the same dtypes" in text for text in texts(svg))
 
 
-@pytest.mark.parametrize("narrow", ["float8_e4m3fn", "int8"])
-def test_casts_below_16_bits_are_narrowing_in_every_picture(narrow: str) -> None:
+@pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.int8])
+def test_casts_below_16_bits_are_narrowing_in_every_picture(narrow: torch.dtype) -> None:
     report = compared()
     report.modules = [
         replace(module, casts=[replace(cast, after=narrow) for cast in module.casts])
