@@ -19,16 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amp_fx._torch import has_low_lstm
 from amp_fx.policy import table
 from amp_fx.policy.classes import OpGroup
-from amp_fx.policy.cpu import CPU_GROUPS
-from amp_fx.policy.cuda import CUDA_GROUPS
-from amp_fx.policy.mps import MPS_GROUPS
 from versions import UP_TO_2_12
 
 __all__ = [
     "ASKED",
     "DIFFERS",
     "EVERY_ROW",
-    "LISTS",
     "LOW",
     "NOT_ASKED",
     "Call",
@@ -46,7 +42,6 @@ __all__ = [
 ]
 
 
-LISTS = {"cpu": CPU_GROUPS, "cuda": CUDA_GROUPS, "mps": MPS_GROUPS}
 LOW = {"cpu": torch.bfloat16, "cuda": torch.float16, "mps": torch.float16}
 
 # ------------------------------------------------------------------------------------------------------------
@@ -639,5 +634,5 @@ DIFFERS: dict[tuple[str, str], str] = {
 }
 
 
-EVERY_ROW = [(device, name) for device in LISTS for name in table.all_names(device)]
+EVERY_ROW = [(device, name) for device in LOW for name in table.all_names(device)]
 ASKED = [(device, name) for device, name in EVERY_ROW if name not in NOT_ASKED[device]]

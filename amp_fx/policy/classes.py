@@ -1,16 +1,28 @@
-"""The vocabulary of the op lists: precision classes and the rows that assign them.
+"""The vocabulary of the op lists: precision classes, and the rows that assign them.
 
-A row (:class:`OpGroup`) is data: which ATen overloads, which class, and why. The lists themselves are in
-``cuda.py``, ``cpu.py`` and ``common.py`` beside this file; ``table.py`` joins them into one lookup per
-device.
+A row (:class:`OpGroup`) is data: which ATen overloads, which class, and why. The lists are in ``common.py``, ``cpu.py``
+and ``cuda.py`` beside this file; ``table.py`` joins them into one lookup per device.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
-__all__ = ["OpClass", "OpGroup", "Origin"]
+__all__ = [
+    "OpClass",
+    "OpGroup",
+    "Origin",
+    "composite",
+    "follow",
+    "fp32",
+    "keep",
+    "listed",
+    "low",
+    "promote",
+    "unlisted",
+]
 
 
 class OpClass(str, enum.Enum):
@@ -75,9 +87,57 @@ class OpGroup:
     op_class: OpClass
     reason: str
     ops: tuple[str, ...]
-    origin: Origin
+    origin: Origin = Origin.UNLISTED
     own_dtype_slots: tuple[str, ...] = ()
     mixes: bool = False
     unless_given: tuple[str, ...] = ()
     since: str | None = None
     until: str | None = None
+
+
+def _row(
+    op_class: OpClass,
+    reason: str,
+    ops: str,
+    *,
+    own_dtype_slots: str = "",
+    mixes: bool = False,
+    unless_given: str = "",
+    since: str | None = None,
+    until: str | None = None,
+) -> OpGroup:
+    """A row whose names stand in one string, with spaces between."""
+    return OpGroup(
+        op_class,
+        reason,
+        tuple(ops.split()),
+        own_dtype_slots=tuple(own_dtype_slots.split()),
+        mixes=mixes,
+        unless_given=tuple(unless_given.split()),
+        since=since,
+        until=until,
+    )
+
+
+low = functools.partial(_row, OpClass.LOW)
+fp32 = functools.partial(_row, OpClass.FP32)
+promote = functools.partial(_row, OpClass.PROMOTE)
+follow = functools.partial(_row, OpClass.FOLLOW)
+keep = functools.partial(_row, OpClass.KEEP)
+
+
+def listed(*rows: OpGroup) -> tuple[OpGroup, ...]:
+    """Rows that the autocast of a device registers. ``{autocast}`` in a reason becomes its name."""
+    return tuple(
+        replace(row, origin=Origin.AUTOCAST, reason=f"{row.reason}, listed by {{autocast}}") for row in rows
+    )
+
+
+def composite(*rows: OpGroup) -> tuple[OpGroup, ...]:
+    """Rows of composite ops, whose class follows from ops inside that autocast registers."""
+    return tuple(replace(row, origin=Origin.COMPOSITE) for row in rows)
+
+
+def unlisted(*rows: OpGroup) -> tuple[OpGroup, ...]:
+    """Rows of ops that run in the dtype of their inputs on a device, though other devices list them."""
+    return tuple(replace(row, reason=f"{row.reason}, not listed by {{autocast}}") for row in rows)

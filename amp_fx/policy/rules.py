@@ -29,8 +29,8 @@ from typing import Any
 
 from amp_fx.errors import OptionsError, did_you_mean
 from amp_fx.policy.classes import OpClass
-from amp_fx.policy.op_names import check_op
 from amp_fx.policy.presets import PRESETS, dtypes_preset, preset
+from amp_fx.policy.table import check_op
 
 __all__ = ["BASES", "BELOW", "PRECISIONS", "RESULTS", "Policy", "Rule"]
 

@@ -23,7 +23,8 @@ from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.label import Label, Takes
 from amp_fx.plans.reasons import Kind, Reason
-from amp_fx.policy import OpClass, OpGroup, Origin, fast
+from amp_fx.policy import OpClass, OpGroup, Origin
+from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 from amp_fx.policy.rules import PRECISIONS, Rule
 from amp_fx.policy.table import lookup
 
@@ -187,9 +188,9 @@ def _label_from_lists(plan: Label, node: fx.Node, op: OpOverload, context: PassC
         and not _rounds(node, device, plan)
     ):
         plan.op_class, plan.reasons = OpClass.PROMOTE, (Reason(Kind.NO_MATMUL),)
-    if context.policy.base == "fast" and plan.op in fast.MAY_ROUND:
+    if context.policy.base == "fast" and plan.op in FAST_MAY_ROUND:
         MAY_ROUND.set(node, True)
-        if plan.op in fast.LOW_IO and plan.op_class is OpClass.FP32:
+        if plan.op in FAST_LOW_IO and plan.op_class is OpClass.FP32:
             plan.op_class, plan.own_dtype_slots = OpClass.PROMOTE, ("weight", "bias")
             plan.reasons += (Reason(Kind.LOW_IO),)
     return plan

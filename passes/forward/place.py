@@ -37,8 +37,8 @@ class Place(Pass):
     1. a ``promote`` op that autocast runs low may run in fp32.
     2. a ``follow`` op may run in either, as long as nobody who would have read fp32 reads a rounded value.
     3. a ``low`` op may run in fp32 where the device profile says that its casts cost more than it gains.
-    4. under policy ``fast``, ops of ``amp_fx/policy/fast.py`` may store low what autocast has in fp32, but not what
-       the same kernel reads in fp32.
+    4. under policy ``fast``, ops of ``FAST_MAY_ROUND`` (``amp_fx/policy/common.py``) may store low what autocast has in
+       fp32, but not what the same kernel reads in fp32.
 
     Costs are those of :class:`amp_fx.placement.cost.CostModel`: copies that reach memory, stand-alone casts,
     arithmetic. A tie goes to fewer casts, then to fewer bytes cast, then, for a view, to what autocast has, then to

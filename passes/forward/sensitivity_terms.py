@@ -35,7 +35,8 @@ from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.priced import SensitivityTerm
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, as_number, slots
-from amp_fx.policy import OpClass, fast
+from amp_fx.policy import OpClass
+from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 
 __all__ = ["SensitivityNetwork", "free_nodes"]
 
@@ -70,7 +71,7 @@ def _is_generated(node: fx.Node, plan: Label) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     tags = {torch.Tag.pointwise, torch.Tag.reduction}
-    return plan.op in fast.MAY_ROUND or not tags.isdisjoint(node.target.tags)
+    return plan.op in FAST_MAY_ROUND or not tags.isdisjoint(node.target.tags)
 
 
 class SensitivityNetwork(Network):
@@ -94,7 +95,7 @@ class SensitivityNetwork(Network):
         for node in free:
             plan = node.meta[LABEL]
             MAY_ROUND.set(node, True)
-            if plan.op in fast.LOW_IO:
+            if plan.op in FAST_LOW_IO:
                 plan.own_dtype_slots = tuple(dict.fromkeys((*plan.own_dtype_slots, "weight", "bias")))
 
     @property

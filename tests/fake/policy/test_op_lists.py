@@ -13,14 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import op_name
 from amp_fx.policy import table
-from amp_fx.policy.classes import OpClass, OpGroup, Origin
-from amp_fx.policy.common import COMMON_GROUPS, FFT, LINALG
+from amp_fx.policy.classes import OpClass, Origin, follow, fp32
+from amp_fx.policy.common import FFT, LINALG
 from amp_fx.policy.cuda import CUDA_GROUPS
 from ops import (
     ASKED,
     DIFFERS,
     EVERY_ROW,
-    LISTS,
     LOW,
     NOT_ASKED,
     arguments,
@@ -37,7 +36,7 @@ from ops import (
 )
 
 #: Registered in builds with cudnn only; pre-dispatch graphs hold the layer (lstm.input), not this inner call.
-BUILD_DEPENDENT = {"cuda": {"_cudnn_rnn"}, "cpu": set[str](), "mps": set[str]()}
+BUILD_DEPENDENT = {"cuda": {"_cudnn_rnn"}}
 
 
 #: overloads for named tensors, which Dynamo refuses; torch 2.13 has none
@@ -57,15 +56,18 @@ def registered(device: str) -> set[str]:
     }
 
 
+def autocast_names(device: str) -> set[str]:
+    return {name for name in table.all_names(device) if row(device, name).origin is Origin.AUTOCAST}
+
+
 # ------------------------------------------------------------------------------------------------------------
 # (a) the names
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", LISTS)
+@pytest.mark.parametrize("device", LOW)
 def test_the_autocast_rows_are_the_ops_registered_in_the_installed_torch(device: str) -> None:
-    ours = {name for name in table.all_names(device) if row(device, name).origin is Origin.AUTOCAST}
-    theirs = registered(device) - BUILD_DEPENDENT[device]
+    ours, theirs = autocast_names(device), registered(device) - BUILD_DEPENDENT.get(device, set())
     assert ours - theirs == set(), "on our list, no longer registered"
     assert theirs - ours == set(), "registered, not on our list"
 
@@ -113,7 +115,7 @@ def answer_of_autocast(device: str, name: str, first: torch.dtype, rest: torch.d
     return first_dtype(under_autocast(device, name, call))
 
 
-@pytest.mark.parametrize("device", LISTS)
+@pytest.mark.parametrize("device", LOW)
 def test_autocast_itself_gives_the_dtypes_that_the_class_of_the_op_says(device: str) -> None:
     for name in [name for on, name in ASKED if on == device and (on, name) not in DIFFERS]:
         check_class(device, name)
@@ -156,9 +158,9 @@ def test_where_the_lists_differ_from_autocast_theirs_is_the_wider_dtype() -> Non
         assert row(device, name).op_class in (OpClass.PROMOTE, OpClass.FP32)
 
 
-@pytest.mark.parametrize("device", LISTS)
+@pytest.mark.parametrize("device", LOW)
 def test_at_least_nine_in_ten_autocast_rows_are_asked(device: str) -> None:
-    names = {n for n in table.all_names(device) if row(device, n).origin is Origin.AUTOCAST} - {*FFT, *LINALG}
+    names = autocast_names(device) - {*FFT.split(), *LINALG.split()}
     asked = names - NOT_ASKED[device].keys()
     assert NOT_ASKED[device].keys() <= {*table.all_names(device)}
     assert len(asked) >= 0.9 * len(names)
@@ -251,17 +253,9 @@ def check_widens(name: str) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", [COMMON_GROUPS, *LISTS.values()], ids=["common", *LISTS])
-def test_no_list_holds_an_op_twice_in_the_same_torch_version(groups: tuple[OpGroup, ...]) -> None:
-    names = [name for group in groups if table._holds(group) for name in group.ops]
-    assert sorted(names) == sorted(set(names))
-
-
 def test_a_list_with_an_op_in_two_rows_is_refused() -> None:
-    one = OpGroup(OpClass.LOW, "first", ("mm",), Origin.UNLISTED)
-    two = OpGroup(OpClass.FP32, "second", ("mm",), Origin.UNLISTED)
     with pytest.raises(ValueError, match=r"'mm'.*'first'.*'second'"):
-        table._rows((one, two))
+        table._rows((follow("first", "mm"), fp32("second", "mm")), "")
 
 
 def test_every_name_is_an_out_of_place_overload_of_the_installed_torch() -> None:
@@ -279,7 +273,7 @@ def test_rows_hold_from_their_first_torch_version_to_before_their_last(
 ) -> None:
     def classes(version: str) -> OpClass:
         monkeypatch.setattr(torch, "__version__", version)
-        return table._rows(CUDA_GROUPS)["rms_norm"].op_class
+        return table._rows(CUDA_GROUPS, "")["rms_norm"].op_class
 
     assert classes("2.11.1+cu130") is OpClass.PROMOTE
     assert classes("2.12.0a0+git1234") is OpClass.FP32
@@ -291,17 +285,21 @@ def test_a_device_list_wins_over_the_common_one() -> None:
     assert row("cpu", "max_pool3d").op_class is OpClass.FP32
 
 
-@pytest.mark.parametrize("device", ["xpu", "mtia", "maia", "hpu"])
+@pytest.mark.parametrize("device", ["xpu", "mtia", "maia"])
 def test_devices_with_the_macros_of_cuda_have_its_lists(device: str) -> None:
-    assert device in table.supported_devices()
-    assert table.all_names(device) == table.all_names("cuda")
+    assert autocast_names(device) == registered(device)
+    assert autocast_names("cuda") - autocast_names(device) == {
+        "cudnn_convolution",
+        "cudnn_convolution_transpose",
+    }
     # hpu's are registered by a package that is not here
-    if device != "hpu":
-        assert registered("cuda") - BUILD_DEPENDENT["cuda"] - registered(device) == {
-            "cudnn_convolution",
-            "cudnn_convolution_transpose",
-        }
-        assert registered(device) <= registered("cuda")
+    assert table.all_names("hpu") == table.all_names(device)
+
+
+def test_the_reason_of_a_row_names_the_autocast_of_its_device() -> None:
+    assert row("cpu", "linear").reason.endswith(", listed by CPU autocast")
+    assert row("mps", "linear").reason.endswith(", listed by MPS autocast")
+    assert row("cpu", "softmax.int").reason.endswith(", not listed by CPU autocast")
 
 
 def test_a_device_without_lists_has_no_rows() -> None:
