@@ -20,7 +20,8 @@ from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
 from amp_fx.errors import OptionsError, PlanError, did_you_mean
 from amp_fx.placement.level_device import multiplies
-from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME, Choice
+from amp_fx.placement.priced import Choice
+from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.plans.sensitivity import Sensitivity

@@ -19,10 +19,9 @@ from amp_fx.passes.forward.place_by_sensitivity import PricedGraph
 from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.priced import Labels, Priced, SensitivityTerm, choose_all
+from amp_fx.placement.priced import Choice, Labels, Priced, SensitivityTerm, choose_all
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.placement.tradeoff import BYTES, Choice, hull
-from amp_fx.placement.within import within
+from amp_fx.placement.tradeoff import BYTES, hull, within
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.reasons import Kind, Reason
@@ -146,11 +145,11 @@ class Cuts:
 
     @property
     def _nothing(self) -> Choice[list[Labels]]:
-        return Choice(0, 0.0, math.nan, [{} for _ in self._graphs])
+        return Choice(0, 0.0, [{} for _ in self._graphs])
 
     def _with(self, first: Choice[list[Labels]], below: Choice[list[Labels]]) -> Choice[Placed]:
         placed = Placed(first.placement, below.placement)
-        return Choice(first.time + below.time, first.sensitivity + below.sensitivity, first.weight, placed)
+        return Choice(first.time + below.time, first.sensitivity + below.sensitivity, placed)
 
     def placed(self, plans: Sequence[Plan]) -> Placed:
         """What plans have low, and below 16 bits.

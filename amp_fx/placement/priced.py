@@ -9,27 +9,38 @@ from __future__ import annotations
 import functools
 import math
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Generic, TypeVar
 
 import networkx as nx
 
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, evaluate, solve
-from amp_fx.placement.tradeoff import Choice
 
-__all__ = ["Labels", "Priced", "SensitivityTerm", "choice_of", "choose_all"]
+__all__ = ["Choice", "Labels", "Priced", "SensitivityTerm", "choice_of", "choose_all"]
 
 #: variable -> its label; what has none is HIGH
 Labels = Mapping[Var, bool]
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """A placement, in whatever form the caller has it, with its time and its sensitivity."""
+
+    time: float
+    sensitivity: float
+    placement: T
+
 
 @dataclass(frozen=True)
 class SensitivityTerm:
-    """``sensitivity`` is done if ``var`` has ``label`` and ``against`` (where given) has the other one.
+    """``sensitivity`` is added if ``var`` has ``label`` and ``against`` (where given) has the other one.
 
     Attributes:
-        sensitivity: what it adds to the squared relative error of the gradient; infinite where something overflows.
+        sensitivity: what it adds to the squared relative error; infinite where something overflows.
         label: HIGH or LOW.
         var: variable of the cut.
         against: the same, or None.
@@ -56,13 +67,9 @@ class SensitivityTerm:
 class Priced:
     """A cut's problem with sensitivity: placements of least ``time + weight * sensitivity``, exactly, for any weight.
 
-    Attributes:
-        base: the problem without sensitivity.
-        terms: what roundings cost, and when they happen.
-
     Args:
-        problem: the base.
-        terms: as the attribute.
+        problem: without sensitivity.
+        terms: what roundings cost, and when they happen.
         scale: units of the problem that are one unit of time; less than that only breaks ties.
         relative: times are those beyond everything HIGH, so negative where LOW gains.
     """
@@ -76,25 +83,21 @@ class Priced:
         relative: bool = False,
     ) -> None:
         self.base = problem
-        self._scale = scale
-        self._start = 0
         self.terms = terms
-        dearest = sum(max(costs) for costs in problem.unary.values())
-        self._all = dearest + sum(term.cost for term in problem.shared) + 1
+        self._scale = scale
+        self._all = sum(map(max, problem.unary.values())) + sum(term.cost for term in problem.shared) + 1
         finite = [term.sensitivity for term in terms if math.isfinite(term.sensitivity)]
         self._smallest = max(finite, default=1.0) * 1e-12
-        if relative:
-            self._start = self.time({})
+        self._start = 0
+        self._start = self.time({}) if relative else 0
 
     def choose(self, weight: float, pins: Labels = MappingProxyType({})) -> Choice[Labels]:
-        """The placement of least cost.
+        """The placement of least cost where some labels are given, which the constraints allow.
 
-        Args:
-            weight: units of time that a squared relative error of 1 is worth; infinite: the least sensitivity.
-            pins: labels that some variables have to have; the constraints allow them.
+        ``weight`` is the time that a squared relative error of 1 is worth; infinite: the least sensitivity.
         """
         labels = solve(self.problem(weight, pins))
-        return Choice(self.time(labels), self.sensitivity(labels), weight, labels)
+        return Choice(self.time(labels), self.sensitivity(labels), labels)
 
     def problem(self, weight: float, pins: Labels = MappingProxyType({})) -> Problem:
         """What :meth:`choose` minimises."""
@@ -125,22 +128,20 @@ class Priced:
         return round(sensitivity * weight * self._scale)
 
     def time(self, labels: Labels) -> int:
-        """Time of a placement in units, whether or not the constraints allow it; casts that tie are left out."""
-        total = sum(
-            high if labels.get(var, HIGH) is HIGH else low for var, (high, low) in self.base.unary.items()
-        )
+        """Time of a placement, whether or not the constraints allow it; casts that tie are left out."""
+        unary = self.base.unary.items()
+        total = sum(high if labels.get(var, HIGH) is HIGH else low for var, (high, low) in unary)
         total += sum(term.cost for term in self.base.shared if _is_paid(term, labels))
         return total // self._scale - self._start
 
     def sensitivity(self, labels: Labels) -> float:
-        """Squared relative error of the gradient that a placement adds."""
+        """What a placement adds to the squared relative error."""
         return sum(term.sensitivity for term in self.terms if term.is_done(labels))
 
     def blame(self, labels: Labels) -> list[SensitivityTerm]:
         """The roundings of a placement, worst first."""
-        return sorted(
-            (term for term in self.terms if term.is_done(labels)), key=lambda term: -term.sensitivity
-        )
+        done = [term for term in self.terms if term.is_done(labels)]
+        return sorted(done, key=lambda term: -term.sensitivity)
 
     def allows(self, labels: Labels) -> bool:
         """True where a placement breaks no pin, no implication and no equality."""
@@ -168,43 +169,40 @@ class Priced:
             high, low = self.base.unary.get(var, (0, 0))
             time += (high - low) if after[var] is HIGH else (low - high)
         copies = {id(term): term for var in group for term in self._shared_of.get(var, ())}
-        time += sum(term.cost * (_is_paid(term, after) - _is_paid(term, labels)) for term in copies.values())
         terms = {id(term): term for var in group for term in self._terms_of.get(var, ())}
-        sensitivity = sum(
-            term.sensitivity * (term.is_done(after) - term.is_done(labels)) for term in terms.values()
-        )
+        time += sum(term.cost * (_is_paid(term, after) - _is_paid(term, labels)) for term in copies.values())
+        sensitivity = sum(t.sensitivity * (t.is_done(after) - t.is_done(labels)) for t in terms.values())
         return time / self._scale, sensitivity
 
     @functools.cached_property
     def _shared_of(self) -> dict[Var, list[Shared]]:
-        found: dict[Var, list[Shared]] = {}
-        for term in self.base.shared:
-            for var in {*term.readers, *(() if term.value is None else (term.value,))}:
-                found.setdefault(var, []).append(term)
-        return found
+        return _by_variable((term, (*term.readers, term.value)) for term in self.base.shared)
 
     @functools.cached_property
     def _terms_of(self) -> dict[Var, list[SensitivityTerm]]:
-        found: dict[Var, list[SensitivityTerm]] = {}
-        for term in self.terms:
-            for var in {term.var, *(() if term.against is None else (term.against,))}:
-                found.setdefault(var, []).append(term)
-        return found
+        return _by_variable((term, (term.var, term.against)) for term in self.terms)
 
 
 def choose_all(parts: Sequence[Priced], weight: float, pins: Sequence[Labels] = ()) -> Choice[list[Labels]]:
     """The placement of several graphs of least time and weighted sensitivity; ``pins`` of each graph, or none."""
     pairs = zip(parts, pins or [{}] * len(parts), strict=True)
-    return choice_of(parts, [part.choose(weight, each).placement for part, each in pairs], weight)
+    return choice_of(parts, [part.choose(weight, each).placement for part, each in pairs])
 
 
-def choice_of(
-    parts: Sequence[Priced], labels: Sequence[Labels], weight: float = math.nan
-) -> Choice[list[Labels]]:
+def choice_of(parts: Sequence[Priced], labels: Sequence[Labels]) -> Choice[list[Labels]]:
     """A placement of several graphs with its time and sensitivity."""
     pairs = list(zip(parts, labels, strict=True))
     time = sum(part.time(each) for part, each in pairs)
-    return Choice(time, sum(part.sensitivity(each) for part, each in pairs), weight, list(labels))
+    return Choice(time, sum(part.sensitivity(each) for part, each in pairs), list(labels))
+
+
+def _by_variable(rows: Iterable[tuple[T, tuple[Var | None, ...]]]) -> dict[Var, list[T]]:
+    found: dict[Var, list[T]] = {}
+    for term, variables in rows:
+        for var in dict.fromkeys(variables):
+            if var is not None:
+                found.setdefault(var, []).append(term)
+    return found
 
 
 def _is_paid(term: Shared, labels: Labels) -> bool:

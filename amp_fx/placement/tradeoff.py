@@ -1,56 +1,47 @@
-"""Two prices in one cut: the placements that no other beats in both time and sensitivity.
+"""Two prices in one cut: placements that no other beats in both time and sensitivity, and the cheapest within a limit.
 
 For a weight w, a cut gives the placement of least ``time + w * sensitivity``. Those are the corners of the lower
-convex hull
-of all placements; sensitivity falls along it as w grows. A placement inside the hull is never the best for any
-weight, and is not found.
+convex hull of all placements; sensitivity falls along it as w grows. A placement inside the hull is the best for no
+weight, and is not found so.
+
+:func:`within` searches there, too. Between the last corner beyond the limit and the first within it, a variable in
+which the two differ is given either label, and the same is done in both halves. No placement is cheaper than the line
+between the two corners of its half. So a small problem is solved exactly; in a large one the search ends with the
+cheapest placement that it has seen.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-__all__ = ["BYTES", "MINIMISED", "TIME", "Choice", "bracket", "hull"]
+from amp_fx.placement.cut import HIGH, Var
+from amp_fx.placement.priced import Choice, Labels, Priced, choice_of, choose_all
+
+__all__ = ["BYTES", "MINIMISED", "TIME", "bracket", "hull", "within"]
 
 #: what a placement is to be the cheapest in
 MINIMISED = TIME, BYTES = "time", "bytes"
 
+#: halves that are searched: so many, and fewer where they have more variables together than that
+_HALVES, _VARIABLES = 100, 5_000
+
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Choice(Generic[T]):
-    """One corner.
-
-    Attributes:
-        time: of the placement.
-        sensitivity: the same.
-        weight: for which it is the best; infinite for the least sensitivity.
-        placement: whatever the caller calls one.
-    """
-
-    time: float
-    sensitivity: float
-    weight: float
-    placement: T
-
-
+#: weight -> its corner
 Solve = Callable[[float], Choice[T]]
+
+Placement = Choice[list[Labels]]
 
 
 def bracket(solve: Solve[T], limit: float) -> tuple[Choice[T] | None, Choice[T]]:
     """The two corners around a limit of the sensitivity: the last beyond it, and the first, the cheapest, within it.
 
-    Args:
-        solve: weight -> its corner.
-        limit: of the sensitivity.
-
-    Returns:
-        The first is None where the cheapest placement of all is within. Where nothing is within, the second is the
-        placement of least sensitivity.
+    The first is None where the cheapest placement of all is within. Where nothing is within, the second is the
+    placement of least sensitivity.
     """
     cheap = solve(0.0)
     if cheap.sensitivity <= limit:
@@ -65,12 +56,7 @@ def bracket(solve: Solve[T], limit: float) -> tuple[Choice[T] | None, Choice[T]]
 
 
 def hull(solve: Solve[T], most: int) -> list[Choice[T]]:
-    """Corners from the least time to the least sensitivity: all, or ``most`` of them where the hull bends most.
-
-    Args:
-        solve: weight -> its corner.
-        most: at least 2.
-    """
+    """Corners from the least time to the least sensitivity: all, or ``most`` (2 or more) where the hull bends most."""
     corners = [solve(0.0), solve(math.inf)]
     flat: set[int] = set()
     while len(corners) < most:
@@ -83,18 +69,14 @@ def hull(solve: Solve[T], most: int) -> list[Choice[T]]:
             flat.add(id(corners[at]))
         else:
             corners.insert(at + 1, middle)
-    return [
-        corner
-        for at, corner in enumerate(corners)
-        if at == 0 or corner.sensitivity < corners[at - 1].sensitivity
-    ]
+    falls = [True, *(after.sensitivity < before.sensitivity for before, after in itertools.pairwise(corners))]
+    return list(itertools.compress(corners, falls))
 
 
 def _between(solve: Solve[T], cheap: Choice[T], exact: Choice[T]) -> Choice[T] | None:
     """A corner between two, or None where the hull runs straight."""
-    if not (
-        exact.sensitivity < cheap.sensitivity and cheap.time < exact.time and math.isfinite(cheap.sensitivity)
-    ):
+    falls = exact.sensitivity < cheap.sensitivity < math.inf
+    if not (falls and cheap.time < exact.time):
         return None
     weight = (exact.time - cheap.time) / (cheap.sensitivity - exact.sensitivity)
     found = solve(weight)
@@ -111,3 +93,122 @@ def _gap(cheap: Choice[T], exact: Choice[T], corners: list[Choice[T]]) -> float:
     span = max(corners[-1].time - corners[0].time, 1e-30)
     ratio = math.log(max(cheap.sensitivity, 1e-300) / max(exact.sensitivity, 1e-300))
     return (exact.time - cheap.time) / span + ratio
+
+
+def within(parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None = None) -> Placement:
+    """The cheapest placement found of several graphs within ``limit``; if none is, that of least sensitivity.
+
+    Args:
+        parts: the graphs.
+        limit: of the sum of their sensitivities.
+        known: a placement of each that may be within the limit.
+    """
+    # a placement is within its own sensitivity
+    limit *= 1 + 1e-9
+    if known is not None and not all(map(Priced.allows, parts, known)):
+        known = None
+    search = _Search(parts, limit, None if known is None else choice_of(parts, known))
+    search.look([{} for _ in parts])
+    if search.best is None:
+        return choose_all(parts, math.inf)
+    size = sum(len(part.base.variables()) for part in parts)
+    search.run(min(_HALVES, _VARIABLES // (size + 1)))
+    return search.best
+
+
+class _Search:
+    """Branch and bound; ``best`` is the cheapest placement within the limit so far."""
+
+    def __init__(self, parts: Sequence[Priced], limit: float, known: Placement | None) -> None:
+        self.best: Placement | None = None
+        self._known = known
+        self._parts = parts
+        self._limit = limit
+        self._count = itertools.count()
+        #: (bound, number, pins, the corner beyond the limit, the one within it)
+        self._halves: list[tuple[float, int, list[dict[Var, bool]], Placement, Placement]] = []
+
+    def look(self, pins: list[dict[Var, bool]]) -> None:
+        """Finds the corners around the limit where some variables have the labels that they are given."""
+        beyond, inside = bracket(lambda weight: choose_all(self._parts, weight, pins), self._limit)
+        self._keep(inside)
+        if beyond is None or inside.sensitivity > self._limit:
+            return
+        for goal in (inside, self._known):
+            if goal is not None:
+                self._keep(self._towards(beyond, goal))
+        slope = (inside.time - beyond.time) / (beyond.sensitivity - inside.sensitivity)
+        bound = beyond.time + slope * (beyond.sensitivity - self._limit)
+        heapq.heappush(self._halves, (bound, next(self._count), pins, beyond, inside))
+
+    def run(self, most: int) -> None:
+        """Halves what may hold a cheaper placement, the lowest bound first."""
+        while self._halves and most > 0:
+            bound, _, pins, beyond, inside = heapq.heappop(self._halves)
+            # times are whole numbers
+            if self.best is not None and bound > self.best.time - 1:
+                return
+            at, var = self._dearest(beyond, inside)
+            for label in (True, False):
+                self.look([{**each, var: label} if part == at else each for part, each in enumerate(pins)])
+            most -= 1
+
+    def _keep(self, found: Placement) -> None:
+        best = self.best
+        if found.sensitivity <= self._limit and (
+            best is None or (found.time, found.sensitivity) < (best.time, best.sensitivity)
+        ):
+            self.best = found
+
+    def _dearest(self, beyond: Placement, inside: Placement) -> tuple[int, Var]:
+        """The variable by which the sensitivity of two placements differs most."""
+        pairs = zip(self._parts, beyond.placement, inside.placement, strict=True)
+        changes = [
+            (abs(part.flipped(first, {var})[1]), number, str(var), var)
+            for number, (part, first, second) in enumerate(pairs)
+            for var in part.differing(first, second)
+        ]
+        _, at, _, var = max(changes, key=lambda change: change[:3])
+        return at, var
+
+    def _towards(self, start: Placement, goal: Placement) -> Placement:
+        """From one placement towards another, until it is within the limit, the best rate first.
+
+        Then, as far as the limit allows, back again: first what gains the most time for its sensitivity.
+        """
+        state = [dict(labels) for labels in start.placement]
+        moves = [
+            (at, group)
+            for at, part in enumerate(self._parts)
+            for group in part.groups(state[at], goal.placement[at])
+        ]
+
+        def change(move: tuple[int, set[Var]]) -> tuple[float, float]:
+            at, group = move
+            return self._parts[at].flipped(state[at], group)
+
+        def flip(move: tuple[int, set[Var]]) -> None:
+            at, group = move
+            for var in group:
+                state[at][var] = not state[at].get(var, HIGH)
+
+        def sensitivity_for_time(move: tuple[int, set[Var]]) -> float:
+            time, sensitivity = change(move)
+            return sensitivity / max(time, 1e-3)
+
+        def time_for_sensitivity(move: tuple[int, set[Var]]) -> float:
+            time, sensitivity = change(move)
+            return time / max(sensitivity, 1e-30)
+
+        total = start.sensitivity
+        for move in sorted(moves, key=sensitivity_for_time):
+            if total <= self._limit:
+                break
+            total += change(move)[1]
+            flip(move)
+        for move in sorted(moves, key=time_for_sensitivity):
+            time, sensitivity = change(move)
+            if time < 0 and total + sensitivity <= self._limit:
+                total += sensitivity
+                flip(move)
+        return choice_of(self._parts, state)

@@ -11,20 +11,22 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.keys import SENSITIVITY
+from amp_fx._torch import OpOverload
+from amp_fx.graphs.keys import MAY_ROUND, SENSITIVITY, TIED
+from amp_fx.graphs.storages import in_place_target
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.place import ALWAYS, Network, Place, assign_as_autocast, rounded
-from amp_fx.passes.forward.sensitivity_terms import SensitivityNetwork, free_nodes
+from amp_fx.passes.forward.sensitivity_terms import sensitivity_terms
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
 from amp_fx.placement.priced import Labels, Priced, SensitivityTerm
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.placement.within import within
+from amp_fx.placement.tradeoff import within
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.plan import NodePlan
 from amp_fx.plans.reasons import HAZARDS, Kind, Reason
 from amp_fx.plans.sensitivity import CallSensitivity
 from amp_fx.policy import OpClass
+from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 
 __all__ = ["PlaceBySensitivity", "Placement", "PricedGraph", "price"]
 
@@ -37,20 +39,19 @@ class PricedGraph:
     """A graph with its prices.
 
     Attributes:
-        graph: classified, hazards pinned; its plans hold autocast's placement.
+        graph: classified, hazards pinned; its labels hold autocast's placement.
         low: the low dtype.
         priced: time and sensitivity of any placement: in picoseconds with a device profile; without, in bytes moved
-            and what
-            could be moved during the arithmetic.
+            and what could be moved during the arithmetic.
         autocast: the labels of torch.autocast: every listed op low, values where a cut over bytes puts them.
-        network: makes the cut's problem for a device profile, or for None.
+        make_by_bytes: makes the same with bytes for time.
     """
 
     graph: fx.Graph
     low: torch.dtype
     priced: Priced
     autocast: Labels
-    network: Callable[[DeviceProfile | None], SensitivityNetwork]
+    make_by_bytes: Callable[[], Priced]
 
     def placement(self, labels: Labels) -> Placement:
         """Labels in a form that holds for the same graph captured again."""
@@ -70,15 +71,10 @@ class PricedGraph:
         return found
 
     def labels_in(self, rows: Mapping[str, NodePlan]) -> dict[Var, bool]:
-        """The labels that a plan gives to the calls.
-
-        Args:
-            rows: call -> what the plan has for it.
-        """
+        """The labels that a plan gives to the calls, by its rows."""
         labels: dict[Var, bool] = {var: label for label, var in ALWAYS.items()}
         for node in self.graph.nodes:
-            plan = label_of(node)
-            if plan is not None:
+            if (plan := label_of(node)) is not None:
                 # literal numbers are in no plan
                 placed = rows.get(plan.name, plan)
                 labels[node] = placed.dtype is not self.low
@@ -88,15 +84,13 @@ class PricedGraph:
     @functools.cached_property
     def by_bytes(self) -> Priced:
         """Bytes that a placement reads and writes, by the cost model."""
-        network = self.network(None)
-        return Priced(network.build(), network.terms, network.scale)
+        return self.make_by_bytes()
 
     @property
     def autocast_sensitivity(self) -> float:
         """What torch.autocast's roundings add; those that overflow are left out."""
-        return sum(
-            term.sensitivity for term in self.priced.blame(self.autocast) if math.isfinite(term.sensitivity)
-        )
+        done = self.priced.blame(self.autocast)
+        return sum(term.sensitivity for term in done if math.isfinite(term.sensitivity))
 
 
 def price(
@@ -105,7 +99,7 @@ def price(
     """Prices a graph; None where it has no single low dtype to choose.
 
     Args:
-        gm: classified, hazards pinned. Its plans are given autocast's placement.
+        gm: classified, hazards pinned. Its labels are given autocast's placement.
         context: of the passes.
         rows: what was measured, by the call's name.
     """
@@ -116,27 +110,61 @@ def price(
     if len(lows) != 1:
         return None
     low = lows.pop()
-    cost = CostModel(gm.graph, None, context.training, context.folded)
-    autocast = solve(Network(gm.graph, cost, low).build())
+    by_bytes = CostModel(gm.graph, None, context.training, context.folded)
+    autocast = solve(Network(gm.graph, by_bytes, low).build())
     autocast |= {rounded(node): autocast[node] for node in gm.graph.nodes if autocast.get(node) is LOW}
-    fixed = frozenset(
-        node
+    measured = {
+        node: plan
         for node, plan in placed
-        if (plan.op_class is OpClass.FP32 and plan.is_because(*HAZARDS))
-        or context.policy.rule_for(plan.op, plan.module_path) is not None
+        if plan.name in rows
+        and _is_free(node, plan)
+        and context.policy.rule_for(plan.op, plan.module_path) is None
+    }
+    for node, plan in measured.items():
+        MAY_ROUND.set(node, True)
+        if plan.op in FAST_LOW_IO:
+            plan.own_dtype_slots = tuple(dict.fromkeys((*plan.own_dtype_slots, "weight", "bias")))
+    # which roundings happen does not depend on rates
+    network = Network(gm.graph, by_bytes, low, measured.keys())
+    terms = sensitivity_terms(gm.graph, network, by_bytes, rows)
+    # fused they would not be rounded, but a file may run where nothing is fused
+    overflowing = [
+        network.stored(node)
+        for node, plan in measured.items()
+        if rows[plan.name].value is None and in_place_target(node) is None
+    ]
+
+    def priced(cost: CostModel, arithmetic: bool) -> Priced:
+        network = Network(gm.graph, cost, low, measured.keys())
+        problem = network.build()
+        problem.pins.update(dict.fromkeys(overflowing, HIGH))
+        for node, plan in measured.items() if arithmetic else ():
+            if plan.op_class is OpClass.LOW:
+                # what library kernels compute where no profile says how long that takes
+                high, narrow = cost.nominal_arithmetic(node, low)
+                problem.add_unary(node, high * network.scale, narrow * network.scale)
+        return Priced(problem, terms, network.scale)
+
+    profile = context.profile
+    timed = by_bytes if profile is None else CostModel(gm.graph, profile, context.training, context.folded)
+    return PricedGraph(
+        gm.graph, low, priced(timed, profile is None), autocast, lambda: priced(by_bytes, False)
     )
-    free = free_nodes(gm.graph, rows, fixed)
 
-    def network(profile: DeviceProfile | None) -> SensitivityNetwork:
-        rates = CostModel(gm.graph, profile, context.training, context.folded)
-        return SensitivityNetwork(gm.graph, rates, low, rows, free)
 
-    timed = network(context.profile)
-    problem = timed.build()
-    if context.profile is None:
-        for var, (high, narrow) in timed.operations().items():
-            problem.add_unary(var, high * timed.scale, narrow * timed.scale)
-    return PricedGraph(gm.graph, low, Priced(problem, timed.terms, timed.scale), autocast, network)
+def _is_free(node: fx.Node, plan: Label) -> bool:
+    """True for the calls whose dtype sensitivity may decide: on a low list, or fp32 inside their kernel."""
+    is_float = plan.traced is torch.float32 and plan.low is not None and plan.op_class is not OpClass.KEEP
+    is_pinned = plan.pinned is not None or TIED.of(node)
+    if not is_float or is_pinned or (plan.op_class is OpClass.FP32 and plan.is_because(*HAZARDS)):
+        return False
+    if plan.op_class in (OpClass.LOW, OpClass.FOLLOW):
+        return True
+    # Inductor writes code that computes in fp32, whatever it reads and writes
+    tags = {torch.Tag.pointwise, torch.Tag.reduction}
+    if not isinstance(node.target, OpOverload):
+        return False
+    return plan.op in FAST_MAY_ROUND or not tags.isdisjoint(node.target.tags)
 
 
 @dataclass(frozen=True)
@@ -144,9 +172,8 @@ class PlaceBySensitivity(Pass):
     """Stands where ``place`` does when the user gives measured sensitivity.
 
     The op lists no longer say what may be low: a listed op stays in fp32 where its rounding adds much error, and an op
-    of no
-    list goes low where it does not. What hazards and the user's rules pin stays pinned, and what was not measured is
-    as autocast has it.
+    of no list goes low where it does not. What hazards and the user's rules pin stays pinned, and what was not
+    measured is as autocast has it.
 
     Before (dtypes as autocast would have them)::
 
@@ -161,9 +188,7 @@ class PlaceBySensitivity(Pass):
     Attributes:
         rows: call of this graph, with the path of its body -> what was measured.
         budget: how much error the graph may have, relative to torch.autocast's; the cheapest such placement is taken.
-        weight: instead of a budget, what a squared relative error of 1 is worth, in picoseconds (bytes without a
-            device profile).
-        placement: instead of both, where each call is, as :meth:`PricedGraph.placement` gave it.
+        placement: instead of a budget, where each call is, as :meth:`PricedGraph.placement` gave it.
     """
 
     name: ClassVar[str] = "place-by-sensitivity"
@@ -172,7 +197,6 @@ class PlaceBySensitivity(Pass):
 
     rows: Mapping[str, CallSensitivity] = field(hash=False)
     budget: float = 1.0
-    weight: float | None = None
     placement: Placement | None = field(default=None, hash=False)
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
@@ -180,19 +204,16 @@ class PlaceBySensitivity(Pass):
         found = price(gm, context, self.rows)
         if found is None:
             return Place().call(gm, context)
+        theirs = found.autocast_sensitivity
         if self.placement is not None:
             labels = found.labels(self.placement)
-        elif self.weight is not None:
-            labels = found.priced.choose(self.weight).placement
         else:
-            limit = self.budget**2 * found.autocast_sensitivity
-            (labels,) = within([found.priced], limit, [found.autocast]).placement
-        SENSITIVITY.set(gm, (found.priced.sensitivity(labels), found.autocast_sensitivity))
+            (labels,) = within([found.priced], self.budget**2 * theirs, [found.autocast]).placement
+        ours = found.priced.sensitivity(labels)
+        SENSITIVITY.set(gm, (ours, theirs))
         low_nodes = _apply(labels, found)
-        error, theirs = math.sqrt(found.priced.sensitivity(labels)), math.sqrt(found.autocast_sensitivity)
-        return PassResult(
-            gm, low_nodes, f"{low_nodes} nodes in the low dtype, error {error:.2e}, of autocast {theirs:.2e}"
-        )
+        errors = f"error {math.sqrt(ours):.2e}, of autocast {math.sqrt(theirs):.2e}"
+        return PassResult(gm, low_nodes, f"{low_nodes} nodes in the low dtype, {errors}")
 
 
 def _apply(labels: Labels, found: PricedGraph) -> int:
@@ -209,10 +230,8 @@ def _apply(labels: Labels, found: PricedGraph) -> int:
             _write(plan, labels[node], labels.get(rounded(node), labels[node]), found.low)
             if plan.name in terms:
                 is_low = labels[node] is LOW
-                sensitivities = [
-                    term.sensitivity for term in terms[plan.name] if not is_low or term.is_done(labels)
-                ]
-                plan.reasons += (_cost(math.sqrt(sum(sensitivities)), is_low=is_low),)
+                done = [term for term in terms[plan.name] if not is_low or term.is_done(labels)]
+                plan.reasons += (_cost(math.sqrt(sum(term.sensitivity for term in done)), is_low=is_low),)
         low_nodes += plan.dtype is found.low
     return low_nodes
 

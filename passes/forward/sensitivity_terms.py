@@ -12,179 +12,103 @@ The gradient of a value is rounded where it is handed back by a library kernel t
 takes it as the gradient of its result (5), and where it is kept in memory between two kernels in the dtype of a value
 that is stored low (6). A gradient that arrives rounded is not rounded again.
 
-Kernels of attention round operands of the matmuls inside them (7; ``amp_fx/calibration/attention.py``).
+Kernels of attention round operands of the matmuls inside them (7; ``amp_fx/calibration/operands.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import OpOverload
-from amp_fx.graphs.calls import is_parameter
-from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
-from amp_fx.graphs.storages import in_place_target
-from amp_fx.graphs.traits import op_row
-from amp_fx.passes.forward.classify import may_return_wide
-from amp_fx.passes.forward.place import Network, is_shaped, named_arguments, rounded
-from amp_fx.passes.forward.sensitivity_memory import Memory
+from amp_fx.graphs.calls import argument_value, is_parameter
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import numel
+from amp_fx.passes.forward.place import (
+    Network,
+    converts_alone,
+    is_stored_value,
+    is_summed,
+    named_arguments,
+)
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.priced import SensitivityTerm
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, as_number, slots
 from amp_fx.policy import OpClass
-from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 
-__all__ = ["SensitivityNetwork", "free_nodes"]
+__all__ = ["sensitivity_terms"]
 
 
-def free_nodes(
-    graph: fx.Graph, rows: Mapping[str, CallSensitivity], fixed: frozenset[fx.Node] = frozenset()
-) -> set[fx.Node]:
-    """The calls whose dtype sensitivity decides: measured, and on a low list or fp32 inside their kernel.
+def sensitivity_terms(
+    graph: fx.Graph, network: Network, cost: CostModel, rows: Mapping[str, CallSensitivity]
+) -> list[SensitivityTerm]:
+    """The terms of a graph that cost something.
 
     Args:
         graph: classified, hazards pinned.
+        network: the cut's variables.
+        cost: of the graph.
         rows: what was measured, by the call's name.
-        fixed: calls that the user's rules or a hazard have pinned.
     """
-    return {
-        node
-        for node in graph.nodes
-        if (plan := label_of(node)) is not None
-        and plan.name in rows
-        and node not in fixed
-        and not TIED.of(node)
-        and plan.pinned is None
-        and plan.traced is torch.float32
-        and plan.low is not None
-        and plan.op_class is not OpClass.KEEP
-        and (plan.op_class in (OpClass.LOW, OpClass.FOLLOW) or _is_generated(node, plan))
-    }
+    charges = _Charges(network, cost, rows, _Memory(graph, cost, rows))
+    values = [node for node in graph.nodes if is_stored_value(node)]
+    return [term for value in values for term in charges.of(value) if term.sensitivity]
 
 
-def _is_generated(node: fx.Node, plan: Label) -> bool:
-    """True for calls that Inductor writes code for: it computes in fp32, whatever the calls read and write."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    tags = {torch.Tag.pointwise, torch.Tag.reduction}
-    return plan.op in FAST_MAY_ROUND or not tags.isdisjoint(node.target.tags)
-
-
-class SensitivityNetwork(Network):
-    """The cut's problem where measured sensitivity, not the op lists, says what may be low."""
+class _Charges:
+    """Which roundings of a value and of its gradient happen, and when."""
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        cost: CostModel,
-        low: torch.dtype,
-        rows: Mapping[str, CallSensitivity],
-        free: set[fx.Node],
+        self, network: Network, cost: CostModel, rows: Mapping[str, CallSensitivity], memory: _Memory
     ) -> None:
-        super().__init__(graph, cost, low)
-        self._rows = rows
-        self._free = free
-        self.terms: list[SensitivityTerm] = []
-        self._memory = Memory(graph, cost, rows)
-        #: low products whose results may be rounded or not
-        self._wide = {node for node in free if cost.is_external(node) and may_return_wide(node)}
-        for node in free:
-            plan = node.meta[LABEL]
-            MAY_ROUND.set(node, True)
-            if plan.op in FAST_LOW_IO:
-                plan.own_dtype_slots = tuple(dict.fromkeys((*plan.own_dtype_slots, "weight", "bias")))
+        self._network, self._cost, self._rows, self._memory = network, cost, rows, memory
 
-    @property
-    def scale(self) -> int:
-        """Units of the problem that are one unit of time; less than that only breaks ties."""
-        return self._scale
-
-    def _widens(self, reader: fx.Node, plan: Label, value: fx.Node) -> bool:
-        # what the other inputs are is not known before the cut
-        return in_place_target(reader) is not None or not is_shaped(value)
-
-    def _demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
-        if reader in self._wide and self._is_summed(reader.meta[LABEL], name):
-            # added to the sum as it is stored
-            return rounded(reader)
-        return super()._demand(reader, name, value)
-
-    def operations(self) -> dict[Var, tuple[int, int]]:
-        """What library kernels compute where no profile says how long that takes, in bytes moved meanwhile."""
-        return {
-            node: self._cost.nominal_arithmetic(node, self._low)
-            for node in self._free
-            if node.meta[LABEL].op_class is OpClass.LOW
-        }
-
-    def _add_label(self, node: fx.Node, plan: Label) -> None:
-        super()._add_label(node, plan)
-        if node in self._wide:
-            self._problem.implies.append((node, rounded(node)))
-        row = self._rows.get(plan.name)
-        if row is not None and row.value is None and node in self._free and in_place_target(node) is None:
-            # fused it would not be rounded, but a file may run where nothing is fused
-            self._problem.pins[self._stored(node)] = HIGH
-
-    def _stored(self, node: fx.Node) -> Var:
-        # what is computed in fp32 is stored so; what is multiplied low may be
-        return rounded(node) if node in self._wide else super()._stored(node)
-
-    def _add_value(self, value: fx.Node) -> None:
-        super()._add_value(value)
-        stored = self._stored(value)
+    def of(self, value: fx.Node) -> Iterator[SensitivityTerm]:
+        """All of one value: on the way into each reader, and its own."""
+        stored = self._network.stored(value)
         for reader in value.users:
-            self._charge_read(value, reader, stored)
-        self._charge_result(value, stored)
+            if (row := _row_of(reader, self._rows)) is not None:
+                yield from self._of_read(value, reader, row, stored)
+        if (row := _row_of(value, self._rows)) is not None:
+            yield from self._of_result(value, row, stored)
 
-    def _charge_read(self, value: fx.Node, reader: fx.Node, stored: Var) -> None:
+    def _of_read(
+        self, value: fx.Node, reader: fx.Node, row: CallSensitivity, stored: Var
+    ) -> Iterator[SensitivityTerm]:
         """Cases 2, 3 and 4."""
-        plan = label_of(reader)
-        row = None if plan is None else self._rows.get(plan.name)
-        found = next((slot for slot in slots(reader) if slot[2] is value), None)
-        if plan is None or row is None or found is None or found[0] not in row.reads:
+        slot, argument = next(((slot, name) for slot, name, read in slots(reader) if read is value), ("", ""))
+        want = self._network.demand(reader, argument, value)
+        if slot not in row.reads or want is None:
             return
-        slot, argument, _ = found
-        sensitivity, want = row.reads[slot], self._demand(reader, argument, value)
-        if self._cost.is_stored(value):
-            converts = self._converts_alone(reader)
-        else:
-            converts = self._cost.reads_memory(reader, value)
-        if converts and want is not None:
-            self._charge(as_number(sensitivity.value), LOW, want, stored, plan.name, slot, backward=False)
-        is_library = plan.op_class is OpClass.LOW and want is not None
-        if is_library and not self._is_summed(plan, argument) and not self._leaves_wide(value, plan):
-            self._charge(as_number(sensitivity.gradient), LOW, want, None, plan.name, slot, backward=True)
+        sensitivity, plan, cost = row.reads[slot], label_of(reader), self._cost
+        is_read = converts_alone(cost, reader) if cost.is_stored(value) else cost.reads_memory(reader, value)
+        if is_read:
+            yield SensitivityTerm(as_number(sensitivity.value), LOW, want, stored, row.name, slot)
+        if plan is None or plan.op_class is not OpClass.LOW or is_summed(plan, argument):
+            return
+        if not self._leaves_wide(value, plan):
+            yield SensitivityTerm(as_number(sensitivity.gradient), LOW, want, None, row.name, slot, True)
 
-    def _charge_inside(self, node: fx.Node, plan: Label, row: CallSensitivity) -> None:
-        """Case 7."""
+    def _of_result(self, value: fx.Node, row: CallSensitivity, stored: Var) -> Iterator[SensitivityTerm]:
+        """Cases 1, 5, 6 and 7."""
         for slot in INSIDE:
-            if found := row.reads.get(slot):
-                for sensitivity, backward in ((found.value, False), (found.gradient, True)):
-                    self._charge(as_number(sensitivity), LOW, node, None, plan.name, slot, backward=backward)
-
-    def _charge_result(self, value: fx.Node, stored: Var) -> None:
-        """Cases 1, 5 and 6."""
+            if inside := row.reads.get(slot):
+                yield SensitivityTerm(as_number(inside.value), LOW, value, None, row.name, slot)
+                yield SensitivityTerm(as_number(inside.gradient), LOW, value, None, row.name, slot, True)
         plan = label_of(value)
-        row = None if plan is None else self._rows.get(plan.name)
-        if plan is None or row is None:
-            return
-        self._charge_inside(value, plan, row)
-        if plan.op_class is OpClass.LOW or self._memory.writes_value(value):
-            self._charge(as_number(row.value), LOW, stored, None, plan.name, "", backward=False)
+        is_library = plan is not None and plan.op_class is OpClass.LOW
+        if is_library or self._memory.writes_value(value):
+            yield SensitivityTerm(as_number(row.value), LOW, stored, None, row.name)
         if not self._memory.writes_gradient(value):
             return
-        gradient, want = as_number(row.gradient), self._rounded_by(value)
         # matmuls round what they read, whatever the dtype of the result
-        rounds = value if plan.op_class is OpClass.LOW else stored
-        if want is not None:
-            self._charge(gradient, HIGH, want, rounds, plan.name, "", backward=True)
-        else:
-            self._charge(gradient, LOW, rounds, None, plan.name, "", backward=True)
+        rounds = value if is_library else stored
+        before = self._rounded_by(value)
+        label, var, against = (LOW, rounds, None) if before is None else (HIGH, before, rounds)
+        yield SensitivityTerm(as_number(row.gradient), label, var, against, row.name, "", True)
 
     def _rounded_by(self, value: fx.Node) -> Var | None:
         """The variable of the call behind a value from which its gradient comes rounded, if that call is low."""
@@ -196,13 +120,12 @@ class SensitivityNetwork(Network):
             return None
         if plan.op_class is OpClass.LOW:
             names = [name for name, given in named_arguments(reader) if given is value]
-            return None if any(self._is_summed(plan, name) for name in names) else reader
-        if not self._memory.passes_on(reader, value):
+            return None if any(is_summed(plan, name) for name in names) else reader
+        if not self._memory.passes_gradient(reader, value):
             return None
-        return self._stored(reader) if self._memory.writes_gradient(reader) else self._rounded_by(reader)
-
-    def _is_summed(self, plan: Label, argument: str) -> bool:
-        return argument in ("bias", op_row(plan.op).addend)
+        if self._memory.writes_gradient(reader):
+            return self._network.stored(reader)
+        return self._rounded_by(reader)
 
     def _leaves_wide(self, value: fx.Node, plan: Label) -> bool:
         """On CUDA the gradient of a matmul's weight leaves its kernel in fp32 (``gemm_epilogue``).
@@ -216,16 +139,107 @@ class SensitivityNetwork(Network):
         tensor = value.meta.get("val")
         return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" and is_parameter(value)
 
-    def _charge(
-        self,
-        sensitivity: float,
-        label: bool,
-        var: Var,
-        against: Var | None,
-        call: str,
-        slot: str,
-        *,
-        backward: bool,
-    ) -> None:
-        if sensitivity:
-            self.terms.append(SensitivityTerm(sensitivity, label, var, against, call, slot, backward))
+
+class _Memory:
+    """What a compiled training step writes to memory between its kernels, as far as rounding is about it.
+
+    Inductor computes fused kernels in fp32. So of the values and gradients that a plan has low, only those are rounded
+    that are written. Values: see :class:`amp_fx.placement.cost.CostModel`; and those that are only kept for the
+    backward. Gradients: the backward is the forward's mirror, so both are read off the forward graph.
+    """
+
+    def __init__(self, graph: fx.Graph, cost: CostModel, rows: Mapping[str, CallSensitivity]) -> None:
+        self._cost = cost
+        self._rows = rows
+        #: how many kernels of the backward run before the gradient of a value is complete
+        self._level: dict[fx.Node, int] = {}
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._written: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            levels = [self._level[user] + cost.is_external(user) for user in node.users]
+            self._level[node] = max(levels, default=0)
+        for node in graph.nodes:
+            self._sources[node] = self._read_from(node)
+            if not cost.is_stored(node) and (self._is_read(node) or self._is_kept(node)):
+                self._written.add(node)
+
+    def writes_value(self, value: fx.Node) -> bool:
+        """True for fused values that a forward kernel, or the backward, finds in memory."""
+        return value in self._written
+
+    def writes_gradient(self, value: fx.Node) -> bool:
+        """True where the gradient of a value is in memory, in the dtype that the value has.
+
+        1. Library kernels read the gradient of their result, and so do sums over repeated elements.
+        2. A gradient that is part of another one, which a later kernel completes, waits for it: that of a residual add.
+        """
+        plan = label_of(value)
+        if plan is None:
+            return False
+        if self._cost.is_view(value):
+            return self.writes_gradient(value.all_input_nodes[0])
+        if plan.op_class is OpClass.LOW or self._cost.accumulates_backward(value):
+            return True
+        waits = (source for source in self._differentiated(value) if self._level[source] > self._level[value])
+        return any(True for _ in waits)
+
+    def passes_gradient(self, reader: fx.Node, value: fx.Node) -> bool:
+        """True where the gradient of the reader's result is that of the value as it is."""
+        if self._cost.is_view(reader):
+            return True
+        plan = label_of(reader)
+        given, result = value.meta.get("val"), reader.meta.get("val")
+        if plan is None or not isinstance(given, torch.Tensor) or not isinstance(result, torch.Tensor):
+            return False
+        if given.shape != result.shape:
+            return False
+        if plan.op == "dropout":
+            return not argument_value(reader, "p") or not argument_value(reader, "train")
+        return has_trait(plan.op, Trait.PASSES_GRADIENT)
+
+    def _differentiated(self, reader: fx.Node) -> Iterator[fx.Node]:
+        """The operands to which a gradient goes; where that was not measured, it may."""
+        row = _row_of(reader, self._rows)
+        for slot, _, source in slots(reader):
+            if row is None or slot not in row.reads or row.reads[slot].gradient != 0:
+                yield source
+
+    def _is_read(self, value: fx.Node) -> bool:
+        return any(self._cost.reads_memory(user, value) for user in value.users)
+
+    def _is_kept(self, value: fx.Node) -> bool:
+        """True where the backward needs a fused value and has no cheaper way to it.
+
+        What follows from a single value in memory is computed again from that. What joins two of them, as a residual
+        add does, is kept in their place.
+        """
+        return len(self._sources[value]) > 1 and any(
+            self._cost.saves_input(user) and any(True for _ in self._differentiated(user))
+            for user in value.users
+        )
+
+    def _read_from(self, value: fx.Node) -> frozenset[fx.Node]:
+        """The values that a fused one is computed from: large ones, in memory only because they are kept."""
+        if label_of(value) is None:
+            return frozenset()
+        found: set[fx.Node] = set()
+        for _, _, source in slots(value):
+            base = source
+            while self._cost.is_view(base):
+                base = base.all_input_nodes[0]
+            in_memory = base in self._written or self._cost.is_stored(base)
+            if not in_memory and not self._cost.accumulates_backward(base):
+                found |= self._sources[base]
+            elif not self._cost.is_input(base):
+                found.add(base)
+        return frozenset(source for source in found if 2 * _size(source) >= _size(value))
+
+
+def _row_of(node: fx.Node, rows: Mapping[str, CallSensitivity]) -> CallSensitivity | None:
+    plan = label_of(node)
+    return None if plan is None else rows.get(plan.name)
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return numel(value) if isinstance(value, torch.Tensor) else 0

@@ -19,7 +19,7 @@ from amp_fx.passes.levels.matmuls import Matmul, divides, last_calls
 from amp_fx.placement.cut import LOW, Var
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost
 from amp_fx.placement.priced import Priced, SensitivityTerm
-from amp_fx.placement.within import within
+from amp_fx.placement.tradeoff import within
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.plan import NodePlan, dtype_name
 from amp_fx.plans.reasons import Kind, Reason

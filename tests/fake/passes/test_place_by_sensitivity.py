@@ -33,7 +33,7 @@ from amp_fx.passes.forward.place import rounded
 from amp_fx.passes.forward.place_by_sensitivity import PricedGraph, price
 from amp_fx.placement.cut import HIGH, LOW, Problem, Var, evaluate
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.placement.within import within
+from amp_fx.placement.tradeoff import within
 from amp_fx.plans.label import label_of
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reasons import Kind
@@ -178,14 +178,14 @@ def test_the_sensitivity_of_a_placement_is_the_sum_of_the_roundings_that_happen(
     assert graph.autocast_sensitivity == pytest.approx(12e-6)
 
 
-def test_an_infinite_weight_gives_fp32() -> None:
-    plan = placed(variance, *ARGS, weight=math.inf)
+def test_a_budget_of_zero_gives_fp32() -> None:
+    plan = placed(variance, *ARGS, budget=0.0)
     assert not plan.changed
     assert {row.dtype for row in plan.nodes} == {torch.float32}
 
 
-def test_without_a_weight_on_sensitivity_what_is_cheapest_goes_low() -> None:
-    assert {row.dtype for row in placed(variance, *ARGS, weight=0.0).nodes} >= {torch.bfloat16}
+def test_without_a_limit_what_is_cheapest_goes_low() -> None:
+    assert {row.dtype for row in placed(variance, *ARGS, budget=math.inf).nodes} >= {torch.bfloat16}
 
 
 def test_a_matmul_whose_rounding_is_felt_stays_in_fp32_and_says_what_it_would_cost() -> None:
@@ -214,9 +214,9 @@ def test_an_op_of_the_fp32_list_goes_low_where_that_is_harmless() -> None:
     assert any(row.dtype is torch.bfloat16 for row in plan.nodes if row.op == "add.Tensor")
 
 
-@pytest.mark.parametrize("weight", [0.0, 1e9])
-def test_a_call_that_overflows_is_never_low(weight: float) -> None:
-    plan = placed(variance, *ARGS, sensitivity={"matmul_1": None}, weight=weight, low=torch.float16)
+@pytest.mark.parametrize("budget", [0.5, 100.0])
+def test_a_call_that_overflows_is_never_low(budget: float) -> None:
+    plan = placed(variance, *ARGS, sensitivity={"matmul_1": None}, budget=budget, low=torch.float16)
     assert plan.node("matmul_1").dtype is torch.float32
 
 
@@ -234,7 +234,7 @@ def test_a_hazard_holds_whatever_was_measured() -> None:
         return torch.matmul(e / e.sum(-1, keepdim=True), w)
 
     args = torch.randn(64, 16), torch.randn(16, 16)
-    plan = placed(softmax_by_hand, *args, sensitivity={"exp": 0.0, "sum_1": 0.0}, weight=0.0)
+    plan = placed(softmax_by_hand, *args, sensitivity={"exp": 0.0, "sum_1": 0.0}, budget=100.0)
     assert plan.node("exp").dtype is plan.node("sum_1").dtype is torch.float32
 
 
@@ -402,7 +402,7 @@ def test_where_a_result_sensitivities_nothing_it_is_rounded() -> None:
 
 
 def test_a_result_that_overflows_is_the_fp32_sum_of_low_operands() -> None:
-    plan = placed(variance, *ARGS, results={"matmul": None}, weight=0.0, low=torch.float16, device="cuda")
+    plan = placed(variance, *ARGS, results={"matmul": None}, budget=100.0, low=torch.float16, device="cuda")
     row = plan.node("matmul")
     assert (row.dtype, row.pinned) == (torch.float16, torch.float32)
 

@@ -13,7 +13,7 @@ import torch
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
 from amp_fx.placement.level_cost import LevelCost, copy_traffic
 from amp_fx.placement.priced import Labels, Priced, SensitivityTerm
-from amp_fx.placement.within import within
+from amp_fx.placement.tradeoff import within
 from amp_fx.policy.levels import LEVELS
 from amp_fx.targets import find_target
 

@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_fx.placement.tradeoff import Choice, bracket, hull
+from amp_fx.placement.priced import Choice
+from amp_fx.placement.tradeoff import bracket, hull
 
 points = st.lists(
     st.tuples(st.integers(0, 50).map(float), st.integers(0, 50).map(float)), min_size=1, max_size=12
@@ -23,7 +24,7 @@ def solver(given_points: list[tuple[float, float]]):  # a closure
             )
 
         best = min(range(len(given_points)), key=price)
-        return Choice(*given_points[best], weight, best)
+        return Choice(*given_points[best], best)
 
     return solve
 
