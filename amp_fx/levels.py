@@ -14,7 +14,7 @@ from amp_fx._torch import size_hint
 from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import BUDGET
 from amp_fx.passes import PlaceLevels
-from amp_fx.passes.keyed import marked
+from amp_fx.passes.base import marked
 from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.devices import builtin, resolve
 from amp_fx.placement.level_device import meaning, multiplies

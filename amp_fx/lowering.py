@@ -21,17 +21,14 @@ from amp_fx.graphs.devices import graph_devices
 from amp_fx.passes import (
     JOINT,
     PARTITIONED,
-    Case,
-    GemmEpilogue,
     Pass,
     PlaceLevels,
+    joint_passes,
+    partitioned_passes,
     run_keyed,
-    select,
 )
-from amp_fx.passes.joint.keep_statistics import is_low_norm
-from amp_fx.passes.joint.separate_outputs import widens_for_both
 from amp_fx.passes.joint.wide_results import mark_results
-from amp_fx.placement import layout
+from amp_fx.placement.layout import convert_op
 from amp_fx.plans.publish import is_heard
 from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.settings import Options
@@ -63,18 +60,16 @@ def lower(
         A callable with the graph's signature.
     """
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
-    given: list[Pass] = [GemmEpilogue(mark_results(gm))]
+    wide_results = mark_results(gm)
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
-        given.append(scaled.rewriting)
-    if place is not None:
-        given.append(place)
-    devices = frozenset(device for device in graph_devices(gm) if device != "cpu" or _concerns_cpu(gm))
-    case = Case(tuple(given), devices=devices, numerics=opts.numerics)
-    own = {**_hook(JOINT, case, opts), **_hook(PARTITIONED, case, opts)}
+    devices = graph_devices(gm)
+    scale = None if scaled is None else scaled.rewriting
+    joint = joint_passes(devices, opts.numerics, scale=scale, levels=place, wide_results=wide_results)
+    own = {**_hook(JOINT, joint, opts), **_hook(PARTITIONED, partitioned_passes(devices), opts)}
     if "cpu" in devices:
         # what the caches hand out may call it
-        layout.convert_op()
+        convert_op()
     # the cache does not tell a listener what the pass chose
     anew = traced_anew() if place is not None and is_heard() else contextlib.nullcontext()
     with autocast_shield(), anew:
@@ -88,17 +83,8 @@ def lower_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         return compile_with_inductor(gm, example_inputs, dict(opts.inductor))
 
 
-def _concerns_cpu(gm: fx.GraphModule) -> bool:
-    """True if the passes for CPU have something to do: about convolutions, low norms and what is returned widened."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    return layout.convolves(gm) or any(
-        is_low_norm(node) or widens_for_both(node) for graph in graphs for node in graph.nodes
-    )
-
-
-def _hook(graph: str, case: Case, opts: Options) -> dict[str, Any]:
+def _hook(graph: str, passes: tuple[Pass, ...], opts: Options) -> dict[str, Any]:
     """The Inductor option that runs the passes on one of its graphs."""
-    passes = select(graph, case)
     if not passes:
         return {}
     # what they depend on: their source, their options, and the one setting of torch that is in no key by itself

@@ -18,17 +18,15 @@ from amp_fx.graphs.keys import BUDGET, SENSITIVITY, STEP_META
 from amp_fx.graphs.regions import Region
 from amp_fx.levels import planned_levels
 from amp_fx.passes import (
-    CAPTURED,
     OUTLINE,
-    Case,
-    FoldWeights,
+    Given,
     MarkMatmuls,
     PassContext,
     PlaceBySensitivity,
     PlaceLevels,
     Replay,
+    captured_passes,
     run_passes,
-    select,
 )
 from amp_fx.passes.forward.place_by_sensitivity import Placement
 from amp_fx.passes.levels.place_levels import Budget
@@ -76,14 +74,14 @@ def rewrite(
         log_artifact("amp_fx_captured", lambda: captured.print_readable(print_output=False))
         traced = time.thread_time()
         device = graph_device(gm, ambient)
-        case = Case(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
-        folded = weight_inputs(captured) if case.caches_weights else frozenset[str]()
+        given = Given(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
+        folded = weight_inputs(captured) if given.caches_weights else frozenset[str]()
         if not training:
             folded |= _taken_out(widenings(captured))
         profile = resolve(opts.profile, device)
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
-        case, said = _evaluated(case, opts, context, device, ambient[device].dtype)
-        plan = _decided(captured, opts, placement, device, case, context)
+        given, said = _evaluated(given, opts, context, device, ambient[device].dtype)
+        plan = _decided(captured, opts, placement, device, given, context)
     plan.training, plan.profile = training, "" if profile is None else profile.name
     plan.meaning = plan.meaning or said
     log_artifact("amp_fx_plan", plan.to_json)
@@ -107,19 +105,20 @@ def _taken_out(casts: Sequence[fx.Node]) -> frozenset[str]:
 
 
 def _evaluated(
-    case: Case, opts: Options, context: PassContext, device: str, low: torch.dtype
-) -> tuple[Case, str]:
+    given: Given, opts: Options, context: PassContext, device: str, low: torch.dtype
+) -> tuple[Given, str]:
     """Without gradients, the pass that chooses what runs below 16 bits is given; and what the policy means here."""
     if context.training or opts.plan is not None or not levels_of(opts.policy.base):
-        return case, ""
-    keeps = case.caches_weights and opts.numerics != "eager"
+        return given, ""
+    keeps = given.caches_weights and opts.numerics != "eager"
     base, profile = opts.policy.base, context.profile
     means = meaning(base, opts.level, profile, device, low, training=False, keeps_weights=keeps)
     if means.level is None:
-        return case, means.text
+        return given, means.text
     if opts.sensitivity is not None:
-        return case, f"as autocast: a policy with sensitivity places no matmuls in {base}, a plan does"
-    return case.giving(PlaceLevels(means.level, device, means.cost, joint=False)), means.text
+        return given, f"as autocast: a policy with sensitivity places no matmuls in {base}, a plan does"
+    levels = PlaceLevels(means.level, device, means.cost, joint=False)
+    return replace(given, levels=levels), means.text
 
 
 def _decided(
@@ -127,16 +126,16 @@ def _decided(
     opts: Options,
     placement: Placement | None,
     device: str,
-    case: Case,
+    given: Given,
     context: PassContext,
 ) -> Plan:
     """Runs the passes, with the decisions of a plan, by measured sensitivity, or by the policy alone."""
     if opts.plan is not None:
-        return replay(captured, opts, device, case, context)
-    case = _marking(case, context)
+        return replay(captured, opts, device, given, context)
+    given = _marking(given, context)
     if opts.sensitivity is not None:
-        return _place_by_sensitivity(captured, opts.sensitivity, placement, case, context)
-    return run_passes(captured, select(CAPTURED, case), context)
+        return _place_by_sensitivity(captured, opts.sensitivity, placement, given, context)
+    return run_passes(captured, captured_passes(given), context)
 
 
 def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], *, training: bool) -> None:
@@ -156,22 +155,22 @@ def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], 
     plan.autocast_dtypes = module_dtypes(theirs.nodes)
 
 
-def _marking(case: Case, context: PassContext, chosen: Plan | None = None) -> Case:
+def _marking(given: Given, context: PassContext, chosen: Plan | None = None) -> Given:
     """In training, the pass that says which matmuls may run below 16 bits, or do in a plan, is given."""
     planned = chosen is not None and chosen.training and chosen.decides_levels
     if not context.training or not (planned or levels_of(context.policy.base, training=True)):
-        return case
-    return case.giving(MarkMatmuls(planned))
+        return given
+    return replace(given, mark=MarkMatmuls(planned))
 
 
-def replay(captured: fx.GraphModule, opts: Options, device: str, case: Case, context: PassContext) -> Plan:
+def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, context: PassContext) -> Plan:
     """Runs the passes with the decisions of whichever plan was made for this graph.
 
     Args:
         captured: the graph, which is rewritten.
         opts: with plans.
         device: type of the device that the graph is about.
-        case: what else decides which passes run.
+        given: what else decides which passes run.
         context: of the passes.
 
     Raises:
@@ -183,12 +182,12 @@ def replay(captured: fx.GraphModule, opts: Options, device: str, case: Case, con
     # a step and a call without gradients multiply in levels of their own
     follows = chosen.training is context.training
     rows = {name: replace(row, levels=dict(row.levels) if follows else {}) for name, row in rows.items()}
-    stores = case.of(FoldWeights) is not None
-    case = _marking(case, context, chosen).giving(Replay(rows, stores))
+    stores = given.fold is not None
+    given = replace(_marking(given, context, chosen), place=Replay(rows, stores))
     if not context.training:
         below = planned_levels(opts, device, rows, training=False, stores_weights=stores)
-        case = case if below is None else case.giving(below)
-    plan = run_passes(captured, select(CAPTURED, case), context)
+        given = replace(given, levels=below)
+    plan = run_passes(captured, captured_passes(given), context)
     plan.policy, plan.unused_rules, plan.meaning = chosen.policy, chosen.unused_rules, chosen.meaning
     return plan
 
@@ -197,7 +196,7 @@ def _place_by_sensitivity(
     captured: fx.GraphModule,
     sensitivity: Sensitivity,
     placement: Placement | None,
-    case: Case,
+    given: Given,
     context: PassContext,
 ) -> Plan:
     """Runs the passes with what was measured of this graph."""
@@ -208,13 +207,13 @@ def _place_by_sensitivity(
             raise
         # calibration is about gradients: what is only evaluated need not have been seen
         logger.info("graph %s was not calibrated: placed by the policy's base list", compile_id())
-        return run_passes(captured, select(CAPTURED, case), context)
+        return run_passes(captured, captured_passes(given), context)
     budget = context.policy.budget
     # beyond autocast's error, the budget is for what runs below 16 bits
     below = levels_of(context.policy.base, training=True)
     first = min(budget, 1.0) if below else budget
     step = PlaceBySensitivity(rows, first, placement=placement)
-    plan = run_passes(captured, select(CAPTURED, case.giving(step)), context)
+    plan = run_passes(captured, captured_passes(replace(given, place=step)), context)
     if below:
         BUDGET.set(captured, _left_below(captured, rows, budget))
     return plan

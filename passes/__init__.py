@@ -1,18 +1,17 @@
-"""The compiler passes, one per file, and the one table that orders them: :data:`TABLE`.
+"""The compiler passes, one per file, and their order on each graph: three functions of plain ``if``s.
 
 Folders say which graph a pass runs on: ``forward/``, the captured graph, before AOTAutograd makes a backward of it;
 ``joint/``, Inductor's joint graph, forward and backward together; ``levels/``, either of these; ``partitioned/``,
 Inductor's forward, backward and inference graphs, each by itself.
 
-What a pass is, and the runner, are in ``base.py``; what a pass on Inductor's graphs may read of a node, in
-``keyed.py``. Not here: op lists (``amp_fx.policy``), costs and the cut
-(``amp_fx.placement``). Open ``forward/place.py`` for the heart of it.
+What a pass is, the runner, and what a pass on Inductor's graphs may read of a node are in ``base.py``. Not here: op
+lists (``amp_fx.policy``), costs and the cut (``amp_fx.placement``). Open ``forward/place.py`` for the heart of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from amp_fx.passes.base import (
     CAPTURED,
@@ -54,14 +53,13 @@ __all__ = [
     "OUTLINE",
     "PARTITIONED",
     "PIPELINE",
-    "TABLE",
     "CacheWeights",
-    "Case",
     "Classify",
     "Constrain",
     "FoldWeights",
     "FuseCasts",
     "GemmEpilogue",
+    "Given",
     "InsertCasts",
     "KeepStatistics",
     "KeepWeights",
@@ -77,195 +75,107 @@ __all__ = [
     "PlaceLevels",
     "QuantiseMatmuls",
     "Replay",
-    "Row",
     "ScaleBackward",
     "SeparateOutputs",
     "Verify",
     "WriteCasts",
+    "captured_passes",
+    "joint_passes",
+    "partitioned_passes",
     "run_in_order",
     "run_keyed",
     "run_passes",
-    "select",
 ]
 
+#: what a plan is matched with: calls and their classes
+OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())
 
-@dataclass(frozen=True)
-class Case:
-    """What decides which passes run on a graph.
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Passes on a captured graph whose fields the caller fills in. None: the pass does not run.
 
     Attributes:
-        given: passes whose fields somebody else has to fill in: by a plan, measured sensitivity, a program's weights,
-            a scaler
-            or a device. Such a pass runs where one is given.
-        outline: only what a plan is matched with, calls and their classes.
-        caches_weights: low copies of weights live across calls.
-        devices: types of the devices that Inductor compiles for.
-        numerics: ``"compiled"`` or ``"eager"``.
+        keep: in export, ops whose weights do not fit into the low dtype stay in fp32.
+        fold: in export, weights are stored as they are read.
+        place: by a plan or by measured sensitivity, instead of by the policy alone.
+        levels: without gradients, which matmuls run below 16 bits.
+        mark: in training, which matmuls may run below 16 bits.
+        caches_weights: low copies of weights live across calls, and are inputs of the graph.
     """
 
-    given: tuple[Pass, ...] = ()
-    outline: bool = False
+    keep: KeepWeights | None = None
+    fold: FoldWeights | None = None
+    place: PlaceBySensitivity | Replay | None = None
+    levels: PlaceLevels | None = None
+    mark: MarkMatmuls | None = None
     caches_weights: bool = False
-    devices: frozenset[str] = frozenset()
-    numerics: str = "compiled"
-
-    def giving(self, *more: Pass) -> Case:
-        """The same with more passes given."""
-        return replace(self, given=(*self.given, *more))
-
-    def of(self, kind: type[Pass]) -> Pass | None:
-        """The pass of a class that is given, if any."""
-        return next((step for step in self.given if type(step) is kind), None)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One pass in the order of one graph. What it needs and ensures stands in its class.
-
-    Attributes:
-        graph: which it runs on.
-        step: the pass; a class: the pass of it that is given.
-        does: in a few words, and in brackets when.
-        when: whether it runs; a class besides only where one is given.
-        in_outline: also where only calls and their classes are wanted.
-    """
-
-    graph: str
-    step: Pass | type[Pass]
-    does: str
-    when: Callable[[Case], bool] = lambda case: True
-    in_outline: bool = False
-
-
-def _beside(*kinds: type[Pass]) -> Callable[[Case], bool]:
-    """Where passes of all these classes are given."""
-    return lambda case: all(case.of(kind) is not None for kind in kinds)
+def captured_passes(given: Given) -> tuple[Pass, ...]:
+    """The passes on a captured graph, in order."""
+    passes: list[Pass] = [*OUTLINE, Constrain()]
+    if given.keep is not None:
+        passes.append(given.keep)
+    passes += [given.place or Place(), InsertCasts(stored=given.fold is not None)]
+    if given.fold is not None and given.levels is None:
+        passes.append(given.fold)
+    passes.append(FuseCasts())
+    if given.levels is not None:
+        passes += [given.levels, QuantiseMatmuls(joint=False)]
+        if given.fold is not None:
+            # after the copies that are stored were made; it leaves casts that do nothing
+            passes += [given.fold, FuseCasts()]
+    if given.caches_weights:
+        passes.append(CacheWeights())
+    passes.append(Verify())
+    if given.mark is not None:
+        passes.append(given.mark)
+    return tuple(passes)
 
 
-def _without(*kinds: type[Pass]) -> Callable[[Case], bool]:
-    """Where no pass of these classes is given."""
-    return lambda case: all(case.of(kind) is None for kind in kinds)
+#: the passes on a captured graph where nothing is given
+PIPELINE = captured_passes(Given())
 
 
-def _on(*devices: str) -> Callable[[Case], bool]:
-    """Where Inductor compiles for one of these devices."""
-    return lambda case: not case.devices.isdisjoint(devices)
-
-
-def _keeps_statistics(case: Case) -> bool:
-    # eager: bit for bit what the decompositions give, which do not know whether eager PyTorch rounds here
-    return case.numerics != "eager" and _on("cpu", "cuda")(case)
-
-
-#: every pass on every graph, in order
-TABLE: tuple[Row, ...] = (
-    Row(CAPTURED, PinDtypes(), "write down the dtypes that the program only implies", in_outline=True),
-    Row(
-        CAPTURED,
-        Classify(),
-        "op lists and user rules: low, fp32, promote, follow, keep",
-        in_outline=True,
-    ),
-    Row(CAPTURED, Constrain(), "hazards that lists cannot see; storages that must not be re-typed"),
-    Row(CAPTURED, KeepWeights, "(export) ops whose weights do not fit into the low dtype"),
-    Row(CAPTURED, Place(), "the precision of every value", _without(PlaceBySensitivity, Replay)),
-    Row(
-        CAPTURED,
-        PlaceBySensitivity,
-        "(sensitivity) the precision of every value, by time and measured accuracy",
-    ),
-    Row(CAPTURED, Replay, "(plan) the precision of every value, as the plan has it"),
-    Row(CAPTURED, InsertCasts(), "casts, each once per value and dtype", _without(FoldWeights)),
-    Row(
-        CAPTURED,
-        InsertCasts(stored=True),
-        "(export) the same, and operands of norms in one dtype",
-        _beside(FoldWeights),
-    ),
-    Row(
-        CAPTURED,
-        FoldWeights,
-        "(export) weights are stored as they are read, and their casts go",
-        _without(PlaceLevels),
-    ),
-    Row(CAPTURED, FuseCasts(), "conversions that do nothing go"),
-    Row(CAPTURED, PlaceLevels, "(levels below 16 bits, no gradients) which matmuls run in them"),
-    Row(
-        CAPTURED,
-        QuantiseMatmuls(joint=False),
-        "(levels below 16 bits, no gradients) operands are scaled and converted, and matmuls read them",
-        _beside(PlaceLevels),
-    ),
-    Row(
-        CAPTURED,
-        FoldWeights,
-        "(export, levels below 16 bits) weights are stored as they are read, and their casts go",
-        _beside(PlaceLevels),
-    ),
-    Row(
-        CAPTURED,
-        FuseCasts(),
-        "(export, levels below 16 bits) casts that folding has left go",
-        _beside(FoldWeights, PlaceLevels),
-    ),
-    Row(
-        CAPTURED,
-        CacheWeights(),
-        "(inference) low copies of weights are inputs, and their casts go",
-        lambda case: case.caches_weights,
-    ),
-    Row(CAPTURED, Verify(), "it runs, and its dtypes are the planned and the promised ones"),
-    Row(CAPTURED, MarkMatmuls, "(levels below 16 bits, training) the matmuls that may run in them"),
-    Row(JOINT, ScaleBackward, "(fp16) loss scaling and finite checks inside the backward"),
-    Row(JOINT, PlaceLevels, "(levels below 16 bits) which matmuls run in them, forward and backward"),
-    Row(
-        JOINT,
-        QuantiseMatmuls(),
-        "(levels below 16 bits) operands are scaled and converted once, and matmuls read them",
-        _beside(PlaceLevels),
-    ),
-    Row(
-        JOINT,
-        SeparateOutputs(),
-        "(CPU, CUDA) what is returned widened is read as it was",
-        _on("cpu", "cuda"),
-    ),
-    Row(JOINT, LayOutGradients(), "(CPU) gradients of convolutions in their weights' layout", _on("cpu")),
-    Row(JOINT, GemmEpilogue, "(CUDA) a matmul returns fp32 where the graph does, or a rule", _on("cuda")),
-    Row(
-        JOINT,
-        KeepStatistics(),
-        "(not numerics eager) norms keep what their backward needs in fp32",
-        _keeps_statistics,
-    ),
-    Row(PARTITIONED, LayOutWeights(), "(CPU) convolutions' weights are cast channels last", _on("cpu")),
-    Row(
-        PARTITIONED,
-        WriteCasts(),
-        "(CUDA) casts are written where they are made, not behind a view",
-        _on("cuda"),
-    ),
-)
-
-
-def select(graph: str, case: Case) -> tuple[Pass, ...]:
-    """The passes that run on a graph, in order.
+def joint_passes(
+    devices: Collection[str],
+    numerics: str = "compiled",
+    *,
+    scale: ScaleBackward | None = None,
+    levels: PlaceLevels | None = None,
+    wide_results: tuple[str, ...] = (),
+) -> tuple[Pass, ...]:
+    """The passes on Inductor's joint graph, in order.
 
     Args:
-        graph: one of :data:`CAPTURED`, :data:`JOINT`, :data:`PARTITIONED`.
-        case: what decides about it.
+        devices: types of the devices that Inductor compiles for.
+        numerics: ``"compiled"`` or ``"eager"``.
+        scale: with a loss scaler.
+        levels: which matmuls run below 16 bits, where a policy or a plan has such.
+        wide_results: marked calls whose results a rule has in fp32.
     """
-    steps: list[Pass] = []
-    for row in TABLE:
-        step = row.step if isinstance(row.step, Pass) else case.of(row.step)
-        if row.graph != graph or step is None or (case.outline and not row.in_outline) or not row.when(case):
-            continue
-        steps.append(step)
-    return tuple(steps)
+    passes: list[Pass] = [] if scale is None else [scale]
+    if levels is not None:
+        passes += [levels, QuantiseMatmuls()]
+    known = "cpu" in devices or "cuda" in devices
+    if known:
+        passes.append(SeparateOutputs())
+    if "cpu" in devices:
+        passes.append(LayOutGradients())
+    if "cuda" in devices:
+        passes.append(GemmEpilogue(wide_results))
+    if known and numerics != "eager":
+        # eager: bit for bit what the decompositions give, which do not know whether eager PyTorch rounds here
+        passes.append(KeepStatistics())
+    return tuple(passes)
 
 
-#: forward passes, in order
-PIPELINE = select(CAPTURED, Case())
-
-#: what a plan is matched with: calls and their classes
-OUTLINE = select(CAPTURED, Case(outline=True))
+def partitioned_passes(devices: Collection[str]) -> tuple[Pass, ...]:
+    """The passes on each of Inductor's forward, backward and inference graphs, in order."""
+    passes: list[Pass] = []
+    if "cpu" in devices:
+        passes.append(LayOutWeights())
+    if "cuda" in devices:
+        passes.append(WriteCasts())
+    return tuple(passes)

@@ -1,26 +1,29 @@
 """What a pass is, and the runner that enforces it.
 
-A pass takes a GraphModule whose nodes carry a correct ``meta["val"]``, leaves it so, and says what it
-changed. It may assume what it ``needs`` and must establish what it ``ensures``; the runner checks the first,
-lints after every pass, names the failing pass together with those that ran before it, and records the graph
-for logs and tlparse.
+A pass takes a GraphModule whose nodes carry a correct ``meta["val"]``, leaves it so, and says what it changed. It may
+assume what it ``needs`` and must establish what it ``ensures``; the runner checks the first, lints after every pass,
+and names the failing pass together with those that ran before it.
+
+On Inductor's graphs a pass reads only what the keys of the compile caches hold. AOTAutograd and Inductor find what they
+have compiled by a graph's code, the metadata of its inputs, their options and the uuids of passes. ``node.meta`` is in
+none of these: two graphs that differ there alone are one to them, and the second gets what was compiled for the first.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, log_artifact
 from amp_fx.errors import PassError, PlanError
-from amp_fx.graphs.keys import REGION_META
-from amp_fx.passes.keyed import only_keyed
+from amp_fx.graphs.keys import MARK, REGION_META, RESULT_MARK
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import add_graph
@@ -29,12 +32,15 @@ from amp_fx.policy.rules import Rule
 
 __all__ = [
     "CAPTURED",
+    "CUSTOM",
     "JOINT",
     "PARTITIONED",
     "Pass",
     "PassContext",
     "PassResult",
     "bodies",
+    "mark",
+    "marked",
     "run_in_order",
     "run_keyed",
     "run_passes",
@@ -45,6 +51,12 @@ logger = logging.getLogger(__name__)
 #: The graphs that passes run on: the captured one, Inductor's joint one with forward and backward together, and
 #: Inductor's forward, backward and inference graphs, each by itself. A pass on one of the last two needs it by name.
 CAPTURED, JOINT, PARTITIONED = "captured graph", "joint graph", "partitioned graph"
+
+#: node.meta key of what AOTAutograd copies to all that a call becomes, backward included
+CUSTOM = "custom"
+
+#: node.meta keys that tracing makes of a graph's code and inputs, and of nothing else
+_KEYED = frozenset({"desc", "original_aten", "partitioner_tag", "val"})
 
 
 @dataclass(frozen=True)
@@ -76,12 +88,10 @@ class PassResult:
     """What a pass did.
 
     Attributes:
-        graph_module: the graph, rewritten in place.
         changed: number of nodes labelled, inserted, replaced or removed.
         summary: one line for the log.
     """
 
-    graph_module: fx.GraphModule
     changed: int
     summary: str
 
@@ -95,7 +105,7 @@ class Pass(abc.ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     #: facts that hold afterwards
     ensures: ClassVar[frozenset[str]] = frozenset()
-    #: on Inductor's graphs: names of marked calls that the pass knows (:mod:`amp_fx.passes.keyed`)
+    #: on Inductor's graphs: names of marked calls that the pass knows
     marks: tuple[str, ...] = ()
 
     @abc.abstractmethod
@@ -103,21 +113,8 @@ class Pass(abc.ABC):
         """Rewrites ``gm`` in place."""
 
 
-def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
-    """Captured bodies of the graph's higher-order ops, by attribute name, each once."""
-    found: dict[str, fx.GraphModule] = {}
-    for node in gm.graph.nodes:
-        if not isinstance(node.target, HigherOrderOperator):
-            continue
-        for source in node.all_input_nodes:
-            body = getattr(gm, str(source.target), None) if source.op == "get_attr" else None
-            if isinstance(body, fx.GraphModule) and _is_captured(body):
-                found[str(source.target)] = body
-    return list(found.items())
-
-
 def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> Plan:
-    """Runs a pipeline on a captured graph and on the bodies inside it.
+    """Runs passes on a captured graph and on the bodies inside it.
 
     Returns:
         The plan of graph and bodies.
@@ -127,11 +124,8 @@ def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContex
     """
     plan = Plan(policy=str(context.policy), unused_rules=[r.to_dict() for r in context.policy.users_rules])
     for name, body in bodies(gm):
-        inner = run_passes(
-            body,
-            pipeline,
-            replace(context, path=f"{context.path}{name}.", folded=frozenset()),
-        )
+        within = replace(context, path=f"{context.path}{name}.", folded=frozenset())
+        inner = run_passes(body, pipeline, within)
         plan.nodes += inner.nodes
         plan.casts += inner.casts
         plan.inputs += inner.inputs
@@ -146,7 +140,7 @@ def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContex
 
 
 def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> None:
-    """Runs a pipeline on one graph, bodies left out.
+    """Runs passes on one captured graph, bodies left out.
 
     Raises:
         PassError: a pass failed; the cause is chained.
@@ -156,17 +150,12 @@ def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassCont
 
 
 def run_keyed(gm: fx.GraphModule, pipeline: Sequence[Pass], graph: str = JOINT) -> None:
-    """Runs a pipeline on a graph that Inductor looks up in caches: its passes read no more than the keys hold.
-
-    Args:
-        gm: rewritten in place.
-        pipeline: in order.
-        graph: which of Inductor's graphs it is.
+    """Runs passes on one of Inductor's graphs; what they read of a node is in the keys of the compile caches.
 
     Raises:
         PassError: a pass failed, or read more; the cause is chained.
     """
-    with only_keyed(gm, {name for step in pipeline for name in step.marks}):
+    with _only_keyed(gm, {name for step in pipeline for name in step.marks}):
         _run(gm, pipeline, PassContext(), graph)
     gm.recompile()
 
@@ -195,5 +184,71 @@ def _run(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, gra
         logger.debug("%s%s: %s (%.1f ms)", context.path, step.name, result.summary, elapsed)
 
 
-def _is_captured(body: fx.GraphModule) -> bool:
-    return any(REGION_META in node.meta for node in body.graph.nodes)
+def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
+    """Captured bodies of the graph's higher-order ops, by attribute name, each once."""
+    found: dict[str, fx.GraphModule] = {}
+    for node in gm.graph.nodes:
+        if not isinstance(node.target, HigherOrderOperator):
+            continue
+        for source in node.all_input_nodes:
+            body = getattr(gm, str(source.target), None) if source.op == "get_attr" else None
+            if isinstance(body, fx.GraphModule) and any(REGION_META in n.meta for n in body.graph.nodes):
+                found[str(source.target)] = body
+    return list(found.items())
+
+
+def mark(node: fx.Node, key: str, name: str) -> None:
+    """Marks a captured call, by :data:`MARK` or :data:`RESULT_MARK`, with its name in the plan."""
+    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), key: name}
+
+
+def marked(node: fx.Node, key: str = MARK) -> str | None:
+    """The name in the plan of the call that a node comes from, if that has such a mark."""
+    return (node.meta.get(CUSTOM) or {}).get(key)
+
+
+@contextlib.contextmanager
+def _only_keyed(gm: fx.GraphModule, marks: Collection[str]) -> Iterator[None]:
+    """Inside, what no cache key holds can be copied from node to node, but not read; so can other marks than these."""
+
+    def shown(key: str, value: Any) -> Any:
+        if key == CUSTOM and isinstance(value, dict):
+            return _Marks(value, marks)
+        return value if key in _KEYED else _Unread(key, value)
+
+    for node in gm.graph.nodes:
+        node.meta = {key: shown(key, value) for key, value in node.meta.items()}
+    try:
+        yield
+    finally:
+        for node in gm.graph.nodes:
+            node.meta = {
+                key: value.whole if isinstance(value, (_Unread, _Marks)) else value
+                for key, value in node.meta.items()
+            }
+
+
+class _Marks(dict[str, Any]):
+    """Of what is in ``node.meta["custom"]``, the marks that are in a uuid."""
+
+    def __init__(self, whole: dict[str, Any], marks: Collection[str]) -> None:
+        super().__init__({key: whole[key] for key in (MARK, RESULT_MARK) if whole.get(key) in marks})
+        self.whole = whole
+
+
+class _Unread:
+    """Stands for a value of ``node.meta`` in a pass that may not depend on it."""
+
+    def __init__(self, key: str, whole: Any) -> None:
+        self.key, self.whole = key, whole
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise PassError(
+            f"a pass reads node.meta[{self.key!r}], which is in no key of the compile caches: what it depends on "
+            "belongs into its fields"
+        )
+
+    __bool__ = __contains__ = __eq__ = __getitem__ = __hash__ = __iter__ = __len__ = __str__ = _refuse  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()

@@ -9,7 +9,7 @@ from amp_fx._torch import FakeTensorMode, lower_with_inductor
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import LEVEL, MARK
 from amp_fx.passes import PassContext
-from amp_fx.passes.keyed import CUSTOM
+from amp_fx.passes.base import CUSTOM
 from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
 from amp_fx.policy.levels import LEVELS
 from amp_fx.targets._torch import compile_contexts, pretended

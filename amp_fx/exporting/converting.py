@@ -27,14 +27,13 @@ from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
 from amp_fx.passes import (
-    CAPTURED,
-    Case,
     FoldWeights,
+    Given,
     KeepWeights,
     PassContext,
     PlaceLevels,
+    captured_passes,
     run_passes,
-    select,
 )
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_device import Meaning, meaning
@@ -159,16 +158,16 @@ def _convert(
         profile,
         folded=frozenset(weight.name for weight in weights),
     )
-    case, means = Case((KeepWeights(tuple(w.name for w in kept)), fold)), Meaning("")
+    given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), fold=fold), Meaning("")
     base = opts.shared.policy.base
     if opts.shared.plan is not None:
-        plan = replay(gm, opts.shared, device, case, context)
+        plan = replay(gm, opts.shared, device, given, context)
     else:
         if levels_of(base):
             means = meaning(base, opts.shared.level, profile, device, low, training=False)
         if means.level is not None:
-            case = case.giving(PlaceLevels(means.level, device, means.cost, joint=False))
-        plan = run_passes(gm, select(CAPTURED, case), context)
+            given = replace(given, levels=PlaceLevels(means.level, device, means.cost, joint=False))
+        plan = run_passes(gm, captured_passes(given), context)
         plan.meaning = means.text
     plan.inputs = [
         replace(given, parameter=not context.folded.isdisjoint((given.name, given.copy_of)))

@@ -25,7 +25,6 @@ __all__ = [
     "CAST",
     "channels_last_strides",
     "convert_op",
-    "convolves",
     "is_convert",
     "is_convolution",
     "is_relaid",
@@ -73,11 +72,8 @@ def _library() -> torch.library.Library:
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
     )
     library.impl("convert", _convert, "CPU")
-    torch.library.register_fake(
-        "amp_fx::convert",
-        lambda x, dtype, stride: x.new_empty_strided(x.shape, stride, dtype=dtype),
-        lib=library,
-    )
+    # torch.library.register_fake looks its caller up among all modules, which takes 20 ms
+    library.impl("convert", lambda x, dtype, stride: x.new_empty_strided(x.shape, stride, dtype=dtype), "Meta")
     return library
 
 
@@ -104,12 +100,6 @@ def is_convolution(node: fx.Node) -> bool:
     Inductor lays them out channels last; the second argument is the weight.
     """
     return has_trait(node, Trait.PLANAR_CONVOLUTION)
-
-
-def convolves(gm: fx.GraphModule) -> bool:
-    """True if a captured graph, or a body in it, has a convolution."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    return any(is_convolution(node) for graph in graphs for node in graph.nodes)
 
 
 def relaid_weight(node: object) -> fx.Node | None:

@@ -48,7 +48,7 @@ class CacheWeights(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
         if context.path:
-            return PassResult(gm, 0, "a body has no weights of its own")
+            return PassResult(0, "a body has no weights of its own")
         written = {key for node in gm.graph.nodes for key in written_storages(node)}
         inputs = _Inputs(gm.graph)
         parts: dict[fx.Node, list[tuple[fx.Node, Part]]] = {}
@@ -68,7 +68,7 @@ class CacheWeights(Pass):
                 inputs.take(node, weight, part.recipe, part.index, (policy, f"{policy}_scale")[part.index])
         if parts:
             erase_unread(gm.graph)
-        return PassResult(gm, inputs.count, f"{inputs.count} low copies of weights are inputs")
+        return PassResult(inputs.count, f"{inputs.count} low copies of weights are inputs")
 
 
 class _Inputs:

@@ -72,7 +72,7 @@ class Classify(Pass):
             node.meta[LABEL] = plan
             counts[plan.op_class.value] += 1
         summary = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        return PassResult(gm, sum(counts.values()), summary or "no calls")
+        return PassResult(sum(counts.values()), summary or "no calls")
 
 
 def _label(node: fx.Node, context: PassContext) -> Label:

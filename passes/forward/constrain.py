@@ -56,7 +56,7 @@ class Constrain(Pass):
         _forbid_rounding(gm.graph)
         _pin_differentiated(gm.graph)
         tied = _tie_storages(gm)
-        return PassResult(gm, pinned + tied, f"{pinned} nodes to fp32, {tied} tied to a shared storage")
+        return PassResult(pinned + tied, f"{pinned} nodes to fp32, {tied} tied to a shared storage")
 
 
 def _to_fp32(node: fx.Node, why: Reason) -> int:

@@ -65,7 +65,7 @@ class FoldWeights(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
         if context.path:
-            return PassResult(gm, 0, "a body has no weights of its own")
+            return PassResult(0, "a body has no weights of its own")
         inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
         written = {key for node in gm.graph.nodes for key in written_storages(node)}
         folded = 0
@@ -82,7 +82,7 @@ class FoldWeights(Pass):
             folded += recipe is not None or dtype is not None
         if any(RECIPE_META in node.meta for node in inputs.values()):
             erase_unread(gm.graph)
-        return PassResult(gm, folded, f"{folded} of {len(self.weights)} weights stored low")
+        return PassResult(folded, f"{folded} of {len(self.weights)} weights stored low")
 
     def _stored_dtype(self, holders: list[fx.Node]) -> torch.dtype | None:
         """The low dtype that serves all readers; None: as it is."""

@@ -70,7 +70,7 @@ class FuseCasts(Pass):
             if CAST_META in node.meta and not node.users:
                 gm.graph.erase_node(node)
                 removed += 1
-        return PassResult(gm, removed, f"{removed} casts removed")
+        return PassResult(removed, f"{removed} casts removed")
 
     def _fusible_casts(self, graph: fx.Graph) -> set[fx.Node]:
         """Casts between placed dtypes, of storages that nobody writes to.

@@ -77,7 +77,7 @@ class InsertCasts(Pass):
             if plan is not None:
                 casts.rewrite(node, plan)
         casts.restore_outputs()
-        return PassResult(gm, casts.count, f"{casts.count} casts inserted")
+        return PassResult(casts.count, f"{casts.count} casts inserted")
 
 
 @dataclass

@@ -52,7 +52,7 @@ class KeepWeights(Pass):
                 plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
                 plan.reasons = (Reason.of(Kind.WEIGHT_RANGE, weight=node.name, low=plan.low),)
                 moved += 1
-        return PassResult(gm, moved, f"{moved} nodes to fp32 for their weights' sake")
+        return PassResult(moved, f"{moved} nodes to fp32 for their weights' sake")
 
 
 def _readers(weight: fx.Node) -> Iterator[fx.Node]:

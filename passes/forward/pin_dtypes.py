@@ -55,4 +55,4 @@ class PinDtypes(Pass):
                 node.target = aten.to.dtype
                 node.args, node.kwargs = (node.args[0], value.dtype), {}
                 pinned += 1
-        return PassResult(gm, pinned, f"{pinned} implied dtypes written down")
+        return PassResult(pinned, f"{pinned} implied dtypes written down")

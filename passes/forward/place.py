@@ -86,7 +86,7 @@ class Place(Pass):
             network = Network(gm.graph, cost, low)
             moved = _apply(solve(network.build()), placed, low)
         low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)
-        return PassResult(gm, low_nodes, f"{low_nodes} nodes in the low dtype, {moved} moved by the cut")
+        return PassResult(low_nodes, f"{low_nodes} nodes in the low dtype, {moved} moved by the cut")
 
 
 def assign_as_autocast(node: fx.Node, plan: Label) -> None:

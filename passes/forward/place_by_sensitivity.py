@@ -213,7 +213,7 @@ class PlaceBySensitivity(Pass):
         SENSITIVITY.set(gm, (ours, theirs))
         low_nodes = _apply(labels, found)
         errors = f"error {math.sqrt(ours):.2e}, of autocast {math.sqrt(theirs):.2e}"
-        return PassResult(gm, low_nodes, f"{low_nodes} nodes in the low dtype, {errors}")
+        return PassResult(low_nodes, f"{low_nodes} nodes in the low dtype, {errors}")
 
 
 def _apply(labels: Labels, found: PricedGraph) -> int:

@@ -65,7 +65,7 @@ class Replay(Pass):
             if row.is_because(Kind.WIDE_RESULT):
                 self._check_wide(plan, node.meta["val"].device.type)
             followed += 1
-        return PassResult(gm, followed, f"{followed} nodes as the plan has them")
+        return PassResult(followed, f"{followed} nodes as the plan has them")
 
     def _check_wide(self, plan: Label, device: str) -> None:
         where = "a program" if self.stored else device

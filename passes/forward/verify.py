@@ -42,7 +42,6 @@ class Verify(Pass):
 
     name: ClassVar[str] = "verify"
     needs: ClassVar[frozenset[str]] = frozenset({"casts"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"verified"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
@@ -61,7 +60,7 @@ class Verify(Pass):
                 _check_planned(node, plan)
             checked += 1
         _check_outputs(gm)  # case 3
-        return PassResult(gm, 0, f"{checked} calls checked")
+        return PassResult(0, f"{checked} calls checked")
 
 
 def _has_run(node: fx.Node, ran: list[Any] | None) -> bool:

@@ -55,7 +55,6 @@ class GemmEpilogue(Pass):
 
     name: ClassVar[str] = "gemm-epilogue"
     needs: ClassVar[frozenset[str]] = frozenset({JOINT})
-    ensures: ClassVar[frozenset[str]] = frozenset({"matmuls-widened"})
 
     marks: tuple[str, ...] = ()
 
@@ -78,7 +77,7 @@ class GemmEpilogue(Pass):
                 cast.replace_all_uses_with(cast.all_input_nodes[0])
                 gm.graph.erase_node(cast)
             widened += 1
-        return PassResult(gm, widened, f"{widened} matmuls return fp32")
+        return PassResult(widened, f"{widened} matmuls return fp32")
 
 
 def _returns_fp32(node: fx.Node) -> bool:

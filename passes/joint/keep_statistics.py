@@ -14,13 +14,7 @@ from amp_fx.graphs.values import LOW_DTYPES, is_eligible
 from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
 from amp_fx.placement.layout import CAST
 
-__all__ = ["KeepStatistics", "is_low_norm"]
-
-
-def is_low_norm(node: fx.Node) -> bool:
-    """True for a call of a captured graph that is a norm with a low input."""
-    value = node.meta.get("val")
-    return has_trait(node, Trait.NORM) and isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES
+__all__ = ["KeepStatistics"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,6 @@ class KeepStatistics(Pass):
 
     name: ClassVar[str] = "keep-statistics"
     needs: ClassVar[frozenset[str]] = frozenset({JOINT})
-    ensures: ClassVar[frozenset[str]] = frozenset({"statistics-kept"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
@@ -59,7 +52,7 @@ class KeepStatistics(Pass):
             for node in (node for node in gm.graph.nodes if node in low):
                 node.meta["val"] = run_fake(node)
             kept += 1
-        return PassResult(gm, kept, f"{kept} statistics of norms stay in fp32")
+        return PassResult(kept, f"{kept} statistics of norms stay in fp32")
 
 
 def _rounds_a_statistic(cast: fx.Node) -> bool:

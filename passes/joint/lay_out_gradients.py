@@ -39,12 +39,11 @@ class LayOutGradients(Pass):
 
     name: ClassVar[str] = "lay-out-gradients"
     needs: ClassVar[frozenset[str]] = frozenset({JOINT})
-    ensures: ClassVar[frozenset[str]] = frozenset({"gradients-laid-out"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
         if not lays_out_convolutions():
-            return PassResult(gm, 0, "Inductor keeps the layout of convolutions")
+            return PassResult(0, "Inductor keeps the layout of convolutions")
         changed = 0
         for backward in gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
             weight = relaid_weight(backward.args[2])
@@ -53,7 +52,7 @@ class LayOutGradients(Pass):
             for cast in _widened(backward):
                 lay_out(cast, weight.meta["val"].stride())
                 changed += 1
-        return PassResult(gm, changed, f"{changed} gradients are laid out as their weights")
+        return PassResult(changed, f"{changed} gradients are laid out as their weights")
 
 
 def _widened(backward: fx.Node) -> list[fx.Node]:

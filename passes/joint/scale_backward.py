@@ -53,7 +53,6 @@ class ScaleBackward(Pass):
 
     name: ClassVar[str] = "scale-backward"
     needs: ClassVar[frozenset[str]] = frozenset({JOINT})
-    ensures: ClassVar[frozenset[str]] = frozenset({"gradients-scaled"})
 
     scale: int
 
@@ -61,7 +60,7 @@ class ScaleBackward(Pass):
         """See the class."""
         roles = joint_roles(gm)
         if roles is None or self.scale not in roles.inputs:
-            return PassResult(gm, 0, "no backward here")
+            return PassResult(0, "no backward here")
         work = _Work(gm.graph, roles.inputs[self.scale])
         for tangent in roles.tangents:
             work.enter(tangent)
@@ -75,9 +74,7 @@ class ScaleBackward(Pass):
                     # one value may be the gradient of several inputs
                     values[position] = restored.get(node) or restored.setdefault(node, work.leave(node))
         output.args = (values,)
-        return PassResult(
-            gm, len(work.added), f"{len(roles.tangents)} gradients enter, {len(restored)} leave"
-        )
+        return PassResult(len(work.added), f"{len(roles.tangents)} gradients enter, {len(restored)} leave")
 
 
 @dataclass

@@ -15,20 +15,7 @@ from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
 from amp_fx.placement.layout import CAST
 
-__all__ = ["SeparateOutputs", "widens_for_both"]
-
-
-def widens_for_both(node: fx.Node) -> bool:
-    """True for a cast to fp32 of a low value that the graph returns and that something in it reads, too."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32 or len(node.users) < 2:
-        return False
-    before = node.all_input_nodes[0].meta.get("val") if len(node.all_input_nodes) == 1 else None
-    return (
-        isinstance(before, torch.Tensor)
-        and before.dtype in LOW_DTYPES
-        and any(user.op == "output" for user in node.users)
-    )
+__all__ = ["SeparateOutputs"]
 
 
 @dataclass(frozen=True)
@@ -57,13 +44,12 @@ class SeparateOutputs(Pass):
 
     name: ClassVar[str] = "separate-outputs"
     needs: ClassVar[frozenset[str]] = frozenset({JOINT})
-    ensures: ClassVar[frozenset[str]] = frozenset({"outputs-separated"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
         count = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
-            if not widens_for_both(cast):
+            if not _widens_for_both(cast):
                 continue
             from_memory = {user for user in cast.users if user.op == "output" or is_matmul(user)}
             if len(from_memory) == len(cast.users) or _is_returned_twice(cast):
@@ -74,7 +60,14 @@ class SeparateOutputs(Pass):
             returned.meta["val"] = run_fake(returned)
             cast.replace_all_uses_with(returned, delete_user_cb=from_memory.__contains__)
             count += 1
-        return PassResult(gm, count, f"{count} returned values have casts of their own")
+        return PassResult(count, f"{count} returned values have casts of their own")
+
+
+def _widens_for_both(cast: fx.Node) -> bool:
+    """True for a cast to fp32 of a low value that the graph returns and that something in it reads, too."""
+    value, before = cast.meta["val"], cast.all_input_nodes[0].meta["val"]
+    widens = value.dtype is torch.float32 and before.dtype in LOW_DTYPES
+    return widens and len(cast.users) > 1 and any(user.op == "output" for user in cast.users)
 
 
 def _is_returned_twice(cast: fx.Node) -> bool:

@@ -8,7 +8,7 @@ import torch.fx as fx
 from amp_fx._torch import joint_roles
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.keyed import marked
+from amp_fx.passes.base import marked
 from amp_fx.passes.levels.matmuls import Matmul, Operand, aten
 from amp_fx.placement.layout import CAST
 from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT

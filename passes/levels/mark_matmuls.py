@@ -10,8 +10,7 @@ import torch.fx as fx
 from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import MARK
 from amp_fx.graphs.linears import LINEAR_OPS
-from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.keyed import mark
+from amp_fx.passes.base import Pass, PassContext, PassResult, mark
 from amp_fx.passes.levels.captured_matmuls import captured_matmul, may_run_below
 from amp_fx.passes.levels.matmuls import Matmul, divides
 from amp_fx.plans.label import label_of
@@ -54,7 +53,7 @@ class MarkMatmuls(Pass):
             if self._is_planned(node, context) if self.planned else may_run_below(node, context):
                 mark(node, MARK, f"{context.path}{node.name}")
                 marked += 1
-        return PassResult(gm, marked, f"{marked} matmuls may run below 16 bits")
+        return PassResult(marked, f"{marked} matmuls may run below 16 bits")
 
     def _is_planned(self, node: fx.Node, context: PassContext) -> bool:
         row = label_of(node)

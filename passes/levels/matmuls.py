@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from amp_fx.graphs.flops import is_matmul
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.passes.keyed import marked
+from amp_fx.passes.base import marked
 from amp_fx.plans.label import label_of
 
 __all__ = ["Matmul", "Operand", "call_name", "divides", "last_calls"]

@@ -114,7 +114,7 @@ class PlaceLevels(Pass):
             self.choices[matmul.variable] = level, why
             if (row := label_of(matmul.node)) is not None:
                 row.levels, row.reasons = with_choice(row, matmul.role, level, why)
-        return PassResult(gm, len(chosen), f"{len(chosen)} of {len(matmuls)} matmuls below 16 bits")
+        return PassResult(len(chosen), f"{len(chosen)} of {len(matmuls)} matmuls below 16 bits")
 
     def allowed(self, gm: fx.GraphModule, context: PassContext) -> list[Matmul]:
         """The matmuls of a graph that may run in the level."""

@@ -71,4 +71,4 @@ class QuantiseMatmuls(Pass):
             work.multiply(matmul, level)
         if chosen:
             work.tidy()
-        return PassResult(gm, len(chosen), f"{len(chosen)} scaled matmuls read {len(work.copies)} copies")
+        return PassResult(len(chosen), f"{len(chosen)} scaled matmuls read {len(work.copies)} copies")

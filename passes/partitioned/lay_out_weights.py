@@ -41,16 +41,15 @@ class LayOutWeights(Pass):
 
     name: ClassVar[str] = "lay-out-weights"
     needs: ClassVar[frozenset[str]] = frozenset({PARTITIONED})
-    ensures: ClassVar[frozenset[str]] = frozenset({"weights-laid-out"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
         if not lays_out_convolutions():
-            return PassResult(gm, 0, "Inductor keeps the layout of convolutions")
+            return PassResult(0, "Inductor keeps the layout of convolutions")
         casts = [node for node in gm.graph.nodes if _is_weight_cast(node)]
         for cast in casts:
             lay_out(cast, channels_last_strides(cast.meta["val"].shape))
-        return PassResult(gm, len(casts), f"{len(casts)} weights of convolutions are laid out by the library")
+        return PassResult(len(casts), f"{len(casts)} weights of convolutions are laid out by the library")
 
 
 def _is_weight_cast(node: fx.Node) -> bool:

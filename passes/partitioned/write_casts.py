@@ -52,7 +52,6 @@ class WriteCasts(Pass):
 
     name: ClassVar[str] = "write-casts"
     needs: ClassVar[frozenset[str]] = frozenset({PARTITIONED})
-    ensures: ClassVar[frozenset[str]] = frozenset({"casts-written"})
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
@@ -63,7 +62,7 @@ class WriteCasts(Pass):
         ]
         for cast in casts:
             write_as_it_is(cast)
-        return PassResult(gm, len(casts), f"{len(casts)} casts are written where they are made")
+        return PassResult(len(casts), f"{len(casts)} casts are written where they are made")
 
 
 def _narrows(cast: fx.Node) -> bool:

@@ -53,7 +53,7 @@ class OneLow(Pass):
             plan.dtype = None if plan.traced is None else torch.float32
             if plan.name == self.call_name:
                 plan.dtype, plan.takes, plan.op_class = plan.low, Takes.DTYPE, OpClass.PROMOTE
-        return PassResult(gm, 1, self.call_name)
+        return PassResult(1, self.call_name)
 
 
 class Ablation:

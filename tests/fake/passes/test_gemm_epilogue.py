@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_fx._torch import FakeTensorMode
 from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.passes import GemmEpilogue, PassContext
-from amp_fx.passes.keyed import mark
+from amp_fx.passes.base import mark
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default

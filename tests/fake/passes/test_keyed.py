@@ -16,8 +16,7 @@ import amp_fx
 import amp_fx.lowering
 from amp_fx.graphs.keys import MARK
 from amp_fx.passes import Pass, PassContext, PassResult
-from amp_fx.passes.base import run_keyed
-from amp_fx.passes.keyed import CUSTOM, marked
+from amp_fx.passes.base import CUSTOM, marked, run_keyed
 from graphs import DEFAULTS
 from levels import MLP, options
 
@@ -34,7 +33,7 @@ class Reads(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)):
             self.do(node)
-        return PassResult(gm, 0, "")
+        return PassResult(0, "")
 
 
 def graph() -> tuple[fx.GraphModule, fx.Node]:

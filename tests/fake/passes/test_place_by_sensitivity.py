@@ -17,16 +17,15 @@ from torch import Tensor, fx
 
 from amp_fx import Policy
 from amp_fx.passes import (
-    CAPTURED,
     PIPELINE,
-    Case,
     Classify,
     Constrain,
+    Given,
     PassContext,
     PinDtypes,
     PlaceBySensitivity,
+    captured_passes,
     run_passes,
-    select,
 )
 from amp_fx.passes.base import run_in_order
 from amp_fx.passes.forward.place import rounded
@@ -98,7 +97,7 @@ def placed(
     for name, value in (results or {}).items():
         rows[name].value = value
     gm = captured(program, *args, low=low, device=device)
-    return run_passes(gm, select(CAPTURED, Case((PlaceBySensitivity(rows, **goal),))), context)
+    return run_passes(gm, captured_passes(Given(place=PlaceBySensitivity(rows, **goal))), context)
 
 
 @functools.cache
@@ -208,7 +207,7 @@ def test_an_op_of_the_fp32_list_goes_low_where_that_is_harmless() -> None:
         if "linear" in row.name:
             row.value = 1e-6
     gm = captured(stream, *args, device="cuda")
-    plan = run_passes(gm, select(CAPTURED, Case((PlaceBySensitivity(rows),))), CONTEXT)
+    plan = run_passes(gm, captured_passes(Given(place=PlaceBySensitivity(rows))), CONTEXT)
     norms = [row for row in plan.nodes if row.op == "layer_norm"]
     assert any(row.dtype is torch.bfloat16 for row in norms)
     assert any(row.dtype is torch.bfloat16 for row in plan.nodes if row.op == "add.Tensor")
@@ -242,7 +241,7 @@ def test_what_was_not_measured_is_as_autocast_has_it() -> None:
     plain = run_passes(captured(variance, *ARGS), PIPELINE, PassContext(training=True))
     blind = run_passes(
         captured(variance, *ARGS),
-        select(CAPTURED, Case((PlaceBySensitivity({}),))),
+        captured_passes(Given(place=PlaceBySensitivity({}))),
         PassContext(training=True),
     )
     assert [row.dtype for row in blind.nodes] == [row.dtype for row in plain.nodes]

@@ -117,7 +117,7 @@ class Tangle(Pass):
         first, *_ = gm.graph.find_nodes(op="call_function", target=aten.matmul.default)
         (last,) = gm.graph.find_nodes(op="call_function", target=aten.exp.default)
         first.args = (last, last)
-        return PassResult(gm, 1, "tangled")
+        return PassResult(1, "tangled")
 
 
 def test_the_runner_names_the_failing_pass_and_those_before_it() -> None:
