@@ -73,7 +73,9 @@ def _library() -> torch.library.Library:
     )
     library.impl("convert", _convert, "CPU")
     # torch.library.register_fake looks its caller up among all modules, which takes 20 ms
-    library.impl("convert", lambda x, dtype, stride: x.new_empty_strided(x.shape, stride, dtype=dtype), "Meta")
+    library.impl(
+        "convert", lambda x, dtype, stride: x.new_empty_strided(x.shape, stride, dtype=dtype), "Meta"
+    )
     return library
 
 
