@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from amp_fx.errors import AmpFxError
-from amp_fx.exporting.ends import narrow_ends
-from amp_fx.exporting.options import ExportOptions
-from amp_fx.exporting.program import new_program
+from amp_fx.errors import AmpFxError, OptionsError, did_you_mean
+from amp_fx.exporting.program import narrow_ends, new_program
 from amp_fx.exporting.stored import beyond_range, store_low, stored_weights, tied
 from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.devices import graph_device, graph_devices
@@ -44,14 +42,18 @@ from amp_fx.policy import OpClass
 from amp_fx.policy.levels import levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import replay
-from amp_fx.settings import Options
+from amp_fx.settings import LEVEL_OPTIONS, Options
 
-__all__ = ["REPORT_FILE", "convert", "export", "extra_files"]
+__all__ = ["CHOICES", "REPORT_FILE", "convert", "export", "extra_files"]
 
 logger = logging.getLogger(__name__)
 
 #: name of the plan inside a saved program
 REPORT_FILE = "amp_fx.json"
+
+#: options that export has and the backend has not -> their values, the default first
+CHOICES = {"weights_beyond_range": ("raise", "clamp", "keep"), "tables": ("tied", "low", "keep")}
+_SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", "plan", *LEVEL_OPTIONS)
 
 
 def export(
@@ -80,7 +82,7 @@ def export(
         OptionsError: bad options, or weights beyond the range of the low dtype.
         CaptureError, PassError: the program cannot be rewritten.
     """
-    opts = ExportOptions.parse(options)
+    opts = _parse(options)
     given, named = inputs_of(model, args, kwargs)
     # plans of graphs that are called without gradients are about what is traced so
     with torch.set_grad_enabled(torch.is_grad_enabled() and opts.shared.plan is None):
@@ -116,7 +118,7 @@ def convert(
         OptionsError: bad options, or weights beyond the range of the low dtype.
         CaptureError, PassError: the program cannot be rewritten.
     """
-    return _convert(ep, ExportOptions.parse(options), keep_io_dtypes)
+    return _convert(ep, _parse(options), keep_io_dtypes)
 
 
 def extra_files(ep: torch.export.ExportedProgram) -> dict[str, str]:
@@ -137,8 +139,50 @@ def extra_files(ep: torch.export.ExportedProgram) -> dict[str, str]:
     return {REPORT_FILE: plan.to_json()}
 
 
+@dataclass(frozen=True)
+class _Options:
+    """The options of export: those that the backend has, too, and its own."""
+
+    shared: Options
+    weights_beyond_range: str = "raise"
+    tables: str = "tied"
+
+
+def _parse(options: Mapping[str, Any]) -> _Options:
+    own = {key: value for key, value in options.items() if key in CHOICES}
+    for key, value in own.items():
+        if value not in CHOICES[key]:
+            raise OptionsError(
+                f"Unknown {key} {value!r}; valid: {', '.join(map(repr, CHOICES[key]))}."
+                + did_you_mean(str(value), CHOICES[key])
+            )
+    shared = {key: value for key, value in options.items() if key not in own}
+    valid = sorted((*_SHARED_OPTIONS, *CHOICES, "keep_io_dtypes"))
+    for key in shared:
+        if key not in _SHARED_OPTIONS:
+            raise OptionsError(
+                f"Unknown option {key!r} for export; valid: {', '.join(valid)}. Options of Inductor go to "
+                f"torch._inductor.aoti_compile_and_package.{did_you_mean(str(key), valid)}"
+            )
+    # a file is for other machines: this one's rates say nothing about them
+    parsed = Options.parse(None, {"profile": "off", **shared})
+    if parsed.policy.sensitivity is not None:
+        raise OptionsError(
+            "export does not place by measured sensitivity; got a policy with "
+            f"sensitivity={parsed.policy.sensitivity!r}. Give the plan that amp_fx.calibrate(..., of='outputs').plan() "
+            "makes."
+        )
+    wide = next((rule for rule in parsed.policy.rules if rule.result is not None), None)
+    if wide is not None:
+        raise OptionsError(
+            f"'result' in policy rule {wide} is for torch.compile: no op that every runtime has multiplies low "
+            "operands and returns fp32. Use 'precision': 'fp32' for the call."
+        )
+    return _Options(parsed, **own)
+
+
 def _convert(
-    ep: torch.export.ExportedProgram, opts: ExportOptions, keep_io_dtypes: bool
+    ep: torch.export.ExportedProgram, opts: _Options, keep_io_dtypes: bool
 ) -> torch.export.ExportedProgram:
     gm, regions = _open(ep, opts.shared)
     device = graph_device(gm, regions)

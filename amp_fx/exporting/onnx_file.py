@@ -71,12 +71,7 @@ def export_onnx(
 
 
 def need_onnx(path: str | os.PathLike[str]) -> None:
-    """Refuses what would fail after the work.
-
-    Raises:
-        MissingLibraryError: a library is not installed.
-        ExportError: there is no folder for the file.
-    """
+    """Refuses what would fail after the work: a library that is missing, a folder that cannot be written."""
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingLibraryError(f"ONNX files take {' and '.join(missing)}: pip install 'amp_fx[onnx]'.")
@@ -88,11 +83,7 @@ def need_onnx(path: str | os.PathLike[str]) -> None:
 
 
 def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -> None:
-    """Writes a program and checks the file.
-
-    Raises:
-        ExportError: torch does not write it, or onnx refuses it.
-    """
+    """Writes a program and checks the file; ExportError where torch does not write it, or onnx refuses it."""
     import onnx
 
     opset = _OPSET_OF_BFLOAT16 if _has_bfloat16(ep) else None
@@ -136,11 +127,7 @@ def _compare(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Runs the file in onnxruntime, if that is installed, beside the model.
-
-    Raises:
-        ExportError: it fails, or an output is not finite, or another one than the model's.
-    """
+    """Runs the file in onnxruntime, if that is installed, beside the model; ExportError where outputs differ."""
     if importlib.util.find_spec("onnxruntime") is None:
         logger.info("%s was not run: onnxruntime is not installed", path)
         return

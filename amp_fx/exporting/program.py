@@ -1,4 +1,4 @@
-"""A rewritten graph and its weights become an exported program."""
+"""A rewritten graph and its weights become an exported program, on request with inputs and outputs in the low dtype."""
 
 from __future__ import annotations
 
@@ -9,22 +9,75 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.export.graph_signature import ExportGraphSignature, InputSpec, TensorArgument
-from torch.utils._pytree import tree_leaves
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    TensorArgument,
+)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from amp_fx.errors import InputError
-from amp_fx.exporting.ends import check_dtypes, low_examples
 from amp_fx.exporting.stored import scale_target
-from amp_fx.graphs.keys import (
-    COPY_META,
-    NODE_KEYS,
-    RECIPE_META,
-)
+from amp_fx.graphs.calls import output_nodes
+from amp_fx.graphs.keys import CAST_META, COPY_META, NODE_KEYS, OUTPUT_META, RECIPE_META, REGION_META
+from amp_fx.graphs.storages import storage_of, written_storages
+from amp_fx.graphs.values import is_eligible, tensors
 
-__all__ = ["LowInputsProgram", "new_program"]
+__all__ = ["narrow_ends", "new_program"]
 
 
-class LowInputsProgram(torch.export.ExportedProgram):
+def narrow_ends(
+    gm: fx.GraphModule, signature: ExportGraphSignature, low: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Puts the user's fp32 inputs and outputs into the low dtype; the casts inside are fused by the passes.
+
+    Inputs that the program writes to keep theirs. Returns the new dtypes by the inputs' names.
+    """
+    users = {spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT}
+    # a program that was not decomposed writes in its graph, and its signature does not say so
+    storages = {key for node in gm.graph.nodes for key in written_storages(node)}
+    written = {node.name for node in gm.graph.find_nodes(op="placeholder") if storage_of(node) in storages}
+    written.update(signature.user_inputs_to_mutate.values())
+    narrowed: dict[str, torch.dtype] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if node.name in users - written and is_eligible(value) and value.dtype is torch.float32:
+            narrowed[node.name] = low
+            node.meta["val"] = value.to(low)
+            node.meta.pop("tensor_meta", None)
+            wide = _cast(node, value.dtype, before=_first_call(gm.graph))
+            node.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
+    output = gm.graph.output_node()
+    ends = list(output.args[0])  # type: ignore[arg-type]  # a tuple
+    for index, spec in enumerate(signature.output_specs):
+        value = ends[index].meta.get("val") if isinstance(ends[index], fx.Node) else None
+        if spec.kind is OutputKind.USER_OUTPUT and is_eligible(value) and value.dtype is torch.float32:
+            ends[index] = _cast(ends[index], low, before=output)
+    output.args = (tuple(ends),)
+    output.meta[OUTPUT_META] = [[v.dtype for v in tensors(n.meta.get("val"))] for n in output_nodes(gm)]
+    return narrowed
+
+
+def _first_call(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
+
+
+def _cast(node: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
+    with node.graph.inserting_before(before):
+        cast = node.graph.call_function(torch.ops.aten.to.dtype, (node, dtype))
+    neighbour = next((user for user in node.users if REGION_META in user.meta), node)
+    cast.meta = {
+        **{key: neighbour.meta[key] for key in ("nn_module_stack", "stack_trace") if key in neighbour.meta},
+        CAST_META: True,
+        REGION_META: neighbour.meta.get(REGION_META, {}),
+        "val": node.meta["val"].to(dtype),
+    }
+    return cast
+
+
+class _LowInputsProgram(torch.export.ExportedProgram):
     """A program that takes inputs in the low dtype, and says so to whoever gives it fp32.
 
     Once saved and loaded it is a plain program, whose graph has a check of its own.
@@ -64,15 +117,12 @@ def new_program(
     stored: Mapping[str, Mapping[str, torch.Tensor]],
     narrowed: Mapping[str, torch.dtype],
 ) -> torch.export.ExportedProgram:
-    """The program with a new graph and new weights.
+    """The program with a rewritten graph.
 
-    Args:
-        ep: what was exported.
-        gm: its graph, rewritten.
-        stored: what takes the place of weights, by their names in the state dict or among the constants.
-        narrowed: inputs of the user whose dtype has changed.
+    ``stored`` takes the place of weights, by their names in the state dict or among the constants; ``narrowed`` has the
+    user's inputs whose dtype has changed.
     """
-    check_dtypes(gm, narrowed.keys())
+    _check_dtypes(gm, narrowed.keys())
     signature = ep.graph_signature
     outputs = [
         replace(spec, arg=TensorArgument(node.name))
@@ -86,7 +136,7 @@ def new_program(
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             for key in NODE_KEYS & node.meta.keys():
                 del node.meta[key]
-    kind = LowInputsProgram if narrowed else torch.export.ExportedProgram
+    kind = _LowInputsProgram if narrowed else torch.export.ExportedProgram
     return kind(
         root=gm,
         graph=gm.graph,
@@ -94,7 +144,7 @@ def new_program(
         state_dict=_with_stored(ep.state_dict, stored),
         range_constraints=dict(ep.range_constraints),
         module_call_graph=[_own_entry(entry) for entry in ep.module_call_graph],
-        example_inputs=low_examples(ep, narrowed),
+        example_inputs=_low_examples(ep, narrowed),
         constants=_with_stored(ep.constants, stored),
         verifiers=ep.verifiers,
     )
@@ -133,3 +183,27 @@ def _own_entry(entry: torch.export.ModuleCallEntry) -> torch.export.ModuleCallEn
         entry.signature, inputs=list(entry.signature.inputs), outputs=list(entry.signature.outputs)
     )
     return replace(entry, signature=called)
+
+
+def _check_dtypes(gm: fx.GraphModule, names: Collection[str]) -> None:
+    """Checks the dtype of each of these inputs in the graph, so that any runtime says which dtype it wants."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.name in names:
+            with gm.graph.inserting_before(_first_call(gm.graph)):
+                gm.graph.call_function(
+                    torch.ops.aten._assert_tensor_metadata.default, (node,), {"dtype": node.meta["val"].dtype}
+                )
+
+
+def _low_examples(ep: torch.export.ExportedProgram, dtypes: Mapping[str, torch.dtype]) -> Any:
+    """The example inputs of a program, in the dtypes that its inputs of these names have now."""
+    leaves, spec = tree_flatten(ep.example_inputs)
+    names = ep.graph_signature.user_inputs
+    if len(leaves) != len(names):
+        # None, where the program was read from a file without them
+        return ep.example_inputs
+    lows = [
+        value.to(dtypes[str(name)]) if isinstance(value, torch.Tensor) and str(name) in dtypes else value
+        for name, value in zip(names, leaves, strict=True)
+    ]
+    return tree_unflatten(lows, spec)

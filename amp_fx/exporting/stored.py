@@ -76,15 +76,10 @@ def _overflows(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
 def store_low(
     gm: fx.GraphModule, groups: Iterable[Sequence[Weight]], when_beyond: str
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights that change, by their names in the state dict or among the constants.
+    """What takes the place of weights, by their names in the state dict or among the constants.
 
-    Args:
-        gm: the graph after the passes; its inputs have the dtypes to store.
-        groups: weights, tied ones together.
-        when_beyond: the option ``weights_beyond_range``.
-
-    Returns:
-        What takes the place of each: the weight under its own name, and below 16 bits its factors beside it.
+    Below 16 bits, a weight's factors are beside it. The inputs of ``gm`` have the dtypes to store, in ``groups`` tied
+    weights are together, ``when_beyond`` is the option ``weights_beyond_range``.
 
     Raises:
         OptionsError: values that the low dtype cannot hold.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from amp_fx.errors import ScalerError
-from amp_fx.integrations.common import backend_options, needed
+from amp_fx.integrations import backend_options, needed
 from amp_fx.scaling import scaler as scaling
 from amp_fx.settings import Options
 
@@ -30,7 +30,7 @@ with needed("accelerate"):
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
-__all__ = ["AmpFxPlugin", "GradScaler", "attach", "skip_on_host"]
+__all__ = ["AmpFxPlugin", "GradScaler", "attach"]
 
 
 @dataclass
@@ -38,10 +38,8 @@ class AmpFxPlugin(TorchDynamoPlugin):
     """``Accelerator(dynamo_plugin=AmpFxPlugin(options={...}))`` compiles prepared models with amp_fx.
 
     Args are those of ``accelerate.utils.TorchDynamoPlugin``, with what its environment variables set, but for
-    ``backend``, which is "amp_fx". ``options`` are amp_fx's; ``mode`` may be given beside them.
-
-    Raises:
-        OptionsError: bad options.
+    ``backend``, which is "amp_fx". ``options`` are amp_fx's; ``mode`` may be given beside them. Bad options raise
+    OptionsError.
     """
 
     def __post_init__(self) -> None:
@@ -71,11 +69,11 @@ class GradScaler(scaling.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As ``amp_fx.GradScaler.step``."""
-        skip_on_host(optimizer)
+        _skip_on_host(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
 
-def skip_on_host(optimizer: Any) -> None:
+def _skip_on_host(optimizer: Any) -> None:
     """From now on, a scaler does not call the optimizer for a step that it skips, fused or not."""
     optimizer._step_supports_amp_scaling = False
 
@@ -98,4 +96,4 @@ def attach(scaler: scaling.GradScaler, optimizer: AcceleratedOptimizer) -> None:
     inner = optimizer.optimizer
     while isinstance(inner, AcceleratedOptimizer):
         inner = inner.optimizer
-    skip_on_host(inner)
+    _skip_on_host(inner)

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from amp_fx.errors import OptionsError, did_you_mean
-from amp_fx.integrations.common import backend_options, compile_in_place, needed
+from amp_fx.integrations import backend_options, compile_in_place, needed
 from amp_fx.integrations.metrics import ScalerMetrics
 from amp_fx.scaling import GradScaler
 
@@ -33,28 +33,19 @@ with needed("lightning"):
 
 __all__ = ["AmpFxFabricPrecision", "AmpFxPrecision", "MetricsCallback"]
 
-PrecisionName = Literal["16-mixed", "bf16-mixed"]
-
 _DTYPES = {"16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 
-class AmpFxPrecision(MixedPrecision):
-    """``Trainer(plugins=[AmpFxPrecision("16-mixed")])``: the LightningModule is compiled by amp_fx, in place.
-
-    Compiled are its ``forward`` and each of its children: what a step calls, ``self(x)`` or ``self.net(x)``, is one
-    graph. The steps themselves are not, as Dynamo cannot trace ``self.log`` (lightning 2.6.6, torch 2.13: an
-    InternalTorchDynamoError, with every backend). A LightningModule that is compiled already, whole or in part, stays
-    as it is; give it ``options=plugin.options``.
+class _AmpFx:
+    """What the plugins of both libraries have in common, in front of the library's own class.
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
         device: device type of the scaler that is made.
-        scaler: for "16-mixed"; made if not given. Checkpoints have its state.
-        options: of the backend; see docs/options.md.
+        scaler: for "16-mixed"; made if not given. Checkpoints of the Trainer have its state; with Fabric, save
+            ``plugin.state_dict()``.
+        options: of the backend; see docs/options.md. What modules are compiled with is in the attribute of this name.
         compile: False leaves compiling to you.
-
-    Attributes:
-        options: what the modules are compiled with.
 
     Raises:
         OptionsError: another precision, bad options, or a scaler for "bf16-mixed".
@@ -62,20 +53,38 @@ class AmpFxPrecision(MixedPrecision):
 
     def __init__(
         self,
-        precision: PrecisionName,
+        precision: str,
         device: str | None = None,
         scaler: GradScaler | None = None,
         *,
         options: Mapping[str, Any] | None = None,
         compile: bool = True,
     ) -> None:
-        scaler, self.options = _settings(precision, device, scaler, options)
-        super().__init__(precision, device or _device(), scaler)
+        if precision not in _DTYPES:
+            raise OptionsError(
+                f"Unknown precision {precision!r}; valid: {', '.join(map(repr, _DTYPES))}."
+                + did_you_mean(str(precision), _DTYPES)
+            )
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if precision == "16-mixed" and scaler is None:
+            scaler = GradScaler(device)
+        self.options = backend_options(options, dtype=_DTYPES[precision], scaler=scaler)
         self._compile = compile
+        super().__init__(precision, device, scaler)  # pyright: ignore[reportCallIssue]  # of the library's class
 
-    def autocast_context_manager(self) -> Any:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """Nothing: precision is decided inside the graphs."""
         return nullcontext()
+
+
+class AmpFxPrecision(_AmpFx, MixedPrecision):
+    """``Trainer(plugins=[AmpFxPrecision("16-mixed")])``: the LightningModule is compiled by amp_fx, in place.
+
+    Compiled are its ``forward`` and each of its children: what a step calls, ``self(x)`` or ``self.net(x)``, is one
+    graph. The steps themselves are not, as Dynamo cannot trace ``self.log`` (lightning 2.6.6, torch 2.13: an
+    InternalTorchDynamoError, with every backend). A LightningModule that is compiled already, whole or in part, stays
+    as it is; give it ``options=plugin.options``.
+    """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Compiles what the steps of a LightningModule call."""
@@ -93,42 +102,12 @@ class AmpFxPrecision(MixedPrecision):
         PlainPrecision.clip_gradients(self, optimizer, *args, **kwargs)
 
 
-class AmpFxFabricPrecision(FabricMixedPrecision):
+class AmpFxFabricPrecision(_AmpFx, FabricMixedPrecision):
     """``Fabric(plugins=[AmpFxFabricPrecision("16-mixed")])``: ``fabric.setup`` compiles with amp_fx, in place.
 
-    Inputs and outputs of a model keep their dtypes. A model that is compiled already stays as it is; give it
-    ``options=plugin.options``.
-
-    Args:
-        precision: "16-mixed" or "bf16-mixed".
-        device: device type of the scaler that is made.
-        scaler: for "16-mixed"; made if not given. Save ``plugin.state_dict()`` in your checkpoints.
-        options: of the backend; see docs/options.md.
-        compile: False leaves compiling to you, as for ``fabric.setup(torch.compile(model, ...))``.
-
-    Attributes:
-        options: what the modules are compiled with.
-
-    Raises:
-        OptionsError: another precision, bad options, or a scaler for "bf16-mixed".
+    Inputs and outputs of a model keep their dtypes. A model that is compiled already stays as it is, as for
+    ``fabric.setup(torch.compile(model, ...))``; give it ``options=plugin.options``.
     """
-
-    def __init__(
-        self,
-        precision: PrecisionName,
-        device: str | None = None,
-        scaler: GradScaler | None = None,
-        *,
-        options: Mapping[str, Any] | None = None,
-        compile: bool = True,
-    ) -> None:
-        scaler, self.options = _settings(precision, device, scaler, options)
-        super().__init__(precision, device or _device(), scaler)
-        self._compile = compile
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Nothing: precision is decided inside the graphs."""
-        return nullcontext()
 
     def convert_input(self, data: Any) -> Any:
         """The data, as it is."""
@@ -151,11 +130,7 @@ class AmpFxFabricPrecision(FabricMixedPrecision):
 
 
 class MetricsCallback(Callback):
-    """Logs a scaler's numbers in the Trainer's steps.
-
-    Args:
-        metrics: what reads and writes them; its own ``every`` says how often.
-    """
+    """Logs a scaler's numbers in the Trainer's steps, as often as the metrics' ``every`` says."""
 
     def __init__(self, metrics: ScalerMetrics) -> None:
         self._metrics = metrics
@@ -166,24 +141,6 @@ class MetricsCallback(Callback):
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             self._metrics(self._step)
-
-
-def _settings(
-    precision: str, device: str | None, scaler: GradScaler | None, options: Mapping[str, Any] | None
-) -> tuple[GradScaler | None, dict[str, Any]]:
-    """The scaler, made if it is needed and not given, and the backend's options."""
-    if precision not in _DTYPES:
-        raise OptionsError(
-            f"Unknown precision {precision!r}; valid: {', '.join(map(repr, _DTYPES))}."
-            + did_you_mean(str(precision), _DTYPES)
-        )
-    if precision == "16-mixed" and scaler is None:
-        scaler = GradScaler(device or _device())
-    return scaler, backend_options(options, dtype=_DTYPES[precision], scaler=scaler)
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _is_compiled(module: nn.Module) -> bool:

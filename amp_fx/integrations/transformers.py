@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from amp_fx.errors import ScalerError
-from amp_fx.integrations.common import backend_options, compile_in_place, needed
+from amp_fx.integrations import backend_options, compile_in_place, needed
 from amp_fx.integrations.metrics import ScalerMetrics
 from amp_fx.scaling import GradScaler, find_scaler
 
@@ -29,7 +29,7 @@ with needed("accelerate"):
     from amp_fx.integrations.accelerate import AmpFxPlugin, attach
 
 with needed("transformers"):
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback, TrainerControl, TrainerState
     from transformers.trainer_callback import ExportableState
 
 __all__ = ["AmpFxCallback", "AmpFxTrainerMixin", "MetricsCallback"]
@@ -38,15 +38,9 @@ __all__ = ["AmpFxCallback", "AmpFxTrainerMixin", "MetricsCallback"]
 class AmpFxCallback(TrainerCallback, ExportableState):
     """Compiles the Trainer's model in place, for training, evaluation and generation.
 
-    Args:
-        options: of the backend; see docs/options.md.
-        dtype: the low dtype, if it is not among the options.
-        scaler: an :class:`amp_fx.GradScaler` or its name, for float16. The Trainer steps with it: a step with inf or
-            nan in its gradients is skipped, and the learning rate does not advance. A checkpoint has its state.
-
-    Raises:
-        OptionsError: bad options.
-        ScalerError: no scaler of that name.
+    ``options`` are the backend's (docs/options.md). ``scaler``, for float16, is an :class:`amp_fx.GradScaler` or its
+    name. The Trainer steps with it: a step with inf or nan in its gradients is skipped, and the learning rate does not
+    advance. A checkpoint has its state. Bad options raise OptionsError, an unknown or a second scaler ScalerError.
     """
 
     def __init__(
@@ -62,30 +56,21 @@ class AmpFxCallback(TrainerCallback, ExportableState):
         self.options = backend_options(options, dtype=dtype, scaler=self.scaler)
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """The Trainer is made: evaluation without training is compiled, too."""
         self._compile(model)
 
     def on_train_begin(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
         control: TrainerControl,
         model: Any = None,
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Compiles a model that has come later, and hands the scaler to the optimizer.
-
-        Raises:
-            ScalerError: the optimizer has another scaler, or is not Accelerate's.
-        """
+        """Compiles a model that has come later, and hands the scaler to the optimizer."""
         self._compile(model)
         if self.scaler is None:
             return
@@ -104,8 +89,6 @@ class AmpFxCallback(TrainerCallback, ExportableState):
     def _compile(self, model: Any) -> None:
         if model is not None and model._compiled_call_impl is None:
             compile_in_place(model, self.options)
-
-    # ---- checkpoints: trainer_state.json ----
 
     @property
     def scaler_state(self) -> dict[str, Any]:
@@ -128,10 +111,7 @@ class AmpFxCallback(TrainerCallback, ExportableState):
 
 
 class AmpFxTrainerMixin:
-    """For those who write a Trainer of their own: ``class MyTrainer(AmpFxTrainerMixin, Trainer)``.
-
-    Accelerate compiles the model, as ``torch_compile=True`` would, but with amp_fx.
-    """
+    """For a Trainer of your own: ``class MyTrainer(AmpFxTrainerMixin, Trainer)``. Accelerate compiles the model."""
 
     #: of the backend
     amp_fx_options: Mapping[str, Any] | None = None
@@ -142,17 +122,11 @@ class AmpFxTrainerMixin:
 
 
 class MetricsCallback(TrainerCallback):
-    """Logs a scaler's numbers in the Trainer's steps.
-
-    Args:
-        metrics: what reads and writes them; its own ``every`` says how often.
-    """
+    """Logs a scaler's numbers in the Trainer's steps, as often as the metrics' ``every`` says."""
 
     def __init__(self, metrics: ScalerMetrics) -> None:
         self.metrics = metrics
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After each step of the optimizer, taken or skipped."""
         self.metrics(state.global_step)

@@ -18,8 +18,8 @@ from torch import nn
 
 import amp_fx
 from amp_fx import Report
-from amp_fx.cli.command import literal, paint
 from amp_fx.cli.entry import main
+from amp_fx.cli.inputs import literal, paint
 
 MODULE = """
 import torch

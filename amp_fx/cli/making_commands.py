@@ -1,0 +1,288 @@
+"""Commands that make a file, or list what there is: calibrate, export, profile, targets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+import amp_fx
+from amp_fx._torch import compile_package
+from amp_fx.cli.inputs import Loaded, import_callable, load_model, paint, say, writable
+from amp_fx.cli.report_commands import MODEL, add_command
+from amp_fx.errors import AmpFxError
+from amp_fx.exporting.converting import CHOICES
+from amp_fx.exporting.onnx_file import need_onnx, write_onnx
+from amp_fx.placement.devices import builtin
+from amp_fx.placement.measuring import measure
+from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
+from amp_fx.placement.tradeoff import MINIMISED, TIME
+from amp_fx.plans.sensitivity import GRADIENTS, OF
+from amp_fx.settings import DTYPES, LEVEL_OPTIONS
+from amp_fx.targets import TARGETS
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Any) -> None:
+    """Adds the commands of this file."""
+    default = "default: %(default)s"
+
+    parser = add_command(
+        commands,
+        calibrate,
+        "measure which roundings spoil a model's gradient or outputs, and make a plan within an error budget",
+        f"""{MODEL}; the model returns its loss or has it in .loss, otherwise --loss names
+a callable that takes what the model returns. Give a checkpoint that has been trained for a while.
+With --of outputs, what the model returns is judged itself, as it is called without gradients; a callable picks what
+counts of that.
+--batches names a callable that returns one batch (a tuple or a dictionary) or several; default: the model's inputs.
+--budget is "autocast", or a number: times torch.autocast's error. With --policy fp8, or with outputs --policy int8,
+matmuls are measured in that, too, and a budget above 1 is spent on them. With --plan, the plan is checked by one
+compiled step, unless --no-verify is given.""",
+        """
+train:build
+train:build --batches train:batches -o sensitivity.json
+train:build --budget 0.5 --plan plan.json --figure frontier.png
+train:build --dtype float16 --scale 4096
+train:build --policy fp8 --target cuda:h100 --budget 8 --plan plan.json
+serve:build --of outputs --policy int8 --budget 2 --plan plan.json""",
+        ("model", "loss"),
+    )
+    add = parser.add_argument
+    add("--batches", metavar="package.module:callable", help="see below")
+    add("--of", default=GRADIENTS, metavar="WHAT", help=f"gradients, outputs or a callable ({default})")
+    add("--dtype", default="auto", help=f"the low dtype ({default})")
+    add("--scale", type=float, metavar="S", help="loss scale of fp16")
+    add("--profile", default="auto", metavar="PROFILE", help=f"auto, off or a file ({default})")
+    add("--target", metavar="DEVICE", help="count the time of another device: cuda:h100")
+    add("--policy", default="autocast", help=f"autocast, fp8 or int8 ({default})")
+    add("--fp8", default="auto", metavar="RECIPE", help="how policy fp8 scales")
+    add("-o", "--output", metavar="FILE", help="write the sensitivity as .json")
+    add("--figure", metavar="FILE", help="write the frontier as .png, .svg or .html")
+    add("--budget", default="autocast", type=_budget, help=f"of --plan ({default})")
+    add("--plan", metavar="FILE", help="write the cheapest plan within the budget")
+    add("--minimise", choices=MINIMISED, default=TIME, help=f"what --plan is the cheapest in ({default})")
+    add("--no-verify", action="store_true", help="do not check the plan by a compiled step")
+
+    parser = add_command(
+        commands,
+        export,
+        "write a model in mixed precision as a .pt2 file, an AOTInductor package, an ONNX file",
+        f"""{MODEL}. The model is put into evaluation mode.
+Nothing that loads the files needs amp_fx.""",
+        """
+mypackage.models:make_gpt -o gpt.pt2 --dynamic-batch
+mypackage.models:make_gpt -o gpt.pt2 --dtype float16 --onnx
+mypackage.models:make_gpt -o gpt.pt2 --aoti""",
+        ("model",),
+    )
+    add = parser.add_argument
+    add("-o", "--output", metavar="FILE", default="model.pt2", help=f"{default}; ends in .pt2")
+    add("--aoti", action="store_true", help="also compile: FILE with .aoti.pt2")
+    onnx = "also FILE with .onnx; needs the onnx extra: pip install 'amp_fx[onnx]'"
+    add("--onnx", action="store_true", help=onnx)
+    add("--dtype", choices=sorted(DTYPES), default="auto", help=default)
+    add("--policy", default="autocast", help="a base and rules, as in options=")
+    recipes = sorted(LEVEL_OPTIONS["fp8"])
+    add("--fp8", choices=recipes, default="auto", help=f"how policy fp8 scales; {default}")
+    profile_ = "'off' (default), 'auto' for the rates of this machine, or a file of the profile command"
+    add("--profile", default="off", help=profile_)
+    add("--dynamic-batch", action="store_true", help="dimension 0 of every tensor input may change")
+    add("--low-io", action="store_true", help="fp32 inputs and outputs in the low dtype, too")
+    for name, (first, *others) in CHOICES.items():
+        add(f"--{name.replace('_', '-')}", choices=(first, *others), default=first, help=default)
+
+    parser = add_command(
+        commands,
+        profile,
+        "measure this machine's matmul rates, memory bandwidth and kernel launch cost",
+        """The backend weighs casts against faster arithmetic with these numbers. By default it takes them from a
+built-in table, so that all runs and ranks decide alike; give it the written file where the table is wrong
+about your machine. Leave the machine idle meanwhile.""",
+        """
+
+--device cuda --seconds 10 -o h200.json
+--json | jq .peak""",
+        ("json",),
+    )
+    add = parser.add_argument
+    add("-o", "--output", metavar="FILE", help="default: amp_fx_DEVICE.json; with --json: nowhere")
+    add("--device", choices=DEVICE_TYPES, help="default: cuda where there is a device, else cpu")
+    add("--seconds", type=_seconds, default=3.0, metavar="S", help=f"how long ({default})")
+
+    add_command(
+        commands,
+        targets,
+        "list the GPUs that need not be in this machine",
+        """Published numbers, as the cost model has them before it takes off what is not reached. Attention, padding and
+tuning are assumed; see docs/targets.md.""",
+        "\n--json | jq '.[].name'",
+        ("json",),
+    )
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    """Runs the command."""
+    writable(args.output, args.figure, args.plan)
+    loaded = load_model(args.model)
+    batches: Any = import_callable(args.batches)() if args.batches else None
+    passed_on = ("dtype", "profile", "target", "scale", "policy", "fp8")
+    found = amp_fx.calibrate(
+        loaded.model,
+        loaded.batch("calibrate") if batches is None else batches,
+        import_callable(args.loss) if args.loss else None,
+        of=args.of if args.of in OF else import_callable(args.of),
+        **{name: getattr(args, name) for name in passed_on},
+    )
+    print(paint(str(found), sys.stdout))
+    for path in (args.output, args.figure):
+        if path:
+            say(f"wrote {found.save(path)}")
+    if args.plan:
+        plan = found.plan(args.budget, minimise=args.minimise, verify=not args.no_verify)
+        plan.save(args.plan)
+        print(f"\n{plan}")
+        say(f'wrote {args.plan}; use it with options={{"plan": "{args.plan}"}}')
+
+
+def _budget(text: str) -> str | float:
+    return text if text == "autocast" else float(text)
+
+
+def export(args: argparse.Namespace) -> None:
+    """Runs the command."""
+    output = Path(args.output)
+    onnx_file = output.with_suffix(".onnx")
+    if args.onnx:
+        need_onnx(onnx_file)
+    if output.suffix != ".pt2":
+        raise AmpFxError(
+            f"the output must end in .pt2, which torch.export.load asks for; got {args.output!r}."
+        )
+    writable(args.output)
+    loaded = load_model(args.model)
+    passed_on = ("dtype", "policy", "fp8", "profile", *CHOICES)
+    ep = amp_fx.export(
+        loaded.model.eval(),
+        loaded.args,
+        loaded.kwargs,
+        dynamic_shapes=_batch_shapes(loaded) if args.dynamic_batch else None,
+        keep_io_dtypes=not args.low_io,
+        **{name: getattr(args, name) for name in passed_on},
+    )
+    torch.export.save(ep, output, extra_files=amp_fx.extra_files(ep))
+    ratio = _stored_bytes(ep.state_dict.values()) / max(1, _stored_bytes(loaded.model.state_dict().values()))
+    size = output.stat().st_size / 1e6
+    print(f"wrote {output}, {size:.1f} MB: its weights take {ratio:.2f} of the bytes of the model's")
+    if args.onnx:
+        write_onnx(ep, onnx_file)
+        print(f"wrote {onnx_file}")
+        if any(value.dtype is torch.bfloat16 for value in ep.state_dict.values()):
+            print(
+                "note: onnxruntime's CPU provider has no bfloat16 kernels and refuses the file (NOT_IMPLEMENTED); "
+                "use --dtype float16 there."
+            )
+    if args.aoti:
+        package = output.with_suffix(".aoti.pt2")
+        compile_package(ep, str(package))
+        print(f"wrote {package}: load it with torch._inductor.aoti_load_package")
+
+
+def _batch_shapes(loaded: Loaded) -> torch.export.ShapesCollection:
+    """Dimension 0 of every tensor input is dynamic; inputs that are equal there stay so."""
+    shapes = torch.export.ShapesCollection()
+    for value in tree_leaves((loaded.args, loaded.kwargs)):
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            continue
+        if value.shape[0] < 2:
+            # torch.export would take it for a constant
+            raise AmpFxError(
+                f"--dynamic-batch needs example inputs with a batch of at least 2; got shape {tuple(value.shape)}."
+            )
+        shapes[value] = {0: torch.export.Dim.DYNAMIC}
+    return shapes
+
+
+def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the tensors, those of tied ones once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def profile(args: argparse.Namespace) -> None:
+    """Runs the command."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    measured = measure(device, args.seconds, say)
+    output = args.output
+    if args.json:
+        print(measured.to_json())
+    else:
+        output = output or f"amp_fx_{device}.json"
+        table = builtin(device)
+        print(f"{measured.device_type}: {table.name}\n")
+        rows = [
+            ("", "measured", "built-in"),
+            *((f"matmul {dtype}", _rate(measured, dtype), _rate(table, dtype)) for dtype in measured.peak),
+            ("memory", f"{measured.bandwidth / 1e9:.1f} GB/s", f"{table.bandwidth / 1e9:.1f} GB/s"),
+            ("kernel launch", f"{measured.launch * 1e6:.1f} us", f"{table.launch * 1e6:.1f} us"),
+        ]
+        print("\n".join(_aligned(rows, "<>>")))
+    if output:
+        measured.save(output)
+        print(
+            f'wrote {output}; use it with options={{"profile": "{output}"}}',
+            file=sys.stderr if args.json else None,
+        )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _rate(profile: DeviceProfile, dtype: str) -> str:
+    if dtype not in profile.peak:
+        return "none"
+    ratio = profile.peak[dtype] / profile.peak["float32"]
+    return f"{profile.peak[dtype] / 1e9:.1f} GFLOP/s ({ratio:5.2f} x float32)"
+
+
+def targets(args: argparse.Namespace) -> None:
+    """Runs the command."""
+    found = TARGETS.values()
+    if args.json:
+        facts = [
+            {"name": t.name, "architecture": t.architecture, "profile": t.profile.to_dict()} for t in found
+        ]
+        print(json.dumps(facts))
+        return
+    rows: list[tuple[str, ...]] = [
+        ("target", "architecture", "SMs", "memory", "bandwidth", "float32", "bfloat16")
+    ]
+    for target in found:
+        gpu = target.gpu
+        rates = (f"{rate:.0f} TFLOP/s" for rate in (gpu.float32, gpu.bfloat16))
+        memory = f"{gpu.memory} GB", f"{gpu.bandwidth:.0f} GB/s"
+        rows.append((target.name, target.architecture, str(gpu.sms), *memory, *rates))
+    head, *body = _aligned(rows, "<<<<<<<")
+    print("\n".join((paint(head, sys.stdout), *body)))
+
+
+def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Rows as lines, each column to the side that its sign says."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = list(zip(sides, widths, strict=True))
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, (side, width) in zip(row, columns, strict=True)).rstrip()
+        for row in rows
+    ]
