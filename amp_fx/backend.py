@@ -23,15 +23,14 @@ from amp_fx._torch import (
     note_inference_mode,
 )
 from amp_fx.compiling import Call, Watch, compile_rewritten, is_raised
-from amp_fx.graphs.devices import graph_device, graph_devices
 from amp_fx.graphs.fallback import (
     Taken,
     first_that_works,
     under_autocast,
 )
-from amp_fx.graphs.regions import ambient_regions
-from amp_fx.graphs.scope import not_ours
+from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.uncompiled import graph_arrived, watch
+from amp_fx.graphs.values import graph_device, graph_devices
 from amp_fx.levels import add_choices, level_placement
 from amp_fx.lowering import lower, lower_as_it_is
 from amp_fx.plans.plan import Plan

@@ -12,10 +12,9 @@ import torch.fx as fx
 
 from amp_fx._torch import raised_by_backend
 from amp_fx.errors import PassError
-from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
-from amp_fx.graphs.regions import Region, is_autocast_call
-from amp_fx.graphs.scope import takes_own_gradients
+from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
+from amp_fx.graphs.values import graph_devices
 from amp_fx.lowering import lower
 from amp_fx.passes import PlaceLevels
 from amp_fx.plans.plan import Plan

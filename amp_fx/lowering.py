@@ -17,7 +17,7 @@ from amp_fx._torch import (
     source_hash,
     traced_anew,
 )
-from amp_fx.graphs.devices import graph_devices
+from amp_fx.graphs.values import graph_devices
 from amp_fx.passes import (
     JOINT,
     PARTITIONED,

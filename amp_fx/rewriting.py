@@ -13,9 +13,9 @@ import torch.fx as fx
 from amp_fx._torch import compile_id, log_artifact, saved_tensors_shield
 from amp_fx.errors import CaptureError, PassError, PlanError
 from amp_fx.graphs.capture import capture
-from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.keys import BUDGET, SENSITIVITY, STEP_META
 from amp_fx.graphs.regions import Region
+from amp_fx.graphs.values import graph_device
 from amp_fx.levels import planned_levels
 from amp_fx.passes import (
     OUTLINE,

@@ -16,12 +16,10 @@ from amp_fx._torch import unwrapped_errors
 from amp_fx.errors import AmpFxError, CaptureError, PassError
 from amp_fx.graphs.batches import arguments_of, call_of
 from amp_fx.graphs.calls import is_cast
-from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.keys import COPY_META
-from amp_fx.graphs.regions import ambient_regions
-from amp_fx.graphs.scope import not_ours
+from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import LOW_DTYPES
+from amp_fx.graphs.values import LOW_DTYPES, graph_devices
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.table import supported_devices

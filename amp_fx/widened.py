@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from amp_fx.errors import WeightsError
-from amp_fx.graphs.source_lines import class_name
+from amp_fx.graphs.calls import class_name
 from amp_fx.graphs.values import LOW_DTYPES
 
 __all__ = [

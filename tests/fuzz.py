@@ -36,8 +36,8 @@ from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, U
 
 import amp_fx.rewriting
 from amp_fx._torch import autocast_shield
-from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
+from amp_fx.graphs.values import graph_devices
 from amp_fx.plans.plan import Plan
 from fuzz_options import DEFAULTS, DrawnOptions, drawn_options
 

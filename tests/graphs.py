@@ -24,8 +24,8 @@ import amp_fx.rewriting
 from amp_fx import record
 from amp_fx._torch import autocast_disabled, enable_autocast, replace_inner_compile
 from amp_fx.graphs.capture import capture
-from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
+from amp_fx.graphs.values import graph_devices
 from amp_fx.passes import PIPELINE, Pass, PassContext, run_passes
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 from amp_fx.settings import Options

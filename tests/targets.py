@@ -24,7 +24,7 @@ from torch import Tensor
 from amp_fx._torch import program_outputs, size_hint, stock_inductor
 from amp_fx.backend import amp_fx
 from amp_fx.errors import AmpFxError
-from amp_fx.graphs.storages import storage_of
+from amp_fx.graphs.values import storage_of
 from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.kernels import cast_kernels
 from amp_fx.targets.compiling import Backend, compile_graph

@@ -10,8 +10,8 @@ from typing import Any
 import torch.fx as fx
 
 from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, replace_inner_compile
-from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region
+from amp_fx.graphs.values import graph_device
 from amp_fx.passes import PassContext, PlaceLevels
 from amp_fx.passes.levels.level_problem import level_problem
 from amp_fx.placement.cut import LOW, Problem, Var

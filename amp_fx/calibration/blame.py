@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from amp_fx.calibration.points import Point
-from amp_fx.graphs.source_lines import short_source
+from amp_fx.graphs.calls import short_source
 from amp_fx.passes.forward.place_by_sensitivity import PricedGraph
 from amp_fx.placement.priced import SensitivityTerm
 from amp_fx.plans.plan import NodePlan, dtype_name

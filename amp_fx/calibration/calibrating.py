@@ -21,10 +21,9 @@ from amp_fx.calibration.step import OutputStep, Step, loss_scale
 from amp_fx.calibration.traced import MeasuredGraph, TargetGraph
 from amp_fx.errors import AmpFxError, CaptureError, OptionsError, TargetError
 from amp_fx.graphs.capture import capture
-from amp_fx.graphs.devices import graph_devices
-from amp_fx.graphs.regions import ambient_regions
-from amp_fx.graphs.scope import not_ours
+from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import graph_devices
 from amp_fx.passes import OUTLINE, PassContext, run_passes
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost

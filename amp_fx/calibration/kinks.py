@@ -20,8 +20,8 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.storages import storage_of, written_storages
 from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import storage_of, written_storages
 from amp_fx.plans.label import label_of
 from amp_fx.policy import OpClass
 

@@ -20,9 +20,8 @@ from amp_fx.calibration.kinks import noise, smoothed
 from amp_fx.calibration.meter import Key, Meter
 from amp_fx.calibration.roles import multiply, read_below
 from amp_fx.graphs.keys import LABEL
-from amp_fx.graphs.linears import LinearForm, linear_form
-from amp_fx.graphs.storages import is_view, storage_of, written_storages
-from amp_fx.graphs.values import is_eligible
+from amp_fx.graphs.traits import LinearForm, linear_form
+from amp_fx.graphs.values import is_eligible, is_view, storage_of, written_storages
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.sensitivity import slots
 from amp_fx.policy import OpClass

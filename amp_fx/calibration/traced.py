@@ -11,9 +11,8 @@ import torch.fx as fx
 
 from amp_fx.calibration.below import MatmulsBelow
 from amp_fx.graphs.capture import capture
-from amp_fx.graphs.devices import graph_device
 from amp_fx.graphs.regions import Region, ambient_regions
-from amp_fx.graphs.values import tensors
+from amp_fx.graphs.values import graph_device, tensors
 from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, run_in_order, run_passes
 from amp_fx.passes.base import bodies
 from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph, price

@@ -18,10 +18,8 @@ from amp_fx.comparison.taps import SAMPLES, Taps, handed_on, tap
 from amp_fx.compiling import Call
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.capture import capture
-from amp_fx.graphs.devices import graph_devices
-from amp_fx.graphs.regions import Region, ambient_regions
-from amp_fx.graphs.scope import not_ours
-from amp_fx.graphs.values import tensors
+from amp_fx.graphs.regions import Region, ambient_regions, not_ours
+from amp_fx.graphs.values import graph_devices, tensors
 from amp_fx.plans.plan import Plan
 from amp_fx.policy.table import supported_devices
 from amp_fx.reports.histograms import loss_of

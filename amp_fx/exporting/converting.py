@@ -20,10 +20,10 @@ from amp_fx.errors import AmpFxError, OptionsError, did_you_mean
 from amp_fx.exporting.program import narrow_ends, new_program
 from amp_fx.exporting.stored import beyond_range, store_low, stored_weights, tied
 from amp_fx.graphs.batches import inputs_of
-from amp_fx.graphs.devices import graph_device, graph_devices
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
+from amp_fx.graphs.values import graph_device, graph_devices
 from amp_fx.passes import (
     FoldWeights,
     Given,

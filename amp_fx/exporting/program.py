@@ -22,8 +22,7 @@ from amp_fx.errors import InputError
 from amp_fx.exporting.stored import scale_target
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.keys import CAST_META, COPY_META, NODE_KEYS, OUTPUT_META, RECIPE_META, REGION_META
-from amp_fx.graphs.storages import storage_of, written_storages
-from amp_fx.graphs.values import is_eligible, tensors
+from amp_fx.graphs.values import is_eligible, storage_of, tensors, written_storages
 
 __all__ = ["narrow_ends", "new_program"]
 

@@ -6,24 +6,3 @@ Not here: which precision a node gets (``amp_fx.policy``, ``amp_fx.placement``),
 (``amp_fx.passes``).
 Open ``capture.py`` first.
 """
-
-from __future__ import annotations
-
-from amp_fx.graphs.capture import capture
-from amp_fx.graphs.devices import graph_device, graph_devices
-from amp_fx.graphs.exported import adopt, ambient_dtype
-from amp_fx.graphs.fallback import under_autocast, warn_fallback
-from amp_fx.graphs.regions import Region, ambient_regions, node_regions
-
-__all__ = [
-    "Region",
-    "adopt",
-    "ambient_dtype",
-    "ambient_regions",
-    "capture",
-    "graph_device",
-    "graph_devices",
-    "node_regions",
-    "under_autocast",
-    "warn_fallback",
-]

@@ -9,13 +9,16 @@ contract: outputs, aliases and mutations of the rewritten graph have exactly the
 What make_fx cannot take is kept as it stands: higher-order ops (their bodies are captured by recursion), functorch
 regions (vmap, grad), whose nodes are copied unchanged, and ``torch.autograd.grad``: AOTAutograd traces its backward
 later, from the graph as it then is.
+
+Pre-dispatch tracing records a composite op as one node. A recurrent cell or layer that autocast does not list on a
+device is recorded as its parts instead, because autocast lists the linears inside, and rounds what they read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from amp_fx._torch import (
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
+    OpOverload,
     enable_autocast,
     ignore_fresh_symbols,
     let_go,
@@ -33,16 +37,32 @@ from amp_fx._torch import (
 )
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import output_nodes
-from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, CapturingInterpreter
-from amp_fx.graphs.composites import COMPOSITES
-from amp_fx.graphs.distributed import fake_mode_of, stand_in
+from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, CapturingInterpreter, fake_mode_of, stand_in
 from amp_fx.graphs.keys import OUTPUT_META
 from amp_fx.graphs.regions import Region, node_regions
 from amp_fx.graphs.values import tensors
+from amp_fx.policy import OpClass
+from amp_fx.policy.table import lookup
 
 __all__ = ["OPAQUE_BODIES", "capture"]
 
 logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+
+def _parts(op: OpOverload) -> Callable[..., Any]:
+    """A rule of ``make_fx``'s ``decomposition_table`` for an op that the lists of some devices have as low."""
+
+    def decompose(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        row = lookup(op, x.device.type)
+        is_low = row is None or row.op_class is OpClass.LOW
+        return NotImplemented if is_low else op.decompose(x, *args, **kwargs)
+
+    return decompose
+
+
+_COMPOSITES = {op: _parts(op) for op in (aten.lstm_cell.default, aten.gru_cell.default, aten.gru.input)}
 
 
 def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
@@ -106,7 +126,7 @@ def _trace(
                 states.enter_context(enable_autocast(device_type, region.by_user, region.dtype))
             return make_fx(
                 interpreter.run,
-                decomposition_table=COMPOSITES,
+                decomposition_table=_COMPOSITES,
                 pre_dispatch=True,
                 _allow_non_fake_inputs=True,
             )(*(stand_in(node.meta["example_value"]) for node in placeholders))
@@ -163,7 +183,7 @@ def _inline_constants(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None
             )
         with traced.graph.inserting_before(node):
             if value.ndim == 0:
-                call: tuple[Any, Any] = torch.ops.aten.full.default, ([], value.item())
+                call: tuple[Any, Any] = aten.full.default, ([], value.item())
             else:
                 call = torch.tensor, (value.tolist(),)
             literal = traced.graph.call_function(*call, {"dtype": value.dtype, "device": value.device})

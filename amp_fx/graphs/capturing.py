@@ -1,9 +1,14 @@
-"""What capture does with each node of a Dynamo graph: run it under make_fx, or keep it as it stands."""
+"""What capture does with each node of a Dynamo graph: run it under make_fx, or keep it as it stands.
+
+DTensors of tensor parallelism are captured as plain fake tensors of their global shapes, which compute and cast alike.
+Calls that change a layout (``from_local``, ``redistribute``, ``to_local``) stay as Dynamo wrote them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +18,8 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_fx._torch import (
+    FakeTensor,
+    FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
     disable_proxy_modes_tracing,
@@ -25,14 +32,12 @@ from amp_fx._torch import (
     track_tensor_tree,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import is_gradient_call, is_leaf_call
-from amp_fx.graphs.distributed import changes_layout, stand_in
+from amp_fx.graphs.calls import is_gradient_call, is_leaf_call, where
 from amp_fx.graphs.keys import REGION_META
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
-from amp_fx.graphs.source_lines import where
 from amp_fx.graphs.values import tensors
 
-__all__ = ["INLINED", "OPAQUE_BODIES", "CapturingInterpreter"]
+__all__ = ["INLINED", "OPAQUE_BODIES", "CapturingInterpreter", "fake_mode_of", "stand_in"]
 
 #: Higher-order ops whose bodies are left as they are, and why. A body that stays is traced at eager dtypes.
 OPAQUE_BODIES = {
@@ -244,7 +249,7 @@ def _check_rule(n: fx.Node, regions: Mapping[str, Region]) -> None:
     if not isinstance(n.target, OpOverload) or n.target.namespace in ("aten", "prims"):
         return
     by_user = [device for device, region in regions.items() if region.by_user and region.enabled]
-    if any(has_autocast_rule(n.target, device) for device in by_user if device in ("cpu", "cuda", "xpu")):
+    if any(has_autocast_rule(n.target, device) for device in by_user):
         raise CaptureError(f"{n.target} has an autocast rule of its own, inside torch.autocast ({where(n)})")
 
 
@@ -252,3 +257,40 @@ def _example(n: fx.Node) -> Any:
     if "example_value" not in n.meta:
         raise CaptureError(f"{n.name} ({where(n)}) has no fake value")
     return n.meta["example_value"]
+
+
+def is_distributed(value: object) -> bool:
+    """True for a DTensor. Nobody has one who has not imported the module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def fake_mode_of(value: torch.Tensor) -> FakeTensorMode | None:
+    """The mode that a fake tensor belongs to, or the one that a DTensor holds."""
+    if is_distributed(value):
+        value = value.to_local()  # type: ignore[attr-defined]  # a DTensor
+    return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
+def stand_in(value: Any) -> Any:
+    """A plain fake tensor for a DTensor, to be made under its fake mode; other values as they are."""
+    if not is_distributed(value):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def changes_layout(node: fx.Node) -> bool:
+    """True for a call that makes a DTensor of something else, or the reverse, or places it in another way."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    given = any(map(is_distributed, _example_tensors(*node.all_input_nodes)))
+    made = any(map(is_distributed, _example_tensors(node)))
+    return given != made or (made and _name(node) in ("redistribute", "full_tensor"))
+
+
+def _example_tensors(*nodes: fx.Node) -> list[torch.Tensor]:
+    return [value for node in nodes for value in tensors(node.meta.get("example_value"))]
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -17,14 +17,12 @@ import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import output_nodes
+from amp_fx.graphs.calls import output_nodes, where
 from amp_fx.graphs.capture import OPAQUE_BODIES
 from amp_fx.graphs.fake_runs import dtype_under_autocast, fake_arguments, run_fake
 from amp_fx.graphs.keys import OUTPUT_META, REGION_META
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
-from amp_fx.graphs.source_lines import where
-from amp_fx.graphs.storages import in_place_target
-from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
+from amp_fx.graphs.values import LOW_DTYPES, in_place_target, is_eligible, tensors
 
 __all__ = ["adopt", "ambient_dtype"]
 

@@ -1,4 +1,4 @@
-"""Calls on fake values: what they would return, and in which dtype."""
+"""Calls on fake values: what they would return, in which dtype, and the operations of a matmul."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from amp_fx._torch import (
     FakeTensor,
@@ -17,19 +18,21 @@ from amp_fx._torch import (
     autocast_disabled,
     enable_autocast,
     ignore_fresh_symbols,
+    size_hint,
     symbolic_kernels,
 )
 from amp_fx.errors import VerifyError
-from amp_fx.graphs.source_lines import where
-from amp_fx.graphs.values import tensors
+from amp_fx.graphs.calls import where
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import is_eligible, numel, tensors
 
-__all__ = ["dtype_under_autocast", "fake_arguments", "fake_values", "run_fake"]
+__all__ = ["dtype_under_autocast", "fake_arguments", "fake_values", "is_matmul", "matmul_flops", "run_fake"]
 
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], FakeTensorMode]:
     """The fake values of the node's arguments, and the mode they belong to.
 
-    A call may run on them without sensitivity to the graph: what changes a shape in place (``y.t_()``) changes that
+    A call may run on them without harm to the graph: what changes a shape in place (``y.t_()``) changes that
     of an alias.
     """
     reshapes = (
@@ -84,13 +87,7 @@ def fake_values(node: fx.Node) -> list[Any]:
 
 
 def dtype_under_autocast(node: fx.Node, device_type: str, low: torch.dtype | None) -> torch.dtype:
-    """The dtype in which torch.autocast itself returns the result of a call on its fake values.
-
-    Args:
-        node: a call that returns one tensor.
-        device_type: of that tensor.
-        low: autocast's dtype; None: autocast is off.
-    """
+    """The dtype in which torch.autocast returns the one result of a call; low None: as without autocast."""
     args, kwargs, mode = fake_arguments(node)
     # with gradients, a write to a leaf that requires one would be refused, as a buffer does after a first write
     with (
@@ -112,3 +109,61 @@ def _without_warning(node: fx.Node) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         yield
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """True for calls that multiply matrices, convolve or attend, composite ops included."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    # the FLOP counter knows composite ops only by what they decompose into
+    return node.target.overloadpacket in flop_registry or has_trait(node, Trait.MATMUL)
+
+
+def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
+    """Floating-point operations of a matmul-like call, found on its fake values; 0 where there is no formula.
+
+    Args:
+        node: a call with eligible arguments.
+        low: run under autocast to this dtype, for arguments whose traced dtypes need not agree.
+    """
+    args, kwargs, fake_mode = fake_arguments(node)
+    name = getattr(node.target, "__name__", "")
+    if "scaled_dot_product" in name:
+        # fused attention, whose kernels for CPU have no formula of their own
+        backward = "backward" in name
+        shapes = [[size_hint(size) for size in value.shape] for value in args[: 4 if backward else 3]]
+        if all(len(shape) == 4 for shape in shapes):
+            return sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
+    known = _known_flops(node, args)
+    if known is not None:
+        return known
+    device = next((value.device.type for value in tensors((args, kwargs)) if is_eligible(value)), None)
+    if device is None:
+        return 0
+    with (
+        fake_mode,
+        ignore_fresh_symbols(fake_mode),
+        symbolic_kernels(),
+        autocast_disabled() if low is None else enable_autocast(device, True, low),
+        FlopCounterMode(display=False) as counter,
+    ):
+        node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function node
+    return size_hint(counter.get_total_flops())
+
+
+def _known_flops(node: fx.Node, args: tuple[Any, ...]) -> int | None:
+    """Operations of the commonest calls, from their shapes; None for others. Asking torch takes ten times as long."""
+    name, value = getattr(node.target, "_opname", ""), node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or len(args) < 2:
+        return None
+    if (
+        name in ("linear", "matmul", "mm", "bmm", "_scaled_mm", "_int_mm")
+        and min(args[0].ndim, args[1].ndim) > 1
+    ):
+        return 2 * numel(value) * size_hint(args[0].shape[-1])
+    if name in ("addmm", "baddbmm") and len(args) > 2:
+        return 2 * numel(value) * size_hint(args[1].shape[-1])
+    if name in ("conv1d", "conv2d", "conv3d"):
+        weight = args[1]
+        return 2 * numel(value) * numel(weight) // max(1, size_hint(weight.shape[0]))
+    return None

@@ -1,4 +1,4 @@
-"""Autocast state as plain facts about nodes: the ambient state and the regions inside the model.
+"""Autocast state as plain facts about nodes, and which Dynamo graphs mixed precision leaves alone.
 
 ``torch.autocast`` leaves no trace in an FX graph when it is entered outside the compiled call, and a pair of
 ``_enter_autocast`` / ``_exit_autocast`` calls when it is entered inside. Both become a :class:`Region` per
@@ -7,16 +7,31 @@ node, so that no later stage has to know about autocast's thread-local state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
-__all__ = ["Region", "ambient_regions", "is_autocast_call", "node_regions"]
+from amp_fx._torch import in_compiled_autograd
+from amp_fx.graphs.calls import is_gradient_call
+from amp_fx.graphs.values import graph_devices, tensors
+
+__all__ = [
+    "Region",
+    "ambient_regions",
+    "is_autocast_call",
+    "node_regions",
+    "not_ours",
+    "takes_own_gradients",
+]
 
 _ENTER = torch.amp.autocast_mode._enter_autocast
 _EXIT = torch.amp.autocast_mode._exit_autocast
+
+#: what a stack trace names when an optimizer of torch computes
+_OPTIMIZERS = os.path.join(os.path.dirname(torch.optim.__file__), "")
 
 
 @dataclass(frozen=True)
@@ -35,11 +50,7 @@ class Region:
 
 
 def ambient_regions(defaults: Mapping[str, torch.dtype]) -> dict[str, Region]:
-    """The state at graph entry: the user's ambient autocast where there is one, else amp_fx's own.
-
-    Args:
-        defaults: device type -> low dtype that amp_fx would use by itself.
-    """
+    """The state at graph entry: the user's ambient autocast, else the low dtype that amp_fx has by default."""
     regions = {}
     for device_type, low in defaults.items():
         if torch.is_autocast_enabled(device_type):
@@ -74,3 +85,39 @@ def node_regions(
             current = saved[node.all_input_nodes[0]]
         result[node] = current
     return result
+
+
+def not_ours(gm: fx.GraphModule, devices: Collection[str]) -> str:
+    """Why a Dynamo graph is compiled as it stands, or an empty string; ``devices`` are those that have op lists."""
+    if in_compiled_autograd():
+        return "compiled autograd's backward: its casts are already those of the forward"
+    if _is_optimizer(gm):
+        return "an optimizer's graph"
+    if not any(
+        isinstance(value := node.meta.get("example_value"), torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+        for node in gm.graph.nodes
+    ):
+        return "no floating tensor below fp64"
+    if not graph_devices(gm).intersection(devices):
+        return f"autocast has no op list for {', '.join(sorted(graph_devices(gm)))}"
+    return ""
+
+
+def takes_own_gradients(gm: fx.GraphModule) -> bool:
+    """True for a train step in one graph: it calls ``torch.autograd.grad``, and nothing it returns has a gradient."""
+    if not any(map(is_gradient_call, gm.graph.nodes)):
+        return False
+    returned = gm.graph.output_node().all_input_nodes
+    return not any(
+        value.requires_grad for node in returned for value in tensors(node.meta.get("example_value"))
+    )
+
+
+def _is_optimizer(gm: fx.GraphModule) -> bool:
+    """True for what torch.optim computes, and for the foreach ops that other optimizers are made of."""
+    calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
+    if any(getattr(node.target, "__name__", "").startswith("_foreach_") for node in calls):
+        return True
+    return bool(calls) and all(_OPTIMIZERS in node.meta.get("stack_trace", "") for node in calls)

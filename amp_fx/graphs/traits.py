@@ -1,21 +1,21 @@
-"""What is known of single ops: one row each, for passes, costs, calibration and reports.
+"""What is known of single ops beside their precision, for passes, costs, calibration and reports.
 
-Which precision an op gets is not here but in the lists of :mod:`amp_fx.policy`, by the same names. An op that has no
-row is one that nobody needs to know more of.
+Which precision an op gets is in the lists of :mod:`amp_fx.policy`, by the same names. Nobody needs to know more of an
+op that is not here.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload, op_name
 
-__all__ = ["NO_ROW", "OPS", "LinearForm", "Op", "Trait", "has_trait", "op_row"]
+__all__ = ["LINEAR_OPS", "OPS", "LinearForm", "Op", "Trait", "has_trait", "linear_form", "op_row"]
 
 
 class Trait(enum.Enum):
@@ -60,6 +60,57 @@ class Trait(enum.Enum):
     POSITIONS = "arithmetic through which integer positions stay integer-like"
 
 
+#: Ops by ATen name, as the lists of the policy write it: ``"transpose.int"``. ``"add.*"`` holds for every overload, and
+#: for the in-place form of each; an op has the traits of both of its names.
+_NAMES: Mapping[Trait, str] = {
+    Trait.MATMUL: """
+        linear addmm _int_mm mm matmul.* bmm baddbmm bilinear chain_matmul einsum tensordot
+        scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu
+        _scaled_dot_product_flash_attention_for_cpu_backward conv1d.* conv2d.* conv3d.*
+        conv_transpose1d.* conv_transpose2d.* conv_transpose3d.* convolution.* _convolution.*
+        _convolution_mode.*
+    """,
+    Trait.UNCOUNTED_MATMUL: "addbmm addmv dot mv",
+    Trait.RECURRENT: "gru.* lstm.* rnn_relu.* rnn_tanh.*",
+    Trait.SOMETIMES_MATMUL: """
+        chain_matmul einsum tensordot inner linalg_matrix_power linalg_multi_dot matrix_power
+    """,
+    Trait.WIDE_GRADIENT: """
+        linear addmm mm matmul bmm baddbmm chain_matmul einsum tensordot inner linalg_multi_dot
+    """,
+    Trait.PLANAR_CONVOLUTION: "conv2d.* conv_transpose2d.* convolution.* _convolution.* _convolution_mode.*",
+    Trait.UNCHANGED: "alias detach.* lift_fresh_copy clone contiguous",
+    Trait.RESHAPES: """
+        alias detach.* _unsafe_view mT numpy_T permute reshape squeeze squeeze.dim squeeze.dims t
+        transpose.int unsqueeze view
+    """,
+    Trait.MOVES: "expand select.int slice.Tensor",
+    Trait.EXACT_LAYOUT: "as_strided set_.source_Tensor",
+    Trait.LOOKUP: "embedding gather index.Tensor index_select take",
+    Trait.CAST: "to.dtype _to_copy prims::convert_element_type amp_fx::convert",
+    Trait.IMPLIED_CAST: "to.other to.prim_dtype type_as",
+    Trait.IMPLIED_DTYPE: """
+        empty_like full_like new_empty new_full new_ones new_zeros ones_like rand_like randint_like
+        randn_like zeros_like
+    """,
+    Trait.OWN_DTYPES: """
+        atleast_1d.Sequence atleast_2d.Sequence atleast_3d.Sequence broadcast_tensors meshgrid
+        meshgrid.indexing
+    """,
+    Trait.LINEAR: "add.Scalar add.Tensor mean neg sub.Scalar sub.Tensor sum",
+    Trait.PASSES_GRADIENT: "clone contiguous add.Tensor add_.Tensor neg sub.Tensor sub_.Tensor",
+    Trait.KINK: "hardtanh.* leaky_relu.* prelu relu.* relu6.* threshold.*",
+    Trait.RELU: "relu.*",
+    Trait.NORM: "group_norm layer_norm native_group_norm native_layer_norm",
+    Trait.BATCH_NORM: "batch_norm instance_norm",
+    Trait.NORM_BACKWARD: "native_group_norm_backward native_layer_norm_backward",
+    Trait.DIVIDES: "div.* log.* pow.* reciprocal.* rsqrt.* sqrt.* true_divide.*",
+    Trait.ADDS_EPS: "add.* clamp.* clamp_min.* maximum.*",
+    Trait.SUMS: "cumsum.* logsumexp.* mean.* sum.*",
+    Trait.POSITIONS: "add.* cumsum.* div.* floor_divide.* mul.* neg.* pow.* rsub.* sub.*",
+}
+
+
 @dataclass(frozen=True)
 class LinearForm:
     """``input @ weight.T + bias`` or ``input @ weight + bias``.
@@ -83,7 +134,7 @@ class Op:
 
     Attributes:
         traits: see :class:`Trait`.
-        linear: where the second factor may be a matrix, how it multiplies.
+        linear: how it multiplies, where the second factor may be a matrix; it and its gradients may run below 16 bits.
         addend: name of an argument, besides ``bias``, that is added to a product and whose gradient is a sum.
         rows: position of the argument whose rows are added to those of a table.
         writes: arguments that it writes to though its schema does not say so.
@@ -98,198 +149,64 @@ class Op:
     writes_if: str = ""
 
 
-def _op(
-    *traits: Trait,
-    linear: LinearForm | None = None,
-    addend: str = "",
-    rows: int | None = None,
-    writes: tuple[str, ...] = (),
-    writes_if: str = "",
-) -> Op:
-    return Op(frozenset(traits), linear, addend, rows, writes, writes_if)
+#: what traits do not say
+_MORE: Mapping[str, Op] = {
+    "linear": Op(linear=LinearForm(0, 1, 2, by_rows=True)),
+    "addmm": Op(linear=LinearForm(1, 2, 0, by_rows=False), addend="self"),
+    "mm": Op(linear=LinearForm(0, 1, None, by_rows=False)),
+    "matmul": Op(linear=LinearForm(0, 1, None, by_rows=False)),
+    "baddbmm": Op(addend="self"),
+    "_unsafe_masked_index_put_accumulate": Op(rows=3),
+    "embedding_dense_backward": Op(rows=0),
+    "index_add": Op(rows=3),
+    "index_put": Op(rows=2),
+    "scatter_add": Op(rows=3),
+    "batch_norm": Op(writes=("running_mean", "running_var"), writes_if="training"),
+    "instance_norm": Op(writes=("running_mean", "running_var"), writes_if="use_input_stats"),
+}
 
 
-_T = Trait
-_BY_ROWS, _BY_COLUMNS = LinearForm(0, 1, 2, by_rows=True), LinearForm(0, 1, None, by_rows=False)
+def _rows() -> dict[str, Op]:
+    rows = dict(_MORE)
+    for trait, names in _NAMES.items():
+        for name in names.split():
+            row = rows.get(name, _NO_ROW)
+            rows[name] = replace(row, traits=row.traits | {trait})
+    return rows
 
-#: By ATen name, as the lists of the policy write it: ``"transpose.int"``. ``"add.*"`` holds for every overload, and for
-#: the in-place form of each; an op has the traits of both of its rows.
-OPS: Mapping[str, Op] = MappingProxyType(
-    {
-        # matmuls
-        "linear": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=_BY_ROWS),
-        "addmm": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=LinearForm(1, 2, 0, by_rows=False), addend="self"),
-        "_int_mm": _op(_T.MATMUL),
-        "mm": _op(_T.MATMUL, _T.WIDE_GRADIENT, linear=_BY_COLUMNS),
-        "matmul": _op(_T.WIDE_GRADIENT, linear=_BY_COLUMNS),
-        "matmul.*": _op(_T.MATMUL),
-        "bmm": _op(_T.MATMUL, _T.WIDE_GRADIENT),
-        "baddbmm": _op(_T.MATMUL, _T.WIDE_GRADIENT, addend="self"),
-        "bilinear": _op(_T.MATMUL),
-        "chain_matmul": _op(_T.MATMUL, _T.SOMETIMES_MATMUL, _T.WIDE_GRADIENT),
-        "einsum": _op(_T.MATMUL, _T.SOMETIMES_MATMUL, _T.WIDE_GRADIENT),
-        "tensordot": _op(_T.MATMUL, _T.SOMETIMES_MATMUL, _T.WIDE_GRADIENT),
-        "inner": _op(_T.SOMETIMES_MATMUL, _T.WIDE_GRADIENT),
-        "linalg_matrix_power": _op(_T.SOMETIMES_MATMUL),
-        "linalg_multi_dot": _op(_T.SOMETIMES_MATMUL, _T.WIDE_GRADIENT),
-        "matrix_power": _op(_T.SOMETIMES_MATMUL),
-        "addbmm": _op(_T.UNCOUNTED_MATMUL),
-        "addmv": _op(_T.UNCOUNTED_MATMUL),
-        "dot": _op(_T.UNCOUNTED_MATMUL),
-        "mv": _op(_T.UNCOUNTED_MATMUL),
-        "scaled_dot_product_attention": _op(_T.MATMUL),
-        "_scaled_dot_product_flash_attention_for_cpu": _op(_T.MATMUL),
-        "_scaled_dot_product_flash_attention_for_cpu_backward": _op(_T.MATMUL),
-        "gru.*": _op(_T.RECURRENT),
-        "lstm.*": _op(_T.RECURRENT),
-        "rnn_relu.*": _op(_T.RECURRENT),
-        "rnn_tanh.*": _op(_T.RECURRENT),
-        # convolutions
-        "conv1d.*": _op(_T.MATMUL),
-        "conv2d.*": _op(_T.MATMUL, _T.PLANAR_CONVOLUTION),
-        "conv3d.*": _op(_T.MATMUL),
-        "conv_transpose1d.*": _op(_T.MATMUL),
-        "conv_transpose2d.*": _op(_T.MATMUL, _T.PLANAR_CONVOLUTION),
-        "conv_transpose3d.*": _op(_T.MATMUL),
-        "convolution.*": _op(_T.MATMUL, _T.PLANAR_CONVOLUTION),
-        "_convolution.*": _op(_T.MATMUL, _T.PLANAR_CONVOLUTION),
-        "_convolution_mode.*": _op(_T.MATMUL, _T.PLANAR_CONVOLUTION),
-        # the numbers stay
-        "alias": _op(_T.UNCHANGED, _T.RESHAPES),
-        "detach.*": _op(_T.UNCHANGED, _T.RESHAPES),
-        "lift_fresh_copy": _op(_T.UNCHANGED),
-        "clone": _op(_T.UNCHANGED, _T.PASSES_GRADIENT),
-        "contiguous": _op(_T.UNCHANGED, _T.PASSES_GRADIENT),
-        "_unsafe_view": _op(_T.RESHAPES),
-        "mT": _op(_T.RESHAPES),
-        "numpy_T": _op(_T.RESHAPES),
-        "permute": _op(_T.RESHAPES),
-        "reshape": _op(_T.RESHAPES),
-        "squeeze": _op(_T.RESHAPES),
-        "squeeze.dim": _op(_T.RESHAPES),
-        "squeeze.dims": _op(_T.RESHAPES),
-        "t": _op(_T.RESHAPES),
-        "transpose.int": _op(_T.RESHAPES),
-        "unsqueeze": _op(_T.RESHAPES),
-        "view": _op(_T.RESHAPES),
-        "expand": _op(_T.MOVES),
-        "select.int": _op(_T.MOVES),
-        "slice.Tensor": _op(_T.MOVES),
-        "as_strided": _op(_T.EXACT_LAYOUT),
-        "set_.source_Tensor": _op(_T.EXACT_LAYOUT),
-        # tables
-        "embedding": _op(_T.LOOKUP),
-        "gather": _op(_T.LOOKUP),
-        "index.Tensor": _op(_T.LOOKUP),
-        "index_select": _op(_T.LOOKUP),
-        "take": _op(_T.LOOKUP),
-        "_unsafe_masked_index_put_accumulate": _op(rows=3),
-        "embedding_dense_backward": _op(rows=0),
-        "index_add": _op(rows=3),
-        "index_put": _op(rows=2),
-        "scatter_add": _op(rows=3),
-        # casts, and what makes a tensor
-        "to.dtype": _op(_T.CAST),
-        "_to_copy": _op(_T.CAST),
-        "prims::convert_element_type": _op(_T.CAST),
-        "amp_fx::convert": _op(_T.CAST),
-        "to.other": _op(_T.IMPLIED_CAST),
-        "to.prim_dtype": _op(_T.IMPLIED_CAST),
-        "type_as": _op(_T.IMPLIED_CAST),
-        "empty_like": _op(_T.IMPLIED_DTYPE),
-        "full_like": _op(_T.IMPLIED_DTYPE),
-        "new_empty": _op(_T.IMPLIED_DTYPE),
-        "new_full": _op(_T.IMPLIED_DTYPE),
-        "new_ones": _op(_T.IMPLIED_DTYPE),
-        "new_zeros": _op(_T.IMPLIED_DTYPE),
-        "ones_like": _op(_T.IMPLIED_DTYPE),
-        "rand_like": _op(_T.IMPLIED_DTYPE),
-        "randint_like": _op(_T.IMPLIED_DTYPE),
-        "randn_like": _op(_T.IMPLIED_DTYPE),
-        "zeros_like": _op(_T.IMPLIED_DTYPE),
-        "atleast_1d.Sequence": _op(_T.OWN_DTYPES),
-        "atleast_2d.Sequence": _op(_T.OWN_DTYPES),
-        "atleast_3d.Sequence": _op(_T.OWN_DTYPES),
-        "broadcast_tensors": _op(_T.OWN_DTYPES),
-        "meshgrid": _op(_T.OWN_DTYPES),
-        "meshgrid.indexing": _op(_T.OWN_DTYPES),
-        # arithmetic
-        "add.*": _op(_T.ADDS_EPS, _T.POSITIONS),
-        "add.Scalar": _op(_T.LINEAR),
-        "add.Tensor": _op(_T.LINEAR, _T.PASSES_GRADIENT),
-        "add_.Tensor": _op(_T.PASSES_GRADIENT),
-        "clamp.*": _op(_T.ADDS_EPS),
-        "clamp_min.*": _op(_T.ADDS_EPS),
-        "cumsum.*": _op(_T.SUMS, _T.POSITIONS),
-        "div.*": _op(_T.DIVIDES, _T.POSITIONS),
-        "floor_divide.*": _op(_T.POSITIONS),
-        "log.*": _op(_T.DIVIDES),
-        "logsumexp.*": _op(_T.SUMS),
-        "maximum.*": _op(_T.ADDS_EPS),
-        "mean": _op(_T.LINEAR),
-        "mean.*": _op(_T.SUMS),
-        "mul.*": _op(_T.POSITIONS),
-        "neg": _op(_T.LINEAR, _T.PASSES_GRADIENT),
-        "neg.*": _op(_T.POSITIONS),
-        "pow.*": _op(_T.DIVIDES, _T.POSITIONS),
-        "reciprocal.*": _op(_T.DIVIDES),
-        "rsqrt.*": _op(_T.DIVIDES),
-        "rsub.*": _op(_T.POSITIONS),
-        "sqrt.*": _op(_T.DIVIDES),
-        "sub.*": _op(_T.POSITIONS),
-        "sub.Scalar": _op(_T.LINEAR),
-        "sub.Tensor": _op(_T.LINEAR, _T.PASSES_GRADIENT),
-        "sub_.Tensor": _op(_T.PASSES_GRADIENT),
-        "sum": _op(_T.LINEAR),
-        "sum.*": _op(_T.SUMS),
-        "true_divide.*": _op(_T.DIVIDES),
-        # activations
-        "hardtanh.*": _op(_T.KINK),
-        "leaky_relu.*": _op(_T.KINK),
-        "prelu": _op(_T.KINK),
-        "relu.*": _op(_T.KINK, _T.RELU),
-        "relu6.*": _op(_T.KINK),
-        "threshold.*": _op(_T.KINK),
-        # norms
-        "batch_norm": _op(_T.BATCH_NORM, writes=("running_mean", "running_var"), writes_if="training"),
-        "instance_norm": _op(
-            _T.BATCH_NORM, writes=("running_mean", "running_var"), writes_if="use_input_stats"
-        ),
-        "group_norm": _op(_T.NORM),
-        "layer_norm": _op(_T.NORM),
-        "native_group_norm": _op(_T.NORM),
-        "native_layer_norm": _op(_T.NORM),
-        "native_group_norm_backward": _op(_T.NORM_BACKWARD),
-        "native_layer_norm_backward": _op(_T.NORM_BACKWARD),
-    }
-)
 
-#: of an op that is not in the table
-NO_ROW = Op()
+_NO_ROW = Op()
+OPS: Mapping[str, Op] = MappingProxyType(_rows())
+
+#: calls that multiply rows by one matrix, by ATen name: position of the matrix
+LINEAR_OPS = {name: row.linear.weight for name, row in OPS.items() if row.linear is not None}
 
 
 def op_row(call: object) -> Op:
-    """The row of an overload, for what it says besides traits; an empty one where it has none.
-
-    Args:
-        call: a node, an overload, or an op's name as a plan has it.
-    """
+    """The row of a node, an overload, or an op's name as a plan has it; an empty one where there is none."""
     name = _name(call)
-    return NO_ROW if name is None else OPS.get(name, NO_ROW)
+    return _NO_ROW if name is None else OPS.get(name, _NO_ROW)
 
 
 def has_trait(call: object, *traits: Trait) -> bool:
-    """True if an op has one of the traits.
-
-    Args:
-        call: a node, an overload, or an op's name as a plan has it; what is no op has no traits.
-        traits: any of them.
-    """
+    """True if a node, an overload, or an op's name as a plan has it, has one of the traits."""
     name = _name(call)
     if name is None:
         return False
-    base, every = OPS.get(name, NO_ROW), OPS.get(f"{name.partition('.')[0].removesuffix('_')}.*", NO_ROW)
+    base, every = OPS.get(name, _NO_ROW), OPS.get(f"{name.partition('.')[0].removesuffix('_')}.*", _NO_ROW)
     return any(trait in base.traits or trait in every.traits for trait in traits)
+
+
+def linear_form(node: fx.Node) -> LinearForm | None:
+    """How a call multiplies rows by one matrix; None for other calls, such as ``matmul`` of a vector or of a batch."""
+    found = op_row(node).linear
+    if found is None or node.kwargs:
+        return None
+    operands = [node.args[found.input], node.args[found.weight]]
+    values = [operand.meta["val"] for operand in operands if isinstance(operand, fx.Node)]
+    if len(values) < 2 or values[0].ndim < 2 or values[1].ndim != 2:
+        return None
+    return found
 
 
 def _name(call: object) -> str | None:

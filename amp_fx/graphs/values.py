@@ -1,16 +1,35 @@
-"""Tensors: which of them mixed precision may re-type, and how large they are."""
+"""Tensors of a graph: which may be re-typed, how large they are, on which device, and which share a storage."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
 
 import torch
+import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from amp_fx._torch import FakeTensor, size_hint
+from amp_fx._torch import FakeTensor, OpOverload, size_hint
+from amp_fx.graphs.calls import argument_value, arguments, is_gradient_call, tensor_nodes
+from amp_fx.graphs.traits import op_row
 
-__all__ = ["LOW_DTYPES", "cast_bytes", "is_eligible", "numel", "tensors"]
+__all__ = [
+    "LOW_DTYPES",
+    "call_device",
+    "cast_bytes",
+    "graph_device",
+    "graph_devices",
+    "in_place_target",
+    "is_eligible",
+    "is_view",
+    "numel",
+    "storage_of",
+    "tensors",
+    "written_arguments",
+    "written_storages",
+]
 
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
 LOW_DTYPES = (torch.bfloat16, torch.float16)
@@ -44,3 +63,106 @@ def numel(value: torch.Tensor) -> int:
 def cast_bytes(value: torch.Tensor, to: torch.dtype) -> int:
     """Bytes a cast of ``value`` reads and writes when it is a kernel of its own."""
     return numel(value) * (value.dtype.itemsize + to.itemsize)
+
+
+# ---- devices. PyTorch lets a 0-d CPU tensor take part in what runs on any device, as a number does; it says nothing
+# about where the arithmetic is.
+
+
+def graph_devices(gm: fx.GraphModule) -> frozenset[str]:
+    """Device types of the tensors in a Dynamo or captured graph; 0-d CPU tensors only if there is nothing else."""
+    values = [value for node in gm.graph.nodes for value in _values(node)]
+    placed = [value for value in values if not _is_number(value)]
+    return frozenset(value.device.type for value in placed or values)
+
+
+def graph_device(gm: fx.GraphModule, among: Collection[str]) -> str:
+    """The one of these device types on which a graph's calls compute the most elements; ``"cpu"`` if there is none."""
+    elements: Counter[str] = Counter()
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            for value in _values(node):
+                if value.is_floating_point():
+                    elements[value.device.type] += numel(value)
+    return max(among, key=lambda device: (elements[device], device != "cpu", device), default="cpu")
+
+
+def call_device(values: Sequence[torch.Tensor], among: Collection[str]) -> str | None:
+    """The one of these device types that a call computes on, by the values that it takes and returns; or None."""
+    found = [value for value in values if value.device.type in among]
+    placed = [value for value in found if not _is_number(value)]
+    return next((value.device.type for value in placed or found), None)
+
+
+def _values(node: fx.Node) -> list[torch.Tensor]:
+    value: Any = node.meta.get("val", node.meta.get("example_value"))
+    return tensors(value)
+
+
+def _is_number(value: torch.Tensor) -> bool:
+    return value.ndim == 0 and value.device.type == "cpu"
+
+
+# ---- storages
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """An identity for the one storage behind the node's value; equal for views of each other.
+
+    ``chunk`` and its kin return several views of one storage, and have it too. None for values without a
+    storage, or with several.
+    """
+    values = tensors(node.meta.get("val"))
+    if not all(isinstance(value, FakeTensor) and value.layout is torch.strided for value in values):
+        return None
+    keys = {value.untyped_storage()._cdata for value in values}
+    return keys.pop() if len(keys) == 1 else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """True where the value is a view of the node's first argument, or one of its results."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if getattr(node.target, "__name__", "") == "getitem":
+        return True
+    key = storage_of(node)
+    return key is not None and key == storage_of(node.all_input_nodes[0])
+
+
+def written_arguments(node: fx.Node) -> list[tuple[str, fx.Node]]:
+    """Arguments that the node writes to or, as ``batch_norm`` for evaluation, would write to; by name."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    names = {a.name for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write}
+    names.update(op_row(node).writes)
+    return [
+        (name, source) for name, value in arguments(node) if name in names for source in tensor_nodes(value)
+    ]
+
+
+def in_place_target(node: fx.Node) -> fx.Node | None:
+    """What an in-place op (``add_``) writes to and returns; None for other ops.
+
+    ``batch_norm`` is none, though its schema is mutable for the running statistics' sake.
+    """
+    op = node.target
+    if not isinstance(op, OpOverload) or not op._schema.is_mutable or not op._schema.name.endswith("_"):
+        return None
+    return written_arguments(node)[0][1]
+
+
+def written_storages(node: fx.Node) -> set[int]:
+    """Storages the node writes to. A call whose effects are unknown counts as writing to all it is given."""
+    if node.op not in ("call_function", "call_method"):
+        return set()
+    if isinstance(node.target, OpOverload):
+        switch = op_row(node).writes_if
+        only_reads = switch and not argument_value(node, switch)
+        sources = [] if only_reads else [source for _, source in written_arguments(node)]
+    elif getattr(node.target, "__module__", "") in ("_operator", "operator", "math") or is_gradient_call(
+        node
+    ):
+        sources = []
+    else:
+        sources = node.all_input_nodes
+    return {key for source in sources if (key := storage_of(source)) is not None}

@@ -28,12 +28,9 @@ from torch.utils._pytree import tree_map
 
 from amp_fx._torch import OpOverload, size_hint
 from amp_fx.graphs.calls import arguments, is_parameter
-from amp_fx.graphs.fake_runs import fake_arguments
-from amp_fx.graphs.flops import matmul_flops
-from amp_fx.graphs.linears import LINEAR_OPS
-from amp_fx.graphs.storages import is_view
-from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import is_eligible, numel
+from amp_fx.graphs.fake_runs import fake_arguments, matmul_flops
+from amp_fx.graphs.traits import LINEAR_OPS, Trait, has_trait
+from amp_fx.graphs.values import is_eligible, is_view, numel
 from amp_fx.placement.layout import is_convolution, is_relaid
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import label_of

@@ -10,12 +10,10 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, OpOverload, size_hint
-from amp_fx.graphs.calls import is_cast, is_parameter, output_nodes, tensor_nodes
-from amp_fx.graphs.flops import is_matmul, matmul_flops
+from amp_fx.graphs.calls import is_cast, is_parameter, output_nodes, source_line, tensor_nodes
+from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import CAST_META, COPY_META, STEP_META
-from amp_fx.graphs.source_lines import source_line
-from amp_fx.graphs.storages import is_view
-from amp_fx.graphs.values import cast_bytes, is_eligible, numel, tensors
+from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, numel, tensors
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
 from amp_fx.plans.reasons import Kind

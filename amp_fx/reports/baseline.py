@@ -15,9 +15,9 @@ from typing import Any
 import torch.fx as fx
 
 from amp_fx._torch import autocast_shield, compile_with_inductor
-from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import ambient_regions
+from amp_fx.graphs.values import graph_devices
 from amp_fx.policy.table import supported_devices
 from amp_fx.settings import Options
 

@@ -10,11 +10,9 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import Lowered, OpOverload, compile_id, lower_with_inductor, op_name
-from amp_fx.graphs.calls import arguments, tensor_nodes
-from amp_fx.graphs.flops import is_matmul
-from amp_fx.graphs.source_lines import module_path, source_line
-from amp_fx.graphs.storages import is_view
-from amp_fx.graphs.values import cast_bytes, is_eligible, tensors
+from amp_fx.graphs.calls import arguments, module_path, source_line, tensor_nodes
+from amp_fx.graphs.fake_runs import is_matmul
+from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, tensors
 from amp_fx.plans.label import Label
 from amp_fx.plans.plan import CastPlan, Cost, Plan, dtype_name
 from amp_fx.plans.reading import input_plan, node_plan

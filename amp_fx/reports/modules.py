@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import Lowered
-from amp_fx.graphs.source_lines import module_path
+from amp_fx.graphs.calls import module_path
 from amp_fx.graphs.values import cast_bytes
 from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import CastSum, ModuleCasts, Plan

@@ -25,8 +25,8 @@ from amp_fx._torch import (
     note_inference_mode,
 )
 from amp_fx.errors import TargetError
+from amp_fx.graphs.calls import class_name
 from amp_fx.graphs.keys import SOURCE_META
-from amp_fx.graphs.source_lines import class_name
 from amp_fx.graphs.values import tensors
 from amp_fx.targets.moving import fresh, rebuild
 

@@ -11,15 +11,12 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload, op_name
-from amp_fx.graphs.calls import argument_value, arguments, is_cast, tensor_nodes
-from amp_fx.graphs.devices import call_device
+from amp_fx.graphs.calls import argument_value, arguments, is_cast, module_path, source_line, tensor_nodes
 from amp_fx.graphs.fake_runs import dtype_under_autocast
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, REGION_META, STEP_META, TIED
 from amp_fx.graphs.regions import Region
-from amp_fx.graphs.source_lines import module_path, source_line
-from amp_fx.graphs.storages import in_place_target
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
+from amp_fx.graphs.values import LOW_DTYPES, call_device, in_place_target, is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.label import Label, Takes
 from amp_fx.plans.reasons import Kind, Reason

@@ -11,9 +11,8 @@ import torch.fx as fx
 
 from amp_fx.graphs.calls import differentiated
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
-from amp_fx.graphs.storages import storage_of, written_arguments
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import is_eligible
+from amp_fx.graphs.values import is_eligible, storage_of, written_arguments
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.hazards import HAZARDS, constants
 from amp_fx.plans.label import Label, Takes, label_of

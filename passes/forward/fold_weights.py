@@ -11,8 +11,7 @@ import torch.fx as fx
 from amp_fx.graphs.calls import argument_value, is_cast
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META
-from amp_fx.graphs.storages import storage_of, written_storages
-from amp_fx.graphs.values import LOW_DTYPES, is_eligible
+from amp_fx.graphs.values import LOW_DTYPES, is_eligible, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.levels.quantiser import erase_unread
 from amp_fx.plans.label import label_of

@@ -10,8 +10,7 @@ import torch.fx as fx
 
 from amp_fx.graphs.calls import differentiated, grad_modes, is_cast
 from amp_fx.graphs.keys import CAST_META
-from amp_fx.graphs.storages import storage_of, written_storages
-from amp_fx.graphs.values import is_eligible
+from amp_fx.graphs.values import is_eligible, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext, PassResult
 
 __all__ = ["FuseCasts"]

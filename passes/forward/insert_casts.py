@@ -13,9 +13,16 @@ from amp_fx._torch import OpOverload
 from amp_fx.graphs.calls import argument_value, arguments, grad_modes, tensor_nodes
 from amp_fx.graphs.fake_runs import fake_values, run_fake
 from amp_fx.graphs.keys import CAST_META, RAN_META, REGION_META, STEP_META
-from amp_fx.graphs.storages import in_place_target, storage_of, written_arguments, written_storages
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import LOW_DTYPES, is_eligible, tensors
+from amp_fx.graphs.values import (
+    LOW_DTYPES,
+    in_place_target,
+    is_eligible,
+    storage_of,
+    tensors,
+    written_arguments,
+    written_storages,
+)
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.plans.reasons import Kind

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch.fx as fx
 
 from amp_fx.graphs.keys import TIED
-from amp_fx.graphs.storages import is_view
+from amp_fx.graphs.values import is_view
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.label import Takes, label_of
 from amp_fx.plans.reasons import Kind, Reason

@@ -12,9 +12,8 @@ import torch.fx as fx
 
 from amp_fx.graphs.calls import arguments, is_cast, tensor_nodes
 from amp_fx.graphs.keys import MAY_ROUND
-from amp_fx.graphs.storages import in_place_target, written_arguments
 from amp_fx.graphs.traits import op_row
-from amp_fx.graphs.values import is_eligible
+from amp_fx.graphs.values import in_place_target, is_eligible, written_arguments
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.classify import may_return_wide
 from amp_fx.placement.cost import CostModel

@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.keys import MAY_ROUND, SENSITIVITY, TIED
-from amp_fx.graphs.storages import in_place_target
+from amp_fx.graphs.values import in_place_target
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.place import ALWAYS, Network, Place, assign_as_autocast, rounded
 from amp_fx.passes.forward.sensitivity_terms import sensitivity_terms

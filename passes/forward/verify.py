@@ -10,12 +10,10 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload
 from amp_fx.errors import VerifyError
-from amp_fx.graphs.calls import arguments, output_nodes, tensor_nodes
+from amp_fx.graphs.calls import arguments, output_nodes, tensor_nodes, where
 from amp_fx.graphs.fake_runs import fake_values, run_fake
 from amp_fx.graphs.keys import CAST_META, OUTPUT_META, RAN_META
-from amp_fx.graphs.source_lines import where
-from amp_fx.graphs.storages import written_arguments
-from amp_fx.graphs.values import is_eligible, tensors
+from amp_fx.graphs.values import is_eligible, tensors, written_arguments
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.policy import OpClass

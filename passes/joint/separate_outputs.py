@@ -8,10 +8,8 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.fake_runs import run_fake
-from amp_fx.graphs.flops import is_matmul
-from amp_fx.graphs.storages import storage_of
-from amp_fx.graphs.values import LOW_DTYPES
+from amp_fx.graphs.fake_runs import is_matmul, run_fake
+from amp_fx.graphs.values import LOW_DTYPES, storage_of
 from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
 from amp_fx.placement.layout import CAST
 

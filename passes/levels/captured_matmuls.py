@@ -8,9 +8,9 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import is_cast
-from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import CAST_META, REGION_META
-from amp_fx.graphs.linears import LINEARS
+from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import PassContext
 from amp_fx.passes.levels.matmuls import Matmul, Operand, aten
@@ -41,7 +41,7 @@ def may_run_below(node: fx.Node, context: PassContext) -> bool:
 
 def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:
     """The product that a call is; None where it is none of 16-bit values and a matrix."""
-    form, row = LINEARS.get(node.target), label_of(node)  # type: ignore[call-overload]  # a string is not in it
+    form, row = op_row(node).linear, label_of(node)
     if form is None or node.kwargs or row is None:
         return None
     value, matrix = node.args[form.input], node.args[form.weight]

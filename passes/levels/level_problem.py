@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.fx as fx
 
-from amp_fx.graphs.flops import is_matmul, matmul_flops
+from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.values import cast_bytes, numel
 from amp_fx.passes.levels.matmuls import Matmul, Operand
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var

@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import MARK
-from amp_fx.graphs.linears import LINEAR_OPS
+from amp_fx.graphs.traits import LINEAR_OPS
 from amp_fx.passes.base import Pass, PassContext, PassResult, mark
 from amp_fx.passes.levels.captured_matmuls import captured_matmul, may_run_below
 from amp_fx.passes.levels.matmuls import Matmul, divides

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.passes.base import marked
 from amp_fx.plans.label import label_of

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, PART, REGION_META, STEP_META
-from amp_fx.graphs.storages import is_view, storage_of, written_storages
+from amp_fx.graphs.values import is_view, storage_of, written_storages
 from amp_fx.passes.levels.level_problem import level_of
 from amp_fx.passes.levels.matmuls import Matmul, Operand, aten
 from amp_fx.placement.layout import CAST

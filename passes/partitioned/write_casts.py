@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import write_as_it_is
-from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import PARTITIONED, Pass, PassContext, PassResult

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import amp_fx
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions
-from amp_fx.graphs.storages import in_place_target
+from amp_fx.graphs.values import in_place_target
 from amp_fx.passes import (
     Classify,
     Constrain,

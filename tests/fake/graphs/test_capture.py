@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx import CaptureError
 from amp_fx._torch import enable_autocast
+from amp_fx.graphs.calls import module_path, source_line
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.keys import OUTPUT_META, REGION_META
 from amp_fx.graphs.regions import ambient_regions
-from amp_fx.graphs.source_lines import module_path, source_line
 from graphs import Block, agree, captured, check, dynamo_graph, plans, rewrite
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -7,7 +7,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_fx.graphs.devices import call_device, graph_device, graph_devices
+from amp_fx.graphs.values import call_device, graph_device, graph_devices
 
 
 def graph(*given: tuple[str, str, tuple[int, ...]]) -> fx.GraphModule:

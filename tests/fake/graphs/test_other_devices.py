@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_fx.graphs.devices import graph_devices
 from amp_fx.graphs.regions import ambient_regions
+from amp_fx.graphs.values import graph_devices
 from amp_fx.placement.devices import builtin
 from amp_fx.placement.profile import ProfileError
 from amp_fx.policy.table import lookup, supported_devices

@@ -8,7 +8,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.traits import OPS, Trait, has_trait, op_row
 from amp_fx.placement.layout import convert_op
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_fx import OptionsError, Plan, Policy, Rule, export, extra_files
-from amp_fx.graphs.linears import LINEAR_OPS
-from amp_fx.graphs.traits import OPS
+from amp_fx.graphs.traits import LINEAR_OPS, OPS
 from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.table import all_names, supported_devices
 from graphs import check, rewrite
