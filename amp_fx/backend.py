@@ -34,8 +34,7 @@ from amp_fx.graphs.values import graph_device, graph_devices
 from amp_fx.levels import add_choices, level_placement
 from amp_fx.lowering import lower, lower_as_it_is
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.publish import is_heard, publish
-from amp_fx.plans.unused import unused_rules
+from amp_fx.plans.reading import is_heard, publish, unused_rules
 from amp_fx.policy.levels import AUTO, levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import add_autocast, rewrite

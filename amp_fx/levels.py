@@ -19,8 +19,8 @@ from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.devices import builtin, resolve
 from amp_fx.placement.level_device import meaning, multiplies
 from amp_fx.placement.profile import DEVICE_TYPES
+from amp_fx.plans.label import Reason
 from amp_fx.plans.plan import NodePlan, Plan
-from amp_fx.plans.reasons import Reason
 from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, levels_of
 from amp_fx.settings import Options
 from amp_fx.viz.words import sentence

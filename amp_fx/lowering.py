@@ -29,7 +29,7 @@ from amp_fx.passes import (
 )
 from amp_fx.passes.joint.wide_results import mark_results
 from amp_fx.placement.layout import convert_op
-from amp_fx.plans.publish import is_heard
+from amp_fx.plans.reading import is_heard
 from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.settings import Options
 from amp_fx.state import cache_results

@@ -32,7 +32,6 @@ from amp_fx.passes.forward.place_by_sensitivity import Placement
 from amp_fx.passes.levels.place_levels import Budget
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_device import meaning
-from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.sensitivity import CallSensitivity, Sensitivity
@@ -152,7 +151,7 @@ def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], 
     except (CaptureError, PassError):
         return
     plan.autocast = {"casts": len(theirs.casts), "bytes": sum(cast.bytes for cast in theirs.casts)}
-    plan.autocast_dtypes = module_dtypes(theirs.nodes)
+    plan.autocast_dtypes = theirs.module_dtypes
 
 
 def _marking(given: Given, context: PassContext, chosen: Plan | None = None) -> Given:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.placement import level_device
 from amp_fx.placement.profile import FLOAT8, DeviceProfile
+from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.reasons import Kind
 from amp_fx.policy.scaled import TILE
 from benchmarks.workloads import llama_512
 from graphs import Rewritten, op_by_op, rewrite

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import CastPlan, CastSum, Cost, InputPlan, ModuleCasts, NodePlan, Plan
-from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from amp_fx.reports.report import Report
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from amp_fx.plans.diff import keyed
-from amp_fx.plans.modules import is_passage
+from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
-from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 from amp_fx.viz.drawable import Drawable
 from amp_fx.viz.groups import add_group, complete, levels
@@ -138,7 +137,7 @@ class _Builder:
         self._casts = {cast.name: cast for cast in self.plan.casts if cast.inserted}
         self._inputs = {given.name: given for given in self.plan.inputs}
         self._group(())
-        calls = [node for node in self.plan.nodes if not (is_passage(node) or self._is_aside(node))]
+        calls = [node for node in self.plan.nodes if not (node.is_passage or self._is_aside(node))]
         # how many calls are in a module, at any depth
         sizes = Counter(
             ".".join(parts[:end])
@@ -322,7 +321,7 @@ class _Builder:
             if name in self._casts:
                 casts.insert(0, self._casts[name])
                 name = self._casts[name].value
-            elif name in self._rows and is_passage(self._rows[name]):
+            elif name in self._rows and self._rows[name].is_passage:
                 name = self._rows[name].inputs[0]
             elif name in self._inputs and self._inputs[name].alias:
                 name = self._inputs[name].alias

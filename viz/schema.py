@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TypedDict
 
-from amp_fx.plans.plan import ModuleCasts, named_dtypes
+from amp_fx.plans.files import as_data
+from amp_fx.plans.plan import ModuleCasts
 
 __all__ = [
     "BITS",
@@ -181,7 +181,7 @@ def is_lowering(cast: Cast | CastRow) -> bool:
 
 def module_row(module: ModuleCasts) -> ModuleRow:
     """What a report's module says as JSON, with short names of dtypes on its casts."""
-    row = named_dtypes(asdict(module))
+    row = as_data(module)
     casts = [
         CastRow(**{**cast, "before": short_dtype(cast["before"]), "after": short_dtype(cast["after"])})
         for cast in row["casts"]

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from amp_fx.errors import PlanError
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.plans.matmuls import matmuls, untouched_matmuls
+from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
-from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.viz.schema import short_dtype
 
 __all__ = ["because", "more_bytes", "sentence", "summary"]
@@ -108,7 +107,7 @@ def summary(plan: Plan) -> str:
     if plan.fallback:
         return f"not rewritten: {plan.fallback}"
     casts = f"{len(plan.casts)} cast{'s' * (len(plan.casts) != 1)}"
-    outside, inside = matmuls(plan), untouched_matmuls(plan)
+    outside, inside = plan.matmuls, plan.untouched_matmuls
     total = len(outside) + len(inside)
     if not total:
         return f"no matmuls, {casts}"
@@ -138,7 +137,7 @@ def more_bytes(plans: Sequence[Plan], ours: int | None, theirs: int | None) -> s
     """
     if not ours or not theirs or ours < 1.0005 * theirs:
         return ""
-    rows = [row for plan in plans if plan.phase == "forward" for row in matmuls(plan)]
+    rows = [row for plan in plans if plan.phase == "forward" for row in plan.matmuls]
     wide = [row for row in rows if row.dtype not in LOW_DTYPES]
     small = sum(row.is_because(Kind.CASTS_COST_MORE) for row in wide)
     ruled = sum(row.is_because(Kind.RULE) for row in wide)

@@ -22,9 +22,9 @@ from amp_fx.placement.devices import resolve
 from amp_fx.placement.priced import Choice, Labels, Priced, SensitivityTerm, choose_all
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.tradeoff import BYTES, hull, within
+from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
-from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.plans.sensitivity import GraphSensitivity, Sensitivity
 from amp_fx.policy.levels import LEVELS
 from amp_fx.settings import Options

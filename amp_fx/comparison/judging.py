@@ -20,7 +20,6 @@ from typing import Literal
 import torch
 
 from amp_fx.comparison.distances import Distance
-from amp_fx.plans.modules import is_passage
 from amp_fx.plans.plan import NodePlan, Plan
 
 __all__ = ["Culprit", "Judge"]
@@ -146,7 +145,7 @@ class Judge:
 
 def _rounded(calls: Sequence[NodePlan]) -> float:
     """What calls round together; what follows one matmul up to the next is one kernel."""
-    units = [_unit(call.computed) for call in calls if call.computed is not None and not is_passage(call)]
+    units = [_unit(call.computed) for call in calls if call.computed is not None and not call.is_passage]
     return max(units, default=0.0) * math.sqrt(1 + sum(call.flops > 0 for call in calls))
 
 

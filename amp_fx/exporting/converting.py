@@ -37,7 +37,7 @@ from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_device import Meaning, meaning
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.unused import unused_rules
+from amp_fx.plans.reading import unused_rules
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import levels_of
 from amp_fx.policy.table import supported_devices

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from amp_fx.errors import AmpFxError, did_you_mean
-from amp_fx.plans.files import read_object, write_text
-from amp_fx.plans.schema import SchemaError, decode
+from amp_fx.plans.files import SchemaError, decode, read_object, write_text
 from amp_fx.policy.levels import LEVELS
 
 __all__ = ["DEVICE_TYPES", "DTYPES", "FLOAT8", "INT8", "DeviceProfile", "ProfileError", "check_device_type"]

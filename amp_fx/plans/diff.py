@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from amp_fx.plans.plan import NodePlan, Plan, dtype_name, named_dtypes
-from amp_fx.plans.reasons import Reason
+from amp_fx.plans.files import as_data, dtype_name
+from amp_fx.plans.label import Reason
+from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.policy.levels import FORWARD
 
 __all__ = ["Change", "Diff", "Key", "diff_plans", "keyed"]
@@ -26,15 +27,10 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Change:
-    """One node that computes in another dtype.
+    """One call that computes in another dtype; ``before`` is empty where it is new, ``after`` where it is gone.
 
-    Attributes:
-        module_path: the user's module.
-        op: ATen name; with the role, where that is the gradient of its input or weight.
-        phase: ``"forward"`` or ``"backward"``.
-        before: dtype name; empty where the node is new.
-        after: dtype name; empty where the node is gone.
-        reasons: of the plan after, or before where the node is gone.
+    ``op`` has the role behind it where that is the gradient of the call's input or weight. ``reasons`` are those of the
+    later plan that has the call.
     """
 
     module_path: str
@@ -72,13 +68,7 @@ class Diff:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form."""
-        return {
-            "casts": list(self.casts),
-            "cast_bytes": list(self.cast_bytes),
-            "changes": [named_dtypes(asdict(change)) for change in self.changes],
-            "added": dict(self.added),
-            "removed": dict(self.removed),
-        }
+        return as_data(self)
 
     def __str__(self) -> str:
         before, after = (size / 1e6 for size in self.cast_bytes)
@@ -86,9 +76,9 @@ class Diff:
         if not self:
             return f"{lines[0]}\nno difference"
         for title, rows in (
-            ("nodes", [str(change) for change in self.changes]),
-            ("casts added", [_counted(*row) for row in self.added.items()]),
-            ("casts removed", [_counted(*row) for row in self.removed.items()]),
+            ("nodes", list(map(str, self.changes))),
+            ("casts added", _counted(self.added)),
+            ("casts removed", _counted(self.removed)),
         ):
             if rows:
                 lines += [f"{title}: {len(rows)}", *(f"  {row}" for row in rows[:_SHOWN])]
@@ -163,5 +153,5 @@ def _casts(plans: Sequence[Plan], nodes: dict[Key, NodePlan]) -> Counter[str]:
     return found
 
 
-def _counted(what: str, times: int) -> str:
-    return what if times == 1 else f"{what} x{times}"
+def _counted(casts: dict[str, int]) -> list[str]:
+    return [cast if times == 1 else f"{cast} x{times}" for cast, times in casts.items()]

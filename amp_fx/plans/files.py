@@ -1,18 +1,42 @@
-"""Files that others may read at the same time: written all or not at all, and read up to a limit."""
+"""JSON files: written whole or not at all, and read into dataclasses by their annotations.
+
+An error of form names the place: ``nodes[3].dtype``.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from amp_fx.errors import AmpFxError
-from amp_fx.plans.schema import parse_object
+import torch
 
-__all__ = ["in_words", "read_object", "write_bytes", "write_text"]
+from amp_fx.errors import AmpFxError, did_you_mean
+from amp_fx.state import cache_results
 
-Read = TypeVar("Read")
+__all__ = [
+    "SchemaError",
+    "as_data",
+    "decode",
+    "dtype_name",
+    "in_words",
+    "parse_object",
+    "read_object",
+    "write_bytes",
+    "write_text",
+]
+
+T = TypeVar("T")
+
+
+class SchemaError(AmpFxError, ValueError):
+    """A JSON document does not have the form it should have."""
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -21,11 +45,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file: all of it, or nothing and the old file stays.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes a file: all of it, or nothing and the old file stays. Raises OSError with its name."""
     target = Path(path)
     # beside the target, because a rename is atomic only within a file system
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -45,11 +65,11 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 def read_object(
     path: str | os.PathLike[str],
     what: str,
-    read: Callable[[dict[str, Any]], Read],
+    read: Callable[[dict[str, Any]], T],
     most: int,
     error: type[AmpFxError],
     how: str = "",
-) -> Read:
+) -> T:
     """What a JSON file holds.
 
     Args:
@@ -65,7 +85,11 @@ def read_object(
     """
     name = f"{what.removeprefix('a ')} {os.fspath(path)!r}"
     try:
-        return read(parse_object(_text(path, most), what))
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise AmpFxError(f"has more than {most} bytes.")
+        return read(parse_object(data.decode(), what))
     except OSError as caught:
         raise error(f"{in_words(caught)} {how}".rstrip()) from caught
     except UnicodeDecodeError as caught:
@@ -85,9 +109,112 @@ def in_words(error: Exception) -> str:
     return f"{str(error.filename)!r}: {error.strerror}."
 
 
-def _text(path: str | os.PathLike[str], most: int) -> str:
-    with open(path, "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise AmpFxError(f"has more than {most} bytes.")
-    return data.decode()
+def parse_object(text: str, what: str) -> dict[str, Any]:
+    """The JSON object that a text holds; ``what`` it should be is for messages.
+
+    Raises:
+        SchemaError: not JSON, or not an object.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SchemaError(f"{what} is not valid JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise SchemaError(f"{what} is a JSON object; got {type(data).__name__}.")
+    return data
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_data(value: Any) -> Any:
+    """Dataclasses and plain data in JSON-like form: dtypes and members of enums by name."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return as_data(asdict(value))
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: as_data(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_data(item) for item in value]
+    return value
+
+
+def decode(hint: type[T], value: object, where: str) -> T:
+    """Builds a value of an annotated type.
+
+    Args:
+        hint: a dataclass; its fields are dataclasses, lists, tuples, mappings, dtypes, enums and plain values.
+        value: what ``json.loads`` gave.
+        where: name of the value in messages: ``"plan"``.
+
+    Raises:
+        SchemaError: a field is missing, unknown or of another type.
+    """
+    return _decode(hint, value, where)
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    if hint in (int, str, bool, float):
+        # True is an int to Python, 1 a float to JSON
+        right = type(value) is hint or (hint is float and type(value) is int)
+        try:
+            return hint(value) if right else _refuse(where, hint.__name__, value)
+        except OverflowError:  # an int beyond any float
+            return _refuse(where, hint.__name__, value)
+    if hint is Any:
+        return value
+    if is_dataclass(hint):
+        return _object(hint, value, where)
+    if hint is torch.dtype:
+        found = getattr(torch, value, None) if isinstance(value, str) else None
+        return found if isinstance(found, torch.dtype) else _refuse(where, "name of a dtype", value)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        valid = [member.value for member in hint]
+        return hint(value) if value in valid else _refuse(where, f"one of {', '.join(valid)}", value)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        # X | None is the only union in use
+        return None if value is None else _decode(inner[0], value, where)
+    if origin in (list, tuple):
+        if not isinstance(value, (list, tuple)):
+            return _refuse(where, "list", value)
+        return origin(_decode(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            return _refuse(where, "object", value)
+        return {str(key): _decode(inner[1], item, f"{where}.{key}") for key, item in value.items()}
+    raise TypeError(f"{where}: no way to read {hint}")
+
+
+def _object(cls: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        _refuse(where, "object", value)
+    known = _fields(cls)
+    unknown = next((key for key in value if key not in known), None)
+    if unknown is not None:
+        hint = did_you_mean(str(unknown), known)
+        raise SchemaError(f"{where}.{unknown} is unknown; valid: {', '.join(known)}.{hint}")
+    missing = next((name for name, (_, required) in known.items() if required and name not in value), None)
+    if missing is not None:
+        raise SchemaError(f"{where}.{missing} is missing.")
+    return cls(**{key: _decode(known[key][0], item, f"{where}.{key}") for key, item in value.items()})
+
+
+@cache_results()
+def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
+    """Annotation by field, and True where the field has no default."""
+    hints = typing.get_type_hints(cls)
+    return {
+        row.name: (hints[row.name], row.default is MISSING and row.default_factory is MISSING)
+        for row in fields(cls)
+    }
+
+
+def _refuse(where: str, wanted: str, value: object) -> typing.NoReturn:
+    text = repr(value)
+    raise SchemaError(f"{where} should be {wanted}; got {text if len(text) <= 60 else f'{text[:57]}...'}.")

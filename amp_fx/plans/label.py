@@ -1,19 +1,107 @@
-"""The label that passes write on each call of a graph while they work; :mod:`.reading` makes a plan of all labels."""
+"""What passes decide about a call: the label that they write on its node, and the reasons, as data."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import LABEL
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.files import as_data
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, ROLES, Level
 
-__all__ = ["Decided", "Label", "Takes", "label_of"]
+__all__ = ["HAZARDS", "SENSITIVITY", "Decided", "Kind", "Label", "Reason", "Takes", "label_of"]
+
+
+class Kind(str, enum.Enum):
+    """What a reason is about. ``amp_fx/viz/words.py`` has a sentence for each, with the names of its values."""
+
+    # what the call is
+    ELEMENT = "element"
+    NOT_ATEN = "not-aten"
+    NOT_FLOATING = "not-floating"
+    SUBCLASS = "tensor-subclass"
+    CAST = "cast"
+    NAMES_DTYPE = "names-dtype"
+    OWN_DTYPES = "own-dtypes"
+    REGION = "autocast-disabled"
+    LOW_ALREADY = "low-already"
+    WRITES = "writes-in-place"
+    GRADIENT = "gradient"
+    # lists and rules
+    RULE = "user-rule"
+    WIDE_RESULT = "wide-result"
+    NO_WIDE_RESULT = "no-wide-result"
+    LISTED = "listed"
+    UNLISTED = "unlisted"
+    NO_MATMUL = "no-matmul"
+    LOW_IO = "fast-low-io"
+    # hazards
+    SCALAR_RANGE = "scalar-range"
+    TINY_EPS = "tiny-eps"
+    EXP_SUM = "exp-sum"
+    POSITIONS = "positions"
+    NO_KERNEL = "no-kernel"
+    SHARED_STORAGE = "shared-storage"
+    WEIGHT_RANGE = "weight-range"
+    # the cut
+    CASTS_COST_MORE = "casts-cost-more"
+    CHEAPER = "cheaper"
+    NO_DEARER = "no-dearer"
+    STORED_LOW = "fast-stored-low"
+    ROUNDED_AT_ONCE = "fast-rounded-at-once"
+    # measured sensitivity
+    ROUNDING_ADDS = "rounding-adds"
+    ROUNDING_WOULD_ADD = "rounding-would-add"
+    ROUNDING_ADDS_UP_TO = "rounding-adds-up-to"
+    ROUNDING_OVERFLOWS = "rounding-overflows"
+    # levels below 16 bits; the value "role" says of which matmul of the call
+    LEVEL = "level"
+    LEVEL_PLANNED = "level-planned"
+    LEVEL_ADDS = "level-adds"
+    LEVEL_WOULD_ADD = "level-would-add"
+    LEVEL_DEARER = "level-dearer"
+    LEVEL_OVER_BUDGET = "level-over-budget"
+    PLANNED_LOW = "planned-low"
+    OTHER_DEVICE = "other-device"
+    UNKNOWN_ROWS = "unknown-rows"
+    NO_COPY = "no-copy"
+    NOT_A_WEIGHT = "not-a-weight"
+    NO_ROWS = "no-rows"
+    FEW_ROWS = "few-rows"
+    INDIVISIBLE = "indivisible"
+    UNEVEN_BLOCKS = "uneven-blocks"
+    LAST_LINEAR = "last-linear"
+    WEIGHT_GRADIENT = "weight-gradient"
+    # export
+    STORED_TABLE = "stored-table"
+
+
+#: what :mod:`amp_fx.passes.forward.hazards` finds
+HAZARDS = frozenset({Kind.SCALAR_RANGE, Kind.TINY_EPS, Kind.EXP_SUM, Kind.POSITIONS, Kind.NO_KERNEL})
+
+#: what rounding a call costs in accuracy
+SENSITIVITY = frozenset(
+    {Kind.ROUNDING_ADDS, Kind.ROUNDING_WOULD_ADD, Kind.ROUNDING_ADDS_UP_TO, Kind.ROUNDING_OVERFLOWS}
+)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One fact that has decided about a call, with values as JSON has them: texts and numbers."""
+
+    kind: Kind
+    values: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of(cls, kind: Kind, **values: Any) -> Reason:
+        """A reason whose values may be dtypes."""
+        return cls(kind, as_data(values))
 
 
 class Takes:
@@ -27,7 +115,7 @@ class Takes:
 
 
 class Decided:
-    """What follows from the decisions about a call, on a label and in a plan alike."""
+    """What follows from the decisions about a call, on its label and in its row of a plan."""
 
     name: str
     reasons: tuple[Reason, ...]
@@ -61,25 +149,9 @@ class Decided:
 
 @dataclass(kw_only=True)
 class Label(Decided):
-    """What passes know of one call, and decide about it.
+    """What passes know of one call and decide about it. Attributes as in :class:`amp_fx.plans.plan.NodePlan`.
 
-    Attributes:
-        name: node name, with the path of the body it is in: ``"wrap_body_0.linear"``.
-        op: ATen name as the op lists write it, or the target's name.
-        module_path: dotted path of the user's module.
-        source: the user's source line.
-        traced: floating dtype of the result in the program as traced; None where it is not floating.
-        low: the low dtype in force here.
-        op_class: what mixed precision does with the op.
-        reasons: why, in the order in which they were found: the last overrules those before.
-        dtype: floating dtype chosen for the computation and its result; None before ``place`` and for calls without
-            floating tensors.
-        takes: how arguments are taken, a value of :class:`Takes`.
-        own_dtype_slots: arguments that keep a dtype of their own.
-        pinned: dtype that the result must have at once, because others share its storage or a rule says so; else None.
-        levels: of a matmul where a policy below 16 bits has chosen: role (:data:`amp_fx.policy.levels.ROLES`) -> name
-            of the level (:data:`amp_fx.policy.levels.LEVELS`) in which it multiplies, ``{"forward": "rowwise",
-            "gradient of its input": "bfloat16", ...}``; else empty. A plan of training is followed in these, too.
+    ``dtype`` is None before ``place``.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The plan: what the passes decided, as plain data that viz, explain and export read.
+"""The plan of a graph as plain data, which texts, JSON, pictures and export read.
 
-One :class:`NodePlan` per call in the graph, one :class:`CastPlan` per conversion that changes a floating
-dtype. A plan goes to JSON and back unchanged. How it is read off a graph is in ``reading.py``.
+One :class:`NodePlan` per call, one :class:`CastPlan` per conversion that changes a floating dtype. A plan goes to JSON
+and back unchanged. ``reading.py`` makes it of a rewritten graph.
 """
 
 from __future__ import annotations
@@ -10,29 +10,19 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from amp_fx._torch import nesting_change
 from amp_fx.errors import PlanError
-from amp_fx.plans.files import write_text
-from amp_fx.plans.label import Decided, Takes
-from amp_fx.plans.reasons import Reason
-from amp_fx.plans.schema import SchemaError, decode, dtype_name, named_dtypes, parse_object
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.plans.files import SchemaError, as_data, decode, dtype_name, parse_object, write_text
+from amp_fx.plans.label import Decided, Reason, Takes
 from amp_fx.policy import OpClass
 
-__all__ = [
-    "CastPlan",
-    "CastSum",
-    "Cost",
-    "InputPlan",
-    "ModuleCasts",
-    "NodePlan",
-    "Plan",
-    "dtype_name",
-    "named_dtypes",
-]
+__all__ = ["CastPlan", "CastSum", "Cost", "InputPlan", "ModuleCasts", "NodePlan", "Plan", "dtype_name"]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 4
@@ -40,14 +30,29 @@ _VERSION = 4
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlan(Decided):
-    """One call of a finished plan: what it is, and what was decided for it. Attributes as in :class:`.label.Label`.
+    """One call of a finished plan: what it is, and what was decided for it.
 
     Attributes:
+        name: node name, with the path of the body it is in: ``"wrap_body_0.linear"``.
+        op: ATen name as the op lists write it, or the target's name.
+        module_path: dotted path of the user's module.
+        source: the user's source line.
+        traced: floating dtype of the result in the program as traced; None where it is not floating.
+        low: the low dtype in force here.
+        op_class: what mixed precision does with the op.
         shape: of the first tensor result; symbolic sizes by their hint.
         bytes: of the floating results as they are stored; 0 for views.
         flops: of matmuls, convolutions and attention; 0 elsewhere.
         inputs: names of what it reads, casts and graph inputs included.
         operands: shapes of the floating tensors it reads, in order.
+        reasons: why, in the order in which they were found: the last overrules those before.
+        dtype: floating dtype of the computation and its result; None for calls without floating tensors.
+        takes: how arguments are taken, a value of :class:`amp_fx.plans.Takes`.
+        own_dtype_slots: arguments that keep a dtype of their own.
+        pinned: dtype that the result must have at once, because others share its storage or a rule says so; else None.
+        levels: of a matmul where a policy below 16 bits has chosen: role (:data:`amp_fx.policy.levels.ROLES`) -> name
+            of the level (:data:`amp_fx.policy.levels.LEVELS`) in which it multiplies, ``{"forward": "rowwise",
+            "gradient of its input": "bfloat16", ...}``; else empty. A plan of training is followed in these, too.
     """
 
     name: str
@@ -69,19 +74,20 @@ class NodePlan(Decided):
     pinned: torch.dtype | None = None
     levels: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def is_passage(self) -> bool:
+        """True for views and elements of results: the bytes are those of the only input."""
+        if len(self.inputs) != 1 or self.dtype is None:
+            return False
+        return self.op == "getitem" or (self.op_class is OpClass.FOLLOW and not self.bytes and not self.flops)
+
 
 @dataclass(frozen=True)
 class InputPlan:
-    """One tensor that a graph is given.
+    """One tensor that a graph or a body is given.
 
-    Attributes:
-        name: node name.
-        parameter: True for a parameter of the user's module.
-        dtype: floating dtype; None where it is not floating.
-        shape: symbolic sizes by their hint.
-        bytes: its size.
-        alias: in a body, the name of the outer value that is passed here; else an empty string.
-        copy_of: name of the input that this is a low copy of, kept across calls; else an empty string.
+    ``dtype`` is None where it is not floating, ``shape`` has symbolic sizes by their hint. ``alias`` is the outer value
+    that a body is given here, ``copy_of`` the input that this is a low copy of, kept across calls; else empty.
     """
 
     name: str
@@ -128,18 +134,11 @@ class CastPlan:
 
 @dataclass(frozen=True)
 class CastSum:
-    """Casts of one kind in one module, or in several equal ones together, as Inductor is given them.
+    """Casts of one kind in one module, or in several equal ones together, in the graphs that Inductor is given.
 
-    Attributes:
-        name: whose they are, ``"amp_fx"`` or ``"torch.autocast"``.
-        phase: ``"forward"`` or ``"backward"``.
-        what: ``"weight"``, ``"activation"``, ``"gradient"``, or ``"weight gradient"``.
-        before: dtype before.
-        after: dtype after.
-        casts: how many there are in the graphs.
-        bytes: what they read and write if each is a kernel of its own.
-        kernels: how many are kernels of their own; the others are fused.
-        kernel_bytes: what these read and write.
+    ``name`` is ``"amp_fx"`` or ``"torch.autocast"``, ``what`` is ``"weight"``, ``"activation"``, ``"gradient"`` or
+    ``"weight gradient"``. ``bytes`` is what they move if each is a kernel of its own; ``kernels`` are, and move
+    ``kernel_bytes``. The others are fused.
     """
 
     name: str
@@ -160,13 +159,9 @@ class CastSum:
 
 @dataclass(frozen=True)
 class ModuleCasts:
-    """What is cast in one module, or in equal ones together.
+    """What is cast in one module; or in several, whose path has ``*`` for the numbers of repeated blocks.
 
-    Attributes:
-        module: path, with ``*`` for the numbers of repeated blocks; empty outside any module.
-        times: how many modules have this path.
-        dtypes: ``"amp_fx"`` or ``"torch.autocast"`` -> what it computes in.
-        casts: those of both.
+    ``dtypes`` says what ``"amp_fx"`` and ``"torch.autocast"`` compute in, ``casts`` are those of both.
     """
 
     module: str
@@ -256,6 +251,32 @@ class Plan:
                 return node
         raise KeyError(name)
 
+    @property
+    def matmuls(self) -> list[NodePlan]:
+        """Matmuls, convolutions, attention and recurrent layers that amp_fx decides about, in graph order."""
+        return [node for node in self.nodes if node.flops or has_trait(node.op, Trait.RECURRENT)]
+
+    @property
+    def untouched_matmuls(self) -> list[NodePlan]:
+        """Matmuls, convolutions and attention inside ``vmap`` and ``torch.func``: they stay as the program has them."""
+        found, depth = list[NodePlan](), 0
+        for node in self.nodes:
+            depth += nesting_change(node.op)
+            # there the captured graph has no ATen calls but torch's names
+            if depth and has_trait(node.op.strip("_"), Trait.MATMUL, Trait.UNCOUNTED_MATMUL):
+                found.append(node)
+        return found
+
+    @property
+    def module_dtypes(self) -> dict[str, str]:
+        """Path of a module -> what it computes in: its first matmul, else its last floating call."""
+        found: dict[str, NodePlan] = {}
+        for node in self.nodes:
+            before = found.get(node.module_path)
+            if node.module_path and node.computed is not None and not node.is_passage:
+                found[node.module_path] = before if before is not None and before.flops else node
+        return {path: dtype_name(node.computed) for path, node in found.items() if node.computed is not None}
+
     def ops_by_dtype(self) -> dict[str, Counter[str]]:
         """Calls per op and dtype of the arithmetic: ``{"linear": {"bfloat16": 12}}``, others left out."""
         table: dict[str, Counter[str]] = {}
@@ -266,9 +287,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form; dtypes by name."""
-        data = asdict(self)
-        data["version"] = _VERSION
-        return named_dtypes(data)
+        return {**as_data(self), "version": _VERSION}
 
     def to_json(self) -> str:
         """The plan as indented JSON text."""

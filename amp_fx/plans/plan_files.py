@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from amp_fx.errors import PlanError
-from amp_fx.plans.files import read_object
+from amp_fx.plans.files import decode, read_object
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
-from amp_fx.plans.schema import decode
 
 __all__ = ["choose_plan", "counterparts", "load_plans", "moved_nodes"]
 

@@ -1,8 +1,11 @@
-"""How a plan is read off a rewritten graph: rows, inputs, casts, and the sizes of each."""
+"""How a plan is read off a rewritten graph, which of the user's rules matched nothing, and who is told of the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,22 +13,34 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, OpOverload, size_hint
+from amp_fx.errors import did_you_mean
 from amp_fx.graphs.calls import is_cast, is_parameter, output_nodes, source_line, tensor_nodes
 from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import CAST_META, COPY_META, STEP_META
 from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, numel, tensors
-from amp_fx.plans.label import Label, label_of
+from amp_fx.plans.label import Kind, Label, label_of
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
-from amp_fx.plans.reasons import Kind
 from amp_fx.policy.levels import is_narrow
 
-__all__ = ["add_graph", "input_plan", "node_plan"]
+__all__ = [
+    "add_graph",
+    "cast_plan",
+    "input_plan",
+    "is_heard",
+    "listen",
+    "node_plan",
+    "publish",
+    "unused_rules",
+]
 
 _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 
+_lock = threading.Lock()
+_listeners: list[Callable[[Plan], object]] = []
+
 
 def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
-    """Appends the decisions that a rewritten graph carries.
+    """Appends the rows of a rewritten graph to a plan, which has those of its bodies.
 
     Args:
         plan: is extended.
@@ -34,28 +49,29 @@ def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
     """
     aliases: dict[str, str] = {}
     flops: dict[Any, int] = {}
-    inputs: list[InputPlan] = []
     for node in gm.graph.nodes:
         label = label_of(node)
-        if node.op == "placeholder" and (given := input_plan(node, path)) is not None:
-            inputs.append(given)
+        if node.op == "placeholder" and (given := input_plan(node, path, is_parameter(node))) is not None:
+            plan.inputs.append(given)
         if label is not None and not _is_about_numbers(node):
-            row = node_plan(label, node, path, flops)
-            plan.nodes.append(replace(row, inputs=row.inputs + _connect_body(gm, node, path, aliases)))
+            results = _connect_body(gm, node, path, aliases)
+            plan.nodes.append(node_plan(label, node, flops, path, results))
         if is_cast(node) and STEP_META not in node.meta and _changes_dtype(node):
-            plan.casts.append(_cast_plan(node, path))
-    given = [*plan.inputs, *inputs]
-    plan.inputs = [replace(each, alias=aliases.get(each.name, each.alias)) for each in given]
+            plan.casts.append(cast_plan(node, path, inserted=CAST_META in node.meta))
+    plan.inputs = [replace(each, alias=aliases.get(each.name, each.alias)) for each in plan.inputs]
 
 
-def node_plan(label: Label, node: fx.Node, path: str, seen: dict[Any, int]) -> NodePlan:
+def node_plan(
+    label: Label, node: fx.Node, seen: dict[Any, int], path: str = "", also_read: tuple[str, ...] = ()
+) -> NodePlan:
     """The row of a call: its label, sizes and neighbours.
 
     Args:
         label: of the call.
         node: in its final graph.
-        path: prefix of node names.
         seen: FLOPs of calls so far, by op and shapes: repeated layers are looked at once.
+        path: prefix of node names.
+        also_read: names of values that reach the call otherwise than as arguments.
     """
     results = tensors(node.meta.get("val"))
     read, matmul = _read(node)
@@ -65,16 +81,49 @@ def node_plan(label: Label, node: fx.Node, path: str, seen: dict[Any, int]) -> N
     operands = tuple(
         _shape(value) for source in read if is_eligible(value := source.meta.get("val")) or is_narrow(value)
     )
-    key = None if matmul is None or not operands else (matmul.target, operands, shape)
-    if key is not None and matmul is not None and key not in seen:
-        seen[key] = matmul_flops(matmul)
+    key = None
+    if matmul is not None and operands:
+        key = matmul.target, operands, shape
+        if key not in seen:
+            seen[key] = matmul_flops(matmul)
     return NodePlan(
         **vars(label),
         shape=shape,
         bytes=sum(numel(value) * (wide or value.dtype).itemsize for value in floating),
         flops=0 if key is None else seen[key],
-        inputs=tuple(f"{path}{source.name}" for source in dict.fromkeys(read)),
+        inputs=(*(f"{path}{source.name}" for source in dict.fromkeys(read)), *also_read),
         operands=operands,
+    )
+
+
+def input_plan(node: fx.Node, path: str, parameter: bool) -> InputPlan | None:
+    """The plan of a graph input; None for inputs that are not tensors."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    return InputPlan(
+        name=f"{path}{node.name}",
+        parameter=parameter,
+        dtype=value.dtype if value.is_floating_point() or COPY_META in node.meta else None,
+        shape=_shape(value),
+        bytes=numel(value) * value.dtype.itemsize,
+        copy_of=node.meta.get(COPY_META, ""),
+    )
+
+
+def cast_plan(cast: fx.Node, path: str = "", *, inserted: bool) -> CastPlan:
+    """The plan of a conversion between floating dtypes."""
+    value, after = cast.all_input_nodes[0], cast.meta["val"].dtype
+    before = value.meta["val"]
+    return CastPlan(
+        name=f"{path}{cast.name}",
+        value=f"{path}{value.name}",
+        from_dtype=before.dtype,
+        to_dtype=after,
+        bytes=cast_bytes(before, after),
+        users=tuple(f"{path}{user.name}" for user in _readers(cast)),
+        inserted=inserted,
+        source=source_line(cast),
     )
 
 
@@ -92,23 +141,16 @@ def _read(node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
     return read, matmul
 
 
+def _readers(node: fx.Node) -> dict[fx.Node, None]:
+    """The calls that read a value, themselves or by their steps."""
+    found: dict[fx.Node, None] = {}
+    for user in node.users:
+        found.update(_readers(user) if STEP_META in user.meta else {user: None})
+    return found
+
+
 def _shape(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(size_hint(size) for size in value.shape)
-
-
-def input_plan(node: fx.Node, path: str) -> InputPlan | None:
-    """The plan of a graph input; None for inputs that are not tensors."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return None
-    return InputPlan(
-        name=f"{path}{node.name}",
-        parameter=is_parameter(node),
-        dtype=value.dtype if value.is_floating_point() or COPY_META in node.meta else None,
-        shape=_shape(value),
-        bytes=numel(value) * value.dtype.itemsize,
-        copy_of=node.meta.get(COPY_META, ""),
-    )
 
 
 def _is_about_numbers(node: fx.Node) -> bool:
@@ -119,50 +161,87 @@ def _is_about_numbers(node: fx.Node) -> bool:
     return isinstance(value, _NUMBERS)
 
 
-def _connect_body(gm: fx.GraphModule, node: fx.Node, path: str, aliases: dict[str, str]) -> tuple[str, ...]:
-    """Notes which outer values a higher-order op's body is given; returns what the body hands back."""
-    if not isinstance(node.target, HigherOrderOperator):
-        return ()
-    found: Sequence[fx.Node] = node.all_input_nodes
-    bodies = [arg for arg in found if isinstance(getattr(gm, str(arg.target), None), fx.GraphModule)]
-    results: list[str] = []
-    given = [arg for arg in tensor_nodes(node.args) if arg not in bodies]
-    for body in bodies:
-        inner = getattr(gm, str(body.target))
-        prefix = f"{path}{body.target}."
-        # operands are handed on in order; where there are more or fewer, the op has a meaning of its own
-        placeholders = inner.graph.find_nodes(op="placeholder")
-        if len(placeholders) == len(given):
-            aliases.update(
-                {f"{prefix}{p.name}": f"{path}{g.name}" for p, g in zip(placeholders, given, strict=True)}
-            )
-        results += [f"{prefix}{output.name}" for output in output_nodes(inner)]
-    return tuple(results)
-
-
 def _changes_dtype(cast: fx.Node) -> bool:
     before, after = cast.all_input_nodes[0].meta.get("val"), cast.meta.get("val")
     return is_eligible(before) and is_eligible(after) and before.dtype is not after.dtype
 
 
-def _readers(node: fx.Node) -> dict[fx.Node, None]:
-    """The calls that read a value, themselves or by their steps."""
-    found: dict[fx.Node, None] = {}
-    for user in node.users:
-        found.update(_readers(user) if STEP_META in user.meta else {user: None})
-    return found
+def _connect_body(gm: fx.GraphModule, node: fx.Node, path: str, aliases: dict[str, str]) -> tuple[str, ...]:
+    """Notes which outer values a higher-order op's body is given; returns what the body returns."""
+    if not isinstance(node.target, HigherOrderOperator):
+        return ()
+    bodies = [
+        arg for arg in node.all_input_nodes if isinstance(getattr(gm, str(arg.target), None), fx.GraphModule)
+    ]
+    given = [f"{path}{arg.name}" for arg in tensor_nodes(node.args) if arg not in bodies]
+    results: list[str] = []
+    for body in bodies:
+        inner = getattr(gm, str(body.target))
+        prefix = f"{path}{body.target}."
+        placeholders = [f"{prefix}{each.name}" for each in inner.graph.find_nodes(op="placeholder")]
+        # operands are given in order; where there are more or fewer, the op has a meaning of its own
+        if len(placeholders) == len(given):
+            aliases.update(zip(placeholders, given, strict=True))
+        results += [f"{prefix}{output.name}" for output in output_nodes(inner)]
+    return tuple(results)
 
 
-def _cast_plan(cast: fx.Node, path: str) -> CastPlan:
-    value, after = cast.all_input_nodes[0], cast.meta["val"].dtype
-    before = value.meta["val"]
-    return CastPlan(
-        name=f"{path}{cast.name}",
-        value=f"{path}{value.name}",
-        from_dtype=before.dtype,
-        to_dtype=after,
-        bytes=cast_bytes(before, after),
-        users=tuple(f"{path}{user.name}" for user in _readers(cast)),
-        inserted=CAST_META in cast.meta,
-        source=source_line(cast),
-    )
+# --- rules that match nothing ---
+
+
+def unused_rules(plans: Sequence[Plan]) -> list[str]:
+    """The rules that match no call in any of these graphs, each with the nearest name that is there, in words.
+
+    Graphs that were planned under one policy are taken together: each may have what another has not.
+    """
+    # no rule holds where torch.autocast decides, and gradients have none of their own
+    forward = [plan for plan in plans if plan.phase == "forward" and not plan.fallback]
+    found: dict[str, list[dict[str, str]]] = {}
+    for plan in forward:
+        left = found.setdefault(plan.policy, plan.unused_rules)
+        found[plan.policy] = [rule for rule in left if rule in plan.unused_rules]
+    return [
+        _unused_rule(rule, [plan for plan in forward if plan.policy == policy])
+        for policy, rules in found.items()
+        for rule in rules
+    ]
+
+
+def _unused_rule(rule: dict[str, str], plans: Sequence[Plan]) -> str:
+    where = f"graph {plans[0].graph}" if len(plans) == 1 else f"any of {len(plans)} graphs"
+    rows = [row for plan in plans for row in plan.nodes]
+    # overloads do not count
+    ops = sorted({row.op.partition(".")[0] for row in rows})
+    op, module = rule.get("op", "").partition(".")[0], rule.get("module", "")
+    modules = sorted({row.module_path for row in rows})
+    hint = did_you_mean(op, ops) if op and op not in ops else did_you_mean(module, modules)
+    return f"policy rule {json.dumps(rule)} matched no call in {where}{'.' if hint else ''}{hint}"
+
+
+# --- who is told: the backend does not know its listeners, and Dynamo may compile from any thread ---
+
+
+@contextlib.contextmanager
+def listen(listener: Callable[[Plan], object]) -> Iterator[None]:
+    """Calls ``listener`` with the plan of every graph that this process compiles inside the block."""
+    with _lock:
+        _listeners.append(listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners.remove(listener)
+
+
+def is_heard() -> bool:
+    """True while somebody listens: what only a report needs is worked out then."""
+    with _lock:
+        return bool(_listeners)
+
+
+def publish(plan: Plan) -> None:
+    """Gives a finished plan to every listener."""
+    with _lock:
+        listeners = list(_listeners)
+    for listener in listeners:
+        listener(plan)

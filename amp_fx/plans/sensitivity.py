@@ -24,10 +24,9 @@ import torch.fx as fx
 from amp_fx.errors import PlanError
 from amp_fx.graphs.calls import arguments, tensor_nodes
 from amp_fx.graphs.values import is_eligible
-from amp_fx.plans.files import read_object, write_text
-from amp_fx.plans.plan import Plan, dtype_name, named_dtypes
+from amp_fx.plans.files import SchemaError, as_data, decode, read_object, write_text
+from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import choose_plan, counterparts
-from amp_fx.plans.schema import SchemaError, decode
 
 __all__ = [
     "GRADIENTS",
@@ -223,7 +222,7 @@ class Sensitivity:
             for graph in self.graphs
         ]
         data = {**vars(self), "graphs": rows}
-        return {"format": "amp_fx sensitivity", "version": _VERSION, **named_dtypes(data)}
+        return {"format": "amp_fx sensitivity", "version": _VERSION, **as_data(data)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sensitivity:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from amp_fx.plans.matmuls import matmuls, untouched_matmuls
+from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, NodePlan, Plan
-from amp_fx.plans.reasons import Kind
-from amp_fx.plans.unused import unused_rules
+from amp_fx.plans.reading import unused_rules
 from amp_fx.policy import OpClass
 from amp_fx.reports.remedies import origin_of, starred, with_rule
 
@@ -159,10 +158,10 @@ def weight_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) ->
 
 def _untouched(plans: Sequence[Plan]) -> list[Advice]:
     """Matmuls that no pass looks at, because their values exist inside ``vmap`` or ``torch.func`` only."""
-    rows = [node for plan in plans for node in untouched_matmuls(plan)]
+    rows = [node for plan in plans for node in plan.untouched_matmuls]
     if not rows:
         return []
-    total = len(rows) + sum(len(matmuls(plan)) for plan in plans)
+    total = len(rows) + sum(len(plan.matmuls) for plan in plans)
     where = rows[0].module_path or rows[0].op
     text = (
         f"{len(rows)} of {total} matmuls are inside vmap or torch.func ({where}, ...): left as written, fp32 unless the"

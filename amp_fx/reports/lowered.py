@@ -13,10 +13,9 @@ from amp_fx._torch import Lowered, OpOverload, compile_id, lower_with_inductor, 
 from amp_fx.graphs.calls import arguments, module_path, source_line, tensor_nodes
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, tensors
-from amp_fx.plans.label import Label
-from amp_fx.plans.plan import CastPlan, Cost, Plan, dtype_name
-from amp_fx.plans.reading import input_plan, node_plan
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Kind, Label, Reason
+from amp_fx.plans.plan import Cost, Plan, dtype_name
+from amp_fx.plans.reading import cast_plan, input_plan, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
 from amp_fx.reports.kernels import cast_kernels, conversion, conversions, is_move
@@ -112,29 +111,17 @@ def _backward_plan(gm: fx.GraphModule, graph: str, forward: Sequence[Plan]) -> P
     plan = Plan(graph, origin.policy, phase="backward")
     flops: dict[Any, int] = {}
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and (given := input_plan(node, "")) is not None:
-            # what AOTAutograd calls the forward's own inputs
-            plan.inputs.append(replace(given, parameter=node.name.startswith("primals")))
+        # what AOTAutograd calls the forward's own inputs
+        is_parameter = node.name.startswith("primals")
+        if node.op == "placeholder" and (given := input_plan(node, "", is_parameter)) is not None:
+            plan.inputs.append(given)
         if node.op != "call_function":
             continue
-        if (values := conversion(node)) is not None:
-            plan.casts.append(_backward_cast(node, *values))
-            continue
-        plan.nodes.append(node_plan(_backward_label(node, low, levels), node, "", flops))
+        if conversion(node) is not None:
+            plan.casts.append(cast_plan(node, inserted=True))
+        else:
+            plan.nodes.append(node_plan(_backward_label(node, low, levels), node, flops))
     return plan
-
-
-def _backward_cast(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> CastPlan:
-    return CastPlan(
-        name=node.name,
-        value=node.all_input_nodes[0].name,
-        from_dtype=before.dtype,
-        to_dtype=after.dtype,
-        bytes=cast_bytes(before, after.dtype),
-        users=tuple(user.name for user in node.users),
-        inserted=True,
-        source=source_line(node),
-    )
 
 
 def _backward_class(node: fx.Node, dtype: torch.dtype | None, low: torch.dtype | None) -> OpClass:

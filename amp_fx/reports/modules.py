@@ -15,7 +15,6 @@ import torch.fx as fx
 from amp_fx._torch import Lowered
 from amp_fx.graphs.calls import module_path
 from amp_fx.graphs.values import cast_bytes
-from amp_fx.plans.modules import module_dtypes
 from amp_fx.plans.plan import CastSum, ModuleCasts, Plan
 from amp_fx.reports.kernels import calls, cast_kernels, conversion, is_move
 from amp_fx.reports.remedies import starred
@@ -44,7 +43,7 @@ def casts_by_module(
     for plan in plans:
         if plan.phase == "forward":
             dtypes["torch.autocast"] |= plan.autocast_dtypes
-            dtypes["amp_fx"] |= module_dtypes(plan.nodes)
+            dtypes["amp_fx"] |= plan.module_dtypes
     known = {path for found in dtypes.values() for path in found}
     order = dict.fromkeys(path for lowered in graphs.values() for path in _modules(lowered) if path in known)
     order |= dict.fromkeys(path for path, _ in casts)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.publish import listen
+from amp_fx.plans.reading import listen
 from amp_fx.reports.report import Report
 
 __all__ = ["Recording", "record"]

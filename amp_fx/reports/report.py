@@ -19,9 +19,8 @@ from typing import Any
 
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.plans.diff import Diff, diff_plans
-from amp_fx.plans.files import read_object, write_text
-from amp_fx.plans.plan import Cost, ModuleCasts, Plan, named_dtypes
-from amp_fx.plans.schema import SchemaError, decode
+from amp_fx.plans.files import SchemaError, as_data, decode, read_object, write_text
+from amp_fx.plans.plan import Cost, ModuleCasts, Plan
 from amp_fx.reports import report_text
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.kept_casts import kept_data
@@ -129,7 +128,7 @@ class Report(ReportData):
             "costs": {name: asdict(cost) for name, cost in self.costs.items()},
             "notes": [asdict(row) for row in self.notes],
             **({"sensitivities": self.sensitivities} if self.sensitivities else {}),
-            "modules": named_dtypes([asdict(row) for row in self.modules]),
+            "modules": as_data(self.modules),
             "device": self.device,
         }
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from amp_fx.plans.label import SENSITIVITY, Kind, Reason
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.reasons import SENSITIVITY, Kind, Reason
 from amp_fx.plans.sensitivity import CallSensitivity, Sensitivity, as_number
 
 __all__ = ["add_sensitivities"]

@@ -18,8 +18,7 @@ from amp_fx.graphs.regions import Region
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, call_device, in_place_target, is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.label import Label, Takes
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Kind, Label, Reason, Takes
 from amp_fx.policy import OpClass, OpGroup, Origin
 from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 from amp_fx.policy.rules import PRECISIONS, Rule

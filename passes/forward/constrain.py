@@ -15,8 +15,7 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, storage_of, written_arguments
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.hazards import HAZARDS, constants
-from amp_fx.plans.label import Label, Takes, label_of
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Kind, Label, Reason, Takes, label_of
 from amp_fx.policy import OpClass
 
 __all__ = ["Constrain"]

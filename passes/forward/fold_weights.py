@@ -14,8 +14,7 @@ from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_MET
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.levels.quantiser import erase_unread
-from amp_fx.plans.label import label_of
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Kind, Reason, label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.recipes import Scaled

@@ -13,8 +13,7 @@ from amp_fx._torch import FakeTensor, OpOverload, has_low_lstm
 from amp_fx.graphs.calls import arguments, is_cast
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import tensors
-from amp_fx.plans.label import Label, label_of
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Kind, Label, Reason, label_of
 from amp_fx.policy import OpClass
 
 __all__ = ["HAZARDS", "constants"]

@@ -24,8 +24,7 @@ from amp_fx.graphs.values import (
     written_storages,
 )
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.label import Label, Takes, label_of
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.label import Kind, Label, Takes, label_of
 from amp_fx.policy import OpClass
 
 __all__ = ["InsertCasts"]

@@ -11,8 +11,7 @@ import torch.fx as fx
 from amp_fx.graphs.keys import TIED
 from amp_fx.graphs.values import is_view
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.label import Takes, label_of
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Kind, Reason, Takes, label_of
 from amp_fx.policy import OpClass
 
 __all__ = ["KeepWeights"]

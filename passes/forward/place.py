@@ -18,8 +18,7 @@ from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.passes.forward.classify import may_return_wide
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
-from amp_fx.plans.label import Label, Takes, label_of
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Kind, Label, Reason, Takes, label_of
 from amp_fx.policy import OpClass
 
 __all__ = [

@@ -21,9 +21,8 @@ from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
 from amp_fx.placement.priced import Labels, Priced, SensitivityTerm
 from amp_fx.placement.tradeoff import within
-from amp_fx.plans.label import Label, label_of
+from amp_fx.plans.label import HAZARDS, Kind, Label, Reason, label_of
 from amp_fx.plans.plan import NodePlan
-from amp_fx.plans.reasons import HAZARDS, Kind, Reason
 from amp_fx.plans.sensitivity import CallSensitivity
 from amp_fx.policy import OpClass
 from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND

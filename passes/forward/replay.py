@@ -10,9 +10,8 @@ import torch
 import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.plans.label import Label, label_of
+from amp_fx.plans.label import Kind, Label, Reason, label_of
 from amp_fx.plans.plan import NodePlan
-from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 
 __all__ = ["Replay"]

@@ -15,8 +15,7 @@ from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import mark, marked
 from amp_fx.passes.levels.joint_matmuls import gradients_in
 from amp_fx.placement.layout import CAST
-from amp_fx.plans.label import label_of
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.label import Kind, label_of
 
 __all__ = ["WIDE", "keep_sums", "mark_results"]
 

@@ -14,8 +14,7 @@ from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import PassContext
 from amp_fx.passes.levels.matmuls import Matmul, Operand, aten
-from amp_fx.plans.label import label_of
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.label import Kind, label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD
 from amp_fx.policy.rules import BELOW

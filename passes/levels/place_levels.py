@@ -20,9 +20,8 @@ from amp_fx.placement.cut import LOW, Var
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost
 from amp_fx.placement.priced import Priced, SensitivityTerm
 from amp_fx.placement.tradeoff import within
-from amp_fx.plans.label import Label, label_of
+from amp_fx.plans.label import Kind, Label, Reason, label_of
 from amp_fx.plans.plan import NodePlan, dtype_name
-from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import LEVELS, WEIGHT, Level
 from amp_fx.policy.rules import BELOW
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.placement.measuring import measure
 from amp_fx.placement.profile import FLOAT8
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.label import Kind
 from amp_fx.policy.levels import levels_of
 from benchmarks.cases import CASES
 from benchmarks.workloads import llama_512

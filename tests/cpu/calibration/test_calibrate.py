@@ -17,8 +17,8 @@ import amp_fx
 from amp_fx import AmpFxError, OptionsError, Plan, PlanError
 from amp_fx.cli import main
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import dtype_name
-from amp_fx.plans.reasons import Kind
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.label import Kind
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy.levels import ROLES
 from amp_fx.targets import find_target

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.placement.level_cost import copy_traffic
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Kind, Reason
 from amp_fx.policy.levels import FORWARD, LEVELS, WEIGHT
 from amp_fx.reports.report import Report
 from amp_fx.targets.tracing import TracedGraph, Tracer

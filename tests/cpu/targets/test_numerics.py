@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx._torch import find_nonfinite_
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.label import Kind
 from amp_fx.targets.tracing import Tracer
 from examples.gpt import GPT, GPTConfig
 from generated import Code

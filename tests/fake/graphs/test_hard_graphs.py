@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx import Plan
 from amp_fx._torch import has_low_lstm
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.label import Kind
 from graphs import agree, plans, rewrite, without_inductor
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from amp_fx.graphs.keys import TIED
 from amp_fx.passes import Classify
-from amp_fx.plans.label import Takes
+from amp_fx.plans.label import Kind, Takes
 from amp_fx.plans.plan import NodePlan
-from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 from graphs import Rewritten, run_until
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx.passes import Constrain
+from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import NodePlan
-from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass
 from graphs import check, rewrite, run_until
 

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from amp_fx import record, rewriting
 from amp_fx.graphs.keys import COPY_META
 from amp_fx.graphs.regions import ambient_regions
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.label import Kind
 from amp_fx.reports import Report
 from amp_fx.settings import Options
 from amp_fx.viz.model import drawing

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.label import Kind
 from graphs import check, rewrite
 
 BF16 = torch.bfloat16

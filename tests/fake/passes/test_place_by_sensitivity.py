@@ -33,9 +33,8 @@ from amp_fx.passes.forward.place_by_sensitivity import PricedGraph, price
 from amp_fx.placement.cut import HIGH, LOW, Problem, Var, evaluate
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.tradeoff import within
-from amp_fx.plans.label import label_of
+from amp_fx.plans.label import Kind, label_of
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.reasons import Kind
 from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity, slots
 from amp_fx.policy import OpClass
 from graphs import captured

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from amp_fx.graphs.keys import MARK
 from amp_fx.placement.level_device import _say_once
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy.levels import FORWARD
 from amp_fx.reports import Report
 from amp_fx.viz.words import summary

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from amp_fx import Policy
 from amp_fx.passes import PIPELINE, PassContext, Place, run_passes
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, Plan
-from amp_fx.plans.reasons import Kind
 from amp_fx.policy import OpClass, table
 from graphs import captured, casts_of, check, rewrite
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import amp_fx
+from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.reasons import Kind
 from amp_fx.policy.levels import NARROW_DTYPES
 from levels import MLP, Step, calls, emulating_blocks, lowered, options
 

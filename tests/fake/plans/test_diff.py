@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_fx import Plan, Report
 from amp_fx.plans.diff import Change
-from amp_fx.plans.reasons import Kind
+from amp_fx.plans.label import Kind
 from graphs import rewrite
 
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx.backend
 from amp_fx import OptionsError, Plan, PlanError, Report, VerifyError
+from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan_files import choose_plan, load_plans
-from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.policy import OpClass
 from amp_fx.settings import Options
 from graphs import Rewritten, casts_of, rewrite

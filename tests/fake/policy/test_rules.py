@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from amp_fx import OptionsError, Plan, Policy, Rule, export, extra_files
 from amp_fx.graphs.traits import LINEAR_OPS, OPS
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Kind, Reason
 from amp_fx.policy.table import all_names, supported_devices
 from graphs import check, rewrite
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import Plan, Report
-from amp_fx.plans.unused import unused_rules
+from amp_fx.plans.reading import unused_rules
 from graphs import agree, rewrite
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from amp_fx import Plan, record
-from amp_fx.plans.publish import publish
+from amp_fx.plans.reading import publish
 
 
 def test_a_recording_holds_the_plans_published_inside_it_in_order() -> None:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from amp_fx import AmpFxError, Plan, Report, record
 from amp_fx.graphs.keys import LABEL
 from amp_fx.plans.plan import Cost, dtype_name
-from amp_fx.plans.publish import publish
+from amp_fx.plans.reading import publish
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.report import SUFFIXES
 from graphs import Rewritten, casts_of, rewrite

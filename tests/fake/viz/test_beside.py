@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from amp_fx import AmpFxError
+from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import CastSum, Cost, ModuleCasts
-from amp_fx.plans.reasons import Kind, Reason
 from amp_fx.reports.report import Report
 from amp_fx.viz import beside, dot
 from amp_fx.viz.model import drawing

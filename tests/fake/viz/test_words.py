@@ -16,8 +16,7 @@ from torch.func import grad, vmap
 
 from amp_fx import Plan, PlanError, record
 from amp_fx.placement.devices import builtin
-from amp_fx.plans.matmuls import matmuls, untouched_matmuls
-from amp_fx.plans.reasons import Kind, Reason
+from amp_fx.plans.label import Kind, Reason
 from amp_fx.viz.words import _SENTENCES, because, more_bytes, sentence, summary
 from graphs import rewrite
 
@@ -113,8 +112,8 @@ class Pinn(nn.Module):
 
 def test_matmuls_inside_vmap_and_torch_func_are_counted_as_left() -> None:
     plan = rewrite(Pinn(), torch.randn(4, 16)).plan
-    assert [row.module_path for row in matmuls(plan)] == ["encoder"]
-    assert [row.module_path for row in untouched_matmuls(plan)] == ["net.0", "net.2"]
+    assert [row.module_path for row in plan.matmuls] == ["encoder"]
+    assert [row.module_path for row in plan.untouched_matmuls] == ["net.0", "net.2"]
     assert summary(plan) == (
         f"1 of 3 matmuls in bf16, {len(plan.casts)} casts; 2 inside vmap or torch.func: left as written"
     )
