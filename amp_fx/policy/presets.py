@@ -1,6 +1,6 @@
 """Names of policies that other systems use, as what they mean here: a base list, rules, and the low dtype.
 
-Keras: https://keras.io/api/mixed_precision/policy, layers compute and hand on in the low dtype, variables are float32.
+Keras: https://keras.io/api/mixed_precision/policy, layers compute and return the low dtype, variables are float32.
 Apex: https://nvidia.github.io/apex/amp.html, ``O1`` has op lists, ``O2`` a low model with master weights, ``O3`` runs
 all low; here, what may overflow stays float32 even so.
 JMP: https://github.com/google-deepmind/jmp, parameters and inputs are cast to the compute dtype.
@@ -18,8 +18,12 @@ from amp_fx.errors import OptionsError, did_you_mean
 
 __all__ = ["PRESETS", "dtypes_preset", "preset"]
 
-_EVERYTHING = {"module": ".*"}
-_FLOAT32: dict[str, Any] = {"base": "autocast", "rules": [{**_EVERYTHING, "precision": "fp32"}]}
+
+def _everything(precision: str) -> list[dict[str, str]]:
+    return [{"module": ".*", "precision": precision}]
+
+
+_FLOAT32: dict[str, Any] = {"base": "autocast", "rules": _everything("fp32")}
 
 #: name -> the policy in its object form
 PRESETS: dict[str, dict[str, Any]] = {
@@ -31,42 +35,30 @@ PRESETS: dict[str, dict[str, Any]] = {
     "O0": _FLOAT32,
     "O1": {"base": "autocast", "dtype": "float16"},
     "O2": {"base": "fast", "dtype": "float16"},
-    "O3": {"base": "fast", "dtype": "float16", "rules": [{**_EVERYTHING, "precision": "low"}]},
+    "O3": {"base": "fast", "dtype": "float16", "rules": _everything("low")},
 }
 
-#: what JMP, FSDP and DeepSpeed call the dtypes -> what they are about
+#: what JMP, FSDP and DeepSpeed call the dtypes -> why it can only be float32; only that of the computation may be low
+_PARAMETERS = "parameters stay as the model has them, which is what the optimizer sees"
+_OUTPUT = "a compiled model returns the dtypes that the eager program returns"
+_COMPUTE = ""
 _KEYS = {
-    "params": "params",
-    "p": "params",
-    "compute": "compute",
-    "c": "compute",
-    "output": "output",
-    "o": "output",
-    "param_dtype": "compute",
-    "reduce_dtype": "reduce",
-    "buffer_dtype": "buffer",
-    "output_dtype": "output",
-}
-
-#: why each of these can only be float32
-_FIXED = {
-    "params": "parameters stay as the model has them, which is what the optimizer sees",
-    "output": "a compiled model returns the dtypes that the eager program returns",
-    "reduce": "gradients leave in float32; FSDP's own reduce_dtype or a communication hook narrows what is sent",
-    "buffer": "buffers stay as the model has them",
+    "params": _PARAMETERS,
+    "p": _PARAMETERS,
+    "compute": _COMPUTE,
+    "c": _COMPUTE,
+    "output": _OUTPUT,
+    "o": _OUTPUT,
+    "param_dtype": _COMPUTE,
+    "reduce_dtype": "gradients leave in float32; FSDP's own reduce_dtype or a communication hook narrows what is sent",
+    "buffer_dtype": "buffers stay as the model has them",
+    "output_dtype": _OUTPUT,
 }
 
 _DTYPES = {
-    "float32": "float32",
-    "f32": "float32",
-    "full": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "f16": "float16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "half": "float16",
+    **dict.fromkeys(("float32", "f32", "full", "fp32"), "float32"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+    **dict.fromkeys(("float16", "f16", "fp16", "half"), "float16"),
 }
 
 
@@ -91,15 +83,10 @@ def preset(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def dtypes_preset(dtypes: Mapping[Any, Any]) -> tuple[str, dict[str, Any]] | None:
-    """As :func:`preset`, of a mapping such as ``{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}``.
-
-    Returns:
-        None if no key is one of those of JMP, FSDP or DeepSpeed.
-    """
+    """As :func:`preset`, of a mapping such as ``{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}``."""
     if not _KEYS.keys() & dtypes.keys():
         return None
-    meant: dict[str, str] = {}
-    given: dict[str, str] = {}
+    compute, given = "float32", dict[str, str]()
     for key, value in dtypes.items():
         if key not in _KEYS:
             raise OptionsError(
@@ -114,13 +101,11 @@ def dtypes_preset(dtypes: Mapping[Any, Any]) -> tuple[str, dict[str, Any]] | Non
                 f"Unknown dtype {value!r} for {key!r} in policy {dict(dtypes)!r}; valid: "
                 f"{', '.join(_DTYPES)}." + did_you_mean(str(value), _DTYPES)
             )
-        about = _KEYS[key]
-        if about in _FIXED and dtype != "float32":
-            raise OptionsError(
-                f"{key}={dtype} cannot be: {_FIXED[about]}. Give {key}=float32, or leave it out."
-            )
-        meant[about], given[key] = dtype, dtype
+        if _KEYS[key] is _COMPUTE:
+            compute = dtype
+        elif dtype != "float32":
+            raise OptionsError(f"{key}={dtype} cannot be: {_KEYS[key]}. Give {key}=float32, or leave it out.")
+        given[key] = dtype
     # nothing is lowered where FSDP is given no dtype
     text = ",".join(f"{key}={dtype}" for key, dtype in given.items()) or "float32"
-    compute = meant.get("compute", "float32")
     return text, _FLOAT32 if compute == "float32" else {"base": "fast", "dtype": compute}

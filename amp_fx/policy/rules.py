@@ -23,7 +23,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from amp_fx.policy.table import check_op
 
 __all__ = ["BASES", "BELOW", "PRECISIONS", "RESULTS", "Policy", "Rule"]
 
-#: name -> one line for the docs and the error message
+#: name -> one line about it
 BASES = {
     "autocast": "the numerics of torch.autocast on that device, with cheaper casts",
     "fast": "as autocast, but sums of mixed precision may be stored low, and nothing is saved twice",
@@ -54,9 +54,10 @@ RESULTS = {"fp32": "the sum as it is, which the product is added up in"}
 
 _RULE_KEYS = ("op", "module", "precision", "result")
 _POLICY_KEYS = ("base", "dtype", "rules", "sensitivity", "budget")
-
-#: a policy may name the low dtype, which is then the one of the options
 _POLICY_DTYPES = ("bfloat16", "float16")
+
+#: keys of older policies -> what they are called now
+_RENAMED = {"harm": "sensitivity"}
 
 
 @dataclass(frozen=True)
@@ -106,21 +107,16 @@ class Rule:
             raise OptionsError(
                 f"A policy rule must be an object with keys {', '.join(_RULE_KEYS)}; got {data!r}."
             )
-        _check_keys(data, _RULE_KEYS, "policy rule")
-        precision = data.get("precision")
-        if not isinstance(precision, str) or precision not in PRECISIONS:
-            raise OptionsError(
-                f"Unknown precision {precision!r} in policy rule {dict(data)!r}; "
-                f"valid: {', '.join(PRECISIONS)}." + did_you_mean(str(precision), PRECISIONS)
-            )
-        result = _parse_result(data)
-        op, module = data.get("op"), data.get("module")
+        where = f"policy rule {dict(data)!r}"
+        _check_keys(data, _RULE_KEYS, where)
+        op, module, result = data.get("op"), data.get("module"), data.get("result")
+        precision = _one_of(PRECISIONS, data.get("precision"), "precision", where)
         for key, value in (("op", op), ("module", module)):
             if value is not None and not isinstance(value, str):
-                raise OptionsError(f"{key!r} in policy rule {dict(data)!r} must be a string; got {value!r}.")
+                raise OptionsError(f"{key!r} in {where} must be a string; got {value!r}.")
         if op is None and module is None:
             raise OptionsError(
-                f"Policy rule {dict(data)!r} names neither 'op' nor 'module', so it would match every node; "
+                f"{where[0].upper()}{where[1:]} names neither 'op' nor 'module', so it would match every node; "
                 "give at least one (module='.*' if every node is meant)."
             )
         if op is not None:
@@ -128,16 +124,18 @@ class Rule:
             check_op(op, dict(data))
             if precision in BELOW and op.partition(".")[0] not in BELOW[precision]:
                 raise OptionsError(
-                    f"{precision!r} in policy rule {dict(data)!r} is about linears; valid ops: "
-                    f"{', '.join(BELOW[precision])}."
+                    f"{precision!r} in {where} is about linears; valid ops: {', '.join(BELOW[precision])}."
                 )
         if module is not None:
             try:
                 re.compile(module)
             except re.error as error:
-                raise OptionsError(
-                    f"'module' in policy rule {dict(data)!r} is not a regular expression: {error}."
-                ) from error
+                raise OptionsError(f"'module' in {where} is not a regular expression: {error}.") from error
+        if result is not None and _one_of(RESULTS, result, "result", where) and precision != "low":
+            raise OptionsError(
+                f"'result' in {where} is about products of low operands, not {precision}; say 'precision': 'low', or "
+                "drop it."
+            )
         return cls(precision, op, module, result)
 
 
@@ -176,11 +174,12 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as JSON-like data, in the form :meth:`parse` reads."""
-        dtype = {} if self.dtype is None else {"dtype": self.dtype}
-        sensitivity = (
-            {} if self.sensitivity is None else {"sensitivity": self.sensitivity, "budget": self.budget}
-        )
-        return {"base": self.base, **dtype, "rules": [rule.to_dict() for rule in self.rules], **sensitivity}
+        data: dict[str, Any] = {"base": self.base, "rules": [rule.to_dict() for rule in self.rules]}
+        if self.dtype is not None:
+            data["dtype"] = self.dtype
+        if self.sensitivity is not None:
+            data.update(sensitivity=self.sensitivity, budget=self.budget)
+        return data
 
     def __str__(self) -> str:
         if self.name is not None:
@@ -212,7 +211,8 @@ class Policy:
                 f"policy must be one of {', '.join(map(repr, BASES))} or an object with keys "
                 f"{', '.join(_POLICY_KEYS)}; got {data!r}."
             )
-        _check_keys(data, _POLICY_KEYS, "policy")
+        where = f"policy {dict(data)!r}"
+        _check_keys(data, _POLICY_KEYS, where)
         base = cls._named(data.get("base", "autocast"))
         rules = data.get("rules", ())
         if not isinstance(rules, (list, tuple)):
@@ -224,10 +224,15 @@ class Policy:
                     f"Policy rule {rule} is about policy {rule.precision!r}, the base is {base.base!r}; say "
                     f"'base': {rule.precision!r}, or 'precision': 'low'."
                 )
+        dtype = base.dtype
+        if data.get("dtype") is not None:
+            dtype = _one_of(_POLICY_DTYPES, data["dtype"], "dtype", where)
+            if base.dtype not in (None, dtype):
+                raise OptionsError(
+                    f"dtype {dtype!r} contradicts base {str(base)!r}, which means {base.dtype}; drop one of the two."
+                )
         sensitivity, budget = _parse_sensitivity(data)
-        return cls(
-            base.base, base.rules + own, _parse_dtype(data, base), sensitivity=sensitivity, budget=budget
-        )
+        return cls(base.base, base.rules + own, dtype, sensitivity=sensitivity, budget=budget)
 
     @classmethod
     def _named(cls, name: object) -> Policy:
@@ -243,37 +248,14 @@ class Policy:
         )
 
 
-def _parse_result(data: Mapping[Any, Any]) -> str | None:
-    result = data.get("result")
-    if result is None:
-        return None
-    if not isinstance(result, str) or result not in RESULTS:
+def _one_of(valid: Iterable[str], value: object, what: str, where: str) -> str:
+    """The value, if it is a valid one."""
+    if not isinstance(value, str) or value not in valid:
         raise OptionsError(
-            f"Unknown result {result!r} in policy rule {dict(data)!r}; valid: {', '.join(map(repr, RESULTS))}, of "
-            "calls with precision 'low'."
+            f"Unknown {what} {value!r} in {where}; valid: {', '.join(valid)}."
+            + did_you_mean(str(value), valid)
         )
-    if data["precision"] != "low":
-        raise OptionsError(
-            f"'result' in policy rule {dict(data)!r} is about products of low operands, not {data['precision']}; say "
-            "'precision': 'low', or drop it."
-        )
-    return result
-
-
-def _parse_dtype(data: Mapping[Any, Any], base: Policy) -> str | None:
-    """The low dtype that a policy names, or its base does."""
-    dtype = data.get("dtype")
-    if dtype is None:
-        return base.dtype
-    if dtype not in _POLICY_DTYPES:
-        raise OptionsError(
-            f"Unknown dtype {dtype!r} in policy {dict(data)!r}; valid: {', '.join(_POLICY_DTYPES)}."
-        )
-    if base.dtype not in (None, dtype):
-        raise OptionsError(
-            f"dtype {dtype!r} contradicts base {str(base)!r}, which means {base.dtype}; drop one of the two."
-        )
-    return dtype
+    return value
 
 
 def _parse_sensitivity(data: Mapping[Any, Any]) -> tuple[str | None, float]:
@@ -296,10 +278,11 @@ def _parse_sensitivity(data: Mapping[Any, Any]) -> tuple[str | None, float]:
     return os.fspath(sensitivity), float(budget)
 
 
-def _check_keys(data: Mapping[Any, Any], valid: tuple[str, ...], what: str) -> None:
+def _check_keys(data: Mapping[Any, Any], valid: tuple[str, ...], where: str) -> None:
     for key in data:
+        if key in _RENAMED and _RENAMED[key] in valid:
+            raise OptionsError(f"Key {key!r} in {where} is called {_RENAMED[key]!r} now; rename it.")
         if key not in valid:
             raise OptionsError(
-                f"Unknown key {key!r} in {what} {dict(data)!r}; valid: {', '.join(valid)}."
-                + did_you_mean(str(key), valid)
+                f"Unknown key {key!r} in {where}; valid: {', '.join(valid)}." + did_you_mean(str(key), valid)
             )

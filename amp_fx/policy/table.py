@@ -81,23 +81,14 @@ def supported_devices() -> tuple[str, ...]:
 
 
 def lookup(op: torch._ops.OpOverload, device_type: str) -> OpGroup | None:
-    """Finds the row of an op: the device's own list, then the common one, then a default.
+    """The row of an op: of the device's own lists, the common one, or a default for what is pointwise.
 
-    Args:
-        op: the overload a graph node calls.
-        device_type: ``torch.device.type`` of the tensors it computes on.
-
-    Returns:
-        The row; the default row for a functional pointwise ATen op that no list names; None for any other op
-        and for devices without lists (see :func:`supported_devices`).
+    None for any other op, and for devices without lists.
     """
-    table = _table(device_type)
-    if not table:
+    if device_type not in DEVICES:
         return None
-    group = table.get(op_name(op))
-    if group is None and _is_functional_pointwise(op):
-        return _POINTWISE
-    return group
+    group = _table(device_type).get(op_name(op))
+    return _POINTWISE if group is None and _is_functional_pointwise(op) else group
 
 
 def all_names(device_type: str) -> tuple[str, ...]:
@@ -154,15 +145,7 @@ def _release(version: str) -> tuple[int, int]:
 
 
 def check_op(op: str, rule: object) -> None:
-    """Refuses a name in a rule that no op has.
-
-    Args:
-        op: as the op lists write it, ``"softmax"``, ``"softmax.int"`` or ``"mylib::op"``.
-        rule: it is in, for the message.
-
-    Raises:
-        OptionsError: no op of torch, or of a namespace that is registered, has the name.
-    """
+    """Refuses an op in a rule, ``"softmax"``, ``"softmax.int"`` or ``"mylib::op"``, that nobody has registered."""
     if op in _listed():
         return
     names = {name.removeprefix("aten::") for name in registered_ops()}

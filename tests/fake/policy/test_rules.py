@@ -200,11 +200,20 @@ def test_module_patterns_are_searched_for_anywhere() -> None:
         ({"op": "F.linear", "precision": "fp32"}, r"'F\.linear' .*'linear'"),
         ({"op": "softmax.dim", "precision": "fp32"}, r"'softmax\.dim' .*'softmax\.int'"),
         ({"op": "prims::flor", "precision": "fp32"}, r"'prims::flor' .*'prims::floor'"),
+        ({"module": "head", "precision": "low", "result": "fp64"}, r"'fp64' .*fp32"),
+        ({"module": "head", "precision": "low", "result": True}, r"True .*fp32"),
+        ({"module": "head", "precision": "fp32", "result": "fp32"}, r"'result' .*fp32.*'low'"),
+        ({"module": "head", "result": "fp32"}, r"precision None"),
     ],
 )
 def test_bad_rules_are_named(rule: object, message: str) -> None:
     with pytest.raises(OptionsError, match=message):
         Policy.parse({"rules": [rule]})
+
+
+def test_the_old_name_of_sensitivity_is_answered_with_the_new_one() -> None:
+    with pytest.raises(OptionsError, match=r"'harm'.*'sensitivity' now"):
+        Policy.parse({"harm": "old.json"})
 
 
 @pytest.mark.parametrize("device", supported_devices())
@@ -333,17 +342,3 @@ def test_in_an_exported_program_a_plan_with_a_result_in_fp32_is_followed_in_fp32
 def test_an_exported_program_has_no_such_results() -> None:
     with pytest.raises(OptionsError):
         export(with_head(), (torch.randn(2, 8),), **rules(WIDE))
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {"module": "head", "precision": "low", "result": "fp64"},
-        {"module": "head", "precision": "low", "result": True},
-        {"module": "head", "precision": "fp32", "result": "fp32"},
-        {"module": "head", "result": "fp32"},
-    ],
-)
-def test_a_result_that_cannot_be_is_refused(rule: dict[str, Any]) -> None:
-    with pytest.raises(OptionsError):
-        Policy.parse({"rules": [rule]})
