@@ -27,7 +27,7 @@ from amp_fx.errors import FallbackWarning, OptionsError, TargetError
 from amp_fx.graphs.values import cast_bytes
 from amp_fx.reports.kernels import cast_kernels, conversions
 from amp_fx.targets import TARGETS, find_target
-from amp_fx.targets.serving import enter
+from amp_fx.targets._torch import enter
 from benchmarks.arms import ARMS, MODES, Arm, prepare
 from benchmarks.on_target import ASSUMED, compile_arm
 from benchmarks.results import describe, write

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import amp_fx
 from amp_fx._torch import compile_package
 from amp_fx.cli.inputs import Loaded, import_callable, load_model, paint, say, writable
-from amp_fx.cli.report_commands import MODEL, add_command
+from amp_fx.cli.report_commands import add_command
 from amp_fx.errors import AmpFxError
 from amp_fx.exporting.converting import CHOICES
 from amp_fx.exporting.onnx_file import need_onnx, write_onnx
@@ -35,28 +35,7 @@ def add_to(commands: Any) -> None:
     """Adds the commands of this file."""
     default = "default: %(default)s"
 
-    parser = add_command(
-        commands,
-        calibrate,
-        "measure which roundings spoil a model's gradient or outputs, and make a plan within an error budget",
-        f"""{MODEL}; the model returns its loss or has it in .loss, otherwise --loss names
-a callable that takes what the model returns. Give a checkpoint that has been trained for a while.
-With --of outputs, what the model returns is judged itself, as it is called without gradients; a callable picks what
-counts of that.
---batches names a callable that returns one batch (a tuple or a dictionary) or several; default: the model's inputs.
---budget is "autocast", or a number: times torch.autocast's error. With --policy fp8, or with outputs --policy int8,
-matmuls are measured in that, too, and a budget above 1 is spent on them. With --plan, the plan is checked by one
-compiled step, unless --no-verify is given.""",
-        """
-train:build
-train:build --batches train:batches -o sensitivity.json
-train:build --budget 0.5 --plan plan.json --figure frontier.png
-train:build --dtype float16 --scale 4096
-train:build --policy fp8 --target cuda:h100 --budget 8 --plan plan.json
-serve:build --of outputs --policy int8 --budget 2 --plan plan.json""",
-        ("model", "loss"),
-    )
-    add = parser.add_argument
+    add = add_command(commands, calibrate, "model", "--loss")
     add("--batches", metavar="package.module:callable", help="see below")
     add("--of", default=GRADIENTS, metavar="WHAT", help=f"gradients, outputs or a callable ({default})")
     add("--dtype", default="auto", help=f"the low dtype ({default})")
@@ -72,19 +51,14 @@ serve:build --of outputs --policy int8 --budget 2 --plan plan.json""",
     add("--minimise", choices=MINIMISED, default=TIME, help=f"what --plan is the cheapest in ({default})")
     add("--no-verify", action="store_true", help="do not check the plan by a compiled step")
 
-    parser = add_command(
-        commands,
-        export,
-        "write a model in mixed precision as a .pt2 file, an AOTInductor package, an ONNX file",
-        f"""{MODEL}. The model is put into evaluation mode.
-Nothing that loads the files needs amp_fx.""",
-        """
-mypackage.models:make_gpt -o gpt.pt2 --dynamic-batch
-mypackage.models:make_gpt -o gpt.pt2 --dtype float16 --onnx
-mypackage.models:make_gpt -o gpt.pt2 --aoti""",
-        ("model",),
-    )
-    add = parser.add_argument
+    add_command(commands, targets, "--json")
+
+    add = add_command(commands, profile, "--json")
+    add("-o", "--output", metavar="FILE", help="default: amp_fx_DEVICE.json; with --json: nowhere")
+    add("--device", choices=DEVICE_TYPES, help="default: cuda where there is a device, else cpu")
+    add("--seconds", type=_seconds, default=3.0, metavar="S", help=f"how long ({default})")
+
+    add = add_command(commands, export, "model")
     add("-o", "--output", metavar="FILE", default="model.pt2", help=f"{default}; ends in .pt2")
     add("--aoti", action="store_true", help="also compile: FILE with .aoti.pt2")
     onnx = "also FILE with .onnx; needs the onnx extra: pip install 'amp_fx[onnx]'"
@@ -93,44 +67,34 @@ mypackage.models:make_gpt -o gpt.pt2 --aoti""",
     add("--policy", default="autocast", help="a base and rules, as in options=")
     recipes = sorted(LEVEL_OPTIONS["fp8"])
     add("--fp8", choices=recipes, default="auto", help=f"how policy fp8 scales; {default}")
-    profile_ = "'off' (default), 'auto' for the rates of this machine, or a file of the profile command"
-    add("--profile", default="off", help=profile_)
+    rates = "'off' (default), 'auto' for the rates of this machine, or a file of the profile command"
+    add("--profile", default="off", help=rates)
     add("--dynamic-batch", action="store_true", help="dimension 0 of every tensor input may change")
     add("--low-io", action="store_true", help="fp32 inputs and outputs in the low dtype, too")
-    for name, (first, *others) in CHOICES.items():
-        add(f"--{name.replace('_', '-')}", choices=(first, *others), default=first, help=default)
-
-    parser = add_command(
-        commands,
-        profile,
-        "measure this machine's matmul rates, memory bandwidth and kernel launch cost",
-        """The backend weighs casts against faster arithmetic with these numbers. By default it takes them from a
-built-in table, so that all runs and ranks decide alike; give it the written file where the table is wrong
-about your machine. Leave the machine idle meanwhile.""",
-        """
-
---device cuda --seconds 10 -o h200.json
---json | jq .peak""",
-        ("json",),
-    )
-    add = parser.add_argument
-    add("-o", "--output", metavar="FILE", help="default: amp_fx_DEVICE.json; with --json: nowhere")
-    add("--device", choices=DEVICE_TYPES, help="default: cuda where there is a device, else cpu")
-    add("--seconds", type=_seconds, default=3.0, metavar="S", help=f"how long ({default})")
-
-    add_command(
-        commands,
-        targets,
-        "list the GPUs that need not be in this machine",
-        """Published numbers, as the cost model has them before it takes off what is not reached. Attention, padding and
-tuning are assumed; see docs/targets.md.""",
-        "\n--json | jq '.[].name'",
-        ("json",),
-    )
+    for name, values in CHOICES.items():
+        add(f"--{name.replace('_', '-')}", choices=values, default=values[0], help=default)
 
 
 def calibrate(args: argparse.Namespace) -> None:
-    """Runs the command."""
+    """Measure which roundings spoil a model's gradient or outputs, and make a plan within an error budget.
+
+    {model}; the model returns its loss or has it in .loss, otherwise --loss names
+    a callable that takes what the model returns. Give a checkpoint that has been trained for a while.
+    With --of outputs, what the model returns is judged itself, as it is called without gradients; a callable picks
+    what counts of that.
+    --batches names a callable that returns one batch (a tuple or a dictionary) or several; default: the model's
+    inputs. --budget is "autocast", or a number: times torch.autocast's error. With --policy fp8, or with outputs
+    --policy int8, matmuls are measured in that, too, and a budget above 1 is spent on them. With --plan, the plan is
+    checked by one compiled step, unless --no-verify is given.
+
+    Examples:
+      %(prog)s train:build
+      %(prog)s train:build --batches train:batches -o sensitivity.json
+      %(prog)s train:build --budget 0.5 --plan plan.json --figure frontier.png
+      %(prog)s train:build --dtype float16 --scale 4096
+      %(prog)s train:build --policy fp8 --target cuda:h100 --budget 8 --plan plan.json
+      %(prog)s serve:build --of outputs --policy int8 --budget 2 --plan plan.json
+    """
     writable(args.output, args.figure, args.plan)
     loaded = load_model(args.model)
     batches: Any = import_callable(args.batches)() if args.batches else None
@@ -158,7 +122,16 @@ def _budget(text: str) -> str | float:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Runs the command."""
+    """Write a model in mixed precision as a .pt2 file, an AOTInductor package, an ONNX file.
+
+    {model}. The model is put into evaluation mode.
+    Nothing that loads the files needs amp_fx.
+
+    Examples:
+      %(prog)s mypackage.models:make_gpt -o gpt.pt2 --dynamic-batch
+      %(prog)s mypackage.models:make_gpt -o gpt.pt2 --dtype float16 --onnx
+      %(prog)s mypackage.models:make_gpt -o gpt.pt2 --aoti
+    """
     output = Path(args.output)
     onnx_file = output.with_suffix(".onnx")
     if args.onnx:
@@ -218,7 +191,17 @@ def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def profile(args: argparse.Namespace) -> None:
-    """Runs the command."""
+    """Measure this machine's matmul rates, memory bandwidth and kernel launch cost.
+
+    The backend weighs casts against faster arithmetic with these numbers. By default it takes them from a
+    built-in table, so that all runs and ranks decide alike; give it the written file where the table is wrong
+    about your machine. Leave the machine idle meanwhile.
+
+    Examples:
+      %(prog)s
+      %(prog)s --device cuda --seconds 10 -o h200.json
+      %(prog)s --json | jq .peak
+    """
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     measured = measure(device, args.seconds, say)
     output = args.output
@@ -258,7 +241,15 @@ def _rate(profile: DeviceProfile, dtype: str) -> str:
 
 
 def targets(args: argparse.Namespace) -> None:
-    """Runs the command."""
+    """List the GPUs that need not be in this machine.
+
+    Published numbers, as the cost model has them before it takes off what is not reached. Attention, padding and
+    tuning are assumed; see docs/targets.md.
+
+    Examples:
+      %(prog)s
+      %(prog)s --json | jq '.[].name'
+    """
     found = TARGETS.values()
     if args.json:
         facts = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import amp_fx
@@ -15,151 +16,91 @@ from amp_fx.errors import AmpFxError
 from amp_fx.reports.histograms import NoLossError
 from amp_fx.reports.report import SUFFIXES, Report, check_suffix
 
-__all__ = ["MODEL", "add_command", "add_to"]
+__all__ = ["add_command", "add_to"]
 
-_CALLABLE = "package.module:callable"
-
-#: what a model is in commands that take nothing else
-MODEL = f"""MODEL is {_CALLABLE}, where the callable takes nothing and returns (model, args) or
-(model, args, kwargs)"""
-
-_PROGRAM = f"{MODEL}, or a .pt2 file of torch.export.save"
-
-_OPTIONS = 'OPTIONS are those of torch.compile(model, backend="amp_fx", options=...), as JSON or as reports print them.'
-
-_REPORT = f"{_PROGRAM}, or a report that explain wrote as .json.\n{_OPTIONS}"
-
+#: what stands for itself in the text of a command
+_WORDS = {
+    "{model}": "MODEL is package.module:callable, where the callable takes nothing and returns (model, args) or\n"
+    "(model, args, kwargs)",
+    "{options}": 'OPTIONS are those of torch.compile(model, backend="amp_fx", options=...), as JSON or as '
+    "reports print them.",
+    "{against}": ", ".join(AGAINST),
+}
 
 #: arguments that several commands have
 _FILES: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE"}
 _OPTION: dict[str, Any] = {"type": literal, "default": {}, "metavar": "OPTIONS"}
 _SHARED: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL", "help": "see below"},
-    "loss": {"metavar": _CALLABLE, "help": "outputs -> loss"},
-    "options": {**_OPTION, "help": "options of the backend"},
-    "target": {
+    "--loss": {"metavar": "package.module:callable", "help": "outputs -> loss"},
+    "--options": {**_OPTION, "help": "options of the backend"},
+    "--target": {
         "metavar": "NAME",
         "help": "a GPU that need not be in this machine; see the command targets",
     },
-    "json": {"action": "store_true", "help": "print JSON instead of text"},
+    "--json": {"action": "store_true", "help": "print JSON instead of text"},
 }
 
 
-def add_command(
-    commands: Any,
-    run: Callable[[argparse.Namespace], None],
-    summary: str,
-    text: str,
-    examples: str,
-    shared: Sequence[str] = (),
-) -> argparse.ArgumentParser:
-    """Adds a command that has the name of a function: what ``--help`` says, and arguments that others have, too.
-
-    ``%(prog)s`` is put before each line of the examples.
-    """
-    lines = (f"  %(prog)s {line}".rstrip() for line in examples.strip().splitlines())
+def add_command(commands: Any, run: Callable[[argparse.Namespace], None], *shared: str) -> Callable[..., Any]:
+    """Adds the command of a function, whose docstring is what ``--help`` says; returns what adds further arguments."""
+    summary, _, text = (inspect.getdoc(run) or run.__name__).partition("\n\n")
+    for name, words in _WORDS.items():
+        text = text.replace(name, words)
     parser = commands.add_parser(
         run.__name__,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog="\n".join((text, "", "examples:", *lines)),
+        help=summary[0].lower() + summary[1:].rstrip("."),
+        description=summary,
+        epilog=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     for name in shared:
-        parser.add_argument(name if name == "model" else f"--{name}", **_SHARED[name])
-    return parser
+        parser.add_argument(name, **_SHARED[name])
+    return parser.add_argument
 
 
 def add_to(commands: Any) -> None:
     """Adds the commands of this file."""
-    parser = add_command(
-        commands,
-        explain,
-        "say what runs in which precision, what the casts cost, and what to change",
-        _REPORT,
-        """
-train:build
-train:build --options '{"dtype": "float16"}' --table
-train:build -o before.json -o report.md
-model.pt2 --json | jq .summary.shares
-train:build --target cuda:h100""",
-        ("model", "options", "target", "json"),
-    )
-    parser.add_argument("--table", action="store_true", help="also print calls by op and dtype")
-    parser.add_argument("-o", "--output", **_FILES, help=f"also write: {', '.join(SUFFIXES)}")
+    add = add_command(commands, explain, "model", "--options", "--target", "--json")
+    add("--table", action="store_true", help="also print calls by op and dtype")
+    add("-o", "--output", **_FILES, help=f"also write: {', '.join(SUFFIXES)}")
 
-    parser = add_command(
-        commands,
-        draw,
-        "draw where the casts are: a page for the browser, or SVG, PNG and dot through Graphviz",
-        _REPORT,
-        """
-train:build -o picture.html
-report.json -o picture.svg
-train:build --against before.json -o changed.html""",
-        ("model", "options", "target", "json"),
-    )
+    add = add_command(commands, draw, "model", "--options", "--target", "--json")
     suffixes = ".html, .svg, .beside.svg, .png or .dot (default: %(default)s)"
-    parser.add_argument("-o", "--output", default="amp_fx.html", metavar="FILE", help=suffixes)
-    earlier = "an earlier report (.json): mark what changed since"
-    parser.add_argument("--against", metavar="REPORT", help=earlier)
+    add("-o", "--output", default="amp_fx.html", metavar="FILE", help=suffixes)
+    add("--against", metavar="REPORT", help="an earlier report (.json): mark what changed since")
 
-    parser = add_command(
-        commands,
-        histogram,
-        "count gradients and activations by exponent, and find the loss scale",
-        f"{_PROGRAM}.\nIt is run once, forward and backward, without amp_fx. The model returns its loss, or has it in "
-        ".loss;\notherwise --loss names a callable that takes what the model returns.",
-        """
-train:build
-train:build --loss train:loss -o histogram.png
-train:build --json | jq .loss_scale""",
-        ("model", "loss", "json"),
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", help="also write .json, .png, .svg or .pdf")
+    add = add_command(commands, histogram, "model", "--loss", "--json")
+    add("-o", "--output", metavar="FILE", help="also write .json, .png, .svg or .pdf")
 
-    parser = add_command(
-        commands,
-        diff,
-        "say what changed between two reports",
-        _REPORT,
-        """
-before.json train:build
-before.json after.json --json
-train:build train:build --after-options '{"policy": "fast"}'""",
-        ("json",),
-    )
-    parser.add_argument("before", metavar="BEFORE", help="see below")
-    parser.add_argument("after", metavar="AFTER", help="see below")
-    parser.add_argument("--before-options", **_OPTION, help="options of the backend for BEFORE")
-    parser.add_argument("--after-options", **_OPTION, help="options of the backend for AFTER")
+    add = add_command(commands, diff, "--json")
+    add("before", metavar="BEFORE", help="see below")
+    add("after", metavar="AFTER", help="see below")
+    add("--before-options", **_OPTION, help="options of the backend for BEFORE")
+    add("--after-options", **_OPTION, help="options of the backend for AFTER")
 
-    parser = add_command(
-        commands,
-        compare,
-        "say in which module a compiled run leaves fp32, and what would mend it",
-        f"{MODEL}. With a loss, gradients are compared, too: the model returns it or has it in .loss,\n"
-        f"otherwise --loss names a callable that takes what the model returns.\n{_OPTIONS}\n"
-        f"--against is {', '.join(AGAINST)}, or other OPTIONS.",
-        """
-train:build
-train:build --loss train:loss --options '{"dtype": "float16"}' -o compared.html
-train:build --against '{"policy": "fast"}' --calls
-train:build --json | jq .first_nonfinite""",
-        ("model", "loss", "options", "json"),
-    )
+    add = add_command(commands, compare, "model", "--loss", "--options", "--json")
     against = "see below (default: %(default)s)"
-    parser.add_argument("--against", type=_against, default="fp32", metavar="WHAT", help=against)
-    parser.add_argument("--scale", type=float, metavar="S", help="loss scale of fp16")
-    every = "also compare the result of every call (in --json)"
-    parser.add_argument("--calls", action="store_true", help=every)
-    written = "also write: .json, or the picture as .html, .svg, .png, .dot"
-    parser.add_argument("-o", "--output", **_FILES, help=written)
+    add("--against", type=_against, default="fp32", metavar="WHAT", help=against)
+    add("--scale", type=float, metavar="S", help="loss scale of fp16")
+    add("--calls", action="store_true", help="also compare the result of every call (in --json)")
+    add("-o", "--output", **_FILES, help="also write: .json, or the picture as .html, .svg, .png, .dot")
 
 
 def explain(args: argparse.Namespace) -> None:
-    """Runs the command."""
+    """Say what runs in which precision, what the casts cost, and what to change.
+
+    {model}, or a .pt2 file of torch.export.save, or a report that explain wrote as .json.
+    {options}
+
+    Examples:
+      %(prog)s train:build
+      %(prog)s train:build --options '{"dtype": "float16"}' --table
+      %(prog)s train:build -o before.json -o report.md
+      %(prog)s model.pt2 --json | jq .summary.shares
+      %(prog)s train:build --target cuda:h100
+    """
     _check_files(args.output)
     report = _report(args.model, args.options, args.target)
     table = f"\n\n{report.table()}" if args.table else ""
@@ -169,7 +110,16 @@ def explain(args: argparse.Namespace) -> None:
 
 
 def draw(args: argparse.Namespace) -> None:
-    """Runs the command."""
+    """Draw where the casts are: a page for the browser, or SVG, PNG and dot through Graphviz.
+
+    {model}, or a .pt2 file of torch.export.save, or a report that explain wrote as .json.
+    {options}
+
+    Examples:
+      %(prog)s train:build -o picture.html
+      %(prog)s report.json -o picture.svg
+      %(prog)s train:build --against before.json -o changed.html
+    """
     _check_files([args.output])
     earlier = Report.load(args.against) if args.against else None
     path = _report(args.model, args.options, args.target).save(args.output, against=earlier)
@@ -177,7 +127,17 @@ def draw(args: argparse.Namespace) -> None:
 
 
 def histogram(args: argparse.Namespace) -> None:
-    """Runs the command."""
+    """Count gradients and activations by exponent, and find the loss scale.
+
+    {model}, or a .pt2 file of torch.export.save.
+    It is run once, forward and backward, without amp_fx. The model returns its loss, or has it in .loss;
+    otherwise --loss names a callable that takes what the model returns.
+
+    Examples:
+      %(prog)s train:build
+      %(prog)s train:build --loss train:loss -o histogram.png
+      %(prog)s train:build --json | jq .loss_scale
+    """
     writable(args.output)
     loaded = _load(args.model)
     loss = import_callable(args.loss) if args.loss else None
@@ -189,7 +149,7 @@ def histogram(args: argparse.Namespace) -> None:
         else:
             text = (
                 f"no loss: {args.model} returns {error.found}. Name a function that makes a tensor with one element "
-                f"of it: --loss {_CALLABLE}."
+                "of it: --loss package.module:callable."
             )
         raise AmpFxError(text) from error
     _print(str(found), found.to_dict(), args.json)
@@ -198,14 +158,35 @@ def histogram(args: argparse.Namespace) -> None:
 
 
 def diff(args: argparse.Namespace) -> None:
-    """Runs the command."""
+    """Say what changed between two reports.
+
+    {model}, or a .pt2 file of torch.export.save, or a report that explain wrote as .json.
+    {options}
+
+    Examples:
+      %(prog)s before.json train:build
+      %(prog)s before.json after.json --json
+      %(prog)s train:build train:build --after-options '{"policy": "fast"}'
+    """
     before = _report(args.before, args.before_options)
     found = before.diff(_report(args.after, args.after_options))
     _print(str(found), found.to_dict(), args.json)
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Runs the command."""
+    """Say in which module a compiled run leaves fp32, and what would mend it.
+
+    {model}. With a loss, gradients are compared, too: the model returns it or has it in .loss,
+    otherwise --loss names a callable that takes what the model returns.
+    {options}
+    --against is {against}, or other OPTIONS.
+
+    Examples:
+      %(prog)s train:build
+      %(prog)s train:build --loss train:loss --options '{"dtype": "float16"}' -o compared.html
+      %(prog)s train:build --against '{"policy": "fast"}' --calls
+      %(prog)s train:build --json | jq .first_nonfinite
+    """
     _check_files(args.output)
     loaded = load_model(args.model)
     found = amp_fx.compare(

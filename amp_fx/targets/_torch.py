@@ -34,8 +34,7 @@ from torch.utils import _triton as triton_facts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.errors import TargetError
-from amp_fx.targets.native import load
-from amp_fx.targets.table import Target
+from amp_fx.targets.device import Target, find_target, load_library
 
 __all__ = ["compile_contexts", "enter", "graph_from_bytes", "graph_to_bytes", "pretended"]
 
@@ -43,20 +42,22 @@ __all__ = ["compile_contexts", "enter", "graph_from_bytes", "graph_to_bytes", "p
 _target: Target | None = None
 
 
-def enter(target: Target) -> None:
-    """Makes this process one that compiles for a target. There is no way back, and no second target.
+def enter(name: str) -> None:
+    """Makes this process one that compiles for a target, ``"cuda:h100"``. There is no way back, and no second target.
 
     Call it first: autograd counts devices when it first runs backward, and torch keeps what it was told in many caches.
 
     Raises:
-        TargetError: Triton is not installed, there is no C++ compiler, or the process has another target.
+        TargetError: unknown target, or Triton is not installed, or there is no C++ compiler, or the process has another
+            target.
     """
     global _target
+    target = find_target(name)
     if _target not in (None, target):
         raise TargetError(f"this process compiles for {_target.name}; {target.name} takes another process.")
     if not triton_facts.has_triton_package():
         raise TargetError("compiling for CUDA takes Triton: pip install triton.")
-    load()
+    load_library()
     _target = target
 
 

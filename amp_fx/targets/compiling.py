@@ -12,8 +12,7 @@ import torch.fx as fx
 from amp_fx._torch import FakeTensor, FakeTensorMode, enable_autocast, note_mode, replace_inner_compile
 from amp_fx.graphs.values import tensors
 from amp_fx.targets._torch import compile_contexts, pretended
-from amp_fx.targets.moving import move
-from amp_fx.targets.tracing import TracedGraph
+from amp_fx.targets.tracing import TracedGraph, move
 
 __all__ = ["Backend", "InnerCompile", "compile_graph", "on_target"]
 
@@ -33,7 +32,7 @@ def on_target(traced: TracedGraph) -> Iterator[tuple[fx.GraphModule, list[Any], 
         traced: on the CPU.
 
     Raises:
-        TargetError: the process has no target, see :func:`amp_fx.targets.enter`.
+        TargetError: the process has no target: ``_torch.enter`` comes first.
     """
     gm = move(traced.gm, _CUDA)
     inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -57,7 +56,7 @@ def compile_graph(traced: TracedGraph, backend: Backend, inner_compile: InnerCom
         inner_compile: stands in for Inductor's ``compile_fx_inner``. What it returns is called with fake values.
 
     Raises:
-        TargetError: the process has no target, see :func:`amp_fx.targets.enter`.
+        TargetError: the process has no target: ``_torch.enter`` comes first.
     """
     with (
         on_target(traced) as (gm, inputs, mode),

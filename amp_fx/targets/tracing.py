@@ -1,4 +1,4 @@
-"""What Dynamo makes of a program on the CPU: its graphs, as data that another process can read."""
+"""Dynamo's graphs of a program on the CPU: as data that another process can read, and moved to another device."""
 
 from __future__ import annotations
 
@@ -25,15 +25,34 @@ from amp_fx._torch import (
     note_inference_mode,
 )
 from amp_fx.errors import TargetError
-from amp_fx.graphs.calls import class_name
+from amp_fx.graphs.calls import class_name, tensor_nodes
 from amp_fx.graphs.keys import SOURCE_META
 from amp_fx.graphs.values import tensors
-from amp_fx.targets.moving import fresh, rebuild
 
-__all__ = ["TracedGraph", "Tracer", "on_meta", "without_data"]
+__all__ = ["TracedGraph", "Tracer", "move", "on_meta", "without_data"]
 
 #: what of a node's metadata the passes and the reports read
 _META = ("example_value", "nn_module_stack", "source_fn_stack", "stack_trace")
+
+#: calls that make a tensor of sizes and numbers, on the current device unless told
+_FACTORIES = frozenset(
+    {
+        torch.arange, torch.bartlett_window, torch.blackman_window, torch.empty, torch.empty_permuted,
+        torch.empty_strided, torch.eye, torch.full, torch.hamming_window, torch.hann_window, torch.kaiser_window,
+        torch.linspace, torch.logspace, torch.normal, torch.ones, torch.rand, torch.randint, torch.randn,
+        torch.randperm, torch.range, torch.scalar_tensor, torch.tril_indices, torch.triu_indices, torch.zeros,
+    }
+)  # fmt: skip
+
+#: calls that make a tensor of Python values, which torch does on the host and copies
+_LITERALS = frozenset({torch.as_tensor, torch.asarray, torch.tensor})
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Dynamo's name of an input, without the guards that belong to it."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -96,7 +115,7 @@ class Tracer:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Keeps a copy of the graph."""
-        traced = rebuild(gm, _as_data)
+        traced = _rebuild(gm, _as_data)
         traced.meta.clear()
         inputs = gm.graph.find_nodes(op="placeholder")
         for node, original, value in zip(
@@ -161,7 +180,7 @@ def _as_data(node: fx.Node) -> None:
         # inside vmap; nobody asks for it outside
         del meta["example_value"]
     if "example_value" in meta:
-        meta["example_value"] = tree_map_only(FakeTensor, fresh, meta["example_value"])
+        meta["example_value"] = tree_map_only(FakeTensor, _fresh, meta["example_value"])
     if "nn_module_stack" in meta:
         meta["nn_module_stack"] = {
             key: (path, class_name(kind)) for key, (path, kind) in meta["nn_module_stack"].items()
@@ -173,3 +192,81 @@ def _as_data(node: fx.Node) -> None:
 
 def _name(value: Any) -> str:
     return value if isinstance(value, str) else getattr(value, "__name__", str(value))
+
+
+def move(gm: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """A copy of a Dynamo graph whose CPU values are on another device.
+
+    Fake values, ``device=`` arguments and calls that make tensors move; numbers and sizes stay. Bodies of
+    higher-order ops move, too. Each value has a storage of its own: inputs that are views of each other are not.
+    """
+
+    def change(node: fx.Node) -> None:
+        if SOURCE_META in node.meta:
+            node._dynamo_source = _Source(node.meta[SOURCE_META])  # type: ignore[attr-defined]  # Dynamo's own
+        node.args, node.kwargs = fx.node.map_aggregate(  # type: ignore[assignment]  # as they were
+            (node.args, node.kwargs), lambda value: _there(value, device)
+        )
+        if node.op == "call_function":
+            _make_there(node, device)
+        if "example_value" in node.meta:
+            node.meta["example_value"] = tree_map_only(
+                FakeTensor, lambda value: _fresh(value, device), node.meta["example_value"]
+            )
+
+    return _rebuild(gm, change)
+
+
+def _rebuild(gm: fx.GraphModule, change: Callable[[fx.Node], None]) -> fx.GraphModule:
+    """A copy of a Dynamo graph, and of the bodies of its higher-order ops, whose nodes ``change`` has seen."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in gm.graph.nodes:
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        change(copy)
+    built = fx.GraphModule(gm, graph)
+    built.meta.update(gm.meta)
+    for name, child in list(built.named_children()):
+        if isinstance(child, fx.GraphModule):
+            setattr(built, name, _rebuild(child, change))
+    return built
+
+
+def _fresh(value: FakeTensor, device: torch.device | None = None) -> torch.Tensor:
+    """A fake tensor like another, with a storage of its own; one on the CPU moves to ``device``."""
+    there = device if device is not None and value.device.type == "cpu" else value.device
+    with value.fake_mode:
+        new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=there)
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(new, value.requires_grad)
+    return new.requires_grad_(value.requires_grad)
+
+
+def _there(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.device) and value.type == "cpu":
+        return device
+    return device.type if isinstance(value, str) and value == "cpu" else value
+
+
+def _make_there(node: fx.Node, device: torch.device) -> None:
+    """A call that makes a tensor on the CPU makes it on the device; one of a list of numbers, without the numbers."""
+    made = node.meta.get("example_value")
+    if not isinstance(made, torch.Tensor) or made.device.type != "cpu":
+        return
+    if node.target in _FACTORIES:
+        node.kwargs = {**node.kwargs, "device": device}
+    elif _makes_literal(node):
+        scalar = not made.ndim and not isinstance(node.args[-1], (list, tuple))
+        node.op, node.target = "call_function", torch.full if scalar else torch.empty
+        node.args = ((), node.args[-1]) if scalar else (tuple(made.shape),)
+        node.kwargs = {"dtype": made.dtype, "device": device}
+
+
+def _makes_literal(node: fx.Node) -> bool:
+    given = node.args[1:] if node.target == "new_tensor" else node.args
+    values = [each.meta.get("example_value") for each in tensor_nodes(given)]
+    return (
+        # torch.FloatTensor is not of a class that Python has a name for
+        (node.target in (*_LITERALS, "new_tensor") or type(node.target) is type(torch.FloatTensor))
+        and bool(given)
+        and not any(isinstance(value, torch.Tensor) for value in values)
+    )

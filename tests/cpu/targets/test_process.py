@@ -25,7 +25,7 @@ def test_an_unknown_target_is_an_error_before_anything_is_started() -> None:
 def test_the_process_returns_what_a_function_returns_and_the_asking_one_stays_as_it_is() -> None:
     assert process().call("operator:add", 2, 3) == 5
     assert not torch.cuda.is_available()
-    assert process().call("amp_fx.targets.serving:enter", "cuda:h100") is None
+    assert process().call("amp_fx.targets._torch:enter", "cuda:h100") is None
 
 
 def test_errors_arrive_with_their_class_and_with_the_traceback_of_the_process() -> None:
@@ -49,7 +49,7 @@ def test_what_cannot_be_sent_or_handed_back_is_an_error_of_that_call_alone() -> 
 
 def test_one_process_has_one_target() -> None:
     with pytest.raises(TargetError, match=r"cuda:h100.*cuda:a100"):
-        process().call("amp_fx.targets.serving:enter", "cuda:a100")
+        process().call("amp_fx.targets._torch:enter", "cuda:a100")
 
 
 def test_a_process_that_dies_says_what_it_wrote_last() -> None:
@@ -61,7 +61,7 @@ def test_a_process_that_dies_says_what_it_wrote_last() -> None:
 _SCRIPT = """
 import sys, triton
 from amp_fx.errors import TargetError
-from amp_fx.targets.serving import enter
+from amp_fx.targets._torch import enter
 from torch.utils._triton import has_triton_package
 for module in (triton, None):
     sys.modules["triton"] = module

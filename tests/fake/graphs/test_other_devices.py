@@ -18,7 +18,7 @@ from amp_fx.placement.profile import ProfileError
 from amp_fx.policy.table import lookup, supported_devices
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
-from amp_fx.targets.moving import move
+from amp_fx.targets.tracing import move
 
 aten = torch.ops.aten
 

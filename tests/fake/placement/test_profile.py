@@ -443,4 +443,4 @@ def test_help_and_version_exit_with_0(arguments: list[str], capsys: pytest.Captu
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert "amp_fx" in out
-    assert ("examples:" in out) is ("profile" in arguments)
+    assert ("Examples:" in out) is ("profile" in arguments)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx.targets.moving import move
-from amp_fx.targets.tracing import TracedGraph, Tracer
+from amp_fx.targets.tracing import TracedGraph, Tracer, move
 from targets import MADE
 
 CUDA = torch.device("cuda", 0)

@@ -1,4 +1,8 @@
-"""Builds and loads ``deviceless.cpp``: once for each torch, into the user's cache folder."""
+"""A GPU that need not be in this machine: its numbers, by name, and the C++ that makes a process believe in it.
+
+Published numbers are rows of ``amp_fx.placement.gpus``. ``deviceless.cpp`` is built once for each torch, into the
+user's cache folder.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,69 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from amp_fx.errors import TargetError
+from amp_fx.errors import TargetError, did_you_mean
+from amp_fx.placement.devices import cuda_profile
+from amp_fx.placement.gpus import GPUS, LIMITS, Gpu, Limits
+from amp_fx.placement.profile import DeviceProfile
 
-__all__ = ["load"]
+__all__ = ["TARGETS", "Target", "find_target", "load_library"]
 
 _SOURCE = Path(__file__).with_name("deviceless.cpp")
 #: as torch's headers want it
 _STANDARD = "-std=c++20"
 
 
-def load() -> None:
+@dataclass(frozen=True)
+class Target:
+    """A GPU to compile for: its published numbers, and what code may use on one multiprocessor."""
+
+    gpu: Gpu
+    limits: Limits
+
+    @property
+    def name(self) -> str:
+        """As users write it: ``"cuda:h100"``."""
+        return f"cuda:{self.gpu.key}"
+
+    @property
+    def architecture(self) -> str:
+        """What NVIDIA's compilers call it: ``"sm_90"``."""
+        return "sm_{}{}".format(*self.gpu.capability)
+
+    @property
+    def profile(self) -> DeviceProfile:
+        """The rates that the cost model weighs with."""
+        return cuda_profile(self.architecture, self.gpu)
+
+
+#: by name. Triton compiles for capability 8.0 and later ones
+TARGETS = {
+    target.name: target
+    for target in (Target(gpu, LIMITS[gpu.capability]) for gpu in GPUS if gpu.capability in LIMITS)
+}
+
+
+def find_target(name: str) -> Target:
+    """The target of a name such as ``"cuda:h100"``.
+
+    Raises:
+        TargetError: there is none; names the nearest one.
+    """
+    found = TARGETS.get(name.lower()) if isinstance(name, str) else None
+    if found is None:
+        raise TargetError(
+            f"Unknown target {name!r}; valid: {', '.join(TARGETS)}."
+            + (did_you_mean(str(name).lower(), TARGETS) or did_you_mean(f"cuda:{name}".lower(), TARGETS))
+        )
+    return found
+
+
+def load_library() -> None:
     """Makes this process believe in one CUDA device, as far as C++ is asked. There is no way back.
 
     Raises:
