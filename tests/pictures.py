@@ -196,12 +196,12 @@ def _backward(count: int, policy: str) -> Plan:
     return plan
 
 
-def nasty() -> Report:
-    """A graph whose ops, modules, reasons and source lines are :data:`NASTY`."""
-    plan = Plan("0/0", graph_break=NASTY[4])
+def nasty(labels: Sequence[str] = NASTY) -> Report:
+    """A graph whose ops, modules, reasons and source lines are ``labels``."""
+    plan = Plan("0/0", graph_break=labels[4])
     value = "x"
     plan.inputs.append(InputPlan("x", False, HIGH, (2, 8), 64))
-    for index, text in enumerate(NASTY):
+    for index, text in enumerate(labels):
         fields: dict[str, Any] = {
             "op": text,
             "reasons": because(text),
@@ -212,7 +212,7 @@ def nasty() -> Report:
         # a second call, so that the module is drawn
         plan.nodes.append(call(f"m{index}", f"n{index}", **fields))
         value = f"m{index}"
-    return Report([plan], NASTY[4])
+    return Report([plan], labels[4])
 
 
 def compared() -> Report:

@@ -5,16 +5,22 @@ It needs neither a browser nor Graphviz, and a page that shows it in a dark wind
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from amp_fx.viz.schema import CastRow, Drawing, ModuleRow, Total, is_lowering, short_dtype
+from amp_fx.plans.plan import CastSum, Cost, ModuleCasts
+from amp_fx.viz.graph import Drawing
 from amp_fx.viz.style import DARK, LIGHT, per_cent, size
+from amp_fx.viz.words import short_dtype
 
 __all__ = ["STYLE", "SUFFIX", "drawn", "headline", "render", "variables"]
 
 #: how the file is named
 SUFFIX = ".beside.svg"
+
+#: columns, left to right
+_OURS, _THEIRS = "amp_fx", "torch.autocast"
+_COLUMNS = _THEIRS, _OURS
 
 #: more modules than these are summed up in one line, those with the fewest bytes
 _MOST = 14
@@ -50,60 +56,50 @@ def variables(colours: Mapping[str, str]) -> str:
     return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
 
 
-def render(model: Drawing) -> str:
-    """The picture as an SVG file.
-
-    Args:
-        model: what :func:`amp_fx.viz.model.drawing` made.
-    """
+def render(drawing: Drawing) -> str:
+    """The picture as an SVG file."""
     style = (
         f".beside {{ {variables(LIGHT)} background: var(--paper); max-width: 100%; height: auto; }}\n"
         f"@media (prefers-color-scheme: dark) {{ .beside {{ {variables(DARK)} }} }}\n{STYLE}"
     )
-    return drawn(model).replace("<g>", f"<style>\n{style}</style>\n<g>", 1) + "\n"
+    return drawn(drawing).replace("<g>", f"<style>\n{style}</style>\n<g>", 1) + "\n"
 
 
-def headline(totals: Sequence[Total]) -> str:
+def headline(totals: Mapping[str, Cost]) -> str:
     """What is gained, in one line: ``"225 of 450 cast kernels gone: casts move 45 GB, not 90.1 GB"``."""
-    ours, theirs = _of(totals, "amp_fx"), _of(totals, "torch.autocast")
-    if ours is None or theirs is None or None in (ours["kernels"], theirs["kernels"]):
-        return "what torch.autocast would cast is not known"
-    now, before = ours["kernels"] or 0, theirs["kernels"] or 0
-    moved = (
-        f"casts move {size(ours['kernel_bytes'] or 0)}, torch.autocast's {size(theirs['kernel_bytes'] or 0)}"
-    )
+    ours, theirs = totals.get(_OURS), totals.get(_THEIRS)
+    if ours is None or theirs is None or ours.kernels is None or theirs.kernels is None:
+        return "what torch.autocast would cost is not known"
+    now, before = ours.kernels, theirs.kernels
+    moved = f"casts move {size(ours.kernel_bytes or 0)}"
+    both = f"{moved}, torch.autocast's {size(theirs.kernel_bytes or 0)}"
     if now < before:
-        return f"{before - now} of {before} cast kernels gone: {moved}"
-    if now == before and ours["kernel_bytes"] == theirs["kernel_bytes"]:
-        return (
-            f"{now} cast kernels, as many as torch.autocast has: casts move {size(ours['kernel_bytes'] or 0)}"
-        )
-    return f"{now} cast kernels, torch.autocast has {before}: {moved}"
+        return f"{before - now} of {before} cast kernels gone: {both}"
+    if now == before and ours.kernel_bytes == theirs.kernel_bytes:
+        return f"{now} cast kernels, as many as torch.autocast has: {moved}"
+    return f"{now} cast kernels, torch.autocast has {before}: {both}"
 
 
-def drawn(model: Drawing) -> str:
-    """The picture as an SVG element without colours; empty where there is nothing to compare.
-
-    Args:
-        model: what :func:`amp_fx.viz.model.drawing` made.
-    """
-    names = [total["name"] for total in reversed(model["totals"])]
-    if not model["modules"] or len(names) != 2:
+def drawn(drawing: Drawing) -> str:
+    """The picture as an SVG element without colours; empty where there is nothing to compare."""
+    if not drawing.modules or set(drawing.totals) != set(_COLUMNS):
         return ""
-    shown, others = _chosen(model["modules"])
-    parts = [*_head(model, names)]
-    widest = max((cast["kernel_bytes"] for row in shown for cast in row["casts"]), default=0)
+    shown, others = _chosen(drawing.modules)
+    parts = list(_head(drawing))
+    widest = max((cast.kernel_bytes for row in shown for cast in row.casts), default=0)
     top = _TOP
     for index, row in enumerate(shown):
         height = _height(row)
-        for column, name in enumerate(names):
-            x = _MARGIN + column * (_COLUMN + _MARGIN)
-            parts += _draw_module(row, name, names[0], x, top, height, widest)
+        for x, name in _columns():
+            parts += _draw_module(row, name, x, top, height)
+            parts += _draw_casts(row, name, x + _BOX + 12, top + 17, widest)
             if index:
                 parts.append(f'<path class="step" d="M{x + _BOX / 2},{top - 10} v10"/>')
         top += height + 10
     if others:
-        parts += _others(others, names, top + 8)
+        for x, name in _columns():
+            total = sum(cast.kernel_bytes for row in others for cast in row.casts if cast.name == name)
+            parts.append(_text(x, top + 8, f"{len(others)} more modules: casts move {size(total)}", "sub"))
         top += 26
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="beside" role="img" width="{_WIDTH}" height="{top + 8}"'
@@ -113,124 +109,95 @@ def drawn(model: Drawing) -> str:
     )
 
 
-def _head(model: Drawing, names: Sequence[str]) -> Iterator[str]:
-    yield _text(_MARGIN, 34, headline(model["totals"]), "headline")
-    ours, theirs = _of(model["totals"], "amp_fx"), _of(model["totals"], "torch.autocast")
-    moved = ""
-    if ours and theirs and ours["moved"] and theirs["moved"]:
-        change = 100 * (ours["moved"] / theirs["moved"] - 1)
-        moved = (
-            f"; all kernels of a step move {size(ours['moved'])}, torch.autocast's {size(theirs['moved'])}"
-        )
-        moved += f" ({change:+.1f} %)" if abs(change) >= 0.05 else ""
-    yield _text(_MARGIN, 58, f"{model['title']}, policy {model['policy']}{moved}", "")
-    yield _text(
-        _MARGIN,
-        78,
+def _columns() -> Iterator[tuple[int, str]]:
+    return ((_MARGIN + at * (_COLUMN + _MARGIN), name) for at, name in enumerate(_COLUMNS))
+
+
+def _head(drawing: Drawing) -> Iterator[str]:
+    yield _text(_MARGIN, 34, headline(drawing.totals), "headline")
+    ours, theirs = drawing.totals[_OURS].moved, drawing.totals[_THEIRS].moved
+    text = f"{drawing.title}, policy {drawing.policy}"
+    if ours and theirs:
+        change = 100 * (ours / theirs - 1)
+        text += f"; all kernels of a step move {size(ours)}, torch.autocast's {size(theirs)}"
+        text += f" ({change:+.1f} %)" if abs(change) >= 0.05 else ""
+    yield _text(_MARGIN, 58, text)
+    text = (
         "Both return the same dtypes, and neither backward is traced under autocast."
-        " A bar is as long as the bytes that cast kernels read and write; weights include biases.",
-        "sub",
+        " A bar is as long as the bytes that cast kernels read and write; weights include biases."
     )
-    if model["more"]:
-        yield _text(_MARGIN, 96, model["more"], "")
-    for column, name in enumerate(names):
-        total = _of(model["totals"], name)
-        x = _MARGIN + column * (_COLUMN + _MARGIN)
+    yield _text(_MARGIN, 78, text, "sub")
+    if drawing.more:
+        yield _text(_MARGIN, 96, drawing.more)
+    for x, name in _columns():
+        cost = drawing.totals[name]
         yield _text(x, 116, name, "name")
-        if total is not None and total["kernels"] is not None:
-            share = ""
-            if total["moved"]:
-                share = f", {per_cent(total['kernel_bytes'] or 0, total['moved'])} of all bytes"
-            yield _text(
-                x, 134, f"{total['kernels']} cast kernels, {size(total['kernel_bytes'] or 0)}{share}", "sub"
-            )
+        if cost.kernels is not None:
+            moved = cost.kernel_bytes or 0
+            share = f", {per_cent(moved, cost.moved)} of all bytes" if cost.moved else ""
+            yield _text(x, 134, f"{cost.kernels} cast kernels, {size(moved)}{share}", "sub")
 
 
-def _chosen(rows: Sequence[ModuleRow]) -> tuple[list[ModuleRow], list[ModuleRow]]:
+def _chosen(rows: Sequence[ModuleCasts]) -> tuple[list[ModuleCasts], list[ModuleCasts]]:
     """Rows to draw in the order of the program, and those that are summed up."""
-    cast = [row for row in rows if row["casts"] and (row["module"] or _kinds(row))]
-    if len(cast) <= _MOST:
-        return cast, []
-    dearest = sorted(cast, key=lambda row: -sum(found["kernel_bytes"] for found in row["casts"]))[:_MOST]
+    cast = [row for row in rows if row.casts and (row.module or _kinds(row))]
+    dearest = sorted(cast, key=lambda row: -sum(found.kernel_bytes for found in row.casts))[:_MOST]
     places = {id(row) for row in dearest}
     return [row for row in cast if id(row) in places], [row for row in cast if id(row) not in places]
 
 
-def _kinds(row: ModuleRow) -> list[_Kind]:
+def _kind(cast: CastSum) -> _Kind:
+    return cast.phase, cast.what, short_dtype(cast.before), short_dtype(cast.after)
+
+
+def _kinds(row: ModuleCasts) -> list[_Kind]:
     """What is a kernel in one of the columns, at least."""
-    return list(dict.fromkeys(_kind(cast) for cast in row["casts"] if cast["kernels"]))
+    return list(dict.fromkeys(_kind(cast) for cast in row.casts if cast.kernels))
 
 
-def _kind(cast: CastRow) -> _Kind:
-    return cast["phase"], cast["what"], cast["before"], cast["after"]
-
-
-def _height(row: ModuleRow) -> int:
-    fused = any(cast["casts"] > cast["kernels"] for cast in row["casts"])
+def _height(row: ModuleCasts) -> int:
+    fused = any(cast.casts > cast.kernels for cast in row.casts)
     return max(34, _LINE * (len(_kinds(row)) + fused) + 8)
 
 
-def _draw_module(
-    row: ModuleRow, name: str, reference: str, x: int, top: int, height: int, widest: int
-) -> Iterator[str]:
-    dtype = row["dtypes"].get(name, "")
-    fill = f"var(--{dtype})" if dtype in LIGHT else "var(--plain)"
-    ink = f"var(--on-{dtype})" if f"on-{dtype}" in LIGHT else "var(--ink)"
-    yield (
-        f'<rect class="module" x="{x}" y="{top}" width="{_BOX}" height="{height}" rx="4" style="fill:{fill}"/>'
-    )
-    times = f" \N{MULTIPLICATION SIGN}{row['times']}" if row["times"] > 1 else ""
-    label = _clip(row["module"] or "(no module)", 22 - len(times)) + times
-    middle = top + height / 2
-    yield _text(x + _BOX / 2, middle - 3, label, "", f'text-anchor="middle" style="fill:{ink}"')
-    yield _text(
-        x + _BOX / 2,
-        middle + 11,
-        short_dtype(dtype) or "no floating dtype",
-        "sub",
-        f'text-anchor="middle" style="fill:{ink}"',
-    )
-    casts = {_kind(cast): cast for cast in row["casts"] if cast["name"] == name}
-    others = {_kind(cast): cast for cast in row["casts"] if cast["name"] == reference}
-    baseline = top + 17
+def _draw_module(row: ModuleCasts, name: str, x: int, top: int, height: int) -> Iterator[str]:
+    dtype = row.dtypes.get(name, "")
+    fill, ink = (dtype, f"on-{dtype}") if f"on-{dtype}" in LIGHT else ("plain", "ink")
+    box = f'x="{x}" y="{top}" width="{_BOX}" height="{height}" rx="4" style="fill:var(--{fill})"'
+    yield f'<rect class="module" {box}/>'
+    times = f" \N{MULTIPLICATION SIGN}{row.times}" if row.times > 1 else ""
+    label = _clip(row.module or "(no module)", 22 - len(times)) + times
+    look, middle = f'text-anchor="middle" style="fill:var(--{ink})"', top + height / 2
+    yield _text(x + _BOX / 2, middle - 3, label, more=look)
+    yield _text(x + _BOX / 2, middle + 11, short_dtype(dtype) or "no floating dtype", "sub", look)
+
+
+def _draw_casts(row: ModuleCasts, name: str, x: int, baseline: int, widest: int) -> Iterator[str]:
+    """A line for each kind of casts; struck through where only torch.autocast has kernels of it."""
+    casts = {_kind(cast): cast for cast in row.casts if cast.name == name}
+    reference = {_kind(cast): cast for cast in row.casts if cast.name == _THEIRS}
     for kind in _kinds(row):
-        yield from _draw_cast(kind, casts.get(kind), others.get(kind), x + _BOX + 12, baseline, widest)
+        cast, other = casts.get(kind), reference.get(kind)
+        if cast is not None and cast.kernels:
+            yield from _draw_cast(cast, x, baseline, widest, gone=False)
+        elif other is not None and other.kernels:
+            yield from _draw_cast(other, x, baseline, widest, gone=True)
         baseline += _LINE
-    fused = sum(cast["casts"] - cast["kernels"] for cast in casts.values())
+    fused = sum(cast.casts - cast.kernels for cast in casts.values())
     if fused:
-        yield _text(
-            x + _BOX + 12, baseline, f"{fused} cast{'s' * (fused > 1)} fused into other kernels: free", "sub"
-        )
+        yield _text(x, baseline, f"{fused} cast{'s' * (fused > 1)} fused into other kernels: free", "sub")
 
 
-def _draw_cast(
-    kind: _Kind, cast: CastRow | None, reference: CastRow | None, x: int, baseline: int, widest: int
-) -> Iterator[str]:
-    """One line: a bar and its words; struck through where the reference has the kernel and this one has not."""
-    phase, what, before, after = kind
-    row = cast if cast is not None and cast["kernels"] else reference
-    if row is None or not row["kernels"]:
-        return
-    gone = row is not cast
-    length = max(2.0, _BAR * row["kernel_bytes"] / widest) if widest else 2.0
-    look = "ghost" if gone else "lower" if is_lowering(row) else "widen"
+def _draw_cast(cast: CastSum, x: int, baseline: int, widest: int, *, gone: bool) -> Iterator[str]:
+    length = max(2.0, _BAR * cast.kernel_bytes / widest) if widest else 2.0
+    look = "ghost" if gone else "lower" if cast.narrows else "widen"
     yield f'<rect class="{look}" x="{x}" y="{baseline - 10}" width="{length:.1f}" height="11" rx="2"/>'
-    count = f"{row['kernels']} \N{MULTIPLICATION SIGN} " if row["kernels"] > 1 else ""
-    words = f"{count}{what} {before} \N{RIGHTWARDS ARROW} {after}, {size(row['kernel_bytes'])}"
-    if what in _WHERE and _WHERE[what] != phase:
-        words += f", in the {phase}"
+    count = f"{cast.kernels} \N{MULTIPLICATION SIGN} " if cast.kernels > 1 else ""
+    dtypes = f"{short_dtype(cast.before)} \N{RIGHTWARDS ARROW} {short_dtype(cast.after)}"
+    words = f"{count}{cast.what} {dtypes}, {size(cast.kernel_bytes)}"
+    if _WHERE.get(cast.what, cast.phase) != cast.phase:
+        words += f", in the {cast.phase}"
     yield _text(x + _BAR + 8, baseline, words, "gone" if gone else "")
-
-
-def _others(rows: Sequence[ModuleRow], names: Sequence[str], baseline: int) -> Iterator[str]:
-    for column, name in enumerate(names):
-        total = sum(cast["kernel_bytes"] for row in rows for cast in row["casts"] if cast["name"] == name)
-        x = _MARGIN + column * (_COLUMN + _MARGIN)
-        yield _text(x, baseline, f"{len(rows)} more modules: casts move {size(total)}", "sub")
-
-
-def _of(totals: Iterable[Total], name: str) -> Total | None:
-    return next((total for total in totals if total["name"] == name), None)
 
 
 def _clip(path: str, length: int) -> str:
@@ -242,5 +209,5 @@ def _clip(path: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def _text(x: float, y: float, text: str, name: str, more: str = "") -> str:
+def _text(x: float, y: float, text: str, name: str = "", more: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{name}" {more}>{escape(text)}</text>'

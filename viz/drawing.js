@@ -4,7 +4,7 @@ function gatherEdges(ids) {
   const edges = new Map();
   for (const edge of graph.edges) {
     const { tail, head, casts } = edge, from = ids[tail], to = ids[head];
-    if (from === to || visible.isRepeated(edge)) continue;
+    if (from === to || (visible.folded && edge.repeated)) continue;
     const key = from + ">" + to;
     if (!edges.has(key)) edges.set(key, { from, to, casts: new Map() });
     for (const cast of casts) edges.get(key).casts.set(cast.name + cast.mark, cast);
@@ -42,11 +42,11 @@ function drawFrame(scene, group, at, labels) {
   const title = make("rect", { class: "title", x: left, y: top, width: own + 14, height: 20 }, element);
   title.addEventListener("click", () => change(() => visible.toggle(group), "c" + group));
   if (!link) return;
-  const { fold } = graph.groups[group];
-  const split = make("text", { class: "split sub", x: left + own + 20, y: top + 15, "data-fold": fold }, element, link);
+  const split = make("text", { class: "split sub", x: left + own + 20, y: top + 15 }, element, link);
   split.addEventListener("click", () => change(() => {
-    if (!visible.unfolded.delete(fold)) visible.unfold(fold);
-  }, "c" + group));
+    if (visible.folded) visible.unfold();
+    else visible.folded = true;
+  }, "c" + graph.groups[group].first));
 }
 
 function drawEdge(scene, { points: all, label: at }, { from, to, casts: found }, labels, dearest) {
@@ -73,7 +73,7 @@ function drawEdge(scene, { points: all, label: at }, { from, to, casts: found },
   }
 }
 
-function drawBox(scene, id, at, { lines, fill, ink, mix: found, border: [, dashes, thick], changed }) {
+function drawBox(scene, id, at, { lines, fill, ink, mix: found, border: [dashes, thick], changed }) {
   const closed = id[0] === "g", index = Number(id.slice(1));
   const element = make("g", { class: "box" + (changed ? " changed" : ""), "data-id": id, tabindex: 0, role: "button",
     "aria-label": lines.join(", ") }, scene);

@@ -118,10 +118,7 @@ class Layout {
 
 // what the title of a frame says, and how wide it is with the link behind it
 function titleOf(group) {
-  const { fold } = graph.groups[group], label = "\u2212 " + visible.title(group);
-  const splits = fold !== null && visible.members.get(fold).length > 1;
-  const link = splits ? (visible.unfolded.has(fold) ? "fold equal blocks" : "show each") : "";
-  const own = width(label, "600 12px");
-  return { label, link, own, wide: own + 16 + (splits ? width(link, "10.5px") + 14 : 0) };
+  const label = "\u2212 " + visible.title(group), own = width(label, "600 12px");
+  const link = graph.groups[group].times === 1 ? "" : visible.folded ? "show each" : "fold equal blocks";
+  return { label, link, own, wide: own + 16 + (link ? width(link, "10.5px") + 14 : 0) };
 }
-

@@ -1,39 +1,26 @@
-"""Makes the neutral model of a drawing from a report.
+"""Makes the neutral form of a picture from a report.
 
-Modules become nested groups, ``layers.0`` being one level. Groups of equal content under one parent form a
-*fold*: one of them is drawn for all, with its count. Casts are marks on edges, not nodes; views, which move no
-bytes, and elements of results are not drawn either.
+Modules become nested groups, ``layers.0`` being one level. Casts are marks on edges, not nodes. Views, which move no
+bytes, elements of results, and what computes nothing are not drawn either.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from amp_fx.plans.diff import keyed
+import torch
+
+from amp_fx.plans.diff import Diff, keyed
 from amp_fx.plans.label import Kind
-from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
-from amp_fx.policy import OpClass
-from amp_fx.viz.drawable import Drawable
-from amp_fx.viz.groups import add_group, complete, levels
-from amp_fx.viz.schema import (
-    Cast,
-    Drawing,
-    Edge,
-    Graph,
-    Group,
-    Node,
-    Total,
-    module_row,
-    short_dtype,
-)
-from amp_fx.viz.style import rounding
+from amp_fx.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, NodePlan, Plan, dtype_name
+from amp_fx.viz.graph import Drawing, Edge, Graph, Marked, Node, levels
+from amp_fx.viz.style import heat, measured_text
 from amp_fx.viz.words import because, more_bytes
 
-__all__ = ["drawing"]
+__all__ = ["Drawable", "drawing"]
 
 #: what autograd adds gradients with
 _SUM = "add.Tensor"
@@ -44,271 +31,239 @@ _BUFFER = "_buffers_"
 #: Dynamo's names of a parameter and of an argument: ``l_self_modules_head_parameters_weight_``, ``l_tokens_``
 _GIVEN = re.compile(r"^l_(?:\w+_(?:parameters|buffers)_|kwargs_)?(\w+?)_*$")
 
+#: a node in both of two reports: phase, module, op and turn; or phase and name for inputs
+_Name = tuple[Any, ...]
+
+
+class Drawable(Protocol):
+    """What a picture is made from; :class:`amp_fx.Report` is one. Pictures are below reports, and know only this."""
+
+    plans: list[Plan]
+    title: str
+    #: graph -> call -> error of the gradient that rounding adds, None for an overflow; empty where none was measured
+    sensitivities: dict[str, dict[str, float | None]]
+    #: what that is: a key of :data:`amp_fx.viz.style.MEASURED`
+    measured: str
+
+    @property
+    def modules(self) -> Sequence[ModuleCasts]:
+        """Casts by module, of what is compared."""
+        ...
+
+    def compared(self) -> Mapping[str, Cost]:
+        """Costs by name, of amp_fx first."""
+        ...
+
+    def diff(self, other: Any) -> Diff:
+        """What another report changes against this one."""
+        ...
+
 
 def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
-    """Makes the model of a report's picture.
+    """Makes a report's picture.
 
     Args:
         report: what to draw.
         against: an earlier report; nodes whose dtype differs say what it ``was``, casts that came or went are
             marked.
     """
-    earlier = None if against is None else _Earlier(against.plans)
+    totals = report.compared()
+    moved = {name: cost.moved for name, cost in totals.items()}
     names = _names(report.plans)
+    earlier = None if against is None else _Earlier(against.plans)
     return Drawing(
         title=report.title or "amp_fx",
         policy=", ".join(dict.fromkeys(plan.policy for plan in report.plans)),
         text=str(report),
         diff="" if against is None else str(against.diff(report)),
-        more=_more(report),
-        totals=[
-            Total(
-                name=name,
-                casts=cost.casts,
-                cast_bytes=cost.cast_bytes,
-                kernels=cost.kernels,
-                kernel_bytes=cost.kernel_bytes,
-                moved=cost.moved,
-            )
-            for name, cost in report.compared().items()
-        ],
-        modules=[module_row(row) for row in report.modules],
+        more=more_bytes(report.plans, moved.get("amp_fx"), moved.get("torch.autocast")),
+        totals=totals,
+        modules=report.modules,
         measured=report.measured,
-        graphs=[
-            _Builder(
-                plan, names, earlier, sensitivities if plan.phase == "forward" else {}, report.measured
-            ).build()
-            for plan in report.plans
-            for sensitivities in [report.sensitivities.get(plan.graph, {})]
-        ],
+        graphs=[_Builder(plan, names, earlier, report).build() for plan in report.plans],
     )
-
-
-def _more(report: Drawable) -> str:
-    moved = {name: cost.moved for name, cost in report.compared().items()}
-    return more_bytes(report.plans, moved.get("amp_fx"), moved.get("torch.autocast"))
-
-
-#: a node in both of two reports: phase, module, op and turn; or phase and name for inputs
-_Name = tuple[Any, ...]
-
-
-class _Earlier:
-    """The report that a drawing is compared with."""
-
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self.dtypes = {key: _dtype(row) for key, row in keyed(plans).items()}
-        names = _names(plans)
-        self.casts: dict[tuple[_Name, _Name], list[Cast]] = {}
-        for plan in plans:
-            builder = _Builder(plan, names, None)
-            builder.build()
-            for ends, casts in builder.named_casts():
-                self.casts.setdefault(ends, []).extend(casts)
 
 
 def _names(plans: Sequence[Plan]) -> dict[int, _Name]:
     return {id(row): key for key, row in keyed(plans).items()}
 
 
-@dataclass
-class _Builder:
-    """Builds one graph of the drawing."""
+class _Earlier:
+    """The report that a drawing is compared with: dtypes of calls, and casts by both ends."""
 
-    plan: Plan
-    names: Mapping[int, _Name]
-    earlier: _Earlier | None
-    sensitivities: Mapping[str, float | None] = field(default_factory=dict)
-    measured: str = "sensitivity"
-    nodes: list[Node] = field(default_factory=list)
-    edges: list[Edge] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    _ends: list[tuple[_Name, _Name]] = field(default_factory=list)
-    _paths: dict[tuple[str, ...], int] = field(default_factory=dict)
-    #: node -> position
-    _drawn: dict[str, int] = field(default_factory=dict)
-    #: node name -> module levels, with those of gradient sums worked out
-    _levels: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: reader -> the box of its parameters
-    _parameters: dict[int, int] = field(default_factory=dict)
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.dtypes = {key: _dtype(row) for key, row in keyed(plans).items()}
+        names = _names(plans)
+        self.casts: dict[tuple[_Name, _Name], list[CastPlan]] = {}
+        for plan in plans:
+            builder = _Builder(plan, names)
+            for edge, ends in zip(builder.build().edges, builder.ends, strict=True):
+                self.casts.setdefault(ends, []).extend(cast for cast, _ in edge.casts)
+
+
+class _Builder:
+    """Builds one graph of the drawing; ``ends`` are the names of both ends of its edges."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        names: Mapping[int, _Name],
+        earlier: _Earlier | None = None,
+        report: Drawable | None = None,
+    ) -> None:
+        self.plan, self.names, self.earlier, self.report = plan, names, earlier, report
+        self.graph = Graph(plan.graph, plan.phase, plan.fallback, plan.graph_break)
+        self.ends: list[tuple[_Name, _Name]] = []
+        self._is_backward = plan.phase == "backward"
+        self._rows = {row.name: row for row in plan.nodes}
+        self._casts = {cast.name: cast for cast in plan.casts if cast.inserted}
+        self._inputs = {given.name: given for given in plan.inputs}
+        self._paths: dict[tuple[str, ...], int] = {}
+        #: name of a call or an input -> position
+        self._drawn: dict[str, int] = {}
+        #: name of a call -> module levels, with those of gradient sums worked out
+        self._levels: dict[str, tuple[str, ...]] = {}
+        #: reader -> the box of its parameters
+        self._parameters: dict[int, int] = {}
 
     def build(self) -> Graph:
-        self._rows = {node.name: node for node in self.plan.nodes}
-        self._casts = {cast.name: cast for cast in self.plan.casts if cast.inserted}
-        self._inputs = {given.name: given for given in self.plan.inputs}
         self._group(())
-        calls = [node for node in self.plan.nodes if not (node.is_passage or self._is_aside(node))]
+        calls = [row for row in self.plan.nodes if not (row.is_passage or self._is_aside(row))]
         # how many calls are in a module, at any depth
         sizes = Counter(
             ".".join(parts[:end])
-            for parts in (node.module_path.split(".") for node in calls if node.module_path)
+            for parts in (row.module_path.split(".") for row in calls if row.module_path)
             for end in range(1, len(parts) + 1)
         )
-        for node in calls:
-            self._add_call(node, sizes[node.module_path] == 1)
-        for node in calls:
-            for name in dict.fromkeys(node.inputs):
-                self._add_edge(name, self._drawn[node.name], self.names[id(node)])
+        for row in calls:
+            self._add_call(row, sizes[row.module_path] == 1)
+        for row in calls:
+            for name in dict.fromkeys(row.inputs):
+                self._add_edge(name, self._drawn[row.name], self.names[id(row)])
         self._add_results()
-        complete(self.nodes, self.edges, self.groups)
-        return Graph(
-            label=f"{self.plan.phase} {self.plan.graph}",
-            phase=self.plan.phase,
-            fallback=self.plan.fallback,
-            graph_break=self.plan.graph_break,
-            nodes=self.nodes,
-            edges=self.edges,
-            groups=self.groups,
-        )
-
-    def named_casts(self) -> list[tuple[tuple[_Name, _Name], list[Cast]]]:
-        """Casts by the names of both ends."""
-        return [(ends, edge["casts"]) for ends, edge in zip(self._ends, self.edges, strict=True)]
+        self.graph.complete()
+        return self.graph
 
     def _group(self, path: tuple[str, ...]) -> int:
         if path not in self._paths:
             parent = self._group(path[:-1]) if path else None
-            self._paths[path] = add_group(
-                self.groups, path[-1] if path else f"{self.plan.phase} {self.plan.graph}", parent, run=False
-            )
+            self._paths[path] = self.graph.add_group(path[-1] if path else self.plan.phase, parent)
         return self._paths[path]
 
-    def _add_call(self, node: NodePlan, alone: bool) -> None:
-        path = self._levels[node.name] = self._place(node)
-        label = node.op
+    def _is_aside(self, row: NodePlan) -> bool:
+        """True for what computes nothing, and in a backward for masks and constants, which differ between blocks."""
+        if row.dtype is None and not row.shape and (not row.inputs or row.op.startswith("_assert")):
+            return True
+        return self._is_backward and (row.dtype is None or not row.shape) and not row.flops
+
+    def _add_call(self, row: NodePlan, alone: bool) -> None:
+        path = self._levels[row.name] = self._place(row)
+        label = row.op
         if alone:
             # a box around a single call says no more than its name does
-            path, label = path[:-1], f"{path[-1]}: {node.op}"
-        self._drawn[node.name] = len(self.nodes)
-        self.nodes.append(
-            Node(
-                name=node.name,
-                label=label,
-                kind="call",
-                group=self._group(path),
-                module=node.module_path,
-                op=node.op,
-                dtype=_dtype(node),
-                op_class="user" if node.is_because(Kind.RULE) else node.op_class.value,
-                reason=because(node),
-                source=node.source,
-                shape=list(node.shape),
-                bytes=node.bytes,
-                flops=node.flops,
-                was=self._was(node),
-                **rounding(self.sensitivities, node.name, self.measured),
-            )
+            path, label = path[:-1], f"{path[-1]}: {row.op}"
+        node = Node(
+            row.name,
+            label,
+            "call",
+            self._group(path),
+            _dtype(row),
+            row.shape,
+            row.bytes,
+            because(row),
+            op_class="user" if row.is_because(Kind.RULE) else row.op_class.value,
+            module=row.module_path,
+            op=row.op,
+            source=row.source,
+            flops=row.flops,
         )
+        if self.earlier is not None:
+            before = self.earlier.dtypes.get(self.names[id(row)], "new")
+            node.was = before if before != node.dtype else ""
+        if self.report is not None and not self._is_backward:
+            errors = self.report.sensitivities.get(self.plan.graph, {})
+            if row.name in errors:
+                node.measured = measured_text(errors[row.name], self.report.measured)
+                node.heat = heat(errors[row.name])
+        self._drawn[row.name] = len(self.graph.nodes)
+        self.graph.nodes.append(node)
 
-    def _place(self, node: NodePlan) -> tuple[str, ...]:
+    def _place(self, row: NodePlan) -> tuple[str, ...]:
         """The levels a call is drawn in; a sum of gradients, which no module wrote, goes with its last summand."""
-        if node.module_path or self.plan.phase != "backward" or node.op != _SUM:
-            return levels(node.module_path)
-        places = [
-            (self._drawn[producer], self._levels[producer])
-            for producer in (self._origin(name)[0] for name in node.inputs)
-            if producer in self._drawn
-        ]
+        if row.module_path or not self._is_backward or row.op != _SUM:
+            return levels(row.module_path)
+        producers = [self._origin(name)[0] for name in row.inputs]
+        places = [(self._drawn[name], self._levels[name]) for name in producers if name in self._drawn]
         last, path = max(places, default=(0, ()))
-        return path[:-1] if places and self.nodes[last]["module"] else path
+        return path[:-1] if places and self.graph.nodes[last].module else path
 
-    def _was(self, node: NodePlan) -> str:
-        if self.earlier is None:
-            return ""
-        before = self.earlier.dtypes.get(self.names[id(node)], "new")
-        return before if before != _dtype(node) else ""
-
-    def _add_value(self, kind: str, given: InputPlan, label: str, group: int, reason: str) -> int:
+    def _add_value(self, given: InputPlan, kind: str, label: str, group: int, reason: str) -> int:
         """An ellipse: a value that no call of the graph computes, or that leaves it."""
-        self.nodes.append(
-            Node(
-                name=given.name,
-                label=label,
-                kind=kind,
-                group=group,
-                module="",
-                op="",
-                dtype="" if given.dtype is None else dtype_name(given.dtype),
-                op_class=OpClass.KEEP.value,
-                reason=reason,
-                source="",
-                shape=list(given.shape),
-                bytes=given.bytes,
-                flops=0,
-                was="",
-                sensitivity="",
-                heat=0,
-            )
-        )
-        return len(self.nodes) - 1
+        dtype = "" if given.dtype is None else dtype_name(given.dtype)
+        value = Node(given.name, label, kind, group, dtype, given.shape, given.bytes, reason)
+        self.graph.nodes.append(value)
+        return len(self.graph.nodes) - 1
 
     def _add_input(self, given: InputPlan, reader: int) -> int:
         """Draws an input; parameters beside their first reader, in one box for all it reads."""
         match = _GIVEN.search(given.copy_of or given.name)
         label = match.group(1) if match else given.name
+        home = self.graph.nodes[reader].group
         if given.copy_of:
-            group = self.nodes[reader]["group"]
-            if given.dtype is not None and dtype_name(given.dtype) == "float32":
-                return self._add_value("parameter", given, f"{label} scales", group, "scales of a copy")
-            return self._add_value("parameter", given, label, group, "a low copy, kept across calls")
-        if not given.parameter and self.plan.phase == "backward" and not given.name.startswith("tangents"):
-            group = self.nodes[reader]["group"]
-            return self._add_value("input", given, "saved value", group, "saved by the forward")
+            if given.dtype is torch.float32:
+                return self._add_value(given, "parameter", f"{label} scales", home, "scales of a copy")
+            return self._add_value(given, "parameter", label, home, "a low copy, kept across calls")
+        is_gradient = given.name.startswith("tangents")
+        if not given.parameter and self._is_backward and not is_gradient:
+            return self._add_value(given, "input", "saved value", home, "saved by the forward")
         if not given.parameter and _BUFFER not in given.name:
-            label = "incoming gradient" if given.name.startswith("tangents") else label
-            return self._add_value("input", given, label, 0, "an input of the graph")
+            label = "incoming gradient" if is_gradient else label
+            return self._add_value(given, "input", label, 0, "an input of the graph")
         if reader not in self._parameters:
-            group = self.nodes[reader]["group"]
-            self._parameters[reader] = self._add_value("parameter", given, label, group, "kept as it is")
+            self._parameters[reader] = self._add_value(given, "parameter", label, home, "kept as it is")
         else:
-            shared = self.nodes[self._parameters[reader]]
-            shared["label"] += f", {label}"
-            shared["bytes"] += given.bytes
+            shared = self.graph.nodes[self._parameters[reader]]
+            shared.label += f", {label}"
+            shared.bytes += given.bytes
         return self._parameters[reader]
 
     def _add_results(self) -> None:
         """Draws what leaves the graph in another dtype than it was computed in, beside its producer."""
-        done = {cast["name"] for edge in self.edges for cast in edge["casts"]}
-        last = {cast.value for cast in self._casts.values()}
+        done = {cast.name for edge in self.graph.edges for cast, _ in edge.casts}
+        done |= {cast.value for cast in self._casts.values()}
         for cast in self._casts.values():
-            if cast.name in done or cast.name in last or not self._leaves(cast):
+            if cast.name in done or not self._leaves(cast):
                 continue
             producer, _ = self._origin(cast.name)
             row = self._rows.get(producer)
+            group = self.graph.nodes[self._drawn[producer]].group if producer in self._drawn else 0
+            label = "gradient" if self._is_backward else "result"
             given = InputPlan(cast.name, False, cast.to_dtype, row.shape if row else (), 0)
-            group = self.nodes[self._drawn[producer]]["group"] if producer in self._drawn else 0
-            label = "gradient" if self.plan.phase == "backward" else "result"
-            head = self._add_value("result", given, label, group, "leaves the graph")
+            head = self._add_value(given, "result", label, group, "leaves the graph")
             self._add_edge(cast.name, head, ("result", self.plan.phase, self._name(producer)))
 
     def _leaves(self, cast: CastPlan) -> bool:
         """False for what only calls read that are not drawn."""
         return not cast.users or any(user not in self._rows or user in self._drawn for user in cast.users)
 
-    # --- edges ---
-
     def _add_edge(self, name: str, head: int, head_name: _Name) -> None:
         """Draws the value ``name`` on its way to ``head``."""
         producer, on_the_way = self._origin(name)
         ends = self._name(producer), head_name
-        casts = self._marked([self._cast(cast) for cast in on_the_way], ends)
+        casts = list(self._marked(on_the_way, ends))
         if producer not in self._drawn:
             given = self._inputs.get(producer)
             # parameters are drawn where they are cast; of what a backward is given, what is cast or new
             if given is None or not (casts or self._is_shown(given)):
                 return
             self._drawn[producer] = self._add_input(given, head)
-        self.edges.append(Edge(tail=self._drawn[producer], head=head, casts=casts))
-        self._ends.append(ends)
-
-    def _is_aside(self, node: NodePlan) -> bool:
-        """True for masks and constants of a backward: they differ from block to block, and nothing is cast."""
-        return self.plan.phase == "backward" and (node.dtype is None or not node.shape) and not node.flops
+        self.graph.edges.append(Edge(self._drawn[producer], head, casts))
+        self.ends.append(ends)
 
     def _is_shown(self, given: InputPlan) -> bool:
         if given.parameter or _BUFFER in given.name:
             return False
-        return self.plan.phase == "forward" or given.name.startswith("tangents")
+        return not self._is_backward or given.name.startswith("tangents")
 
     def _name(self, producer: str) -> _Name:
         row = self._rows.get(producer)
@@ -328,30 +283,17 @@ class _Builder:
             else:
                 return name, casts
 
-    def _cast(self, cast: CastPlan) -> Cast:
-        return Cast(
-            name=cast.name,
-            before=short_dtype(dtype_name(cast.from_dtype)),
-            after=short_dtype(dtype_name(cast.to_dtype)),
-            bytes=cast.bytes,
-            readers=len(cast.users),
-            kernel=cast.kernel,
-            mark="",
-        )
-
-    def _marked(self, casts: list[Cast], ends: tuple[_Name, _Name]) -> list[Cast]:
+    def _marked(self, casts: Sequence[CastPlan], ends: tuple[_Name, _Name]) -> Iterator[Marked]:
         """The casts of an edge beside those it had in the earlier report."""
-        if self.earlier is None:
-            return casts
-        before = list(self.earlier.casts.get(ends, ()))
+        before = [] if self.earlier is None else list(self.earlier.casts.get(ends, ()))
         for cast in casts:
-            same = [old for old in before if (old["before"], old["after"]) == (cast["before"], cast["after"])]
-            if same:
-                before.remove(same[0])
-            else:
-                cast["mark"] = "added"
-        return casts + [Cast(**{**old, "mark": "removed"}) for old in before]
+            dtypes = cast.from_dtype, cast.to_dtype
+            same = next((old for old in before if (old.from_dtype, old.to_dtype) == dtypes), None)
+            if same is not None:
+                before.remove(same)
+            yield Marked(cast, "added" if self.earlier is not None and same is None else "")
+        yield from (Marked(old, "removed") for old in before)
 
 
-def _dtype(node: NodePlan) -> str:
-    return "" if node.computed is None else dtype_name(node.computed)
+def _dtype(row: NodePlan) -> str:
+    return "" if row.computed is None else dtype_name(row.computed)

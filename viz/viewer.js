@@ -52,8 +52,8 @@ function search() {
   const text = $("search").value.trim().toLowerCase();
   current = -1;
   // names of modules first: a line of source names many
-  const rank = ({ label, module, source, name, dtype, reason }) =>
-    [[module], [label, name, dtype, short(dtype)], [reason, source]].findIndex((fields) =>
+  const rank = ({ module, lines, name, dtype, details }) =>
+    [[module], [...lines, name, dtype], [details]].findIndex((fields) =>
       fields.some((field) => field.toLowerCase().includes(text)));
   const ranks = graph.nodes.map(rank);
   hits = !text ? [] : [...graph.nodes.keys()].filter((index) => ranks[index] >= 0).sort((a, b) => ranks[a] - ranks[b]);
@@ -96,7 +96,7 @@ function choose(index) {
   visible = seen[index];
   $("depth").replaceChildren();
   const deepest = Math.max(...graph.groups.map(({ depth, run }) => (run ? 0 : depth))) + 1;
-  for (let depth = 1; depth <= Math.max(deepest, style.depth); depth++) addOption($("depth"), depth);
+  for (let depth = 1; depth <= Math.max(deepest, style.depth); depth++) $("depth").add(new Option(depth));
   openTo(style.depth);
   search();
 }

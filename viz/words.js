@@ -5,8 +5,6 @@ const SVG = "http://www.w3.org/2000/svg";
 const MANY = 400;     // more boxes than this take long to lay out
 const LONGEST = 48;   // characters in a box
 const $ = (id) => document.getElementById(id);
-const short = (dtype) => style.short[dtype] || dtype;
-const bits = Object.fromEntries(Object.entries(style.bits).map(([dtype, count]) => [short(dtype), count]));
 
 const seen = model.graphs.map(() => null);  // graph -> what is visible of it, made when first shown
 let graph = null, visible = null;
@@ -22,27 +20,11 @@ function size(bytes) {
   return bytes + " B";
 }
 
-function perCent(part, whole) {
-  const share = whole ? (100 * part) / whole : 0;
-  return (share >= 9.95 || !share ? share.toFixed(0) : share.toFixed(1)) + "\u00a0%";
-}
-
 const sum = (casts) => casts.reduce((total, cast) => total + cast.bytes, 0);
 const clip = (text, length) => (text.length > length ? text.slice(0, length - 1) + "\u2026" : text);
 const isReal = (cast) => cast.kernel !== false;
 const colourOf = (dtype) => (style.dtypes.includes(dtype) ? `var(--${dtype})` : "var(--plain)");
 const inkOn = (dtype) => (style.dtypes.includes(dtype) ? `var(--on-${dtype})` : "var(--ink)");
-const lowers = (cast) => (bits[cast.after] || 8) <= (bits[cast.before] || 8);
-
-// calls by dtype, most frequent first
-function mix(leaves) {
-  const found = new Map();
-  for (const leaf of leaves) {
-    const { kind, dtype } = graph.nodes[leaf];
-    if (kind === "call" && dtype) found.set(dtype, (found.get(dtype) || 0) + 1);
-  }
-  return [...found].sort((a, b) => b[1] - a[1]);
-}
 
 // a line per direction: "fp32 -> bf16  1.5 MB in 2 casts, fused"
 function castLines(casts) {
@@ -72,39 +54,19 @@ function listed(lines, most) {
 }
 
 function describeGroup(index) {
-  const row = graph.groups[index], times = visible.times(index), casts = visible.inside[index];
-  const bytes = row.leaves.reduce((total, leaf) => total + graph.nodes[leaf].bytes, 0);
-  const lines = [visible.title(index) + (times > 1 ? "   equal blocks, drawn once; numbers are of one" : "")];
-  lines.push(mix(row.leaves).map(([dtype, n]) => n + " calls in " + dtype).join(", ") || "no floating computation");
-  if (casts.length) lines.push("casts inside: " + castLines(casts).join("; "));
-  lines.push("results: " + size(bytes), "click to open");
-  return lines.join("\n");
+  const { mix, inside, bytes } = graph.groups[index], equal = visible.times(index) > 1;
+  return [visible.title(index) + (equal ? "   equal blocks, drawn once; numbers are of one" : ""),
+    mix.map(([dtype, n]) => n + " calls in " + dtype).join(", ") || "no floating computation",
+    inside, "results: " + size(bytes), "click to open"].filter(Boolean).join("\n");
 }
 
-function describeNode(index) {
-  const node = graph.nodes[index], call = node.kind === "call";
-  const lines = [node.label + (node.module ? "   in " + node.module : "")];
-  lines.push(call ? "computes in " + (node.dtype || "no floating dtype") : node.kind + ", " + (node.dtype || "no floating dtype"));
-  if (node.was) lines.push("earlier: " + node.was);
-  lines.push("why: " + node.reason + (call ? "   [" + node.op_class + "]" : ""));
-  const flops = node.flops ? ", " + (node.flops / 1e9).toPrecision(3) + " GFLOP" : "";
-  lines.push("result: [" + node.shape.join(", ") + "], " + size(node.bytes) + flops);
-  if (node.source) lines.push("source: " + node.source);
-  lines.push("name: " + node.name);
-  return lines.join("\n");
-}
-
-const describe = (id) => (id[0] === "g" ? describeGroup : describeNode)(Number(id.slice(1)));
+const describe = (id) => (id[0] === "g" ? describeGroup(Number(id.slice(1))) : graph.nodes[id.slice(1)].details);
 const describeEdge = (casts) => ["casts on this edge", ...listed(casts.map(castText), 12)].join("\n");
 
 // while the pointer is on something: what its box does not say. The panel has the rest
 function hint(id) {
-  const index = Number(id.slice(1));
-  if (id[0] === "g") {
-    const casts = visible.inside[index];
-    return (casts.length ? "casts inside: " + castLines(casts).join("; ") + "\n" : "") + "click to open";
-  }
-  const { module, reason } = graph.nodes[index];
+  if (id[0] === "g") return [graph.groups[id.slice(1)].inside, "click to open"].filter(Boolean).join("\n");
+  const { module, reason } = graph.nodes[id.slice(1)];
   return (module ? "in " + module + "\n" : "") + "why: " + reason;
 }
 const hintEdge = (casts) => listed(casts.map(castText), 1).join("\n");
@@ -125,44 +87,19 @@ function width(text, font) {
   return ruler.measureText(text).width;
 }
 
-// what rounding costs where that was measured, else the dtype. Those colours are light in a dark window, too
-const isHot = style.heatSamples.length > 0;
-const hottest = (leaves) => style.heat[Math.max(0, ...leaves.map((leaf) => graph.nodes[leaf].heat))];
-const inkHot = "#111111";
-
-// what a box says and how it looks
+// what a box says and how it looks: by what was measured, else by the dtype. Those colours are light in a dark window, too
 function face(id) {
-  const index = Number(id.slice(1));
+  const { classes, heat, isHot } = style, row = (id[0] === "n" ? graph.nodes : graph.groups)[id.slice(1)];
+  const { op_class: name, changed } = row, hot = isHot && { fill: heat[row.heat], ink: "#111111" };
   if (id[0] === "n") {
-    const node = graph.nodes[index];
-    const sub = node.was ? short(node.was) + " \u21d2 " + (short(node.dtype) || "none") : short(node.dtype);
-    return { lines: [clip(node.label, LONGEST), sub, node.sensitivity].filter(Boolean),
-      fill: isHot ? style.heat[node.heat] : colourOf(node.dtype), ink: isHot ? inkHot : inkOn(node.dtype),
-      mix: [], border: style.classes[node.op_class], changed: Boolean(node.was) };
+    const [label, ...more] = row.lines;
+    return { lines: [clip(label, LONGEST), ...more], mix: [], border: classes[name], changed,
+      fill: colourOf(row.dtype), ink: inkOn(row.dtype), ...hot };
   }
-  const row = graph.groups[index], found = mix(row.leaves), casts = visible.inside[index];
-  const moved = casts.some(isReal) ? size(sum(casts.filter(isReal))) : "fused";
-  const each = visible.times(index) > 1 && found.length ? "each: " : "";
-  const op = row.main === null ? "" : ": " + graph.nodes[row.main].op;
-  return {
-    lines: ["+ " + clip(visible.title(index), LONGEST) + op,
-      each + found.map(([dtype, n]) => n + " in " + short(dtype)).join(", "),
-      casts.length ? casts.length + (casts.length > 1 ? " casts" : " cast") + " inside, " + moved : ""].filter(Boolean),
-    fill: isHot ? hottest(row.leaves) : tint(visible.times(index) * sum(casts.filter(isReal)) / Math.max(castBytes(), 1)),
-    ink: isHot ? inkHot : "var(--ink)",
-    mix: found,
-    border: row.main === null ? ["", "", 1.6] : style.classes[graph.nodes[row.main].op_class],
-    changed: row.leaves.some((leaf) => graph.nodes[leaf].was),
-  };
-}
-
-// bytes of the casts in the graph that Inductor does not fuse
-function castBytes() {
-  if (graph.castBytes === undefined) {
-    const found = new Map(graph.edges.flatMap((edge) => edge.casts).filter(isReal).map((cast) => [cast.name, cast]));
-    graph.castBytes = sum([...found.values()]);
-  }
-  return graph.castBytes;
+  const index = Number(id.slice(1)), times = visible.times(index);
+  const calls = (times > 1 && row.calls ? "each: " : "") + row.calls;
+  return { lines: ["+ " + clip(visible.title(index), LONGEST) + row.op, calls, row.casts].filter(Boolean),
+    mix: row.mix, border: name === null ? ["", 1.6] : classes[name], changed, fill: tint(times * row.share), ink: "var(--ink)", ...hot };
 }
 
 // a closed module, by its share of what casts move
@@ -170,7 +107,7 @@ const tint = (share) => `color-mix(in srgb, var(--tint) ${(75 * Math.sqrt(Math.m
 
 // an edge is as wide as the bytes of its casts; those that are fused are thin and fade
 function castLook(casts, dearest) {
-  const colour = casts.every(lowers) ? "lower" : "widen";
+  const colour = casts.every((cast) => cast.narrows) ? "lower" : "widen";
   const real = sum(casts.filter(isReal));
   const isFused = casts.every((cast) => cast.kernel === false);
   const removed = casts.every((cast) => cast.mark === "removed") ? " removed" : "";

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from amp_fx.errors import PlanError
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
-from amp_fx.viz.schema import short_dtype
 
-__all__ = ["because", "more_bytes", "sentence", "summary"]
+__all__ = ["because", "more_bytes", "sentence", "short_dtype", "summary"]
+
+#: dtype -> what casts and boxes call it; the others have their own name
+_SHORT = {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 _TO_THE_ERROR = "to the error"
 
@@ -70,6 +74,12 @@ _SENTENCES = {
     Kind.WEIGHT_GRADIENT: "{level} leaves gradients of weights in the low dtype",
     Kind.STORED_TABLE: "the table is stored in {dtype}, its rows are widened",
 }
+
+
+def short_dtype(dtype: torch.dtype | str) -> str:
+    """``"bf16"`` for ``"bfloat16"``."""
+    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    return _SHORT.get(name, name)
 
 
 def because(row: NodePlan) -> str:
@@ -159,4 +169,4 @@ def _why_wide(row: NodePlan, plan: Plan) -> str:
 
 
 def _dtype(row: NodePlan) -> str:
-    return "mixed dtypes" if row.computed is None else short_dtype(dtype_name(row.computed))
+    return "mixed dtypes" if row.computed is None else short_dtype(row.computed)

@@ -9,7 +9,7 @@ import textwrap
 from amp_fx.comparison.comparison_data import ComparisonData
 from amp_fx.comparison.looking import Look, SecondLook
 from amp_fx.graphs.calls import short_source
-from amp_fx.viz.schema import short_dtype
+from amp_fx.viz.words import short_dtype
 
 __all__ = ["screen", "verdict"]
 

@@ -27,9 +27,9 @@ import amp_fx
 from amp_fx._torch import Lowered
 from amp_fx.reports import explaining, lowered
 from amp_fx.reports.report import Report
+from amp_fx.viz.graph import DEPTH
 from amp_fx.viz.model import drawing
-from amp_fx.viz.style import DTYPES, LOWER
-from amp_fx.viz.view import view
+from amp_fx.viz.style import LIGHT
 from pictures import NASTY, blocks, chain, compared, nasty
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -161,13 +161,12 @@ def test_the_first_view_is_that_of_the_other_writers(viewer: Viewer, phase: int)
     report = blocks(5, odd=[3])
     viewer.show(report)
     viewer.all("#graphs button")[phase].click()
-    shown = view(drawing(report)["graphs"][phase])
-    assert set(viewer.boxes()) == {f"n{node}" for node in shown.nodes} | {
-        f"g{group}" for group in shown.closed
-    }
-    casts = [(f"{a[0][0]}{a[1]}", f"{b[0][0]}{b[1]}") for (a, b), found in shown.edges.items() if found]
+    graph = drawing(report).graphs[phase]
+    boxes = graph.boxes(DEPTH)
+    assert set(viewer.boxes()) == set(boxes)
+    edges = [(boxes[e.tail], boxes[e.head]) for e in graph.edges if e.casts and not e.repeated]
     drawn = {(e.get_attribute("data-from"), e.get_attribute("data-to")) for e in viewer.all(".edge.cast")}
-    assert drawn == set(casts)
+    assert drawn == {(tail, head) for tail, head in edges if tail != head}
 
 
 def test_the_page_says_policy_totals_legend_and_folds(viewer: Viewer) -> None:
@@ -191,9 +190,7 @@ def test_a_module_opens_on_click_and_closes_on_its_name(viewer: Viewer) -> None:
     inside = viewer.boxes()
     assert any("add.Tensor" in text for text in inside.values())
     assert len(inside) > len(before)
-    viewer.find(
-        ".cluster[data-id='c{}'] .title".format(drawing(blocks(3))["graphs"][0]["nodes"][2]["group"] - 1)
-    ).click()
+    viewer.find(f".cluster[data-id='c{drawing(blocks(3)).graphs[0].nodes[2].group - 1}'] .title").click()
     assert viewer.boxes() == before
 
 
@@ -310,7 +307,7 @@ def test_the_screenshot_is_a_picture(viewer: Viewer) -> None:
     viewer.show(blocks(3))
     image = Image.open(BytesIO(viewer.driver.get_screenshot_as_png())).convert("RGB")
     counts = {colour: count for count, colour in image.getcolors(maxcolors=1 << 20) or []}
-    for colour in (DTYPES["bfloat16"], DTYPES["float32"], LOWER):
+    for colour in (LIGHT["bfloat16"], LIGHT["float32"], LIGHT["lower"]):
         assert counts.get(ImageColor.getrgb(colour), 0) > 50, colour
     assert counts[255, 255, 255] < 0.98 * image.width * image.height
 

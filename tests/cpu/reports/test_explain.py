@@ -204,8 +204,8 @@ def test_all_pictures_say_the_same_of_a_module() -> None:
     policy = {"rules": [{"module": "layer_norm", "precision": "fp32"}]}
     report = amp_fx.explain(Layers(), x, options={**OFF, "policy": policy})
     drawn = drawing(report)
-    beside = {row["module"]: row["dtypes"] for row in drawn["modules"]}
-    calls = {node["module"]: node["dtype"] for node in drawn["graphs"][0]["nodes"] if node["dtype"]}
+    beside = {row.module: row.dtypes for row in drawn.modules}
+    calls = {node.module: node.dtype for node in drawn.graphs[0].nodes if node.dtype}
     names = dict(Layers().named_children())
     assert {name: beside[name]["amp_fx"] for name in names} == {name: calls[name] for name in names}
     # what its hooks see under eager autocast is what torch.autocast is said to compute

@@ -97,7 +97,7 @@ def test_a_default_plan_that_moves_more_bytes_than_autocast_says_why() -> None:
     ours, autocast = report.costs["amp_fx"], report.costs["torch.autocast"]
     assert (ours.moved or 0) > (autocast.moved or 0)
     assert "more bytes than torch.autocast moves, because 2 of 2 matmuls" in str(report)
-    assert "because 2 of 2 matmuls" in drawing(report)["more"]
+    assert "because 2 of 2 matmuls" in drawing(report).more
 
 
 def test_the_report_names_graph_breaks_modules_and_source_lines(report: Report) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,9 +12,9 @@ import pytest
 
 from amp_fx import AmpFxError
 from amp_fx.viz import dot
+from amp_fx.viz.graph import Drawing
 from amp_fx.viz.model import drawing
-from amp_fx.viz.schema import Drawing
-from amp_fx.viz.style import CLASSES, DTYPES
+from amp_fx.viz.style import CLASSES, DTYPES, LIGHT
 from pictures import NASTY, blocks, nasty
 
 needs_dot = pytest.mark.skipif(
@@ -54,7 +55,7 @@ def test_the_picture_says_policy_totals_legend_casts_with_direction_and_bytes_an
         "legend",
         "computes in bf16",
         "low: on the low-precision list",
-        "layers.0 \N{HORIZONTAL ELLIPSIS} layers.11  x12",
+        "layers.0 \N{HORIZONTAL ELLIPSIS} layers.11 \N{MULTIPLICATION SIGN}12",
         "2 casts inside, 192 B",
         "each: ",
         "fp32 \N{RIGHTWARDS ARROW} bf16\n96 B",
@@ -69,8 +70,8 @@ def test_the_picture_says_policy_totals_legend_casts_with_direction_and_bytes_an
 def test_what_changed_is_written_and_not_only_coloured(tmp_path: Path) -> None:
     model = drawing(blocks(3, odd=[1]), blocks(3))
     text = "\n".join(svg_texts(model, tmp_path / "x.svg", depth=9)).replace("\N{NO-BREAK SPACE}", " ")
-    assert "bf16 => fp32" in text
-    assert "changed: earlier => now" in text
+    assert "bf16 \N{RIGHTWARDS DOUBLE ARROW} fp32" in text
+    assert "changed: earlier \N{RIGHTWARDS DOUBLE ARROW} now" in text
     assert "against the earlier report: casts 14 -> 12" in text
 
 
@@ -96,17 +97,17 @@ def test_borders_tell_classes_apart_and_every_box_names_its_dtype() -> None:
     assert len({(border.dot, border.width) for border in CLASSES.values()}) == len(CLASSES)
     assert len({(border.dashes, border.width) for border in CLASSES.values()}) == len(CLASSES)
     source = dot.source(drawing(blocks()), depth=9).source
-    boxes = re.findall(r"node_\d+_\d+ \[label=(.*?) color=.*?fillcolor=\"(#\w+)\"", source)
+    boxes = re.findall(r"_n\d+\"? \[label=(.*?) color=.*?fillcolor=\"(#\w+)\"", source)
     assert len(boxes) > 10
-    short = dict(zip(DTYPES.values(), ("int8", "fp8", "bf16", "fp16", "fp32"), strict=True))
+    short = dict(zip(map(LIGHT.get, DTYPES), ("int8", "fp8", "bf16", "fp16", "fp32"), strict=True))
     assert all(short[fill] in label for label, fill in boxes)
 
 
 def test_casts_that_inductor_fuses_are_dashed_and_say_so() -> None:
-    model = drawing(blocks())
-    for edge in model["graphs"][0]["edges"]:
-        for cast in edge["casts"]:
-            cast["kernel"] = cast["name"] == "cast_head"
-    lines = [line for line in dot.source(model).source.splitlines() if "\N{RIGHTWARDS ARROW}" in line]
+    report = blocks()
+    report.plans[0].casts = [replace(row, kernel=row.name == "cast_head") for row in report.plans[0].casts]
+    lines = [
+        line for line in dot.source(drawing(report)).source.splitlines() if "\N{RIGHTWARDS ARROW}" in line
+    ]
     assert sum("style=dashed" in line and ", fused" in line for line in lines) == 1
     assert any("style=solid" in line and "fused" not in line for line in lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,9 @@ from amp_fx.plans.plan import InputPlan, Plan
 from amp_fx.policy import OpClass
 from amp_fx.reports.report import Report
 from amp_fx.viz import dot
+from amp_fx.viz.graph import Graph, Marked
 from amp_fx.viz.model import drawing
-from amp_fx.viz.schema import Cast, Graph
-from amp_fx.viz.style import DTYPES, HEAT, heat_samples
-from amp_fx.viz.view import casts_inside, view
+from amp_fx.viz.style import DTYPES, HEAT, LIGHT, heat_samples
 from gpt import GPT, GPTConfig
 from graphs import rewrite
 from pictures import HIGH, LOW, blocks, call, cast, chain, parameter
@@ -26,18 +24,36 @@ from pictures import HIGH, LOW, blocks, call, cast, chain, parameter
 
 def titles(graph: Graph, depth: int = 2) -> list[str]:
     """What the closed modules are called."""
-    return [graph["groups"][group]["title"] for group in view(graph, depth).closed]
+    return [graph.groups[group].title for group in closed(graph, depth)]
 
 
-def casts(graph: Graph) -> dict[str, Cast]:
-    return {cast["name"]: cast for edge in graph["edges"] for cast in edge["casts"]}
+def closed(graph: Graph, depth: int = 2) -> list[int]:
+    return [int(box[1:]) for box in dict.fromkeys(graph.boxes(depth)) if box[0] == "g"]
+
+
+def casts(graph: Graph) -> dict[str, Marked]:
+    return {row.cast.name: row for edge in graph.edges for row in edge.casts}
+
+
+def shown_edges(graph: Graph) -> dict[tuple[str, str], list[Marked]]:
+    """Casts of what is drawn with everything open, by the names of both ends."""
+    found: dict[tuple[str, str], list[Marked]] = {}
+    for edge in graph.edges:
+        if not edge.repeated:
+            tail, head = (graph.nodes[graph.nodes[end].drawn].name for end in (edge.tail, edge.head))
+            found.setdefault((tail, head), []).extend(edge.casts)
+    return found
+
+
+def folded(first: str, last: str, times: int) -> str:
+    return f"{first} \N{HORIZONTAL ELLIPSIS} {last} \N{MULTIPLICATION SIGN}{times}"
 
 
 def drawn(
     *nodes: Any, inputs: tuple[InputPlan, ...] = (), casts: tuple[Any, ...] = (), phase: str = "forward"
 ) -> Graph:
     plan = Plan(nodes=list(nodes), casts=list(casts), inputs=list(inputs), phase=phase)
-    return drawing(Report([plan]))["graphs"][0]
+    return drawing(Report([plan])).graphs[0]
 
 
 @pytest.fixture(scope="module")
@@ -49,31 +65,25 @@ def gpt() -> Plan:
 
 
 def test_every_cast_of_a_real_plan_is_drawn_once_per_reader_with_its_dtypes_and_bytes(gpt: Plan) -> None:
-    graph = drawing(Report([gpt]))["graphs"][0]
-    short = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-    expected = {c.name: (short[c.from_dtype], short[c.to_dtype], c.bytes) for c in gpt.casts if c.inserted}
+    graph = drawing(Report([gpt])).graphs[0]
+    expected = {cast.name: cast for cast in gpt.casts if cast.inserted}
     assert len(expected) > 10
-    assert {name: (c["before"], c["after"], c["bytes"]) for name, c in casts(graph).items()} == expected
-
-
-def test_the_model_is_json_like_all_the_way_down(gpt: Plan) -> None:
-    model = drawing(Report([gpt]), Report([gpt]))
-    assert json.loads(json.dumps(model)) == model
+    assert {name: row.cast for name, row in casts(graph).items()} == expected
 
 
 def test_equal_blocks_of_a_real_model_are_drawn_as_one(gpt: Plan) -> None:
-    graph = drawing(Report([gpt]))["graphs"][0]
-    (fold,) = {group["fold"] for group in graph["groups"]} - {None}
-    assert fold is not None
-    first = graph["groups"][fold]
-    assert (first["title"], first["times"]) == ("blocks.0 \N{HORIZONTAL ELLIPSIS} blocks.2", 3)
-    assert titles(graph, depth=1).count(first["title"]) == 1
+    graph = drawing(Report([gpt])).graphs[0]
+    (at,) = {group.first for group in graph.groups} - {None}
+    assert at is not None
+    first = graph.groups[at]
+    assert (first.title, first.times) == (folded("blocks.0", "blocks.2", 3), 3)
+    assert titles(graph, depth=1).count(first.title) == 1
 
 
 def test_a_block_that_differs_is_drawn_apart() -> None:
-    graph = drawing(blocks(4, odd=[2]))["graphs"][0]
-    assert titles(graph) == ["layers.0 \N{HORIZONTAL ELLIPSIS} layers.3", "layers.2"]
-    assert [g["times"] for g in graph["groups"] if g["label"].startswith("layers")] == [3, 3, 1, 3]
+    graph = drawing(blocks(4, odd=[2])).graphs[0]
+    assert titles(graph) == [folded("layers.0", "layers.3", 3), "layers.2"]
+    assert [g.times for g in graph.groups if g.label.startswith("layers")] == [3, 3, 1, 3]
 
 
 def test_modules_of_like_names_that_are_no_list_do_not_fold() -> None:
@@ -82,46 +92,40 @@ def test_modules_of_like_names_that_are_no_list_do_not_fold() -> None:
 
 
 def test_modules_are_closed_below_depth_two_and_open_on_demand() -> None:
-    graph = drawing(blocks())["graphs"][0]
-    shown = view(graph)
-    assert {graph["groups"][group]["depth"] for group in shown.closed} == {2}
-    assert {graph["groups"][group]["depth"] for group in shown.open} == {0, 1}
-    assert not view(graph, depth=9).closed
+    graph = drawing(blocks()).graphs[0]
+    assert {graph.groups[group].depth for group in closed(graph)} == {2}
+    assert not closed(graph, depth=9)
 
 
 def test_a_closed_module_knows_the_casts_inside_it() -> None:
-    graph = drawing(blocks())["graphs"][0]
-    first = view(graph).closed[0]
-    assert {cast["name"] for cast in casts_inside(graph, first)} == {"cast_0", "castw_0"}
+    graph = drawing(blocks()).graphs[0]
+    assert set(graph.groups[closed(graph)[0]].casts) == {"cast_0", "castw_0"}
 
 
 def test_an_open_folded_block_shows_one_block_and_nothing_leads_back() -> None:
-    graph = drawing(blocks())["graphs"][0]
-    shown = view(graph, depth=9)
-    names = {index: graph["nodes"][index]["name"] for index in shown.nodes}
-    assert "linear_0" in names.values()
-    assert "linear_1" not in names.values()
-    ends = {(names[tail[1]], names[head[1]]) for tail, head in shown.edges}
-    assert ("norm_0", "linear_0") in ends
-    assert ("add_0", "norm_0") not in ends
-    found = [cast for on_edge in shown.edges.values() for cast in on_edge]
-    assert found.count("cast_0") == 1
-    assert "cast_1" not in found
+    graph = drawing(blocks()).graphs[0]
+    names = {graph.nodes[node.drawn].name for node in graph.nodes}
+    assert "linear_0" in names
+    assert "linear_1" not in names
+    edges = shown_edges(graph)
+    assert [row.cast.name for row in edges["norm_0", "linear_0"]] == ["cast_0"]
+    assert ("add_0", "norm_0") not in edges
+    assert "cast_1" not in {row.cast.name for rows in edges.values() for row in rows}
 
 
 def test_casts_between_folded_blocks_are_drawn() -> None:
-    graph = drawing(blocks())["graphs"][1]
-    between = [found for found in view(graph, depth=9).edges.values() if {"low_1", "low_0"} <= set(found)]
-    assert len(between) == 1
+    graph = drawing(blocks()).graphs[1]
+    between = shown_edges(graph)["sum_2", "mm_2"]
+    assert [row.cast.name for row in between] == ["low_1", "low_0"]
 
 
 def test_what_leaves_the_graph_through_a_cast_is_drawn_beside_its_producer() -> None:
-    forward, backward = drawing(blocks())["graphs"]
-    (result,) = [node for node in forward["nodes"] if node["kind"] == "result"]
-    assert (result["label"], result["dtype"]) == ("result", "float32")
-    gradients = [node for node in backward["nodes"] if node["kind"] == "result"]
-    assert [node["label"] for node in gradients] == ["gradient"] * 3
-    homes = {node["name"]: node["group"] for node in backward["nodes"]}
+    forward, backward = drawing(blocks()).graphs
+    (result,) = [node for node in forward.nodes if node.kind == "result"]
+    assert (result.label, result.dtype) == ("result", "float32")
+    gradients = [node for node in backward.nodes if node.kind == "result"]
+    assert [node.label for node in gradients] == ["gradient"] * 3
+    homes = {node.name: node.group for node in backward.nodes}
     assert homes["grad_1"] == homes["mm_1"]
 
 
@@ -132,18 +136,18 @@ def test_parameters_of_one_reader_share_a_box_and_appear_only_where_they_are_cas
         inputs=(weight, bias, scale),
         casts=(cast("cast", weight.name, "linear"), cast("cast_1", bias.name, "linear")),
     )
-    (box,) = [node for node in graph["nodes"] if node["kind"] == "parameter"]
-    assert box["label"] == "weight, bias"
-    assert box["bytes"] == weight.bytes + bias.bytes
+    (box,) = [node for node in graph.nodes if node.kind == "parameter"]
+    assert box.label == "weight, bias"
+    assert box.bytes == weight.bytes + bias.bytes
     assert set(casts(graph)) == {"cast", "cast_1"}
 
 
 def test_inputs_have_the_names_that_the_program_gives_them() -> None:
     tokens = InputPlan("l_kwargs_tokens_", False, HIGH, (2, 8), 64)
     graph = drawn(call("linear", "cast"), inputs=(tokens,), casts=(cast("cast", tokens.name, "linear"),))
-    assert [node["label"] for node in graph["nodes"] if node["kind"] == "input"] == ["tokens"]
-    backward = drawing(blocks(1))["graphs"][1]
-    assert "incoming gradient" in [node["label"] for node in backward["nodes"]]
+    assert [node.label for node in graph.nodes if node.kind == "input"] == ["tokens"]
+    backward = drawing(blocks(1)).graphs[1]
+    assert "incoming gradient" in [node.label for node in backward.nodes]
 
 
 def test_a_closed_module_says_what_the_casts_move_that_are_kernels() -> None:
@@ -162,8 +166,8 @@ def test_a_chain_of_casts_is_on_one_edge_in_order() -> None:
         call("b", "up", dtype=HIGH),
         casts=(cast("down", "a", "up"), cast("up", "down", "b", before=LOW, after=HIGH)),
     )
-    assert [[c["name"] for c in edge["casts"]] for edge in graph["edges"]] == [["down", "up"]]
-    assert not [node for node in graph["nodes"] if node["kind"] == "result"]
+    assert [[row.cast.name for row in edge.casts] for edge in graph.edges] == [["down", "up"]]
+    assert not [node for node in graph.nodes if node.kind == "result"]
 
 
 def test_views_and_elements_are_not_drawn_but_the_casts_behind_them_are() -> None:
@@ -175,15 +179,26 @@ def test_views_and_elements_are_not_drawn_but_the_casts_behind_them_are() -> Non
         call("b", "item"),
         casts=(cast("down", "a", "split"),),
     )
-    assert [node["name"] for node in graph["nodes"]] == ["a", "b"]
-    assert [[c["name"] for c in edge["casts"]] for edge in graph["edges"]] == [["down"]]
+    assert [node.name for node in graph.nodes] == ["a", "b"]
+    assert [[row.cast.name for row in edge.casts] for edge in graph.edges] == [["down"]]
+
+
+def test_what_computes_nothing_is_no_box() -> None:
+    keep: dict[str, Any] = {"dtype": None, "op_class": OpClass.KEEP, "shape": ()}
+    graph = drawn(
+        call("off", op="_set_grad_enabled", **keep),
+        call("linear"),
+        call("finite", "linear", op="all", **keep),
+        call("check", "finite", op="_assert_async", **keep),
+    )
+    assert [node.name for node in graph.nodes] == ["linear", "finite"]
 
 
 def test_sums_of_gradients_are_drawn_in_the_module_of_the_last_summand() -> None:
-    graph = drawing(blocks())["graphs"][1]
-    home = {node["name"]: graph["groups"][node["group"]]["label"] for node in graph["nodes"]}
+    graph = drawing(blocks()).graphs[1]
+    home = {node.name: graph.groups[node.group].label for node in graph.nodes}
     assert [home[f"sum_{index}"] for index in range(3)] == ["layers.0", "layers.1", "layers.2"]
-    assert titles(graph) == ["layers.2 \N{HORIZONTAL ELLIPSIS} layers.0"]
+    assert titles(graph) == [folded("layers.2", "layers.0", 3)]
 
 
 def test_calls_without_a_floating_dtype_are_one_box_per_module() -> None:
@@ -195,11 +210,12 @@ def test_calls_without_a_floating_dtype_are_one_box_per_module() -> None:
 
 
 def test_a_flat_graph_of_5000_calls_is_drawn_as_runs() -> None:
-    graph = drawing(chain(5000))["graphs"][0]
-    shown = view(graph)
-    assert len(shown.nodes) + len(shown.closed) <= 160
-    inside = Counter(leaf for group in shown.closed for leaf in graph["groups"][group]["leaves"])
-    assert set(inside) | set(shown.nodes) == set(range(len(graph["nodes"])))
+    graph = drawing(chain(5000)).graphs[0]
+    boxes = set(graph.boxes(2))
+    assert len(boxes) <= 160
+    inside = [leaf for group in closed(graph) for leaf in graph.groups[group].leaves]
+    single = [int(box[1:]) for box in boxes if box[0] == "n"]
+    assert sorted(inside + single) == list(range(len(graph.nodes)))
 
 
 def test_blocks_of_a_backward_fold_whatever_masks_and_constants_they_have() -> None:
@@ -222,11 +238,11 @@ def test_blocks_of_a_backward_fold_whatever_masks_and_constants_they_have() -> N
         casts=tuple(cast(f"low_{index}", f"saved_{index}", f"mm_{index}") for index in (1, 0)),
         phase="backward",
     )
-    assert titles(graph) == ["layers.1 \N{HORIZONTAL ELLIPSIS} layers.0"]
-    assert not [node for node in graph["nodes"] if node["op"] in ("le.Scalar", "full")]
-    saved = [node for node in graph["nodes"] if node["kind"] == "input"]
-    assert [node["label"] for node in saved] == ["saved value"] * 2
-    assert [graph["groups"][node["group"]]["label"] for node in saved] == ["layers.1", "layers.0"]
+    assert titles(graph) == [folded("layers.1", "layers.0", 2)]
+    assert not [node for node in graph.nodes if node.op in ("le.Scalar", "full")]
+    saved = [node for node in graph.nodes if node.kind == "input"]
+    assert [node.label for node in saved] == ["saved value"] * 2
+    assert [graph.groups[node.group].label for node in saved] == ["layers.1", "layers.0"]
 
 
 def test_a_cast_that_only_masks_read_is_no_gradient() -> None:
@@ -236,7 +252,7 @@ def test_a_cast_that_only_masks_read_is_no_gradient() -> None:
         casts=(cast("wide", "mm", "mask", before=LOW, after=HIGH),),
         phase="backward",
     )
-    assert [node["kind"] for node in graph["nodes"]] == ["call"]
+    assert [node.kind for node in graph.nodes] == ["call"]
 
 
 def test_buffers_are_drawn_where_they_are_cast_and_nowhere_else() -> None:
@@ -248,36 +264,36 @@ def test_buffers_are_drawn_where_they_are_cast_and_nowhere_else() -> None:
         inputs=(mean, table),
         casts=(cast("cast", table.name, "linear"),),
     )
-    assert [(node["kind"], node["label"]) for node in graph["nodes"] if node["kind"] != "call"] == [
+    assert [(node.kind, node.label) for node in graph.nodes if node.kind != "call"] == [
         ("parameter", "table")
     ]
 
 
 def test_what_a_rule_changed_is_marked_against_the_earlier_report() -> None:
     before, after = blocks(3), blocks(3, odd=[1])
-    forward = drawing(after, before)["graphs"][0]
-    was = {node["name"]: node["was"] for node in forward["nodes"] if node["was"]}
+    forward = drawing(after, before).graphs[0]
+    was = {node.name: node.was for node in forward.nodes if node.was}
     assert was == {"linear_1": "bfloat16", "gelu_1": "bfloat16"}
-    assert {name: cast["mark"] for name, cast in casts(forward).items() if cast["mark"]} == {
+    assert {name: row.mark for name, row in casts(forward).items() if row.mark} == {
         "cast_1": "removed",
         "castw_1": "removed",
     }
-    back = drawing(before, after)["graphs"][0]
-    assert {name for name, cast in casts(back).items() if cast["mark"] == "added"} == {"cast_1", "castw_1"}
-    assert "linear" in drawing(after, before)["diff"]
+    back = drawing(before, after).graphs[0]
+    assert {name for name, row in casts(back).items() if row.mark == "added"} == {"cast_1", "castw_1"}
+    assert "linear" in drawing(after, before).diff
 
 
 def test_a_module_with_one_listed_call_is_named_after_it() -> None:
-    graph = drawing(blocks())["graphs"][0]
-    (first, *_) = [group for group in graph["groups"] if group["label"] == "mlp"]
-    assert first["main"] is not None
-    assert graph["nodes"][first["main"]]["op"] == "linear"
+    graph = drawing(blocks()).graphs[0]
+    (first, *_) = [group for group in graph.groups if group.label == "mlp"]
+    assert first.main is not None
+    assert first.main.op == "linear"
 
 
 def test_a_model_without_graphs_and_a_graph_without_calls_can_be_drawn() -> None:
-    assert drawing(Report())["graphs"] == []
-    graph = drawing(Report([Plan()]))["graphs"][0]
-    assert (graph["nodes"], graph["edges"]) == ([], [])
+    assert drawing(Report()).graphs == []
+    graph = drawing(Report([Plan()])).graphs[0]
+    assert (graph.nodes, graph.edges) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -290,7 +306,7 @@ def test_a_model_without_graphs_and_a_graph_without_calls_can_be_drawn() -> None
 )
 def test_a_list_and_the_place_in_it_are_one_level(path: str, levels: list[str]) -> None:
     graph = drawn(call("a", module=path))
-    assert [group["label"] for group in graph["groups"][1:]] == levels
+    assert [group.label for group in graph.groups[1:]] == levels
 
 
 def measured() -> Report:
@@ -302,18 +318,14 @@ def measured() -> Report:
 
 def test_boxes_say_what_rounding_costs_where_that_was_measured_and_unlike_blocks_do_not_fold() -> None:
     model = drawing(measured())
-    forward, backward = model["graphs"]
-    nodes = {node["name"]: node for node in forward["nodes"]}
+    forward, backward = model.graphs
+    nodes = {node.name: node for node in forward.nodes}
     linears = [nodes[f"linear_{index}"] for index in range(3)]
-    assert [node["sensitivity"] for node in linears] == [
-        "sensitivity 2e-05",
-        "sensitivity 3e-03",
-        "overflows",
-    ]
-    assert [HEAT[node["heat"]][0] for node in linears] == [1e-4, 1e-2, math.inf]
-    assert {node["heat"] for node in nodes.values() if node not in linears} == {0}
-    assert {node["heat"] for node in backward["nodes"]} == {0}
-    assert all(group["fold"] is None for group in forward["groups"])
+    assert [node.measured for node in linears] == ["sensitivity 2e-05", "sensitivity 3e-03", "overflows"]
+    assert [HEAT[node.heat][0] for node in linears] == [1e-4, 1e-2, math.inf]
+    assert {node.heat for node in nodes.values() if node not in linears} == {0}
+    assert {node.heat for node in backward.nodes} == {0}
+    assert all(group.first is None for group in forward.groups)
     assert len(heat_samples(model)) == 4
     assert heat_samples(drawing(blocks(3))) == []
 
@@ -329,7 +341,7 @@ def test_a_picture_in_dot_is_coloured_by_sensitivity_where_that_was_measured() -
     assert {colour for _, colour in HEAT if f'fillcolor="{colour}"' in picture} == {
         HEAT[place][1] for place in (0, 1, 3, 4)
     }
-    assert not any(f'fillcolor="{colour}"' in picture for colour in DTYPES.values())
+    assert not any(f'fillcolor="{colour}"' in picture for colour in map(LIGHT.get, DTYPES))
     assert "sensitivity 3e-03" in picture
     # closed: the worst inside
     assert f'fillcolor="{HEAT[4][1]}"' in dot.source(drawing(measured()), depth=1).source
