@@ -12,7 +12,6 @@ from amp_fx.plans.plan import Cost
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.explaining import explain
 from amp_fx.reports.histograms import Histogram, histogram
-from amp_fx.reports.recording import Recording, record
-from amp_fx.reports.report import Report
+from amp_fx.reports.report import Recording, Report, record
 
 __all__ = ["Advice", "Cost", "Histogram", "Recording", "Report", "explain", "histogram", "record"]

@@ -29,8 +29,7 @@ from amp_fx.reports.left_out import NotCompiled, entry_of, left_out_advice
 from amp_fx.reports.lowered import LoweredGraphs
 from amp_fx.reports.modules import casts_by_module
 from amp_fx.reports.progress import progress
-from amp_fx.reports.recording import record
-from amp_fx.reports.report import Report
+from amp_fx.reports.report import Report, record
 from amp_fx.reports.sensitivities import add_sensitivities
 from amp_fx.reports.targeted import explain_for
 from amp_fx.reports.untouched import plain, untouched

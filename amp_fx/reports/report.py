@@ -5,33 +5,38 @@
     print(report.table())       # calls by op and dtype
     report.save("report.html")  # the picture
 
-A report is plans and a few counts; everything it says is worked out from them: in numbers by ``report_data.py``, in
-words by ``report_text.py``.
+A report is plans and a few counts. All it says is worked out from them: numbers here, words in ``text.py``. What is
+compiled inside ``with amp_fx.record()`` has a report, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.plans.diff import Diff, diff_plans
 from amp_fx.plans.files import SchemaError, as_data, decode, read_object, write_text
-from amp_fx.plans.plan import Cost, ModuleCasts, Plan
-from amp_fx.reports import report_text
-from amp_fx.reports.advice import Advice
-from amp_fx.reports.kept_casts import kept_data
-from amp_fx.reports.report_data import ReportData
+from amp_fx.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, Plan, dtype_name
+from amp_fx.plans.reading import listen
+from amp_fx.reports import text
+from amp_fx.reports.advice import Advice, advise
+from amp_fx.reports.kept_casts import kept_casts, kept_data, kept_lines
 from amp_fx.viz import beside, dot, html, model
 from amp_fx.viz.words import because
 
-__all__ = ["SUFFIXES", "Report", "check_suffix"]
+__all__ = ["SUFFIXES", "Recording", "Report", "check_suffix", "record"]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
+
+#: fields that JSON has as they are
+_SAVED = ("title", "costs", "notes", "sensitivities", "modules", "device")
 
 #: what :meth:`Report.save` writes
 SUFFIXES = (".html", ".svg", ".png", ".dot", ".json", ".md")
@@ -54,8 +59,32 @@ def check_suffix(path: str | Path) -> None:
         )
 
 
-class Report(ReportData):
-    """What amp_fx did to a program; see :class:`amp_fx.reports.report_data.ReportData` for its fields."""
+@dataclass
+class Report:
+    """What amp_fx did to a program.
+
+    Attributes:
+        plans: one per graph; forward graphs, and the backward ones where they are known.
+        title: what the report is about.
+        costs: ``"amp_fx"`` and ``"torch.autocast"`` with the same results, forward and backward; empty where only
+            plans are known.
+        notes: advice that plans cannot give: what weights hold, and what never became a graph.
+        sensitivities: forward graph -> call -> what rounding the call adds to the relative error of the gradient;
+            None where it overflows. Empty unless sensitivity was given.
+        modules: casts by module, of both that ``costs`` compares, in the order of the program.
+        device: type of the device that was planned for, ``"cpu"``; empty where only plans are known.
+        measured: what ``sensitivities`` are: ``"sensitivity"``, or in a comparison ``"error"``, that of the call's
+            own result.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    title: str = ""
+    costs: dict[str, Cost] = field(default_factory=dict)
+    notes: list[Advice] = field(default_factory=list)
+    sensitivities: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    modules: list[ModuleCasts] = field(default_factory=list)
+    device: str = ""
+    measured: str = "sensitivity"
 
     @property
     def plan(self) -> Plan:
@@ -80,22 +109,91 @@ class Report(ReportData):
         """
         return because(self.plan.node(name))
 
+    @property
+    def graph_breaks(self) -> list[str]:
+        """Why Dynamo split the program, one line per break; last those that came before any operation."""
+        ends = [plan.graph_break for plan in self.plans if plan.graph_break]
+        return ends + [row.text for row in self.notes if row.kind == "graph break"]
+
+    @property
+    def advice(self) -> list[Advice]:
+        """What is worth changing, most useful first."""
+        return [*self.notes, *advise(self.plans)]
+
+    @property
+    def kept(self) -> dict[str, list[CastPlan]]:
+        """The casts that are kernels of their own after fusion, by the reason why they are, largest first."""
+        return kept_casts(self.plans)
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """Share of each dtype: ``{"bfloat16": {"flops": 0.98, "bytes": 0.6}}``, bytes of results."""
+        flops: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for plan in self.plans:
+            for node in plan.nodes:
+                if node.computed is not None and node.dtype is not None:
+                    flops[dtype_name(node.computed)] += node.flops
+                    sizes[dtype_name(node.dtype)] += node.bytes
+        return {
+            dtype: {
+                "flops": flops[dtype] / max(flops.total(), 1),
+                "bytes": sizes[dtype] / max(sizes.total(), 1),
+            }
+            for dtype in sorted({*sizes, *flops}, key=lambda dtype: (-flops[dtype], -sizes[dtype]))
+        }
+
+    def compared(self) -> dict[str, Cost]:
+        """Costs beside what torch.autocast would cost, measured if that was asked for, else of the plans."""
+        if self.costs:
+            return self.costs
+        casts = [cast for plan in self.plans for cast in plan.casts]
+        found = {"amp_fx": Cost(len(casts), sum(cast.bytes for cast in casts))}
+        known = [plan.autocast for plan in self.plans if plan.autocast is not None]
+        if known and len(known) == len(self.plans):
+            casts, size = (sum(row[key] for row in known) for key in ("casts", "bytes"))
+            found["torch.autocast"] = Cost(casts, size)
+        return found
+
+    @property
+    def held(self) -> list[InputPlan]:
+        """The low copies of weights that graphs without gradients keep across calls, each once, and their scales."""
+        copies = (given for plan in self.plans for given in plan.inputs if given.copy_of)
+        return list({(given.name, given.bytes): given for given in copies}.values())
+
+    def calls(self) -> tuple[list[str], list[tuple[str, Counter[str]]]]:
+        """Dtypes in use, and for every op its calls by dtype."""
+        calls: dict[str, Counter[str]] = {}
+        for plan in self.plans:
+            for op, dtypes in plan.ops_by_dtype().items():
+                calls.setdefault(op, Counter()).update(dtypes)
+        first = ["int8", "float8_e4m3fn", "float16", "bfloat16", "float32"]
+        found = {dtype for row in calls.values() for dtype in row}
+        columns = [dtype for dtype in first if dtype in found] + sorted(found.difference(first))
+        return columns, sorted(calls.items(), key=lambda item: (-item[1].total(), item[0]))
+
     def __str__(self) -> str:
-        return report_text.first_screen(self)
+        head = [text.heading(self.title, self.plans)]
+        if self.plans:
+            head += [*text.verdict(self.plans, self.costs, self.device), "", *text.share_lines(self.shares())]
+            head += ["", *text.cost_lines(self.compared(), self.held, is_measured=bool(self.costs))]
+        kept = kept_lines(self.kept)
+        return text.screen(head, text.findings(self.plans, kept, self.graph_breaks, self.advice, len(head)))
 
     def __repr__(self) -> str:
-        return f"<{report_text.heading(self)}>"
+        return f"<{text.heading(self.title, self.plans)}>"
 
     def table(self) -> str:
         """Calls by op and dtype, forward and backward together, most frequent op first."""
-        return report_text.table(self)
+        return text.table(*self.calls())
 
     def to_markdown(self) -> str:
         """First screen, calls by op and dtype, all advice, and every cast, as Markdown."""
-        return report_text.markdown(self)
+        return text.markdown(self.title, str(self), self.table(), self.advice, self.plans)
 
     def _repr_html_(self) -> str:
-        return report_text.notebook(self) + (self._beside() if self.modules else "")
+        title = text.heading(self.title, self.plans)
+        page = text.notebook(title, str(self), self.shares(), *self.calls())
+        return page + (self._beside() if self.modules else "")
 
     def diff(self, other: Report) -> Diff:
         """What ``other`` changes against this report.
@@ -113,24 +211,19 @@ class Report(ReportData):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form: the data, and under ``"summary"`` what the first screen says."""
-        return {
-            "version": _VERSION,
-            "title": self.title,
-            "summary": {
-                "shares": self.shares(),
-                "costs": {name: asdict(cost) for name, cost in self.compared().items()},
-                "held_bytes": sum(given.bytes for given in self.held),
-                "advice": [asdict(row) for row in self.advice],
-                "graph_breaks": self.graph_breaks,
-                "kept": kept_data(self.kept),
-            },
-            "plans": [plan.to_dict() for plan in self.plans],
-            "costs": {name: asdict(cost) for name, cost in self.costs.items()},
-            "notes": [asdict(row) for row in self.notes],
-            **({"sensitivities": self.sensitivities} if self.sensitivities else {}),
-            "modules": as_data(self.modules),
-            "device": self.device,
+        summary = {
+            "shares": self.shares(),
+            "costs": self.compared(),
+            "held_bytes": sum(given.bytes for given in self.held),
+            "advice": self.advice,
+            "graph_breaks": self.graph_breaks,
+            "kept": kept_data(self.kept),
         }
+        plans = [plan.to_dict() for plan in self.plans]
+        saved = {name: getattr(self, name) for name in _SAVED}
+        if not self.sensitivities:
+            del saved["sensitivities"]
+        return as_data({"version": _VERSION, "summary": summary, "plans": plans, **saved})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
@@ -147,16 +240,9 @@ class Report(ReportData):
         if missing is not None:
             raise SchemaError(f"not a report: report.{missing} is missing.")
         plans = decode(list[dict[str, Any]], data["plans"], "report.plans")
-        return cls(
-            [Plan.from_dict(plan) for plan in plans],
-            decode(str, data["title"], "report.title"),
-            decode(dict[str, Cost], data["costs"], "report.costs"),
-            decode(list[Advice], data["notes"], "report.notes"),
-            decode(dict[str, dict[str, float | None]], data.get("sensitivities", {}), "report.sensitivities"),
-            # an older report has none
-            decode(list[ModuleCasts], data.get("modules", []), "report.modules"),
-            decode(str, data.get("device", ""), "report.device"),
-        )
+        # an older report has not all of them
+        report = decode(cls, {name: data[name] for name in _SAVED if name in data}, "report")
+        return replace(report, plans=[Plan.from_dict(plan) for plan in plans])
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -206,3 +292,30 @@ class Report(ReportData):
                 " reports of older versions do not."
             )
         return beside.render(model.drawing(self))
+
+
+@dataclass(eq=False)
+class Recording:
+    """What :func:`record` yields.
+
+    Attributes:
+        plans: one per compiled graph, in order of compilation.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+
+    @property
+    def reports(self) -> list[Report]:
+        """One report per compiled graph, in order of compilation. ``Report(recording.plans)`` is one of all.
+
+        They show the forward; :func:`amp_fx.explain` shows the backward, too.
+        """
+        return [Report([plan]) for plan in self.plans]
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Recording]:
+    """Collects the plan of every graph that amp_fx compiles inside the block, in any thread."""
+    recording = Recording()
+    with listen(recording.plans.append):
+        yield recording

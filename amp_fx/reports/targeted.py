@@ -15,7 +15,7 @@ from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.left_out import NotCompiled, entry_of
 from amp_fx.reports.lowered import LoweredGraphs
 from amp_fx.reports.modules import casts_by_module
-from amp_fx.reports.recording import record
+from amp_fx.reports.report import record
 from amp_fx.reports.untouched import untouched
 from amp_fx.scaling.unscaled import without_scaling
 from amp_fx.targets.process import TargetProcess
