@@ -19,7 +19,6 @@ from amp_fx.lowering import lower
 from amp_fx.passes import PlaceLevels
 from amp_fx.plans.plan import Plan
 from amp_fx.policy.levels import is_narrow
-from amp_fx.scaling.unscaled import is_scaled
 from amp_fx.settings import Options
 from amp_fx.weights.freezing import freeze
 from amp_fx.weights.inference import KeptWeights, cached, copied_weights
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watch(Protocol):
-    """Has an eye on what one rewritten graph computes."""
+    """Observes what one rewritten graph computes."""
 
     def add(self, call: Call, rewritten: fx.GraphModule, plan: Plan) -> Sequence[torch.Tensor]:
         """Adds inputs and results to the rewritten graph; returns example values of the inputs."""
@@ -48,11 +47,13 @@ class Call:
     Attributes:
         ambient: autocast state at graph entry per device type.
         training: True if the graph will be differentiated.
-        scaler: name of the scaler of the graph's backward, or None. What takes its gradients itself has no backward.
+        is_scaled_by_user: False if some gradient is in fp16 by amp_fx's doing: under the user's own autocast the user
+            owns the scaling, too.
+        scaler: name of the scaler of the graph's backward, or None. A graph that takes its gradients itself has no
+            backward.
         in_autocast: True if the user's own autocast is on somewhere: as Dynamo made it, with autocast off, the graph
             would return other dtypes.
-        place: the pass that chooses what runs below 16 bits, or None.
-        watch: has an eye on the rewritten graph, or None.
+        watch: observes the rewritten graph, or is None.
     """
 
     def __init__(
@@ -64,23 +65,16 @@ class Call:
         watch: Watch | None = None,
     ) -> None:
         self.gm, self.example_inputs, self.ambient, self.opts = gm, example_inputs, ambient, opts
+        self.watch = watch
         # read off the real inputs: fake values do not say whether they require a gradient
         self.training = torch.is_grad_enabled() and any(
             value.requires_grad for value in example_inputs if isinstance(value, torch.Tensor)
         )
-        outside = self.training and not takes_own_gradients(gm)
-        self.scaler = opts.scaler if outside and is_scaled(ambient) else None
-        ambient_by_user = any(region.by_user for region in ambient.values())
-        self.in_autocast = ambient_by_user or any(map(is_autocast_call, gm.graph.nodes))
-        self.place: PlaceLevels | None = None
-        self.watch = watch
-
-    def watched(self, rewritten: fx.GraphModule, plan: Plan) -> Call:
-        """The call of the rewritten graph with what the watch adds to it."""
-        more = [] if self.watch is None else self.watch.add(self, rewritten, plan)
-        call = Call(rewritten, [*self.example_inputs, *more], self.ambient, self.opts)
-        call.place = self.place
-        return call
+        regions = ambient.values()
+        self.is_scaled_by_user = not any(r.dtype is torch.float16 and not r.by_user for r in regions)
+        is_scaled = self.training and not self.is_scaled_by_user and not takes_own_gradients(gm)
+        self.scaler = opts.scaler if is_scaled else None
+        self.in_autocast = any(r.by_user for r in regions) or any(map(is_autocast_call, gm.graph.nodes))
 
 
 def is_raised(opts: Options, error: Exception) -> bool:
@@ -90,22 +84,29 @@ def is_raised(opts: Options, error: Exception) -> bool:
     return opts.strict or is_of_plan or is_for_the_caller(error)
 
 
-def compile_rewritten(call: Call, rewritten: fx.GraphModule, plan: Plan) -> Callable[..., Any]:
+def compile_rewritten(
+    call: Call, rewritten: fx.GraphModule, plan: Plan, place: PlaceLevels | None
+) -> Callable[..., Any]:
     """Compiles what the passes have made of a graph.
 
     Args:
         call: what the backend was called with.
         rewritten: the graph, perhaps with inputs for low copies of weights.
         plan: says if anything was changed.
+        place: the pass that chooses what runs below 16 bits, or None.
     """
+    if call.watch is not None:
+        more = call.watch.add(call, rewritten, plan)
+        observed = Call(rewritten, [*call.example_inputs, *more], call.ambient, call.opts)
+        return call.watch.bind(compile_rewritten(observed, rewritten, plan, place))
     if _is_frozen(call, rewritten):
         return _frozen(call, rewritten)
     if copied_weights(rewritten):
         return _copies(call, rewritten)
-    if call.place is None and not plan.changed and not call.in_autocast:
+    if place is None and not plan.changed and not call.in_autocast:
         logger.debug("nothing to cast: the graph is compiled as Dynamo made it")
         return lower(call.gm, call.example_inputs, call.opts, call.scaler)
-    return lower(rewritten, call.example_inputs, call.opts, call.scaler, call.place)
+    return lower(rewritten, call.example_inputs, call.opts, call.scaler, place)
 
 
 def _is_frozen(call: Call, rewritten: fx.GraphModule) -> bool:

@@ -101,7 +101,7 @@ EXCLUDED = (
     Excluded(
         {"numerics": ["eager"], "weights": ["freeze"]}, "what is folded rounds otherwise", is_error=True
     ),
-    Excluded({"scaler": ["default"], "autocast": ["float16"]}, "a warning says that the scaler is ignored"),
+    Excluded({"scaler": ["default"], "autocast": ["float16"]}, "the scaler is ignored there"),
     Excluded({"scaler": ["default"], "dtype": ["bfloat16"]}, "bf16 needs no loss scaling", is_error=True),
     Excluded(
         {"fp8": ["rowwise"], "policy": [name for name in AXES["policy"] if name not in _FP8]},

@@ -1,4 +1,4 @@
-"""What Dynamo compiles now, and its log."""
+"""What Dynamo compiles now, where it stopped, and its log."""
 
 # what is imported here is private on purpose
 # pyright: reportPrivateImportUsage=false
@@ -14,13 +14,17 @@ import torch
 import torch.fx as fx
 from torch._dynamo import compiled_autograd as _compiled_autograd
 from torch._dynamo import config as _dynamo_config
+from torch._dynamo.utils import counters as _counters
 from torch._guards import CompileContext
 from torch._logging import trace_structured as _trace_structured
 
 from amp_fx._torch.hooks import COMPILE_STARTS
 
 __all__ = [
+    "breaks_since_reset",
     "compile_id",
+    "given_up",
+    "graph_break",
     "in_compiled_autograd",
     "in_inference_mode",
     "is_left_out_in_place",
@@ -55,7 +59,7 @@ def note_inference_mode() -> None:
 
 
 def note_mode(in_inference_mode: bool) -> None:
-    """Says it of the graph that is being compiled, where that is not Dynamo's doing."""
+    """Sets it for the graph that is being compiled, where Dynamo does not call."""
     _started.id, _started.in_inference_mode = compile_id(), in_inference_mode
 
 
@@ -81,9 +85,41 @@ def compile_id() -> str:
 
 
 def let_go(copied: fx.Graph) -> None:
-    """A copy of a graph of Dynamo's knows the program's tensors no more: Dynamo itself forgets them when it is done."""
+    """A copy of a graph of Dynamo's keeps no tensors of the program: Dynamo itself forgets them when it is done."""
     for node in copied.find_nodes(op="placeholder"):
         node.meta.pop("grapharg", None)
+
+
+def graph_break(gm: fx.GraphModule) -> str:
+    """Why Dynamo ended a graph before the program did, with the source line, or an empty string."""
+    cause = getattr(gm, "compile_subgraph_reason", None)
+    return _break_text(cause) if cause is not None and cause.graph_break else ""
+
+
+def breaks_since_reset() -> list[str]:
+    """Every graph break since the last ``torch.compiler.reset()``, also those before which there was no graph."""
+    from torch._dynamo.output_graph import graph_break_reasons
+
+    return list(dict.fromkeys(map(_break_text, graph_break_reasons)))
+
+
+def _break_text(cause: Any) -> str:
+    from torch._dynamo import external_utils
+
+    reason = str(cause.reason).strip().splitlines()[0]
+    if not cause.user_stack:
+        return reason
+    frame = cause.user_stack[-1]
+    if reason == "step_unsupported":
+        reason = f"the rest of {frame.name} is not compiled"
+    # torch.compile puts a function of this file around what has no Python frame of the user's
+    is_entry = frame.filename == external_utils.__file__
+    return reason if is_entry else f"{reason} [{frame.filename}:{frame.lineno}]"
+
+
+def given_up() -> dict[str, int]:
+    """What made Dynamo give up functions in this process, in its words, and how often."""
+    return dict(_counters["unimplemented"])
 
 
 def is_left_out_in_place(module: torch.nn.Module) -> bool:

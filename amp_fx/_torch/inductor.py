@@ -1,4 +1,4 @@
-"""Compiling with Inductor: its options, and passes on its graphs."""
+"""Compiling with Inductor: its options, passes on its graphs, and what inputs and outputs of AOTAutograd's are."""
 
 # what is imported here is private on purpose
 # pyright: reportPrivateImportUsage=false
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -18,12 +19,15 @@ from torch._functorch import config as _functorch_config
 from amp_fx._torch.autocast import autocast_disabled
 
 __all__ = [
+    "JointRoles",
     "compile_package",
     "compile_with_inductor",
     "graph_pass",
     "inductor_mode_options",
     "inductor_option_names",
+    "joint_roles",
     "lays_out_convolutions",
+    "program_outputs",
     "replace_inner_compile",
     "source_hash",
     "stock_inductor",
@@ -182,11 +186,66 @@ def inductor_option_names() -> frozenset[str]:
 
 
 def inductor_mode_options(mode: str) -> dict[str, Any]:
-    """The Inductor options that a ``torch.compile`` mode stands for.
-
-    Raises:
-        RuntimeError: unknown mode.
-    """
+    """The Inductor options that a ``torch.compile`` mode stands for; RuntimeError for an unknown mode."""
     import torch._inductor
 
     return torch._inductor.list_mode_options(mode)
+
+
+@dataclass(frozen=True)
+class JointRoles:
+    """What the inputs and outputs of a joint graph are.
+
+    Attributes:
+        inputs: position among the inputs of the graph that was compiled -> placeholder.
+        tangents: the gradients that enter the backward.
+        gradients: position of an input that requires a gradient -> positions of the gradient among the outputs,
+            several for a tensor subclass. An output is None where the graph computes no gradient.
+    """
+
+    inputs: dict[int, fx.Node]
+    tangents: list[fx.Node]
+    gradients: dict[int, list[int]]
+
+
+def joint_roles(gm: fx.GraphModule) -> JointRoles | None:
+    """Reads AOTAutograd's descriptors; None for a graph that has no backward, or no descriptors."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, TangentAOTInput
+
+    tangents = [
+        node
+        for node in gm.graph.find_nodes(op="placeholder")
+        if isinstance(_whole(node.meta.get("desc")), TangentAOTInput)
+    ]
+    gradients: dict[int, list[int]] = {}
+    for position, output in enumerate(gm.graph.output_node().meta.get("desc") or ()):
+        descriptor = _whole(output)
+        if isinstance(descriptor, GradAOTOutput) and isinstance(descriptor.grad_of, PlainAOTInput):
+            gradients.setdefault(descriptor.grad_of.idx, []).append(position)
+    return JointRoles(_joint_inputs(gm), tangents, gradients) if gradients else None
+
+
+def _joint_inputs(gm: fx.GraphModule) -> dict[int, fx.Node]:
+    """The program's inputs of a graph of AOTAutograd's, by their positions; those that it has changed are left out."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    described = [(_whole(node.meta.get("desc")), node) for node in placeholders]
+    return {what.idx: node for what, node in described if isinstance(what, PlainAOTInput)}
+
+
+def _whole(descriptor: Any) -> Any:
+    """That of a tensor subclass, for one of its parts."""
+    while hasattr(descriptor, "base") and hasattr(descriptor, "attr"):
+        descriptor = descriptor.base
+    return descriptor
+
+
+def program_outputs(forward: fx.GraphModule) -> list[fx.Node]:
+    """What a forward graph returns to the program, and not, or not only, to its backward."""
+    from torch._functorch._aot_autograd import descriptors
+
+    saved = tuple(kind for name, kind in vars(descriptors).items() if name.startswith("SavedForBackwards"))
+    output = forward.graph.output_node()
+    described = zip(output.args[0], output.meta.get("desc") or (), strict=False)  # type: ignore[arg-type]  # a list
+    return [node for node, what in described if isinstance(node, fx.Node) and not isinstance(what, saved)]

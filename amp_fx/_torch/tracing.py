@@ -1,4 +1,4 @@
-"""Values and calls as they are met while a program is traced."""
+"""Values, calls and ops as they are met while a program is traced."""
 
 # what is imported here is private on purpose
 # pyright: reportPrivateImportUsage=false
@@ -13,22 +13,38 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._library.custom_ops import OPDEFS
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
     "defining_module",
+    "disable_proxy_modes_tracing",
+    "get_proxy_mode",
     "ignore_fresh_symbols",
     "is_functorch_wrapped",
     "is_hooks_switch",
     "is_wrapper",
     "known_sizes",
+    "make_fx",
     "nesting_change",
     "op_name",
+    "quantised_ops",
+    "registered_ops",
     "size_hint",
     "size_with",
     "symbolic_kernels",
+    "track_tensor_tree",
     "wrapped_tensors",
 ]
 
@@ -83,9 +99,7 @@ def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
 def known_sizes(fakes: Sequence[Any], given: Sequence[Any]) -> dict[Any, int]:
     """What symbols stand for in one call of a graph of Dynamo's, which has each as an input.
 
-    Args:
-        fakes: values that the graph was traced with, one per input.
-        given: values of the call.
+    ``fakes`` are the values that the graph was traced with, ``given`` those of the call.
     """
     pairs = zip(fakes, given, strict=True)
     return {fake.node.expr: int(value) for fake, value in pairs if isinstance(fake, torch.SymInt)}
@@ -112,15 +126,20 @@ def wrapped_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def op_name(op: OpOverload) -> str:
-    """Returns the name of an op as the rows write it.
-
-    Args:
-        op: any overload.
-
-    Returns:
-        ``"linear"`` for ``aten.linear.default``, ``"softmax.int"`` for ``aten.softmax.int``; ops of other
-        namespaces keep theirs: ``"mylib::op"``.
-    """
+    """The name of an op in op lists: ``"linear"``, ``"softmax.int"``; of other namespaces ``"mylib::op"``."""
     name = op._schema.name.removeprefix("aten::")
     overload = op._schema.overload_name
     return f"{name}.{overload}" if overload else name
+
+
+def quantised_ops() -> Any:
+    """The ops of quantised models as PyTorch exports them, ``dequantize_per_channel`` and others."""
+    # registers them; Inductor's patterns need them too
+    import torch.ao.quantization.fx._decomposed
+
+    return torch.ops.quantized_decomposed
+
+
+def registered_ops() -> frozenset[str]:
+    """Every overload by name, ``"aten::softmax.int"``; a default overload is its op's name alone."""
+    return frozenset(torch._C._dispatch_get_all_op_names())

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from amp_fx.calibration.step import Results, Step
+from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Plan, dtype_name
-from amp_fx.scaling import without_scaling
 from amp_fx.settings import Options
 
 __all__ = ["SLACK", "Verifier"]
@@ -115,7 +115,7 @@ class _State:
     def error(self, options: dict[str, Any]) -> float:
         torch.compiler.reset()
         try:
-            with without_scaling():
+            with only_looking():
                 program = torch.compile(self._steps[0].program, backend="amp_fx", options=options)
                 found = [step.results(program, self._scale) for step in self._steps]
         finally:

@@ -20,11 +20,10 @@ from amp_fx.comparison.running import Program
 from amp_fx.comparison.text import verdict
 from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.batches import arguments_of
-from amp_fx.graphs.uncompiled import not_told
+from amp_fx.notices import only_looking
 from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.histograms import loss_of
 from amp_fx.reports.untouched import repeatable
-from amp_fx.scaling import without_scaling
 from amp_fx.settings import Options
 
 __all__ = ["AGAINST", "compare"]
@@ -88,7 +87,7 @@ def compare(
     low = asked.low_dtype(next((p.device.type for p in program.model.parameters()), "cpu"))
     first_scale = loss_scale(scale, low, asked.scaler or "default") if program.differentiated else 1.0
     setting = Setting(program, options or {}, against, first_scale, scale is None)
-    with without_scaling(), not_told(), unwrapped_errors(AmpFxError):
+    with only_looking(), unwrapped_errors(AmpFxError):
         first = look(setting)
         second = look_again(setting, first, calls=calls)
     culprit, plans = first.culprit, first.plans

@@ -1,4 +1,4 @@
-"""The ways out for what fails: the next way to compile a graph, and one warning.
+"""The way out for what fails: torch.autocast's semantics, and one warning.
 
 Never silently fp32, never a crash: where nothing better works, the graph runs as ``torch.compile`` + ``torch.autocast``
 would run it, with the outputs cast back to the dtypes that Dynamo traced.
@@ -7,10 +7,9 @@ would run it, with the outputs cast back to the dtypes that Dynamo traced.
 from __future__ import annotations
 
 import contextlib
-import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,55 +28,7 @@ from amp_fx.errors import AmpFxError, CaptureError, FallbackWarning, PassError
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import is_eligible
 
-__all__ = [
-    "Taken",
-    "Way",
-    "first_that_works",
-    "is_for_the_caller",
-    "reason_of",
-    "under_autocast",
-    "warn_fallback",
-]
-
-logger = logging.getLogger(__name__)
-
-#: how a graph was compiled, as the warning says it, and the compiled graph
-Taken = tuple[str, Callable[..., Any]]
-
-#: compiles a graph in one way. It is given the reasons why others failed, and returns None if it is none for this graph
-Way = Callable[[str], Taken | None]
-
-
-def first_that_works(ways: Iterable[Way], is_raised: Callable[[Exception], bool]) -> Callable[..., Any]:
-    """Compiles a graph in the first way that does not fail, and warns once if that is not the first.
-
-    Args:
-        ways: the best one first, the last one without anything of amp_fx.
-        is_raised: True for errors after which no other way is tried.
-
-    Raises:
-        Exception: such an error; or if all ways fail, that of the last: it is not about amp_fx.
-    """
-    failures: list[Exception] = []
-    for way in ways:
-        reason = "; ".join(dict.fromkeys(map(reason_of, failures)))
-        try:
-            taken = way(reason)
-        except Exception as error:
-            if is_raised(error):
-                raise
-            logger.info("a way to compile a graph fails", exc_info=True)
-            failures.append(error)
-            continue
-        if taken is None:
-            continue
-        how, compiled = taken
-        if failures:
-            # the errors hold the graph
-            failures.clear()
-            warn_fallback(f"compiles a graph {how}", reason)
-        return compiled
-    raise failures[-1]
+__all__ = ["is_for_the_caller", "reason_of", "under_autocast", "warn_fallback"]
 
 
 def is_for_the_caller(error: Exception) -> bool:

@@ -18,8 +18,8 @@ from torch import nn
 from amp_fx._torch import replace_inner_compile, unwrapped_errors
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.batches import arguments_of
-from amp_fx.graphs.uncompiled import not_told
 from amp_fx.graphs.values import tensors
+from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Cost, ModuleCasts, Plan
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy.table import supported_devices
@@ -33,7 +33,6 @@ from amp_fx.reports.report import Report, record
 from amp_fx.reports.sensitivities import add_sensitivities
 from amp_fx.reports.targeted import explain_for
 from amp_fx.reports.untouched import plain, untouched
-from amp_fx.scaling.unscaled import without_scaling
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 
@@ -125,10 +124,9 @@ def _here(
     from amp_fx.backend import amp_fx
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        not_compiled.graph(gm)
         return amp_fx(gm, example_inputs, options=options)
 
-    with record() as recording, without_scaling(), not_told(), unwrapped_errors(AmpFxError):
+    with record() as recording, only_looking(), unwrapped_errors(AmpFxError):
         ours = _lowered(program, args, kwargs, backend, not_compiled)
     ours.complete(recording.plans)
     if _device(program, args, kwargs) not in supported_devices():

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch import nn
 
-from amp_fx._torch import (
-    DynamoWatch,
-    LeftOut,
-    breaks_without_graph,
-    is_left_out_in_place,
-    rest_left_out,
-)
-from amp_fx.graphs.uncompiled import remedy
+from amp_fx._torch import breaks_since_reset, given_up, is_left_out_in_place
 from amp_fx.plans.plan import Plan
 from amp_fx.reports.advice import NOT_COMPILED, Advice
 
 __all__ = ["NotCompiled", "entry_of", "is_compiled_in_place", "left_out_advice"]
+
+#: What Dynamo cannot take, by the beginning of its message, and what to do. Its own hint for recurrent layers is
+#: torch._dynamo.config.allow_rnn, with which Inductor fails on an LSTM in training (torch 2.13, CPU).
+_REMEDIES = {
+    "Attempted to wrap RNN, GRU, or LSTM": (
+        "Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
+    ),
+}
 
 #: one line of the first screen, whole
 _IN_PLACE_REMEDY = (
@@ -50,30 +50,24 @@ class NotCompiled:
     """What Dynamo says of what it does not compile, while it traces one call.
 
     Attributes:
-        left_out: functions that it gave up.
+        given_up: why it gave up functions as a whole, or from some line on.
         breaks: every graph break, also where there was no graph yet.
     """
 
-    left_out: list[LeftOut] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
         """Inside, Dynamo compiles everything anew, and forgets it afterwards."""
         torch.compiler.reset()
-        watch = DynamoWatch(self.left_out.append)
-        watch.start()
+        before = given_up()
         try:
             yield
-            self.breaks.extend(breaks_without_graph())
+            self.breaks.extend(breaks_since_reset())
+            self.given_up.extend(text for text, times in given_up().items() if times > before.get(text, 0))
         finally:
-            watch.stop()
             torch.compiler.reset()
-
-    def graph(self, gm: fx.GraphModule) -> None:
-        """Notes what a graph says of code after it."""
-        if (rest := rest_left_out(gm)) is not None:
-            self.left_out.append(rest)
 
 
 def left_out_advice(
@@ -86,22 +80,21 @@ def left_out_advice(
         plans: of its graphs.
         not_compiled: what Dynamo said of it.
     """
-    left_out, breaks = not_compiled.left_out, not_compiled.breaks
-    found = _in_place(program)
-    found += [
-        Advice(NOT_COMPILED, f"{_what(row)}: {row.reason}", remedy=remedy(row))
-        for row in dict.fromkeys(left_out)
-    ]
+    found = [*_in_place(program), *map(_given_up, not_compiled.given_up)]
     # before a break without a graph there was nothing to compile; it counts where it is all that is known
-    known = {row.reason for row in left_out}
-    early = [] if plans else [text for text in breaks if text not in known]
+    early = [] if plans or not_compiled.given_up else not_compiled.breaks
     if not plans and not found and not early:
         found.append(Advice(NOT_COMPILED, _NO_REASON))
     return [*found, *(Advice("graph break", text) for text in early)]
 
 
-def _what(row: LeftOut) -> str:
-    return row.function if row.whole else f"the rest of {row.function}"
+def _given_up(message: str) -> Advice:
+    """Reads a message of Dynamo's: the cause is its first line, hints have lines of their own."""
+    lines = [line.strip() for line in message.strip().splitlines()]
+    cause = lines[0].rstrip(".")
+    known = [text for start, text in _REMEDIES.items() if cause.startswith(start)]
+    hints = [line.removeprefix("Hint: ").rstrip(".") for line in lines if line.startswith("Hint: ")]
+    return Advice(NOT_COMPILED, cause, remedy=[*known, *hints, ""][0])
 
 
 def _in_place(program: Callable[..., Any]) -> list[Advice]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.uncompiled import not_told
+from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Cost, ModuleCasts, Plan
 from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.left_out import NotCompiled, entry_of
@@ -17,7 +17,6 @@ from amp_fx.reports.lowered import LoweredGraphs
 from amp_fx.reports.modules import casts_by_module
 from amp_fx.reports.report import record
 from amp_fx.reports.untouched import untouched
-from amp_fx.scaling.unscaled import without_scaling
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import TracedGraph, Tracer, on_meta, without_data
 
@@ -51,7 +50,7 @@ def explain_for(
     """
     # first: it says in a moment if it cannot
     with contextlib.closing(TargetProcess(target)) as process:
-        with not_told():
+        with only_looking():
             graphs = _traced(program, args, kwargs, not_compiled)
         return process.call("amp_fx.reports.targeted:compiled_graphs", graphs, dict(options))
 
@@ -62,7 +61,6 @@ def _traced(
     tracer = Tracer()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        not_compiled.graph(gm)
         return tracer(gm, example_inputs)
 
     if on_meta(program, args, kwargs):
@@ -81,7 +79,7 @@ def compiled_graphs(graphs: Sequence[TracedGraph], options: Mapping[str, Any]) -
     # late: it listens to Dynamo as soon as it is loaded
     from amp_fx.backend import amp_fx
 
-    with record() as recording, without_scaling():
+    with record() as recording, only_looking():
         ours = _lowered(graphs, lambda gm, inputs: amp_fx(gm, inputs, options=options))
     ours.complete(recording.plans)
     breaks = {graph.name: graph.graph_break for graph in graphs}

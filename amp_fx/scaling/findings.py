@@ -11,40 +11,87 @@ for the many small gradients of a model: it reads 4 bytes, writes them back as t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from amp_fx._torch import find_nonfinite_, is_wrapper, largest_magnitudes, wrapped_tensors
 
-__all__ = ["Finding", "look"]
+__all__ = ["Marks", "Step", "any_of", "look", "names_of", "parameters_of"]
 
 #: devices whose values the host reads without waiting
 _AT_HAND = {"cpu"}
 
+#: the id of a parameter, and a number that is inf or nan if its gradient has one; 0-d, on the gradient's device
+Marks = list[tuple[int, Tensor]]
+
 
 @dataclass
-class Finding:
-    """What was found in the gradients of some parameters. It holds none of them: whoever asks has them.
+class Step:
+    """What a scaler learns between two updates.
 
     Attributes:
-        found: 1.0 if a gradient has inf or nan, else 0.0; fp32, 0-d.
-        parameters: ids of those with gradients.
-        marks: for each gradient a number that is inf or nan if the gradient has one; 0-d.
+        names: of the parameters of its graphs by id, in the order in which the graphs were called.
+        leaves: these parameters by id. Neither they nor graphs live longer for being scaled: kept until the update.
+        looks: whose gradients were looked at, and what was found.
     """
 
-    found: Tensor
-    parameters: Sequence[int]
-    marks: Sequence[Tensor]
+    names: dict[int, str] = field(default_factory=dict)
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+    looks: list[tuple[weakref.ref[Optimizer], Marks]] = field(default_factory=list)
 
-    def nonfinite(self) -> set[int]:
-        """The parameters with a bad gradient; waits for the device."""
-        return {key for key, mark in zip(self.parameters, self.marks, strict=True) if not mark.isfinite()}
+    def enter(self, names: Iterable[str], leaves: Sequence[Tensor]) -> None:
+        """A graph is called with these parameters."""
+        self.leaves.update((id(leaf), leaf) for leaf in leaves)
+        self.names.update(zip(map(id, leaves), names, strict=True))
+
+    def nonfinite(self) -> list[str]:
+        """Names of the parameters with inf or nan in their gradients, nearest to the loss first; waits for the device.
+
+        Of optimizers that are alive, and so are their parameters: the ids are theirs.
+        """
+        names, bad = dict(self.names), set[int]()
+        if self.leaves and not self.looks:
+            leaves = list(self.leaves.values())
+            bad = _bad(look(leaves, torch.zeros((), device=leaves[0].device)))
+        for ref, marks in self.looks:
+            if (optimizer := ref()) is not None:
+                own = names_of(optimizer)
+                bad |= _bad(marks) & own.keys()
+                names |= {key: name for key, name in own.items() if key not in names}
+        return list(dict.fromkeys(name for key, name in reversed(names.items()) if key in bad))
 
 
-def look(parameters: Sequence[Tensor], found: Tensor) -> Finding:
+def _bad(marks: Marks) -> set[int]:
+    return {key for key, mark in marks if not mark.isfinite()}
+
+
+def any_of(found: Sequence[Tensor], device: torch.device) -> Tensor:
+    """1.0 if one of the values is, else 0.0; may be one of them."""
+    if len(found) == 1:
+        return found[0].to(device, non_blocking=True)
+    return torch.stack([value.to(device, non_blocking=True) for value in found]).amax()
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All that an optimizer steps."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def names_of(optimizer: Optimizer) -> dict[int, str]:
+    """What an optimizer calls its parameters: their names, where it was given names, else their places."""
+    return {
+        id(p): group["param_names"][i] if "param_names" in group else f"parameter {i} of group {g}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    }
+
+
+def look(parameters: Sequence[Tensor], found: Tensor) -> Marks:
     """Reads the gradients of parameters.
 
     Args:
@@ -58,7 +105,7 @@ def look(parameters: Sequence[Tensor], found: Tensor) -> Finding:
             grads.append(part)
     kinds = [(grad.device, grad.dtype) for grad in grads]
     if kinds.count((found.device, torch.float32)) == len(kinds):
-        return Finding(found, owners, _marks(grads, found))
+        return list(zip(owners, _marks(grads, found), strict=True))
     marks = list[Tensor](grads)
     for kind in set(kinds):
         positions = [position for position, other in enumerate(kinds) if other == kind]
@@ -66,7 +113,8 @@ def look(parameters: Sequence[Tensor], found: Tensor) -> Finding:
         for position, mark in zip(positions, _marks([grads[p] for p in positions], here), strict=True):
             marks[position] = mark
         found += here.to(found.device, non_blocking=True)
-    return Finding(found.clamp_(max=1.0), owners, marks)
+    found.clamp_(max=1.0)
+    return list(zip(owners, marks, strict=True))
 
 
 def _plain(grad: Tensor | None) -> Sequence[Tensor]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from amp_fx._torch import FakeTensor, FakeTensorMode, let_go
 from amp_fx.passes import ScaleBackward
-from amp_fx.scaling.registry import find_scaler
+from amp_fx.scaling.scaler import find_scaler
 
 __all__ = ["ScaledGraph"]
 
@@ -113,7 +113,7 @@ class ScaledGraph:
                 # DDPOptimizer asks for the dtypes of what a graph returns
                 return compiled(*args, self._fake_scale(source.fake_mode))
             leaves = [args[position] for position in positions]
-            return compiled(*args, find_scaler(self.scaler).enter_graph(self, leaves))
+            return compiled(*args, find_scaler(self.scaler).enter_graph(self.names, leaves, self.device))
 
         return run
 

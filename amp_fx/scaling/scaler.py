@@ -11,23 +11,22 @@ after ``unscale_`` is the user's, as in torch.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
 
-from amp_fx._torch import update_scale
-from amp_fx.errors import ScalerError
-from amp_fx.scaling.findings import look
-from amp_fx.scaling.history import History, any_of, names_of
-from amp_fx.scaling.registry import register
-from amp_fx.scaling.stepping import watch_steps
-from amp_fx.scaling.uses import CompiledGraph, Uses
+from amp_fx._torch import BEFORE_STEP, UNTRACED, update_scale
+from amp_fx.errors import ScalerError, did_you_mean
+from amp_fx.scaling.findings import Step, any_of, look, names_of, parameters_of
 
-__all__ = ["GradScaler"]
+__all__ = ["GradScaler", "find_scaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -83,16 +82,21 @@ class GradScaler(torch.amp.GradScaler):
         self._min_scale = min_scale
         self._process_group = process_group
         self._forget()
-        register(self, replace=True)
+        _register(self, replace=True)
 
     def _forget(self) -> None:
         """State that no checkpoint has."""
-        self._uses = Uses()
+        self._now, self._last = Step(), Step()
         #: a graph uses this scaler; for good, as in-graph and outside scaling must not change sides in a step
         self._in_graph = False
         #: a loss of this step was scaled before any graph used the scaler: the step goes on as it began
         self._scaled_outside = False
-        self._history = History()
+        #: one has stepped what its graphs have scaled, and asked it before
+        self._is_asked = False
+        #: what the last step of each optimizer found, and the last step in all; how many steps were skipped
+        self._found: weakref.WeakKeyDictionary[Optimizer, Tensor] = weakref.WeakKeyDictionary()
+        self._last_found: Tensor | None = None
+        self._skipped: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -101,37 +105,23 @@ class GradScaler(torch.amp.GradScaler):
 
     # ---- what compiled graphs ask ----
 
-    def enter_graph(self, graph: CompiledGraph, leaves: Sequence[nn.Parameter]) -> Tensor:
-        """The scale for one call of a compiled graph: fp32, 0-d, on the graph's device.
-
-        Args:
-            graph: the graph.
-            leaves: its parameters in this call.
-        """
+    def enter_graph(self, names: Iterable[str], leaves: Sequence[Tensor], device: torch.device) -> Tensor:
+        """The scale for one call of a compiled graph with these parameters: fp32, 0-d, on the graph's device."""
         if not self._enabled:
-            return torch.ones((), device=graph.device)
+            return torch.ones((), device=device)
         if self._scale is None:
-            self._lazy_init_scale_growth_tracker(graph.device)
+            self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
         if not self._in_graph:
             self._in_graph = True
-            watch_steps(self)
-        self._uses.enter(graph, leaves)
+            BEFORE_STEP.listen(_check_step)
+        self._now.enter(names, leaves)
         if self._scaled_outside:
-            return torch.ones((), device=graph.device)
+            return torch.ones((), device=device)
         # The backward may come after an update, with another network in flight. It multiplies and divides by the
         # value of that moment, so nothing is wrong with it; .data keeps autograd's version check out of it.
         scale = self._scale.data
-        return scale if scale.device == graph.device else scale.to(graph.device, non_blocking=True)
-
-    def scales(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether graphs of this scaler were called with some of these parameters since the last ``update``."""
-        return any(use.entered and use.has(parameters) for use in self._uses)
-
-    @property
-    def has_looked(self) -> bool:
-        """Whether gradients were looked at since the last ``update``."""
-        return bool(self._history.findings)
+        return scale if scale.device == device else scale.to(device, non_blocking=True)
 
     # ---- the loop ----
 
@@ -154,7 +144,7 @@ class GradScaler(torch.amp.GradScaler):
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_(self, optimizer: Optimizer) -> None:
         """Reads the gradients, which are true to scale where graphs use this scaler; else as in torch.
 
         Args:
@@ -171,7 +161,7 @@ class GradScaler(torch.amp.GradScaler):
         state["found_inf_per_device"] = self._look(optimizer, torch.zeros((), device=self._scale.device))
         state["stage"] = OptState.UNSCALED
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps, unless one of the optimizer's own parameters has a gradient with inf or nan.
 
         Fused optimizers of ``torch.optim`` find out on the device; for others the host waits once.
@@ -190,6 +180,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
+        others = _scalers_of(optimizer)
+        if others and self not in others:
+            _refuse(others[0], f"amp_fx.GradScaler {self._name!r}")
         if self._by_graphs:
             if args and callable(args[0]):
                 kwargs["closure"], args = args[0], args[1:]
@@ -199,7 +192,9 @@ class GradScaler(torch.amp.GradScaler):
         result = super().step(optimizer, *args, **kwargs)
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if found and self._scale is not None:
-            self._history.add_step(optimizer, any_of([*found.values()], self._scale.device))
+            self._found[optimizer] = any_of([*found.values()], self._scale.device)
+            skipped = torch.zeros_like(self._found[optimizer]) if self._skipped is None else self._skipped
+            self._skipped = skipped + self._found[optimizer]
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -212,7 +207,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         found = self._all_found()
         if found:
-            self._history.last_found = any_of(found, found[0].device)
+            self._last_found = any_of(found, found[0].device)
         if new_scale is None and found:
             scale, growth_tracker = self._check_scale_growth_tracker("update")
             factors = self._growth_factor, self._backoff_factor
@@ -222,8 +217,8 @@ class GradScaler(torch.amp.GradScaler):
         else:
             super().update(new_scale)
         self._scaled_outside = False
-        self._uses.end_step()
-        self._history.end_step()
+        self._now.leaves.clear()
+        self._now, self._last = Step(), self._now
 
     # ---- what torch's methods ask ----
 
@@ -231,23 +226,28 @@ class GradScaler(torch.amp.GradScaler):
     def _by_graphs(self) -> bool:
         return self._enabled and self._in_graph and not self._scaled_outside
 
-    def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
+    def _has_looked_at(self, optimizer: Optimizer) -> bool:
+        """True if inf and nan were looked for in the optimizer's gradients since the last ``update``."""
+        state = self._per_optimizer_states.get(id(optimizer))
+        return bool(state and state["found_inf_per_device"])
+
+    def _stage(self, optimizer: Optimizer) -> OptState:
         return self._per_optimizer_states[id(optimizer)]["stage"]
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Looks, and unscales nothing, where gradients come from compiled graphs."""
         if not self._by_graphs:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         return self._look(optimizer, found_inf)
 
-    def _look(self, optimizer: torch.optim.Optimizer, found: Tensor) -> dict[torch.device, Tensor]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    def _look(self, optimizer: Optimizer, found: Tensor) -> dict[torch.device, Tensor]:
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         low = [p for p in parameters if p.dtype is torch.float16]
         if low:
             self._refuse_fp16(low, optimizer)
-        self._history.add_finding(optimizer, look(parameters, found))
+        self._now.looks.append((weakref.ref(optimizer), look(parameters, found)))
         if self._is_distributed():
             # one process may have none of the parameters
             dist.all_reduce(found, dist.ReduceOp.MAX, self._process_group)
@@ -255,8 +255,8 @@ class GradScaler(torch.amp.GradScaler):
             return {}
         return {found.device: found}
 
-    def _refuse_fp16(self, low: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
-        names = {**names_of(optimizer), **self._uses.names()}
+    def _refuse_fp16(self, low: Sequence[Tensor], optimizer: Optimizer) -> None:
+        names = {**names_of(optimizer), **self._now.names}
         listed = ", ".join(names[id(p)] for p in low[:5]) + (", ..." if len(low) > 5 else "")
         raise ScalerError(
             f"Attempting to unscale FP16 gradients: {len(low)} parameters are float16 themselves: {listed}. "
@@ -281,16 +281,15 @@ class GradScaler(torch.amp.GradScaler):
     def last_found_inf(self) -> Tensor:
         """1.0 if the step in progress, or else the last one, has found inf or nan; fp32, 0-d, on the device."""
         found = self._all_found() if self._enabled else []
-        last = any_of(found, found[0].device) if found else self._history.last_found
+        last = any_of(found, found[0].device) if found else self._last_found
         return torch.zeros(()) if last is None else last
 
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps that were skipped since the scaler was made. Reading it waits for the device."""
-        skipped = self._history.skipped
-        return 0 if skipped is None else int(skipped.item())
+        return 0 if self._skipped is None else int(self._skipped.item())
 
-    def step_taken(self, optimizer: torch.optim.Optimizer) -> bool:
+    def step_taken(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's last ``step`` was taken; waits for the device.
 
         A scheduler of the learning rate should advance only then::
@@ -302,7 +301,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return True
-        found = self._history.found.get(optimizer)
+        found = self._found.get(optimizer)
         return found is not None and not found.item()
 
     def first_nonfinite(self) -> list[str]:
@@ -311,12 +310,8 @@ class GradScaler(torch.amp.GradScaler):
         The step in progress, or the last one if there is none; what this process found, not what others did.
         Between ``backward`` and ``unscale_`` or ``step``, gradients are looked at here. Waits for the device.
         """
-        leaves = [leaf for use in self._uses for leaf in use.leaves]
-        if leaves and not self._history.findings:
-            bad = look(leaves, torch.zeros((), device=leaves[0].device)).nonfinite()
-        else:
-            bad = self._history.bad()
-        return self._history.names(bad, self._uses.names())
+        in_progress = self._now.looks or self._now.leaves
+        return (self._now if in_progress else self._last).nonfinite()
 
     # ---- checkpoints ----
 
@@ -329,8 +324,73 @@ class GradScaler(torch.amp.GradScaler):
         self._process_group = None
         self._forget()
         # a copy does not take the place of the living
-        register(self, replace=False)
+        _register(self, replace=False)
 
 
 #: what a copy and a pickle begin anew
-_OF_THIS_PROCESS = {"_history", "_in_graph", "_process_group", "_scaled_outside", "_uses"}
+_OF_THIS_PROCESS = {
+    "_found",
+    "_in_graph",
+    "_is_asked",
+    "_last",
+    "_last_found",
+    "_now",
+    "_process_group",
+    "_scaled_outside",
+    "_skipped",
+}
+
+_lock = threading.Lock()
+_scalers: weakref.WeakValueDictionary[str, GradScaler] = weakref.WeakValueDictionary()
+
+
+def _register(scaler: GradScaler, *, replace: bool) -> None:
+    """Makes a scaler findable by its name while it lives; ``replace``: in the place of a living one of that name."""
+    UNTRACED.install()
+    with _lock:
+        if replace or scaler.name not in _scalers:
+            _scalers[scaler.name] = scaler
+
+
+def find_scaler(name: str) -> GradScaler:
+    """The living scaler that was made last under a name.
+
+    Raises:
+        ScalerError: there is none.
+    """
+    scaler = _scalers.get(name)
+    if scaler is None:
+        known = sorted(_scalers.keys())
+        raise ScalerError(
+            f"No amp_fx.GradScaler is called {name!r}; known: {', '.join(map(repr, known)) or 'none'}."
+            f"{did_you_mean(name, known)} Make one before the first forward, and keep it: "
+            f"scaler = amp_fx.GradScaler(device, name={name!r})."
+        )
+    return scaler
+
+
+def _scalers_of(optimizer: Optimizer) -> list[GradScaler]:
+    """The living scalers whose graphs were called with parameters of the optimizer since their last ``update``."""
+    keys = set(map(id, parameters_of(optimizer)))
+    return [scaler for scaler in list(_scalers.values()) if not keys.isdisjoint(scaler._now.leaves)]
+
+
+def _check_step(optimizer: Optimizer, *_: object) -> None:
+    """Before the first step of what a scaler's graphs have scaled: that scaler has to have looked at the gradients."""
+    scalers = _scalers_of(optimizer)
+    if scalers and not any(scaler._has_looked_at(optimizer) for scaler in scalers):
+        _refuse(scalers[0], "something else, another scaler or the loop itself,")
+    for scaler in scalers:
+        scaler._is_asked = True
+    if all(scaler._is_asked for scaler in list(_scalers.values()) if scaler._in_graph):
+        BEFORE_STEP.leave(_check_step)
+
+
+def _refuse(scaler: GradScaler, stepping: str) -> NoReturn:
+    name = scaler.name
+    raise ScalerError(
+        f"The gradients of an optimizer are scaled inside the compiled backward by amp_fx.GradScaler {name!r}, and "
+        f"{stepping} steps it: the loss is scaled twice, or steps with inf or nan are not skipped and the scale never "
+        f"adapts. Each graph has one scaler, the last one that was made with its name: scale, step and update with "
+        f"that one, or take another name in the options of the model, or leave 'scaler' out of them."
+    )

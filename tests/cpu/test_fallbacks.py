@@ -17,7 +17,7 @@ import amp_fx.backend
 import amp_fx.compiling
 import amp_fx.lowering
 from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, record
-from amp_fx.graphs.fallback import first_that_works, is_for_the_caller
+from amp_fx.graphs.fallback import is_for_the_caller
 from amp_fx.passes import LayOutGradients, PlaceLevels
 from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.weights.folding import FoldingRecord
@@ -128,7 +128,7 @@ def test_where_scaling_fails_the_scaler_works_from_outside(monkeypatch: pytest.M
     scaler = GradScaler("cpu", init_scale=256.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     run = compiled(model, dtype="float16", scaler="default")
-    with without_inductor(), one_warning("from outside"):
+    with without_inductor(), one_warning("scaled from outside"):
         scaler.scale(run(x).square().mean()).backward()
     scaler.unscale_(optimizer)
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -141,7 +141,7 @@ def test_where_scaling_fails_the_scaler_works_from_outside(monkeypatch: pytest.M
 def test_where_int8_fails_matmuls_run_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlaceLevels, "call", fails)
     model, x = MLP(32, 64, 64), torch.randn(64, 32)
-    with torch.inference_mode(), without_inductor(), one_warning("without int8", "place-levels.*on purpose"):
+    with torch.inference_mode(), without_inductor(), one_warning("in 16 bits", "place-levels.*on purpose"):
         got = compiled(model, policy="int8", profile="off")(x)
     assert (got - model(x)).norm() < 0.01 * model(x).norm()
 
@@ -154,25 +154,25 @@ def test_where_fp8_fails_matmuls_run_in_16_bits(
     model, x = MLP(32, 64, 64), torch.randn(64, 32)
     options = level_options(tmp_path, strict=False)
     if training:
-        with one_warning("without fp8", "place-levels.*on purpose"):
+        with one_warning("in 16 bits", "place-levels.*on purpose"):
             step = lowered(model, [x], options)
         assert not any(step.scaled())
         assert {str(row.dtype) for row in step.plan.nodes if row.flops} == {"torch.bfloat16"}
     else:
-        with torch.no_grad(), without_inductor(), one_warning("without fp8", "place-levels.*on purpose"):
+        with torch.no_grad(), without_inductor(), one_warning("in 16 bits", "place-levels.*on purpose"):
             got = compiled(model, **options)(x)
         assert (got - model(x)).norm() < 0.01 * model(x).norm()
 
 
-def test_where_all_of_ours_fails_inductor_compiles_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("rewrite", "lower", "under_autocast"):
-        monkeypatch.setattr(amp_fx.backend, name, fails)
+def test_where_all_of_ours_fails_inductor_compiles_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amp_fx.compiling, "lower", fails)
+    monkeypatch.setattr(amp_fx.backend, "lower", fails)
     model, x = net(), torch.randn(8, 64)
-    with torch.no_grad(), without_inductor(), one_warning("the precision that the program has"):
-        assert torch.allclose(compiled(model)(x), model(x), atol=1e-6)
-    # nor is a graph without floats, which is passed through
+    with torch.no_grad(), without_inductor(), one_warning("autocast's semantics"):
+        assert is_low(compiled(model)(x), model, x)
+    # so is a graph without floats, which is passed through
     torch._dynamo.reset()
-    with without_inductor(), one_warning("the precision that the program has"):
+    with without_inductor(), one_warning("as it is, by Inductor alone"):
         assert compiled(lambda x: x + 1)(torch.arange(3)).tolist() == [1, 2, 3]
 
 
@@ -191,16 +191,17 @@ def test_what_inductor_cannot_compile_either_is_its_own_error(monkeypatch: pytes
     assert str(info.value.inner_exception) == found[-1]
 
 
-def test_errors_about_options_and_words_to_dynamo_are_raised() -> None:
+def test_errors_about_options_and_words_to_dynamo_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (PlanError("no such plan"), ScalingWarning("of the caller's filter"), SkipFrame("leave it")):
         assert is_for_the_caller(error)
-
-        def way(_: str, error: Exception = error) -> Any:
-            raise error
-
-        with pytest.raises(type(error)):
-            first_that_works([way, lambda _: ("otherwise", print)], is_for_the_caller)
     assert not is_for_the_caller(OnPurposeError())
+
+    def refuses(*_: object, **__: object) -> None:
+        raise PlanError("no such plan")
+
+    monkeypatch.setattr(amp_fx.backend, "rewrite", refuses)
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="no such plan"):
+        compiled(net())(torch.randn(8, 64))
 
 
 # ---- in a call ----

@@ -1,4 +1,4 @@
-"""What is hooked into torch comes when it is needed and goes when it is not, also in the middle of a step."""
+"""What is hooked into torch comes with the first compile, calls whoever listens, and can be taken out."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.optim.optimizer as optimizers
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp_fx.backend
+from amp_fx import notices
 from amp_fx._torch import hooks
-from amp_fx.graphs import uncompiled
 
 
 @pytest.fixture(autouse=True)
@@ -22,77 +21,37 @@ def _nothing_hooked() -> Iterator[None]:
     hooks.remove_all()
     amp_fx.backend.listen()
     # when the tests end, there is nothing to tell
-    uncompiled._settle()
+    notices.graph_arrived()
 
 
-def step() -> None:
+def new_step() -> torch.optim.Optimizer:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    torch.optim.SGD([parameter]).step()
+    return torch.optim.SGD([parameter])
 
 
 def compile_something() -> None:
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
 
 
-def installed() -> list[hooks.Hook]:
-    return [hook for hook in hooks.HOOKS if hook.is_installed]
-
-
-def test_a_hook_is_there_while_somebody_listens() -> None:
-    one, other = list[object](), list[object]()
-    hooks.AFTER_STEP.listen(one.extend)
-    for _ in range(2):
-        hooks.AFTER_STEP.listen(other.extend)
-    assert len(optimizers._global_optimizer_post_hooks) == 1
-    hooks.AFTER_STEP.leave(one.extend)
-    assert installed() == [hooks.AFTER_STEP]
-    hooks.AFTER_STEP.leave(other.extend)
-    assert installed() == []
-    assert not optimizers._global_optimizer_post_hooks
-
-
-def test_who_leaves_while_hooks_are_called_is_called_no_more_and_the_hook_goes_with_the_next_compile() -> (
-    None
-):
+def test_who_listens_is_called_once_and_may_leave_while_hooks_are_called() -> None:
     calls = list[str]()
 
     def once(*_: object) -> None:
         calls.append("once")
         hooks.AFTER_STEP.leave(once)
+        hooks.AFTER_STEP.listen(then)
 
-    hooks.AFTER_STEP.listen(once)
-    # torch would stop with an error if hooks went while it goes through them
-    other = register_optimizer_step_post_hook(lambda *_: calls.append("other"))
-    try:
-        step()
-        step()
-        assert calls == ["once", "other", "other"]
-        compile_something()
-        assert installed() == []
-        step()
-        assert calls[3:] == ["other"]
-    finally:
-        other.remove()
+    def then(*_: object) -> None:
+        calls.append("then")
 
-
-def test_who_begins_to_listen_while_hooks_are_called_is_called_after_the_next_compile() -> None:
-    calls = list[object]()
-
-    def listen(*_: object) -> None:
-        hooks.AFTER_STEP.listen(lambda *_: calls.append("called"))
-
-    first = register_optimizer_step_post_hook(listen)
-    second = register_optimizer_step_post_hook(lambda *_: calls.append("other"))
-    try:
-        step()
-        assert calls == ["other"]
-        first.remove()
-        compile_something()
-        step()
-        assert calls == ["other", "other", "called"]
-    finally:
-        second.remove()
+    for _ in range(2):
+        hooks.AFTER_STEP.listen(once)
+    assert len(optimizers._global_optimizer_post_hooks) == 1
+    optimizer = new_step()
+    for _ in range(3):
+        optimizer.step()
+    assert calls == ["once", "then", "then"]
 
 
 def test_dynamos_reset_keeps_ours_and_drops_the_others() -> None:
@@ -111,18 +70,17 @@ def test_dynamos_reset_keeps_ours_and_drops_the_others() -> None:
 
 def test_what_torch_calls_is_not_compiled_by_dynamo() -> None:
     seen = list[bool]()
-    hooks.AFTER_STEP.listen(lambda *_: seen.append(torch.compiler.is_compiling()))
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    torch.compile(torch.optim.SGD([parameter]).step, backend="eager")()
-    assert seen == [False]
+    for hook in (hooks.BEFORE_STEP, hooks.AFTER_STEP):
+        hook.listen(lambda *_: seen.append(torch.compiler.is_compiling()))
+    torch.compile(new_step().step, backend="eager")()
+    assert seen == [False, False]
 
 
 def test_all_can_be_taken_out_and_come_again() -> None:
-    amp_fx.backend.listen()
-    before = installed()
-    assert {hooks.COMPILE_STARTS, hooks.COMPILE_ENDS, hooks.UNTRACED} <= set(before)
-    hooks.remove_all()
-    assert installed() == []
-    amp_fx.backend.listen()
-    assert installed() == before
+    for _ in range(2):
+        amp_fx.backend.listen()
+        assert all(hook.is_installed for hook in hooks.HOOKS)
+        hooks.remove_all()
+        assert not any(hook.is_installed for hook in hooks.HOOKS)
+        assert not optimizers._global_optimizer_pre_hooks
+        assert not optimizers._global_optimizer_post_hooks

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = (
     ("amp_fx.state",),
     ("amp_fx._torch", "amp_fx.errors"),
-    ("amp_fx.policy",),
+    ("amp_fx.notices", "amp_fx.policy"),
     ("amp_fx.graphs",),
     ("amp_fx.plans",),
     ("amp_fx.placement", "amp_fx.viz", "amp_fx.weights", "amp_fx.widened"),

@@ -6,10 +6,8 @@ import re
 from pathlib import Path
 
 import amp_fx
-from amp_fx import state
-from amp_fx.graphs import uncompiled
+from amp_fx import notices, state
 from amp_fx.policy import table
-from amp_fx.scaling import unscaled
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,14 +27,12 @@ def test_results_are_cached_in_one_way() -> None:
 
 
 def test_what_is_kept_is_forgotten() -> None:
-    unscaled._state.warned = unscaled._state.any_optimizer = True
-    uncompiled._told.add("something")
+    assert notices.first_time("something")
+    assert not notices.first_time("something")
     rows = table._table("cpu")
     assert table._table("cpu") is rows
     amp_fx.reset()
-    assert not unscaled._state.warned
-    assert not unscaled._state.any_optimizer
-    assert not uncompiled._told
+    assert notices.first_time("something")
     assert table._table("cpu") is not rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_fx.scaling import findings
-from amp_fx.scaling.findings import Finding, look
-from amp_fx.scaling.history import History
+from amp_fx.scaling.findings import Step, _bad, look
 
 INF, NAN = float("inf"), float("nan")
 
@@ -33,8 +33,11 @@ def parameter(grad: Tensor | None) -> nn.Parameter:
     return p
 
 
-def seen(*parameters: nn.Parameter) -> Finding:
-    return look(parameters, torch.zeros(()))
+def seen(*parameters: nn.Parameter) -> tuple[float, set[int]]:
+    """Whether something was found, and the ids of bad parameters."""
+    found = torch.zeros(())
+    bad = _bad(look(parameters, found))
+    return found.item(), bad
 
 
 def sparse(values: list[float]) -> Tensor:
@@ -80,33 +83,27 @@ GOOD: dict[str, Callable[[], Tensor | None]] = {
 @pytest.mark.parametrize("make", BAD.values(), ids=BAD)
 def test_what_is_bad_is_found_among_what_is_good(make: Callable[[], Tensor]) -> None:
     good, bad = parameter(torch.ones(5)), parameter(make())
-    finding = seen(good, bad)
-    assert finding.found.item() == 1.0
-    assert finding.nonfinite() == {id(bad)}
+    assert seen(good, bad) == (1.0, {id(bad)})
 
 
 @pytest.mark.parametrize("make", GOOD.values(), ids=GOOD)
 def test_what_is_good_is_not_suspected(make: Callable[[], Tensor | None]) -> None:
-    finding = seen(parameter(torch.ones(5)), parameter(make()))
-    assert finding.found.item() == 0.0
-    assert finding.nonfinite() == set()
+    assert seen(parameter(torch.ones(5)), parameter(make())) == (0.0, set())
 
 
 def test_where_there_is_no_gradient_nothing_is_found() -> None:
-    for finding in (seen(), seen(parameter(None))):
-        assert finding.found.item() == 0.0
-        assert finding.nonfinite() == set()
+    assert seen() == seen(parameter(None)) == (0.0, set())
 
 
 def test_the_bad_are_told_from_those_whose_sum_overflows() -> None:
     large, bad = parameter(torch.full((4,), 3e38)), parameter(torch.tensor([INF, 1.0]))
-    assert seen(large, bad).nonfinite() == {id(bad)}
+    assert seen(large, bad) == (1.0, {id(bad)})
 
 
 def test_what_was_found_in_several_dtypes_is_one_number() -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
-    assert seen(*(parameter(spoilt(dtype)) for dtype in dtypes)).found.item() == 1.0
-    assert seen(*(parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes)).found.item() == 0.0
+    assert seen(*(parameter(spoilt(dtype)) for dtype in dtypes))[0] == 1.0
+    assert seen(*(parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes))[0] == 0.0
 
 
 def test_nothing_is_written() -> None:
@@ -119,12 +116,18 @@ def test_nothing_is_written() -> None:
         assert torch.equal(p.grad.nan_to_num(7.0), value.nan_to_num(7.0))
 
 
-def test_parameters_of_an_optimizer_that_died_are_not_named() -> None:
-    bad, history = parameter(torch.tensor([INF])), History()
-    optimizer = torch.optim.SGD([bad])
-    history.add_finding(optimizer, seen(bad))
-    assert history.names(history.bad(), {id(bad): "bad"}) == ["bad"]
+def test_bad_parameters_are_named_by_graphs_then_by_optimizers_and_not_once_these_are_dead() -> None:
+    graphs, own, gone = (parameter(torch.tensor([INF])) for _ in range(3))
+    optimizer, dies = torch.optim.SGD([own, graphs]), torch.optim.SGD([gone])
+    step = Step()
+    step.enter(["head", "good"], [graphs, good := parameter(torch.ones(1))])
+    assert step.nonfinite() == ["head"], "before any optimizer looks"
+    for each, parameters in ((optimizer, [own, graphs]), (dies, [gone])):
+        step.looks.append((weakref.ref(each), look(parameters, torch.zeros(()))))
+    step.leaves.clear()
+    assert step.nonfinite() == ["parameter 0 of group 0", "head"]
     # its parameters may die with it, and others have their ids
-    del optimizer
+    del optimizer, each
     gc.collect()
-    assert history.bad() == set()
+    assert step.nonfinite() == ["parameter 0 of group 0"]
+    assert good.grad is not None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import amp_fx.lowering
-from amp_fx.scaling import without_scaling
+from amp_fx.notices import only_looking
 from graphs import op_by_op
 
 LOWS = torch.bfloat16, torch.float16
@@ -23,7 +23,7 @@ def graphs(
     """Forward and backward after partitioning, under policy ``fast``; and the gradients, computed op by op."""
     options = {"policy": "fast", "profile": "off", "strict": True, "dtype": dtype}
     leaves = [arg.clone().requires_grad_() for arg in args]
-    with op_by_op() as found, without_scaling():
+    with op_by_op() as found, only_looking():
         torch.compile(program, backend="amp_fx", options=options)(*leaves).float().square().sum().backward()
     return found, [leaf.grad for leaf in leaves if leaf.grad is not None]
 

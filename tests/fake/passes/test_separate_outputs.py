@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import amp_fx.lowering
-from amp_fx.scaling import without_scaling
+from amp_fx.notices import only_looking
 from graphs import op_by_op
 
 ROWS, CLASSES = 12, 40
@@ -26,7 +26,7 @@ def compiled(
     torch._dynamo.reset()
     leaves = [arg.clone().requires_grad_() for arg in (X, W)]
     settings = {"profile": "off", "strict": True, **options}
-    with op_by_op() as found, without_scaling():
+    with op_by_op() as found, only_looking():
         results = torch.compile(program, backend="amp_fx", options=settings)(*leaves)
         results[-1].sum().backward()
     return found, [*results, *(leaf.grad for leaf in leaves if leaf.grad is not None)]

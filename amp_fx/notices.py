@@ -1,0 +1,96 @@
+"""What a program is told once: that no graph has arrived, and that float16 is trained without loss scaling.
+
+What Dynamo does not compile, and why, it says itself under ``TORCH_LOGS=graph_breaks``, and :func:`amp_fx.explain`
+shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from amp_fx._torch import AFTER_STEP, EXIT, is_looked_up
+from amp_fx.errors import ScalingWarning
+from amp_fx.state import register
+
+__all__ = ["expect_graph", "first_time", "graph_arrived", "only_looking", "warn_unscaled"]
+
+logger = logging.getLogger(__name__)
+
+#: True while a model is compiled for a report, and not used
+_is_looking: ContextVar[bool] = ContextVar("amp_fx_is_looking", default=False)
+
+_told: set[str] = set()
+register("what was told once", _told.clear)
+
+
+@contextlib.contextmanager
+def only_looking() -> Iterator[None]:
+    """Inside, models are compiled for a report and not used: nothing is told, and no graph counts."""
+    token = _is_looking.set(True)
+    try:
+        yield
+    finally:
+        _is_looking.reset(token)
+
+
+def first_time(what: str) -> bool:
+    """True once in a process for each text, and never inside :func:`only_looking`."""
+    if _is_looking.get() or what in _told:
+        return False
+    _told.add(what)
+    return True
+
+
+def warn_unscaled(cause: str) -> None:
+    """Warns, once for each cause, that a graph trains in float16 and amp_fx does not scale its gradients."""
+    if first_time(cause):
+        warnings.warn(
+            f"amp_fx trains a graph in float16 without loss scaling, since {cause}: gradients below 6e-8 become zero. "
+            "Use options={'dtype': 'float16', 'scaler': 'default'} with scaler = amp_fx.GradScaler(device), or dtype "
+            "'bfloat16', which needs no scaling. Where torch.amp.GradScaler scales the loss, ignore this: "
+            "warnings.simplefilter('ignore', amp_fx.ScalingWarning).",
+            ScalingWarning,
+            stacklevel=2,
+        )
+
+
+def expect_graph() -> None:
+    """Warns at the first step of an optimizer, or when the process ends, if no graph has arrived until then.
+
+    This is what ``nn.Sequential(...).compile(backend="amp_fx")`` comes to: Dynamo does not look at functions of
+    torch.nn, and a backend hears nothing of code that never becomes a graph.
+    """
+    AFTER_STEP.listen(_stepped)
+    # without an optimizer, as in serving; before logging itself ends
+    EXIT.listen(_ending)
+
+
+def graph_arrived() -> None:
+    """amp_fx was called with a graph of the program's."""
+    if not _is_looking.get():
+        AFTER_STEP.leave(_stepped)
+        EXIT.leave(_ending)
+
+
+def _stepped(*_: object) -> None:
+    _warn_of_none("an optimizer has stepped")
+
+
+def _ending() -> None:
+    _warn_of_none("the process ends")
+
+
+def _warn_of_none(event: str) -> None:
+    if is_looked_up("amp_fx"):
+        graph_arrived()
+        logger.warning(
+            "torch.compile was given backend='amp_fx' and %s, but no graph has reached amp_fx: what was compiled runs "
+            "eagerly, or was not called. model.compile() compiles nothing of torch's own modules (nn.Sequential, "
+            "nn.TransformerEncoderLayer): use model = torch.compile(model, backend='amp_fx'), or a subclass with a "
+            "forward of your own. amp_fx.explain(model, *args) names the reason.",
+            event,
+        )

@@ -1,0 +1,163 @@
+"""What is told once: that no graph has reached amp_fx. Of what Dynamo does not compile, Dynamo tells."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends import registry
+
+import amp_fx
+import amp_fx.backend
+from amp_fx import notices
+from amp_fx._torch import hooks
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in which no graph has arrived; graphs run op by op."""
+    monkeypatch.setattr("amp_fx.compiling.lower", lambda gm, *_: gm.forward)
+    amp_fx.backend.listen()
+    yield
+    # when the tests end, there is nothing to tell
+    notices.graph_arrived()
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [row.getMessage() for row in caplog.records if row.levelno == logging.WARNING]
+
+
+class Recurrent(nn.Module):
+    """Dynamo gives up from the LSTM on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cell, self.last = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(self.cell(x)[0])
+
+
+class Apart(Recurrent):
+    def forward(self, x: Tensor) -> Tensor:
+        # typed as if disable took the method, not the function
+        return self.last(self.recur(self.first(x).relu()))  # pyright: ignore[reportCallIssue]
+
+    @torch.compiler.disable
+    def recur(self, x: Tensor) -> Tensor:
+        return self.cell(x)[0]
+
+
+class OwnSequential(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="amp_fx")
+    return model
+
+
+def train(model: nn.Module, x: Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_model_of_torchs_own_that_is_compiled_in_place_is_told_at_the_first_step(
+    caplog: pytest.LogCaptureFixture, model: nn.Module
+) -> None:
+    with amp_fx.record() as recording:
+        train(compiled_in_place(model), torch.randn(2, 4, 8))
+    assert recording.plans == []
+    (text,) = warned(caplog)
+    assert "an optimizer has stepped, but no graph has reached amp_fx" in text
+    assert "a subclass with a forward of your own" in text
+
+
+def test_training_what_is_compiled_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    train(compiled_in_place(OwnSequential(nn.Linear(8, 8))), torch.randn(2, 8))
+    hooks.EXIT._call()
+    assert warned(caplog) == []
+
+
+def test_explaining_tells_nothing_and_counts_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    amp_fx.explain(OwnSequential(nn.Linear(8, 8)), torch.randn(2, 8))
+    assert warned(caplog) == []
+    train(compiled_in_place(nn.Linear(8, 8)), torch.randn(2, 8))
+    assert len(warned(caplog)) == 1
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "wrap_top_frame", "subclass"])
+def test_the_remedies_that_are_named_compile_a_model_of_torchs_own(way: str) -> None:
+    kind: Callable[..., nn.Module] = OwnSequential if way == "subclass" else nn.Sequential
+    model, x = kind(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
+    with amp_fx.record() as recording, torch._dynamo.config.patch(wrap_top_frame=way == "wrap_top_frame"):
+        run = torch.compile(model, backend="amp_fx") if way == "torch.compile" else compiled_in_place(model)
+        run(x)
+    assert [row.op for row in recording.plans[0].nodes] == ["linear", "relu"]
+
+
+@pytest.mark.parametrize("remedied", [False, True])
+def test_the_remedy_for_recurrent_layers_compiles_what_is_around_them(remedied: bool) -> None:
+    model, x = (Apart() if remedied else Recurrent()), torch.randn(2, 4, 8)
+    with amp_fx.record() as recording:
+        torch.compile(model, backend="amp_fx")(x).sum().backward()
+    graphs = [[row.op for row in plan.nodes] for plan in recording.plans]
+    assert graphs == ([["linear", "relu"], ["linear"]] if remedied else [["linear", "relu"]])
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert remedied or recording.plans[0].graph_break.startswith("the rest of forward is not compiled [")
+
+
+def test_a_deep_copy_of_a_model_compiled_in_place_is_not_compiled_and_one_that_is_compiled_again_is() -> None:
+    from torch.optim.swa_utils import AveragedModel
+
+    model, x = compiled_in_place(OwnSequential(nn.Linear(8, 8))), torch.randn(2, 8)
+    average = AveragedModel(model)
+    with amp_fx.record() as recording:
+        average(x)
+        assert recording.plans == []
+        compiled_in_place(average.module)
+        average(x)
+    assert len(recording.plans) == 1
+
+
+IN_PLACE = """
+import torch, amp_fx
+net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+net.compile(backend='amp_fx')
+with torch.inference_mode():
+    net(torch.ones(2, 4))
+"""
+
+
+def test_a_process_that_ends_without_a_graph_says_so() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_PLACE], capture_output=True, text=True, check=True)
+    assert done.stderr.count("the process ends, but no graph has reached amp_fx") == 1
+
+
+@pytest.mark.parametrize(("backend", "told"), [("amp_fx", 1), ("eager", 0)])
+def test_it_is_told_once_and_only_if_amp_fx_was_asked_for(
+    backend: str, told: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend != "amp_fx":
+        # looked up by other tests
+        monkeypatch.delitem(registry._COMPILER_FNS, "amp_fx", raising=False)
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.compile(backend=backend)
+    train(model, torch.ones(2, 4))
+    for _ in range(2):
+        hooks.EXIT._call()
+    assert len(warned(caplog)) == told
