@@ -6,25 +6,3 @@ Not here: what is allowed (``amp_fx.policy`` and the hazards of ``amp_fx.passes`
 (``passes/forward/place.py``).
 Open ``cut.py`` first.
 """
-
-from __future__ import annotations
-
-from amp_fx.placement.cost import CostModel
-from amp_fx.placement.cut import HIGH, LOW, ContradictionError, Problem, Shared, evaluate, solve
-from amp_fx.placement.devices import builtin, resolve
-from amp_fx.placement.profile import DeviceProfile, ProfileError
-
-__all__ = [
-    "HIGH",
-    "LOW",
-    "ContradictionError",
-    "CostModel",
-    "DeviceProfile",
-    "Problem",
-    "ProfileError",
-    "Shared",
-    "builtin",
-    "evaluate",
-    "resolve",
-    "solve",
-]

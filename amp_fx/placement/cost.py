@@ -31,22 +31,18 @@ from amp_fx.graphs.calls import arguments, is_parameter
 from amp_fx.graphs.fake_runs import fake_arguments, matmul_flops
 from amp_fx.graphs.traits import LINEAR_OPS, Trait, has_trait
 from amp_fx.graphs.values import is_eligible, is_view, numel
+from amp_fx.placement.gpus import NOMINAL
 from amp_fx.placement.layout import is_convolution, is_relaid
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import label_of
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy import OpClass
+from amp_fx.policy.table import device_row
 
 __all__ = ["CostModel"]
 
 #: without a profile only bytes are compared; one byte is one unit
 _UNIT = 1
-#: Attention of one query on a CPU, in fp32 and in 16 bits: times the time that the rate of fp32 says. 16 bits are
-#: multiplied in a loop. Measured with bf16 instructions, 8 heads of 64: 19 and 106 us at 128 keys, 109 and 862 us at
-#: 1024; with 4 queries 16 bits take 1.5 times the time of fp32, from 32 on 1.2.
-_ONE_QUERY = 6, 40
-#: operations in fp32 and in 16 bits for each byte of memory traffic (H100 datasheet, SXM5)
-_FLOPS_A_BYTE = 20, 295
 
 
 @dataclass
@@ -152,11 +148,7 @@ class CostModel:
     def cast_kernel(self, node: fx.Node, low: torch.dtype) -> int:
         """Time of a stand-alone cast of the value between fp32 and the low dtype, either way, and of its gradient."""
         readers = self._readers(node)
-        if (
-            node.meta["val"].device.type == "cuda"
-            and readers
-            and all(self._is_convolution_bias(*r) for r in readers)
-        ):
+        if _fuses_casts(node) and readers and all(is_convolution(r) and _is_bias(r, v) for r, v in readers):
             # Inductor adds it to the result, and the cast is part of that kernel
             return 0
         launch = 0 if self.profile is None else round(self.profile.launch * 1e12)
@@ -168,7 +160,7 @@ class CostModel:
         base = value
         while self.is_view(base):
             base = base.all_input_nodes[0]
-        if value.meta["val"].device.type != "cuda" or not self.is_input(base):
+        if not _fuses_casts(value) or not self.is_input(base):
             return True
         readers = self._readers(base)
         # several gradients are added, and cast by the kernel that does it
@@ -188,13 +180,10 @@ class CostModel:
         product = plan is not None and has_trait(plan.op, Trait.WIDE_GRADIENT)
         return self.is_external(reader) and not product and not _is_bias(reader, value)
 
-    def _is_convolution_bias(self, reader: fx.Node, value: fx.Node) -> bool:
-        return is_convolution(reader) and _is_bias(reader, value)
-
     def has_wide_gradient(self, value: fx.Node) -> bool:
         """True for a weight whose gradient leaves a matmul in fp32, whatever the matmul multiplies.
 
-        On CUDA, where one matmul alone reads the weight: several gradients would be added up in the low dtype first.
+        Where one matmul alone reads the weight: several gradients would be added up in the low dtype first.
         """
         if not self.training or len(value.users) != 1:
             return False
@@ -210,9 +199,8 @@ class CostModel:
         ):
             base = base.all_input_nodes[0]
         tensor = value.meta["val"]
-        return (
-            is_parameter(base) and len(base.users) == 1 and tensor.ndim == 2 and tensor.device.type == "cuda"
-        )
+        is_weight = is_parameter(base) and len(base.users) == 1 and tensor.ndim == 2
+        return is_weight and device_row(tensor.device.type).wide_results
 
     def arithmetic(self, node: fx.Node, low: torch.dtype) -> tuple[int, int] | None:
         """Time of a matmul-like op in (fp32, low); None without a profile or a formula for the op."""
@@ -224,14 +212,16 @@ class CostModel:
         high, fast = (
             round(1e12 * self.profile.matmul_seconds(flops, name)) for name in ("float32", dtype_name(low))
         )
-        if self.profile.device_type == "cpu" and _is_one_query(node):
-            high, fast = (high * times for times in _ONE_QUERY)
+        slower = device_row(self.profile.device_type).one_query
+        if slower is not None and _is_one_query(node):
+            high, fast = high * slower[0], fast * slower[1]
         return high + self._packing(node), fast
 
     def nominal_arithmetic(self, node: fx.Node, low: torch.dtype) -> tuple[int, int]:
-        """What a matmul-like op is worth in (fp32, low) without a profile: bytes that an H100 moves meanwhile."""
+        """What a matmul-like op is worth in (fp32, low) without a profile: bytes that a nominal GPU moves meanwhile."""
         flops = self._operations(node, low)
-        return round(flops / _FLOPS_A_BYTE[0]), round(flops / _FLOPS_A_BYTE[1])
+        high, fast = (round(flops / NOMINAL.flops_a_byte(name)) for name in ("float32", dtype_name(low)))
+        return high, fast
 
     def _operations(self, node: fx.Node, low: torch.dtype) -> int:
         """Floating-point operations of a call and of its backward; 0 without a formula."""
@@ -243,7 +233,7 @@ class CostModel:
         return self._flops[call] * (3 if self.training else 1)
 
     def _packing(self, node: fx.Node) -> int:
-        """Time in which an fp32 kernel on a CPU copies its weight, and a low one does not.
+        """Time in which an fp32 kernel copies its weight, and a low one does not.
 
         Matmuls: BLAS writes panels to memory and reads them again, from two rows on; oneDNN's low kernels keep
         their blocks in the cache. Measured with MKL and a weight of 2048 x 2048: 1 row takes 0.8 ms, 2 to 16 rows
@@ -254,10 +244,10 @@ class CostModel:
         """
         plan, value = label_of(node), node.meta["val"]
         position = 1 if is_convolution(node) else -1 if plan is None else LINEAR_OPS.get(plan.op, -1)
-        if self.profile is None or self.profile.device_type != "cpu" or not 0 <= position < len(node.args):
+        weight = node.args[position] if 0 <= position < len(node.args) else None
+        if self.profile is None or not isinstance(weight, fx.Node):
             return 0
-        weight = node.args[position]
-        if not isinstance(weight, fx.Node):
+        if not device_row(self.profile.device_type).packs_weights:
             return 0
         if is_convolution(node):
             is_copied = is_relaid(weight.meta["val"])
@@ -267,7 +257,8 @@ class CostModel:
         return self.traffic(weight, 2 * torch.float32.itemsize) if is_copied else 0
 
     def _time(self, nbytes: int) -> int:
-        return nbytes * _UNIT if self.profile is None else round(self.profile.bytes_seconds(nbytes) * 1e12)
+        # without a profile only bytes are compared: a byte is one unit
+        return nbytes if self.profile is None else round(self.profile.bytes_seconds(nbytes) * 1e12)
 
 
 def _is_one_query(node: fx.Node) -> bool:
@@ -279,6 +270,10 @@ def _is_one_query(node: fx.Node) -> bool:
         and isinstance(query, fx.Node)
         and size_hint(query.meta["val"].shape[-2]) == 1
     )
+
+
+def _fuses_casts(value: fx.Node) -> bool:
+    return device_row(value.meta["val"].device.type).fuses_casts
 
 
 def _is_bias(reader: fx.Node, value: fx.Node) -> bool:

@@ -217,11 +217,7 @@ class _Network:
             self._arcs += [(reader, gadget, None) for reader in readers]
 
     def minimum(self, wishes: Mapping[tuple[Var, bool], int]) -> dict[Var, bool]:
-        """Labels of the free values, one minimum cut per connected component.
-
-        Args:
-            wishes: how many of the values that share a label prefer which one.
-        """
+        """Labels of the free values, one minimum cut per component; wishes: how many values prefer which label."""
         free = {var for var, _ in wishes}
         for var in free:
             # a cost of LOW is cut when var is on the sink side; one unit for each wish breaks ties

@@ -26,15 +26,15 @@ __all__ = ["builtin", "cuda_profile", "resolve"]
 def resolve(spec: str | DeviceProfile, device_type: str) -> DeviceProfile | None:
     """The profile that an option value stands for.
 
+    With a file of a GPU, a graph on the CPU has the built-in profile: graph breaks leave such pieces. Device types that
+    have no profiles (XPU, MPS) have none with ``"auto"``: every listed op goes low.
+
     Args:
         spec: ``"auto"`` for the built-in one, ``"off"`` for none, or the path of a file; a profile is itself.
         device_type: what the graph runs on.
 
     Raises:
         ProfileError: no such file, not a profile, or one of another device type.
-
-    With a file of a GPU, a graph on the CPU has the built-in profile: graph breaks leave such pieces. Device types that
-    have no profiles (XPU, MPS) have none with ``"auto"``: every listed op goes low.
     """
     if spec in ("auto", "off") and device_type not in DEVICE_TYPES:
         return None
@@ -143,14 +143,11 @@ _CUDA_LAUNCH = 4e-6
 
 
 def builtin(device_type: str) -> DeviceProfile:
-    """The table row of this machine's device.
+    """The table row of this machine's device; ProfileError for a device type without a table.
 
     Read from what the device is (instruction flags and thread count, compute capability), never from what
     it is doing; environment variables that hide instructions from libraries do not count. The one setting
     that counts is what fp32 matmuls are allowed to be computed in: TF32, or bf16 on CPU.
-
-    Raises:
-        ProfileError: not a device type with a table.
     """
     if check_device_type(device_type) == "cuda":
         return cuda_profile(*_cuda_row())
@@ -170,17 +167,19 @@ def _cpu_row(flags: frozenset[str]) -> _Cpu:
 
 def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
     rate = row.float32 * threads
-    low = {"bfloat16": rate * row.bfloat16, "float16": rate * row.float16}
-    below = {} if row.int8 is None else {INT8: rate * row.int8}
+    relaxed = max(1.0, row.bfloat16 * _CPU_FLOAT32_AS_BFLOAT16)
+    relative = {
+        "float32": _float32_rate("cpu", 1.0, relaxed),
+        "bfloat16": row.bfloat16,
+        "float16": row.float16,
+    }
+    if row.int8 is not None:
+        relative[INT8] = row.int8
     per_thread, socket = _CPU_BANDWIDTH
     return DeviceProfile(
         name=f"{row.name}, {threads} threads",
         device_type="cpu",
-        peak={
-            "float32": _float32_rate("cpu", rate, max(rate, low["bfloat16"] * _CPU_FLOAT32_AS_BFLOAT16)),
-            **low,
-            **below,
-        },
+        peak={dtype: rate * times for dtype, times in relative.items()},
         bandwidth=min(per_thread * threads, socket),
         launch=_CPU_LAUNCH,
     )
@@ -196,23 +195,18 @@ def _cuda_row() -> tuple[str, Gpu]:
 
 
 def cuda_profile(label: str, row: Gpu) -> DeviceProfile:
-    """The profile of a card.
-
-    Args:
-        label: how it was found, for the profile's name.
-        row: published numbers.
-    """
+    """The profile of a card; the label says how it was found."""
     rates = {
         "float32": _float32_rate("cuda", row.float32, row.tf32),
         "bfloat16": row.bfloat16,
         "float16": row.float16,
-        **({} if row.float8 is None else {FLOAT8: row.float8}),
-        **({} if row.int8 is None else {INT8: row.int8}),
+        FLOAT8: row.float8,
+        INT8: row.int8,
     }
     return DeviceProfile(
         name=f"{label} ({row.name})",
         device_type="cuda",
-        peak={dtype: rate * 1e12 * _SUSTAINED for dtype, rate in rates.items()},
+        peak={dtype: rate * 1e12 * _SUSTAINED for dtype, rate in rates.items() if rate is not None},
         bandwidth=row.bandwidth * 1e9 * _SUSTAINED,
         launch=_CUDA_LAUNCH,
     )

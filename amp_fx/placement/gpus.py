@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["GPUS", "LIMITS", "ROCM", "Gpu", "Limits", "gpu_row"]
+__all__ = ["GPUS", "LIMITS", "NOMINAL", "ROCM", "Gpu", "Limits", "gpu_row"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,10 @@ class Gpu:
         """The name in lower case and without spaces: ``rtx4090``."""
         return self.name.lower().replace(" ", "")
 
+    def flops_a_byte(self, dtype: str) -> float:
+        """Operations that it does in a dtype while it moves a byte of memory."""
+        return getattr(self, dtype) * 1e3 / self.bandwidth
+
 
 #: Datasheet numbers. The first card of a compute capability stands for all that have no row of their own.
 GPUS = (
@@ -56,9 +60,8 @@ GPUS = (
     Gpu("V100", (7, 0), 15.7, 15.7, 125, 7.8, 900, 80, 16, 6),  # Tesla V100 SXM2 datasheet, whitepaper
     Gpu("T4", (7, 5), 8.1, 8.1, 65, 4.0, 320, 40, 16, 4),  # T4 datasheet
     # Tensor cores for fp16, bf16 and TF32.
-    Gpu(
-        "A100", (8, 0), 19.5, 156, 312, 312, 1555, 108, 40, 40, int8=624
-    ),  # A100 datasheet and whitepaper, 40 GB
+    # A100 datasheet and whitepaper, 40 GB
+    Gpu("A100", (8, 0), 19.5, 156, 312, 312, 1555, 108, 40, 40, int8=624),
     # NVIDIA Ampere GA102 whitepaper, table 2
     Gpu("RTX 3090", (8, 6), 35.6, 35.6, 71, 71, 936, 82, 24, 6, int8=284),
     # Tensor cores for fp8, too.
@@ -81,13 +84,7 @@ ROCM = Gpu("MI250X", (9, 0), 47.9, 47.9, 191.5, 191.5, 1638, 110, 64, 8)
 
 @dataclass(frozen=True)
 class Limits:
-    """What code may use on one multiprocessor.
-
-    Attributes:
-        threads: resident threads.
-        shared: KiB of shared memory.
-        block_shared: KiB of shared memory that one block may ask for.
-    """
+    """What code may use on one multiprocessor: resident threads, and KiB of shared memory, in all and for one block."""
 
     threads: int
     shared: int
@@ -107,12 +104,11 @@ LIMITS = {
 
 
 def gpu_row(capability: tuple[int, int], name: str = "") -> Gpu:
-    """The row of a card.
-
-    Args:
-        capability: compute capability; one between two rows counts as the lower one.
-        name: what the driver calls the card.
-    """
+    """The row of a card by what the driver calls it; a compute capability between two rows counts as the lower one."""
     known = max((gpu.capability for gpu in GPUS if gpu.capability <= capability), default=GPUS[0].capability)
     rows = [gpu for gpu in GPUS if gpu.capability == known]
     return next((gpu for gpu in rows if re.search(rf"\b{gpu.name}\b", name)), rows[0])
+
+
+#: the card whose rates count where there is no profile: matmuls are then worth the bytes that it moves meanwhile
+NOMINAL = gpu_row((9, 0))

@@ -42,7 +42,7 @@ _FIRST_FP8 = (8, 9)
 class _Task(NamedTuple):
     """Something to time, and how much work it does: FLOP, bytes or kernels."""
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     work: float
 
 
@@ -54,7 +54,7 @@ def measure(
     Everything is measured in turns, so that a falling clock hurts all numbers alike, and the best round
     counts: other processes only ever slow a round down (on two shared cores a parallel region may take 10 ms
     instead of 5 us, and the median with it). A matmul counts in the three layouts of a training step:
-    forward, gradient of the input, gradient of the weight. Without kernels of its own a dtype may be fast in
+    forward, gradient of the input, gradient of the weight; a dtype without kernels of its own may be fast in
     one of them only. A matmul in fp8 has one layout, and adds up fast in the forward only; one in int8 is that of an
     evaluation, with a packed weight on a CPU. Rates for these are in the profile where the device has them.
 
@@ -135,10 +135,21 @@ def _largest(tasks: Iterable[_Task], growth: int, share: float, device_type: str
     return task
 
 
-def _gemm(size: int, dtype: torch.dtype, device_type: str) -> _Task:
-    # normal values: constant ones let a GPU clock higher than real data does
+def _random(size: int, dtype: torch.dtype, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two square matrices of normal values: constant ones let a GPU clock higher than real data does."""
     generator = torch.Generator(device_type).manual_seed(0)
-    a, b = (torch.randn(size, size, device=device_type, generator=generator).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device_type, generator=generator) for _ in range(2))
+    return a.to(dtype), b.to(dtype)
+
+
+def _random_integers(size: int, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device_type).manual_seed(0)
+    a, b = (torch.randint(-127, 128, (size, size), device=device_type, generator=generator) for _ in range(2))
+    return a.to(torch.int8), b.to(torch.int8)
+
+
+def _gemm(size: int, dtype: torch.dtype, device_type: str) -> _Task:
+    a, b = _random(size, dtype, device_type)
 
     def run() -> None:
         torch.mm(a, b.t())
@@ -159,11 +170,7 @@ def _takes_fp8(device_type: str) -> bool:
 
 def _scaled_gemm(size: int, device_type: str) -> _Task:
     """Matmuls in e4m3 with one scale for each operand, which all such devices have; results are bf16."""
-    generator = torch.Generator(device_type).manual_seed(0)
-    a, b = (
-        torch.randn(size, size, device=device_type, generator=generator).to(torch.float8_e4m3fn)
-        for _ in range(2)
-    )
+    a, b = _random(size, torch.float8_e4m3fn, device_type)
     scale = torch.ones((), device=device_type)
 
     def run() -> None:
@@ -175,29 +182,20 @@ def _scaled_gemm(size: int, device_type: str) -> _Task:
 
 def _int8_gemm(size: int) -> _Task:
     """A product of signed matrices on a GPU, summed in int32."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    a, b = (
-        torch.randint(-127, 128, (size, size), dtype=torch.int8, device="cuda", generator=generator)
-        for _ in range(2)
-    )
-
-    def run() -> None:
-        torch.ops.aten._int_mm.default(a, b.t())
-
-    return _Task(run, 2 * size**3)
+    a, b = _random_integers(size, "cuda")
+    return _Task(lambda: torch.ops.aten._int_mm.default(a, b.t()), 2 * size**3)
 
 
 def _packed_int8_gemm(size: int) -> _Task:
     """What Inductor makes of :func:`amp_fx.policy.scaled.packed_int8_mm`."""
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randint(0, 256, (size, size), dtype=torch.uint8, generator=generator)
-    b = torch.randint(-127, 128, (size, size), dtype=torch.int8, generator=generator)
+    a, b = _random_integers(size, "cpu")
+    unsigned = (a.short() + ZERO_POINT).to(torch.uint8)
     packed = torch.ops.onednn.qlinear_prepack(b, [size, size])
     scales, zeros = torch.ones(size), torch.zeros(size, dtype=torch.int64)
 
     def run() -> None:
         torch.ops.onednn.qlinear_pointwise.default(
-            a, 1.0, ZERO_POINT, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            unsigned, 1.0, ZERO_POINT, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
 
     return _Task(run, 2 * size**3)
@@ -206,11 +204,7 @@ def _packed_int8_gemm(size: int) -> _Task:
 def _copy(size: int, device_type: str) -> _Task:
     source = torch.ones(size, device=device_type)
     target = torch.zeros_like(source)
-
-    def run() -> None:
-        target.copy_(source)
-
-    return _Task(run, source.nbytes + target.nbytes)
+    return _Task(lambda: target.copy_(source), source.nbytes + target.nbytes)
 
 
 def _launch(device_type: str) -> _Task:

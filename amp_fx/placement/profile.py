@@ -23,10 +23,12 @@ import torch
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.plans.files import SchemaError, decode, read_object, write_text
 from amp_fx.policy.levels import LEVELS
+from amp_fx.policy.table import DEVICES
 
 __all__ = ["DEVICE_TYPES", "DTYPES", "FLOAT8", "INT8", "DeviceProfile", "ProfileError", "check_device_type"]
 
-DEVICE_TYPES = ("cpu", "cuda")
+#: device types that have profiles
+DEVICE_TYPES = tuple(device.name for device in DEVICES.values() if device.has_rates)
 
 #: dtypes that every device multiplies in, and that are measured
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,11 +73,7 @@ class DeviceProfile:
     launch: float
 
     def matmul_seconds(self, flops: float, dtype: str) -> float:
-        """Time of so many FLOP in large matmuls with operands of a dtype.
-
-        Raises:
-            ProfileError: the profile has no rate for the dtype.
-        """
+        """Time of so many FLOP in large matmuls with operands of a dtype; ProfileError if it has no rate for that."""
         if dtype not in self.peak:
             raise ProfileError(
                 f"profile {self.name!r} has no matmul rate for {dtype!r}; it has {', '.join(self.peak)}."
@@ -89,15 +87,7 @@ class DeviceProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form, with its format and version."""
-        return {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "name": self.name,
-            "device_type": self.device_type,
-            "peak": dict(self.peak),
-            "bandwidth": self.bandwidth,
-            "launch": self.launch,
-        }
+        return {"format": _FORMAT, "version": _VERSION, **vars(self), "peak": dict(self.peak)}
 
     def to_json(self) -> str:
         """The profile as indented JSON text."""
@@ -129,11 +119,9 @@ class DeviceProfile:
                 f"{', '.join(_RATES)}, and float32 must be there." + did_you_mean(str(unknown)[:60], _RATES)
             )
         rates = {f"peak.{dtype}": rate for dtype, rate in profile.peak.items()}
-        for field_name, rate in {**rates, "bandwidth": profile.bandwidth, "launch": profile.launch}.items():
+        for name, rate in {**rates, "bandwidth": profile.bandwidth, "launch": profile.launch}.items():
             if not 0 < rate < math.inf:
-                raise ProfileError(
-                    f"device profile.{field_name} should be a positive number; got {_short(rate)}."
-                )
+                raise ProfileError(f"device profile.{name} should be a positive number; got {_short(rate)}.")
         return profile
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -160,11 +148,7 @@ def _short(value: object) -> str:
 
 
 def check_device_type(value: object) -> str:
-    """The value, if it names a type of device that has profiles.
-
-    Raises:
-        ProfileError: it does not.
-    """
+    """The value, if it names a type of device that has profiles; else ProfileError."""
     if value not in DEVICE_TYPES:
         raise ProfileError(
             f"Unknown device type {_short(value)}; valid: {', '.join(map(repr, DEVICE_TYPES))}."

@@ -11,8 +11,17 @@ import functools
 from dataclasses import dataclass, replace
 
 __all__ = [
-    *("OpClass", "OpGroup", "Origin"),
-    *("composite", "follow", "fp32", "keep", "listed", "low", "promote", "unlisted"),
+    "OpClass",
+    "OpGroup",
+    "Origin",
+    "composite",
+    "follow",
+    "fp32",
+    "keep",
+    "listed",
+    "low",
+    "promote",
+    "unlisted",
 ]
 
 

@@ -16,7 +16,7 @@ from .common import COMMON_GROUPS
 from .cpu import CPU_GROUPS
 from .cuda import CUDA_GROUPS, CUDNN_GROUPS, MPS_GROUPS
 
-__all__ = ["DEVICES", "Device", "all_names", "check_op", "lookup", "supported_devices"]
+__all__ = ["DEVICES", "Device", "all_names", "check_op", "device_row", "lookup", "supported_devices"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ DEVICES: Mapping[str, Device] = {
     )
 }
 
+_UNKNOWN = Device("", ())
+
 #: What a pointwise op gets that no list names: new and rare ops behave as native type promotion does.
 _POINTWISE = OpGroup(
     OpClass.PROMOTE, "pointwise, not listed: runs in the dtype of its inputs", ops=(), mixes=True
@@ -78,6 +80,11 @@ _POINTWISE = OpGroup(
 def supported_devices() -> tuple[str, ...]:
     """The device types that have op lists, sorted."""
     return tuple(sorted(DEVICES))
+
+
+def device_row(device_type: str) -> Device:
+    """The row of a device type; an empty one for a type that autocast does not know."""
+    return DEVICES.get(device_type, _UNKNOWN)
 
 
 def lookup(op: torch._ops.OpOverload, device_type: str) -> OpGroup | None:
