@@ -22,7 +22,7 @@ from amp_fx.plans.label import Kind, Label, Reason, Takes
 from amp_fx.policy import OpClass, OpGroup, Origin
 from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
 from amp_fx.policy.rules import PRECISIONS, Rule
-from amp_fx.policy.table import lookup
+from amp_fx.policy.table import device_row, lookup
 
 __all__ = ["Classify", "may_return_wide"]
 
@@ -151,7 +151,7 @@ def may_return_wide(node: fx.Node) -> bool:
     given = [source.meta.get("val") for _, value in arguments(node) for source in tensor_nodes(value)]
     return (
         has_trait(node, Trait.WIDE_GRADIENT)
-        and node.meta["val"].device.type == "cuda"
+        and device_row(node.meta["val"].device.type).wide_results
         and sum(is_eligible(value) and value.ndim > 1 for value in given) > 1
         and all(argument_value(node, name) is None for name in ("alpha", "beta"))
     )

@@ -13,6 +13,7 @@ from amp_fx.passes.base import Pass, PassContext, PassResult
 from amp_fx.plans.label import Kind, Label, Reason, label_of
 from amp_fx.plans.plan import NodePlan
 from amp_fx.policy import OpClass
+from amp_fx.policy.table import device_row
 
 __all__ = ["Replay"]
 
@@ -68,7 +69,7 @@ class Replay(Pass):
 
     def _check_wide(self, plan: Label, device: str) -> None:
         where = "a program" if self.stored else device
-        if where != "cuda":
+        if not device_row(where).wide_results:
             why = Reason.of(Kind.NO_WIDE_RESULT, device=where, op=plan.op, low=plan.low)
             others = [reason for reason in plan.reasons if reason.kind is not Kind.WIDE_RESULT]
             plan.op_class, plan.dtype, plan.reasons = OpClass.FP32, torch.float32, (*others, why)

@@ -38,6 +38,7 @@ from amp_fx.placement.priced import SensitivityTerm
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, as_number, slots
 from amp_fx.policy import OpClass
+from amp_fx.policy.table import device_row
 
 __all__ = ["sensitivity_terms"]
 
@@ -137,7 +138,11 @@ class _Charges:
         if self._cost.is_view(value):
             return self._leaves_wide(value.all_input_nodes[0], plan)
         tensor = value.meta.get("val")
-        return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" and is_parameter(value)
+        return (
+            isinstance(tensor, torch.Tensor)
+            and device_row(tensor.device.type).wide_results
+            and is_parameter(value)
+        )
 
 
 class _Memory:
