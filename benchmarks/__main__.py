@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from benchmarks.arms import ARMS
 from benchmarks.cases import CASES
-from benchmarks.results import Spread, TimingRow, describe, relative, write
+from benchmarks.results import Spread, TimingRow, arguments, describe, relative, write
 from benchmarks.running import MALLOCS, Settings, measure
-from benchmarks.timing import CLOCKS
+from benchmarks.worker import CLOCKS
 
 __all__ = ["case_table", "main"]
 
@@ -56,28 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
+    parser = arguments("benchmarks", __doc__)
     parser.add_argument("--only", nargs="+", metavar="CASE", help="cases or families of them; default: all")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
-    parser.add_argument(
-        "--processes", type=int, default=3, help="that an arm's rounds are spread over; default: %(default)s"
-    )
-    parser.add_argument(
-        "--clock",
-        choices=CLOCKS,
-        default="wall",
-        help="cpu: of the process, for a busy machine and one thread",
-    )
-    parser.add_argument(
-        "--malloc",
-        choices=MALLOCS,
-        default="kept",
-        help="default: freed memory goes back to the system as glibc has it; kept: it stays",
-    )
+    processes = "that an arm's rounds are spread over; default: %(default)s"
+    parser.add_argument("--processes", type=int, default=3, help=processes)
+    clock = "cpu: of the process, for a busy machine and one thread"
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help=clock)
+    malloc = "default: freed memory goes back to the system as glibc has it; kept: it stays"
+    parser.add_argument("--malloc", choices=MALLOCS, default="kept", help=malloc)
     parser.add_argument("--minutes", type=float, default=math.inf, help="end about then; default: no limit")
-    parser.add_argument("--json", metavar="FILE", help="write a header line and one line per case and arm")
     args = parser.parse_args(argv)
     known = {*CASES, *(case.family for case in CASES.values())}
     unknown = [name for name in args.only or () if name not in known]

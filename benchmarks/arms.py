@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor, nn
 
+from amp_fx._torch import stock_inductor
+from amp_fx.backend import amp_fx
+from amp_fx.errors import OptionsError
 from amp_fx.policy.levels import levels_of
+from amp_fx.targets.compiling import InnerCompile, compile_graph
+from amp_fx.targets.tracing import Tracer
 from benchmarks.workloads import Batch, Workload
 
-__all__ = ["ARMS", "MODES", "Arm", "Prepared", "arms_for", "prepare"]
+__all__ = ["ARMS", "MODES", "Arm", "Prepared", "arms_for", "compile_for_target", "prepare"]
 
 MODES = ("training", "inference")
 
@@ -24,17 +30,12 @@ class Arm:
     """One way to run a model.
 
     Attributes:
-        name: the key in ``ARMS``.
         backend: as in ``torch.compile``; None runs eagerly.
-        options: as in ``torch.compile``.
-        autocast: run under ``torch.autocast``.
         whole: convert the model and its floating inputs to ``dtype`` first.
-        dtype: the low dtype.
         scaler: train with a loss scaler, amp_fx's with its backend, else ``torch.amp.GradScaler``.
         channels_last: lay out the model's parameters channels last first; for models that convolve.
         env: environment variables of its process.
-        modes: where it makes sense.
-        devices: where it makes sense.
+        modes: where it makes sense, as ``devices``.
         named_only: only cases that name it run it.
         torchao: the configuration of ``torchao.quantization`` that the model is quantized with.
     """
@@ -60,67 +61,57 @@ _TRAINING, _INFERENCE = ("training",), ("inference",)
 _GPU, _CPU = ("cuda",), ("cpu",)
 #: every linear, as torchao has it; amp_fx by itself leaves the last one
 _ALL_INT8 = {"base": "int8", "rules": [{"op": "linear", "precision": "int8"}]}
+# Inductor reads this setting when Dynamo traces, so it is the process's, not the call's
 _FREEZING = {"TORCHINDUCTOR_FREEZING": "1"}
+_FP8 = {"policy": "fp8", "profile": "off"}
+_OURS_FP16 = {"dtype": "float16", "profile": "off"}
 
-ARMS = {
-    arm.name: arm
-    for arm in (
-        Arm("fp32"),
-        Arm("eager_autocast", None, autocast=True),
-        Arm("autocast", autocast=True),
-        Arm("bf16", whole=True),
-        # Inductor reads this setting when Dynamo traces, so it is the process's, not the call's
-        Arm("freezing", autocast=True, env=_FREEZING, modes=_INFERENCE),
-        Arm("amp_fx", "amp_fx", {}),
-        Arm("autocast_channels_last", autocast=True, channels_last=True),
-        Arm("amp_fx_channels_last", "amp_fx", {}, channels_last=True),
-        Arm("off", "amp_fx", {"profile": "off"}),
-        Arm("fast", "amp_fx", {"policy": "fast", "profile": "off"}),
-        Arm("int8", "amp_fx", {"policy": "int8"}, modes=_INFERENCE, devices=_CPU),
-        Arm("int8_all", "amp_fx", {"policy": _ALL_INT8}, modes=_INFERENCE, devices=_CPU),
-        *(
-            Arm(f"torchao_{name}", env=_FREEZING, modes=_INFERENCE, devices=_CPU, torchao=config)
-            for name, config in (
-                ("dynamic", "Int8DynamicActivationInt8WeightConfig"),
-                ("weights", "Int8WeightOnlyConfig"),
-            )
-        ),
-        Arm("fp8", "amp_fx", {"policy": "fp8", "profile": "off"}, devices=_GPU),
-        Arm("fp8_by_cost", "amp_fx", {"policy": "fp8"}, devices=_GPU, named_only=True),
-        *(
-            Arm(
-                f"fp8_{recipe}",
-                "amp_fx",
-                {"policy": "fp8", "profile": "off", "fp8": recipe},
-                devices=_GPU,
-                named_only=True,
-            )
-            for recipe in levels_of("fp8")
-        ),
-        # on a CPU, weights are folded and packed by default
-        Arm("freeze", "amp_fx", {"weights": "freeze"}, modes=_INFERENCE, devices=_GPU),
-        Arm("fp16", whole=True, dtype=_FP16, modes=_INFERENCE, devices=_GPU),
-        Arm("autocast_fp16", autocast=True, dtype=_FP16, devices=_GPU),
-        Arm(
-            "amp_fx_fp16",
-            "amp_fx",
-            {"dtype": "float16", "profile": "off"},
-            dtype=_FP16,
-            modes=_INFERENCE,
-            devices=_GPU,
-        ),
-        Arm("autocast_scaler", autocast=True, dtype=_FP16, scaler=True, modes=_TRAINING, devices=_GPU),
-        Arm(
-            "amp_fx_scaler",
-            "amp_fx",
-            {"dtype": "float16", "profile": "off", "scaler": "default"},
-            dtype=_FP16,
-            scaler=True,
-            modes=_TRAINING,
-            devices=_GPU,
-        ),
-    )
-}
+
+def _ours(name: str, options: Mapping[str, Any], **others: Any) -> Arm:
+    return Arm(name, "amp_fx", options, **others)
+
+
+def _torchao(name: str, config: str) -> Arm:
+    return Arm(f"torchao_{name}", env=_FREEZING, modes=_INFERENCE, devices=_CPU, torchao=config)
+
+
+_ALL = (
+    Arm("fp32"),
+    Arm("eager_autocast", None, autocast=True),
+    Arm("autocast", autocast=True),
+    Arm("bf16", whole=True),
+    Arm("freezing", autocast=True, env=_FREEZING, modes=_INFERENCE),
+    _ours("amp_fx", {}),
+    Arm("autocast_channels_last", autocast=True, channels_last=True),
+    _ours("amp_fx_channels_last", {}, channels_last=True),
+    _ours("off", {"profile": "off"}),
+    _ours("fast", {"policy": "fast", "profile": "off"}),
+    _ours("int8", {"policy": "int8"}, modes=_INFERENCE, devices=_CPU),
+    _ours("int8_all", {"policy": _ALL_INT8}, modes=_INFERENCE, devices=_CPU),
+    _torchao("dynamic", "Int8DynamicActivationInt8WeightConfig"),
+    _torchao("weights", "Int8WeightOnlyConfig"),
+    _ours("fp8", _FP8, devices=_GPU),
+    _ours("fp8_by_cost", {"policy": "fp8"}, devices=_GPU, named_only=True),
+    *(
+        _ours(f"fp8_{recipe}", {**_FP8, "fp8": recipe}, devices=_GPU, named_only=True)
+        for recipe in levels_of("fp8")
+    ),
+    # on a CPU, weights are folded and packed by default
+    _ours("freeze", {"weights": "freeze"}, modes=_INFERENCE, devices=_GPU),
+    Arm("fp16", whole=True, dtype=_FP16, modes=_INFERENCE, devices=_GPU),
+    Arm("autocast_fp16", autocast=True, dtype=_FP16, devices=_GPU),
+    _ours("amp_fx_fp16", _OURS_FP16, dtype=_FP16, modes=_INFERENCE, devices=_GPU),
+    Arm("autocast_scaler", autocast=True, dtype=_FP16, scaler=True, modes=_TRAINING, devices=_GPU),
+    _ours(
+        "amp_fx_scaler",
+        {**_OURS_FP16, "scaler": "default"},
+        dtype=_FP16,
+        scaler=True,
+        modes=_TRAINING,
+        devices=_GPU,
+    ),
+)
+ARMS = {arm.name: arm for arm in _ALL}
 
 
 def arms_for(mode: str, device: str) -> list[str]:
@@ -131,13 +122,7 @@ def arms_for(mode: str, device: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A copy of a workload's model, as an arm runs it.
-
-    Attributes:
-        model: on the device and in the arm's dtype.
-        batch: its keyword arguments, likewise.
-        loss: of the two, as the arm compiles it.
-    """
+    """A copy of a workload's model and batch, on the device and in the arm's dtype, and their loss, compiled."""
 
     arm: Arm
     mode: str
@@ -184,3 +169,20 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
     # a graph break would cost every arm something else
     compiled = torch.compile(loss, backend=arm.backend, options=options, dynamic=False, fullgraph=True)
     return Prepared(arm, mode, device, model, batch, compiled)
+
+
+def compile_for_target(workload: Workload, arm: Arm, mode: str, inner_compile: InnerCompile) -> None:
+    """Compiles a workload as an arm does, for this process's target, as far as ``inner_compile`` goes."""
+    if arm.backend is None or arm.env:
+        raise OptionsError(f"arm {arm.name!r} needs a device.")
+    tracer = Tracer()
+    prepare(workload, replace(arm, backend=tracer, options=None, autocast=False), mode).forward()
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if arm.backend == "amp_fx":
+            return amp_fx(gm, inputs, options=arm.options)
+        with torch.autocast("cuda", arm.dtype, enabled=arm.autocast):
+            return stock_inductor(gm, inputs)
+
+    for graph in tracer.graphs:
+        compile_graph(graph, backend, inner_compile)

@@ -8,7 +8,6 @@ predicted, and that of a step compiled on the CPU.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from amp_fx.calibration.verifying import Verifier
 from amp_fx.settings import Options
 from amp_fx.targets import TARGETS
 from benchmarks.learning import TASKS, Task
+from benchmarks.results import arguments, describe, write
 
 __all__ = ["MODELS", "Row", "measure"]
 
@@ -74,12 +74,9 @@ MODELS: dict[str, Callable[[], Task]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A plan of one model beside torch.autocast.
+    """A plan of one model: bytes moved and the predicted error, both as shares of torch.autocast's.
 
-    Attributes:
-        moved: bytes, of those that torch.autocast moves.
-        predicted: error, of that of torch.autocast.
-        measured: the same, both of steps that were compiled on the CPU with amp_fx, policy autocast or the plan.
+    ``measured`` is the error, too, of steps compiled on the CPU with amp_fx, by the plan and by policy autocast.
     """
 
     model: str
@@ -89,16 +86,14 @@ class Row:
 
 
 def measure(name: str, budget: float, steps: int, target: str | None) -> Row:
-    """Trains a model, calibrates it and counts what its plan moves."""
     torch.manual_seed(0)
     task = MODELS[name]()
     model = task.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.rate)
     for step in range(steps):
-        optimizer.zero_grad()
         model(*task.batch(step, 0)).backward()
         optimizer.step()
-    optimizer.zero_grad()
+        optimizer.zero_grad()
     batches = [task.batch(steps + number, 0) for number in range(_BATCHES)]
     cal = amp_fx.calibrate(model, batches, profile="off" if target is None else "auto", target=target)
     plan = cal.plan(budget, minimise="bytes", verify=False)
@@ -110,18 +105,20 @@ def measure(name: str, budget: float, steps: int, target: str | None) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments("benchmarks.budgets", __doc__, device=False)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--budget", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--target", choices=TARGETS, metavar="NAME")
     args = parser.parse_args(argv)
     print(f"{'':14}{'bytes':>8}{'error, predicted':>18}{'measured':>10}  (torch.autocast: 1)")
+    rows = []
     for name in args.only:
         row = measure(name, args.budget, args.steps, args.target)
         print(f"{name:14}{row.moved:8.3f}{row.predicted:18.2f}{row.measured:10.2f}", flush=True)
+        rows.append(row)
+    if args.json:
+        write(args.json, describe("cpu"), rows)
     return 0
 
 

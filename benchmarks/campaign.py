@@ -28,13 +28,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Step:
-    """One process of the campaign.
-
-    Attributes:
-        name: of its file.
-        command: arguments of Python; ``{out}`` stands for the file that it writes.
-        needs: packages without which it is skipped.
-    """
+    """One process of the campaign: its file, its command, in which ``{out}`` stands for that file, what it needs."""
 
     name: str
     command: tuple[str, ...]
@@ -95,9 +89,8 @@ def run(step: Step, folder: Path, seconds: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.campaign", description=(__doc__ or "").splitlines()[0]
-    )
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.campaign", description=description)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call; default: %(default)s")
     parser.add_argument("--out", default="out/campaign", metavar="FOLDER", help="default: %(default)s")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks import workloads
-from benchmarks.arms import ARMS, Arm
+from benchmarks.arms import ARMS, MODES, Arm
 from benchmarks.workloads import Build, Workload, build_workload
 
 __all__ = ["CASES", "Case"]
@@ -26,25 +26,30 @@ _SHAPES = (
 )  # fmt: skip
 
 
+Sizes = Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class Case:
-    """One model in one mode.
+    """One model in one mode, with the arguments of ``build`` on a CPU and on a GPU, or None: it is not measured there.
 
     Attributes:
-        name: the key in ``CASES``.
-        family: cases that differ in one size alone share it.
-        mode: ``"training"`` or ``"inference"``.
-        build: makes the model and its batch.
-        sizes: device -> keyword arguments of ``build``; on a device without, it is not measured.
+        family: cases that differ in one size alone share it; otherwise the name.
         arms: if not empty, the only ones that say something here.
     """
 
-    name: str
-    family: str
     mode: str
     build: Build
-    sizes: Mapping[str, Mapping[str, int]]
+    cpu: Sizes | None = None
+    cuda: Sizes | None = None
+    family: str = ""
     arms: tuple[str, ...] = ()
+    name: str = ""
+
+    @property
+    def sizes(self) -> dict[str, Sizes]:
+        """By device."""
+        return {device: sizes for device, sizes in (("cpu", self.cpu), ("cuda", self.cuda)) if sizes}
 
     def takes(self, arm: Arm) -> bool:
         """Whether an arm says something here."""
@@ -57,153 +62,130 @@ class Case:
         return build_workload(self.name, self.build, **self.sizes[device])
 
 
-CASES: dict[str, Case] = {}
+_TRAINING, _INFERENCE = MODES
+_LLAMA_GPU = {"hidden": 2752, "vocab": 32000, "layers": 16, "width": 1024}
+_LLAMA_CPU = {"hidden": 1376, "vocab": 4096, "layers": 4, "width": 512, "batch": 1}
+_DEPTH = {"batch": 1, "length": 32, "width": 64, "vocab": 64}
+_DEPTH_GPU = {"batch": 4, "length": 512, "width": 512, "vocab": 1024}
+_RESNET = {"width": 64, "stages": 4}
 
-
-def _case(
-    name: str,
-    mode: str,
-    build: Build,
-    sizes: Mapping[str, Mapping[str, int]],
-    family: str = "",
-    arms: tuple[str, ...] = (),
-) -> None:
-    CASES[name] = Case(name, family or name, mode, build, sizes, arms)
-
-
-_case(
-    "gpt2",
-    "training",
-    workloads.gpt2,
-    {
-        "cpu": {"batch": 4, "length": 256, "layers": 4, "width": 256, "vocab": 1024},
-        "cuda": {"batch": 16, "length": 1024, "layers": 12, "width": 768, "vocab": 50304},
-    },
-)
-_case(
-    "mlp",
-    "training",
-    workloads.mlp,
-    {"cpu": {"batch": 256, "width": 1024}, "cuda": {"batch": 512, "width": 4096}},
-)
-_case(
-    "resnet18",
-    "training",
-    workloads.resnet,
-    {
-        "cpu": {"batch": 8, "image": 96, "width": 64, "stages": 4},
-        "cuda": {"batch": 256, "image": 224, "width": 64, "stages": 4},
-    },
-)
-_case(
-    "llama",
-    "training",
-    workloads.llama_512,
-    {
-        "cpu": {"batch": 4, "length": 256},
-        "cuda": {"batch": 8, "length": 2048, "layers": 16, "width": 1024, "hidden": 2752, "vocab": 32000},
-    },
-)
-for _batch in (1, 16, 128):
-    _case(
-        f"linears_batch{_batch}",
-        "inference",
-        workloads.linears,
-        {"cpu": {"batch": _batch, "width": 2048}, "cuda": {"batch": _batch, "width": 4096}},
-        family="linears",
-    )
-_case(
-    "llama_decode",
-    "inference",
-    workloads.llama_decode,
-    {
-        "cpu": {"batch": 1, "context": 128, "layers": 4, "width": 512, "hidden": 1376, "vocab": 4096},
-        "cuda": {"batch": 1, "context": 1024, "layers": 16, "width": 2048, "hidden": 5504, "vocab": 32000},
-    },
-)
-_case(
-    "llama_prefill",
-    "inference",
-    workloads.llama_512,
-    {"cpu": {"batch": 1, "length": 128, "layers": 4, "width": 512, "hidden": 1376, "vocab": 4096}},
-)
-_case(
-    "bert",
-    "training",
-    workloads.bert,
-    {
-        "cpu": {"batch": 8, "length": 128, "layers": 4},
-        "cuda": {"batch": 32, "length": 512, "layers": 12, "width": 768, "vocab": 30528},
-    },
-)
-_case(
-    "vit",
-    "training",
-    workloads.vit,
-    {
-        "cpu": {"batch": 8, "image": 128, "layers": 4},
-        "cuda": {"batch": 64, "image": 224, "patch": 16, "layers": 12, "width": 768},
-    },
-)
-_case(
-    "t5",
-    "training",
-    workloads.t5,
-    {
-        "cpu": {"batch": 4, "length": 128},
-        "cuda": {"batch": 16, "length": 512, "layers": 6, "width": 512, "vocab": 32128},
-    },
-)
-for _name in ("resnet18", "gpt2", "llama", "bert", "vit", "t5"):
-    _case(f"{_name}_inference", "inference", CASES[_name].build, CASES[_name].sizes)
-_case(
-    "gan",
-    "training",
-    workloads.gan,
-    {"cpu": {"batch": 16, "width": 64}, "cuda": {"batch": 256, "width": 128}},
-)
-for _batch in (4, 16, 64):
-    _case(
-        f"resnet_cifar_batch{_batch}",
-        "training",
+_TRAINED = {
+    "gpt2": Case(
+        _TRAINING,
+        workloads.gpt2,
+        {"batch": 4, "length": 256, "layers": 4, "width": 256, "vocab": 1024},
+        {"batch": 16, "length": 1024, "layers": 12, "width": 768, "vocab": 50304},
+    ),
+    "mlp": Case(_TRAINING, workloads.mlp, {"batch": 256, "width": 1024}, {"batch": 512, "width": 4096}),
+    "resnet18": Case(
+        _TRAINING,
         workloads.resnet,
-        {"cpu": {"batch": _batch, "image": 32, "width": 64, "stages": 4}},
-        family="resnet_cifar",
-    )
-for _layers in (2, 6, 12, 24, 48):
-    _case(
-        f"depth_layers{_layers}",
-        "training",
-        workloads.gpt_512,
-        {
-            "cpu": {"batch": 1, "length": 32, "width": 64, "vocab": 64, "layers": _layers},
-            "cuda": {"batch": 4, "length": 512, "width": 512, "vocab": 1024, "layers": _layers},
-        },
-        family="depth",
-        arms=("fp32", "autocast", "amp_fx", "off"),
-    )
-_case(
-    "llama_8b_block",
-    "training",
-    workloads.llama_512,
-    {"cuda": {"batch": 4, "length": 2048, **_LLAMA_8B}},
-    arms=_OF_FP8,
-)
-for _length in (16, 2048):
-    _case(
-        f"llama_8b_block_inference_length{_length}",
-        "inference",
+        {"batch": 8, "image": 96, **_RESNET},
+        {"batch": 256, "image": 224, **_RESNET},
+    ),
+    "llama": Case(
+        _TRAINING,
         workloads.llama_512,
-        {"cuda": {"batch": 1, "length": _length, **_LLAMA_8B}},
-        family="llama_8b_block_inference",
-        arms=(*_OF_FP8, "bf16"),
-    )
-for _inner, _outer in _SHAPES:
-    _case(
-        f"linear_{_inner}x{_outer}",
-        "training",
-        workloads.linear,
-        {"cuda": {"tokens": 8192, "inner": _inner, "outer": _outer}},
-        family="linear",
+        {"batch": 4, "length": 256},
+        {"batch": 8, "length": 2048, **_LLAMA_GPU},
+    ),
+}
+_SERVED = {
+    **{
+        f"linears_batch{batch}": Case(
+            _INFERENCE,
+            workloads.linears,
+            {"batch": batch, "width": 2048},
+            {"batch": batch, "width": 4096},
+            family="linears",
+        )
+        for batch in (1, 16, 128)
+    },
+    "llama_decode": Case(
+        _INFERENCE,
+        workloads.llama_decode,
+        {"context": 128, **_LLAMA_CPU},
+        {"batch": 1, "context": 1024, "layers": 16, "width": 2048, "hidden": 5504, "vocab": 32000},
+    ),
+    "llama_prefill": Case(_INFERENCE, workloads.llama_512, {"length": 128, **_LLAMA_CPU}),
+}
+_MORE_TRAINED = {
+    "bert": Case(
+        _TRAINING,
+        workloads.bert,
+        {"batch": 8, "length": 128, "layers": 4},
+        {"batch": 32, "length": 512, "layers": 12, "width": 768, "vocab": 30528},
+    ),
+    "vit": Case(
+        _TRAINING,
+        workloads.vit,
+        {"batch": 8, "image": 128, "layers": 4},
+        {"batch": 64, "image": 224, "patch": 16, "layers": 12, "width": 768},
+    ),
+    "t5": Case(
+        _TRAINING,
+        workloads.t5,
+        {"batch": 4, "length": 128},
+        {"batch": 16, "length": 512, "layers": 6, "width": 512, "vocab": 32128},
+    ),
+}
+_BOTH = {**_TRAINED, **_MORE_TRAINED}
+_REST = {
+    **{
+        f"{name}_inference": replace(_BOTH[name], mode=_INFERENCE)
+        for name in ("resnet18", "gpt2", "llama", "bert", "vit", "t5")
+    },
+    "gan": Case(_TRAINING, workloads.gan, {"batch": 16, "width": 64}, {"batch": 256, "width": 128}),
+    **{
+        f"resnet_cifar_batch{batch}": Case(
+            _TRAINING,
+            workloads.resnet,
+            {"batch": batch, "image": 32, **_RESNET},
+            family="resnet_cifar",
+        )
+        for batch in (4, 16, 64)
+    },
+    **{
+        f"depth_layers{layers}": Case(
+            _TRAINING,
+            workloads.gpt_512,
+            {**_DEPTH, "layers": layers},
+            {**_DEPTH_GPU, "layers": layers},
+            "depth",
+            ("fp32", "autocast", "amp_fx", "off"),
+        )
+        for layers in (2, 6, 12, 24, 48)
+    },
+    "llama_8b_block": Case(
+        _TRAINING,
+        workloads.llama_512,
+        cuda={"batch": 4, "length": 2048, **_LLAMA_8B},
         arms=_OF_FP8,
-    )
+    ),
+    **{
+        f"llama_8b_block_inference_length{length}": Case(
+            _INFERENCE,
+            workloads.llama_512,
+            cuda={"batch": 1, "length": length, **_LLAMA_8B},
+            family="llama_8b_block_inference",
+            arms=(*_OF_FP8, "bf16"),
+        )
+        for length in (16, 2048)
+    },
+    **{
+        f"linear_{inner}x{outer}": Case(
+            _TRAINING,
+            workloads.linear,
+            cuda={"tokens": 8192, "inner": inner, "outer": outer},
+            family="linear",
+            arms=_OF_FP8,
+        )
+        for inner, outer in _SHAPES
+    },
+}
+
+#: those that matter most first
+CASES = {
+    name: replace(case, name=name, family=case.family or name)
+    for name, case in {**_TRAINED, **_SERVED, **_MORE_TRAINED, **_REST}.items()
+}

@@ -10,7 +10,6 @@ a ``--target`` need not be in the machine.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import warnings
@@ -28,13 +27,12 @@ from amp_fx.graphs.values import cast_bytes
 from amp_fx.reports.kernels import cast_kernels, conversions
 from amp_fx.targets import TARGETS, find_target
 from amp_fx.targets._torch import enter
-from benchmarks.arms import ARMS, MODES, Arm, prepare
-from benchmarks.on_target import ASSUMED, compile_arm
-from benchmarks.results import describe, write
+from benchmarks.arms import ARMS, MODES, Arm, compile_for_target, prepare
+from benchmarks.results import arguments, describe, write
 from benchmarks.scaler import beside
 from benchmarks.workloads import WORKLOADS, Workload, make
 
-__all__ = ["Counter", "Counts", "Row", "count", "counting"]
+__all__ = ["ASSUMED", "Counter", "Counts", "Row", "count", "counting"]
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,9 @@ class Counts:
 
 @dataclass
 class Counter:
-    """What was compiled inside :func:`counting`.
+    """What was compiled inside :func:`counting`; a graph without a backward counts as a forward.
 
     Attributes:
-        forward: forward graphs and graphs without a backward.
-        backward: backward graphs.
         graphs: ``"forward"``, ``"backward"`` or ``"inference"``, each with the lowered graph, in order.
     """
 
@@ -120,10 +116,7 @@ class Counter:
 
 @contextlib.contextmanager
 def counting(counter: Counter | None = None) -> Iterator[Counter]:
-    """Counts what is compiled inside the block, through whichever backend ends in Inductor.
-
-    Call the compiled function and its backward inside the block, too: compilation happens at the first call.
-    """
+    """Counts what is compiled inside the block, at the first call of a function and of its backward."""
     counter = Counter() if counter is None else counter
     with replace_inner_compile(counter.inner_compile):
         yield counter
@@ -154,6 +147,14 @@ def _storage(node: fx.Node) -> torch.UntypedStorage | None:
     return value.untyped_storage() if isinstance(value, Tensor) else None
 
 
+#: what counts for a target take for granted, as nothing runs
+ASSUMED = (
+    "16-bit attention without a mask runs in FlashAttention, other attention in the memory-efficient kernel",
+    "matmuls are not padded (Inductor would time them on the card)",
+    "nothing is tuned on the card",
+    "programs are traced without autocast: where a program reads a dtype, it reads that of the fp32 program",
+)
+
 #: what is counted unless asked for more
 _DEFAULT = ("fp32", "autocast", "bf16", "amp_fx", "off", "fast")
 
@@ -163,8 +164,6 @@ class Row:
     """The counts of one workload, arm and mode.
 
     Attributes:
-        forward: graphs of the forward.
-        backward: graphs of the backward.
         beside: what a loss scaler does in a step outside the graphs; on a GPU.
         notes: amp_fx's fallbacks and graph breaks: reasons that the row does not measure what its name says.
     """
@@ -183,19 +182,9 @@ class Row:
 
 
 def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple[Row, Counter]:
-    """Counts one workload, arm and mode. Leaves the workload's model as it was.
+    """Counts one workload, arm and mode on a device or the target of this process; also the graphs behind the counts.
 
-    Args:
-        workload: what to run.
-        arm: how.
-        mode: of :data:`benchmarks.arms.MODES`.
-        device: where, or the target of this process.
-
-    Returns:
-        The counts, and the graphs behind them.
-
-    Raises:
-        OptionsError: this version of amp_fx does not know the arm's options.
+    Leaves the workload's model as it was.
     """
     counter = Counter()
     if mode == "inference" and arm.backend == "amp_fx":
@@ -204,7 +193,7 @@ def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FallbackWarning)
         if device in TARGETS:
-            compile_arm(workload, arm, mode, counter.inner_compile)
+            compile_for_target(workload, arm, mode, counter.inner_compile)
         else:
             with counting(counter):
                 result = prepare(workload, arm, mode, device).forward()
@@ -220,17 +209,12 @@ def count(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> tuple
     return Row(workload.name, arm.name, mode, counter.forward, counter.backward, scaling, notes), counter
 
 
-# --- Command line ---
-
-_BYTES_PER_MB = 1e6
-
-
 def _columns(counts: Counts) -> dict[str, float]:
     return {
         "casts": counts.casts,
-        "cast MB": counts.cast_bytes / _BYTES_PER_MB,
-        "moved MB": counts.bytes_moved / _BYTES_PER_MB,
-        "saved MB": counts.saved_bytes / _BYTES_PER_MB,
+        "cast MB": counts.cast_bytes / 1e6,
+        "moved MB": counts.bytes_moved / 1e6,
+        "saved MB": counts.saved_bytes / 1e6,
         "kernels": counts.kernels,
         "conversions": counts.conversions,
     }
@@ -268,14 +252,10 @@ def table(rows: Sequence[Row], mode: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.counts", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = arguments("benchmarks.counts", __doc__)
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=_DEFAULT, metavar="NAME")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
-    parser.add_argument("--json", metavar="FILE", help="write a header line and one line per row")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--target", metavar="NAME", help=f"instead of a device: {', '.join(TARGETS)}")
     args = parser.parse_args(argv)
 

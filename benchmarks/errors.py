@@ -8,7 +8,6 @@ of the gradients is the relative L2 distance over all of them.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.arms import ARMS, Arm, prepare
-from benchmarks.results import describe, write
+from benchmarks.results import arguments, describe, write
 from benchmarks.workloads import WORKLOADS, Workload, make
 
 __all__ = ["Row", "measure"]
@@ -28,12 +27,7 @@ _DEFAULT = ("bert", "gpt2", "llama", "vit", "resnet", "rms_norm")
 
 @dataclass(frozen=True)
 class Row:
-    """The errors of one workload and arm.
-
-    Attributes:
-        loss: relative error of the loss.
-        gradient: relative L2 error over all gradients.
-    """
+    """The relative error of the loss, and the relative L2 error over all gradients."""
 
     workload: str
     arm: str
@@ -46,7 +40,6 @@ _EXACT = Arm("fp64", None, whole=True, dtype=torch.float64)
 
 
 def measure(workload: Workload, arms: Sequence[Arm], device: str = "cpu") -> list[Row]:
-    """Measures some arms on one workload."""
     exact_loss, exact = _step(workload, _EXACT, device)
     rows = []
     for arm in arms:
@@ -71,16 +64,11 @@ def _step(workload: Workload, arm: Arm, device: str) -> tuple[Tensor, dict[str, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.errors", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = arguments("benchmarks.errors", __doc__)
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(_DEFAULT), metavar="NAME")
     arms = ["fp32", "autocast", "bf16", "off", "fast"]
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=arms, metavar="NAME")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--json", metavar="FILE", help="write a header line and one line per row")
     args = parser.parse_args(argv)
-
     header = describe(args.device)
     print(", ".join(f"{key} {value}" for key, value in header.items()))
     print(f"{'':<18}{'':<10}{'loss':>10}{'gradients':>12}")

@@ -7,7 +7,6 @@ Each arm is compiled under ``torch.inference_mode``, called on all held-out text
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 
 import amp_fx
 from benchmarks.learning import Text
-from benchmarks.results import describe, read, write
-from benchmarks.timing import seconds
+from benchmarks.results import arguments, describe, read, write
+from benchmarks.worker import seconds
 from examples.gpt import GPT, GPTConfig
 
 __all__ = ["Row", "draw", "measure", "read_rows"]
@@ -161,12 +160,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments("benchmarks.held_out", __doc__, device=False)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     rows = measure(args.steps, args.rounds)
     for row in rows:

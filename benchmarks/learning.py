@@ -26,20 +26,16 @@ _IMAGES, _WINDOWS = 32, 8
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to learn.
+    """One thing to learn."""
 
-    Attributes:
-        make: a model with weights of the current random state; called with a batch it returns the loss.
-        batch: of a step and a seed.
-        measure: what the model has learned, on data that it was not trained on.
-        measured: the name of that number.
-        rate: of AdamW.
-    """
-
+    #: a model with weights of the current random state; called with a batch it returns the loss
     make: Callable[[], nn.Module]
+    #: of a step and a seed
     batch: Callable[[int, int], Batch]
+    #: what the model has learned, on data that it was not trained on, and the name of that number
     measure: Callable[[nn.Module], float]
     measured: str
+    #: of AdamW
     rate: float
 
 
@@ -58,11 +54,8 @@ class ConvNet(_Classifier):
         super().__init__()
         layers: list[nn.Module] = []
         for inputs, outputs, stride in ((1, 32, 1), (32, 64, 2), (64, 64, 2)):
-            layers += [
-                nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
-                nn.BatchNorm2d(outputs),
-                nn.ReLU(),
-            ]
+            convolution = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+            layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
         self.body, self.head = nn.Sequential(*layers), nn.Linear(64, 10)
 
     def logits(self, images: Tensor) -> Tensor:
@@ -118,12 +111,7 @@ class _Digits:
 
 
 class Text:
-    """The source code of Python's standard library, as bytes; the end is held out.
-
-    Args:
-        context: bytes of a window.
-        windows: of a batch.
-    """
+    """The source code of Python's standard library, as bytes; the end is held out."""
 
     def __init__(self, context: int = _CONTEXT, windows: int = _WINDOWS) -> None:
         self.context, self.windows = context, windows
@@ -139,15 +127,9 @@ class Text:
         return self._windows(torch.randint(last, (self.windows,), generator=draw))
 
     def loss(self, model: Callable[[Tensor, Tensor], Tensor], windows: int = 256) -> float:
-        """Mean over the held-out text, in nats per byte; without torch.compile in fp32, whatever it was trained in.
-
-        Args:
-            model: returns the loss of inputs and targets.
-            windows: of a call.
-        """
-        starts = torch.arange(
-            len(self.bytes) - _HELD_OUT_BYTES, len(self.bytes) - self.context - 1, self.context
-        )
+        """Mean over the held-out text, in nats per byte; without torch.compile in fp32, whatever it was trained in."""
+        size = len(self.bytes)
+        starts = torch.arange(size - _HELD_OUT_BYTES, size - self.context - 1, self.context)
         with torch.no_grad():
             losses = [float(model(*self._windows(part))) for part in starts.split(windows)[:-1]]
         return sum(losses) / len(losses)

@@ -8,7 +8,6 @@ All arms start from the same weights and see the same batches. What a model has 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 import amp_fx
 from benchmarks.arms import ARMS, Arm
 from benchmarks.learning import TASKS, Task
-from benchmarks.results import describe, read, write
+from benchmarks.results import arguments, describe, read, write
 
 __all__ = ["SHOWN", "Run", "draw", "read_runs", "table", "train"]
 
@@ -38,13 +37,7 @@ _POINT = 20
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
-
-    Attributes:
-        curve: mean losses of :data:`_POINT` steps each.
-        result: see :class:`benchmarks.learning.Task`.
-        skipped: steps that the loss scaler skipped.
-    """
+    """One training: mean losses of :data:`_POINT` steps each, what was learned, and steps that the scaler skipped."""
 
     task: str
     arm: str
@@ -138,13 +131,10 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments("benchmarks.long_runs", __doc__, device=False)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="NAME")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     runs: list[Run] = []
     header = {**describe("cpu"), "steps": args.steps}

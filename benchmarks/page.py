@@ -123,11 +123,7 @@ def _errors(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _joined(paths: Sequence[Path]) -> list[tuple[dict[str, Any], list[TimingRow]]]:
-    """The rows of several files of one machine, by what was measured: wall or processor time, and the threads.
-
-    Raises:
-        ValueError: the machines differ, or two files have an arm of one case.
-    """
+    """The rows of several files of one machine, by what was measured: wall or processor time, and the threads."""
     groups: dict[tuple[Any, ...], tuple[dict[str, Any], list[TimingRow]]] = {}
     first: dict[str, Any] = {}
     for path in paths:
@@ -208,11 +204,7 @@ def _depth(rows: Sequence[TimingRow]) -> str:
 
 
 def written(text: str, found: Mapping[str, str]) -> str:
-    """A page with each section between its markers.
-
-    Raises:
-        ValueError: the page has no such markers.
-    """
+    """A page with each section between its markers."""
     for name, section in found.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         before, opened, rest = text.partition(begin)

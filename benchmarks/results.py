@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
@@ -18,7 +19,17 @@ import torch
 
 from amp_fx.targets import TARGETS
 
-__all__ = ["Spread", "TimingRow", "describe", "read", "read_timings", "relative", "spread", "write"]
+__all__ = [
+    "Spread",
+    "TimingRow",
+    "arguments",
+    "describe",
+    "read",
+    "read_timings",
+    "relative",
+    "spread",
+    "write",
+]
 
 
 @dataclass(frozen=True)
@@ -44,9 +55,6 @@ class TimingRow:
     """What was measured of one case and arm. None: not measured, or not to be had on this device.
 
     Attributes:
-        workload: the case.
-        family: cases that differ in one size alone share it.
-        sizes: arguments that the model was built with.
         times: seconds of a step, one number per round; rounds of one case belong together across arms.
         compile_cold: seconds of the first step beyond a later one, with empty caches.
         peak_bytes: what a step needs beyond what is there between steps: activations, gradients, casts.
@@ -80,6 +88,9 @@ def relative(rows: Sequence[TimingRow], arm: str, reference: str = "autocast") -
     return spread([time / other for time, other in pairs])
 
 
+_CLOCKS = ("--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader", "--id=0")
+
+
 def describe(device: str) -> dict[str, Any]:
     """What a results file has to say about where it comes from."""
     return {
@@ -91,15 +102,9 @@ def describe(device: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        **({"clocks": clocks()} if device == "cuda" else {}),
+        # SM and memory clocks now, and the highest SM clock, in MHz
+        **({"clocks": _output("nvidia-smi", *_CLOCKS)} if device == "cuda" else {}),
     }
-
-
-def clocks() -> str:
-    """SM and memory clocks of the GPU now, and its highest SM clock, in MHz."""
-    return _output(
-        "nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader", "--id=0"
-    )
 
 
 def _output(*command: str) -> str:
@@ -125,6 +130,15 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def arguments(module: str, doc: str | None, *, device: bool = True) -> argparse.ArgumentParser:
+    """The parser of ``python -m benchmarks.MODULE``, with where it writes and, unless told, where it runs."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").partition("\n")[0])
+    parser.add_argument("--json", metavar="FILE", help="write a header line and one line per row")
+    if device:
+        parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    return parser
 
 
 def write(path: str | os.PathLike[str], header: Mapping[str, Any], rows: Iterable[Any]) -> None:

@@ -47,12 +47,10 @@ class Settings:
     """What a run is asked for.
 
     Attributes:
-        device: ``"cpu"`` or ``"cuda"``.
         arms: names in ``ARMS``; those that make no sense for a case are left out.
-        rounds: how many.
         processes: that an arm's rounds are spread over, one after the other: where a process's memory lies moves
             its times by several percent.
-        clock: a name in ``benchmarks.timing.CLOCKS``.
+        clock: a name in ``benchmarks.worker.CLOCKS``.
         malloc: a name in :data:`MALLOCS`.
         deadline: of ``time.monotonic``; after it rounds are cut short and memory is not measured.
     """
@@ -109,16 +107,11 @@ class _Worker:
             )
 
     def restart(self) -> None:
-        """Goes on in another process."""
         self.stop()
         self.process = self._start()
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """One request and its reply.
-
-        Raises:
-            _StoppedError: the arm failed.
-        """
+        """One request and its reply; raises _StoppedError where the arm failed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -128,15 +121,13 @@ class _Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise _StoppedError(f"failed: the process ended with {self.process.wait()}; {self._last_words()}")
+            said = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            last = said[-1] if said else "it said nothing"
+            raise _StoppedError(f"failed: the process ended with {self.process.wait()}; {last}")
         reply = json.loads(line)
         if "failed" in reply:
             raise _StoppedError(f"failed: {reply['failed']}")
         return reply
-
-    def _last_words(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
 
     def stop(self) -> None:
         if self.process.stdin is not None:
@@ -151,12 +142,7 @@ class _Worker:
 
 
 def measure(case: Case, settings: Settings) -> list[TimingRow]:
-    """Measures all arms of one case; a row for each, also for those that could not be measured.
-
-    Args:
-        case: it must have sizes for the device.
-        settings: what to measure.
-    """
+    """Measures all arms of one case; a row for each, also for those that could not be measured."""
     sensible = arms_for(case.mode, settings.device)
     names = [n for n in settings.arms if n in sensible and case.takes(ARMS[n])]
     workers: list[_Worker] = []

@@ -91,12 +91,7 @@ class _Graph:
 
 
 def beside(ours: bool, sizes: Sequence[int]) -> tuple[int, int]:
-    """Kernels and bytes of a scaler in a step.
-
-    Args:
-        ours: amp_fx's scaler, else ``torch.amp.GradScaler``.
-        sizes: elements of each parameter.
-    """
+    """Kernels and bytes of amp_fx's scaler or torch's in a step, with parameters of so many elements."""
     ops = _Ops()
     # no device at all: what is called does not depend on it, but on a CPU
     with torch.device("meta"):

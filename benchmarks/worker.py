@@ -6,11 +6,18 @@ own caches and a memory that is nobody else's. Requests and replies are JSON, on
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
+import gc
 import json
 import os
+import re
 import sys
+import time
 import traceback
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,12 +25,70 @@ import torch
 
 import amp_fx
 from amp_fx.errors import FallbackWarning
-from benchmarks import timing
 from benchmarks.arms import ARMS, Arm, Prepared, prepare
 from benchmarks.cases import CASES, Case
 from benchmarks.counts import counting
 
-__all__ = ["Trial", "main"]
+__all__ = ["CLOCKS", "Trial", "main", "peak_bytes", "seconds"]
+
+Step = Callable[[], object]
+
+#: what the user waits, or what the processor works for this process: on a CPU that others use as well, the
+#: second is what can be repeated, with one thread
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def seconds(step: Step, device: str, steps: int, clock: str = "wall") -> list[float]:
+    """Times of some steps, in seconds, launches included; ``clock`` is a name in ``CLOCKS``.
+
+    On a GPU the L2 cache is emptied before each step, and the clock is read with the device idle.
+    """
+    now = CLOCKS[clock]
+    flush = None
+    if device == "cuda":
+        cache = torch.cuda.get_device_properties(0).L2_cache_size
+        flush = torch.empty(2 * cache, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(steps):
+        if flush is not None:
+            flush.zero_()
+            torch.cuda.synchronize()
+        start = now()
+        step()
+        if flush is not None:
+            torch.cuda.synchronize()
+        times.append(now() - start)
+    return times
+
+
+def peak_bytes(step: Step, device: str) -> int | None:
+    """The most memory that a step holds beyond what is held before it; None where nobody counts.
+
+    The CUDA allocator's own count; on Linux, the resident pages of the process.
+    """
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    reset = Path("/proc/self/clear_refs")
+    libc = ctypes.util.find_library("c")
+    if not reset.exists() or libc is None:
+        return None
+    # pages that freed tensors left behind would hide what the step asks for
+    ctypes.CDLL(libc).malloc_trim(0)
+    before = _resident("VmRSS")
+    reset.write_text("5", encoding="ascii")  # the peak is now the present
+    step()
+    return max(_resident("VmHWM") - before, 0)
+
+
+def _resident(what: str) -> int:
+    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    return 1024 * int(found[1]) if found else 0
+
 
 #: so small that weights stay what they are, whatever the step is timed for
 _LEARNING_RATE = 1e-6
@@ -45,18 +110,18 @@ class Trial:
         """Compiles. Seconds of the first step beyond a later one, seconds of a later one, and notes."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FallbackWarning)
-            [first] = timing.seconds(self.step, self.device, 1)
-        later = median(timing.seconds(self.step, self.device, 3))
+            [first] = seconds(self.step, self.device, 1)
+        later = median(seconds(self.step, self.device, 3))
         notes = [str(w.message) for w in caught if issubclass(w.category, FallbackWarning)]
         return {"compile": None if self.arm.backend is None else first - later, "step": later, "notes": notes}
 
     def round(self, steps: int, clock: str) -> dict[str, Any]:
         """Seconds of so many steps."""
-        return {"seconds": timing.seconds(self.step, self.device, steps, clock)}
+        return {"seconds": seconds(self.step, self.device, steps, clock)}
 
     def memory(self) -> dict[str, Any]:
         """What a step needs beyond what is there between steps."""
-        return {"peak_bytes": timing.peak_bytes(self.step, self.device)}
+        return {"peak_bytes": peak_bytes(self.step, self.device)}
 
 
 class _Training:

@@ -24,14 +24,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """One model with what it takes to run it.
-
-    Attributes:
-        name: the key in ``WORKLOADS``.
-        model: fp32, in training mode; copy it before use. Called with the batch, it returns the loss or an
-            output that has one.
-        batch: its keyword arguments.
-    """
+    """A model, fp32 and in training mode, and its keyword arguments: it returns the loss or an output that has one."""
 
     name: str
     model: nn.Module
@@ -47,7 +40,7 @@ Build = Callable[..., tuple[nn.Module, Batch]]
 
 
 def make(name: str) -> Workload:
-    """Builds a workload of ``WORKLOADS``; the same weights each time, whatever was drawn before."""
+    """Builds a workload of ``WORKLOADS``."""
     return WORKLOADS[name]()
 
 
@@ -68,6 +61,11 @@ def _tokens(*shape: int, vocab: int) -> Tensor:
     return torch.randint(vocab, shape)
 
 
+def _shifted(tokens: Tensor) -> Batch:
+    """Each token and the next one."""
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
 # --- The activation-heavy rows: 4 layers, width 256, 8 x 512 tokens ---
 
 
@@ -77,8 +75,7 @@ def gpt_512(
 ) -> tuple[nn.Module, Batch]:
     """LayerNorm, GELU, fused attention, tied head."""
     config = GPTConfig(vocab=vocab, context=length, layers=layers, heads=width // 64, width=width)
-    tokens = _tokens(batch, length + 1, vocab=config.vocab)
-    return GPT(config), {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+    return GPT(config), _shifted(_tokens(batch, length + 1, vocab=vocab))
 
 
 class _RMSNorm(nn.Module):
@@ -197,7 +194,7 @@ def llama_512(
     tokens = _tokens(batch, length + 1, vocab=vocab)
     heads = width // head
     model = _Llama(vocab, layers, width, heads, kv_heads=heads // groups, hidden=hidden)
-    return model, {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+    return model, _shifted(tokens)
 
 
 # --- Hugging Face transformers. Imported on use: it takes seconds. ---
@@ -321,6 +318,18 @@ def naive_attention() -> tuple[nn.Module, Batch]:
     return _NaiveAttention(256, 4), {"x": x, "mask": mask, "target": target}
 
 
+class _Regression(nn.Module):
+    """Layers in a row, with a mean squared error at the end if there is a target."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        y = self.layers(x)
+        return y.float() if target is None else F.mse_loss(y, target)
+
+
 class _RMSNormBlock(nn.Module):
     """A residual stream whose norms feed several linears each."""
 
@@ -339,35 +348,14 @@ class _RMSNormBlock(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-class _RMSNormStack(nn.Module):
-    def __init__(self, width: int, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(_RMSNormBlock(width) for _ in range(blocks)))
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(self.blocks(x), target)
-
-
 @_workload
 def rms_norm() -> tuple[nn.Module, Batch]:
     """The block of pytorch#188955: its casts have several readers and become kernels of their own."""
     x, target = torch.randn(8, 256, 256), torch.randn(8, 256, 256)
-    return _RMSNormStack(256, 2), {"x": x, "target": target}
+    return _Regression(_RMSNormBlock(256), _RMSNormBlock(256)), {"x": x, "target": target}
 
 
 # --- Shapes of other fields ---
-
-
-class _Regression(nn.Module):
-    """Layers in a row, with a mean squared error at the end if there is a target."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
-        y = self.layers(x)
-        return y.float() if target is None else F.mse_loss(y, target)
 
 
 def mlp(batch: int, width: int, layers: int = 3) -> tuple[nn.Module, Batch]:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.counts import main
-from benchmarks.on_target import ASSUMED
+from benchmarks.counts import ASSUMED, main
 from benchmarks.results import read
 from benchmarks.workloads import WORKLOADS
 from targets import needs_a_target, process
