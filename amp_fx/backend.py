@@ -15,12 +15,11 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import compile_id, graph_break, in_inference_mode, install_all, note_inference_mode
-from amp_fx.compiling import Call, Watch, compile_rewritten, is_raised
+from amp_fx.compiling import Call, Watch, compile_rewritten, is_raised, lower, lower_as_it_is
 from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.values import graph_device, graph_devices
 from amp_fx.levels import add_choices, level_placement
-from amp_fx.lowering import lower, lower_as_it_is
 from amp_fx.notices import expect_graph, first_time, graph_arrived, warn_unscaled
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard, publish, unused_rules

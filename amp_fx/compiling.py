@@ -1,32 +1,59 @@
-"""How a rewritten graph goes to Inductor: as Dynamo made it, with its casts, with copies of weights, or frozen."""
+"""How a graph goes to Inductor: as Dynamo made it, with its casts, with copies of weights, or frozen.
+
+With it go the passes that run on Inductor's graphs, and loss scaling.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import raised_by_backend
+from amp_fx._torch import (
+    autocast_shield,
+    compile_with_inductor,
+    graph_pass,
+    raised_by_backend,
+    source_hash,
+    traced_anew,
+)
 from amp_fx.errors import PassError
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
 from amp_fx.graphs.values import graph_devices
-from amp_fx.lowering import lower
-from amp_fx.passes import PlaceLevels
+from amp_fx.passes import (
+    JOINT,
+    PARTITIONED,
+    Pass,
+    PlaceLevels,
+    joint_passes,
+    partitioned_passes,
+    run_keyed,
+)
+from amp_fx.passes.joint.wide_results import mark_results
+from amp_fx.placement.layout import convert_op
 from amp_fx.plans.plan import Plan
+from amp_fx.plans.reading import is_heard
 from amp_fx.policy.levels import is_narrow
+from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.settings import Options
+from amp_fx.state import cache_results
 from amp_fx.weights.freezing import freeze
 from amp_fx.weights.inference import KeptWeights, cached, copied_weights
 from amp_fx.widened import widenings
 
-__all__ = ["Call", "Watch", "compile_rewritten", "is_raised"]
+__all__ = ["KEYED_ROOMS", "Call", "Watch", "compile_rewritten", "is_raised", "lower", "lower_as_it_is"]
 
 logger = logging.getLogger(__name__)
+
+#: rooms whose sources are in the keys of the compile caches: all that passes on Inductor's graphs import from
+KEYED_ROOMS = ("_torch", "graphs", "passes", "placement", "plans", "policy")
 
 
 class Watch(Protocol):
@@ -173,3 +200,59 @@ class _WithKept:
             self._gave_up = True
             warn_fallback("makes what a graph needs of its weights in each call", reason)
         return self._graph.run(args, made)
+
+
+def lower(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    opts: Options,
+    scaler: str | None = None,
+    place: PlaceLevels | None = None,
+) -> Callable[..., Any]:
+    """Compiles a graph of Dynamo's, captured and rewritten or as it was, with Inductor.
+
+    Args:
+        gm: the graph.
+        example_inputs: one per placeholder.
+        opts: validated options.
+        scaler: name of the :class:`amp_fx.GradScaler` of the graph's backward, or None.
+        place: the pass that chooses what runs below 16 bits, or None. It says afterwards what it chose.
+    """
+    scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
+    wide_results = mark_results(gm)
+    if scaled is not None:
+        gm, example_inputs = scaled.extend(gm, example_inputs)
+    devices = graph_devices(gm)
+    scale = None if scaled is None else scaled.rewriting
+    joint = joint_passes(devices, opts.numerics, scale=scale, levels=place, wide_results=wide_results)
+    own = {**_hook(JOINT, joint, opts), **_hook(PARTITIONED, partitioned_passes(devices), opts)}
+    if "cpu" in devices:
+        # what the caches hand out may call it
+        convert_op()
+    # the cache does not tell a listener what the pass chose
+    anew = traced_anew() if place is not None and is_heard() else contextlib.nullcontext()
+    with autocast_shield(), anew:
+        compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
+    return compiled if scaled is None else scaled.bind(compiled)
+
+
+def lower_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Callable[..., Any]:
+    """Compiles a graph with Inductor, and runs none of amp_fx's passes on it."""
+    with autocast_shield():
+        return compile_with_inductor(gm, example_inputs, dict(opts.inductor))
+
+
+def _hook(graph: str, passes: tuple[Pass, ...], opts: Options) -> dict[str, Any]:
+    """The Inductor option that runs the passes on one of its graphs."""
+    if not passes:
+        return {}
+    # what they depend on: their source, their options, and the one setting of torch that is in no key by itself
+    uuid = f"{_sources()} {passes} mkldnn={torch.backends.mkldnn.enabled}"
+    stage: Literal["joint", "post_grad"] = "joint" if graph == JOINT else "post_grad"
+    return graph_pass(stage, uuid, lambda gm: run_keyed(gm, passes, graph), opts.inductor)
+
+
+@cache_results()
+def _sources() -> str:
+    """A hash of the rooms that passes are made of, constants included."""
+    return source_hash(*(path for room in KEYED_ROOMS for path in sys.modules[f"amp_fx.{room}"].__path__))

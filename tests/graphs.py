@@ -19,7 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import amp_fx.lowering
+import amp_fx.compiling
 import amp_fx.rewriting
 from amp_fx import record
 from amp_fx._torch import autocast_disabled, enable_autocast, replace_inner_compile
@@ -311,7 +311,7 @@ def without_inductor() -> Iterator[None]:
     ) -> Callable[..., Any]:
         return aot_eager(gm, list(example_inputs))
 
-    with mock.patch.object(amp_fx.lowering, "compile_with_inductor", compile_with_aot):
+    with mock.patch.object(amp_fx.compiling, "compile_with_inductor", compile_with_aot):
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import amp_fx.lowering
+import amp_fx.compiling
 from amp_fx import weights
 
 __all__ = ["Compiles", "Held"]
@@ -18,13 +18,13 @@ class Compiles:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        original = amp_fx.lowering.compile_with_inductor
+        original = amp_fx.compiling.compile_with_inductor
 
         def count(*args: Any) -> Any:
             self.count += 1
             return original(*args)
 
-        monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", count)
+        monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", count)
 
 
 class Held:

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.utils import fresh_cache
 
-import amp_fx.lowering
+import amp_fx.compiling
 import amp_fx.rewriting
 from amp_fx import CaptureError, FallbackWarning, OptionsError, Plan, record
 from amp_fx.graphs.fallback import under_autocast
@@ -209,7 +209,7 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append(config_patches)
         return gm.forward
 
-    monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", run_eagerly)
+    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", run_eagerly)
     return seen
 
 
@@ -230,7 +230,7 @@ def test_inductor_gets_a_graph_that_meets_autocast_never_again(monkeypatch: pyte
         states.append((torch.is_autocast_enabled("cpu"), torch._C._is_any_autocast_enabled()))
         return gm.forward
 
-    monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", look)
+    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", look)
     with torch.autocast("cpu", BF16):
         compiled(lambda x: x @ x)(torch.randn(4, 4))
     # off for this device, on for one that does not exist: AOTAutograd then guards the run time too
@@ -400,7 +400,7 @@ def test_a_graph_with_nothing_to_cast_is_compiled_as_dynamo_made_it(monkeypatch:
         graphs.append(gm)
         return gm.forward
 
-    monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", look)
+    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", look)
     compiled(lambda x: x.exp() + 1)(torch.randn(4))
     assert [node.op for node in graphs[0].graph.nodes].count("call_method") == 1
 

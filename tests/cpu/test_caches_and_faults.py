@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import amp_fx
-import amp_fx.lowering
+import amp_fx.compiling
 from amp_fx import GradScaler, record
 from amp_fx.passes.forward import classify
 from graphs import DEFAULTS, without_inductor
@@ -139,7 +139,7 @@ def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[fx.GraphMod
         made.append(weakref.ref(gm))
         return gm.forward
 
-    monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", run_eagerly)
+    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", run_eagerly)
     return made
 
 

@@ -15,7 +15,6 @@ from torch._dynamo.exc import BackendCompilerFailed, SkipFrame
 
 import amp_fx.backend
 import amp_fx.compiling
-import amp_fx.lowering
 from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, record
 from amp_fx.graphs.fallback import is_for_the_caller
 from amp_fx.passes import LayOutGradients, PlaceLevels
@@ -183,7 +182,7 @@ def test_what_inductor_cannot_compile_either_is_its_own_error(monkeypatch: pytes
         found.append(f"no kernel for graph {len(found)}")
         raise RuntimeError(found[-1])
 
-    monkeypatch.setattr(amp_fx.lowering, "compile_with_inductor", cannot)
+    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", cannot)
     with torch.inference_mode(), pytest.raises(BackendCompilerFailed) as info:
         # a warning would be another error
         compiled(net())(torch.randn(8, 64))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-import amp_fx.lowering
+import amp_fx.compiling
 from amp_fx.notices import only_looking
 from graphs import op_by_op
 
@@ -67,7 +67,7 @@ def test_a_low_norm_keeps_its_statistics_in_fp32(program: Callable[..., Tensor],
 
 
 def test_without_the_pass_the_statistics_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amp_fx.lowering, "joint_passes", lambda *_args, **_given: ())
+    monkeypatch.setattr(amp_fx.compiling, "joint_passes", lambda *_args, **_given: ())
     (forward, _), _ = graphs(layer_norm, *ARGS)
     assert set(statistics(forward)) == {torch.bfloat16}
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_fx
-import amp_fx.lowering
+import amp_fx.compiling
 from amp_fx.graphs.keys import MARK
 from amp_fx.passes import Pass, PassContext, PassResult
 from amp_fx.passes.base import CUSTOM, marked, run_keyed
@@ -96,7 +96,7 @@ def uuids(program: Callable[..., Any], args: list[Any], given: dict[str, Any], m
 
     torch._dynamo.reset()
     with monkeypatch.context() as patch:
-        patch.setattr(amp_fx.lowering, "compile_with_inductor", compile_with_inductor)
+        patch.setattr(amp_fx.compiling, "compile_with_inductor", compile_with_inductor)
         torch.compile(program, backend="amp_fx", options=given)(*args)
     assert found
     return set(found)

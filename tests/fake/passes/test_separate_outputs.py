@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-import amp_fx.lowering
+import amp_fx.compiling
 from amp_fx.notices import only_looking
 from graphs import op_by_op
 
@@ -54,7 +54,7 @@ def test_a_loss_reads_the_low_logits_and_so_does_the_backward(
         for node in backward.graph.find_nodes(op="placeholder")
         if "tangents" not in node.name
     )
-    monkeypatch.setattr(amp_fx.lowering, "joint_passes", lambda *_args, **_given: ())
+    monkeypatch.setattr(amp_fx.compiling, "joint_passes", lambda *_args, **_given: ())
     (forward, _), before = compiled(logits_and_loss, numerics=numerics)
     assert saved(forward) == [torch.float32]
     for ours, theirs in zip(results, before, strict=True):
