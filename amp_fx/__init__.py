@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from amp_fx.calibration import CalibratedPlan, Calibration, Point, calibrate
 from amp_fx.comparison import CallError, Comparison, ModuleError, compare
-from amp_fx.direct import compile, options
 from amp_fx.errors import (
     AmpFxError,
     CaptureError,
@@ -31,6 +30,7 @@ from amp_fx.plans import CastPlan, NodePlan, Plan
 from amp_fx.policy import Policy, Rule
 from amp_fx.reports import Recording, Report, explain, histogram, record
 from amp_fx.scaling import GradScaler
+from amp_fx.settings import compile, options
 from amp_fx.state import reset
 from amp_fx.storing import StoredLow, store_low
 

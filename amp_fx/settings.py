@@ -1,14 +1,15 @@
 """The options of ``torch.compile(model, backend="amp_fx", options={...})``: plain data, validated.
 
-Values are JSON-like, because trainers deep-copy and pickle them and Dynamo compares them.
+Values are JSON-like, because trainers deep-copy and pickle them and Dynamo compares them. As typed keywords, checked
+where they are written, they are those of :func:`amp_fx.options` and :func:`amp_fx.compile`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import torch
 
@@ -22,7 +23,10 @@ from amp_fx.policy import Policy
 from amp_fx.policy.levels import AUTO, levels_of
 from amp_fx.policy.rules import BASES
 
-__all__ = ["DTYPES", "LEVEL_OPTIONS", "NUMERICS", "WEIGHTS", "Options"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["DTYPES", "LEVEL_OPTIONS", "NUMERICS", "WEIGHTS", "OptionNames", "Options", "compile", "options"]
 
 #: accepted spellings of the low dtype
 DTYPES: dict[str, torch.dtype | None] = {
@@ -34,25 +38,9 @@ DTYPES: dict[str, torch.dtype | None] = {
     "half": torch.float16,
 }
 
-#: name -> what it promises
-NUMERICS = {
-    "compiled": "Inductor's default: a value inside a fused kernel is not rounded to the low dtype",
-    "eager": "rounds exactly where eager torch.autocast rounds (Inductor's emulate_precision_casts)",
-}
+NUMERICS = ("compiled", "eager")
 
-#: name -> where the low copies of weights live
-WEIGHTS = {
-    "auto": "'cache' under torch.inference_mode, 'cast' under torch.no_grad and with gradients",
-    "cast": "within the call: the graph casts them",
-    "cache": "across calls, on a CPU folded and packed by Inductor's freezing; with gradients as 'cast'",
-    "freeze": "across calls, folded and packed by Inductor's freezing; with gradients as 'cast'",
-}
-
-#: options that are gone -> what takes their place
-_REMOVED = {
-    "accumulation": "autograd adds the gradients of micro-batches, on every device; drop the option. Where that is "
-    "slow on a CPU, it is the allocator: docs/profiling.md has the remedy.",
-}
+WEIGHTS = ("auto", "cast", "cache", "freeze")
 
 #: policy below 16 bits, which has an option of its name -> values of that, and what a scale stands for in each
 LEVEL_OPTIONS = {
@@ -61,27 +49,59 @@ LEVEL_OPTIONS = {
     if levels_of(base)
 }
 
+#: options that are gone -> what takes their place
+_REMOVED = {
+    "accumulation": "autograd adds the gradients of micro-batches, on every device; drop the option. Where that is "
+    "slow on a CPU, it is the allocator: docs/profiling.md has the remedy.",
+}
+
+
+class OptionNames(TypedDict, total=False):
+    """The options of amp_fx; docs/options.md says more about each.
+
+    Attributes:
+        dtype: the low dtype; "auto" is bf16 where the device has it, else fp16.
+        policy: ``"autocast"``, ``"fast"``, ``"fp8"``, ``"int8"``, a name of another system (``"O1"``), or
+            ``{"base": ..., "rules": [...]}``.
+        fp8: how policy "fp8" scales.
+        int8: how policy "int8" multiplies.
+        numerics: ``"eager"`` rounds exactly where eager autocast rounds.
+        profile: rates of the device: ``"auto"``, ``"off"``, or a file that ``amp-fx profile`` wrote.
+        plan: plans that graphs follow: a file, a plan, plans, or what has ``.plans``.
+        scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs.
+        weights: where low copies of weights live.
+        strict: raise what fails, where the backend would take a plainer way.
+        inductor: options of ``torch._inductor.config`` by their names.
+    """
+
+    dtype: str | torch.dtype
+    policy: str | Mapping[str, Any] | Policy
+    fp8: Literal["auto", "rowwise", "tensorwise", "rowwise_gw_hp", "mxfp8"]
+    int8: Literal["auto", "int8_packed", "int8_unpacked", "int8"]
+    numerics: Literal["compiled", "eager"]
+    profile: str
+    plan: str | os.PathLike[str] | Plan | Sequence[Plan] | Any
+    scaler: str | None
+    weights: Literal["auto", "cast", "cache", "freeze"]
+    strict: bool
+    inductor: Mapping[str, Any]
+
+
+_Model = TypeVar("_Model", bound=Callable[..., Any])
+
+_OWN = OptionNames.__annotations__.keys() - {"inductor"}
+
 
 @dataclass(frozen=True)
 class Options:
-    """Validated options; see docs/options.md for the user's view.
+    """Validated options: those of :class:`OptionNames`, parsed, and what follows from them.
 
     Attributes:
-        dtype: the low dtype, or None for "auto": bfloat16 where the device has it, else float16. A policy such as
-            "mixed_float16" names its own.
-        policy: op lists and user rules.
-        numerics: a key of :data:`NUMERICS`.
-        profile: ``"auto"`` for the built-in rates of the device, ``"off"`` to send every listed op low as
-            autocast would, or a file that ``python -m amp_fx profile`` wrote. ``amp_fx.calibrate`` puts the rates
-            themselves here.
-        plan: plans that graphs follow, whatever policy and profile say; see :mod:`amp_fx.plans.plan_files`. Given as
-            the path of a plan file or of a report, an :class:`amp_fx.Plan`, a list of them, or what has ``.plans``: a
-            :class:`amp_fx.CalibratedPlan`, a :class:`amp_fx.Report`. None: amp_fx plans.
-        scaler: name of the :class:`amp_fx.GradScaler` of fp16 graphs, or None. It may be given with dtype "auto",
-            and then counts where that is fp16.
-        weights: a key of :data:`WEIGHTS`; where low copies of weights live.
-        strict: raise what fails, where the backend would take a plainer way.
-        inductor: options handed to Inductor, from ``mode=`` and by their own names.
+        dtype: the low dtype, of the options or the policy, or None for "auto".
+        profile: ``"auto"``, ``"off"``, a file, or, as ``amp_fx.calibrate`` has it, the rates themselves.
+        plan: None: amp_fx plans.
+        scaler: with dtype "auto", it counts where that is fp16.
+        inductor: options of Inductor, from ``mode=`` and by their own names.
         sensitivity: what the file that the policy names holds, or None.
         level: what the option of a policy below 16 bits is, see :data:`LEVEL_OPTIONS`.
     """
@@ -104,34 +124,35 @@ class Options:
 
         Args:
             mode: a ``torch.compile`` mode, or None.
-            options: keys are fields of this class, or of :data:`LEVEL_OPTIONS`, or Inductor options.
+            options: of :class:`OptionNames`, and of Inductor by their own names.
 
         Raises:
             OptionsError: unknown key, one that was removed, bad value, or a contradiction.
             PlanError: the plan or sensitivity file cannot be read, or holds no plan or sensitivity.
         """
-        own = {f.name for f in fields(cls)} - {"inductor", "sensitivity", "level"} | LEVEL_OPTIONS.keys()
         given = options or {}
-        values = {key: value for key, value in given.items() if key in own}
-        others = {_inductor_name(key, own): value for key, value in given.items() if key not in own}
-        dtype = _parse_dtype(values.get("dtype", "auto"))
-        numerics = _one_of("numerics", NUMERICS, values.get("numerics", "compiled"))
+        values = {key: value for key, value in given.items() if key in _OWN}
+        inductor = {_inductor_name(key): value for key, value in given.items() if key not in _OWN}
         policy = Policy.parse(values.get("policy", "autocast"))
-        level = _parse_level(values, policy, numerics)
-        dtype = _with_policy(dtype, policy)
-        return cls(
+        dtype = _parse_dtype(values.get("dtype", "auto"), policy)
+        numerics = _one_of("numerics", NUMERICS, values.get("numerics", "compiled"))
+        level = _parse_level(values, policy)
+        parsed = cls(
             dtype=dtype,
             policy=policy,
             numerics=numerics,
-            profile=_parse_profile(values.get("profile", "auto")),
+            profile=_of_kind(
+                "profile", str, "'auto', 'off' or the path of a file", values.get("profile", "auto")
+            ),
             plan=_parse_plan(values.get("plan")),
             scaler=_parse_scaler(values.get("scaler"), dtype),
-            weights=_parse_weights(values.get("weights", "auto"), numerics),
-            strict=_parse_strict(values.get("strict", False)),
-            inductor=_with_numerics({**_mode_options(mode), **others}, numerics),
-            sensitivity=_load_sensitivity(policy, dtype, numerics, level),
+            weights=_one_of("weights", WEIGHTS, values.get("weights", "auto")),
+            strict=_of_kind("strict", bool, "True or False", values.get("strict", False)),
+            inductor={**_mode_options(mode), **inductor},
+            sensitivity=_load_sensitivity(policy, dtype, level),
             level=level,
         )
+        return _as_eager(parsed) if numerics == "eager" else parsed
 
     def low_dtype(self, device_type: str) -> torch.dtype:
         """The low dtype on a device type: the one asked for, or what "auto" means there."""
@@ -145,40 +166,95 @@ class Options:
         return torch.bfloat16
 
 
-def _parse_dtype(value: object) -> torch.dtype | None:
-    if isinstance(value, torch.dtype) and value in DTYPES.values():
+def options(**given: Unpack[OptionNames]) -> dict[str, Any]:
+    """The ``options=`` of ``torch.compile(model, backend="amp_fx")``, checked.
+
+        model = torch.compile(model, backend="amp_fx", options=amp_fx.options(weights="freeze"))
+
+    Args:
+        given: see :class:`amp_fx.settings.OptionNames`; what is not given has its default.
+
+    Raises:
+        OptionsError: an unknown name, a bad value or a contradiction.
+        PlanError: the file of a plan cannot be read.
+    """
+    own: dict[str, Any] = {name: value for name, value in given.items() if name != "inductor"}
+    inductor = _of_kind("inductor", Mapping, "a mapping of options of Inductor", given.get("inductor", {}))
+    if twice := OptionNames.__annotations__.keys() & inductor.keys():
+        raise OptionsError(
+            f"{min(twice)!r} is an option of amp_fx; take it out of inductor={dict(inductor)!r}."
+        )
+    found = {**own, **inductor}
+    Options.parse(None, found)
+    return found
+
+
+def compile(
+    model: _Model,
+    *,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **given: Unpack[OptionNames],
+) -> _Model:
+    """``torch.compile(model, backend="amp_fx")`` with options as keywords; errors come now, not at the first call.
+
+        model = amp_fx.compile(model, policy="int8", weights="freeze")
+
+    Args:
+        model: a module or a function.
+        mode: of Inductor, as in ``torch.compile``.
+        dynamic: as in ``torch.compile``.
+        fullgraph: as in ``torch.compile``.
+        given: see :class:`amp_fx.settings.OptionNames`.
+
+    Returns:
+        What ``torch.compile`` returns.
+
+    Raises:
+        OptionsError: as :func:`options`, or an unknown mode.
+        PlanError: the file of a plan cannot be read.
+    """
+    # an option by its name wins over the mode, as in the backend
+    checked = {**Options.parse(mode).inductor, **options(**given)}
+    compiled: Any = torch.compile(
+        model, backend="amp_fx", options=checked, dynamic=dynamic, fullgraph=fullgraph
+    )
+    return compiled
+
+
+def _one_of(option: str, valid: Collection[str], value: object) -> str:
+    if isinstance(value, str) and value in valid:
         return value
-    if isinstance(value, str) and value.removeprefix("torch.") in DTYPES:
-        return DTYPES[value.removeprefix("torch.")]
     raise OptionsError(
-        f"Unknown dtype {value!r}; valid: 'auto', 'bfloat16', 'float16', torch.bfloat16, torch.float16."
-        + did_you_mean(str(value), DTYPES)
+        f"Unknown {option} {value!r}; valid: {', '.join(map(repr, valid))}." + did_you_mean(str(value), valid)
     )
 
 
-def _with_policy(dtype: torch.dtype | None, policy: Policy) -> torch.dtype | None:
+def _of_kind(option: str, kind: type, valid: str, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise OptionsError(f"{option} must be {valid}; got {value!r}.")
+    return value
+
+
+def _parse_dtype(value: object, policy: Policy) -> torch.dtype | None:
     """The low dtype: of the options, or of the policy where that names one."""
+    spelling = str(value).removeprefix("torch.")
+    if not isinstance(value, (str, torch.dtype)) or spelling not in DTYPES:
+        raise OptionsError(
+            f"Unknown dtype {value!r}; valid: 'auto', 'bfloat16', 'float16', torch.bfloat16, torch.float16."
+            + did_you_mean(str(value), DTYPES)
+        )
+    dtype = DTYPES[spelling]
     if policy.dtype is None:
         return dtype
     named = DTYPES[policy.dtype]
     if dtype not in (None, named):
         raise OptionsError(
-            f"dtype={str(dtype).removeprefix('torch.')!r} contradicts policy {str(policy)!r}, which means "
-            f"{policy.dtype}; drop one of the two."
+            f"dtype={dtype_name(dtype)!r} contradicts policy {str(policy)!r}, which means {policy.dtype}; drop one of "
+            "the two."
         )
     return named
-
-
-def _parse_profile(value: object) -> str:
-    if not isinstance(value, str):
-        raise OptionsError(f"profile must be 'auto', 'off' or the path of a file; got {value!r}.")
-    return value
-
-
-def _parse_strict(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise OptionsError(f"strict must be True or False; got {value!r}.")
-    return value
 
 
 def _parse_plan(value: object) -> tuple[Plan, ...] | None:
@@ -195,83 +271,6 @@ def _parse_plan(value: object) -> tuple[Plan, ...] | None:
     return tuple(plan for plan in plans if plan.phase == "forward")
 
 
-def _load_sensitivity(
-    policy: Policy, dtype: torch.dtype | None, numerics: str, level: str
-) -> Sensitivity | None:
-    if policy.sensitivity is None:
-        return None
-    if numerics == "eager":
-        raise OptionsError(
-            f"policy sensitivity {policy.sensitivity!r} is about rounding in compiled code, numerics='eager' "
-            f"rounds as eager "
-            "autocast does; drop one of the two."
-        )
-    sensitivity = Sensitivity.load(policy.sensitivity)
-    if dtype not in (None, sensitivity.dtype):
-        raise OptionsError(
-            f"policy sensitivity {policy.sensitivity!r} was measured for {dtype_name(sensitivity.dtype)}, dtype "
-            f"is {dtype_name(dtype)}; "
-            f"calibrate with dtype={dtype_name(dtype)!r}, or change one of the two."
-        )
-    base = policy.base
-    if base in LEVEL_OPTIONS and sensitivity.level not in LEVEL_OPTIONS[base]:
-        raise OptionsError(
-            f"policy sensitivity {policy.sensitivity!r} has nothing of {base}; calibrate with policy={base!r}, "
-            f"or take another base."
-        )
-    if level not in (AUTO, sensitivity.level):
-        raise OptionsError(
-            f"policy sensitivity {policy.sensitivity!r} was measured for {base}={sensitivity.level!r}, {base} "
-            f"is {level!r}; drop the "
-            "option, or calibrate for it."
-        )
-    return sensitivity
-
-
-def _parse_level(values: Mapping[str, object], policy: Policy, numerics: str) -> str:
-    """The level below 16 bits by name.
-
-    Raises:
-        OptionsError: no such level, or one of another policy; or numerics that such a policy cannot have.
-    """
-    asked = {base: _one_of(base, valid, values.get(base, AUTO)) for base, valid in LEVEL_OPTIONS.items()}
-    for base, level in asked.items():
-        if base != policy.base and level != AUTO:
-            raise OptionsError(
-                f"{base}={level!r} is about policy {base!r}, policy is {str(policy)!r}; add policy={base!r}, or "
-                "drop it."
-            )
-    if policy.base in asked and numerics == "eager":
-        raise OptionsError(
-            f"policy {policy.base!r} contradicts numerics='eager', which rounds where eager torch.autocast rounds; "
-            "drop one of the two."
-        )
-    return asked.get(policy.base, AUTO)
-
-
-def _one_of(option: str, valid: Mapping[str, str], value: object) -> str:
-    if isinstance(value, str) and value in valid:
-        return value
-    raise OptionsError(
-        f"Unknown {option} {value!r}; valid: {', '.join(map(repr, valid))}." + did_you_mean(str(value), valid)
-    )
-
-
-def _parse_weights(value: object, numerics: str) -> str:
-    """Where low weights live.
-
-    Raises:
-        OptionsError: no such place, or one that rounds otherwise than numerics ask.
-    """
-    weights = _one_of("weights", WEIGHTS, value)
-    if weights == "freeze" and numerics == "eager":
-        raise OptionsError(
-            "weights='freeze' contradicts numerics='eager': what is folded and packed does not round where eager "
-            "torch.autocast rounds; use weights='cache', or drop one of the two."
-        )
-    return weights
-
-
 def _parse_scaler(value: object, dtype: torch.dtype | None) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise OptionsError(
@@ -285,6 +284,55 @@ def _parse_scaler(value: object, dtype: torch.dtype | None) -> str | None:
     return value
 
 
+def _parse_level(values: Mapping[str, object], policy: Policy) -> str:
+    """The level below 16 bits by name; an error if there is none, or for one of another policy."""
+    asked = {base: _one_of(base, valid, values.get(base, AUTO)) for base, valid in LEVEL_OPTIONS.items()}
+    for base, level in asked.items():
+        if base != policy.base and level != AUTO:
+            raise OptionsError(
+                f"{base}={level!r} is about policy {base!r}, policy is {str(policy)!r}; add policy={base!r}, or "
+                "drop it."
+            )
+    return asked.get(policy.base, AUTO)
+
+
+def _load_sensitivity(policy: Policy, dtype: torch.dtype | None, level: str) -> Sensitivity | None:
+    if policy.sensitivity is None:
+        return None
+    sensitivity, base = Sensitivity.load(policy.sensitivity), policy.base
+    wrong = ""
+    if dtype not in (None, sensitivity.dtype):
+        wrong = (
+            f"was measured for {dtype_name(sensitivity.dtype)}, dtype is {dtype_name(dtype)}; calibrate with "
+            f"dtype={dtype_name(dtype)!r}, or change one of the two."
+        )
+    elif base in LEVEL_OPTIONS and sensitivity.level not in LEVEL_OPTIONS[base]:
+        wrong = f"has nothing of {base}; calibrate with policy={base!r}, or take another base."
+    elif level not in (AUTO, sensitivity.level):
+        wrong = f"was measured for {base}={sensitivity.level!r}, {base} is {level!r}; calibrate for it, or drop it."
+    if wrong:
+        raise OptionsError(f"policy sensitivity {policy.sensitivity!r} {wrong}")
+    return sensitivity
+
+
+def _as_eager(parsed: Options) -> Options:
+    """With what makes Inductor round as eager autocast does; an error for what rounds otherwise."""
+    wrong = ""
+    if parsed.sensitivity is not None:
+        wrong = f"policy sensitivity {parsed.policy.sensitivity!r} is about rounding in compiled code"
+    elif levels_of(parsed.policy.base):
+        wrong = f"policy {parsed.policy.base!r} multiplies below 16 bits"
+    elif parsed.weights == "freeze":
+        wrong = "weights='freeze', unlike 'cache', does not round what is folded and packed"
+    elif parsed.inductor.get("emulate_precision_casts", True) is not True:
+        wrong = "Inductor's emulate_precision_casts is switched off"
+    if wrong:
+        raise OptionsError(
+            f"{wrong}, and numerics='eager' rounds where eager torch.autocast rounds; drop one of the two."
+        )
+    return replace(parsed, inductor={**parsed.inductor, "emulate_precision_casts": True})
+
+
 def _mode_options(mode: str | None) -> dict[str, Any]:
     if mode is None:
         return {}
@@ -294,27 +342,16 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
         raise OptionsError(f"Unknown mode {mode!r}: {error}") from error
 
 
-def _with_numerics(inductor: dict[str, Any], numerics: str) -> dict[str, Any]:
-    """Inductor's options, and what makes it round as the numerics promise."""
-    if numerics != "eager":
-        return inductor
-    if inductor.get("emulate_precision_casts", True) is not True:
-        raise OptionsError(
-            "numerics='eager' needs Inductor's emulate_precision_casts, which is switched off; drop one of the two."
-        )
-    return {**inductor, "emulate_precision_casts": True}
-
-
-def _inductor_name(key: str, own: set[str]) -> str:
+def _inductor_name(key: str) -> str:
     name = str(key).replace("-", "_")
     if name in _REMOVED:
         raise OptionsError(f"Option {key!r} was removed: {_REMOVED[name]}")
     valid = inductor_option_names()
     if name not in valid:
         # our own names first: a typo is likelier in them than in the 600 of Inductor
-        hint = did_you_mean(name, own) or did_you_mean(name, valid)
+        hint = did_you_mean(name, _OWN) or did_you_mean(name, valid)
         raise OptionsError(
-            f"Unknown option {key!r} for backend 'amp_fx'; valid: {', '.join(sorted(own))}, "
+            f"Unknown option {key!r} for backend 'amp_fx'; valid: {', '.join(sorted(_OWN))}, "
             f"or any option of torch._inductor.config.{hint}"
         )
     return name

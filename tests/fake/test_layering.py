@@ -27,7 +27,7 @@ FLOORS = (
     ("amp_fx.rewriting",),
     ("amp_fx.compiling", "amp_fx.exporting"),
     ("amp_fx.backend",),
-    ("amp_fx.direct", "amp_fx.integrations", "amp_fx.reports"),
+    ("amp_fx.integrations", "amp_fx.reports"),
     ("amp_fx.calibration", "amp_fx.storing"),
     ("amp_fx.comparison",),
     ("amp_fx",),

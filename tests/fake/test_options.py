@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
+from torch import nn
 
-from amp_fx import AmpFxError, OptionsError, Policy, Rule
+import amp_fx
+from amp_fx import OptionsError, Policy, Rule
 from amp_fx.policy.levels import AUTO, levels_of
-from amp_fx.settings import LEVEL_OPTIONS, Options
+from amp_fx.settings import LEVEL_OPTIONS, NUMERICS, WEIGHTS, OptionNames, Options
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -20,13 +22,10 @@ BF16, FP16 = torch.bfloat16, torch.float16
 def test_the_defaults() -> None:
     options = Options.parse()
     assert options == Options.parse(None, {}) == Options()
-    assert (options.dtype, options.policy, options.numerics, options.strict) == (
-        None,
-        Policy(),
-        "compiled",
-        False,
-    )
+    found = options.dtype, options.policy, options.numerics, options.weights, options.scaler, options.strict
+    assert found == (None, Policy(), "compiled", "auto", None, False)
     assert options.inductor == {}
+    assert Options.parse(None, {"scaler": "default"}).scaler == "default"
 
 
 @pytest.mark.parametrize(
@@ -58,14 +57,11 @@ def test_other_dtypes_are_errors(bad: object) -> None:
     assert repr(bad) in str(info.value)
 
 
-def test_auto_is_bf16_on_cpu() -> None:
-    assert Options.parse().low_dtype("cpu") is BF16
-
-
 @pytest.mark.parametrize(("native", "dtype"), [(True, BF16), (False, FP16)])
 def test_auto_on_cuda_is_what_the_gpu_has(
     monkeypatch: pytest.MonkeyPatch, native: bool, dtype: torch.dtype
 ) -> None:
+    assert Options.parse().low_dtype("cpu") is BF16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
     assert Options.parse().low_dtype("cuda") is dtype
@@ -89,7 +85,7 @@ def test_numerics_eager_switches_on_inductors_rounding() -> None:
     assert Options.parse(None, {"numerics": "eager"}).inductor == rounding
     assert Options.parse(None, {"numerics": "eager", **rounding}).inductor == rounding
     assert Options.parse(None, {"numerics": "compiled"}).inductor == {}
-    with pytest.raises(OptionsError, match=r"numerics='eager'.*emulate_precision_casts"):
+    with pytest.raises(OptionsError, match=r"emulate_precision_casts.*numerics='eager'"):
         Options.parse(None, {"numerics": "eager", "emulate_precision_casts": False})
 
 
@@ -144,6 +140,14 @@ def test_options_win_over_the_mode() -> None:
         ({"policy": "{oops"}, r"'{oops'"),
         ({"policy": {"bse": "autocast"}}, r"'bse'.*'base'"),
         ({"policy": {"rules": {"op": "mm"}}}, r"'rules'.*list"),
+        ({"numerics": ["eager"]}, r"numerics \['eager'\]"),
+        ({"dtype": ["eager"]}, r"dtype \['eager'\]"),
+        ({3: True}, "3"),
+        ({"dtype": "bfloat16", "scaler": "default"}, "dtype='bfloat16'"),
+        ({"dtype": "float16", "scaler": 3}, "amp_fx.GradScaler.*3"),
+        ({"dtype": "float16", "scaler": ""}, "amp_fx.GradScaler.*''"),
+        ({"plan": 3}, "plan .*amp_fx.Plan.*3"),
+        ({"profile": 3}, "profile .*'auto', 'off'.*3"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_right(options: dict[str, Any], named: str) -> None:
@@ -151,26 +155,10 @@ def test_what_is_wrong_is_named_with_what_is_right(options: dict[str, Any], name
         Options.parse(None, options)
 
 
-def test_unhashable_values_are_named_too() -> None:
-    for key in ("numerics", "dtype"):
-        with pytest.raises(OptionsError, match=rf"{key} \['eager'\]"):
-            Options.parse(None, {key: ["eager"]})
-
-
-def test_keys_that_are_not_text_are_named_too() -> None:
-    with pytest.raises(OptionsError, match="3"):
-        Options.parse(None, {3: True})  # pyright: ignore[reportArgumentType]
-
-
 def test_an_unknown_mode_is_an_error_that_names_the_valid_ones() -> None:
     with pytest.raises(OptionsError, match=r"'max-autotun'.*max-autotune") as info:
         Options.parse("max-autotun")
     assert isinstance(info.value.__cause__, RuntimeError)
-
-
-def test_option_errors_are_amp_fxs_and_value_errors() -> None:
-    assert issubclass(OptionsError, AmpFxError)
-    assert issubclass(OptionsError, ValueError)
 
 
 def test_options_survive_copying_and_pickling() -> None:
@@ -186,3 +174,56 @@ def test_policy_fp8_is_plain_data_and_prints_the_form_it_parses() -> None:
     rules = {"base": "fp8", "dtype": "float16", "rules": [{"module": "head", "precision": "low"}]}
     assert Policy.parse(str(Policy.parse(rules))) == Policy.parse(rules)
     assert Options.parse(None, {"fp8": "auto"}).level == "auto"
+
+
+# ---- amp_fx.options and amp_fx.compile ----
+
+
+def test_options_are_what_torch_compile_takes() -> None:
+    assert amp_fx.options() == {}
+    found = amp_fx.options(dtype="float16", weights="freeze", inductor={"max_autotune": False})
+    assert found == {"dtype": "float16", "weights": "freeze", "max_autotune": False}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"weihgts": "freeze"},
+        {"weights": "frozen"},
+        {"policy": {"base": "autocast", "rules": [{"op": "softmaxx", "precision": "fp32"}]}},
+        {"dtype": "bfloat16", "scaler": "default"},
+        {"inductor": {"max_autotun": True}},
+        {"inductor": {"weights": "freeze"}},
+        {"inductor": 3},
+    ],
+    ids=str,
+)
+def test_errors_come_where_options_are_written(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionsError):
+        amp_fx.options(**given)
+    with pytest.raises(OptionsError):
+        amp_fx.compile(nn.Linear(2, 2), **given)
+
+
+def test_an_unknown_mode_is_an_error_at_once() -> None:
+    with pytest.raises(OptionsError, match="fastest"):
+        amp_fx.compile(nn.Linear(2, 2), mode="fastest")
+
+
+def test_the_keywords_name_the_values_that_are_valid() -> None:
+    hints = get_type_hints(OptionNames)
+    for name, valid in {"numerics": NUMERICS, "weights": WEIGHTS, **LEVEL_OPTIONS}.items():
+        assert set(hints[name].__args__) == set(valid)
+
+
+def test_compile_is_torch_compile_with_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "compile", lambda model, **given: seen.update(given) or model)
+    own = {"coordinate_descent_tuning": False}
+    mode = "max-autotune-no-cudagraphs"
+    amp_fx.compile(nn.Linear(2, 2), policy="fast", mode=mode, inductor=own, dynamic=False)
+    assert seen["backend"] == "amp_fx"
+    assert seen["options"]["policy"] == "fast"
+    assert seen["options"]["max_autotune"]
+    assert not seen["options"]["coordinate_descent_tuning"]
+    assert (seen["dynamic"], seen["fullgraph"]) == (False, False)

@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx.scaling.findings
-from amp_fx import GradScaler, OptionsError, ScalerError
+from amp_fx import GradScaler, ScalerError
 from amp_fx._torch import FakeTensor, FakeTensorMode
 from amp_fx.scaling import ScaledGraph
-from amp_fx.settings import Options
 from gpt import GPT, GPTConfig, get_batch, make_corpus
 from scaled import (
     INF,
@@ -736,25 +735,6 @@ def test_nested_losses_come_back_as_they_were() -> None:
     assert list(scaler.scale(itertools.repeat(loss, 2))) == [loss, loss]
     with pytest.raises(ValueError, match="Tensor"):
         scaler.scale(3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "bfloat16", "scaler": "default"}, "dtype='bfloat16'"),
-        ({"dtype": "float16", "scaler": 3}, "amp_fx.GradScaler.*3"),
-        ({"dtype": "float16", "scaler": ""}, "amp_fx.GradScaler.*''"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionsError, match=message):
-        Options.parse(None, options)
-
-
-def test_the_option_is_plain_data() -> None:
-    assert Options.parse(None, {"dtype": "fp16", "scaler": "default"}).scaler == "default"
-    assert Options.parse(None, {"scaler": "default"}).scaler == "default"
-    assert Options.parse().scaler is None
 
 
 @pytest.mark.parametrize(
