@@ -10,7 +10,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,6 +48,7 @@ LOW = {"cpu": torch.bfloat16, "cuda": torch.float16, "mps": torch.float16}
 # Arguments for every op: fp32 CPU tensors, cast and moved by the tests.
 # ------------------------------------------------------------------------------------------------------------
 
+T = TypeVar("T")
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -85,12 +86,18 @@ def _rnn(gates: int) -> tuple[Any, ...]:
 _CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 _BN = (p(3), t(3), torch.zeros(3), torch.ones(3))
 
+
+def _all(names: str, value: T) -> dict[str, T]:
+    """The same for several ops."""
+    return dict.fromkeys(names.split(), value)
+
+
 #: name -> a function returning the positional arguments (a trailing dict holds keyword arguments).
 BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     # GEMMs
     "linear": lambda: (t(4, 6), t(5, 6), t(5)),
-    **dict.fromkeys(("matmul", "linalg_matmul", "mm"), lambda: (t(4, 6), t(6, 5))),
-    **dict.fromkeys(("mv", "prelu"), lambda: (t(4, 6), t(6))),
+    **_all("matmul linalg_matmul mm", lambda: (t(4, 6), t(6, 5))),
+    **_all("mv prelu", lambda: (t(4, 6), t(6))),
     "bmm": lambda: (t(2, 4, 6), t(2, 6, 5)),
     "addmm": lambda: (t(4, 5), t(4, 6), t(6, 5)),
     "_addmm_activation": lambda: (t(5), t(4, 6), t(6, 5)),
@@ -99,14 +106,14 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "addbmm": lambda: (t(4, 5), t(2, 4, 6), t(2, 6, 5)),
     "baddbmm": lambda: (t(2, 4, 5), t(2, 4, 6), t(2, 6, 5)),
     "einsum": lambda: ("ij,jk->ik", [t(4, 6), t(6, 5)]),
-    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), lambda: ([t(4, 6), t(6, 5), t(5, 3)],)),
-    **dict.fromkeys(("inner", "cdist"), lambda: (t(4, 6), t(5, 6))),
+    **_all("chain_matmul linalg_multi_dot", lambda: ([t(4, 6), t(6, 5), t(5, 3)],)),
+    **_all("inner cdist", lambda: (t(4, 6), t(5, 6))),
     "tensordot": lambda: (t(4, 6), t(6, 5), [1], [0]),
     "bilinear": lambda: (t(4, 6), t(4, 5), t(3, 6, 5), t(3)),
-    **dict.fromkeys(("dot", "vdot"), lambda: (t(6), t(6))),
-    **dict.fromkeys(("outer", "ger"), lambda: (t(4), t(6))),
+    **_all("dot vdot", lambda: (t(6), t(6))),
+    **_all("outer ger", lambda: (t(4), t(6))),
     "kron": lambda: (t(2, 3), t(3, 2)),
-    **dict.fromkeys(("matrix_power", "linalg_matrix_power"), lambda: (t(4, 4), 3)),
+    **_all("matrix_power linalg_matrix_power", lambda: (t(4, 4), 3)),
     # convolutions
     "_convolution": lambda: (t(2, 3, 6, 6), t(5, 3, 3, 3), t(5), *_CONV, False, False, True, True),
     "_convolution.deprecated": lambda: (t(2, 3, 6, 6), t(5, 3, 3, 3), t(5), *_CONV, False, False, True),
@@ -123,15 +130,12 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "conv_transpose2d.input": lambda: (t(2, 3, 6, 6), t(3, 5, 3, 3), t(5)),
     "conv_transpose3d.input": lambda: (t(2, 3, 4, 4, 4), t(3, 5, 3, 3, 3), t(5)),
     # attention
-    **dict.fromkeys(
-        ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
-         "_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention_for_cpu"),
-        lambda: (t(2, 2, 4, 8), t(2, 2, 4, 8), t(2, 2, 4, 8)),
-    ),
-    **dict.fromkeys(
-        ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-        lambda: (*(t(2, 2, 4, 8) for _ in range(3)), None, False),
-    ),
+    **_all("""
+        scaled_dot_product_attention _scaled_dot_product_flash_attention
+        _scaled_dot_product_attention_math _scaled_dot_product_flash_attention_for_cpu
+    """, lambda: (t(2, 2, 4, 8), t(2, 2, 4, 8), t(2, 2, 4, 8))),
+    **_all("_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+            lambda: (*(t(2, 2, 4, 8) for _ in range(3)), None, False)),
     "_native_multi_head_attention": lambda: (
         t(4, 4, 8), t(4, 4, 8), t(4, 4, 8), 8, 4, t(24, 8), t(24), t(8, 8), t(8)
     ),
@@ -142,7 +146,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     # rnn
     "lstm_cell": lambda: (t(4, 6), [t(4, 6), t(4, 6)], *_cell(4)),
     "gru_cell": lambda: (t(4, 6), t(4, 6), *_cell(3)),
-    **dict.fromkeys(("rnn_tanh_cell", "rnn_relu_cell"), lambda: (t(4, 6), t(4, 6), *_cell(1))),
+    **_all("rnn_tanh_cell rnn_relu_cell", lambda: (t(4, 6), t(4, 6), *_cell(1))),
     "_thnn_fused_lstm_cell": lambda: (t(4, 24), t(4, 24), t(4, 6), t(24), t(24)),
     "_thnn_fused_gru_cell": lambda: (t(4, 18), t(4, 18), t(4, 6), t(18), t(18)),
     "mkldnn_rnn_layer": lambda: (
@@ -150,11 +154,11 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "lstm.input": lambda: (t(3, 4, 6), [t(1, 4, 6), t(1, 4, 6)], *_rnn(4)),
     "gru.input": lambda: (t(3, 4, 6), t(1, 4, 6), *_rnn(3)),
-    **dict.fromkeys(("rnn_tanh.input", "rnn_relu.input"), lambda: (t(3, 4, 6), t(1, 4, 6), *_rnn(1))),
+    **_all("rnn_tanh.input rnn_relu.input", lambda: (t(3, 4, 6), t(1, 4, 6), *_rnn(1))),
     # powers and the like
-    **dict.fromkeys(("pow.Tensor_Scalar", "float_power.Tensor_Scalar"), lambda: (p(), 1.5)),
-    **dict.fromkeys(("pow.Scalar", "float_power.Scalar"), lambda: (1.5, p())),
-    **dict.fromkeys(("cross", "linalg_cross"), lambda: (t(4, 3), t(4, 3))),
+    **_all("pow.Tensor_Scalar float_power.Tensor_Scalar", lambda: (p(), 1.5)),
+    **_all("pow.Scalar float_power.Scalar", lambda: (1.5, p())),
+    **_all("cross linalg_cross", lambda: (t(4, 3), t(4, 3))),
     "count_nonzero.dim_IntList": lambda: (t(), [1]),
     "trace": lambda: (t(4, 4),),
     "view_as_complex": lambda: (t(4, 2),),
@@ -165,10 +169,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "_fused_rms_norm": lambda: (t(4, 6), [6], p(6), 1e-5),
     "group_norm": lambda: (t(2, 6, 4), 2, p(6), t(6)),
     "native_group_norm": lambda: (t(2, 6, 4), p(6), t(6), 2, 6, 4, 2, 1e-5),
-    **dict.fromkeys(
-        ("batch_norm", "instance_norm"),
-        lambda: (t(2, 3, 4), *(x.clone() for x in _BN), True, 0.1, 1e-5, False),
-    ),
+    **_all("batch_norm instance_norm", lambda: (t(2, 3, 4), *(x.clone() for x in _BN), True, 0.1, 1e-5, False)),
     "native_batch_norm": lambda: (t(2, 3, 4), *(x.clone() for x in _BN), True, 0.1, 1e-5),
     "renorm": lambda: (t(), 2, 0, 1.0),
     "norm.ScalarOpt_dim": lambda: (t(), 2, [1]),
@@ -179,26 +180,21 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "linalg_norm.ord_str": lambda: (t(), "fro"),
     "_weight_norm": lambda: (t(4, 6), t(4, 1)),
     # softmax family, sums
-    **dict.fromkeys(
-        ("softmax.int", "log_softmax.int", "special_softmax", "special_log_softmax", "_safe_softmax",
-         "logcumsumexp", "cumsum", "cumprod"),
-        lambda: (t(), -1),
-    ),
-    **dict.fromkeys(("_softmax", "_log_softmax"), lambda: (t(), -1, False)),
-    **dict.fromkeys(
-        ("logsumexp", "special_logsumexp", "sum.dim_IntList", "nansum", "mean.dim", "nanmean", "var.dim",
-         "std.dim", "var_mean.dim", "std_mean.dim"),
-        lambda: (t(), [-1]),
-    ),
+    **_all("""
+        softmax.int log_softmax.int special_softmax special_log_softmax _safe_softmax logcumsumexp
+        cumsum cumprod
+    """, lambda: (t(), -1)),
+    **_all("_softmax _log_softmax", lambda: (t(), -1, False)),
+    **_all("""
+        logsumexp special_logsumexp sum.dim_IntList nansum mean.dim nanmean var.dim std.dim var_mean.dim
+        std_mean.dim
+    """, lambda: (t(), [-1])),
     "prod.dim_int": lambda: (p(), -1),
     "sum_to_size": lambda: (t(), [1, 6]),
-    **dict.fromkeys(("quantile", "nanquantile"), lambda: (t(), torch.tensor(0.5))),
-    **dict.fromkeys(("quantile.scalar", "nanquantile.scalar"), lambda: (t(), 0.5)),
+    **_all("quantile nanquantile", lambda: (t(), torch.tensor(0.5))),
+    **_all("quantile.scalar nanquantile.scalar", lambda: (t(), 0.5)),
     # losses
-    **dict.fromkeys(
-        ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "multi_margin_loss"),
-        lambda: (t(), i(6, 4)),
-    ),
+    **_all("cross_entropy_loss nll_loss nll_loss_nd multi_margin_loss", lambda: (t(), i(6, 4))),
     "nll_loss_forward": lambda: (t(), i(6, 4), None, 1, -100),
     "nll_loss2d": lambda: (t(2, 5, 3, 3), i(5, 2, 3, 3)),
     "nll_loss2d_forward": lambda: (t(2, 5, 3, 3), i(5, 2, 3, 3), None, 1, -100),
@@ -213,100 +209,67 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
         t(8, 2, 5).log_softmax(-1), i(4, 2, 3) + 1, torch.tensor([8, 8]), torch.tensor([3, 3])
     ),
     # resampling
-    **dict.fromkeys(("upsample_nearest1d", "_upsample_nearest_exact1d"), lambda: (t(2, 3, 4), [8])),
-    **dict.fromkeys(("upsample_nearest2d", "_upsample_nearest_exact2d"), lambda: (t(2, 3, 4, 4), [8, 8])),
-    **dict.fromkeys(
-        ("upsample_nearest3d", "_upsample_nearest_exact3d"),
-        lambda: (t(2, 3, 4, 4, 4), [8, 8, 8]),
-    ),
+    **_all("upsample_nearest1d _upsample_nearest_exact1d", lambda: (t(2, 3, 4), [8])),
+    **_all("upsample_nearest2d _upsample_nearest_exact2d", lambda: (t(2, 3, 4, 4), [8, 8])),
+    **_all("upsample_nearest3d _upsample_nearest_exact3d", lambda: (t(2, 3, 4, 4, 4), [8, 8, 8])),
     "upsample_linear1d": lambda: (t(2, 3, 4), [8], False),
-    **dict.fromkeys(
-        ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-         "_upsample_lanczos2d_aa"),
-        lambda: (t(2, 3, 4, 4), [8, 8], False),
-    ),
+    **_all("""
+        upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+        _upsample_lanczos2d_aa
+    """, lambda: (t(2, 3, 4, 4), [8, 8], False)),
     "upsample_trilinear3d": lambda: (t(2, 3, 4, 4, 4), [8, 8, 8], False),
-    **dict.fromkeys(
-        ("upsample_nearest1d.vec", "_upsample_nearest_exact1d.vec"),
-        lambda: (t(2, 3, 4), [8], None),
-    ),
-    **dict.fromkeys(
-        ("upsample_nearest2d.vec", "_upsample_nearest_exact2d.vec"),
-        lambda: (t(2, 3, 4, 4), [8, 8], None),
-    ),
-    **dict.fromkeys(
-        ("upsample_nearest3d.vec", "_upsample_nearest_exact3d.vec"),
-        lambda: (t(2, 3, 4, 4, 4), [8, 8, 8], None),
-    ),
+    **_all("upsample_nearest1d.vec _upsample_nearest_exact1d.vec", lambda: (t(2, 3, 4), [8], None)),
+    **_all("upsample_nearest2d.vec _upsample_nearest_exact2d.vec", lambda: (t(2, 3, 4, 4), [8, 8], None)),
+    **_all("upsample_nearest3d.vec _upsample_nearest_exact3d.vec", lambda: (t(2, 3, 4, 4, 4), [8, 8, 8], None)),
     "upsample_linear1d.vec": lambda: (t(2, 3, 4), [8], False, None),
-    **dict.fromkeys(
-        ("upsample_bilinear2d.vec", "upsample_bicubic2d.vec", "_upsample_bilinear2d_aa.vec",
-         "_upsample_bicubic2d_aa.vec", "_upsample_lanczos2d_aa.vec"),
-        lambda: (t(2, 3, 4, 4), [8, 8], False, None),
-    ),
+    **_all("""
+        upsample_bilinear2d.vec upsample_bicubic2d.vec _upsample_bilinear2d_aa.vec
+        _upsample_bicubic2d_aa.vec _upsample_lanczos2d_aa.vec
+    """, lambda: (t(2, 3, 4, 4), [8, 8], False, None)),
     "upsample_trilinear3d.vec": lambda: (t(2, 3, 4, 4, 4), [8, 8, 8], False, None),
-    **dict.fromkeys(
-        ("grid_sampler", "grid_sampler_2d", "_grid_sampler_2d_cpu_fallback"),
-        lambda: (t(2, 3, 4, 4), p(2, 5, 5, 2), 0, 0, False),
-    ),
+    **_all("grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback",
+            lambda: (t(2, 3, 4, 4), p(2, 5, 5, 2), 0, 0, False)),
     "grid_sampler_3d": lambda: (t(2, 3, 4, 4, 4), p(2, 5, 5, 5, 3), 0, 0, False),
     "affine_grid_generator": lambda: (t(2, 2, 3), [2, 3, 4, 4], False),
     # pooling and padding
-    **dict.fromkeys(("avg_pool1d", "max_pool1d", "max_pool1d_with_indices"), lambda: (t(2, 3, 8), [2])),
-    **dict.fromkeys(("avg_pool2d", "max_pool2d", "max_pool2d_with_indices"), lambda: (t(2, 3, 8, 8), [2, 2])),
-    **dict.fromkeys(
-        ("avg_pool3d", "max_pool3d", "max_pool3d_with_indices"),
-        lambda: (t(2, 3, 4, 4, 4), [2, 2, 2]),
-    ),
-    **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_max_pool1d"), lambda: (t(2, 3, 8), [3])),
-    **dict.fromkeys(
-        ("adaptive_avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d"),
-        lambda: (t(2, 3, 8, 8), [3, 3]),
-    ),
-    **dict.fromkeys(
-        ("adaptive_avg_pool3d", "_adaptive_avg_pool3d", "adaptive_max_pool3d"),
-        lambda: (t(2, 3, 4, 4, 4), [3, 3, 3]),
-    ),
+    **_all("avg_pool1d max_pool1d max_pool1d_with_indices", lambda: (t(2, 3, 8), [2])),
+    **_all("avg_pool2d max_pool2d max_pool2d_with_indices", lambda: (t(2, 3, 8, 8), [2, 2])),
+    **_all("avg_pool3d max_pool3d max_pool3d_with_indices", lambda: (t(2, 3, 4, 4, 4), [2, 2, 2])),
+    **_all("adaptive_avg_pool1d adaptive_max_pool1d", lambda: (t(2, 3, 8), [3])),
+    **_all("adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d", lambda: (t(2, 3, 8, 8), [3, 3])),
+    **_all("adaptive_avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d",
+            lambda: (t(2, 3, 4, 4, 4), [3, 3, 3])),
     "max_unpool2d": lambda: (t(1, 1, 2, 2), torch.tensor([[[[0, 2], [8, 10]]]]), [4, 4]),
     "max_unpool3d": lambda: (
         t(1, 1, 1, 2, 2), torch.tensor([[[[[0, 2], [8, 10]]]]]), [1, 4, 4], [1, 2, 2], [0, 0, 0]
     ),
     "fractional_max_pool2d": lambda: (t(2, 3, 8, 8), [2, 2], [3, 3], p(2, 3, 2)),
     "fractional_max_pool3d": lambda: (t(2, 3, 8, 8, 8), [2, 2, 2], [3, 3, 3], p(2, 3, 3)),
-    **dict.fromkeys(("reflection_pad1d", "replication_pad1d"), lambda: (t(2, 3, 4), [1, 1])),
-    **dict.fromkeys(
-        ("reflection_pad2d", "replication_pad2d", "_pad_circular", "pad"),
-        lambda: (t(2, 3, 4, 4), [1, 1, 1, 1]),
-    ),
-    **dict.fromkeys(
-        ("reflection_pad3d", "replication_pad3d"),
-        lambda: (t(2, 3, 4, 4, 4), [1, 1, 1, 1, 1, 1]),
-    ),
+    **_all("reflection_pad1d replication_pad1d", lambda: (t(2, 3, 4), [1, 1])),
+    **_all("reflection_pad2d replication_pad2d _pad_circular pad", lambda: (t(2, 3, 4, 4), [1, 1, 1, 1])),
+    **_all("reflection_pad3d replication_pad3d", lambda: (t(2, 3, 4, 4, 4), [1, 1, 1, 1, 1, 1])),
     "_pad_enum": lambda: (t(2, 3, 4, 4), [1, 1, 1, 1], 0),
     "constant_pad_nd": lambda: (t(), [1, 1]),
     "pad_sequence": lambda: ([t(4, 6), t(3, 6)],),
     # fft, stft
-    **dict.fromkeys(("stft", "stft.center"), lambda: (t(64), 16, {"window": p(16), "return_complex": True})),
+    **_all("stft stft.center", lambda: (t(64), 16, {"window": p(16), "return_complex": True})),
     # linear algebra
-    **{
-        name: lambda: (spd(),)
-        for name in ("cholesky", "cholesky_inverse", "linalg_cholesky", "linalg_cholesky_ex", "linalg_cond",
-                     "linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh", "linalg_inv",
-                     "linalg_inv_ex", "inverse", "linalg_qr", "qr", "linalg_svd", "svd", "linalg_svdvals",
-                     "pinverse", "geqrf", "_lu_with_info", "linalg_matrix_rank.atol_rtol_float",
-                     "linalg_matrix_rank.atol_rtol_tensor", "det", "linalg_det", "logdet", "slogdet",
-                     "linalg_slogdet", "linalg_matrix_sqrth", "matrix_exp", "linalg_matrix_exp", "linalg_lu",
-                     "linalg_lu_factor", "linalg_lu_factor_ex", "linalg_ldl_factor", "linalg_ldl_factor_ex",
-                     "cov", "corrcoef")
-    },
-    **dict.fromkeys(("cholesky_solve", "triangular_solve"), lambda: (t(4, 2), spd())),
+    **_all("""
+        cholesky cholesky_inverse linalg_cholesky linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh
+        linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex inverse linalg_qr qr linalg_svd svd
+        linalg_svdvals pinverse geqrf _lu_with_info linalg_matrix_rank.atol_rtol_float
+        linalg_matrix_rank.atol_rtol_tensor det linalg_det logdet slogdet linalg_slogdet
+        linalg_matrix_sqrth matrix_exp linalg_matrix_exp linalg_lu linalg_lu_factor linalg_lu_factor_ex
+        linalg_ldl_factor linalg_ldl_factor_ex cov corrcoef
+    """, lambda: (spd(),)),
+    **_all("cholesky_solve triangular_solve", lambda: (t(4, 2), spd())),
     "linalg_pinv": lambda: (spd(), 1e-6),
-    **dict.fromkeys(("linalg_pinv.atol_rtol_float", "linalg_pinv.atol_rtol_tensor"), lambda: (spd(),)),
+    **_all("linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor", lambda: (spd(),)),
     "linalg_cond.p_str": lambda: (spd(), "fro"),
     "linalg_matrix_rank": lambda: (spd(), 0.1),
     "linalg_matrix_rank.tol_tensor": lambda: (spd(), torch.tensor(0.1)),
-    **dict.fromkeys(("linalg_householder_product", "orgqr"), lambda: (t(4, 3), p(3))),
-    **dict.fromkeys(("linalg_lstsq", "linalg_solve", "linalg_solve_ex"), lambda: (spd(), t(4, 2))),
+    **_all("linalg_householder_product orgqr", lambda: (t(4, 3), p(3))),
+    **_all("linalg_lstsq linalg_solve linalg_solve_ex", lambda: (spd(), t(4, 2))),
     "linalg_solve_triangular": lambda: (spd(), t(4, 2), {"upper": True}),
     "linalg_tensorinv": lambda: (spd(4).reshape(2, 2, 2, 2),),
     "linalg_tensorsolve": lambda: (spd(4).reshape(2, 2, 2, 2), t(2, 2)),
@@ -316,60 +279,50 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "linalg_vander": lambda: (t(4),),
     "fake_quantize_per_tensor_affine": lambda: (t(), 0.1, 0, 0, 255),
     # moving values
-    **dict.fromkeys(("view", "reshape", "_unsafe_view"), lambda: (t(4, 6), [6, 4])),
+    **_all("view reshape _unsafe_view", lambda: (t(4, 6), [6, 4])),
     "_reshape_alias": lambda: (t(4, 6), [6, 4], [4, 1]),
-    **dict.fromkeys(("view_as", "reshape_as"), lambda: (t(4, 6), t(6, 4))),
+    **_all("view_as reshape_as", lambda: (t(4, 6), t(6, 4))),
     "flatten.using_ints": lambda: (t(2, 3, 4), 1),
     "unflatten.int": lambda: (t(4, 6), 1, [2, 3]),
     "permute": lambda: (t(2, 3, 4), [2, 0, 1]),
-    **dict.fromkeys(
-        ("transpose.int", "swapaxes", "swapdims", "movedim.int", "moveaxis.int"),
-        lambda: (t(), 0, 1),
-    ),
-    **dict.fromkeys(("movedim.intlist", "moveaxis.intlist"), lambda: (t(), [0], [1])),
+    **_all("transpose.int swapaxes swapdims movedim.int moveaxis.int", lambda: (t(), 0, 1)),
+    **_all("movedim.intlist moveaxis.intlist", lambda: (t(), [0], [1])),
     "squeeze.dim": lambda: (t(4, 1), 1),
     "squeeze.dims": lambda: (t(4, 1), [1]),
     "unsqueeze": lambda: (t(), 0),
-    **dict.fromkeys(("expand", "broadcast_to"), lambda: (t(4, 1), [4, 6])),
+    **_all("expand broadcast_to", lambda: (t(4, 1), [4, 6])),
     "expand_as": lambda: (t(4, 1), t(4, 6)),
     "broadcast_tensors": lambda: ([t(4, 1), t(1, 6)],),
-    **dict.fromkeys(("meshgrid", "cartesian_prod"), lambda: ([t(4), t(6)],)),
+    **_all("meshgrid cartesian_prod", lambda: ([t(4), t(6)],)),
     "meshgrid.indexing": lambda: ([t(4), t(6)], {"indexing": "ij"}),
-    **dict.fromkeys(("combinations", "diag", "diagflat", "diag_embed"), lambda: (t(4),)),
+    **_all("combinations diag diagflat diag_embed", lambda: (t(4),)),
     "slice.Tensor": lambda: (t(), 1, 1, 4),
     "select.int": lambda: (t(), 1, 2),
     "narrow": lambda: (t(), 1, 1, 3),
     "narrow.Tensor": lambda: (t(), 1, torch.tensor(1), 3),
-    **dict.fromkeys(("split.Tensor", "unsafe_split.Tensor"), lambda: (t(), 3, 1)),
-    **dict.fromkeys(("split.sizes", "split_with_sizes", "unsafe_split_with_sizes"), lambda: (t(), [2, 4], 1)),
-    **dict.fromkeys(
-        ("chunk", "unsafe_chunk", "tensor_split.sections", "repeat_interleave.self_int"),
-        lambda: (t(), 2, 1),
-    ),
+    **_all("split.Tensor unsafe_split.Tensor", lambda: (t(), 3, 1)),
+    **_all("split.sizes split_with_sizes unsafe_split_with_sizes", lambda: (t(), [2, 4], 1)),
+    **_all("chunk unsafe_chunk tensor_split.sections repeat_interleave.self_int", lambda: (t(), 2, 1)),
     "tensor_split.indices": lambda: (t(), [2], 1),
     "tensor_split.tensor_indices_or_sections": lambda: (t(), torch.tensor([2]), 1),
-    **dict.fromkeys(("hsplit.int", "vsplit.int"), lambda: (t(), 2)),
-    **dict.fromkeys(("hsplit.array", "vsplit.array"), lambda: (t(), [2])),
+    **_all("hsplit.int vsplit.int", lambda: (t(), 2)),
+    **_all("hsplit.array vsplit.array", lambda: (t(), [2])),
     "dsplit.int": lambda: (t(2, 2, 4), 2),
     "dsplit.array": lambda: (t(2, 2, 4), [2]),
     "flip": lambda: (t(), [1]),
     "roll": lambda: (t(), [1], [1]),
-    **dict.fromkeys(("repeat", "tile"), lambda: (t(), [2, 1])),
+    **_all("repeat tile", lambda: (t(), [2, 1])),
     "repeat_interleave.self_Tensor": lambda: (t(), torch.tensor([1, 2, 1, 2]), 0, {"output_size": 6}),
     "as_strided": lambda: (t(), [2, 3], [6, 1]),
     "unfold": lambda: (t(), 1, 2, 2),
     "im2col": lambda: (t(2, 3, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]),
     "col2im": lambda: (t(2, 12, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]),
-    **dict.fromkeys(
-        ("pixel_shuffle", "channel_shuffle", "native_channel_shuffle"),
-        lambda: (t(1, 4, 3, 3), 2),
-    ),
+    **_all("pixel_shuffle channel_shuffle native_channel_shuffle", lambda: (t(1, 4, 3, 3), 2)),
     "pixel_unshuffle": lambda: (t(1, 1, 4, 4), 2),
-    **dict.fromkeys(
-        ("cat", "concat", "concatenate", "stack", "_stack", "hstack", "vstack", "dstack", "row_stack",
-         "column_stack", "atleast_1d.Sequence", "atleast_2d.Sequence", "atleast_3d.Sequence"),
-        lambda: ([t(), t()],),
-    ),
+    **_all("""
+        cat concat concatenate stack _stack hstack vstack dstack row_stack column_stack
+        atleast_1d.Sequence atleast_2d.Sequence atleast_3d.Sequence
+    """, lambda: ([t(), t()],)),
     "block_diag": lambda: ([t(2, 2), t(3, 3)],),
     "where.self": lambda: (b(4, 6), t(), t()),
     "where.ScalarOther": lambda: (b(4, 6), t(), 0.1),
@@ -377,14 +330,12 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gather": lambda: (t(), 1, i(6, 4, 3)),
     "take": lambda: (t(), i(24, 5)),
     "take_along_dim": lambda: (t(), i(6, 4, 3), 1),
-    **dict.fromkeys(("index.Tensor", "_unsafe_index.Tensor"), lambda: (t(), [i(4, 3)])),
+    **_all("index.Tensor _unsafe_index.Tensor", lambda: (t(), [i(4, 3)])),
     "index_select": lambda: (t(), 1, i(6, 3)),
     "masked_select": lambda: (t(), b(4, 6)),
     "embedding": lambda: (t(), i(4, 3)),
-    **dict.fromkeys(("embedding_bag", "_embedding_bag"), lambda: (t(), i(4, 6), torch.tensor([0, 3]))),
-    "embedding_bag.padding_idx": lambda: (
-        t(), i(4, 6), torch.tensor([0, 3]), False, 0, False, None, False, None
-    ),
+    **_all("embedding_bag _embedding_bag", lambda: (t(), i(4, 6), torch.tensor([0, 3]))),
+    "embedding_bag.padding_idx": lambda: (t(), i(4, 6), torch.tensor([0, 3]), False, 0, False, None, False, None),
     "scatter.src": lambda: (t(), 1, torch.tensor([[0, 1], [2, 3], [4, 5], [1, 0]]), t(4, 2)),
     "scatter.value": lambda: (t(), 1, torch.tensor([[0, 1], [2, 3], [4, 5], [1, 0]]), 0.1),
     "scatter.reduce": lambda: (t(), 1, i(6, 4, 2), t(4, 2), {"reduce": "add"}),
@@ -396,8 +347,8 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "diagonal_scatter": lambda: (t(), t(4)),
     "as_strided_scatter": lambda: (t(), t(2, 3), [2, 3], [6, 1]),
     "masked_scatter": lambda: (t(), b(4, 6), t()),
-    **dict.fromkeys(("index_put", "_unsafe_index_put"), lambda: (t(), [torch.tensor([0, 2])], t(2, 6))),
-    **dict.fromkeys(("index_copy", "index_add"), lambda: (t(), 0, torch.tensor([0, 2]), t(2, 6))),
+    **_all("index_put _unsafe_index_put", lambda: (t(), [torch.tensor([0, 2])], t(2, 6))),
+    **_all("index_copy index_add", lambda: (t(), 0, torch.tensor([0, 2]), t(2, 6))),
     "index_fill.int_Scalar": lambda: (t(), 0, torch.tensor([0, 2]), 0.1),
     "index_fill.int_Tensor": lambda: (t(), 0, torch.tensor([0, 2]), torch.tensor(0.1)),
     "index_reduce": lambda: (t(), 0, torch.tensor([0, 2]), t(2, 6), "prod"),
@@ -406,28 +357,22 @@ BUILDERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "masked_fill.Tensor": lambda: (t(), b(4, 6), torch.tensor(0.1)),
     # comparing and sorting
     "mode": lambda: (t(), 1),
-    **dict.fromkeys(("kthvalue", "topk"), lambda: (t(), 2)),
+    **_all("kthvalue topk", lambda: (t(), 2)),
     "sort.stable": lambda: (t(), {"stable": True}),
     "bucketize.Tensor": lambda: (t(), t(5).sort().values),
     "searchsorted.Tensor": lambda: (t(5).sort().values, t()),
     "histc": lambda: (t(), 5, -1, 1),
     # arithmetic with scalars or non-tensor arguments
-    **dict.fromkeys(("clamp", "clip"), lambda: (t(), -0.3, 0.3)),
-    **dict.fromkeys(("clamp.Tensor", "clip.Tensor"), lambda: (t(), t(), t())),
-    **dict.fromkeys(("dropout", "alpha_dropout", "native_dropout"), lambda: (t(), 0.5, True)),
-    **dict.fromkeys(("feature_dropout", "feature_alpha_dropout"), lambda: (t(2, 3, 4), 0.5, True)),
+    **_all("clamp clip", lambda: (t(), -0.3, 0.3)),
+    **_all("clamp.Tensor clip.Tensor", lambda: (t(), t(), t())),
+    **_all("dropout alpha_dropout native_dropout", lambda: (t(), 0.5, True)),
+    **_all("feature_dropout feature_alpha_dropout", lambda: (t(2, 3, 4), 0.5, True)),
     "threshold": lambda: (t(), 0.1, 0.3),
-    **dict.fromkeys(("mvlgamma", "special_multigammaln"), lambda: (p() + 3, 2)),
+    **_all("mvlgamma special_multigammaln", lambda: (p() + 3, 2)),
     "copysign.Scalar": lambda: (t(), -1.0),
     "ldexp.Tensor": lambda: (t(), i(3, 4, 6)),
-    **dict.fromkeys(
-        ("div.Tensor_mode", "divide.Tensor_mode"),
-        lambda: (t(), t(), {"rounding_mode": "floor"}),
-    ),
-    **dict.fromkeys(
-        ("div.Scalar_mode", "divide.Scalar_mode"),
-        lambda: (t(), 0.3, {"rounding_mode": "floor"}),
-    ),
+    **_all("div.Tensor_mode divide.Tensor_mode", lambda: (t(), t(), {"rounding_mode": "floor"})),
+    **_all("div.Scalar_mode divide.Scalar_mode", lambda: (t(), 0.3, {"rounding_mode": "floor"})),
     "segment_reduce": lambda: (t(4), "sum", {"lengths": torch.tensor([2, 2])}),
 }  # fmt: skip
 
@@ -565,72 +510,44 @@ NO_DRIVER = "a CUDA build asks the driver about cudnn, even for fake tensors"
 NO_META = "no meta kernel, so fake tensors cannot run it"
 NO_LSTM = "oneDNN has no such kernel for this CPU, and autocast raises"
 DATA = "the shape of its result depends on values"
+_NO_DRIVER = torch.version.cuda and not torch.cuda.is_available()
 
 #: Everything else in the lists must have arguments, run and answer.
 NOT_ASKED: dict[str, dict[str, str]] = {
     "cuda": {
-        "_thnn_fused_gru_cell": NO_META,
-        "batch_norm": NO_CUDA,
-        "combinations": DATA,
-        "ctc_loss.IntList": NO_META,
-        "ctc_loss.Tensor": NO_META,
-        "cudnn_convolution": NO_CUDA,
-        "cudnn_convolution_transpose": NO_CUDA,
-        "geqrf": NO_META,
-        "grid_sampler": NO_CUDA,
-        "grid_sampler_2d": NO_CUDA,
-        "gru.input": NO_META,
-        "gru_cell": NO_META,
-        "im2col": NO_CUDA,
-        "instance_norm": NO_CUDA,
-        "linalg_lstsq": DATA,
-        "masked_select": DATA,
-        "narrow.Tensor": DATA,
-        "native_batch_norm": NO_CUDA,
-        "nonzero": DATA,
+        **_all("_thnn_fused_gru_cell ctc_loss.IntList ctc_loss.Tensor geqrf gru.input gru_cell", NO_META),
+        **_all("combinations linalg_lstsq masked_select narrow.Tensor nonzero", DATA),
+        **_all("batch_norm cudnn_convolution cudnn_convolution_transpose grid_sampler", NO_CUDA),
+        **_all("grid_sampler_2d im2col instance_norm native_batch_norm", NO_CUDA),
         "tensor_split.tensor_indices_or_sections": "takes CPU indices only",
-        **dict.fromkeys(
-            ("lstm.input", "rnn_relu.input", "rnn_tanh.input")
-            if torch.version.cuda and not torch.cuda.is_available()
-            else (),
-            NO_DRIVER,
-        ),
-        **dict.fromkeys(
-            ("_convolution", "_convolution.deprecated", "_transformer_encoder_layer_fwd")
-            if UP_TO_2_12
-            else (),
+        **_all("lstm.input rnn_relu.input rnn_tanh.input" if _NO_DRIVER else "", NO_DRIVER),
+        **_all(
+            "_convolution _convolution.deprecated _transformer_encoder_layer_fwd" if UP_TO_2_12 else "",
             NO_META,
         ),
     },
     "mps": {
-        **dict.fromkeys(("_thnn_fused_gru_cell", "geqrf"), NO_META),
-        **dict.fromkeys(
-            (
-                *("combinations", "ctc_loss.IntList", "ctc_loss.Tensor", "linalg_lstsq", "masked_select"),
-                *("narrow.Tensor", "nonzero"),
-            ),
+        **_all("_thnn_fused_gru_cell geqrf", NO_META),
+        **_all(
+            "combinations ctc_loss.IntList ctc_loss.Tensor linalg_lstsq masked_select narrow.Tensor nonzero",
             DATA,
         ),
-        **dict.fromkeys(
-            (
-                *("batch_norm", "grid_sampler", "grid_sampler_2d", "im2col", "instance_norm"),
-                *("native_batch_norm", "scaled_dot_product_attention"),
-            ),
-            NO_MPS,
-        ),
+        **_all("batch_norm grid_sampler grid_sampler_2d im2col instance_norm native_batch_norm", NO_MPS),
+        "scaled_dot_product_attention": NO_MPS,
         "_mps_convolution": "has no arguments in these tables: its kernel is in MPS builds alone",
         "tensor_split.tensor_indices_or_sections": "takes CPU indices only",
     },
-    "cpu": dict.fromkeys(() if has_low_lstm(LOW["cpu"]) else ("lstm.input", "mkldnn_rnn_layer"), NO_LSTM),
+    "cpu": _all("" if has_low_lstm(LOW["cpu"]) else "lstm.input mkldnn_rnn_layer", NO_LSTM),
 }
 
 #: Where the lists differ from what autocast does, on purpose.
 DIFFERS: dict[tuple[str, str], str] = {
     ("cpu", "_transformer_encoder_layer_fwd"): "its inner products are low, and its result is",
     ("cpu", "affine_grid_generator"): "an inner bmm computes the sampling grid in low precision",
-    ("cpu", "linalg_pinv"): "an inner matmul rounds the inverse",
-    ("cpu", "linalg_pinv.atol_rtol_float"): "an inner matmul rounds the inverse",
-    ("cpu", "linalg_pinv.atol_rtol_tensor"): "an inner matmul rounds the inverse",
+    **dict.fromkeys(
+        [("cpu", f"linalg_pinv{overload}") for overload in ("", ".atol_rtol_float", ".atol_rtol_tensor")],
+        "an inner matmul rounds the inverse",
+    ),
 }
 
 

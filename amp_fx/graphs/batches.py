@@ -40,11 +40,7 @@ def call_of(program: Callable[..., Any], batch: Any) -> Arguments:
 
 
 def arguments_of(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The call that arguments stand for: as they are given, or the one batch among them, see :func:`call_of`.
-
-    Raises:
-        InputError: the program does not take them.
-    """
+    """The call that arguments stand for: as they are given, or the one batch among them, see :func:`call_of`."""
     if len(args) == 1 and not kwargs:
         return call_of(program, args[0])
     if _refusal(program, (args, kwargs)) is not None:
@@ -53,23 +49,19 @@ def arguments_of(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def inputs_of(program: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None) -> Arguments:
-    """The call of ``torch.export.export(program, args, kwargs)``, where ``args`` may also be one batch.
-
-    Raises:
-        InputError: the program does not take them.
-    """
+    """The call of ``torch.export.export(program, args, kwargs)``, where ``args`` may also be one batch."""
     return arguments_of(program, tuple(args), dict(kwargs)) if kwargs else call_of(program, args)
 
 
-def _entry(program: Callable[..., Any]) -> Callable[..., Any]:
-    return program.forward if isinstance(program, nn.Module) else program
+def _signature(program: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(program.forward if isinstance(program, nn.Module) else program)
 
 
 def _refusal(program: Callable[..., Any], call: Arguments) -> str | None:
     """Why a signature does not take a call; None if it does, or where there is no signature."""
     args, kwargs = call
     try:
-        signature = inspect.signature(_entry(program))
+        signature = _signature(program)
     except (TypeError, ValueError):
         return None
     try:
@@ -84,6 +76,6 @@ def _not_taken(program: Callable[..., Any], call: Arguments) -> InputError:
     given = ", ".join([*(type(value).__name__ for value in args), *(f"{name}=" for name in kwargs)])
     name = getattr(program, "__name__", type(program).__name__)
     return InputError(
-        f"{name} takes {inspect.signature(_entry(program))}, not ({given}): {_refusal(program, call)}. A batch is a "
+        f"{name} takes {_signature(program)}, not ({given}): {_refusal(program, call)}. A batch is a "
         "tuple of positional arguments, a mapping of keyword arguments, or the only argument."
     )

@@ -3,8 +3,7 @@
 The Dynamo graph is interpreted once on its own fake tensors under ``make_fx(pre_dispatch=True)``. User
 autocast is left on while tracing: pre-dispatch recording happens above autocast, so the graph has no casts
 that the user did not write, while ``meta["val"]`` carries the dtypes of the eager program. These *traced
-dtypes* are the
-contract: outputs, aliases and mutations of the rewritten graph have exactly them.
+dtypes* are the contract: outputs, aliases and mutations of the rewritten graph have exactly them.
 
 What make_fx cannot take is kept as it stands: higher-order ops (their bodies are captured by recursion), functorch
 regions (vmap, grad), whose nodes are copied unchanged, and ``torch.autograd.grad``: AOTAutograd traces its backward
@@ -133,8 +132,7 @@ def _trace(
     except CaptureError:
         raise
     except Exception as error:
-        # make_fx runs the user's program: whatever it raises is a fact about this graph, chained for the
-        # reader
+        # make_fx runs the user's program: whatever it raises is a fact about this graph
         raise CaptureError(
             f"cannot trace {interpreter.where} to pre-dispatch ATen: {type(error).__name__}: {error}"
         ) from error
@@ -146,32 +144,21 @@ def _capture_bodies(
     """Captures the bodies of higher-order ops, each under the autocast state of its call."""
     bodies: dict[str, fx.GraphModule] = {}
     for node in gm.graph.nodes:
-        if not isinstance(node.target, HigherOrderOperator):
+        is_kept = isinstance(node.target, HigherOrderOperator)
+        if not is_kept or node.target.name() in (*OPAQUE_BODIES, INLINED):
             continue
-        if node.target.name() in (*OPAQUE_BODIES, INLINED):
-            continue
-        for arg in node.all_input_nodes:
-            body = _body(gm, arg)
-            if body is not None and arg.target not in bodies:
-                bodies[str(arg.target)] = capture(body, regions[node])
+        for name in (str(given.target) for given in node.all_input_nodes if given.op == "get_attr"):
+            body = getattr(gm, name, None)
+            if isinstance(body, fx.GraphModule) and name not in bodies:
+                bodies[name] = capture(body, regions[node])
     return bodies
-
-
-def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    if node.op != "get_attr":
-        return None
-    value = getattr(gm, str(node.target), None)
-    return value if isinstance(value, fx.GraphModule) else None
 
 
 def _inline_constants(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
     """Makes tensors that make_fx kept as attributes again what they were: literals of the program.
 
     ``ids[..., 0] = 5`` leaves ``_tensor_constant0`` behind, which AOTAutograd would look up among Dynamo's
-    parameters and not find.
-
-    Raises:
-        CaptureError: the attribute is no literal, but a parameter that Dynamo did not make an input.
+    parameters and not find. CaptureError for a parameter that Dynamo did not make an input.
     """
     for node in list(traced.graph.find_nodes(op="get_attr")):
         value = getattr(traced, str(node.target), None)

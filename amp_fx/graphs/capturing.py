@@ -72,13 +72,7 @@ class CapturingInterpreter(fx.Interpreter):
         regions: Mapping[fx.Node, Mapping[str, Region]],
         capture_bodies: CaptureBodies,
     ) -> None:
-        """Captures the bodies of higher-order ops.
-
-        Args:
-            gm: the graph to run.
-            regions: autocast state per node and device type.
-            capture_bodies: captures the bodies of a graph's higher-order ops, by attribute name.
-        """
+        """Captures the bodies of higher-order ops; regions are the autocast state per node and device type."""
         super().__init__(gm)
         self._at: fx.Node | None = None
         self._has_raw = False
@@ -175,7 +169,7 @@ class CapturingInterpreter(fx.Interpreter):
         args, kwargs = self._arguments(n)
         proxy_args, proxy_kwargs = tree_map(self._to_proxy, (args, kwargs))
         proxy = self._tracer.create_proxy("call_function", n.target, proxy_args, proxy_kwargs, name=n.name)
-        proxy.node.meta.update({k: n.meta[k] for k in ("stack_trace", "nn_module_stack") if k in n.meta})
+        proxy.node.meta.update(_origin(n))
         return track_tensor_tree(_example(n), proxy, constant=None, tracer=self._tracer)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +192,7 @@ class CapturingInterpreter(fx.Interpreter):
         args, kwargs = tree_map(self._to_proxy, self.fetch_args_kwargs_from_env(n))
         proxy = self._tracer.create_proxy(n.op, n.target, args, kwargs, name=n.name)
         example = n.meta.get("example_value")
-        proxy.node.meta.update({k: n.meta[k] for k in ("stack_trace", "nn_module_stack") if k in n.meta})
+        proxy.node.meta.update(_origin(n))
         if not any(is_functorch_wrapped(leaf) for leaf in tree_leaves(example)):
             with disable_proxy_modes_tracing():
                 proxy.node.meta["val"] = tree_map(stand_in, example)
@@ -221,11 +215,8 @@ class CapturingInterpreter(fx.Interpreter):
 
         ``y = x.to(torch.float32)`` on an fp32 ``x`` returns ``x`` itself; make_fx would then call every later
         use of ``x`` a use of ``y``. So do ``broadcast_tensors`` and with it ``F.mse_loss``: under ``no_grad``, later
-        uses of ``x`` would lose their gradient. In-place calls do return their argument, and stay.
-
-        Args:
-            result: what the call returned.
-            argument: proxy, from before the call, of the argument that ``result`` is; None if it is none.
+        uses of ``x`` would lose their gradient. In-place calls do return their argument, and stay. ``argument`` is the
+        proxy, from before the call, of the argument that the result is, or None.
         """
         proxy = self._tracer.unwrap_proxy(result) if isinstance(argument, fx.Proxy) else None
         if proxy is None or proxy.node is argument.node:
@@ -241,16 +232,17 @@ class CapturingInterpreter(fx.Interpreter):
 
 
 def _check_rule(n: fx.Node, regions: Mapping[str, Region]) -> None:
-    """A custom op may have an autocast rule of its own, which Dynamo's fake tensors and op lists do not show.
-
-    Raises:
-        CaptureError: it has one, and stands in a region of the user's.
-    """
+    """Refuses a custom op with an autocast rule of its own in a user's region: its fake tensors do not show it."""
     if not isinstance(n.target, OpOverload) or n.target.namespace in ("aten", "prims"):
         return
     by_user = [device for device, region in regions.items() if region.by_user and region.enabled]
     if any(has_autocast_rule(n.target, device) for device in by_user):
         raise CaptureError(f"{n.target} has an autocast rule of its own, inside torch.autocast ({where(n)})")
+
+
+def _origin(n: fx.Node) -> dict[str, Any]:
+    """Where a node is in the program."""
+    return {key: n.meta[key] for key in ("stack_trace", "nn_module_stack") if key in n.meta}
 
 
 def _example(n: fx.Node) -> Any:

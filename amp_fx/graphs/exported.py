@@ -30,17 +30,11 @@ aten = torch.ops.aten
 
 
 def adopt(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
-    """A copy of an exported graph, in the form that :func:`amp_fx.graphs.capture.capture` returns.
+    """A copy of the graph of an ExportedProgram, or of a body inside it, in the form that ``capture`` returns.
 
     Args:
-        gm: graph of an ExportedProgram, or a body inside it; not changed.
+        gm: the graph; not changed.
         ambient: autocast state at graph entry per device type.
-
-    Returns:
-        A GraphModule with the same inputs and outputs, whose nodes carry ``meta[REGION_META]``.
-
-    Raises:
-        CaptureError: autocast surrounds an op that cannot be rewritten.
     """
     root = torch.nn.Module()
     graph = fx.Graph()
@@ -63,10 +57,7 @@ def ambient_dtype(adopted: fx.GraphModule) -> torch.dtype | None:
     """The dtype of an autocast that was on while the program was exported; None where there was none.
 
     Such a program says bf16 in its metadata, while its ops and weights are fp32: ``torch.export`` does not
-    record the state that surrounds it.
-
-    Raises:
-        CaptureError: no autocast explains the dtypes in the graph.
+    record the state that surrounds it. CaptureError where no autocast explains the dtypes in the graph.
     """
     node = next(_differing(adopted, None), None)
     if node is None:
@@ -191,12 +182,7 @@ def _wrapped(
 
 
 def _differing(gm: fx.GraphModule, ambient: torch.dtype | None) -> Iterator[fx.Node]:
-    """Calls whose recorded dtype is not the one they give under their autocast state.
-
-    Args:
-        gm: an adopted graph.
-        ambient: dtype of an autocast around the program, or None.
-    """
+    """Calls of an adopted graph whose recorded dtype is not the one they give inside an autocast of dtype ambient."""
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if not isinstance(node.target, OpOverload) or not is_eligible(value):

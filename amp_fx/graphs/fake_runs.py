@@ -55,12 +55,9 @@ def _aliased(value: Any) -> Any:
 
 
 def run_fake(node: fx.Node) -> Any:
-    """Runs a call on the fake values of its arguments, autocast and gradients off.
+    """Runs a call on the fake values of its arguments, autocast and gradients off; VerifyError if it does not run.
 
     With gradients, a write to a leaf that requires one would be refused, though the program makes it without.
-
-    Raises:
-        VerifyError: the op does not take these dtypes; names node and source line.
     """
     args, kwargs, mode = fake_arguments(node)
     try:
@@ -122,9 +119,7 @@ def is_matmul(node: fx.Node) -> bool:
 def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
     """Floating-point operations of a matmul-like call, found on its fake values; 0 where there is no formula.
 
-    Args:
-        node: a call with eligible arguments.
-        low: run under autocast to this dtype, for arguments whose traced dtypes need not agree.
+    It runs under autocast to ``low``, where that is given, since traced dtypes of arguments need not agree.
     """
     args, kwargs, fake_mode = fake_arguments(node)
     name = getattr(node.target, "__name__", "")

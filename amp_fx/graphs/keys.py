@@ -33,17 +33,13 @@ T = TypeVar("T")
 
 
 class Key(Generic[T]):
-    """A key with the type of its values.
-
-    Args:
-        name: of the key.
-    """
+    """A key with the type of its values."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def of(self, owner: fx.Node | fx.GraphModule) -> T | None:
-        """The value; None where there is none."""
+        """The value that a node or graph has, or None."""
         return owner.meta.get(self.name)
 
     def set(self, owner: fx.Node | fx.GraphModule, value: T) -> None:
@@ -55,10 +51,8 @@ class Key(Generic[T]):
 
 #: call -> type of a device -> the autocast region that the call is in
 REGION_META = "amp_fx_region"
-
 #: the graph's output -> dtypes of each result as Dynamo traced them
 OUTPUT_META = "amp_fx_traced"
-
 #: input of a graph that was moved to a GPU that is not there -> what it is in the program
 SOURCE_META = "amp_fx_source"
 
@@ -66,23 +60,17 @@ SOURCE_META = "amp_fx_source"
 
 #: call -> its label (:class:`amp_fx.plans.label.Label`)
 LABEL = "amp_fx_label"
-
 #: cast that amp_fx has inserted -> True
 CAST_META = "amp_fx_cast"
-
 #: call that a pass has added to compute what another call did -> True: it has no row in a plan; what it reads counts
 #: as read by the call that reads it
 STEP_META = "amp_fx_step"
-
 #: call -> the fake values with which it ran last
 RAN_META = "amp_fx_ran"
-
 #: input that holds what was made of a weight -> name of the weight
 COPY_META = "amp_fx_copy_of"
-
 #: likewise -> its recipe, and which of the recipe's tensors it is
 RECIPE_META = "amp_fx_copy_recipe"
-
 #: module that was exported -> its plan
 PLAN_META = "amp_fx_plan"
 
@@ -90,19 +78,14 @@ PLAN_META = "amp_fx_plan"
 
 #: call -> True where its result shares a storage that somebody writes to, so that it cannot be re-typed alone
 TIED = Key[bool]("amp_fx_tied")
-
 #: call -> whether its result may be stored low where autocast has fp32
 MAY_ROUND = Key[bool]("amp_fx_may_round")
-
 #: matmul -> the level below 16 bits in which it is to run
 LEVEL = Key[Any]("amp_fx_level")
-
 #: copy of a matrix that may be stored, or its factors -> of which matrix, by which recipe
 PART = Key[Any]("amp_fx_part")
-
 #: graph that was placed by sensitivity -> sensitivity of the placement that was chosen, and of torch.autocast's
 SENSITIVITY = Key[tuple[float, float]]("amp_fx_sensitivity")
-
 #: graph that is placed by sensitivity under a policy below 16 bits -> what its matmuls may add to the error
 BUDGET = Key[Any]("amp_fx_level_budget")
 
@@ -110,24 +93,9 @@ BUDGET = Key[Any]("amp_fx_level_budget")
 
 #: call that policy and plan let run below 16 bits -> its name in the plan
 MARK = "amp_fx_may_run_below"
-
 #: product whose result a rule has in fp32 -> its name in the plan
 RESULT_MARK = "amp_fx_result"
-
 #: keys of nodes; a program that is exported has none of them
 NODE_KEYS = frozenset(
-    {
-        *(
-            REGION_META,
-            OUTPUT_META,
-            SOURCE_META,
-            LABEL,
-            CAST_META,
-            STEP_META,
-            RAN_META,
-            COPY_META,
-            RECIPE_META,
-        ),
-        *(key.name for key in (TIED, MAY_ROUND, LEVEL, PART)),
-    }
-)
+    (REGION_META, OUTPUT_META, SOURCE_META, LABEL, CAST_META, STEP_META, RAN_META, COPY_META, RECIPE_META)
+).union(key.name for key in (TIED, MAY_ROUND, LEVEL, PART))
