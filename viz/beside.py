@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from importlib import resources
 
 from amp_fx.plans.plan import CastSum, Cost, ModuleCasts
 from amp_fx.viz.graph import Drawing
-from amp_fx.viz.style import DARK, LIGHT, per_cent, size
+from amp_fx.viz.style import COLOURS, per_cent, size
 from amp_fx.viz.words import short_dtype
 
 __all__ = ["STYLE", "SUFFIX", "drawn", "headline", "render", "variables"]
@@ -37,30 +38,19 @@ _WHERE = {"weight": "forward", "activation": "forward"}
 _Kind = tuple[str, str, str, str]
 
 #: of both, the page's own and the file's; colours are variables
-STYLE = """
-.beside text { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: var(--ink); }
-.beside .headline { font-size: 19px; font-weight: 700; }
-.beside .name { font-size: 14px; font-weight: 600; }
-.beside .sub { font-size: 11.5px; fill: var(--faint); }
-.beside .gone { fill: var(--faint); text-decoration: line-through; }
-.beside .ghost { fill: none; stroke: var(--line); stroke-dasharray: 3 3; }
-.beside .step { stroke: var(--line); fill: none; }
-.beside .module { stroke: var(--border); stroke-width: 1; }
-.beside .lower { fill: var(--lower); }
-.beside .widen { fill: var(--widen); }
-"""
+STYLE = resources.files("amp_fx.viz").joinpath("beside.css").read_text(encoding="utf-8")
 
 
-def variables(colours: Mapping[str, str]) -> str:
-    """The colours as CSS declarations: ``--lower: #0072b2; ``."""
-    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+def variables(dark: int) -> str:
+    """The colours of a light window, or of a dark one, as CSS declarations: ``--lower: #0072b2; ``."""
+    return " ".join(f"--{name}: {pair[dark]};" for name, pair in COLOURS.items())
 
 
 def render(drawing: Drawing) -> str:
     """The picture as an SVG file."""
     style = (
-        f".beside {{ {variables(LIGHT)} background: var(--paper); max-width: 100%; height: auto; }}\n"
-        f"@media (prefers-color-scheme: dark) {{ .beside {{ {variables(DARK)} }} }}\n{STYLE}"
+        f".beside {{ {variables(0)} background: var(--paper); max-width: 100%; height: auto; }}\n"
+        f"@media (prefers-color-scheme: dark) {{ .beside {{ {variables(1)} }} }}\n{STYLE}"
     )
     return drawn(drawing).replace("<g>", f"<style>\n{style}</style>\n<g>", 1) + "\n"
 
@@ -162,7 +152,7 @@ def _height(row: ModuleCasts) -> int:
 
 def _draw_module(row: ModuleCasts, name: str, x: int, top: int, height: int) -> Iterator[str]:
     dtype = row.dtypes.get(name, "")
-    fill, ink = (dtype, f"on-{dtype}") if f"on-{dtype}" in LIGHT else ("plain", "ink")
+    fill, ink = (dtype, f"on-{dtype}") if f"on-{dtype}" in COLOURS else ("plain", "ink")
     box = f'x="{x}" y="{top}" width="{_BOX}" height="{height}" rx="4" style="fill:var(--{fill})"'
     yield f'<rect class="module" {box}/>'
     times = f" \N{MULTIPLICATION SIGN}{row.times}" if row.times > 1 else ""

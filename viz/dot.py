@@ -10,20 +10,19 @@ import graphviz
 
 from amp_fx.errors import AmpFxError
 from amp_fx.plans.files import write_bytes, write_text
-from amp_fx.viz.graph import DEPTH, Drawing, Graph, Group, Marked, Node
+from amp_fx.viz.graph import DEPTH, Drawing, Graph, Marked
 from amp_fx.viz.style import (
     CLASSES,
-    HEAT,
-    LIGHT,
-    Sample,
+    COLOURS,
+    Border,
+    Face,
     cast_lines,
-    cast_share,
-    heat_samples,
+    cost_text,
+    group_face,
+    is_hot,
     kernel_bytes,
     legend,
-    module_words,
-    tint,
-    total_line,
+    node_face,
 )
 
 __all__ = ["source", "write"]
@@ -38,17 +37,13 @@ _HINT = (
     " graphviz; macOS: brew install graphviz), or save as .html or .dot, which need nothing"
 )
 
-_GRAPH = {
-    "labelloc": "t",
-    "labeljust": "l",
-    "fontname": _FONT,
-    "fontsize": "11",
-    "ranksep": "0.3",
-    "nodesep": "0.18",
-}
-_NODE = {"shape": "box", "fontname": _FONT, "fontsize": "10", "margin": "0.12,0.05", "height": "0.3"}
+_GRAPH = {"labelloc": "t", "labeljust": "l", "fontname": _FONT, "fontsize": "11", "bgcolor": "white"}
+_GAPS = {"ranksep": "0.3", "nodesep": "0.18"}
+_NODE = {"fontname": _FONT, "fontsize": "10", "margin": "0.12,0.05", "height": "0.3"}
 _EDGE = {"fontname": _FONT, "fontsize": "9", "arrowsize": "0.6", "color": "#777777"}
 _CLUSTER = {"color": "#999999", "fontsize": "11", "style": "rounded", "labeljust": "l"}
+
+_LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 
 
 def write(drawing: Drawing, path: Path, depth: int = DEPTH) -> None:
@@ -75,32 +70,29 @@ def write(drawing: Drawing, path: Path, depth: int = DEPTH) -> None:
 
 def source(drawing: Drawing, depth: int = DEPTH) -> graphviz.Digraph:
     """The drawing in the dot language: one cluster per graph, and the legend."""
-    label = {"label": _heading(drawing), "bgcolor": "white"}
-    picture = graphviz.Digraph(graph_attr={**_GRAPH, **label}, node_attr=_NODE, edge_attr=_EDGE)
+    look = {**_GRAPH, **_GAPS, "label": _heading(drawing)}
+    picture = graphviz.Digraph(graph_attr=look, node_attr=_NODE, edge_attr=_EDGE)
     for index, graph in enumerate(drawing.graphs):
         title = drawing.label(graph)
-        if graph.graph_break:
-            title += f"\nends at a graph break: {graph.graph_break}"
-        if graph.fallback:
-            title += f"\nnot rewritten: {graph.fallback}"
-        _Picture(graph, f"{index}_", depth, is_hot=bool(heat_samples(drawing))).draw(picture, title)
+        title += f"\nends at a graph break: {graph.graph_break}" if graph.graph_break else ""
+        title += f"\nnot rewritten: {graph.fallback}" if graph.fallback else ""
+        _Picture(graph, f"{index}_", depth, is_hot(drawing)).draw(picture, title)
     return picture
 
 
 class _Picture:
     """Draws one graph."""
 
-    def __init__(self, graph: Graph, prefix: str, depth: int, *, is_hot: bool) -> None:
-        self.graph, self.prefix, self.is_hot = graph, prefix, is_hot
+    def __init__(self, graph: Graph, prefix: str, depth: int, hot: bool) -> None:
+        self.graph, self.prefix, self.hot = graph, prefix, hot
         self.boxes = graph.boxes(depth)
         #: what stands in each open group
         self.inside: dict[int, list[str]] = {0: []}
         for box in dict.fromkeys(self.boxes):
-            at = int(box[1:])
-            home = graph.nodes[at].group if box[0] == "n" else graph.groups[at].parent
-            for group in graph.around(home):
+            row = (graph.nodes if box[0] == "n" else graph.groups)[int(box[1:])]
+            for group in graph.around(row.group):
                 self.inside.setdefault(group, [])
-            self.inside[home or 0].append(box)
+            self.inside[row.group or 0].append(box)
 
     def draw(self, picture: graphviz.Digraph, title: str) -> None:
         self._draw_group(picture, 0, title)
@@ -119,53 +111,42 @@ class _Picture:
         cluster = graphviz.Digraph(f"cluster_{self.prefix}{group}")
         cluster.attr(label=_text(title, justify="l"), **_CLUSTER)
         for box in self.inside[group]:
-            at = int(box[1:])
-            if box[0] == "n":
-                self._draw_node(cluster, self.graph.nodes[at], self.prefix + box)
-            else:
-                self._draw_closed(cluster, self.graph.groups[at], self.prefix + box)
+            self._draw_box(cluster, box, int(box[1:]))
         for inner in self.inside:
-            if self.graph.groups[inner].parent == group:
+            if self.graph.groups[inner].group == group:
                 self._draw_group(cluster, inner, self.graph.groups[inner].title)
         picture.subgraph(cluster)
 
-    def _draw_node(self, picture: graphviz.Digraph, node: Node, name: str) -> None:
-        fill, ink = LIGHT.get(node.dtype, LIGHT["plain"]), LIGHT.get(f"on-{node.dtype}", "#000000")
-        picture.node(
-            name,
-            _text("\n".join(node.lines)),
-            tooltip=_text(f"{node.reason}\n{node.source}"),
-            shape="box" if node.kind == "call" else "ellipse",
-            fillcolor=HEAT[node.heat][1] if self.is_hot else fill,
-            fontcolor="#000000" if self.is_hot else ink,
-            **_border(node.op_class, changed=bool(node.was)),
-        )
-
-    def _draw_closed(self, picture: graphviz.Digraph, group: Group, name: str) -> None:
-        leaves = [self.graph.nodes[leaf] for leaf in group.leaves]
-        hot = max(leaf.heat for leaf in leaves)
-        op, calls, casts = module_words(self.graph, group)
-        each = "each: " if group.times > 1 and calls else ""
-        picture.node(
-            name,
-            _text("\n".join(line for line in (group.title + op, each + calls, casts) if line)),
-            tooltip=_text(f"module {group.label}: {len(leaves)} nodes"),
-            shape="box3d",
-            margin="0.16,0.1",
-            fillcolor=HEAT[hot][1] if self.is_hot else tint(cast_share(self.graph, group)),
-            **_border(
-                group.main.op_class if group.main else "keep", changed=any(leaf.was for leaf in leaves)
-            ),
-        )
+    def _draw_box(self, picture: graphviz.Digraph, box: str, at: int) -> None:
+        if box[0] == "n":
+            node = self.graph.nodes[at]
+            face, tip = node_face(node, hot=self.hot), f"{node.reason}\n{node.source}"
+            look = {"shape": "box" if node.kind == "call" else "ellipse"}
+        else:
+            group = self.graph.groups[at]
+            face = group_face(self.graph, group, hot=self.hot)
+            tip = f"module {group.label}: {len(group.leaves)} nodes"
+            look = {"shape": "box3d", "margin": "0.16,0.1"}
+        text = _text("\n".join(face.lines))
+        picture.node(self.prefix + box, text, tooltip=_text(tip), **look, **_look(face))
 
 
-def _border(op_class: str, *, changed: bool) -> dict[str, str]:
-    border = CLASSES[op_class]
+def _look(face: Face) -> dict[str, str]:
+    border = CLASSES[face.op_class]
     return {
+        "fillcolor": _LIGHT.get(face.fill, face.fill) or _tint(face.share),
+        "fontcolor": _LIGHT.get(face.ink, face.ink),
         "style": f"filled,{border.dot}",
-        "penwidth": str(max(border.width, 3.0) if changed else border.width),
-        "color": LIGHT["changed" if changed else "border"],
+        "penwidth": str(max(border.width, 3.0) if face.changed else border.width),
+        "color": _LIGHT["changed" if face.changed else "border"],
     }
+
+
+def _tint(share: float) -> str:
+    """White to the tint of closed modules."""
+    strength = 0.75 * min(share, 1.0) ** 0.5
+    channels = (int(_LIGHT["tint"][at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(255 + strength * (channel - 255)):02x}" for channel in channels)
 
 
 def _moved(casts: Sequence[Marked]) -> int:
@@ -174,7 +155,7 @@ def _moved(casts: Sequence[Marked]) -> int:
 
 def _cast_look(casts: Sequence[Marked], dearest: int) -> dict[str, str]:
     """An edge as wide as the bytes of its casts; those that are fused fade."""
-    colour = LIGHT["lower" if all(cast.narrows for cast, _ in casts) else "widen"]
+    colour = _LIGHT["lower" if all(cast.narrows for cast, _ in casts) else "widen"]
     gone = all(mark == "removed" for _, mark in casts)
     fused = all(cast.kernel is False for cast, _ in casts)
     # a label lies over lines and frames: on paper of its own, it can be read there, and a narrow one meets fewer
@@ -192,34 +173,30 @@ def _cast_look(casts: Sequence[Marked], dearest: int) -> dict[str, str]:
 def _heading(drawing: Drawing) -> str:
     """The title and the legend. As a label of the whole they take no room among the boxes."""
     lines = [f"{drawing.title}: cast placement, policy {drawing.policy}"]
-    lines += [total_line(name, cost) for name, cost in drawing.totals.items()]
+    lines += [f"{name}: {cost_text(cost)}" for name, cost in drawing.totals.items()]
     if drawing.more:
         lines.append(drawing.more)
     if drawing.diff:
         lines.append(f"against the earlier report: {drawing.diff.splitlines()[0]}")
     title = "".join(f'<FONT POINT-SIZE="15">{escape(line)}</FONT><BR ALIGN="LEFT"/>' for line in lines)
-    cells = [_legend_cells(sample) for sample in legend(drawing)]
+    cells = [_legend_cells(*sample) for sample in legend(drawing)]
     half = -(-len(cells) // 2)
-    columns = cells[:half], [*cells[half:], '<TD COLSPAN="2"></TD>'][:half]
-    rows = "".join(f"<TR>{left}{right}</TR>" for left, right in zip(*columns, strict=True))
+    columns = zip(cells[:half], [*cells[half:], '<TD COLSPAN="2"></TD>'], strict=False)
+    rows = "".join(f"<TR>{left}{right}</TR>" for left, right in columns)
     head = "".join(f'<TR><TD ALIGN="LEFT" COLSPAN="4">{text}</TD></TR>' for text in (title, "legend"))
     return f'<<TABLE BORDER="0" CELLSPACING="4" CELLPADDING="2">{head}{rows}</TABLE>>'
 
 
-def _legend_cells(sample: Sample) -> str:
+def _legend_cells(border: Border, fill: str, colour: str) -> str:
     """Two cells of a table in dot's own HTML: how it looks, and what it means."""
-    kind, look, text = sample
+    look = f'BORDER="{round(border.width)}" STYLE="{border.dot}" COLOR="{_LIGHT[colour]}"'
     inside = ""
-    if kind == "fill":
-        attributes = f'BORDER="1" BGCOLOR="{tint(0.5) if look == "tint" else LIGHT.get(look, look)}"'
-    elif look == "changed":
-        attributes = f'BORDER="3" COLOR="{LIGHT[look]}"'
-    elif kind == "border":
-        attributes = f'BORDER="{round(CLASSES[look].width)}" STYLE="{CLASSES[look].dot}"'
+    if fill:
+        look += f' BGCOLOR="{_LIGHT.get(fill, fill)}"'
     else:
-        line = {"fused": "- - ", "removed": ". . "}.get(look, "\N{EM DASH}") + "\N{RIGHTWARDS ARROW}"
-        attributes, inside = "", f'<FONT COLOR="{LIGHT.get(look, LIGHT["lower"])}">{line}</FONT>'
-    return f'<TD WIDTH="40" {attributes}>{inside}</TD><TD ALIGN="LEFT">{escape(text)}</TD>'
+        line = {"solid": "\N{EM DASH}", "dashed": "- - ", "dotted": ". . "}[border.dot]
+        look, inside = "", f'<FONT COLOR="{_LIGHT[colour]}">{line}\N{RIGHTWARDS ARROW}</FONT>'
+    return f'<TD WIDTH="40" {look}>{inside}</TD><TD ALIGN="LEFT">{escape(border.meaning)}</TD>'
 
 
 def _text(text: str, *, justify: str = "n") -> str:

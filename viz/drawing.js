@@ -73,8 +73,8 @@ function drawEdge(scene, { points: all, label: at }, { from, to, casts: found },
   }
 }
 
-function drawBox(scene, id, at, { lines, fill, ink, mix: found, border: [dashes, thick], changed }) {
-  const closed = id[0] === "g", index = Number(id.slice(1));
+function drawBox(scene, id, at, { lines, fill, ink, mix: found, op_class: name, changed }) {
+  const closed = id[0] === "g", index = Number(id.slice(1)), [dashes, thick] = model.borders[name];
   const element = make("g", { class: "box" + (changed ? " changed" : ""), "data-id": id, tabindex: 0, role: "button",
     "aria-label": lines.join(", ") }, scene);
   const look = { class: "face", style: "fill:" + fill, "stroke-width": thick, "stroke-dasharray": dashes || "none" };
@@ -100,9 +100,9 @@ function drawBox(scene, id, at, { lines, fill, ink, mix: found, border: [dashes,
 function drawMix(element, found, { x, y, width: wide, height }) {
   const total = found.reduce((count, [, n]) => count + n, 0);
   let left = x + 2;
-  for (const [dtype, n] of found) {
+  for (const [fill, n] of found) {
     const part = ((wide - 4) * n) / total;
-    make("rect", { x: left, y: y + height - 6, width: part, height: 4, style: "fill:" + colourOf(dtype) }, element);
+    make("rect", { x: left, y: y + height - 6, width: part, height: 4, style: "fill:" + fill }, element);
     left += part;
   }
 }

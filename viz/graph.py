@@ -72,14 +72,6 @@ class Node:
     heat: int = 0
     drawn: int = 0
 
-    @property
-    def lines(self) -> list[str]:
-        """What its box says."""
-        dtype = short_dtype(self.dtype)
-        if self.was:
-            dtype = f"{short_dtype(self.was)} \N{RIGHTWARDS DOUBLE ARROW} {dtype or 'none'}"
-        return [line for line in (self.label, dtype, self.measured) if line]
-
 
 @dataclass
 class Edge:
@@ -104,7 +96,7 @@ class Group:
     """
 
     label: str
-    parent: int | None = None
+    group: int | None = None
     depth: int = 0
     run: bool = False
     leaves: list[int] = field(default_factory=list)
@@ -137,7 +129,7 @@ class Graph:
         """A group and those around it, from inside to outside."""
         while group is not None:
             yield group
-            group = self.groups[group].parent
+            group = self.groups[group].group
 
     def content(self, group: Group) -> list[tuple[str, int]]:
         """Calls of a group by dtype, the most frequent first."""
@@ -171,8 +163,9 @@ class Graph:
         for edge in self.edges:
             tail, head = (set(self.around(self.nodes[end].group)) for end in (edge.tail, edge.head))
             for group in tail & head:
-                inside = {cast.name: cast for cast, mark in edge.casts if mark != "removed"}
-                self.groups[group].casts.update(inside)
+                for cast, mark in edge.casts:
+                    if mark != "removed":
+                        self.groups[group].casts[cast.name] = cast
         for group in self.groups:
             leaves = [self.nodes[leaf] for leaf in group.leaves]
             listed = [leaf for leaf in leaves if leaf.flops or leaf.op_class in _LISTED]
@@ -200,17 +193,16 @@ class Graph:
         folds: dict[Any, list[int]] = {}
         for at, group in enumerate(self.groups):
             name, indexed = _INDEX.subn("*", group.label)
-            if indexed and group.parent is not None and not group.run:
+            if indexed and group.group is not None and not group.run:
                 content = tuple(self._look(leaf, at, casts.get(leaf, ())) for leaf in group.leaves)
-                folds.setdefault((group.parent, name, content), []).append(at)
+                folds.setdefault((group.group, name, content), []).append(at)
         for members in folds.values():
-            if len(members) > 1:
-                rows = [self.groups[member] for member in members]
+            rows = [self.groups[member] for member in members]
+            if len(rows) > 1:
                 for row in rows:
-                    row.first, row.times = members[0], len(members)
-                rows[
-                    0
-                ].title = f"{rows[0].label} \N{HORIZONTAL ELLIPSIS} {rows[-1].label} \N{MULTIPLICATION SIGN}{len(rows)}"
+                    row.first, row.times = members[0], len(rows)
+                title = f"{rows[0].label} \N{HORIZONTAL ELLIPSIS} {rows[-1].label}"
+                rows[0].title = f"{title} \N{MULTIPLICATION SIGN}{len(rows)}"
         # inner groups come after those around them: what is drawn for a node of theirs is known first
         for group in reversed(self.groups):
             first = group if group.first is None else self.groups[group.first]

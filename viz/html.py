@@ -11,21 +11,19 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from amp_fx.plans.plan import Cost
 from amp_fx.viz import beside
-from amp_fx.viz.graph import DEPTH, Drawing, Edge, Graph, Group, Marked, Node
+from amp_fx.viz.graph import DEPTH, Drawing, Graph, Group, Marked, Node
 from amp_fx.viz.style import (
     CLASSES,
-    DARK,
-    DTYPES,
-    HEAT,
-    LIGHT,
-    Sample,
+    COLOURS,
+    Border,
+    Face,
     cast_lines,
-    cast_share,
-    heat_samples,
+    cost_text,
+    group_face,
+    is_hot,
     legend,
-    module_words,
+    node_face,
     per_cent,
     size,
 )
@@ -36,21 +34,13 @@ __all__ = ["data", "render"]
 #: the page's own code, in the order in which it runs
 _SCRIPTS = ("visible.js", "words.js", "layout.js", "drawing.js", "viewer.js", "page.js")
 
-#: casts in the legend: stroke, and more attributes
-_LINES = {
-    "lower": ("lower", "stroke-width:6"),
-    "widen": ("widen", "stroke-width:6"),
-    "fused": ("faint", "stroke-width:1.2;stroke-dasharray:6 4;opacity:.6"),
-    "removed": ("faint", "stroke-width:2.6;stroke-dasharray:2 4"),
-}
-
 
 def render(drawing: Drawing) -> str:
     """The page of a drawing, as text."""
     parts = {
         "title": escape(drawing.title),
-        "light": beside.variables(LIGHT),
-        "dark": beside.variables(DARK),
+        "light": beside.variables(0),
+        "dark": beside.variables(1),
         "style": _asset("viewer.css") + beside.STYLE,
         "tabs": "".join(_tabs(drawing)),
         "beside": beside.drawn(drawing),
@@ -59,7 +49,7 @@ def render(drawing: Drawing) -> str:
         "more": escape(drawing.more),
         "policy": escape(drawing.policy),
         "diff": escape(drawing.diff),
-        "legend": "".join(map(_sample, legend(drawing))),
+        "legend": "".join(_sample(*sample) for sample in legend(drawing)),
         "text": escape(drawing.text),
         "licence": _asset("vendor/dagre.LICENSE"),
         "layout": _asset("vendor/dagre.min.js"),
@@ -98,79 +88,59 @@ def _tabs(drawing: Drawing) -> Iterator[str]:
 
 
 def _sentence(drawing: Drawing) -> str:
-    ours = next(iter(drawing.totals.values()), None)
-    if ours is None:
-        return ""
-    if ours.moved and ours.kernel_bytes is not None:
+    for ours in drawing.totals.values():
+        if not ours.moved or ours.kernel_bytes is None:
+            return f"{ours.casts} casts in the graph, {size(ours.cast_bytes)} if none is fused."
         share = per_cent(ours.kernel_bytes, ours.moved)
         return f"Casts move {size(ours.kernel_bytes)} of {size(ours.moved)}, {share}."
-    return f"{ours.casts} casts in the graph, {size(ours.cast_bytes)} if none is fused."
+    return ""
 
 
 def _bars(drawing: Drawing) -> Iterator[str]:
     """A bar for each of what is compared: what casts move of all."""
     most = max((cost.moved or cost.cast_bytes for cost in drawing.totals.values()), default=0) or 1
     for name, cost in drawing.totals.items():
-        parts, text = _bar(cost)
-        pieces = (
-            f'<div class="{part}" style="width:{100 * part_size / most:.4g}%"></div>'
-            for part, part_size in parts
-        )
-        yield f'<span>{escape(name)}</span><div class="bar">{"".join(pieces)}</div><div class="number">{text}</div>'
+        casts = cost.cast_bytes if not cost.moved or cost.kernel_bytes is None else cost.kernel_bytes
+        parts = {"casts": casts, "rest": (cost.moved or casts) - casts}
+        bar = (f'<div class="{part}" style="width:{100 * n / most:.4g}%"></div>' for part, n in parts.items())
+        yield f'<span>{escape(name)}</span><div class="bar">{"".join(bar)}</div>'
+        yield f'<div class="number">{cost_text(cost)}</div>'
 
 
-def _bar(cost: Cost) -> tuple[list[tuple[str, int]], str]:
-    if not cost.moved or cost.kernel_bytes is None:
-        return [("casts", cost.cast_bytes)], f"{cost.casts} casts, {size(cost.cast_bytes)}"
-    parts = [("casts", cost.kernel_bytes), ("rest", cost.moved - cost.kernel_bytes)]
-    moved = f"{size(cost.kernel_bytes)} of {size(cost.moved)}"
-    return parts, f"{cost.kernels} cast kernels of {cost.casts} casts, {moved}"
+def _sample(border: Border, fill: str, colour: str) -> str:
+    look = f"stroke:var(--{colour});stroke-width:{border.width};stroke-dasharray:{border.dashes or 'none'}"
+    shape = f'rect x="3" y="3" width="30" height="13" rx="2" style="fill:{_css(fill)};{look}"'
+    if not fill:
+        shape = f'path d="M2,9.5 H34" style="{look}"'
+    foot = ". Its foot shows its calls by dtype" if fill == "tinted" else ""
+    return f'<svg width="36" height="19"><{shape}/></svg><span>{escape(border.meaning)}{foot}</span>'
 
 
-def _sample(sample: Sample) -> str:
-    kind, look, text = sample
-    if kind == "cast":
-        colour, style = _LINES[look]
-        shape = f'<path d="M2,9.5 H34" style="stroke:var(--{colour});{style}"/>'
-    else:
-        fill, style = "var(--paper)", "stroke-width:1"
-        if look == "tint":
-            fill, text = (
-                "color-mix(in srgb, var(--tint) 53%, var(--paper))",
-                f"{text}. Its foot shows its calls by dtype",
-            )
-        elif kind == "fill":
-            fill = f"var(--{look})" if look in LIGHT else look
-        elif look == "changed":
-            style = "stroke:var(--changed);stroke-width:4"
-        else:
-            style = f"stroke-width:{CLASSES[look].width};stroke-dasharray:{CLASSES[look].dashes or 'none'}"
-        shape = f'<rect x="3" y="3" width="30" height="13" rx="2" class="face" style="fill:{fill};{style}"/>'
-    return f'<svg width="36" height="19">{shape}</svg><span>{escape(text)}</span>'
+def _css(colour: str) -> str:
+    return f"var(--{colour})" if colour in COLOURS else colour
 
 
 def data(drawing: Drawing) -> dict[str, Any]:
     """What the page's code reads, as JSON-like data."""
-    style = {
-        "dtypes": DTYPES,
-        "classes": {name: [border.dashes, border.width] for name, border in CLASSES.items()},
-        "heat": [colour for _, colour in HEAT],
-        "isHot": bool(heat_samples(drawing)),
-        "depth": DEPTH,
-    }
-    return {"style": style, "graphs": [_graph(graph) for graph in drawing.graphs]}
+    hot = is_hot(drawing)
+    borders = {name: [border.dashes, border.width] for name, border in CLASSES.items()}
+    return {"borders": borders, "depth": DEPTH, "graphs": [_graph(graph, hot) for graph in drawing.graphs]}
 
 
-def _graph(graph: Graph) -> dict[str, Any]:
+def _graph(graph: Graph, hot: bool) -> dict[str, Any]:
     return {
         "phase": graph.phase,
-        "nodes": [_node(node) for node in graph.nodes],
-        "edges": [_edge(edge) for edge in graph.edges],
-        "groups": [_group(graph, group) for group in graph.groups],
+        "nodes": [_node(node, hot) for node in graph.nodes],
+        "edges": [{**vars(edge), "casts": [_cast(row) for row in edge.casts]} for edge in graph.edges],
+        "groups": [_group(graph, group, hot) for group in graph.groups],
     }
 
 
-def _node(node: Node) -> dict[str, Any]:
+def _face(face: Face) -> dict[str, Any]:
+    return {**face._asdict(), "fill": _css(face.fill), "ink": _css(face.ink)}
+
+
+def _node(node: Node, hot: bool) -> dict[str, Any]:
     is_call = node.kind == "call"
     dtype = node.dtype or "no floating dtype"
     flops = f", {node.flops / 1e9:.3g} GFLOP" if node.flops else ""
@@ -183,43 +153,36 @@ def _node(node: Node) -> dict[str, Any]:
         f"source: {node.source}" if node.source else "",
         f"name: {node.name}",
     )
-    kept = ("name", "kind", "group", "module", "dtype", "op_class", "lines", "reason", "heat", "drawn")
+    kept = ("name", "kind", "group", "module", "dtype", "reason", "drawn")
     row = {key: getattr(node, key) for key in kept}
-    return {**row, "changed": bool(node.was), "details": "\n".join(line for line in details if line)}
+    return {**row, "face": _face(node_face(node, hot=hot)), "details": "\n".join(filter(None, details))}
 
 
-def _edge(edge: Edge) -> dict[str, Any]:
-    casts = [
-        {
-            "name": cast.name,
-            "before": short_dtype(cast.from_dtype),
-            "after": short_dtype(cast.to_dtype),
-            "bytes": cast.bytes,
-            "readers": len(cast.users),
-            "kernel": cast.kernel,
-            "narrows": cast.narrows,
-            "mark": mark,
-        }
-        for cast, mark in edge.casts
-    ]
-    return {"tail": edge.tail, "head": edge.head, "repeated": edge.repeated, "casts": casts}
+def _cast(row: Marked) -> dict[str, Any]:
+    cast, mark = row
+    return {
+        "name": cast.name,
+        "before": short_dtype(cast.from_dtype),
+        "after": short_dtype(cast.to_dtype),
+        "bytes": cast.bytes,
+        "readers": len(cast.users),
+        "kernel": cast.kernel,
+        "narrows": cast.narrows,
+        "mark": mark,
+    }
 
 
-def _group(graph: Graph, group: Group) -> dict[str, Any]:
-    leaves = [graph.nodes[leaf] for leaf in group.leaves]
-    op, calls, casts = module_words(graph, group)
+def _group(graph: Graph, group: Group, hot: bool) -> dict[str, Any]:
+    """The groups' data: ``face`` and ``title`` are those of all equal groups, ``each`` and ``label`` those of one."""
+    content = graph.content(group)
+    calls = ", ".join(f"{count} calls in {dtype}" for dtype, count in content) or "no floating computation"
     inside = "; ".join(cast_lines(map(Marked, group.casts.values())))
-    kept = ("label", "title", "parent", "depth", "run", "first", "times")
+    kept = ("label", "title", "group", "depth", "run", "first", "times")
     return {
         **{key: getattr(group, key) for key in kept},
-        "op": op,
-        "op_class": group.main.op_class if group.main else None,
-        "calls": calls,
-        "mix": graph.content(group),
-        "casts": casts,
+        "face": _face(group_face(graph, group, hot=hot)),
+        "each": _face(group_face(graph, group, hot=hot, folded=False)),
+        "mix": [(_css(dtype) if dtype in COLOURS else "var(--plain)", count) for dtype, count in content],
         "inside": f"casts inside: {inside}" if inside else "",
-        "share": cast_share(graph, group) / group.times,
-        "bytes": sum(leaf.bytes for leaf in leaves),
-        "heat": max((leaf.heat for leaf in leaves), default=0),
-        "changed": any(leaf.was for leaf in leaves),
+        "details": f"{calls}\nresults: {size(sum(graph.nodes[leaf].bytes for leaf in group.leaves))}",
     }

@@ -18,8 +18,8 @@ class Layout {
   }
 
   groupsAround(id) {
-    const index = Number(id.slice(1));
-    return visible.paths[id[0] === "g" ? graph.groups[index].parent : graph.nodes[index].group];
+    const index = id.slice(1);
+    return visible.paths[(id[0] === "g" ? graph.groups : graph.nodes)[index].group];
   }
 
   plan(group) {

@@ -17,7 +17,7 @@ from amp_fx.plans.diff import Diff, keyed
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, NodePlan, Plan, dtype_name
 from amp_fx.viz.graph import Drawing, Edge, Graph, Marked, Node, levels
-from amp_fx.viz.style import heat, measured_text
+from amp_fx.viz.style import measured
 from amp_fx.viz.words import because, more_bytes
 
 __all__ = ["Drawable", "drawing"]
@@ -183,8 +183,7 @@ class _Builder:
         if self.report is not None and not self._is_backward:
             errors = self.report.sensitivities.get(self.plan.graph, {})
             if row.name in errors:
-                node.measured = measured_text(errors[row.name], self.report.measured)
-                node.heat = heat(errors[row.name])
+                node.measured, node.heat = measured(errors[row.name], self.report.measured)
         self._drawn[row.name] = len(self.graph.nodes)
         self.graph.nodes.append(node)
 

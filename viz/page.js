@@ -23,7 +23,7 @@ function showDearest() {
     const g = model.graphs[at], [tail, head] = ends.map((index) => g.nodes[index]);
     const button = document.createElement("button"), what = document.createElement("span");
     what.className = "what";
-    what.textContent = `${cast.before} \u2192 ${cast.after}, ${g.phase}, ${head.module || tail.module || head.lines[0]}: ${tail.lines[0]}`;
+    what.textContent = `${cast.before} \u2192 ${cast.after}, ${g.phase}, ${head.module || tail.module || head.face.lines[0]}: ${tail.face.lines[0]}`;
     button.append(size(bytes) + (casts.size > 1 ? " in " + casts.size + " casts" : "") + " ", what);
     button.addEventListener("click", () => goTo(at, ends));
     $("dearest").append(button);
@@ -35,7 +35,7 @@ function goTo(at, ends) {
   choose(at);
   for (const node of ends) visible.reveal(node);
   if (visible.count() > MANY) {
-    visible.openTo(style.depth, MANY);
+    visible.openTo(model.depth, MANY);
     for (const node of ends) visible.reveal(node);
   }
   draw();

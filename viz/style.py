@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from amp_fx.plans.plan import CastPlan, Cost
-from amp_fx.viz.graph import Drawing, Graph, Group, Marked
+from amp_fx.viz.graph import Drawing, Graph, Group, Marked, Node
 from amp_fx.viz.words import short_dtype
 
 __all__ = [
     "CLASSES",
-    "DARK",
+    "COLOURS",
     "DTYPES",
     "HEAT",
-    "LIGHT",
     "MEASURED",
     "Border",
-    "Sample",
+    "Face",
     "cast_lines",
-    "cast_share",
-    "heat",
-    "heat_samples",
+    "cost_text",
+    "group_face",
+    "is_hot",
     "kernel_bytes",
     "legend",
-    "measured_text",
-    "module_words",
+    "measured",
+    "node_face",
     "per_cent",
     "size",
-    "tint",
-    "total_line",
 ]
 
 #: name -> in a light window, in a dark one. The first are fills by compute dtype: low precision is dark, fp32 light, so
 #: that they differ in print, too; ``on-`` is text on these. Casts to a narrower and to a wider dtype are Okabe-Ito's
-#: blue and vermilion
-_COLOURS = {
+#: blue and vermilion; closed modules are tinted by the bytes that casts move in them
+COLOURS = {
     "int8": ("#8a2b55", "#e79bbd"),
     "float8_e4m3fn": ("#6a3d9a", "#c3a5e8"),
     "bfloat16": ("#2a78ad", "#5eb0e5"),
@@ -52,6 +49,7 @@ _COLOURS = {
     "widen": ("#c04a00", "#ff9a5c"),
     "changed": ("#cc0000", "#ff6b6b"),
     "tint": ("#d1495b", "#e0566a"),
+    "tinted": ("#e79fa8", "#813844"),
     "paper": ("#ffffff", "#15171a"),
     "panel": ("#fafafa", "#1c1f23"),
     "ink": ("#111111", "#ececec"),
@@ -60,19 +58,13 @@ _COLOURS = {
     "frame": ("#00000008", "#ffffff0a"),
     "border": ("#222222", "#d5d5d5"),
 }
-LIGHT, DARK = ({name: pair[at] for name, pair in _COLOURS.items()} for at in (0, 1))
 
 DTYPES = ("int8", "float8_e4m3fn", "bfloat16", "float16", "float32")
 
 #: fill colours by what rounding a call adds to the error of the gradient, or by how far its result is off: (below,
 #: colour). Lightness tells them apart, too. The first is for what was not measured
-HEAT = (
-    (0.0, "#eeeeee"),
-    (1e-4, "#fff7e0"),
-    (1e-3, "#fdd9a0"),
-    (1e-2, "#fbaa6c"),
-    (math.inf, "#ef7350"),
-)
+HEAT = ((0.0, "#eeeeee"), (1e-4, "#fff7e0"), (1e-3, "#fdd9a0"), (1e-2, "#fbaa6c"), (math.inf, "#ef7350"))
+_INK_ON_HEAT = "#111111"
 
 #: what calls are coloured by -> what that means, and how it is said that it has no end
 MEASURED = {
@@ -82,80 +74,112 @@ MEASURED = {
 
 
 class Border(NamedTuple):
-    """The border of a box: what it means, dashes in SVG, style in dot, width in points."""
+    """The border of a box, or the line of a cast: what it means, dashes in SVG, style in dot, width in points."""
 
     meaning: str
-    dashes: str
-    dot: str
-    width: float
+    dashes: str = ""
+    dot: str = "solid"
+    width: float = 1.0
 
 
 CLASSES = {
-    "low": Border("on the low-precision list", "", "solid", 2.0),
-    "fp32": Border("on the fp32 list", "", "solid", 3.6),
+    "low": Border("on the low-precision list", width=2.0),
+    "fp32": Border("on the fp32 list", width=3.6),
     "promote": Border("widest of its arguments", "7 3", "dashed", 1.4),
     "follow": Border("moves values, as its argument", "2 3", "dotted", 1.4),
-    "keep": Border("as the program wrote it", "", "solid", 0.8),
+    "keep": Border("as the program wrote it", width=0.8),
     "user": Border("by your rule", "10 3 2 3", "dashed", 3.6),
 }
 
 
-class Sample(NamedTuple):
-    """A row of the legend: the look of a ``"fill"``, a ``"border"`` or a ``"cast"``, and what it means."""
+class Face(NamedTuple):
+    """What a box says and how it looks; ``fill`` and ``ink`` are names of colours, or colours.
 
-    kind: str
-    look: str
-    text: str
+    ``share`` is that of a closed module in the bytes that casts of its graph move: it tints the module.
+    """
+
+    lines: list[str]
+    fill: str
+    ink: str
+    op_class: str
+    changed: bool
+    share: float = 0.0
 
 
-def legend(drawing: Drawing) -> list[Sample]:
-    """What occurs in a picture; looks are names of colours, classes or casts, or a colour of :data:`HEAT`."""
+def node_face(node: Node, *, hot: bool) -> Face:
+    """The box of a call, an input, a parameter or a result."""
+    dtype = short_dtype(node.dtype)
+    if node.was:
+        dtype = f"{short_dtype(node.was)} \N{RIGHTWARDS DOUBLE ARROW} {dtype or 'none'}"
+    fill, ink = (node.dtype, f"on-{node.dtype}") if node.dtype in COLOURS else ("plain", "ink")
+    if hot:
+        fill, ink = HEAT[node.heat][1], _INK_ON_HEAT
+    lines = [line for line in (node.label, dtype, node.measured) if line]
+    return Face(lines, fill, ink, node.op_class, bool(node.was))
+
+
+def group_face(graph: Graph, group: Group, *, hot: bool, folded: bool = True) -> Face:
+    """The box of a closed module, which stands for all that are equal to it where it is folded."""
+    leaves, casts = [graph.nodes[leaf] for leaf in group.leaves], group.casts.values()
+    times = group.times if folded else 1
+    calls = ", ".join(f"{count} in {short_dtype(dtype)}" for dtype, count in graph.content(group))
+    inside = ""
+    if casts:
+        moved = "fused" if all(cast.kernel is False for cast in casts) else size(kernel_bytes(casts))
+        inside = f"{len(casts)} cast{'s' * (len(casts) > 1)} inside, {moved}"
+    title = (group.title if folded else group.label) + (f": {group.main.op}" if group.main else "")
+    lines = [title, "each: " * bool(times > 1 and calls) + calls, inside]
+    return Face(
+        [line for line in lines if line],
+        HEAT[max((leaf.heat for leaf in leaves), default=0)][1] if hot else "",
+        _INK_ON_HEAT if hot else "ink",
+        group.main.op_class if group.main else "keep",
+        any(leaf.was for leaf in leaves),
+        times * kernel_bytes(casts) / max(kernel_bytes(graph.groups[0].casts.values()), 1),
+    )
+
+
+def legend(drawing: Drawing) -> Iterator[tuple[Border, str, str]]:
+    """What occurs in a picture: a border, its fill and its colour; a line has no fill."""
     nodes = [node for graph in drawing.graphs for node in graph.nodes]
     casts = [row for graph in drawing.graphs for edge in graph.edges for row in edge.casts]
     dtypes, classes = {node.dtype for node in nodes}, {node.op_class for node in nodes}
-    rows = [Sample("fill", *sample) for sample in heat_samples(drawing)] or [
-        *(Sample("fill", name, f"computes in {short_dtype(name)}") for name in DTYPES if name in dtypes),
-        Sample("fill", "tint", "a closed module; the redder, the more bytes its casts move"),
-        Sample("fill", "plain", "no floating dtype"),
-    ]
-    rows += [
-        Sample("border", name, f"{name}: {border.meaning}")
-        for name, border in CLASSES.items()
-        if name in classes
-    ]
+    if is_hot(drawing):
+        meaning, over = MEASURED[drawing.measured]
+        texts = ["not measured", *(meaning.format(f"less than {limit:g}") for limit, _ in HEAT[1:-1])]
+        texts.append(f"{meaning.format(f'{HEAT[-2][0]:g} or more')}, or {over}")
+        for place in sorted({node.heat for node in nodes}):
+            yield Border(texts[place]), HEAT[place][1], "border"
+    else:
+        for name in DTYPES:
+            if name in dtypes:
+                yield Border(f"computes in {short_dtype(name)}"), name, "border"
+        yield Border("a closed module; the redder, the more bytes its casts move"), "tinted", "border"
+        yield Border("no floating dtype"), "plain", "border"
+    for name, border in CLASSES.items():
+        if name in classes:
+            yield border._replace(meaning=f"{name}: {border.meaning}"), "paper", "border"
     if any(node.was for node in nodes):
-        rows.append(Sample("border", "changed", "changed: earlier \N{RIGHTWARDS DOUBLE ARROW} now"))
-    rows.append(Sample("cast", "lower", "cast to a narrower dtype, as wide as its bytes"))
-    rows.append(Sample("cast", "widen", "cast to a wider dtype, likewise"))
+        yield Border("changed: earlier \N{RIGHTWARDS DOUBLE ARROW} now", width=4), "paper", "changed"
+    yield Border("cast to a narrower dtype, as wide as its bytes", width=6), "", "lower"
+    yield Border("cast to a wider dtype, likewise", width=6), "", "widen"
     if any(cast.kernel is False for cast, _ in casts):
         text = "cast that Inductor fuses into another kernel: it moves nothing of its own"
-        rows.append(Sample("cast", "fused", text))
+        yield Border(text, "6 4", "dashed"), "", "lower"
     if any(mark == "removed" for _, mark in casts):
-        rows.append(Sample("cast", "removed", "cast removed since the earlier report"))
-    return rows
+        yield Border("cast removed since the earlier report", "2 4", "dotted", 2.6), "", "lower"
 
 
-def heat(error: float | None) -> int:
-    """The position in :data:`HEAT` of an error of the gradient; None is an overflow."""
+def is_hot(drawing: Drawing) -> bool:
+    """True where calls are coloured by what was measured of them."""
+    return any(node.heat for graph in drawing.graphs for node in graph.nodes)
+
+
+def measured(error: float | None, what: str) -> tuple[str, int]:
+    """What was measured of a call in words, and its position in :data:`HEAT`; None is an overflow."""
     if error is None:
-        return len(HEAT) - 1
-    return next(place for place, (limit, _) in enumerate(HEAT) if error < limit)
-
-
-def measured_text(error: float | None, measured: str) -> str:
-    """What was measured of a call, a key of :data:`MEASURED`: ``"sensitivity 2e-05"``."""
-    return MEASURED[measured][1] if error is None else f"{measured} {error:.0e}"
-
-
-def heat_samples(drawing: Drawing) -> list[tuple[str, str]]:
-    """(colour, meaning) for a legend; empty where nothing was measured."""
-    present = {node.heat for graph in drawing.graphs for node in graph.nodes}
-    if not any(present):
-        return []
-    meaning, over = MEASURED[drawing.measured]
-    meanings = ["not measured", *(meaning.format(f"less than {limit:g}") for limit, _ in HEAT[1:-1])]
-    meanings.append(f"{meaning.format(f'{HEAT[-2][0]:g} or more')}, or {over}")
-    return [(HEAT[place][1], meanings[place]) for place in sorted(present)]
+        return MEASURED[what][1], len(HEAT) - 1
+    return f"{what} {error:.0e}", next(place for place, (limit, _) in enumerate(HEAT) if error < limit)
 
 
 def size(nbytes: int) -> str:
@@ -169,15 +193,15 @@ def size(nbytes: int) -> str:
 def per_cent(part: float, whole: float) -> str:
     """``"15 %"``; one digit more below ten."""
     share = 100 * part / whole if whole else 0.0
-    digits = 0 if share >= 9.95 or not share else 1
-    return f"{share:.{digits}f}\N{NO-BREAK SPACE}%"
+    return f"{share:.{int(0 < share < 9.95)}f}\N{NO-BREAK SPACE}%"
 
 
-def tint(share: float) -> str:
-    """White to the tint of closed modules, by their share of all cast bytes."""
-    strength = 0.75 * min(share, 1.0) ** 0.5
-    channels = (int(LIGHT["tint"][at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(255 + strength * (channel - 255)):02x}" for channel in channels)
+def cost_text(cost: Cost) -> str:
+    """``"57 cast kernels of 115 casts, 2.79 MB of 14 MB"``."""
+    if not cost.moved or cost.kernel_bytes is None:
+        return f"{cost.casts} casts, {size(cost.cast_bytes)}"
+    moved = f"{size(cost.kernel_bytes)} of {size(cost.moved)}, {per_cent(cost.kernel_bytes, cost.moved)}"
+    return f"{cost.kernels} cast kernels of {cost.casts} casts move {moved}"
 
 
 def kernel_bytes(casts: Iterable[CastPlan]) -> int:
@@ -185,44 +209,16 @@ def kernel_bytes(casts: Iterable[CastPlan]) -> int:
     return sum(cast.bytes for cast in casts if cast.kernel is not False)
 
 
-def cast_share(graph: Graph, group: Group) -> float:
-    """The share of a module, and of those equal to it, in the bytes that casts of its graph move."""
-    every = kernel_bytes(graph.groups[0].casts.values())
-    return group.times * kernel_bytes(group.casts.values()) / max(every, 1)
-
-
-def module_words(graph: Graph, group: Group) -> tuple[str, str, str]:
-    """What a closed module says after its title: ``": linear"``, ``"3 in bf16"``, ``"2 casts inside, 192 B"``."""
-    op = f": {group.main.op}" if group.main else ""
-    calls = ", ".join(f"{count} in {short_dtype(dtype)}" for dtype, count in graph.content(group))
-    casts = group.casts.values()
-    if not casts:
-        return op, calls, ""
-    moved = "fused" if all(cast.kernel is False for cast in casts) else size(kernel_bytes(casts))
-    return op, calls, f"{len(casts)} cast{'s' * (len(casts) > 1)} inside, {moved}"
-
-
 def cast_lines(casts: Iterable[Marked]) -> list[str]:
-    """The casts on one edge, a line per direction: direction, count, bytes and what became of them."""
+    """The casts on one edge, a line per direction: ``"fp32 -> bf16  1.5 MB in 2 casts, fused"``."""
     found: dict[tuple[str, str], list[CastPlan]] = {}
     for cast, mark in casts:
         arrow = f"{short_dtype(cast.from_dtype)} \N{RIGHTWARDS ARROW} {short_dtype(cast.to_dtype)}"
         found.setdefault((arrow, mark), []).append(cast)
-    return [_cast_line(arrow, mark, rows) for (arrow, mark), rows in found.items()]
-
-
-def _cast_line(arrow: str, mark: str, casts: Sequence[CastPlan]) -> str:
-    count = f" in {len(casts)} casts" if len(casts) > 1 else ""
-    fused = sum(cast.kernel is False for cast in casts)
-    fate = "" if not fused else ", fused" if fused == len(casts) else f", {fused} fused"
-    return f"{arrow}  {size(sum(cast.bytes for cast in casts))}{count}{fate}{mark and f', {mark}'}"
-
-
-def total_line(name: str, cost: Cost) -> str:
-    """``"amp_fx: 171 cast kernels move 132 of 800 MB, 16 %; 426 casts in the graphs, the others are fused"``."""
-    if cost.kernels is None or cost.kernel_bytes is None or cost.moved is None:
-        return f"{name}: {cost.casts} casts in the graphs, {size(cost.cast_bytes)}"
-    return (
-        f"{name}: {cost.kernels} cast kernels move {size(cost.kernel_bytes)} of {size(cost.moved)},"
-        f" {per_cent(cost.kernel_bytes, cost.moved)}; {cost.casts} casts in the graphs, the others are fused"
-    )
+    lines = []
+    for (arrow, mark), rows in found.items():
+        count = f" in {len(rows)} casts" if len(rows) > 1 else ""
+        fused = sum(cast.kernel is False for cast in rows)
+        fate = "" if not fused else ", fused" if fused == len(rows) else f", {fused} fused"
+        lines.append(f"{arrow}  {size(sum(cast.bytes for cast in rows))}{count}{fate}{mark and f', {mark}'}")
+    return lines

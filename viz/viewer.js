@@ -52,7 +52,7 @@ function search() {
   const text = $("search").value.trim().toLowerCase();
   current = -1;
   // names of modules first: a line of source names many
-  const rank = ({ module, lines, name, dtype, details }) =>
+  const rank = ({ module, face: { lines }, name, dtype, details }) =>
     [[module], [...lines, name, dtype], [details]].findIndex((fields) =>
       fields.some((field) => field.toLowerCase().includes(text)));
   const ranks = graph.nodes.map(rank);
@@ -72,7 +72,7 @@ function next() {
   const node = hits[current];
   visible.reveal(node);
   if (visible.count() > MANY) {
-    visible.openTo(style.depth, MANY);
+    visible.openTo(model.depth, MANY);
     visible.reveal(node);
   }
   draw();
@@ -96,8 +96,8 @@ function choose(index) {
   visible = seen[index];
   $("depth").replaceChildren();
   const deepest = Math.max(...graph.groups.map(({ depth, run }) => (run ? 0 : depth))) + 1;
-  for (let depth = 1; depth <= Math.max(deepest, style.depth); depth++) $("depth").add(new Option(depth));
-  openTo(style.depth);
+  for (let depth = 1; depth <= Math.max(deepest, model.depth); depth++) $("depth").add(new Option(depth));
+  openTo(model.depth);
   search();
 }
 

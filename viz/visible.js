@@ -10,7 +10,7 @@ class Visible {
 
   pathOf(group) {
     const found = [];
-    for (let g = group; g !== null; g = this.graph.groups[g].parent) found.unshift(g);
+    for (let g = group; g !== null; g = this.graph.groups[g].group) found.unshift(g);
     return found;
   }
 
@@ -25,7 +25,6 @@ class Visible {
 
   count() { return new Set(this.boxes()).size; }
 
-  times(group) { return this.folded ? this.graph.groups[group].times : 1; }
 
   title(group) { return this.folded ? this.graph.groups[group].title : this.graph.groups[group].label; }
 

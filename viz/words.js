@@ -1,6 +1,5 @@
 // What is shared by all parts of the page, what it says, and how boxes look. All files run as one function.
 const model = JSON.parse(document.getElementById("data").textContent);
-const style = model.style;
 const SVG = "http://www.w3.org/2000/svg";
 const MANY = 400;     // more boxes than this take long to lay out
 const LONGEST = 48;   // characters in a box
@@ -23,8 +22,6 @@ function size(bytes) {
 const sum = (casts) => casts.reduce((total, cast) => total + cast.bytes, 0);
 const clip = (text, length) => (text.length > length ? text.slice(0, length - 1) + "\u2026" : text);
 const isReal = (cast) => cast.kernel !== false;
-const colourOf = (dtype) => (style.dtypes.includes(dtype) ? `var(--${dtype})` : "var(--plain)");
-const inkOn = (dtype) => (style.dtypes.includes(dtype) ? `var(--on-${dtype})` : "var(--ink)");
 
 // a line per direction: "fp32 -> bf16  1.5 MB in 2 casts, fused"
 function castLines(casts) {
@@ -53,14 +50,12 @@ function listed(lines, most) {
   return lines.length > most ? [...lines.slice(0, most), "... and " + (lines.length - most) + " more"] : lines;
 }
 
-function describeGroup(index) {
-  const { mix, inside, bytes } = graph.groups[index], equal = visible.times(index) > 1;
-  return [visible.title(index) + (equal ? "   equal blocks, drawn once; numbers are of one" : ""),
-    mix.map(([dtype, n]) => n + " calls in " + dtype).join(", ") || "no floating computation",
-    inside, "results: " + size(bytes), "click to open"].filter(Boolean).join("\n");
+function describe(id) {
+  if (id[0] === "n") return graph.nodes[id.slice(1)].details;
+  const { times, inside, details } = graph.groups[id.slice(1)], equal = visible.folded && times > 1;
+  return [visible.title(id.slice(1)) + (equal ? "   equal blocks, drawn once; numbers are of one" : ""),
+    inside, details, "click to open"].filter(Boolean).join("\n");
 }
-
-const describe = (id) => (id[0] === "g" ? describeGroup(Number(id.slice(1))) : graph.nodes[id.slice(1)].details);
 const describeEdge = (casts) => ["casts on this edge", ...listed(casts.map(castText), 12)].join("\n");
 
 // while the pointer is on something: what its box does not say. The panel has the rest
@@ -87,23 +82,14 @@ function width(text, font) {
   return ruler.measureText(text).width;
 }
 
-// what a box says and how it looks: by what was measured, else by the dtype. Those colours are light in a dark window, too
+// what a box says and how it looks; a closed module is tinted by its share of what casts move
 function face(id) {
-  const { classes, heat, isHot } = style, row = (id[0] === "n" ? graph.nodes : graph.groups)[id.slice(1)];
-  const { op_class: name, changed } = row, hot = isHot && { fill: heat[row.heat], ink: "#111111" };
-  if (id[0] === "n") {
-    const [label, ...more] = row.lines;
-    return { lines: [clip(label, LONGEST), ...more], mix: [], border: classes[name], changed,
-      fill: colourOf(row.dtype), ink: inkOn(row.dtype), ...hot };
-  }
-  const index = Number(id.slice(1)), times = visible.times(index);
-  const calls = (times > 1 && row.calls ? "each: " : "") + row.calls;
-  return { lines: ["+ " + clip(visible.title(index), LONGEST) + row.op, calls, row.casts].filter(Boolean),
-    mix: row.mix, border: name === null ? ["", 1.6] : classes[name], changed, fill: tint(times * row.share), ink: "var(--ink)", ...hot };
+  const row = (id[0] === "n" ? graph.nodes : graph.groups)[id.slice(1)];
+  const { lines: [title, ...lines], fill, share, ...look } = visible.folded ? row.face : row.each || row.face;
+  const tint = (75 * Math.sqrt(Math.min(share, 1))).toFixed(1);
+  return { ...look, lines: [(id[0] === "n" ? "" : "+ ") + clip(title, LONGEST), ...lines], mix: row.mix || [],
+    fill: fill || `color-mix(in srgb, var(--tint) ${tint}%, var(--paper))` };
 }
-
-// a closed module, by its share of what casts move
-const tint = (share) => `color-mix(in srgb, var(--tint) ${(75 * Math.sqrt(Math.min(share, 1))).toFixed(1)}%, var(--paper))`;
 
 // an edge is as wide as the bytes of its casts; those that are fused are thin and fade
 function castLook(casts, dearest) {

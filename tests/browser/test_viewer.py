@@ -29,7 +29,7 @@ from amp_fx.reports import explaining, lowered
 from amp_fx.reports.report import Report
 from amp_fx.viz.graph import DEPTH
 from amp_fx.viz.model import drawing
-from amp_fx.viz.style import LIGHT
+from amp_fx.viz.style import COLOURS
 from pictures import NASTY, blocks, chain, compared, nasty
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -307,7 +307,7 @@ def test_the_screenshot_is_a_picture(viewer: Viewer) -> None:
     viewer.show(blocks(3))
     image = Image.open(BytesIO(viewer.driver.get_screenshot_as_png())).convert("RGB")
     counts = {colour: count for count, colour in image.getcolors(maxcolors=1 << 20) or []}
-    for colour in (LIGHT["bfloat16"], LIGHT["float32"], LIGHT["lower"]):
+    for colour, _ in (COLOURS["bfloat16"], COLOURS["float32"], COLOURS["lower"]):
         assert counts.get(ImageColor.getrgb(colour), 0) > 50, colour
     assert counts[255, 255, 255] < 0.98 * image.width * image.height
 
@@ -358,7 +358,7 @@ def test_the_panel_opens_with_one_sentence_and_a_bar_for_each(viewer: Viewer) ->
     assert viewer.find("#sentence").text == "Casts move 600 kB of 9.7 MB, 6.2 %."
     widths = [piece.size["width"] for piece in viewer.all(".bar .casts")]
     assert widths[0] / widths[1] == pytest.approx(600 / 900, rel=0.1)
-    assert "6 cast kernels of 20 casts, 600 kB of 9.7 MB" in viewer.find("#bars").text
+    assert "6 cast kernels of 20 casts move 600 kB of 9.7 MB" in viewer.find("#bars").text
     # what is asked first comes first
     places = [viewer.find(name).location["y"] for name in ("#sentence", "#bars", "#dearest", "#key")]
     assert places == sorted(places)

@@ -14,7 +14,7 @@ from amp_fx import AmpFxError
 from amp_fx.viz import dot
 from amp_fx.viz.graph import Drawing
 from amp_fx.viz.model import drawing
-from amp_fx.viz.style import CLASSES, DTYPES, LIGHT
+from amp_fx.viz.style import CLASSES, COLOURS, DTYPES
 from pictures import NASTY, blocks, nasty
 
 needs_dot = pytest.mark.skipif(
@@ -99,7 +99,9 @@ def test_borders_tell_classes_apart_and_every_box_names_its_dtype() -> None:
     source = dot.source(drawing(blocks()), depth=9).source
     boxes = re.findall(r"_n\d+\"? \[label=(.*?) color=.*?fillcolor=\"(#\w+)\"", source)
     assert len(boxes) > 10
-    short = dict(zip(map(LIGHT.get, DTYPES), ("int8", "fp8", "bf16", "fp16", "fp32"), strict=True))
+    short = dict(
+        zip((COLOURS[name][0] for name in DTYPES), ("int8", "fp8", "bf16", "fp16", "fp32"), strict=True)
+    )
     assert all(short[fill] in label for label, fill in boxes)
 
 

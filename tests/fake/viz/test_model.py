@@ -16,7 +16,7 @@ from amp_fx.reports.report import Report
 from amp_fx.viz import dot
 from amp_fx.viz.graph import Graph, Marked
 from amp_fx.viz.model import drawing
-from amp_fx.viz.style import DTYPES, HEAT, LIGHT, heat_samples
+from amp_fx.viz.style import COLOURS, DTYPES, HEAT, legend
 from gpt import GPT, GPTConfig
 from graphs import rewrite
 from pictures import HIGH, LOW, blocks, call, cast, chain, parameter
@@ -326,8 +326,9 @@ def test_boxes_say_what_rounding_costs_where_that_was_measured_and_unlike_blocks
     assert {node.heat for node in nodes.values() if node not in linears} == {0}
     assert {node.heat for node in backward.nodes} == {0}
     assert all(group.first is None for group in forward.groups)
-    assert len(heat_samples(model)) == 4
-    assert heat_samples(drawing(blocks(3))) == []
+    colours = {colour for _, colour in HEAT}
+    assert len(colours & {fill for _, fill, _ in legend(model)}) == 4
+    assert not colours & {fill for _, fill, _ in legend(drawing(blocks(3)))}
 
 
 def test_sensitivities_come_back_from_a_saved_report() -> None:
@@ -341,7 +342,7 @@ def test_a_picture_in_dot_is_coloured_by_sensitivity_where_that_was_measured() -
     assert {colour for _, colour in HEAT if f'fillcolor="{colour}"' in picture} == {
         HEAT[place][1] for place in (0, 1, 3, 4)
     }
-    assert not any(f'fillcolor="{colour}"' in picture for colour in map(LIGHT.get, DTYPES))
+    assert not any(f'fillcolor="{colour}"' in picture for colour in (COLOURS[name][0] for name in DTYPES))
     assert "sensitivity 3e-03" in picture
     # closed: the worst inside
     assert f'fillcolor="{HEAT[4][1]}"' in dot.source(drawing(measured()), depth=1).source
