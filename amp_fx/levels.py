@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -17,11 +16,11 @@ from amp_fx.passes import PlaceLevels
 from amp_fx.passes.base import marked
 from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.devices import builtin, resolve
-from amp_fx.placement.level_device import meaning, multiplies
+from amp_fx.placement.level_cost import meaning, multiplies
 from amp_fx.placement.profile import DEVICE_TYPES
 from amp_fx.plans.label import Reason
 from amp_fx.plans.plan import NodePlan, Plan
-from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, levels_of
+from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, level_named, levels_of
 from amp_fx.settings import Options
 from amp_fx.viz.words import sentence
 
@@ -54,26 +53,25 @@ def level_placement(
         placed = planned_levels(opts, device, {row.name: row for row in plan.nodes}, training=True)
         plan.meaning = ", ".join(dict.fromkeys(level for *_, level in placed.planned)) if placed else ""
     elif levels_of(opts.policy.base):
-        wanted = opts.level if opts.sensitivity is None else opts.sensitivity.level
+        choice = opts.level if opts.sensitivity is None else opts.sensitivity.level
         profile = resolve(opts.profile, device)
-        means = meaning(opts.policy.base, wanted, profile, device, low, training=True)
+        means = meaning(opts.policy.base, choice, profile, device, low, training=True)
         plan.meaning = means.text
         budget = BUDGET.of(rewritten)
-        placed = means.level and PlaceLevels(means.level, device, means.cost, budget)
+        placed = means.level and PlaceLevels(means.level, device, means.cost, budget, choice=choice)
     else:
         return None
-    return placed and replace(placed, **_of_graph(rewritten))
-
-
-def _of_graph(rewritten: fx.GraphModule) -> dict[str, Any]:
-    """What the pass reads besides the code of the graph."""
+    if placed is None:
+        return None
+    # what the pass reads besides the code of the graph
     graphs = [module.graph for module in rewritten.modules() if isinstance(module, fx.GraphModule)]
     marks = (marked(node) for graph in graphs for node in graph.nodes)
     inputs = (node.meta["val"] for node in rewritten.graph.find_nodes(op="placeholder"))
-    return {
-        "marks": tuple(name for name in marks if name is not None),
-        "hints": tuple(size_hint(value) for value in inputs if isinstance(value, torch.SymInt)),
-    }
+    return replace(
+        placed,
+        marks=tuple(name for name in marks if name is not None),
+        hints=tuple(size_hint(value) for value in inputs if isinstance(value, torch.SymInt)),
+    )
 
 
 def planned_levels(
@@ -82,7 +80,7 @@ def planned_levels(
     rows: Mapping[str, NodePlan],
     *,
     training: bool,
-    stores_weights: bool = False,
+    keeps_weights: bool = False,
 ) -> PlaceLevels | None:
     """The pass that does what a plan has; None where that runs nothing below 16 bits.
 
@@ -91,37 +89,41 @@ def planned_levels(
         device: type of the device that the graph is about.
         rows: call of the graph -> what its plan says of it.
         training: True where the pass runs on a joint graph.
-        stores_weights: weights are part of the program, where no level packs them.
+        keeps_weights: copies of weights live across calls.
 
     Raises:
         PlanError: a level that the device or the options do not allow.
     """
     planned = tuple(
-        (name, role, level.stored if stores_weights and level.keeps_weights else level.name)
-        for name, row in rows.items()
-        for role, level in row.levels_below.items()
+        (name, role, level.name) for name, row in rows.items() for role, level in row.levels_below.items()
     )
-    levels = [LEVELS[name] for name in dict.fromkeys(name for *_, name in planned)]
-    for level in levels:
-        what = f"the plan runs matmuls in {level.policy} by recipe {level.name!r}"
-        if opts.level not in (AUTO, level.name):
-            raise PlanError(
-                f"{what}, {opts.policy.base} is {opts.level!r}; make a plan for that, or drop the option."
-            )
-        if opts.numerics == "eager":
-            raise PlanError(f"{what}, which numerics='eager' contradicts; drop one of the two.")
-        has_rate = device in DEVICE_TYPES and level.rate in builtin(device).peak
-        if device == "cuda" and not has_rate:
-            raise PlanError(
-                f"{what}, which cuda {builtin(device).name} does not have; make a plan for this device."
-            )
-        if not multiplies(level, device):
-            raise PlanError(f"{what}, by which this {device} does not multiply; make a plan for another one.")
-        if not has_rate:
-            logger.info(
-                "the plan runs %d matmuls in %s, which a %s emulates", len(planned), level.policy, device
-            )
-    return PlaceLevels(None, device, planned=planned, joint=training) if planned else None
+    for name in dict.fromkeys(name for *_, name in planned):
+        _check(LEVELS[name], opts, device, len(planned))
+    if not planned:
+        return None
+    return PlaceLevels(
+        None, device, planned=planned, choice=opts.level, joint=training, keeps_weights=keeps_weights
+    )
+
+
+def _check(level: Level, opts: Options, device: str, matmuls: int) -> None:
+    """Raises :class:`PlanError` for a level of a plan that the device or the options do not allow."""
+    what = f"the plan runs matmuls in {level.policy} by recipe {level.name!r}"
+    if opts.level != AUTO and level_named(opts.level) is not level:
+        raise PlanError(
+            f"{what}, {opts.policy.base} is {opts.level!r}; make a plan for that, or drop the option."
+        )
+    if opts.numerics == "eager":
+        raise PlanError(f"{what}, which numerics='eager' contradicts; drop one of the two.")
+    has_rate = device in DEVICE_TYPES and level.rate in builtin(device).peak
+    if device == "cuda" and not has_rate:
+        raise PlanError(
+            f"{what}, which cuda {builtin(device).name} does not have; make a plan for this device."
+        )
+    if not multiplies(level, device, opts.level):
+        raise PlanError(f"{what}, by which this {device} does not multiply; make a plan for another one.")
+    if not has_rate:
+        logger.info("the plan runs %d matmuls in %s, which a %s emulates", matmuls, level.policy, device)
 
 
 def add_choices(plan: Plan, placed: PlaceLevels) -> None:

@@ -31,7 +31,7 @@ from amp_fx.passes import (
 from amp_fx.passes.forward.place_by_sensitivity import Placement
 from amp_fx.passes.levels.place_levels import Budget
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.level_device import meaning
+from amp_fx.placement.level_cost import meaning
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.sensitivity import CallSensitivity, Sensitivity
@@ -109,14 +109,20 @@ def _evaluated(
     """Without gradients, the pass that chooses what runs below 16 bits is given; and what the policy means here."""
     if context.training or opts.plan is not None or not levels_of(opts.policy.base):
         return given, ""
-    keeps = given.caches_weights and opts.numerics != "eager"
     base, profile = opts.policy.base, context.profile
-    means = meaning(base, opts.level, profile, device, low, training=False, keeps_weights=keeps)
+    means = meaning(base, opts.level, profile, device, low, training=False)
     if means.level is None:
         return given, means.text
     if opts.sensitivity is not None:
         return given, f"as autocast: a policy with sensitivity places no matmuls in {base}, a plan does"
-    levels = PlaceLevels(means.level, device, means.cost, joint=False)
+    levels = PlaceLevels(
+        means.level,
+        device,
+        means.cost,
+        joint=False,
+        choice=opts.level,
+        keeps_weights=given.caches_weights,
+    )
     return replace(given, levels=levels), means.text
 
 
@@ -184,7 +190,7 @@ def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, c
     stores = given.fold is not None
     given = replace(_marking(given, context, chosen), place=Replay(rows, stores))
     if not context.training:
-        below = planned_levels(opts, device, rows, training=False, stores_weights=stores)
+        below = planned_levels(opts, device, rows, training=False, keeps_weights=given.caches_weights)
         given = replace(given, levels=below)
     plan = run_passes(captured, captured_passes(given), context)
     plan.policy, plan.unused_rules, plan.meaning = chosen.policy, chosen.unused_rules, chosen.meaning

@@ -20,7 +20,7 @@ from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy import Policy
-from amp_fx.policy.levels import AUTO, levels_of
+from amp_fx.policy.levels import AUTO, choices_of, levels_of
 from amp_fx.policy.rules import BASES
 
 if TYPE_CHECKING:
@@ -43,11 +43,7 @@ NUMERICS = ("compiled", "eager")
 WEIGHTS = ("auto", "cast", "cache", "freeze")
 
 #: policy below 16 bits, which has an option of its name -> values of that, and what a scale stands for in each
-LEVEL_OPTIONS = {
-    base: {AUTO: "as suits the device", **{name: level.about for name, level in levels_of(base).items()}}
-    for base in BASES
-    if levels_of(base)
-}
+LEVEL_OPTIONS = {base: {AUTO: "as suits the device", **choices_of(base)} for base in BASES if levels_of(base)}
 
 #: options that are gone -> what takes their place
 _REMOVED = {
@@ -77,7 +73,7 @@ class OptionNames(TypedDict, total=False):
     dtype: str | torch.dtype
     policy: str | Mapping[str, Any] | Policy
     fp8: Literal["auto", "rowwise", "tensorwise", "rowwise_gw_hp", "mxfp8"]
-    int8: Literal["auto", "int8_packed", "int8_unpacked", "int8"]
+    int8: Literal["auto", "int8", "int8_packed", "int8_unpacked", "int8_signed"]
     numerics: Literal["compiled", "eager"]
     profile: str
     plan: str | os.PathLike[str] | Plan | Sequence[Plan] | Any
@@ -306,9 +302,9 @@ def _load_sensitivity(policy: Policy, dtype: torch.dtype | None, level: str) -> 
             f"was measured for {dtype_name(sensitivity.dtype)}, dtype is {dtype_name(dtype)}; calibrate with "
             f"dtype={dtype_name(dtype)!r}, or change one of the two."
         )
-    elif base in LEVEL_OPTIONS and sensitivity.level not in LEVEL_OPTIONS[base]:
+    elif base in LEVEL_OPTIONS and sensitivity.level not in levels_of(base):
         wrong = f"has nothing of {base}; calibrate with policy={base!r}, or take another base."
-    elif level not in (AUTO, sensitivity.level):
+    elif level != AUTO and level_named(level) is not level_named(sensitivity.level):
         wrong = f"was measured for {base}={sensitivity.level!r}, {base} is {level!r}; calibrate for it, or drop it."
     if wrong:
         raise OptionsError(f"policy sensitivity {policy.sensitivity!r} {wrong}")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.placement import level_device
+from amp_fx.placement import level_cost
 from amp_fx.placement.profile import FLOAT8, DeviceProfile
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
@@ -184,7 +184,7 @@ def emulating_blocks() -> Iterator[list[fx.GraphModule]]:
             if node.args[2].meta["val"].dtype is torch.float8_e8m0fnu:  # type: ignore[union-attr]  # a node
                 node.target = _multiplied
 
-    with op_by_op(prepare) as graphs, mock.patch.object(level_device, "_capability", return_value=(10, 0)):
+    with op_by_op(prepare) as graphs, mock.patch.object(level_cost, "_capability", return_value=(10, 0)):
         yield graphs
 
 

@@ -13,7 +13,7 @@ from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, re
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device
 from amp_fx.passes import PassContext, PlaceLevels
-from amp_fx.passes.levels.level_problem import level_problem
+from amp_fx.passes.levels.place_levels import level_problem
 from amp_fx.placement.cut import LOW, Problem, Var
 from amp_fx.placement.level_cost import BYTES, LevelCost
 from amp_fx.placement.priced import Priced, SensitivityTerm
@@ -111,11 +111,14 @@ def read_matmuls(
     """
     plain = replace(opts, profile="off", plan=None, sensitivity=None)
     level = LEVELS[opts.level]
-    placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training)
+    placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training, keeps_weights=not training)
     found: list[MatmulsBelow] = []
 
     def look(graph: fx.GraphModule, context: PassContext) -> None:
-        matmuls = [replace(matmul, name=names[matmul.name]) for matmul in placed.allowed(graph, context)]
+        matmuls = {
+            replace(matmul, name=names[matmul.name]): way
+            for matmul, way in placed.allowed(graph, context).items()
+        }
         found.append(MatmulsBelow(*(level_problem(matmuls, level, each) for each in (cost, BYTES))))
 
     if not training:

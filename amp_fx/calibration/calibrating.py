@@ -26,13 +26,12 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import graph_devices
 from amp_fx.passes import OUTLINE, PassContext, run_passes
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.level_cost import OPERATIONS, LevelCost
-from amp_fx.placement.level_device import level_name
+from amp_fx.placement.level_cost import OPERATIONS, LevelCost, auto_level
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import counterparts, moved_nodes
 from amp_fx.plans.sensitivity import GRADIENTS, OF, OUTPUTS, GraphSensitivity, Sensitivity, combined
-from amp_fx.policy.levels import LEVELS, Level, levels_of
+from amp_fx.policy.levels import Level, levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
@@ -289,10 +288,10 @@ def _level(opts: Options, device: str, target: str | None, *, training: bool) ->
             f"policy {base!r} is about graphs without gradients; calibrate them with of='outputs'."
         )
     if target is None:
-        name = level_name(base, opts.level, device, keeps_weights=not training)
+        level = auto_level(base, opts.level, device)
     else:
-        name = level_name(base, opts.level, "cuda", find_target(target).gpu.capability)
-    return name if training else LEVELS[name].evaluated or name
+        level = auto_level(base, opts.level, "cuda", find_target(target).gpu.capability)
+    return level.name if training else level.evaluated or level.name
 
 
 def _cost(profile: DeviceProfile | None, low: torch.dtype, level: Level) -> LevelCost:

@@ -19,7 +19,7 @@ from amp_fx.calibration.step import Step
 from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
 from amp_fx.errors import OptionsError, PlanError, did_you_mean
-from amp_fx.placement.level_device import multiplies
+from amp_fx.placement.level_cost import multiplies
 from amp_fx.placement.priced import Choice
 from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME
 from amp_fx.plans.plan import NodePlan, Plan

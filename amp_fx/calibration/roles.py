@@ -106,10 +106,7 @@ class _Watch:
         alias, key = value.view_as(value), (*self._call, role, operand)
         if role == WEIGHT and not self._level.weight_gradients:
             return alias
-        dtype = self._level.dtype_of(is_gradient=operand == "gradient", is_weight=operand == "weight")
-        if dtype is torch.uint8:
-            # the same steps around another zero
-            dtype = torch.int8
+        dtype = self._level.dtype_of(is_gradient=operand == "gradient")
         error, stride = scaled_error(value, dtype, self._level, in_rows=in_rows)
 
         def hook(sensitivity: Tensor | None) -> None:

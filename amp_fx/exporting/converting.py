@@ -34,7 +34,7 @@ from amp_fx.passes import (
     run_passes,
 )
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.level_device import Meaning, meaning
+from amp_fx.placement.level_cost import Meaning, meaning
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import unused_rules
@@ -210,7 +210,8 @@ def _convert(
         if levels_of(base):
             means = meaning(base, opts.shared.level, profile, device, low, training=False)
         if means.level is not None:
-            given = replace(given, levels=PlaceLevels(means.level, device, means.cost, joint=False))
+            levels = PlaceLevels(means.level, device, means.cost, joint=False, choice=opts.shared.level)
+            given = replace(given, levels=levels)
         plan = run_passes(gm, captured_passes(given), context)
         plan.meaning = means.text
     plan.inputs = [

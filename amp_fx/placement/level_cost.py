@@ -1,9 +1,9 @@
-"""What matmuls below 16 bits cost beside the low dtype: terms of a second minimum cut, over what is low already.
+"""What a policy below 16 bits means on a device: which level, and what matmuls cost in it beside the low dtype.
 
-Three labels in one cut would not be exact: the low copy is charged for the label in the middle, which is not
-submodular. Two labels over the low matmuls are exact, given the first cut: here LOW is the level below, HIGH the low
-dtype. Every matmul is a variable of its own: the one of the forward, the one that gives the gradient of its input, and
-the one that gives the gradient of its weight.
+Costs are terms of a second minimum cut, over what is low already. Three labels in one cut would not be exact: the low
+copy is charged for the label in the middle, which is not submodular. Two labels over the low matmuls are exact, given
+the first cut: here LOW is the level below, HIGH the low dtype. Every matmul is a variable of its own: the one of the
+forward, the one that gives the gradient of its input, and the one that gives the gradient of its weight.
 
 What the cut believes:
 
@@ -20,16 +20,32 @@ Sizes are in elements, times in picoseconds.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from amp_fx.placement.profile import DeviceProfile
+from amp_fx.placement.devices import builtin
+from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
 from amp_fx.plans.plan import dtype_name
-from amp_fx.policy.levels import Level
+from amp_fx.policy.levels import AUTO, Implementation, Level, level_named, levels_of
+from amp_fx.state import cache_results
 
-__all__ = ["BYTES", "NARROW", "OPERATIONS", "LevelCost", "copy_traffic"]
+__all__ = [
+    "BYTES",
+    "NARROW",
+    "OPERATIONS",
+    "LevelCost",
+    "Meaning",
+    "auto_level",
+    "copy_traffic",
+    "meaning",
+    "multiplies",
+]
+
+logger = logging.getLogger(__name__)
 
 #: bytes of an element with scales, and of a scale
 NARROW, _FP32 = 1, torch.float32.itemsize
@@ -50,7 +66,7 @@ def copy_traffic(elements: int, itemsize: int, *, in_rows: bool, block: int | No
     """
     scales = 0
     if block is not None:
-        # not in rows, they are handed on in fp32: written once, read twice
+        # not in rows, they are kept in fp32 in between: written once, read twice
         scales = elements // block * (1 if in_rows else 1 + 3 * _FP32)
     passes, kernels = (1, 1) if in_rows else (2, 3)
     return elements * (passes * itemsize + NARROW) + scales, kernels
@@ -81,19 +97,33 @@ class LevelCost:
         return cls(profile.peak[dtype_name(low)], rate, profile.bandwidth, profile.launch)
 
     def matmul(self, flops: int, elements: int, itemsize: int) -> tuple[int, int]:
-        """One matmul and the reads of its operands: in the low dtype, and in the level below.
-
-        Args:
-            flops: of the matmul.
-            elements: of both operands.
-            itemsize: bytes of an element in the low dtype.
-        """
+        """One matmul and the reads of its operands: in the low dtype, of so many bytes each, and in the level below."""
         low, below = self.moving(elements * itemsize), self.moving(elements * NARROW)
         return low + _ps(flops / self.low), below + _ps(flops / self.below)
 
     def moving(self, nbytes: int, kernels: int = 0) -> int:
         """Reads and writes so many bytes, in kernels of their own or in others."""
         return _ps(nbytes / self.bandwidth + kernels * self.launch)
+
+    def packing(self, way: Implementation, sizes: Sequence[int | torch.SymInt]) -> int:
+        """What an implementation takes in a call to lay out the weight; sizes are rows, contracted, columns."""
+        rows, *matrix = sizes
+        if not way.packs or _is_one(rows) or not all(isinstance(size, int) for size in matrix):
+            return 0
+        return self.moving(2 * NARROW * math.prod(matrix))
+
+    def cheapest(self, ways: Sequence[Implementation], sizes: Sequence[int | torch.SymInt]) -> Implementation:
+        """The implementation that takes the least for a product of these sizes; of equal ones the first."""
+
+        def price(way: Implementation) -> int:
+            return self.packing(way, sizes) - (_ps(way.one_row) if _is_one(sizes[0]) else 0)
+
+        return min(ways, key=price)
+
+
+def _is_one(rows: int | torch.SymInt) -> bool:
+    # a size that is not known is no single row, and must not be compared with one: that would make a guard
+    return isinstance(rows, int) and rows == 1
 
 
 def _ps(seconds: float) -> int:
@@ -106,3 +136,88 @@ OPERATIONS = LevelCost(low=295e12, below=590e12, bandwidth=math.inf, launch=0.0)
 
 #: times are bytes moved
 BYTES = LevelCost(low=math.inf, below=math.inf, bandwidth=1e12, launch=0.0)
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a policy means on a device.
+
+    Attributes:
+        text: for the reader of a plan: the level's name, or why there is none.
+        level: None: the policy means autocast.
+        cost: of matmuls and copies; None: everything that may run in the level does.
+    """
+
+    text: str
+    level: Level | None = None
+    cost: LevelCost | None = None
+
+
+def meaning(
+    base: str,
+    choice: str,
+    profile: DeviceProfile | None,
+    device: str,
+    low: torch.dtype,
+    *,
+    training: bool,
+) -> Meaning:
+    """What a policy below 16 bits means on a device; the log says once if it means autocast.
+
+    Args:
+        base: of the policy.
+        choice: the name of a level or of an implementation, or ``"auto"``.
+        profile: rates that count; None where all that may run in the level is to.
+        device: type of the device.
+        low: the low dtype there.
+        training: False where nothing is differentiated.
+    """
+    if not levels_of(base, training=training):
+        return _as_autocast("it is about graphs without gradients", base)
+    hardware = profile
+    if hardware is None and device in DEVICE_TYPES:
+        hardware = builtin(device)
+    name = device if hardware is None else f"{device} {hardware.name}"
+    level = auto_level(base, choice, device)
+    if hardware is None or level.rate not in hardware.peak:
+        return _as_autocast(f"{name} has no {level.policy} rate", level.policy)
+    if not multiplies(level, device, choice):
+        named = level.name if choice == AUTO else choice
+        return _as_autocast(f"{name} does not multiply in {named}", level.policy)
+    if not training and level.evaluated:
+        level = levels_of(base)[level.evaluated]
+    return Meaning(level.name, level, None if profile is None else LevelCost.of(profile, low, level))
+
+
+def _as_autocast(why: str, policy: str) -> Meaning:
+    _say_once(f"policy {policy!r} means 'autocast' here: {why}")
+    return Meaning(f"as autocast: {why}")
+
+
+def auto_level(base: str, choice: str, device: str, capability: tuple[int, int] | None = None) -> Level:
+    """The level that an option of a policy means, on a GPU of this capability, or of the one in this machine."""
+    if choice != AUTO and (named := level_named(choice)) is not None:
+        return named
+    found = capability or _capability(device)
+    rows = [level for level in levels_of(base).values() if level.auto is not None]
+    return next(level for level in rows if not level.auto or found in level.auto)
+
+
+def multiplies(level: Level, device: str, choice: str = AUTO) -> bool:
+    """True where a device that has the rate has one of the implementations that are left to choose from."""
+    return any(
+        way.device in (None, device) and (way.capabilities is None or _capability(device) in way.capabilities)
+        for way in level.chosen(choice)
+    )
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    """Of a device by NVIDIA; None of others."""
+    if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability()
+
+
+@cache_results()
+def _say_once(text: str) -> None:
+    logger.warning("%s", text)

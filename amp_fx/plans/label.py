@@ -13,7 +13,7 @@ from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import LABEL
 from amp_fx.plans.files import as_data
 from amp_fx.policy import OpClass
-from amp_fx.policy.levels import FORWARD, LEVELS, ROLES, Level
+from amp_fx.policy.levels import FORWARD, LEVELS, ROLES, Level, level_named
 
 __all__ = ["HAZARDS", "SENSITIVITY", "Decided", "Kind", "Label", "Reason", "Takes", "label_of"]
 
@@ -133,12 +133,18 @@ class Decided:
         Raises:
             PlanError: no such role or level.
         """
-        for what, valid, found in (("role", ROLES, self.levels), ("level", LEVELS, self.levels.values())):
-            if unknown := [name for name in found if name not in valid]:
+        found: dict[str, Level] = {}
+        for role, name in self.levels.items():
+            # plans of before have the name of an implementation
+            level = level_named(name)
+            if level is None or role not in ROLES:
+                what, given, valid = ("level", name, LEVELS) if level is None else ("role", role, ROLES)
                 raise PlanError(
-                    f"{self.name} has {what} {unknown[0]!r} in the plan; valid: {', '.join(map(repr, valid))}."
+                    f"{self.name} has {what} {given!r} in the plan; valid: {', '.join(map(repr, valid))}."
                 )
-        return {role: level for role, name in self.levels.items() if (level := LEVELS[name]).policy}
+            if level.policy:
+                found[role] = level
+        return found
 
     @property
     def computed(self) -> torch.dtype | None:

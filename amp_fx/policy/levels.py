@@ -1,10 +1,13 @@
-"""The precisions that a matmul may run in, as rows of one table. A new one is a row, with arithmetic in ``scaled.py``.
+"""The precisions that a matmul may run in, and how a product in each is computed: rows of one table.
 
-Scales come from the values at hand, in every call. rowwise: torchao's ``Float8LinearRecipeName.ROWWISE``,
-rowwise_gw_hp: its ``ROWWISE_WITH_GW_HP``, tensorwise: its ``TENSORWISE``. Which element types: FP8 Formats for Deep
-Learning, https://arxiv.org/abs/2209.05433. mxfp8: Recipes for Pre-training LLMs with MXFP8,
-https://arxiv.org/abs/2506.08027; torchao's ``MXFP8_RCEIL``. int8: torchao's ``Int8DynamicActivationInt8WeightConfig``,
-a scale for each row of a value and for each column of a weight.
+A level is what differs between precisions: dtypes, scales, rate. An implementation is what differs between kernels for
+one precision: which calls it takes, what it costs, how it is written. A new one of either is a row, with arithmetic in
+``scaled.py``. Scales come from the values at hand, in every call.
+
+rowwise: torchao's ``Float8LinearRecipeName.ROWWISE``, rowwise_gw_hp: its ``ROWWISE_WITH_GW_HP``, tensorwise: its
+``TENSORWISE``. Which element types: FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433. mxfp8: Recipes for
+Pre-training LLMs with MXFP8, https://arxiv.org/abs/2506.08027; torchao's ``MXFP8_RCEIL``. int8: torchao's
+``Int8DynamicActivationInt8WeightConfig``, a scale for each row of a value and for each column of a weight.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ __all__ = [
     "NARROW_DTYPES",
     "ROLES",
     "WEIGHT",
+    "Implementation",
     "Level",
     "Scale",
+    "choices_of",
     "is_narrow",
+    "level_named",
     "levels_of",
 ]
 
@@ -40,7 +46,7 @@ ROLES = FORWARD, INPUT, WEIGHT = "forward", "gradient of its input", "gradient o
 #: library kernels that multiply with scales take sizes that are multiples of it
 GRAIN = 16
 
-#: the option that leaves the level to the device
+#: the option that leaves the choice to the device and to costs
 AUTO = "auto"
 
 
@@ -54,6 +60,70 @@ class Scale(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """A way to compute a product in a level. All of a level give the same numbers, but for the order of fp32 roundings.
+
+    Attributes:
+        name: what an option and the reason in a plan call it.
+        about: one line for whoever chooses.
+        multiply: makes the product of operands with scales, see :func:`amp_fx.policy.scaled.scaled_mm`.
+        value: dtype of what is multiplied by a weight, where that is not the level's.
+        device: type of the only device that has it; None: any.
+        capabilities: CUDA devices whose libraries have it; None: all that have the rate.
+        keeps_weights: it takes only weights of which copies live across calls.
+        grain: what divides the sizes that are contracted, and the columns.
+        fewest: rows that a kernel of CUDA takes at least.
+        packs: the weight is laid out anew in each call of more than one row.
+        one_row: seconds that a call of a single row takes less than one in the low dtype, beside the arithmetic.
+    """
+
+    name: str
+    about: str = ""
+    # an address would change the keys of caches
+    multiply: Callable[..., Any] = field(default=scaled_mm, repr=False)
+    value: torch.dtype | None = None
+    device: str | None = None
+    capabilities: tuple[tuple[int, int], ...] | None = None
+    keeps_weights: bool = False
+    grain: int = GRAIN
+    fewest: int = 1
+    packs: bool = False
+    one_row: float = 0.0
+
+
+_SCALED_MM = Implementation(name="scaled_mm")
+# B200 and GB200, B300 and GB300: cuBLAS takes scales of blocks; torch._scaled_mm passes them on from torch 2.7 on
+_BLOCK_SCALED_MM = Implementation(name="scaled_mm", capabilities=((10, 0), (10, 3)))
+_INT8_MM = (
+    Implementation(
+        name="int8_packed",
+        about="values are unsigned, which oneDNN has fast kernels for on all CPUs, and weights packed",
+        multiply=packed_int8_mm,
+        value=torch.uint8,
+        device="cpu",
+        keeps_weights=True,
+        grain=1,
+    ),
+    Implementation(
+        name="int8_unpacked",
+        about="as int8_packed, without oneDNN: for a single row",
+        multiply=int8_mm,
+        value=torch.uint8,
+        device="cpu",
+        keeps_weights=True,
+        grain=8,
+        packs=True,
+        # a call of oneDNN takes 20 us before it multiplies, 512 x 512 with one row takes 5
+        one_row=20e-6,
+    ),
+    # aten._int_mm
+    Implementation(
+        name="int8_signed", about="both operands are signed", multiply=int8_mm, grain=8, fewest=17
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Level:
     """A precision.
 
@@ -64,22 +134,15 @@ class Level:
         policy: base of the policy that chooses it; empty for those that op lists choose.
         about: one line for whoever chooses.
         gradient: dtype of gradients, where that is another.
-        value: dtype of what is multiplied by a weight, where that is another.
         scale: what has one scale.
         block: elements that share a scale, where blocks have scales.
         powers: scales are powers of two, so that scaling itself rounds nothing.
         trains: False where the policy means autocast in graphs with gradients.
-        keeps_weights: what a value is multiplied by has to be a weight of which copies live across calls.
-        grain: what divides the sizes that are contracted, and the columns.
-        fewest: rows that a library kernel of CUDA takes at least.
         weight_gradients: False where the matmuls that give gradients of weights stay in the low dtype.
-        device: type of the only device that multiplies in it; None: any.
-        capabilities: CUDA devices whose libraries multiply in it; None: all that have the rate.
         auto: CUDA devices that :data:`AUTO` means it for; empty: all devices that no row above is for; None: none.
         evaluated: name of the level that stands for it where nothing is differentiated; empty: itself.
-        stored: name of the level in which weights are brought there; empty: itself.
-        one_row: name of the level that multiplies where there is only one row; empty: itself.
-        multiply: makes the product of operands with scales, see :func:`amp_fx.policy.scaled.scaled_mm`.
+        of_weights: there, name of the level by which weights are scaled; empty: itself.
+        implementations: how a product is computed; of equal costs the first counts.
     """
 
     name: str
@@ -88,37 +151,34 @@ class Level:
     policy: str = ""
     about: str = ""
     gradient: torch.dtype | None = None
-    value: torch.dtype | None = None
     scale: Scale = Scale.NONE
     block: int | None = None
     powers: bool = False
     trains: bool = True
-    keeps_weights: bool = False
-    grain: int = GRAIN
-    fewest: int = 1
     weight_gradients: bool = True
-    device: str | None = None
-    capabilities: tuple[tuple[int, int], ...] | None = None
     auto: tuple[tuple[int, int], ...] | None = None
     evaluated: str = ""
-    stored: str = ""
-    one_row: str = ""
-    # an address would change the keys of caches
-    multiply: Callable[..., Any] = field(default=scaled_mm, repr=False)
+    of_weights: str = ""
+    implementations: tuple[Implementation, ...] = ()
 
     @property
     def by_row(self) -> bool:
         """True where scales stand for rows, or parts of rows, as a matmul contracts them."""
         return self.scale in (Scale.ROW, Scale.BLOCK)
 
-    def dtype_of(self, *, is_gradient: bool = False, is_weight: bool = False) -> torch.dtype:
+    def dtype_of(self, *, is_gradient: bool) -> torch.dtype:
         """The dtype of an operand."""
-        other = self.gradient if is_gradient else None if is_weight else self.value
-        return other or self.dtype
+        return self.gradient if is_gradient and self.gradient is not None else self.dtype
+
+    def chosen(self, choice: str) -> tuple[Implementation, ...]:
+        """The implementations that an option leaves: all, or the one of that name."""
+        named = tuple(each for each in self.implementations if each.name == choice)
+        return named or self.implementations
 
 
-_INT8 = functools.partial(Level, dtype=torch.int8, rate="int8", policy="int8", scale=Scale.ROW, trains=False)
-_FP8 = functools.partial(Level, dtype=torch.float8_e4m3fn, rate="float8_e4m3fn", policy="fp8")
+_FP8 = functools.partial(
+    Level, dtype=torch.float8_e4m3fn, rate="float8_e4m3fn", policy="fp8", implementations=(_SCALED_MM,)
+)
 
 LEVELS = {
     level.name: level
@@ -141,7 +201,7 @@ LEVELS = {
             scale=Scale.WHOLE,
             auto=(),
             # so it may be made once, and kept
-            stored="rowwise",
+            of_weights="rowwise",
         ),
         _FP8(
             name="rowwise_gw_hp",
@@ -157,41 +217,19 @@ LEVELS = {
             scale=Scale.BLOCK,
             block=32,
             powers=True,
-            # B200 and GB200, B300 and GB300: cuBLAS takes such scales; torch._scaled_mm hands them on from torch 2.7 on
-            capabilities=((10, 0), (10, 3)),
             evaluated="rowwise",
+            implementations=(_BLOCK_SCALED_MM,),
         ),
-        _INT8(
-            name="int8_packed",
-            about="as int8; values are unsigned, which oneDNN has fast kernels for on all CPUs, and weights packed",
-            value=torch.uint8,
-            stored="int8",
-            # a call of oneDNN takes 20 us before it multiplies, 512 x 512 with one row takes 5
-            one_row="int8_unpacked",
-            device="cpu",
-            auto=(),
-            keeps_weights=True,
-            grain=1,
-            multiply=packed_int8_mm,
-        ),
-        _INT8(
-            name="int8_unpacked",
-            about="as int8_packed, without oneDNN: for a single row",
-            value=torch.uint8,
-            stored="int8",
-            device="cpu",
-            keeps_weights=True,
-            grain=8,
-            multiply=int8_mm,
-        ),
-        _INT8(
+        Level(
             name="int8",
-            about="a row that a matmul contracts; both operands are signed",
+            dtype=torch.int8,
+            rate="int8",
+            policy="int8",
+            about="a row that a matmul contracts",
+            scale=Scale.ROW,
+            trains=False,
             auto=(),
-            # aten._int_mm
-            grain=8,
-            fewest=17,
-            multiply=int8_mm,
+            implementations=_INT8_MM,
         ),
     )
 }
@@ -214,6 +252,22 @@ def levels_of(base: str, *, training: bool = False) -> dict[str, Level]:
     """
     rows = [level for level in LEVELS.values() if base and level.policy == base]
     return {level.name: level for level in rows if level.trains or not training}
+
+
+def choices_of(base: str) -> dict[str, str]:
+    """What the option of a policy takes, and what each means: levels, and implementations where there are several."""
+    found: dict[str, str] = {}
+    for level in levels_of(base).values():
+        found[level.name] = level.about
+        if len(level.implementations) > 1:
+            found |= {each.name: f"as {level.name}: {each.about}" for each in level.implementations}
+    return found
+
+
+def level_named(name: str) -> Level | None:
+    """The level of this name, or the one that has an implementation of this name; None where there is neither."""
+    with_it = (row for row in LEVELS.values() if name in (each.name for each in row.implementations))
+    return LEVELS.get(name) or next(with_it, None)
 
 
 def is_narrow(value: Any) -> TypeGuard[torch.Tensor]:

@@ -11,7 +11,7 @@ from amp_fx.graphs.calls import is_cast, is_returned
 from amp_fx.graphs.keys import COPY_META, PART, RECIPE_META
 from amp_fx.graphs.values import LOW_DTYPES, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.levels.quantiser import Part, erase_unread
+from amp_fx.passes.levels.quantise_matmuls import Part, erase_unread
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.recipes import Cast, CopyRecipe

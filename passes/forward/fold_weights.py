@@ -13,7 +13,7 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.levels.quantiser import erase_unread
+from amp_fx.passes.levels.quantise_matmuls import erase_unread
 from amp_fx.plans.label import Kind, Reason, label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import LEVELS

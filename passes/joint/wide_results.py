@@ -13,7 +13,7 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.passes.base import mark, marked
-from amp_fx.passes.levels.joint_matmuls import gradients_in
+from amp_fx.passes.levels.matmuls import gradients_in
 from amp_fx.placement.layout import CAST
 from amp_fx.plans.label import Kind, label_of
 

@@ -1,4 +1,4 @@
 """Passes that bring matmuls into levels below 16 bits: on captured graphs without gradients, and on joint graphs.
 
-``matmuls.py`` is how both are looked at, and ``captured_matmuls.py`` and ``joint_matmuls.py`` read them.
+``matmuls.py`` is how both are looked at.
 """

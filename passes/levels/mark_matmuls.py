@@ -11,8 +11,7 @@ from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import MARK
 from amp_fx.graphs.traits import LINEAR_OPS
 from amp_fx.passes.base import Pass, PassContext, PassResult, mark
-from amp_fx.passes.levels.captured_matmuls import captured_matmul, may_run_below
-from amp_fx.passes.levels.matmuls import Matmul, divides
+from amp_fx.passes.levels.matmuls import Matmul, captured_matmul, divides, may_run_below
 from amp_fx.plans.label import label_of
 from amp_fx.policy.levels import WEIGHT, Level
 
@@ -74,6 +73,7 @@ def _refusal(matmul: Matmul | None, role: str, level: Level) -> str:
         return f"only {', '.join(LINEAR_OPS)} with a matrix, in the low dtype, run so"
     if role == WEIGHT and not level.weight_gradients:
         return f"{level.name} leaves gradients of weights in the low dtype"
-    if not divides(level.grain, matmul.sizes[1:]):
-        return f"{level.grain} does not divide its sizes {' x '.join(map(str, matmul.sizes[1:]))}"
+    grain = min(way.grain for way in level.implementations)
+    if not divides(grain, matmul.sizes[1:]):
+        return f"{grain} does not divide its sizes {' x '.join(map(str, matmul.sizes[1:]))}"
     return ""

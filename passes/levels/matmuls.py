@@ -2,28 +2,49 @@
 
 A library kernel that multiplies with scales takes a matrix whose rows, and a matrix whose columns, lie in memory in one
 piece, and one scale for each of these (or one for all). So the second is looked at transposed here: an :class:`Operand`
-is always a matrix whose rows are contracted and scaled.
+is always a matrix whose rows are contracted and scaled. Captured graphs multiply a value, whose last dimension is
+contracted, by a matrix; joint graphs have forward and backward, and all matmuls are of two matrices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
+from amp_fx._torch import joint_roles
+from amp_fx.graphs.calls import is_cast
 from amp_fx.graphs.fake_runs import is_matmul
-from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.passes.base import marked
-from amp_fx.plans.label import label_of
+from amp_fx.graphs.keys import CAST_META, REGION_META
+from amp_fx.graphs.traits import Trait, has_trait, op_row
+from amp_fx.graphs.values import LOW_DTYPES
+from amp_fx.passes.base import PassContext, marked
+from amp_fx.placement.layout import CAST
+from amp_fx.plans.label import Kind, label_of
+from amp_fx.policy import OpClass
+from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT
+from amp_fx.policy.rules import BELOW
 
-__all__ = ["Matmul", "Operand", "call_name", "divides", "last_calls"]
+__all__ = [
+    "Matmul",
+    "Operand",
+    "captured_matmul",
+    "divides",
+    "gradients_in",
+    "last_calls",
+    "may_run_below",
+    "read_matmuls",
+]
 
 aten = torch.ops.aten
 
 #: besides dropout, what a result goes through on its way to a residual stream
 _ON_THE_WAY = Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST
+
+_TRANSPOSES = frozenset({aten.t.default, aten.numpy_T.default, aten.mT.default, aten.adjoint.default})
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +102,15 @@ class Matmul:
         return self.name, self.role
 
 
-def call_name(node: fx.Node) -> str | None:
-    """The name in the plan of a call, or of the one that a node of a joint graph comes from, if that is known."""
-    row = label_of(node)
-    return marked(node) if row is None else row.name
+def read_matmuls(gm: fx.GraphModule, context: PassContext, *, joint: bool) -> list[Matmul]:
+    """The 16-bit matmuls of a graph that have a counterpart with scales, in order.
+
+    Of a joint graph those that are, or give gradients of, a marked call.
+    """
+    if joint:
+        return _joint_matmuls(gm)
+    found = (captured_matmul(node, context) for node in gm.graph.nodes)
+    return [matmul for matmul in found if matmul is not None]
 
 
 def divides(grain: int, sizes: Sequence[int | torch.SymInt]) -> bool:
@@ -92,12 +118,189 @@ def divides(grain: int, sizes: Sequence[int | torch.SymInt]) -> bool:
     return all(isinstance(size, int) and size and size % grain == 0 for size in sizes)
 
 
+def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """The value, the matrix and the bias of a 16-bit product; None of what has no counterpart with scales."""
+    form = op_row(node).linear
+    if form is None or node.kwargs or len(node.args) > 3:
+        return None
+    value, matrix = node.args[form.input], node.args[form.weight]
+    bias = None if form.bias is None or form.bias >= len(node.args) else node.args[form.bias]
+    if not isinstance(value, fx.Node) or not isinstance(matrix, fx.Node):
+        return None
+    result, left, right = node.meta["val"], value.meta["val"], matrix.meta["val"]
+    if right.ndim != 2 or left.ndim < 1 or not left.dtype is right.dtype is result.dtype in LOW_DTYPES:
+        return None
+    if bias is None:
+        return value, matrix, None
+    # one number for each column, in the dtype of the result
+    if not isinstance(bias, fx.Node) or bias.meta["val"].dtype is not result.dtype:
+        return None
+    return (value, matrix, bias) if bias.meta["val"].shape == result.shape[-1:] else None
+
+
+# ---- captured graphs
+
+
+def may_run_below(node: fx.Node, context: PassContext) -> bool:
+    """True for a matmul that policy and plan let run below 16 bits."""
+    row = label_of(node)
+    if row is None or row.dtype not in LOW_DTYPES or not is_matmul(node):
+        return False
+    rule = context.policy.rule_for(row.op, row.module_path)
+    if rule is not None:
+        return rule.precision in BELOW
+    if row.is_because(Kind.WIDE_RESULT):
+        return False
+    region = node.meta.get(REGION_META, {}).get(node.meta["val"].device.type)
+    return row.op_class is OpClass.LOW or (region is not None and region.enabled)
+
+
+def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:
+    """The product that a call is; None where it is none of 16-bit values and a matrix."""
+    row, factors, form = label_of(node), _factors(node), op_row(node).linear
+    if row is None or factors is None or form is None:
+        return None
+    value, matrix, bias = factors
+    first = Operand(value, value, "", True, frozenset(value.users))
+    second = _weight(matrix, context.folded, in_rows=form.by_rows)
+    size = matrix.meta["val"].shape
+    contracted, columns = reversed(size) if form.by_rows else size
+    sizes = math.prod(value.meta["val"].shape[:-1]), contracted, columns
+    return Matmul(node, row.name, FORWARD, (first, second), sizes, bias)
+
+
+def _weight(matrix: fx.Node, folded: frozenset[str], *, in_rows: bool) -> Operand:
+    """What a value is multiplied by; its source is what it was before a pass has cast it.
+
+    Args:
+        matrix: in the low dtype.
+        folded: inputs of which copies are made outside the graph.
+        in_rows: the rows of the matrix are contracted, not its columns.
+    """
+    base, in_rows = _behind_transposes(matrix, in_rows)
+    source = base
+    if CAST_META in base.meta and is_cast(base):
+        wide = base.all_input_nodes[0]
+        if wide.meta["val"].dtype is torch.float32:
+            source, in_rows = _behind_transposes(wide, in_rows)
+    return Operand(
+        base,
+        source,
+        str(in_rows),
+        in_rows,
+        frozenset(matrix.users),
+        transposed=not in_rows,
+        is_weight=True,
+        is_folded=source.name in folded,
+    )
+
+
+def _behind_transposes(matrix: fx.Node, in_rows: bool) -> tuple[fx.Node, bool]:
+    while _is_transpose(matrix):
+        matrix, in_rows = matrix.all_input_nodes[0], not in_rows
+    return matrix, in_rows
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    if node.target in _TRANSPOSES:
+        return True
+    if node.target is aten.permute.default:
+        return [dim % 2 for dim in node.args[1]] == [1, 0]  # type: ignore[union-attr]  # of two dimensions
+    return node.target is aten.transpose.int and {dim % 2 for dim in node.args[1:]} == {0, 1}  # type: ignore[operator]  # numbers
+
+
+# ---- joint graphs
+
+
+def gradients_in(gm: fx.GraphModule) -> set[fx.Node]:
+    """What depends on a gradient that enters the backward; nothing in a graph without one."""
+    roles = joint_roles(gm)
+    found = set() if roles is None else set(roles.tangents)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _joint_matmuls(gm: fx.GraphModule) -> list[Matmul]:
+    gradients = gradients_in(gm)
+    products = [node for node in gm.graph.nodes if node.target in (aten.mm.default, aten.addmm.default)]
+    factors = {node: found for node in products if (found := _factors(node)) is not None}
+    readers: dict[fx.Node, set[fx.Node]] = {}
+    for node, (first, second, _) in factors.items():
+        for argument in (first, second):
+            readers.setdefault(_behind(argument)[0], set()).add(node)
+    found: list[Matmul] = []
+    forward: dict[str, list[Matmul]] = {}
+    for node, (left, right, bias) in factors.items():
+        first = _operand(left, readers, gradients, transposed=False)
+        second = _operand(right, readers, gradients, transposed=True)
+        name = marked(node)
+        role = None if name is None else _role(first, second, forward.get(name, []))
+        if name is None or role is None:
+            continue
+        (rows, contracted), (_, columns) = left.meta["val"].shape, right.meta["val"].shape
+        found.append(Matmul(node, name, role, (first, second), (rows, contracted, columns), bias))
+        if role is FORWARD:
+            forward.setdefault(name, []).append(found[-1])
+    return found
+
+
+def _behind(argument: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """The value behind all views, and the views from it on."""
+    views: list[fx.Node] = []
+    while has_trait(argument, Trait.RESHAPES):
+        views.append(argument)
+        argument = argument.all_input_nodes[0]
+    return argument, tuple(reversed(views))
+
+
+def _operand(
+    argument: fx.Node, readers: dict[fx.Node, set[fx.Node]], gradients: set[fx.Node], *, transposed: bool
+) -> Operand:
+    """The matrix that is an argument of a matmul.
+
+    Its source is an input of the graph as it is, not as it is cast for a low matmul; else the base. A weight is then
+    rounded once, and the low copy is not made.
+    """
+    base, views = _behind(argument)
+    value, source = argument.meta["val"], base
+    rows, columns = (1, 0) if transposed else (0, 1)
+    if base.target is CAST:
+        given = base.all_input_nodes[0]
+        before, after = given.meta["val"], base.meta["val"]
+        if given.op == "placeholder" and before.dtype is torch.float32 and before.stride() == after.stride():
+            source = given
+    # as text: symbolic sizes have no hash
+    layout = str((value.shape[rows], value.shape[columns], value.stride(rows), value.stride(columns)))
+    in_rows = value.stride(columns) == 1 and value.stride(rows) == value.shape[columns]
+    return Operand(
+        base, source, layout, in_rows, frozenset(readers[base]), views, transposed, base in gradients
+    )
+
+
+def _role(first: Operand, second: Operand, forward: list[Matmul]) -> str | None:
+    """What a matmul is to a call of the forward; None of a product of two gradients, and of an unknown one."""
+    if not (first.is_gradient or second.is_gradient):
+        return FORWARD
+    if first.is_gradient and second.is_gradient:
+        return None
+    other = second if first.is_gradient else first
+    for call in forward:
+        if other.base is call.operands[1].base:
+            return INPUT
+        if other.base is call.operands[0].base:
+            return WEIGHT
+    return None
+
+
+# ---- the last calls, in either graph
+
+
 def last_calls(gm: fx.GraphModule, gradients: set[fx.Node]) -> set[str | None]:
     """Names of the calls that multiply, and whose result is multiplied no more, nor added to a residual stream.
 
-    Args:
-        gm: captured or joint.
-        gradients: what the backward of a joint graph computes.
+    What the backward of a joint graph computes, ``gradients``, does not count.
     """
     feeds: set[fx.Node] = set()
     last: set[str | None] = set()
@@ -107,7 +310,8 @@ def last_calls(gm: fx.GraphModule, gradients: set[fx.Node]) -> set[str | None]:
         below = any(user in feeds for user in node.users)
         multiplies = is_matmul(node)
         if multiplies and not below and not _is_residual(node):
-            last.add(call_name(node))
+            row = label_of(node)
+            last.add(marked(node) if row is None else row.name)
         if below or multiplies:
             feeds.add(node)
     return last

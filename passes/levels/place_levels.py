@@ -1,31 +1,39 @@
-"""Choose which low matmuls run in a level below 16 bits, with a second exact cut."""
+"""Choose which low matmuls run in a level below 16 bits, and how, with a second exact cut."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch.fx as fx
 
+from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import LEVEL
+from amp_fx.graphs.values import cast_bytes, numel
 from amp_fx.passes.base import Pass, PassContext, PassResult
-from amp_fx.passes.levels.captured_matmuls import captured_matmul, may_run_below
-from amp_fx.passes.levels.joint_matmuls import gradients_in, joint_matmuls
-from amp_fx.passes.levels.level_problem import level_problem
-from amp_fx.passes.levels.matmuls import Matmul, divides, last_calls
-from amp_fx.placement.cut import LOW, Var
-from amp_fx.placement.level_cost import OPERATIONS, LevelCost
+from amp_fx.passes.levels.matmuls import (
+    Matmul,
+    Operand,
+    divides,
+    gradients_in,
+    last_calls,
+    may_run_below,
+    read_matmuls,
+)
+from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
+from amp_fx.placement.level_cost import NARROW, OPERATIONS, LevelCost, copy_traffic
 from amp_fx.placement.priced import Priced, SensitivityTerm
 from amp_fx.placement.tradeoff import within
 from amp_fx.plans.label import Kind, Label, Reason, label_of
 from amp_fx.plans.plan import NodePlan, dtype_name
-from amp_fx.policy.levels import LEVELS, WEIGHT, Level
+from amp_fx.policy.levels import AUTO, LEVELS, WEIGHT, Implementation, Level
 from amp_fx.policy.rules import BELOW
 
-__all__ = ["Budget", "PlaceLevels", "with_choice"]
+__all__ = ["Budget", "PlaceLevels", "level_of", "level_problem", "with_choice"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,7 @@ class Budget:
 
     Attributes:
         sensitivities: variable of the cut -> what it adds to the squared relative error of the gradient in the level
-            below;
-            what is missing was not measured, and stays low.
+            below; what is missing was not measured, and stays low.
         limit: of their sum.
     """
 
@@ -45,14 +52,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class PlaceLevels(Pass):
-    """Says of every 16-bit matmul whether it runs in the level below, which :class:`QuantiseMatmuls` then does.
+    """Says of every 16-bit matmul whether it runs in the level below, and how; :class:`QuantiseMatmuls` then does it.
 
     Runs on captured graphs without gradients, and on Inductor's joint graph, forward and backward together, after loss
     scaling. A matmul stays in the low dtype where
 
     1. it does not come from a call of the forward that policy and plan leave in the low dtype without a user's rule;
        gradients belong to the call that they are gradients of.
-    2. no library kernel takes its sizes: the level's grain (16 in fp8) does not divide them, or they are not known: the
+    2. no implementation takes its sizes: their grain (16 in fp8) does not divide them, or they are not known: the
        contracted one and the columns, and for the gradient of a weight its rows, too. So tokens count only where they
        are contracted. Where blocks have scales, a block divides what is contracted, and the rows are known. In int8 the
        second is a weight, and on CUDA there are at least 17 rows.
@@ -64,11 +71,12 @@ class PlaceLevels(Pass):
        Copies of weights that live across calls cost nothing in a call, with scales as in the low dtype.
     7. with measured sensitivity, the budget does not allow it (:mod:`amp_fx.placement.priced`).
 
-    A plan takes the place of 3 to 7; a rule that names the level, of 3, 6 and 7.
+    A plan takes the place of 3 to 7; a rule that names the level, of 3, 6 and 7. Of the implementations that take a
+    matmul, the one that costs the least multiplies.
 
     The graph is not changed, only ``meta``::
 
-        mm = torch.ops.aten.mm.default(view, permute)          # meta["amp_fx_level"] is LEVELS["rowwise"]
+        mm = torch.ops.aten.mm.default(view, permute)          # meta["amp_fx_level"] is LEVELS["rowwise"], scaled_mm
 
     Attributes:
         level: the level below; None: a plan says it of each.
@@ -76,7 +84,9 @@ class PlaceLevels(Pass):
         cost: of the device, or None.
         budget: measured sensitivity and how much is allowed, or None.
         planned: what a plan has below 16 bits: (name in the plan, role, name of the level).
+        choice: the name of an implementation where an option has one.
         joint: False on a captured graph.
+        keeps_weights: copies of weights live across calls.
         marks: names in the plan of the calls that policy and plan let run below 16 bits; of a joint graph.
         hints: what the sizes that are not known are taken for.
         choices: (name in the plan, role) -> the level, or None, and why; filled in when the pass runs.
@@ -91,7 +101,9 @@ class PlaceLevels(Pass):
     cost: LevelCost | None = None
     budget: Budget | None = None
     planned: tuple[tuple[str, str, str], ...] = ()
+    choice: str = AUTO
     joint: bool = True
+    keeps_weights: bool = False
     marks: tuple[str, ...] = ()
     hints: tuple[int, ...] = ()
     choices: dict[tuple[str, str], tuple[Level | None, Reason]] = field(
@@ -101,37 +113,33 @@ class PlaceLevels(Pass):
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
         """See the class."""
-        matmuls, refused = self._looked_at(gm, context)
-        self.sizes.append(len(matmuls))
-        allowed = [matmul for matmul in matmuls if not refused[matmul]]
+        found = self._looked_at(gm, context)
+        self.sizes.append(len(found))
+        allowed = {matmul: way for matmul, way in found.items() if isinstance(way, Implementation)}
         chosen = self._chosen(allowed) | {matmul for matmul in allowed if self._is_asked_for(matmul, context)}
-        for matmul in matmuls:
-            level = _for_rows(self._wanted(matmul), matmul) if matmul in chosen else None
+        for matmul, way in found.items():
+            level = self._wanted(matmul) if matmul in chosen else None
             if level is not None:
-                LEVEL.set(matmul.node, level)
-            why = self._why(matmul, level, refused[matmul])
+                LEVEL.set(matmul.node, (level, way))
+            why = self._why(matmul, level, way)
             self.choices[matmul.variable] = level, why
             if (row := label_of(matmul.node)) is not None:
                 row.levels, row.reasons = with_choice(row, matmul.role, level, why)
-        return PassResult(len(chosen), f"{len(chosen)} of {len(matmuls)} matmuls below 16 bits")
+        return PassResult(len(chosen), f"{len(chosen)} of {len(found)} matmuls below 16 bits")
 
-    def allowed(self, gm: fx.GraphModule, context: PassContext) -> list[Matmul]:
-        """The matmuls of a graph that may run in the level."""
-        matmuls, refused = self._looked_at(gm, context)
-        return [matmul for matmul in matmuls if not refused[matmul]]
+    def allowed(self, gm: fx.GraphModule, context: PassContext) -> dict[Matmul, Implementation]:
+        """The matmuls of a graph that may run in the level, and how they would."""
+        found = self._looked_at(gm, context)
+        return {matmul: way for matmul, way in found.items() if isinstance(way, Implementation)}
 
-    def _looked_at(
-        self, gm: fx.GraphModule, context: PassContext
-    ) -> tuple[list[Matmul], dict[Matmul, Reason | None]]:
-        """The matmuls, and why each may not run below 16 bits."""
-        if self.joint:
-            matmuls = joint_matmuls(gm)
-        else:
-            calls = [node for node in gm.graph.nodes if may_run_below(node, context)]
-            matmuls = [found for node in calls if (found := captured_matmul(node, context)) is not None]
+    def _looked_at(self, gm: fx.GraphModule, context: PassContext) -> dict[Matmul, Implementation | Reason]:
+        """The matmuls, and how each would run below 16 bits, or why it may not."""
+        matmuls = read_matmuls(gm, context, joint=self.joint)
+        if not self.joint:
+            matmuls = [matmul for matmul in matmuls if may_run_below(matmul.node, context)]
         last = set() if self.level is None else last_calls(gm, gradients_in(gm))
         last -= {matmul.name for matmul in matmuls if self._is_asked_for(matmul, context)}
-        return matmuls, {matmul: self._refusal(matmul, last) for matmul in matmuls}
+        return {matmul: self._way(matmul, last) for matmul in matmuls}
 
     def _is_asked_for(self, matmul: Matmul, context: PassContext) -> bool:
         """True where a rule names the level."""
@@ -147,9 +155,9 @@ class PlaceLevels(Pass):
     def _planned(self) -> dict[tuple[str, str], Level]:
         return {(name, role): LEVELS[level] for name, role, level in self.planned}
 
-    def _refusal(self, matmul: Matmul, last: Collection[str | None]) -> Reason | None:
-        """Why a matmul may not run below 16 bits, if so."""
-        level, (rows, contracted, columns) = self._wanted(matmul), matmul.sizes
+    def _way(self, matmul: Matmul, last: Collection[str | None]) -> Implementation | Reason:
+        """The implementation that would multiply, or why a matmul may not run below 16 bits."""
+        level, (rows, contracted, _) = self._wanted(matmul), matmul.sizes
         if level is None:
             return Reason(Kind.PLANNED_LOW)
         if matmul.node.meta["val"].device.type != self.device:
@@ -157,26 +165,38 @@ class PlaceLevels(Pass):
         if level.block is not None and not isinstance(rows, int):
             return Reason.of(Kind.UNKNOWN_ROWS, level=level.name)
         weight = matmul.operands[1]
-        if level.keeps_weights and not weight.is_folded:
-            return Reason.of(Kind.NO_COPY, level=level.name)
         if not level.trains and weight.source.op != "placeholder" and not weight.is_folded:
             return Reason.of(Kind.NOT_A_WEIGHT, policy=level.policy)
         if rows == 0:
             return Reason(Kind.NO_ROWS)
-        if self.device == "cuda" and not (isinstance(rows, int) and rows >= level.fewest):
-            return Reason.of(Kind.FEW_ROWS, level=level.name, fewest=level.fewest)
-        sizes = matmul.sizes if matmul.role == WEIGHT else (contracted, columns)
-        if not divides(level.grain, sizes):
-            return Reason.of(Kind.INDIVISIBLE, grain=level.grain, sizes=" x ".join(map(str, sizes)))
+        refused = {way: self._refusal(matmul, level, way) for way in level.chosen(self.choice)}
+        ways = [way for way, why in refused.items() if why is None]
+        if not ways:
+            # the last implementation takes the most
+            return [why for why in refused.values() if why is not None][-1]
         if level.block is not None and contracted % level.block:
             return Reason.of(Kind.UNEVEN_BLOCKS, block=level.block, contracted=contracted)
         if matmul.name in last:
             return Reason(Kind.LAST_LINEAR)
         if matmul.role == WEIGHT and not level.weight_gradients:
             return Reason.of(Kind.WEIGHT_GRADIENT, level=level.name)
+        return (self.cost or OPERATIONS).cheapest(ways, matmul.sizes)
+
+    def _refusal(self, matmul: Matmul, level: Level, way: Implementation) -> Reason | None:
+        """Why an implementation does not take a matmul, if so."""
+        rows, contracted, columns = matmul.sizes
+        if way.device not in (None, self.device):
+            return Reason.of(Kind.OTHER_DEVICE, device=way.device)
+        if way.keeps_weights and not (self.keeps_weights and matmul.operands[1].is_folded):
+            return Reason.of(Kind.NO_COPY, level=way.name)
+        if self.device == "cuda" and not (isinstance(rows, int) and rows >= way.fewest):
+            return Reason.of(Kind.FEW_ROWS, level=level.name, fewest=way.fewest)
+        sizes = matmul.sizes if matmul.role == WEIGHT else (contracted, columns)
+        if not divides(way.grain, sizes):
+            return Reason.of(Kind.INDIVISIBLE, grain=way.grain, sizes=" x ".join(map(str, sizes)))
         return None
 
-    def _chosen(self, allowed: Sequence[Matmul]) -> set[Matmul]:
+    def _chosen(self, allowed: Mapping[Matmul, Implementation]) -> set[Matmul]:
         if self.level is None or (self.cost is None and self.budget is None):
             return {*allowed}
         problem = level_problem(allowed, self.level, self.cost or OPERATIONS)
@@ -191,26 +211,18 @@ class PlaceLevels(Pass):
             (labels,) = within([Priced(problem, terms)], self.budget.limit).placement
         return {matmul for matmul in allowed if labels[matmul.variable] is LOW}
 
-    def _why(self, matmul: Matmul, level: Level | None, refused: Reason | None) -> Reason:
+    def _why(self, matmul: Matmul, level: Level | None, way: Implementation | Reason) -> Reason:
         wanted = self._wanted(matmul)
-        if level is not None:
-            kind = Kind.LEVEL if self.level else Kind.LEVEL_PLANNED
-            return Reason.of(kind, policy=level.policy, level=level.name)
-        if refused is None:
+        if isinstance(way, Reason):
+            if self.level is None and wanted is not None:
+                return replace(way, values={**way.values, "planned": wanted.policy})
+            return way
+        if level is None:
             kind = Kind.LEVEL_DEARER if self.budget is None else Kind.LEVEL_OVER_BUDGET
             return Reason.of(kind, policy=None if wanted is None else wanted.policy)
-        if self.level is None and wanted is not None:
-            return replace(refused, values={**refused.values, "planned": wanted.policy})
-        return refused
-
-
-def _for_rows(level: Level | None, matmul: Matmul) -> Level | None:
-    """The level, or the one that multiplies a single row in its place."""
-    rows, *sizes = matmul.sizes
-    if level is None or not level.one_row or not isinstance(rows, int) or rows != 1:
-        return level
-    other = LEVELS[level.one_row]
-    return other if divides(other.grain, sizes) else level
+        kind = Kind.LEVEL if self.level else Kind.LEVEL_PLANNED
+        name = way.name if len(level.implementations) > 1 else level.name
+        return Reason.of(kind, policy=level.policy, level=name)
 
 
 def with_choice(
@@ -229,3 +241,81 @@ def with_choice(
     name = dtype_name(row.low) if level is None else level.name
     others = tuple(reason for reason in row.reasons if reason.values.get("role") != role)
     return {**row.levels, role: name}, (*others, replace(why, values={"role": role, **why.values}))
+
+
+# ---- the problem of the cut
+
+
+def level_of(operand: Operand, level: Level) -> Level:
+    """The level by which an operand is scaled."""
+    return LEVELS[level.of_weights] if operand.is_weight and level.of_weights else level
+
+
+def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: LevelCost) -> Problem:
+    """What to minimise; variables are (name in the plan, role), LOW is the level below.
+
+    Args:
+        matmuls: those that may run in the level, and how.
+        level: below the low dtype.
+        cost: of the device.
+    """
+    problem, nodes = Problem(), {matmul.node for matmul in matmuls}
+    readings: dict[fx.Node, list[tuple[Var, Operand]]] = {}
+    for matmul, way in matmuls.items():
+        problem.add_unary(matmul.variable, *_times(matmul, way, level, cost))
+        for operand in matmul.operands:
+            if not operand.is_folded:
+                readings.setdefault(operand.source, []).append((matmul.variable, operand))
+    for read in readings.values():
+        low = _low_copy(read[0][1], nodes, cost)
+        problem.shared.append(Shared(low, HIGH, tuple(reader for reader, _ in read)))
+        copies: dict[str, tuple[int, list[Var]]] = {}
+        for reader, operand in read:
+            for key, time in _copies(operand, level, cost).items():
+                copies.setdefault(key, (time, []))[1].append(reader)
+        problem.shared += [Shared(time, LOW, tuple(by)) for time, by in copies.values()]
+    return problem
+
+
+def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -> tuple[int, int]:
+    result = matmul.node.meta["val"]
+    elements = sum(numel(operand.base.meta["val"]) for operand in matmul.operands)
+    low, below = cost.matmul(matmul_flops(matmul.node), elements, result.dtype.itemsize)
+    below += cost.packing(way, matmul.sizes)
+    if len({level_of(operand, level).by_row for operand in matmul.operands}) > 1:
+        # factors of columns are multiplied afterwards
+        below += cost.moving(2 * numel(result) * result.dtype.itemsize, 1)
+    if not level.dtype.is_floating_point:
+        # the product is in 32 bits, which the kernel behind it reads
+        below += cost.moving(2 * numel(result) * (4 - result.dtype.itemsize))
+    return low, below
+
+
+def _low_copy(operand: Operand, nodes: set[fx.Node], cost: LevelCost) -> int:
+    """What the low copy takes; nothing where it is there anyway."""
+    value, base = operand.base.meta["val"], operand.base
+    # inputs, and results of library calls, are in memory whoever reads them
+    is_stored = base.op == "placeholder" or base.target is operator.getitem or is_matmul(base)
+    if is_stored or not operand.readers <= nodes:
+        return 0
+    if operand.source is base:
+        # by the kernel that computes it
+        return cost.moving(numel(value) * value.dtype.itemsize)
+    return cost.moving(cast_bytes(operand.source.meta["val"], value.dtype), 1)
+
+
+def _copies(operand: Operand, level: Level, cost: LevelCost) -> Mapping[str, int]:
+    """What has to be made of a value before a matmul reads it, by what makes two readers share it."""
+    level = level_of(operand, level)
+    value = operand.source.meta["val"]
+    elements, itemsize = numel(value), value.dtype.itemsize
+    if level.by_row:
+        traffic = copy_traffic(elements, itemsize, in_rows=operand.lies_in_rows, block=level.block)
+        return {operand.layout: cost.moving(*traffic)}
+    whole = {"": cost.moving(*copy_traffic(elements, itemsize, in_rows=False))}
+    if operand.lies_in_rows:
+        return whole
+    if operand.is_gradient:
+        # is read both ways in one graph: one kernel writes both
+        return {**whole, operand.layout: cost.moving(elements * NARROW)}
+    return {**whole, operand.layout: cost.moving(elements * (NARROW + itemsize), 1)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.errors import OptionsError
 from amp_fx.placement.devices import builtin
+from amp_fx.plans.label import Kind
 from graphs import without_inductor
 from holding import Held
 
@@ -75,11 +77,12 @@ def small(**options: Any) -> tuple[nn.Sequential, Callable[..., Tensor]]:
 
 
 def planned(run: Callable[..., Any], *args: Tensor) -> dict[str, str]:
-    """The level of every matmul, by module."""
+    """How every matmul is computed, by module: the implementation below 16 bits, or the dtype."""
     with without_inductor(), amp_fx.record() as recording:
         run(*args)
     rows = [row for plan in recording.plans for row in plan.nodes if row.flops]
-    return {row.module_path: row.levels.get("forward", str(row.dtype)) for row in rows}
+    ways = {row.module_path: [r.values["level"] for r in row.reasons if r.kind is Kind.LEVEL] for row in rows}
+    return {row.module_path: str((ways[row.module_path] or [row.dtype])[0]) for row in rows}
 
 
 def test_results_are_as_near_to_fp64_as_8_bits_let_them_and_follow_weights_and_sizes(
@@ -106,7 +109,7 @@ def test_linears_but_the_last_run_in_int8_and_rules_are_followed(model: Net, ids
         "gate": "int8_packed",
         "up": "int8_packed",
         "down": "int8_packed",
-        "out": "bfloat16",
+        "out": "torch.bfloat16",
     }
     rules = [
         {"module": "up", "precision": "fp32"},
@@ -225,7 +228,17 @@ def test_what_explain_reports_is_counted_and_followed(
     report = amp_fx.explain(model, ids, options=options)
     plan = report.plan
     below = [row.levels for row in plan.nodes if row.levels_below]
-    assert below == [{"forward": "int8_packed"}] * 3
+    assert below == [{"forward": "int8"}] * 3
     assert (report.costs["amp_fx"].moved or 0) > 0
-    options = {"plan": report, "weights": "cache", "strict": True}
-    assert torch.equal(torch.compile(model, backend="amp_fx", options=options)(ids), run(ids))
+    before = replace(
+        plan, nodes=[replace(row, levels=before_implementations(row.levels)) for row in plan.nodes]
+    )
+    for followed in (report, before):
+        torch._dynamo.reset()
+        options = {"plan": followed, "weights": "cache", "strict": True}
+        assert torch.equal(torch.compile(model, backend="amp_fx", options=options)(ids), run(ids))
+
+
+def before_implementations(levels: dict[str, str]) -> dict[str, str]:
+    """As plans had it when a level was one implementation."""
+    return {role: name.replace("int8", "int8_packed") for role, name in levels.items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx.graphs.keys import MARK
-from amp_fx.placement.level_device import _say_once
+from amp_fx.placement.level_cost import _say_once
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import Plan

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared
-from amp_fx.placement.level_cost import LevelCost, copy_traffic
-from amp_fx.placement.level_device import meaning
+from amp_fx.placement.level_cost import LevelCost, copy_traffic, meaning
 from amp_fx.placement.priced import Priced
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.policy.levels import LEVELS
