@@ -20,7 +20,7 @@ from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy import Policy
-from amp_fx.policy.levels import AUTO, choices_of, levels_of
+from amp_fx.policy.levels import AUTO, choices_of, level_named, levels_of
 from amp_fx.policy.rules import BASES
 
 if TYPE_CHECKING:
