@@ -23,6 +23,7 @@ from amp_fx._torch.hooks import COMPILE_STARTS
 __all__ = [
     "breaks_since_reset",
     "compile_id",
+    "copy_of",
     "given_up",
     "graph_break",
     "in_compiled_autograd",
@@ -88,6 +89,22 @@ def let_go(copied: fx.Graph) -> None:
     """A copy of a graph of Dynamo's keeps no tensors of the program: Dynamo itself forgets them when it is done."""
     for node in copied.find_nodes(op="placeholder"):
         node.meta.pop("grapharg", None)
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph of Dynamo's, with what AOTAutograd reads of it; Dynamo itself reads its own graph again."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    output = graph.graph_copy(gm.graph, copies)
+    graph.output(output).meta = dict(gm.graph.output_node().meta)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    let_go(graph)
+    copied = fx.GraphModule(gm, graph)
+    copied.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source
+    return copied
 
 
 def graph_break(gm: fx.GraphModule) -> str:

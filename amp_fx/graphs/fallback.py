@@ -18,8 +18,8 @@ import torch.fx as fx
 
 from amp_fx._torch import (
     FakeTensor,
+    copy_of,
     enable_autocast,
-    let_go,
     raised_by_backend,
     speaks_to_dynamo,
     symbolic_kernels,
@@ -27,6 +27,9 @@ from amp_fx._torch import (
 from amp_fx.errors import AmpFxError, CaptureError, FallbackWarning, PassError
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import is_eligible
+
+_enter_autocast = torch.amp.autocast_mode._enter_autocast
+_exit_autocast = torch.amp.autocast_mode._exit_autocast
 
 __all__ = ["is_for_the_caller", "reason_of", "under_autocast", "warn_fallback"]
 
@@ -63,45 +66,27 @@ def under_autocast(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.Grap
     The graph is checked on its fake tensors first; where autocast itself fails on it (a scalar out of range,
     a dtype mismatch that the fp32 program does not have) it is returned unchanged, which is fp32.
     """
-    wrapped = _wrap(gm, ambient)
-    return wrapped if _runs(wrapped) else gm
-
-
-def _wrap(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    body = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    for node in gm.graph.find_nodes(op="placeholder"):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if hasattr(node, "_dynamo_source"):
-            copies[node]._dynamo_source = node._dynamo_source
-    entered = [
-        graph.call_function(
-            torch.amp.autocast_mode._enter_autocast, (device_type, region.dtype, region.enabled, None)
-        )
-        for device_type, region in ambient.items()
-    ]
-    for node in body:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    for mode in reversed(entered):
-        graph.call_function(torch.amp.autocast_mode._exit_autocast, (mode,))
-
+    wrapped = copy_of(gm)
+    graph, first = wrapped.graph, next(node for node in wrapped.graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        entered = [
+            graph.call_function(_enter_autocast, (device_type, region.dtype, region.enabled, None))
+            for device_type, region in ambient.items()
+        ]
+    output = graph.output_node()
     by_user = all(region.by_user for region in ambient.values())
 
     def traced(node: fx.Node) -> fx.Node:
         value = node.meta.get("example_value")
         # under the user's own autocast nothing else was traced, but for custom ops with a rule that Dynamo misses
-        if by_user or not is_eligible(value):
-            return copies[node]
-        return graph.call_method("to", (copies[node], value.dtype))
+        return node if by_user or not is_eligible(value) else graph.call_method("to", (node, value.dtype))
 
-    graph.output(fx.map_arg(gm.graph.output_node().args[0], traced))
-    let_go(graph)
-    wrapped = fx.GraphModule(gm, graph)
-    wrapped.meta.update(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):
-        wrapped._param_name_to_source = gm._param_name_to_source
-    return wrapped
+    with graph.inserting_before(output):
+        for mode in reversed(entered):
+            graph.call_function(_exit_autocast, (mode,))
+        output.args = (fx.map_arg(output.args[0], traced),)
+    wrapped.recompile()
+    return wrapped if _runs(wrapped) else gm
 
 
 def _runs(gm: fx.GraphModule) -> bool:
@@ -130,13 +115,13 @@ class _Trial(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call, and notes the regions that it enters and leaves."""
         result = super().call_function(target, args, kwargs)
-        if target is torch.amp.autocast_mode._enter_autocast:
+        if target is _enter_autocast:
             self._open.append(result)
-        elif target is torch.amp.autocast_mode._exit_autocast:
+        elif target is _exit_autocast:
             self._open.remove(args[0])
         return result
 
     def close(self) -> None:
         """Leaves the regions that a failure left open. Within one, eager autocast would keep old casts of weights."""
         while self._open:
-            torch.amp.autocast_mode._exit_autocast(self._open.pop())
+            _exit_autocast(self._open.pop())

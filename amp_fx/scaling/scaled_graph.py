@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from amp_fx._torch import FakeTensor, FakeTensorMode, let_go
+from amp_fx._torch import FakeTensor, FakeTensorMode, copy_of
 from amp_fx.passes import ScaleBackward
 from amp_fx.scaling.scaler import find_scaler
 
@@ -50,25 +50,19 @@ class ScaledGraph:
     def of(cls, gm: fx.GraphModule, example_inputs: Sequence[Any], scaler: str) -> ScaledGraph:
         """The facts about a graph that Dynamo made, with the inputs that it came with."""
         placeholders = gm.graph.find_nodes(op="placeholder")
-        # Dynamo guards on the type: what is a parameter now is one in every call, and a leaf
-        leaves = [
-            position
-            for position, value in enumerate(example_inputs)
-            if isinstance(value, nn.Parameter) and value.requires_grad
-        ]
-        source = leaves or [
+        differentiated = [
             position
             for position, value in enumerate(example_inputs)
             if isinstance(value, torch.Tensor) and value.requires_grad
         ]
-        return cls(
-            scaler,
-            len(placeholders),
-            tuple(leaves),
-            source[0],
-            tuple(_parameter_name(placeholders[position]) for position in leaves),
-            example_inputs[source[0]].device,
-        )
+        # Dynamo guards on the type: what is a parameter now is one in every call, and a leaf
+        leaves = [
+            position for position in differentiated if isinstance(example_inputs[position], nn.Parameter)
+        ]
+        source = (leaves or differentiated)[0]
+        names = tuple(_parameter_name(placeholders[position]) for position in leaves)
+        device = example_inputs[source].device
+        return cls(scaler, len(placeholders), tuple(leaves), source, names, device)
 
     @property
     def rewriting(self) -> ScaleBackward:
@@ -76,50 +70,30 @@ class ScaledGraph:
         return ScaleBackward(self.inputs)
 
     def extend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
-        """A copy of the graph with the scale as its last input, and values for all of its inputs.
-
-        A copy, because Dynamo reads the placeholders of its own graph again after the backend returns.
-        """
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        output = graph.graph_copy(gm.graph, copies)
-        graph.output(output).meta = dict(gm.graph.output_node().meta)
-        originals = gm.graph.find_nodes(op="placeholder")
-        for node in originals:
-            if hasattr(node, "_dynamo_source"):
-                copies[node]._dynamo_source = node._dynamo_source
-        let_go(graph)
-        scale = self._example_scale(originals)
-        with graph.inserting_after(copies[originals[-1]]):
-            placeholder = graph.placeholder("amp_fx_scale")
+        """A copy of the graph with the scale as its last input, and values for all of its inputs."""
+        extended = copy_of(gm)
+        inputs = extended.graph.find_nodes(op="placeholder")
+        examples = (node.meta.get("example_value", node.meta.get("val")) for node in inputs)
+        scale = self._fake_scale(next(value.fake_mode for value in examples if isinstance(value, FakeTensor)))
+        with extended.graph.inserting_after(inputs[-1]):
+            placeholder = extended.graph.placeholder("amp_fx_scale")
         placeholder.meta.update(val=scale, example_value=scale)
         # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
         placeholder._dynamo_source = None  # type: ignore[attr-defined]
-        extended = fx.GraphModule(gm, graph)
-        extended.meta.update(gm.meta)
-        if hasattr(gm, "_param_name_to_source"):
-            extended._param_name_to_source = gm._param_name_to_source
+        extended.recompile()
         return extended, [*example_inputs, scale]
 
     def bind(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph with the program's own signature.
-
-        Raises (when called):
-            ScalerError: no scaler has the name.
-        """
-        positions = self.leaves
+        """The compiled graph with the program's own signature; a call raises ScalerError if no scaler has the name."""
 
         def run(*args: Any) -> Any:
             if isinstance(source := args[self.source], FakeTensor):
                 # DDPOptimizer asks for the dtypes of what a graph returns
                 return compiled(*args, self._fake_scale(source.fake_mode))
-            leaves = [args[position] for position in positions]
+            leaves = [args[position] for position in self.leaves]
             return compiled(*args, find_scaler(self.scaler).enter_graph(self.names, leaves, self.device))
 
         return run
-
-    def _example_scale(self, placeholders: Sequence[fx.Node]) -> torch.Tensor:
-        examples = (node.meta.get("example_value", node.meta.get("val")) for node in placeholders)
-        return self._fake_scale(next(value.fake_mode for value in examples if isinstance(value, FakeTensor)))
 
     def _fake_scale(self, mode: FakeTensorMode) -> torch.Tensor:
         with mode:

@@ -126,14 +126,7 @@ class GradScaler(torch.amp.GradScaler):
     # ---- the loop ----
 
     def scale(self, outputs: Any) -> Any:
-        """Returns losses as they are if a compiled graph uses this scaler, else as ``torch.amp.GradScaler`` does.
-
-        Args:
-            outputs: a tensor, or a nested iterable of tensors.
-
-        Raises:
-            ValueError: neither.
-        """
+        """Returns losses as they are if a compiled graph uses this scaler, else as ``torch.amp.GradScaler`` does."""
         if not self._by_graphs:
             self._scaled_outside = self._enabled
             return super().scale(outputs)
@@ -145,10 +138,7 @@ class GradScaler(torch.amp.GradScaler):
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Reads the gradients, which are true to scale where graphs use this scaler; else as in torch.
-
-        Args:
-            optimizer: whose gradients are read, before they are clipped.
+        """Reads the gradients of an optimizer's parameters, before they are clipped; else as in torch.
 
         Raises:
             RuntimeError: a second time without ``update``, or after ``step``.
@@ -192,17 +182,12 @@ class GradScaler(torch.amp.GradScaler):
         result = super().step(optimizer, *args, **kwargs)
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if found and self._scale is not None:
-            self._found[optimizer] = any_of([*found.values()], self._scale.device)
-            skipped = torch.zeros_like(self._found[optimizer]) if self._skipped is None else self._skipped
-            self._skipped = skipped + self._found[optimizer]
+            skipped = self._found[optimizer] = any_of([*found.values()], self._scale.device)
+            self._skipped = skipped if self._skipped is None else self._skipped + skipped
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapts the scale to what the steps found, on its device.
-
-        Args:
-            new_scale: sets the scale instead, as in torch.
-        """
+        """Adapts the scale to what the steps found, on its device; ``new_scale`` sets it instead, as in torch."""
         if not self._enabled:
             return
         found = self._all_found()
