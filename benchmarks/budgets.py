@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.calibration.step import Step
 from amp_fx.calibration.verifying import Verifier
+from amp_fx.graphs.batches import call_of
+from amp_fx.reports.step import Step
 from amp_fx.settings import Options
 from amp_fx.targets import TARGETS
 from benchmarks.learning import TASKS, Task
@@ -99,7 +100,9 @@ def measure(name: str, budget: float, steps: int, target: str | None) -> Row:
     plan = cal.plan(budget, minimise="bytes", verify=False)
     costs = amp_fx.explain(model, *batches[0], target=target, options={"plan": plan, "strict": True}).costs
     moved = [costs[arm].moved or 0 for arm in ("amp_fx", "torch.autocast")]
-    compiled = Verifier([Step(model, batch, None) for batch in batches], Options(dtype=torch.bfloat16), 1.0)
+    compiled = Verifier(
+        [Step(model, call_of(model, batch)) for batch in batches], Options(dtype=torch.bfloat16), 1.0
+    )
     measured = compiled.error(plan.plans) / compiled.compiled({"policy": "autocast", "profile": "off"})
     return Row(name, moved[0] / moved[1], plan.point.error / cal.autocast_error, measured)
 

@@ -13,13 +13,12 @@ import torch.fx as fx
 from torch import nn
 
 from amp_fx._torch import compile_id, graph_break, unwrapped_errors
-from amp_fx.calibration.below import read_matmuls
 from amp_fx.calibration.calibration import Calibration
 from amp_fx.calibration.measuring import run_measured
-from amp_fx.calibration.meter import Meter
-from amp_fx.calibration.step import OutputStep, Step, loss_scale
-from amp_fx.calibration.traced import MeasuredGraph, TargetGraph
-from amp_fx.errors import AmpFxError, CaptureError, OptionsError, TargetError
+from amp_fx.calibration.meter import Meter, measure
+from amp_fx.calibration.traced import MeasuredGraph, TargetGraph, read_matmuls
+from amp_fx.errors import AmpFxError, CaptureError, OptionsError, ScalerError, TargetError
+from amp_fx.graphs.batches import call_of
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.traits import Trait, has_trait
@@ -33,13 +32,18 @@ from amp_fx.plans.plan_files import counterparts, moved_nodes
 from amp_fx.plans.sensitivity import GRADIENTS, OF, OUTPUTS, GraphSensitivity, Sensitivity, combined
 from amp_fx.policy.levels import Level, levels_of
 from amp_fx.policy.table import supported_devices
+from amp_fx.reports.step import Step
+from amp_fx.scaling import find_scaler
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
 
-__all__ = ["calibrate"]
+__all__ = ["FIRST_SCALE", "calibrate", "loss_scale"]
 
 logger = logging.getLogger(__name__)
+
+#: where a scaler starts
+FIRST_SCALE = 65536.0
 
 
 def calibrate(
@@ -65,11 +69,9 @@ def calibrate(
 
     Args:
         model: fp32, in the mode it is trained in; a checkpoint that has been trained for a while, since sensitivities
-            of the
-            first steps say little about later ones. One that is compiled is taken as it was before.
+            of the first steps say little about later ones. One that is compiled is taken as it was before.
         batches: a batch or an iterable of them, whose sensitivities are averaged. A batch is a tuple of positional
-            arguments,
-            a mapping of keyword arguments, or the only argument, a tensor.
+            arguments, a mapping of keyword arguments, or the only argument, a tensor.
         loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``.
         of: ``"gradients"``, or ``"outputs"`` for a model that is called without gradients: then there is no loss, and
             what is judged is the relative L2 error of the floating tensors that the model returns, each weighing the
@@ -110,13 +112,16 @@ def calibrate(
     scale = loss_scale(scale, low) if training else 1.0
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise OptionsError(f"probes must be an integer from 1 on; got {probes!r}.")
-    kind, pick = (Step, loss) if training else (OutputStep, of if callable(of) else None)
-    steps = [kind(program, batch, pick, seed + number) for number, batch in enumerate(_each(batches))]
+    pick = of if callable(of) else loss
+    steps = [
+        Step(program, call_of(program, batch), pick, seed + number, of_outputs=not training)
+        for number, batch in enumerate(_each(batches))
+    ]
     if not steps:
         raise AmpFxError("calibrate needs at least one batch; got none.")
     process = None if target is None else TargetProcess(target)
     graphs = _Graphs(opts, low, process, training=training)
-    _run(program, steps, graphs, scale, (probes, seed))
+    _run(steps, graphs, scale, probes, seed)
     graphs.take_means()
     rows = (row for graph in graphs.found for row in graph.outline.nodes)
     # a value is continuous where its derivative jumps
@@ -160,7 +165,7 @@ class _Graphs:
         self.found: list[GraphSensitivity] = []
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A backend of ``torch.compile`` that watches each value."""
+        """A backend of ``torch.compile`` that observes each value."""
         devices = graph_devices(gm).intersection(supported_devices())
         if reason := not_ours(gm, devices):
             logger.debug("graph is not measured: %s", reason)
@@ -181,7 +186,8 @@ class _Graphs:
             outline = graph.outline(self._opts)
             outline.graph_break = measured.graph_break
             _check_same(measured, outline)
-        if self.level is not None and (not self.training or any(map(_is_differentiated, example_inputs))):
+        asks = (value.requires_grad for value in example_inputs if isinstance(value, torch.Tensor))
+        if self.level is not None and (not self.training or any(asks)):
             names = {here.name: row.name for here, row in counterparts(measured, outline)}
             cost = _cost(resolve(self._opts.profile, graph.device_type), self.low, self.level)
             graph.below = read_matmuls(
@@ -199,32 +205,19 @@ class _Graphs:
             graph.calls = rows.renamed(graph.outline)
 
 
-def _run(
-    program: nn.Module,
-    steps: Sequence[Step],
-    graphs: _Graphs,
-    scale: float,
-    signs: tuple[int, int],
-) -> None:
-    """Runs every step under a backend that watches each value.
-
-    Args:
-        program: the model.
-        steps: one a batch.
-        graphs: are filled in.
-        scale: of the loss.
-        signs: vectors of random signs a batch, and their seed.
-    """
-    probes, seed = signs
+def _run(steps: Sequence[Step], graphs: _Graphs, scale: float, probes: int, seed: int) -> None:
+    """Runs every step under a backend that observes each value; scale is that of the loss, seed that of the signs."""
     torch.compiler.reset()
     try:
         with unwrapped_errors(AmpFxError):
             # a function: Lightning's torch.compile copies what it is given, and would copy a method's graphs
-            compiled = torch.compile(program, backend=lambda *given: graphs.backend(*given), dynamic=False)
+            compiled = torch.compile(
+                steps[0].model, backend=lambda *given: graphs.backend(*given), dynamic=False
+            )
             for number, step in enumerate(_progress(steps)):
                 meter = Meter(graphs.low, scale, of_outputs=not graphs.training, level=graphs.level)
                 graphs.meters.append(meter)
-                step.measure(meter, compiled, seed + number, probes)
+                measure(step, meter, compiled, seed + number, probes)
     finally:
         torch.compiler.reset()
     if not graphs.found:
@@ -232,11 +225,7 @@ def _run(
 
 
 def _check_same(measured: Plan, outline: Plan) -> None:
-    """Refuses a graph of which other calls were measured than there are on the device that is planned for.
-
-    Raises:
-        TargetError: names them.
-    """
+    """Refuses a graph of which other calls were measured than there are on the device that is planned for."""
     if moved := moved_nodes(measured, outline):
         raise TargetError(
             f"graph {measured.graph} has other calls on the target than here, where it is measured: "
@@ -264,11 +253,7 @@ def _progress(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def _is_training(of: object, loss: object) -> bool:
-    """True where gradients are judged.
-
-    Raises:
-        OptionsError: neither a function nor a word that is known, or outputs with a loss.
-    """
+    """True where gradients are judged."""
     if not callable(of) and of not in OF:
         raise OptionsError(f"of must be {', '.join(map(repr, OF))} or a function; got {of!r}.")
     if of == GRADIENTS:
@@ -295,11 +280,7 @@ def _level(opts: Options, device: str, target: str | None, *, training: bool) ->
 
 
 def _cost(profile: DeviceProfile | None, low: torch.dtype, level: Level) -> LevelCost:
-    """What matmuls and copies take on the device that is planned for.
-
-    Raises:
-        OptionsError: it has no rate for the level.
-    """
+    """What matmuls and copies take on the device that is planned for."""
     if profile is None:
         return OPERATIONS
     cost = LevelCost.of(profile, low, level)
@@ -312,13 +293,23 @@ def _cost(profile: DeviceProfile | None, low: torch.dtype, level: Level) -> Leve
     return cost
 
 
-def _is_differentiated(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
 def _profile(profile: str | DeviceProfile, target: str | None) -> str | DeviceProfile:
     if target is None:
         return profile
     if profile != "auto":
         raise OptionsError(f"target={target!r} and profile={profile!r} both say which rates count; drop one.")
     return find_target(target).profile
+
+
+def loss_scale(scale: float | None, low: torch.dtype, name: str = "default") -> float:
+    """The loss scale that was given for a low dtype, else that of a scaler, else where such a scaler starts."""
+    if low is torch.bfloat16:
+        return 1.0
+    if scale is None:
+        try:
+            return float(find_scaler(name).get_scale())
+        except ScalerError:
+            return FIRST_SCALE
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise OptionsError(f"scale must be a positive number; got {scale!r}.")
+    return float(scale)

@@ -11,22 +11,20 @@ from pathlib import Path
 
 import torch
 
-from amp_fx.calibration.blame import blame_lines
 from amp_fx.calibration.cuts import Cuts, Placed
-from amp_fx.calibration.figure import save_figure
-from amp_fx.calibration.points import CalibratedPlan, Point
-from amp_fx.calibration.step import Step
+from amp_fx.calibration.frontier import CalibratedPlan, Point, blame_lines, save_frontier
 from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
 from amp_fx.errors import OptionsError, PlanError, did_you_mean
 from amp_fx.placement.level_cost import multiplies
 from amp_fx.placement.priced import Choice
 from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME
-from amp_fx.plans.plan import NodePlan, Plan
+from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import load_plans
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import LEVELS, Level
+from amp_fx.reports.step import Step
 from amp_fx.settings import Options
 
 __all__ = ["Calibration"]
@@ -87,48 +85,37 @@ class Calibration:
     def _cuts(self) -> Cuts:
         return Cuts(self._graphs, self.sensitivity, self._opts)
 
-    def _corner(self, choice: Choice[Placed]) -> Point:
-        return self._cuts.point(None, choice.placement, lambda: self._plans_of(choice.placement))
-
-    # --- plans ---
+    @functools.cached_property
+    def _verifier(self) -> Verifier:
+        return Verifier(self._steps, self._opts, self.sensitivity.scale)
 
     @functools.cached_property
     def _known(self) -> dict[str, Point]:
+        plain = replace(self._opts, profile="off", sensitivity=None)
         plans_of = {
-            name: [
-                graph.plan(replace(self._opts, policy=policy, profile="off", sensitivity=None))
-                for graph in self._graphs
-            ]
+            name: [graph.plan(replace(plain, policy=policy)) for graph in self._graphs]
             for name, policy in _KNOWN.items()
         }
-
         if self.sensitivity.level:
-            plans_of[LEVELS[self.sensitivity.level].policy] = self._by_policy()
+            # the policy below 16 bits by itself: what is low as autocast has it
+            base = replace(plain, policy=replace(self._opts.policy, rules=()))
+            plans = [graph.plan(base) for graph in self._graphs]
+            self._cuts.write(plans, self._cuts.by_policy(self._cuts.placed(plans)))
+            plans_of[LEVELS[self.sensitivity.level].policy] = plans
         return {
-            name: self._cuts.point(name, self._cuts.placed(plans), lambda plans=plans: plans)
+            name: self._cuts.point(name, self._cuts.placed(plans), functools.partial(list, plans))
             for name, plans in plans_of.items()
         }
 
-    def _by_policy(self) -> list[Plan]:
-        """The plans of the policy below 16 bits by itself: what is low as autocast has it."""
-        opts = replace(
-            self._opts, policy=replace(self._opts.policy, rules=()), profile="off", sensitivity=None
-        )
-        plans = [graph.plan(opts) for graph in self._graphs]
-        self._cuts.write(plans, self._cuts.by_policy(self._cuts.placed(plans)))
-        return plans
+    def _point(self, choice: Choice[Placed]) -> Point:
+        return self._cuts.point(None, choice.placement, lambda: self._plans_of(choice.placement))
 
     def _plans_of(self, choice: Placed) -> list[Plan]:
         """The plans of a placement, made by the passes."""
-        placed: list[dict[str, tuple[bool, bool]]] = []
-        rest = iter(choice.labels)
-        for parts in self._cuts.priced:
-            placed.append({})
-            for part in parts:
-                placed[-1].update(part.placement(next(rest)))
+        placements = self._cuts.placements(choice.labels)
         plans = [
             graph.plan(replace(self._opts, sensitivity=replace(self.sensitivity, graphs=[found])), placement)
-            for graph, found, placement in zip(self._graphs, self.sensitivity.graphs, placed, strict=True)
+            for graph, found, placement in zip(self._graphs, self.sensitivity.graphs, placements, strict=True)
         ]
         if self.sensitivity.level:
             self._cuts.write(plans, choice)
@@ -147,7 +134,7 @@ class Calibration:
         Args:
             minimise: the cost, as in :meth:`plan`.
         """
-        corners = [self._corner(each) for each in self._cuts.corners(_CORNERS, _aim(minimise))]
+        corners = [self._point(each) for each in self._cuts.corners(_CORNERS, _aim(minimise))]
         points = [*corners, *self._known.values()]
         by_bytes = minimise == BYTES or not self._cuts.is_timed
         return sorted(points, key=lambda point: point.bytes_moved if by_bytes else point.time or 0.0)
@@ -161,17 +148,16 @@ class Calibration:
         Raises:
             PlanError: it is not about this model; the message names what has moved.
         """
+        plans: object = [plan] if isinstance(plan, Plan) else plan
         if isinstance(plan, CalibratedPlan):
-            plans: Sequence[Plan] = plan.plans
+            plans = plan.plans
         elif isinstance(plan, (str, os.PathLike)):
             plans = load_plans(plan)
-        else:
-            plans = [plan] if isinstance(plan, Plan) else plan  # type: ignore[assignment]  # checked below
         if not isinstance(plans, (list, tuple)) or not all(isinstance(each, Plan) for each in plans):
             raise PlanError(
                 f"predict takes a plan, a list of plans or the path of a plan file; got {plan!r}."
             )
-        return self._cuts.point(None, self._cuts.placed(plans), lambda: list(plans)).error
+        return self._cuts.point(None, self._cuts.placed(plans), list).error
 
     def plan(
         self,
@@ -220,7 +206,7 @@ class Calibration:
 
     def _check_that_it_runs(self, level: Level) -> None:
         """A compiled step runs where the model is, whatever device is planned for."""
-        device = next(self._steps[0].program.parameters()).device.type
+        device = next(self._steps[0].model.parameters()).device.type
         if not multiplies(level, device):
             raise OptionsError(
                 f"a {device} does not multiply in {level.name!r}, so that no compiled step can check a plan; give "
@@ -243,7 +229,7 @@ class Calibration:
     ) -> CalibratedPlan:
         tried: list[tuple[float, float]] = []
         while True:
-            point = self._corner(chosen)
+            point = self._point(chosen)
             found = replace(point.plan, budget=limit, tried=tuple(tried))
             if not verify:
                 return found
@@ -262,21 +248,12 @@ class Calibration:
                 return found
             chosen = stricter
 
-    @functools.cached_property
-    def _verifier(self) -> Verifier:
-        return Verifier(self._steps, self._opts, self.sensitivity.scale)
-
-    # --- what a reader sees ---
-
     def __str__(self) -> str:
-        known, below = self._known, None
+        below = None
         if self.sensitivity.level:
-            plans = known[LEVELS[self.sensitivity.level].policy].plan.plans
-            below = self._cuts.blame(self._cuts.placed(plans))
-        return "\n".join(blame_lines(self.sensitivity, self._cuts.parts, self._sources(), known, below))
-
-    def _sources(self) -> dict[str, NodePlan]:
-        return {row.name: row for graph in self.sensitivity.graphs for row in graph.outline.nodes}
+            plans = self._known[LEVELS[self.sensitivity.level].policy].plan.plans
+            below = self._cuts.blame_below(self._cuts.placed(plans))
+        return "\n".join(blame_lines(self.sensitivity, self._cuts.blame(), self._known, below))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes ``.json``, the sensitivity, or the frontier as ``.png``, ``.svg``, ``.pdf`` or ``.html``.
@@ -289,7 +266,7 @@ class Calibration:
         if path.suffix.lower() == ".json":
             self.sensitivity.save(path)
         else:
-            save_figure(self.frontier(), self.sensitivity.model, str(self), path)
+            save_frontier(self.frontier(), self.sensitivity.model, str(self), path)
         return path
 
 

@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from amp_fx.calibration.below import PricedMatmuls
-from amp_fx.calibration.points import Point
-from amp_fx.calibration.traced import MeasuredGraph
+from amp_fx.calibration.frontier import Point
+from amp_fx.calibration.traced import MeasuredGraph, PricedMatmuls
 from amp_fx.errors import PlanError
-from amp_fx.passes.forward.place_by_sensitivity import PricedGraph
+from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph
 from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.devices import resolve
@@ -56,7 +55,7 @@ class Cuts:
         self._firsts: dict[tuple[float, str], Choice[list[Labels]]] = {}
 
     @functools.cached_property
-    def priced(self) -> list[list[PricedGraph]]:
+    def _priced(self) -> list[list[PricedGraph]]:
         """Prices of every graph and of the bodies inside it."""
         return [
             graph.priced(self._opts, self._profile(graph.device_type), {row.name: row for row in found.calls})
@@ -64,9 +63,9 @@ class Cuts:
         ]
 
     @functools.cached_property
-    def parts(self) -> list[PricedGraph]:
+    def _parts(self) -> list[PricedGraph]:
         """The same in one list."""
-        return [part for parts in self.priced for part in parts]
+        return [part for parts in self._priced for part in parts]
 
     def _profile(self, device_type: str) -> DeviceProfile | None:
         return resolve(self._opts.profile, device_type)
@@ -79,26 +78,28 @@ class Cuts:
     @property
     def autocast_error(self) -> float:
         """Predicted error of torch.autocast; roundings that overflow are left out."""
-        return math.sqrt(sum(part.autocast_sensitivity for part in self.parts))
+        return math.sqrt(sum(part.autocast_sensitivity for part in self._parts))
 
-    def below(self, labels: Sequence[Labels]) -> list[PricedMatmuls]:
+    def placements(self, labels: Sequence[Labels]) -> list[Placement]:
+        """The first cut in a form that holds for the same graphs captured again, one for each graph."""
+        rest = iter(labels)
+        return [
+            {name: at for part in parts for name, at in part.placement(next(rest)).items()}
+            for parts in self._priced
+        ]
+
+    def _below(self, labels: Sequence[Labels]) -> list[PricedMatmuls]:
         """What may run below 16 bits in each graph, given the first cut."""
-        rest, found = iter(labels), []
-        for graph, measured, parts in zip(self._graphs, self._sensitivity.graphs, self.priced, strict=True):
-            placed = {name: at for part in parts for name, at in part.placement(next(rest)).items()}
-            low = {name for name, labels_of in placed.items() if labels_of == (LOW, LOW)}
+        rows = zip(self._graphs, self._sensitivity.graphs, self.placements(labels), strict=True)
+        found: list[PricedMatmuls] = []
+        for graph, measured, placement in rows:
+            low = {name for name, at in placement.items() if at == (LOW, LOW)}
             found.append(graph.below.priced({row.name: row for row in measured.calls}, low))
         return found
 
     def point(self, name: str | None, placed: Placed, make: Callable[[], list[Plan]]) -> Point:
-        """A placement with what it costs.
-
-        Args:
-            name: of the point, or None.
-            placed: where everything is.
-            make: makes its plans.
-        """
-        parts = [*self.parts, *self.below(placed.labels)]
+        """A placement with what it costs, and what makes its plans."""
+        parts = [*self._parts, *self._below(placed.labels)]
         pairs = list(zip(parts, [*placed.labels, *placed.below], strict=True))
         return Point(
             name=name,
@@ -111,14 +112,17 @@ class Cuts:
 
     def corners(self, most: int, aim: str) -> list[Choice[Placed]]:
         """Placements that no other beats in both error and what is minimised, by that."""
-        found = [self._with(each, self._nothing) for each in _corners(_prices(self.parts, aim), most)]
+
+        def corners_of(parts: Sequence[PricedGraph | PricedMatmuls]) -> list[Choice[list[Labels]]]:
+            priced = _prices(parts, aim)
+            return hull(lambda weight: choose_all(priced, weight), most)
+
+        found = [self._both(each) for each in corners_of(self._parts)]
         if self._sensitivity.level:
             first = self._first(math.inf, aim)
-            second = _corners(_prices(self.below(first.placement), aim), most)
-            found += [self._with(first, each) for each in second]
-        found.sort(key=lambda choice: (choice.time, choice.sensitivity))
+            found += [self._both(first, each) for each in corners_of(self._below(first.placement))]
         best: list[Choice[Placed]] = []
-        for choice in found:
+        for choice in sorted(found, key=lambda choice: (choice.time, choice.sensitivity)):
             if not best or choice.sensitivity < best[-1].sensitivity:
                 best.append(choice)
         return best
@@ -127,9 +131,9 @@ class Cuts:
         """The cheapest placement found whose squared error is at most ``limit``."""
         first = self._first(limit, aim)
         if not self._sensitivity.level:
-            return self._with(first, self._nothing)
-        second = _prices(self.below(first.placement), aim)
-        return self._with(first, within(second, limit - first.sensitivity))
+            return self._both(first)
+        second = _prices(self._below(first.placement), aim)
+        return self._both(first, within(second, limit - first.sensitivity))
 
     def _first(self, limit: float, aim: str) -> Choice[list[Labels]]:
         """The cut between fp32 and the low dtype.
@@ -139,15 +143,14 @@ class Cuts:
         if self._sensitivity.level:
             limit = min(limit, self.autocast_error**2)
         if (limit, aim) not in self._firsts:
-            known = [part.autocast for part in self.parts]
-            self._firsts[limit, aim] = within(_prices(self.parts, aim), limit, known)
+            known = [part.autocast for part in self._parts]
+            self._firsts[limit, aim] = within(_prices(self._parts, aim), limit, known)
         return self._firsts[limit, aim]
 
-    @property
-    def _nothing(self) -> Choice[list[Labels]]:
-        return Choice(0, 0.0, [{} for _ in self._graphs])
-
-    def _with(self, first: Choice[list[Labels]], below: Choice[list[Labels]]) -> Choice[Placed]:
+    def _both(self, first: Choice[list[Labels]], below: Choice[list[Labels]] | None = None) -> Choice[Placed]:
+        """Both cuts together; without the second, nothing is below 16 bits."""
+        if below is None:
+            below = Choice(0, 0.0, [{} for _ in self._graphs])
         placed = Placed(first.placement, below.placement)
         return Choice(first.time + below.time, first.sensitivity + below.sensitivity, placed)
 
@@ -159,16 +162,34 @@ class Cuts:
         """
         labels: list[Labels] = []
         below: list[Labels] = []
-        for parts, found in zip(self.priced, self._sensitivity.graphs, strict=True):
+        for parts, found in zip(self._priced, self._sensitivity.graphs, strict=True):
             chosen = choose_plan(plans, found.outline)
             rows = {row.name: saved for saved, row in counterparts(chosen, found.outline)}
             labels += [part.labels_in(rows) for part in parts]
-            below.append(_labels_below(self._sensitivity, found, rows))
+            below.append(self._labels_below(found, rows))
         return Placed(labels, below)
+
+    def _labels_below(self, measured: GraphSensitivity, rows: Mapping[str, NodePlan]) -> Labels:
+        """What the rows of a plan run below 16 bits in one graph."""
+        known = {(row.name, role) for row in measured.calls for role in row.roles}
+        found: dict[Var, bool] = {}
+        for name, role, level in (
+            (name, role, level) for name, row in rows.items() for role, level in row.levels_below.items()
+        ):
+            what = f"the plan runs {name} in {level.name}, {role}"
+            if level.name != self._sensitivity.level:
+                raise PlanError(
+                    f"{what}; measured was {self._sensitivity.level or 'no such level'}. Calibrate with "
+                    f"policy={level.policy!r} and {level.policy}={level.name!r}."
+                )
+            if (name, role) not in known:
+                raise PlanError(f"{what}, which was not measured; calibrate again.")
+            found[name, role] = LOW
+        return found
 
     def by_policy(self, placed: Placed) -> Placed:
         """What the policy runs below 16 bits by itself: what gains time, or all that may where time is not known."""
-        problems = [part.priced.base for part in self.below(placed.labels)]
+        problems = [part.priced.base for part in self._below(placed.labels)]
         below: list[Labels] = [dict.fromkeys(problem.unary, LOW) for problem in problems]
         if self.is_timed:
             below = choose_all([Priced(problem) for problem in problems], 0.0).placement
@@ -177,14 +198,13 @@ class Cuts:
     def write(self, plans: Sequence[Plan], placed: Placed) -> None:
         """Writes into plans in which level their matmuls run, and what that adds to the error."""
         level = LEVELS[self._sensitivity.level]
-        for plan, part, labels in zip(plans, self.below(placed.labels), placed.below, strict=True):
+        for plan, part, labels in zip(plans, self._below(placed.labels), placed.below, strict=True):
             plan.meaning = level.name
             rows = {row.name: row for row in plan.nodes}
             for var in part.priced.base.unary:
                 name, role = var  # type: ignore[misc]  # as PlaceLevels names them
-                is_below = labels.get(var, HIGH) is LOW
                 error = math.sqrt(part.priced.sensitivity({var: LOW}))
-                if is_below:
+                if is_below := labels.get(var, HIGH) is LOW:
                     why = Reason.of(Kind.LEVEL_ADDS, policy=level.policy, level=level.name, error=error)
                 else:
                     why = Reason.of(
@@ -194,48 +214,18 @@ class Cuts:
                 rows[name] = replace(rows[name], levels=levels, reasons=reasons)
             plan.nodes = [*rows.values()]
 
-    def blame(self, placed: Placed) -> list[SensitivityTerm]:
+    def blame(self) -> list[SensitivityTerm]:
+        """The roundings of torch.autocast, worst first."""
+        terms = [term for part in self._parts for term in part.priced.blame(part.autocast)]
+        return sorted(terms, key=lambda term: -term.sensitivity)
+
+    def blame_below(self, placed: Placed) -> list[SensitivityTerm]:
         """What a placement adds below 16 bits, operand by operand, worst first."""
-        pairs = zip(self.below(placed.labels), placed.below, strict=True)
+        pairs = zip(self._below(placed.labels), placed.below, strict=True)
         terms = [term for part, labels in pairs for term in part.priced.blame(labels)]
         return sorted(terms, key=lambda term: -term.sensitivity)
 
 
 def _prices(parts: Sequence[PricedGraph | PricedMatmuls], aim: str) -> list[Priced]:
-    """What is minimised, one of :data:`MINIMISED`."""
+    """What is minimised, one of :data:`amp_fx.placement.tradeoff.MINIMISED`."""
     return [part.by_bytes if aim == BYTES else part.priced for part in parts]
-
-
-def _corners(priced: Sequence[Priced], most: int) -> list[Choice[list[Labels]]]:
-    return hull(lambda weight: choose_all(priced, weight), most)
-
-
-def _labels_below(
-    sensitivity: Sensitivity, measured: GraphSensitivity, rows: Mapping[str, NodePlan]
-) -> Labels:
-    """What a plan runs below 16 bits in one graph.
-
-    Args:
-        sensitivity: of the model.
-        measured: of the graph.
-        rows: call -> what its plan says of it.
-
-    Raises:
-        PlanError: something else was measured.
-    """
-    known = {(row.name, role) for row in measured.calls for role in row.roles}
-    found: dict[Var, bool] = {}
-    for name, row in rows.items():
-        for role, level in row.levels_below.items():
-            if level.name != sensitivity.level:
-                raise PlanError(
-                    f"the plan runs {name} in {level.name}, {role}; measured was "
-                    f"{sensitivity.level or 'no such level'}. "
-                    f"Calibrate with policy={level.policy!r} and {level.policy}={level.name!r}."
-                )
-            if (name, role) not in known:
-                raise PlanError(
-                    f"the plan runs {name} in {level.name}, {role}, which was not measured; calibrate again."
-                )
-            found[name, role] = LOW
-    return found

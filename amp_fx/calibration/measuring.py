@@ -1,39 +1,75 @@
-"""Run captured graphs with real values, so that they can be differentiated twice, and watch every value.
+"""Run captured graphs with real values, so that they can be differentiated twice, and observe every value.
 
 A value has an alias for each call that reads it, so that the way into one call has a gradient of its own. What is added
 up there, and why, is in ``meter.py``.
+
+Where rounding flips the sign of what a ReLU reads, its derivative jumps: no derivative of second order shows that. A
+ReLU whose derivative is a ramp as wide as the noise has one. With noise of deviation sigma, a normal ramp of deviation
+``sigma / sqrt(8)`` gives the same mean square change of the derivative as the flips do: with x spread evenly around 0,
+``sigma^2 * integral(phi(x / w)^2 / w^2) = sigma^2 / (2 sqrt(pi) w)`` is to be the mean ``sigma sqrt(2 / pi)`` of the
+noise's magnitude, the share of elements that flip.
+
+The noise is that of torch.autocast. Flips grow with sigma, and what a smoothed derivative shows with its square: for a
+plan with a quarter of the noise they are twice as many as predicted.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
-from amp_fx.calibration.attention import attend, is_attention
-from amp_fx.calibration.kinks import noise, smoothed
 from amp_fx.calibration.meter import Key, Meter
-from amp_fx.calibration.roles import multiply, read_below
-from amp_fx.graphs.keys import LABEL
-from amp_fx.graphs.traits import LinearForm, linear_form
+from amp_fx.calibration.operands import attend, multiply, read_below
+from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form
 from amp_fx.graphs.values import is_eligible, is_view, storage_of, written_storages
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.sensitivity import slots
 from amp_fx.policy import OpClass
 
-__all__ = ["run_measured"]
+__all__ = ["noise", "run_measured", "smoothed"]
+
+aten = torch.ops.aten
 
 #: calls that run their first argument, a graph, on the others; a checkpoint is not computed again here
 _CALLS_BODY = frozenset({"tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"})
 
 
+def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[Any]) -> Any:
+    """Runs a captured and classified graph on real inputs, and observes every value.
+
+    Args:
+        gm: not changed.
+        meter: of the step.
+        graph: number of the graph in the meter's keys.
+        args: one per placeholder.
+    """
+    if not meter.of_outputs:
+        return _Measured(gm, meter, graph, noise(gm, meter.low, args)).run(*args)
+
+    def followed(value: Any) -> Any:
+        """The meter learns whether what a graph returns reaches what is judged."""
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        value = value.view_as(value)
+        meter.returned.add(graph)
+        value.register_hook(lambda _: meter.reached.add(graph))
+        return value
+
+    # where a derivative jumps, outputs do not
+    with torch.enable_grad():
+        return tree_map(followed, _Measured(gm, meter, graph, {}).run(*args))
+
+
 class _Measured(fx.Interpreter):
-    """Runs a captured and classified graph with real values, watched by a meter."""
+    """Runs a captured and classified graph with real values, observed by a meter."""
 
     def __init__(
         self, gm: fx.GraphModule, meter: Meter, graph: int, noise_of: Mapping[fx.Node, float]
@@ -57,59 +93,57 @@ class _Measured(fx.Interpreter):
         if n.op == "placeholder":
             return self._leaf(n, super().run_node(n))
         if isinstance(n.target, HigherOrderOperator) and n.target.name() in _CALLS_BODY:
-            return self._body(n)
+            return self._note(n, self._body(n))
         if not isinstance(n.target, OpOverload):
             return self._note(n, super().run_node(n))
         plan = label_of(n)
-        read = self._aliases(n) if plan is not None and plan.op_class is not OpClass.KEEP else {}
+        placed = None if plan is None or plan.op_class is OpClass.KEEP else plan
+        read = {} if placed is None else self._aliases(n, placed)
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda source: read.get(source, self.env[source]))
-        result = self._leaf(n, self._call(n, args, kwargs))
-        if plan is None or not self._is_watched(n, result):
+        result = self._leaf(n, self._call(n, placed, args, kwargs))
+        if plan is None or not self._is_observed(n, result):
             return result
         key = self._graph, plan.name, ""
-        if (known := self._known_of_view(n, result)) is not None:
+        if placed is not None and (known := self._known_of_view(n, placed, result)) is not None:
             self._keys[n] = self._meter.share(key, known)
             return result
         result = result.view_as(result)
         self._keys[n] = key
-        self._meter.watch(result, key)
+        self._meter.observe(result, key)
         return result
 
-    def _known_of_view(self, n: fx.Node, result: torch.Tensor) -> Key | None:
-        """Where the sensitivity of what a view looks at is known: a view that repeats no element has the same."""
-        plan = n.meta[LABEL]
-        if not is_view(n) or plan.op_class is OpClass.KEEP:
-            return None
-        found = [(slot, self.env[source]) for slot, _, source in slots(n)]
+    def _known_of_view(self, n: fx.Node, plan: Label, result: Tensor) -> Key | None:
+        """Where the sensitivity of a view's base is known: a view that repeats no element has the same."""
+        found = [(slot, self.env[source]) for slot, _, source in slots(n)] if is_view(n) else []
         if len(found) != 1 or result.numel() > found[0][1].numel():
             return None
         return self._meter.known((self._graph, plan.name, found[0][0]))
 
-    def _call(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+    def _call(self, n: fx.Node, plan: Label | None, args: Any, kwargs: Any) -> Any:
         """Runs a call so that it can be differentiated twice; fused kernels of attention cannot."""
-        plan = label_of(n)
-        if is_attention(n) and plan is not None and plan.op_class is not OpClass.KEEP:
-            result = attend(self._meter, (self._graph, plan.name), *args, **kwargs)
-            return _laid_out(result, n.meta["val"])
+        if plan is not None and n.target is aten.scaled_dot_product_attention.default:
+            return _laid_out(attend(self._meter, (self._graph, plan.name), *args, **kwargs), n.meta["val"])
         if sigma := self._noise_of.get(n):
             return smoothed(n, args[0], sigma)
         if plan is not None and (linear := self._may_run_below(n, plan)):
-            operands = args[linear.input], args[linear.weight]
-            call = self._graph, plan.name
-            if self._meter.of_outputs:
-                left, right = read_below(self._meter, call, *operands, by_rows=linear.by_rows)
-                result = left @ (right.mT if linear.by_rows else right)
-            else:
-                result = multiply(self._meter, call, *operands, by_rows=linear.by_rows)
-            bias = args[linear.bias] if linear.bias is not None and linear.bias < len(args) else None
-            return result if bias is None else result + bias
-        if n.target is torch.ops.aten.batch_norm.default:
+            return self._linear(plan, linear, args)
+        if n.target is aten.batch_norm.default:
             # kernels give running statistics, which stay fp32, no gradient
-            args = (*args[:3], *map(_detached, args[3:5]), *args[5:])
+            args = (*args[:3], *(each if each is None else each.detach() for each in args[3:5]), *args[5:])
         if "scaled_dot_product" not in str(n.target):
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         with sdpa_kernel([SDPBackend.MATH]):
             return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]  # an OpOverload
+
+    def _linear(self, plan: Label, linear: LinearForm, args: Any) -> Tensor:
+        call, operands = (self._graph, plan.name), (args[linear.input], args[linear.weight])
+        if self._meter.of_outputs:
+            left, right = read_below(self._meter, call, *operands, by_rows=linear.by_rows)
+            result = left @ (right.mT if linear.by_rows else right)
+        else:
+            result = multiply(self._meter, call, *operands, by_rows=linear.by_rows)
+        bias = args[linear.bias] if linear.bias is not None and linear.bias < len(args) else None
+        return result if bias is None else result + bias
 
     def _may_run_below(self, n: fx.Node, plan: Label) -> LinearForm | None:
         """How a call multiplies whose three matmuls are measured below 16 bits, each by itself."""
@@ -117,108 +151,128 @@ class _Measured(fx.Interpreter):
         if linear is None:
             return None
         operands = n.args[linear.input], n.args[linear.weight]
-        watched = all(isinstance(a, fx.Node) and self._is_watched(a, self.env[a]) for a in operands)
-        return linear if watched else None
+        observed = all(isinstance(a, fx.Node) and self._is_observed(a, self.env[a]) for a in operands)
+        return linear if observed else None
 
-    def _aliases(self, n: fx.Node) -> dict[fx.Node, torch.Tensor]:
+    def _aliases(self, n: fx.Node, plan: Label) -> dict[fx.Node, Tensor]:
         """What the call reads, each value under a name of its own; a value's only reader needs none."""
-        plan = n.meta[LABEL]
-        found: dict[fx.Node, torch.Tensor] = {}
+        found: dict[fx.Node, Tensor] = {}
         for slot, _, source in slots(n):
             value = self.env[source]
-            if not self._is_watched(source, value):
+            if not self._is_observed(source, value):
                 continue
             key = self._graph, plan.name, slot
             if len(source.users) == 1 and source in self._keys:
                 self._meter.share(key, self._keys[source])
                 continue
             found[source] = value.view_as(value)
-            self._meter.watch(found[source], key)
+            self._meter.observe(found[source], key)
         return found
 
-    def _is_watched(self, n: fx.Node, value: Any) -> bool:
-        return (
-            isinstance(value, torch.Tensor)
-            and value.dtype is torch.float32
-            and value.requires_grad
-            and torch.is_grad_enabled()
-            and is_eligible(n.meta.get("val"))
-            and storage_of(n) not in self._written
-        )
+    def _may_be_rounded(self, n: fx.Node, value: Any) -> bool:
+        is_wide = isinstance(value, Tensor) and value.dtype is torch.float32 and torch.is_grad_enabled()
+        return is_wide and is_eligible(n.meta.get("val")) and storage_of(n) not in self._written
+
+    def _is_observed(self, n: fx.Node, value: Any) -> bool:
+        return self._may_be_rounded(n, value) and value.requires_grad
 
     def _leaf(self, n: fx.Node, value: Any) -> Any:
         """Gives a gradient to what needs none: rounding of rotary angles and masks counts, too."""
         self._note(n, value)
-        if (
-            isinstance(value, torch.Tensor)
-            and value.dtype is torch.float32
-            and not value.requires_grad
-            and torch.is_grad_enabled()
-            and is_eligible(n.meta.get("val"))
-            and storage_of(n) not in self._written
-            and (n.op == "placeholder" or not is_view(n))
-        ):
+        is_own = n.op == "placeholder" or not is_view(n)
+        if is_own and self._may_be_rounded(n, value) and not value.requires_grad:
             value = value.detach().requires_grad_()
             self._meter.leaves.append(value)
         return value
 
     def _note(self, n: fx.Node, value: Any) -> Any:
         asked = n.op == "placeholder" or not self._differentiable.isdisjoint(n.all_input_nodes)
-        if asked and any(leaf.requires_grad for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)):
+        if asked and any(leaf.requires_grad for leaf in tree_leaves(value) if isinstance(leaf, Tensor)):
             self._differentiable.add(n)
         return value
 
     def _returned(self, source: fx.Node) -> Any:
         value = self.env[source]
-        if self._meter.of_outputs:
+        if self._meter.of_outputs or source in self._differentiable or not isinstance(value, Tensor):
             return value
-        if isinstance(value, torch.Tensor) and value.requires_grad and source not in self._differentiable:
-            return value.detach()
-        return value
+        return value.detach() if value.requires_grad else value
 
     def _body(self, n: fx.Node) -> Any:
-        """Case: ``checkpoint(body, x)`` runs the body, whose calls are watched like others."""
+        """Case: ``checkpoint(body, x)`` runs the body, whose calls are observed like others."""
         body, *operands = n.args
         inner = getattr(self.module, str(body.target))  # type: ignore[union-attr]  # a get_attr node
-        given = fx.map_arg(operands, self.env.__getitem__)
-        return self._note(n, run_measured(inner, self._meter, self._graph, given))
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+        return run_measured(inner, self._meter, self._graph, fx.map_arg(operands, self.env.__getitem__))
 
 
 def _laid_out(result: Any, like: Any) -> Any:
     """The result with its dimensions in memory in the order of the kernel's that was traced, whose views come next."""
-    if not isinstance(result, torch.Tensor) or not isinstance(like, torch.Tensor):
+    if not isinstance(result, Tensor) or not isinstance(like, Tensor):
         return result
     order = sorted(range(like.ndim), key=lambda dim: -int(like.stride(dim)))
     back = [order.index(dim) for dim in range(like.ndim)]
     return result.permute(order).contiguous().permute(back)
 
 
-def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[Any]) -> Any:
-    """Runs a captured and classified graph on real inputs, with an eye on every value.
+def smoothed(node: fx.Node, x: Tensor, sigma: float) -> Tensor:
+    """``relu(x)``, or ``relu_(x)``, with the derivative of a ramp for noise of deviation ``sigma``, not 0."""
+    is_in_place = node.target is aten.relu_.default
+    # what is written to is no longer there for the backward
+    read = x.clone() if is_in_place else x
+    width = sigma / math.sqrt(8)
+    density = torch.exp(-0.5 * (read / width).square()) / math.sqrt(2 * math.pi)
+    ramp = read * torch.special.ndtr(read / width) + width * density
+    result = ramp + (torch.relu(read) - ramp).detach()
+    return x.copy_(result) if is_in_place else result
+
+
+def noise(gm: fx.GraphModule, low: torch.dtype, args: Sequence[Any]) -> dict[fx.Node, float]:
+    """Deviation of what every ReLU reads, between fp32 and torch.autocast.
 
     Args:
-        gm: not changed.
-        meter: of the step.
-        graph: number of the graph in the meter's keys.
-        args: one per placeholder.
+        gm: captured and classified; not changed.
+        low: the low dtype.
+        args: one per placeholder; not written to.
     """
-    if not meter.of_outputs:
-        return _Measured(gm, meter, graph, noise(gm, meter.low, args)).run(*args)
-    # where a derivative jumps, outputs do not
-    with torch.enable_grad():
-        returned = _Measured(gm, meter, graph, {}).run(*args)
-        return tree_map(lambda value: _followed(value, meter, graph), returned)
+    if not any(has_trait(node, Trait.RELU) for node in gm.graph.nodes):
+        return {}
+    written = frozenset[int]().union(*map(written_storages, gm.graph.nodes))
+    inputs = list(zip(gm.graph.find_nodes(op="placeholder"), args, strict=True))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+
+    def read(dtype: torch.dtype) -> dict[fx.Node, Tensor]:
+        given = [
+            arg.clone() if isinstance(arg, Tensor) and storage_of(node) in written else arg
+            for node, arg in inputs
+        ]
+        rounded = _Rounded(gm, dtype)
+        # what is dropped in one of the two is dropped in the other
+        with torch.random.fork_rng(devices), torch.no_grad():
+            rounded.run(*given)
+        return rounded.read
+
+    wide, narrow = read(torch.float32), read(low)
+    return {node: (narrow[node] - exact).square().mean().sqrt().item() for node, exact in wide.items()}
 
 
-def _followed(value: Any, meter: Meter, graph: int) -> Any:
-    """What a graph returns; the meter learns whether it reaches what is judged."""
-    if not isinstance(value, torch.Tensor) or not value.requires_grad:
-        return value
-    value = value.view_as(value)
-    meter.returned.add(graph)
-    value.register_hook(lambda _: meter.reached.add(graph))
-    return value
+class _Rounded(fx.Interpreter):
+    """Runs a graph with the roundings of torch.autocast, and keeps what every ReLU reads."""
+
+    def __init__(self, gm: fx.GraphModule, low: torch.dtype) -> None:
+        super().__init__(gm)
+        self._low = low
+        self.read: dict[fx.Node, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if has_trait(n, Trait.RELU):
+            (x,) = n.all_input_nodes
+            self.read[n] = self.env[x].clone()
+        return self._rounded(n, super().run_node(n))
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        return tree_map(lambda value: self._rounded(n, value), super().fetch_args_kwargs_from_env(n))
+
+    def _rounded(self, n: fx.Node, value: Any) -> Any:
+        plan = label_of(n)
+        is_low = plan is not None and plan.op_class is OpClass.LOW
+        is_wide = isinstance(value, Tensor) and value.dtype is torch.float32
+        return value.to(self._low).float() if is_low and is_wide else value

@@ -17,17 +17,25 @@ Tensors with many elements are sampled at equal strides.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Hashable, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from amp_fx.errors import AmpFxError
 from amp_fx.plans.sensitivity import CallSensitivity, ReadSensitivity
 from amp_fx.policy.levels import Level
+from amp_fx.reports.step import Step, loss_of
 
-__all__ = ["Key", "Meter", "RoleKey", "sample_stride"]
+__all__ = ["SAMPLES", "Key", "Meter", "RoleKey", "measure", "sample_stride"]
+
+logger = logging.getLogger(__name__)
 
 #: elements of a tensor that are looked at
 SAMPLES = 65536
@@ -48,32 +56,30 @@ class Meter:
     Attributes:
         low: the low dtype.
         scale: loss scale at which gradients are rounded.
+        of_outputs: True where what is judged is what a model returns, so that there is no gradient to round.
+        level: below 16 bits, in which matmuls would run; None: that is not measured.
         phase: 0 in the forward, 1 in the backward, 2 in the double backward.
         weight: of what one double backward finds.
         values: sensitivity of rounding a value.
         gradients: the same, of rounding its gradient.
+        roles: sensitivity of reading an operand in the level.
         leaves: values that need no gradient, made to have one so that their sensitivity is known.
-        of_outputs: True where what is judged is what a model returns, so that there is no gradient to round.
         returned: numbers of graphs that return something.
         reached: those of which it has a part in what is judged.
-        largest: magnitude in a value.
-        level: below 16 bits, in which matmuls would run; None: that is not measured.
-        roles: sensitivity of reading an operand in it.
     """
 
     low: torch.dtype
     scale: float
+    of_outputs: bool = False
+    level: Level | None = None
     phase: int = 0
     weight: float = 1.0
     values: dict[Key, float] = field(default_factory=dict)
     gradients: dict[Key, float] = field(default_factory=dict)
-    leaves: list[torch.Tensor] = field(default_factory=list)
-    of_outputs: bool = False
+    roles: dict[RoleKey, float] = field(default_factory=dict)
+    leaves: list[Tensor] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
-    largest: dict[Key, float] = field(default_factory=dict)
-    level: Level | None = None
-    roles: dict[RoleKey, float] = field(default_factory=dict)
     _shared: dict[Key, Key] = field(default_factory=dict)
 
     def share(self, key: Key, known: Key) -> Key:
@@ -85,32 +91,31 @@ class Meter:
         """Where the sensitivity of a key is added up."""
         return self._shared.get(key, key)
 
-    def watch(self, value: torch.Tensor, key: Key) -> None:
+    def observe(self, value: Tensor, key: Key) -> None:
         """Measures what rounding costs here; ``value`` has to be an alias of its own."""
-        self.watch_value(value, key)
-        self.watch_gradient(value, key)
+        self.observe_value(value, key)
+        self.observe_gradient(value, key)
 
-    def watch_value(self, value: torch.Tensor, key: Key) -> None:
+    def observe_value(self, value: Tensor, key: Key) -> None:
         """Measures what rounding the value costs."""
         self.values.setdefault(key, 0.0)
         error, stride = self.rounding(value)
-        largest = torch.linalg.vector_norm(value.detach(), math.inf).item() if value.numel() else 0.0
-        self.largest[key] = max(largest, self.largest.get(key, 0.0))
-        if math.isfinite(largest) and torch.tensor(largest).to(self.low).isinf():
+        largest = torch.linalg.vector_norm(value.detach(), math.inf) if value.numel() else torch.zeros(())
+        if largest.isfinite() and largest.to(self.low).isinf():
             self.values[key] = math.inf
 
-        def hook(gradient: torch.Tensor) -> None:
+        def hook(gradient: Tensor) -> None:
             if self.phase == 2:
                 self.add(self.values, key, gradient, error, stride)
 
         value.register_hook(hook)
 
-    def watch_gradient(self, value: torch.Tensor, key: Key) -> None:
+    def observe_gradient(self, value: Tensor, key: Key) -> None:
         """Measures what rounding the gradient of the value costs."""
         if self.of_outputs:
             return
 
-        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        def hook(gradient: Tensor) -> Tensor | None:
             if self.phase != 1 or not gradient.requires_grad:
                 return None
             error, stride = self.rounding(gradient, self.scale)
@@ -120,7 +125,7 @@ class Meter:
 
         value.register_hook(hook)
 
-    def rounding(self, value: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, int]:
+    def rounding(self, value: Tensor, scale: float = 1.0) -> tuple[Tensor, int]:
         """Error of elements at equal steps, infinite where a finite one becomes infinite; and how far a step goes.
 
         Errors are kept in bf16, whose range is that of fp32: there are many of them.
@@ -130,14 +135,7 @@ class Meter:
         error = (sample * scale).to(self.low).to(sample.dtype).div_(scale).sub_(sample)
         return error.to(torch.bfloat16), stride
 
-    def add(
-        self,
-        table: dict[K, float],
-        key: K,
-        sensitivity: torch.Tensor,
-        error: torch.Tensor,
-        stride: int,
-    ) -> None:
+    def add(self, table: dict[K, float], key: K, sensitivity: Tensor, error: Tensor, stride: int) -> None:
         """Adds the sensitivity of a rounding.
 
         Args:
@@ -155,26 +153,26 @@ class Meter:
 
     def rows(self, graph: int) -> list[CallSensitivity]:
         """What was found in one graph; nothing where it has no part in what is judged."""
+        found: dict[str, CallSensitivity] = {}
         if graph in self.returned - self.reached:
             return []
-        found: dict[str, CallSensitivity] = {}
         for key in {**self.values, **self.gradients, **self._shared}:
             number, name, slot = key
             if number != graph:
                 continue
             row = found.setdefault(name, CallSensitivity(name))
             known = self.known(key)
-            sensitivities = [_finite(table.get(known, 0.0)) for table in (self.values, self.gradients)]
+            pair = ReadSensitivity(
+                *(_finite(table.get(known, 0.0)) for table in (self.values, self.gradients))
+            )
             if slot:
-                row.reads[slot] = ReadSensitivity(*sensitivities)
+                row.reads[slot] = pair
             else:
-                row.value, row.gradient = sensitivities
-                row.largest = _finite(self.largest.get(known, 0.0))
+                row.value, row.gradient = pair.value, pair.gradient
         for (number, name, role, operand), sensitivity in self.roles.items():
             if number == graph:
-                found.setdefault(name, CallSensitivity(name)).roles.setdefault(role, {})[operand] = _finite(
-                    sensitivity
-                )
+                row = found.setdefault(name, CallSensitivity(name))
+                row.roles.setdefault(role, {})[operand] = _finite(sensitivity)
         return list(found.values())
 
 
@@ -190,3 +188,101 @@ def sample_stride(shape: Sequence[int], most: int = SAMPLES) -> int:
     while any(math.gcd(stride, size) > 1 for size in shape if size > 1):
         stride += 1
     return stride
+
+
+def measure(step: Step, meter: Meter, program: Callable[..., Any], seed: int, probes: int) -> None:
+    """Runs a step once: forward, backward and double backward of graphs whose values are observed.
+
+    Args:
+        step: the model and what is judged.
+        meter: of the step; ``run_measured`` is given the same one.
+        program: the model, compiled by a backend that observes each value.
+        seed: of the random signs.
+        probes: vectors of random signs; what they find is averaged.
+
+    Raises:
+        AmpFxError: what is judged is not finite, or zero, or the model cannot be differentiated twice.
+    """
+    parameters = [*step.parameters.values()]
+    with _differentiable(), step.returned(program) as returned, torch.enable_grad():
+        if step.of_outputs:
+            used, norm = _units(step, returned)
+        else:
+            meter.phase = 1
+            loss = loss_of(returned, step.pick)
+            found = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+            used = [gradient for gradient in found if gradient is not None and gradient.requires_grad]
+            norm = math.sqrt(sum(gradient.detach().double().square().sum().item() for gradient in used))
+            if not used or not 0 < norm < math.inf:
+                raise AmpFxError(
+                    f"the gradient of the loss has norm {norm}: calibrate on a step whose gradient is finite and not "
+                    "zero."
+                )
+        _probe(meter, used, norm, [*parameters, *meter.leaves], seed, probes)
+    for graph in meter.returned - meter.reached:
+        logger.warning(
+            "what graph number %d of the program returns reaches no output by code that is traced: what it rounds is "
+            "not known, and it is planned as torch.autocast has it",
+            graph,
+        )
+
+
+def _units(step: Step, returned: Any) -> tuple[list[Tensor], float]:
+    """The outputs, each divided by its norm, and the norm of all of that."""
+    every = step.outputs(returned)
+    if not every:
+        raise AmpFxError(
+            f"the model returned no floating tensor: {type(returned).__name__}. Give of=function, which picks what "
+            "counts of what the model returns."
+        )
+    outputs = [output for output in every.values() if output.requires_grad]
+    norms = [output.detach().double().norm().item() for output in outputs]
+    if not any(norms) or not all(map(math.isfinite, norms)):
+        raise AmpFxError(
+            f"the outputs have norms {norms}: calibrate on a batch whose outputs are finite and not all zero."
+        )
+    units = [output.float() / norm for output, norm in zip(outputs, norms, strict=True) if norm]
+    return units, math.sqrt(len(units))
+
+
+def _probe(
+    meter: Meter, used: Sequence[Tensor], norm: float, inputs: Sequence[Tensor], seed: int, probes: int
+) -> None:
+    """Gradients of what is judged, ``used`` with its norm, along itself and along random signs across it."""
+    meter.phase = 2
+    own = [value.detach() / norm for value in used]
+    torch.autograd.grad(_along(used, own) / norm, inputs, allow_unused=True, retain_graph=True)
+    generator = torch.Generator().manual_seed(seed)
+    meter.weight = 1 / probes
+    for probe in range(probes):
+        signs = [_signs(value, generator) for value in used]
+        share = _along(signs, own)
+        across = [sign.sub_(share.to(sign.device) * unit) for sign, unit in zip(signs, own, strict=True)]
+        total = _along(used, across) / norm
+        torch.autograd.grad(total, inputs, allow_unused=True, retain_graph=probe + 1 < probes)
+
+
+def _along(values: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
+    """The inner product of two vectors in pieces."""
+    pieces = [(value * unit).sum() for value, unit in zip(values, direction, strict=True)]
+    return torch.stack([piece.to(pieces[0].device) for piece in pieces]).sum()
+
+
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    signs = torch.empty(like.shape).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    return signs.to(like.device)
+
+
+@contextlib.contextmanager
+def _differentiable() -> Iterator[None]:
+    """Names the cause where an op has no derivative, or no second one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
+            yield
+    except RuntimeError as error:
+        if "not implemented" in str(error) or "does not support" in str(error):
+            raise AmpFxError(
+                f"the model cannot be differentiated as often as calibrate needs: {error}"
+            ) from error
+        raise

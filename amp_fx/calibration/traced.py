@@ -1,31 +1,155 @@
-"""A Dynamo graph that was measured: priced again for any device, rewritten for any weight."""
+"""A Dynamo graph that was measured: priced again for any device, rewritten for any weight, here or for a GPU elsewhere.
+
+With a policy below 16 bits, what it multiplies that may run so is read off the graph on which the backend chooses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from amp_fx.calibration.below import MatmulsBelow
+from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, replace_inner_compile
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import Region, ambient_regions
 from amp_fx.graphs.values import graph_device, tensors
-from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, run_in_order, run_passes
+from amp_fx.passes import (
+    OUTLINE,
+    Classify,
+    Constrain,
+    PassContext,
+    PinDtypes,
+    PlaceLevels,
+    run_in_order,
+    run_passes,
+)
 from amp_fx.passes.base import bodies
 from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph, price
+from amp_fx.passes.levels.place_levels import level_problem
+from amp_fx.placement.cut import LOW, Problem, Var
+from amp_fx.placement.level_cost import BYTES, LevelCost
+from amp_fx.placement.priced import Priced, SensitivityTerm
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.sensitivity import CallSensitivity
+from amp_fx.plans.sensitivity import CallSensitivity, as_number
+from amp_fx.policy.levels import AUTO, LEVELS
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 from amp_fx.targets import tracing
 from amp_fx.targets.process import TargetProcess
 from amp_fx.weights.inference import weight_inputs
 
-__all__ = ["MeasuredGraph", "TargetGraph", "there"]
+__all__ = ["MeasuredGraph", "PricedMatmuls", "TargetGraph", "read_matmuls", "there"]
+
+Ambient = Mapping[str, Region]
+
+
+@dataclass(frozen=True)
+class PricedMatmuls:
+    """The second cut of one graph: time, or bytes moved, and sensitivity of any placement.
+
+    Times and bytes are those that the level takes more, so negative where it gains.
+    """
+
+    priced: Priced
+    by_bytes: Priced
+
+
+@dataclass(frozen=True)
+class MatmulsBelow:
+    """The matmuls of one graph that may run below 16 bits, where autocast's list is low.
+
+    Both problems have the variables (name of the call, role); one is of time, one of bytes moved.
+    """
+
+    problem: Problem = field(default_factory=Problem)
+    by_bytes: Problem = field(default_factory=Problem)
+
+    def priced(self, rows: Mapping[str, CallSensitivity], low: Collection[str]) -> PricedMatmuls:
+        """The cut with measured sensitivity; what was not measured is never placed below.
+
+        Args:
+            rows: what was measured, by the call's name.
+            low: the calls that run in the low dtype.
+        """
+        terms = [
+            SensitivityTerm(as_number(sensitivity), LOW, (name, role), call=name, slot=f"{role}: {operand}")
+            for name, row in rows.items()
+            for role, operands in row.roles.items()
+            for operand, sensitivity in operands.items()
+        ]
+        known = {term.var for term in terms}
+        time, by_bytes = (_only(problem, low) for problem in (self.problem, self.by_bytes))
+        terms += [SensitivityTerm(math.inf, LOW, var) for var in time.unary if var not in known]
+        return PricedMatmuls(Priced(time, terms, relative=True), Priced(by_bytes, terms, relative=True))
+
+
+def _only(problem: Problem, calls: Collection[str]) -> Problem:
+    """The problem where all other calls run in fp32, and read no copies."""
+
+    def is_kept(var: Var) -> bool:
+        name, _ = var  # type: ignore[misc]  # as PlaceLevels names them
+        return name in calls
+
+    kept = Problem({var: times for var, times in problem.unary.items() if is_kept(var)})
+    for term in problem.shared:
+        if readers := tuple(filter(is_kept, term.readers)):
+            kept.shared.append(replace(term, readers=readers))
+    return kept
+
+
+def read_matmuls(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    ambient: Ambient,
+    opts: Options,
+    cost: LevelCost,
+    names: Mapping[str, str],
+    *,
+    training: bool,
+) -> MatmulsBelow:
+    """Rewrites a graph as the policy has it without the level, and reads what may run in that; no code is generated.
+
+    Args:
+        gm: Dynamo's graph, in a call of a backend; not changed.
+        inputs: real ones.
+        ambient: autocast state at its entry, per device type.
+        opts: a policy below 16 bits, with its level.
+        cost: of the device that is planned for.
+        names: call in this graph -> its name in the result.
+        training: forward and backward are traced together; else it is the graph without gradients.
+
+    Returns:
+        Nothing where AOTAutograd makes no joint graph of it.
+    """
+    plain = replace(opts, profile="off", plan=None, sensitivity=None)
+    level = LEVELS[opts.level]
+    placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training, keeps_weights=not training)
+    found: list[MatmulsBelow] = []
+
+    def read(graph: fx.GraphModule, context: PassContext) -> None:
+        matmuls = {
+            replace(matmul, name=names[matmul.name]): way
+            for matmul, way in placed.allowed(graph, context).items()
+        }
+        found.append(MatmulsBelow(*(level_problem(matmuls, level, each) for each in (cost, BYTES))))
+
+    if not training:
+        # policies below 16 bits differ from autocast in the level alone
+        base = replace(opts.policy, base="autocast")
+        captured, _ = rewrite(gm, ambient, replace(plain, policy=base, level=AUTO, weights="cast"))
+        read(captured, PassContext(opts.policy, opts.numerics, folded=weight_inputs(captured)))
+        return found[0]
+    rewritten, _ = rewrite(gm, ambient, plain, training=True)
+    joint = graph_pass("joint", "amp_fx.calibrate", lambda graph: read(graph, PassContext()), {})
+    # nobody runs the code
+    with replace_inner_compile(lambda gm, example_inputs, **_: gm.forward), autocast_shield():
+        compile_with_inductor(rewritten, inputs, joint)
+    return found[0] if found else MatmulsBelow()
 
 
 @dataclass
@@ -41,7 +165,7 @@ class MeasuredGraph:
     """
 
     gm: fx.GraphModule
-    ambient: Mapping[str, Region]
+    ambient: Ambient
     name: str
     training: bool = True
     below: MatmulsBelow = field(default_factory=MatmulsBelow)
@@ -65,7 +189,8 @@ class MeasuredGraph:
         captured = self._run(_constrained, context)
         if not self.training:
             context = replace(context, folded=weight_inputs(captured))
-        return list(_priced(captured, context, rows))
+        found = (price(body, inside, rows) for body, inside in _bodies(captured, context))
+        return [each for each in found if each is not None]
 
     def outline(self, opts: Options) -> Plan:
         """The graph's calls as ``classify`` labels them."""
@@ -110,15 +235,7 @@ class TargetGraph(MeasuredGraph):
         *,
         training: bool,
     ) -> TargetGraph:
-        """A graph of Dynamo's on the CPU, in a call of a backend.
-
-        Args:
-            gm: not changed.
-            inputs: real ones.
-            low: the low dtype.
-            process: that compiles for the target.
-            training: as the attribute.
-        """
+        """A graph of Dynamo's on the CPU, with real inputs, in a call of a backend."""
         tracer = tracing.Tracer()
         tracer(gm, inputs)
         (traced,) = tracer.graphs
@@ -152,43 +269,27 @@ def there(name: str, traced: tracing.TracedGraph, low: torch.dtype, *args: Any) 
         return replace(traced, gm=found) if isinstance(found, fx.GraphModule) else found
 
 
-def _outline(gm: fx.GraphModule, ambient: Mapping[str, Region], context: PassContext) -> Plan:
+def _outline(gm: fx.GraphModule, ambient: Ambient, context: PassContext) -> Plan:
     return run_passes(capture(gm, ambient), OUTLINE, context)
 
 
 def _plan(
-    gm: fx.GraphModule,
-    ambient: Mapping[str, Region],
-    opts: Options,
-    placement: Placement | None,
-    training: bool,
+    gm: fx.GraphModule, ambient: Ambient, opts: Options, placement: Placement | None, training: bool
 ) -> Plan:
     with torch.set_grad_enabled(training):
         return rewrite(gm, ambient, opts, training=training, placement=placement)[1]
 
 
-def _constrained(gm: fx.GraphModule, ambient: Mapping[str, Region], context: PassContext) -> fx.GraphModule:
+def _constrained(gm: fx.GraphModule, ambient: Ambient, context: PassContext) -> fx.GraphModule:
     """The graph and the bodies inside it, classified, with hazards pinned."""
     captured = capture(gm, ambient)
-    _constrain(captured, context)
+    for body, inside in _bodies(captured, context):
+        run_in_order(body, (PinDtypes(), Classify(), Constrain()), inside)
     return captured
 
 
-def _constrain(gm: fx.GraphModule, context: PassContext) -> None:
+def _bodies(gm: fx.GraphModule, context: PassContext) -> Iterator[tuple[fx.GraphModule, PassContext]]:
+    """The bodies inside a graph, and then the graph, each with what passes read there."""
     for name, body in bodies(gm):
-        _constrain(body, _inside(context, name))
-    run_in_order(gm, (PinDtypes(), Classify(), Constrain()), context)
-
-
-def _priced(
-    gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallSensitivity]
-) -> Iterator[PricedGraph]:
-    for name, body in bodies(gm):
-        yield from _priced(body, _inside(context, name), rows)
-    if (found := price(gm, context, rows)) is not None:
-        yield found
-
-
-def _inside(context: PassContext, name: str) -> PassContext:
-    """What passes read in a body."""
-    return replace(context, path=f"{context.path}{name}.")
+        yield from _bodies(body, replace(context, path=f"{context.path}{name}."))
+    yield gm, context

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from amp_fx.calibration.step import Results, Step
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Plan, dtype_name
+from amp_fx.reports.step import Results, Step
 from amp_fx.settings import Options
 
 __all__ = ["SLACK", "Verifier"]
@@ -37,6 +37,8 @@ _ROUNDED_OTHERWISE = 3.0
 #: nothing is low
 _FP32 = {"policy": {"rules": [{"module": ".*", "precision": "fp32"}]}, "profile": "off"}
 
+_AUTOCAST = {"policy": "autocast", "profile": "off"}
+
 #: bytes of parameters up to which a copy in fp64 is made
 _MOST_FP64 = 2**30
 
@@ -50,16 +52,24 @@ class Verifier:
     def __init__(self, steps: Sequence[Step], opts: Options, scale: float) -> None:
         states: dict[int, list[Step]] = {}
         for step in steps:
-            states.setdefault(id(step.program), []).append(step)
+            states.setdefault(id(step.model), []).append(step)
         self._states = [_State(found[:_MOST_STEPS], scale) for found in states.values()]
-        self._opts = opts
-        self._differentiates = steps[0].differentiates
-        self._autocast: float | None = None
-        self._fp32: float | None = None
+        self._options = {
+            "dtype": "auto" if opts.dtype is None else dtype_name(opts.dtype),
+            # random numbers as in code that is not compiled
+            "fallback_random": True,
+        }
+        if steps[0].of_outputs:
+            # the copies of weights that plans are about live across calls
+            self._options["weights"] = "cache"
 
     def error(self, plans: Sequence[Plan]) -> float:
         """Relative L2 error of a step compiled by Inductor with these plans."""
         return self.compiled({"plan": list(plans)})
+
+    def compiled(self, options: Mapping[str, object]) -> float:
+        """The error with options of the backend: root of the mean square over the batches."""
+        return max(state.error({**self._options, **options}) for state in self._states)
 
     def keeps(self, measured: float, limit: float, predicted: float) -> bool:
         """True where a compiled step is within 1.3 times its budget.
@@ -73,9 +83,15 @@ class Verifier:
         """
         if measured <= SLACK * limit:
             return True
-        if self._autocast is None:
-            self._autocast = self.compiled({"policy": "autocast", "profile": "off"})
         return predicted > 0 and measured <= SLACK * limit / predicted * self._autocast
+
+    @functools.cached_property
+    def _autocast(self) -> float:
+        return self.compiled(_AUTOCAST)
+
+    @functools.cached_property
+    def _fp32(self) -> float:
+        return self.compiled(_FP32)
 
     def doubt(self, limit: float) -> str:
         """Why no compiled step would say whether a plan keeps a limit, or an empty string.
@@ -87,22 +103,10 @@ class Verifier:
 
     def doubt_compiled(self, limit: float) -> str:
         """The same, from a step that is compiled in float32, beside what float32 itself rounds."""
-        if self._fp32 is None:
-            self._fp32 = self.compiled(_FP32)
         if self._fp32 <= _ROUNDED_OTHERWISE * max(state.rounded for state in self._states):
             return ""
         apart = f"a step that is compiled in float32 is {self._fp32:.1e} from the uncompiled one"
         return _said(apart, self._fp32, limit)
-
-    def compiled(self, options: Mapping[str, object]) -> float:
-        """The error with options of the backend: root of the mean square over the batches."""
-        low = self._opts.dtype
-        # random numbers as in code that is not compiled
-        given = {"dtype": "auto" if low is None else dtype_name(low), "fallback_random": True, **options}
-        if not self._differentiates:
-            # the copies of weights that plans are about live across calls
-            given["weights"] = "cache"
-        return max(state.error(given) for state in self._states)
 
 
 class _State:
@@ -116,54 +120,45 @@ class _State:
         torch.compiler.reset()
         try:
             with only_looking():
-                program = torch.compile(self._steps[0].program, backend="amp_fx", options=options)
+                program = torch.compile(self._steps[0].model, backend="amp_fx", options=options)
                 found = [step.results(program, self._scale) for step in self._steps]
         finally:
             torch.compiler.reset()
-        rows = zip(self._steps, found, self._references, strict=True)
-        squares = [step.distance(results, reference) ** 2 for step, results, reference in rows]
+        rows = zip(self._steps, found, self._known, strict=True)
+        squares = [step.error(results, exact or plain) ** 2 for step, results, (exact, plain, _) in rows]
         return math.sqrt(sum(squares) / len(squares))
 
     @property
     def apart(self) -> float:
         """How far the results of two equal steps in fp32 are apart, at most."""
-        return max(apart for _, apart in self._judged)
+        return max(apart for _, _, apart in self._known)
 
     @property
     def rounded(self) -> float:
         """How far results in fp32 are from those in fp64, at most; 0 where these are not known."""
-        rows = zip(self._steps, self._exact, self._judged, strict=True)
-        return max(0.0 if exact is None else step.distance(plain, exact) for step, exact, (plain, _) in rows)
+        rows = zip(self._steps, self._known, strict=True)
+        return max(0.0 if exact is None else step.error(plain, exact) for step, (exact, plain, _) in rows)
 
     @functools.cached_property
-    def _references(self) -> list[Results]:
-        """What each step should give."""
-        pairs = zip(self._exact, self._judged, strict=True)
-        return [plain if exact is None else exact for exact, (plain, _) in pairs]
-
-    @functools.cached_property
-    def _exact(self) -> list[Results | None]:
-        return [self._in_fp64(step) for step in self._steps]
-
-    @functools.cached_property
-    def _judged(self) -> list[tuple[Results, float]]:
-        """What each step gives in fp32, and how far that of an equal step is apart."""
+    def _known(self) -> list[tuple[Results | None, Results, float]]:
+        """What each step gives in fp64, if that is known, and in fp32, and how far that of an equal step is apart."""
         found = []
         for step in self._steps:
-            plain = step.results(step.program)
-            found.append((plain, step.distance(step.results(step.program), plain)))
+            plain = step.results()
+            found.append((_in_fp64(step), plain, step.error(step.results(), plain)))
         return found
 
-    def _in_fp64(self, step: Step) -> Results | None:
-        """What a copy of the model gives, if that fits and runs."""
-        if sum(p.numel() * p.element_size() for p in step.program.parameters()) > _MOST_FP64:
-            return None
-        try:
-            return step.exact()
-        except RuntimeError as error:
-            # the program makes tensors of fp32 itself
-            logger.debug("the model does not run in float64: %s", error)
-            return None
+
+def _in_fp64(step: Step) -> Results | None:
+    """What a copy of the model gives, if that fits and runs."""
+    if sum(p.numel() * p.element_size() for p in step.model.parameters()) > _MOST_FP64:
+        return None
+    try:
+        return step.exact()
+    except RuntimeError as error:
+        # the program makes tensors of fp32 itself
+        logger.debug("the model does not run in float64: %s", error)
+        return None
 
 
 def _said(what: str, apart: float, limit: float) -> str:

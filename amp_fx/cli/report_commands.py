@@ -13,8 +13,8 @@ import amp_fx
 from amp_fx.cli.inputs import Loaded, import_callable, literal, load_model, load_program, paint, say, writable
 from amp_fx.comparison.comparing import AGAINST
 from amp_fx.errors import AmpFxError
-from amp_fx.reports.histograms import NoLossError
 from amp_fx.reports.report import SUFFIXES, Report, check_suffix
+from amp_fx.reports.step import NoLossError
 
 __all__ = ["add_command", "add_to"]
 

@@ -1,10 +1,17 @@
-"""``amp_fx.compare(model, *batch)``: a compiled run beside a reference, module by module."""
+"""``amp_fx.compare(model, *batch)``: a compiled run beside a reference, module by module.
+
+First the values that go from module to module are compared, as they are compiled. Where one stands out, all calls are,
+op by op, and rules that would mend it are tried.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,24 +19,51 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_fx._torch import unwrapped_errors
-from amp_fx.calibration.step import loss_scale
-from amp_fx.comparison.comparison import Comparison
-from amp_fx.comparison.looking import Setting, look, look_again
-from amp_fx.comparison.rows import coloured, module_errors
-from amp_fx.comparison.running import Program
-from amp_fx.comparison.text import verdict
+from amp_fx.calibration.calibrating import FIRST_SCALE, loss_scale
+from amp_fx.comparison.comparison import (
+    CallError,
+    Comparison,
+    call_error,
+    call_errors,
+    module_errors,
+    verdict,
+)
+from amp_fx.comparison.judging import Culprit, Distance, Distances, Judge, distances
+from amp_fx.comparison.running import (
+    Compiled,
+    Observed,
+    OneByOne,
+    ProgramGraph,
+    unobserved,
+    without_scaler,
+)
 from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.notices import only_looking
-from amp_fx.plans.plan import dtype_name
-from amp_fx.reports.histograms import loss_of
-from amp_fx.reports.untouched import repeatable
+from amp_fx.plans.plan import Plan, dtype_name
+from amp_fx.policy.rules import Rule
+from amp_fx.reports.step import Step, loss_of, relative_error
 from amp_fx.settings import Options
 
 __all__ = ["AGAINST", "compare"]
 
 #: references that have a name
 AGAINST = ("fp32", "autocast", "eager")
+
+#: by which a scaler that finds inf makes its scale smaller, four steps at once
+_BACK_OFF = 16.0
+
+#: by which results may move when values are taken; what rounds otherwise in bf16 moves them less
+_DISTURBED = 0.05
+
+#: share of the error that a remedy may leave where it does not mend all of it
+_LEFT = 0.2
+
+#: share of the error that a run op by op has to have, too
+_SEEN = 0.3
+
+#: modules that feed what stands out, each tried by itself
+_FEEDS = 3
 
 
 def compare(
@@ -47,9 +81,9 @@ def compare(
     """Says where a compiled run leaves a reference: how far results and gradients of every module are from it.
 
     The model is compiled as ``torch.compile(model, backend="amp_fx", options=options)`` compiles it, but for random
-    numbers, which are those of eager PyTorch (``fallback_random``). Its graphs hand out the values that go from module
-    to module, and their gradients; a run without that says whether it changed a number. At most 16,384 elements of each
-    value are compared, all are searched for inf and nan.
+    numbers, which are those of eager PyTorch (``fallback_random``). Its graphs return the values that go from module
+    to module, too, and their gradients; a run without that says whether it changed a number. At most 16,384 elements of
+    each value are compared, all are searched for inf and nan.
 
     The model is not changed: parameters, buffers, gradients and the states of the random generators are what they were.
     Code compiled earlier in this process is compiled again when it is next called.
@@ -83,74 +117,73 @@ def compare(
             + did_you_mean(str(against), AGAINST)
         )
     asked = Options.parse(None, options)
-    program = _program(model, batch, kwargs, loss, seed, dynamic)
-    low = asked.low_dtype(next((p.device.type for p in program.model.parameters()), "cpu"))
-    first_scale = loss_scale(scale, low, asked.scaler or "default") if program.differentiated else 1.0
-    setting = Setting(program, options or {}, against, first_scale, scale is None)
+    step = _step(model, batch, kwargs, loss, seed)
+    low = asked.low_dtype(next((p.device.type for p in step.model.parameters()), "cpu"))
+    first_scale = 1.0 if step.of_outputs else loss_scale(scale, low, asked.scaler or "default")
+    setting = _Setting(step, dynamic, options or {}, against, first_scale, scale is None)
     with only_looking(), unwrapped_errors(AmpFxError):
-        first = look(setting)
-        second = look_again(setting, first, calls=calls)
-    culprit, plans = first.culprit, first.plans
+        first = _at_boundaries(setting)
+        inside = _inside(setting, first, calls=calls)
+    culprit, call = first.culprit, inside.call
     not_finite = [each.module for each in first.findings if math.isinf(each.error)]
-    if second.call is not None and math.isinf(second.call.error):
-        not_finite.append(second.call.module)
+    if call is not None and math.isinf(call.error):
+        not_finite.append(call.module)
     not_finite += [name.rpartition(".")[0] for name in first.not_finite]
+    is_disturbed = first.disturbance > _DISTURBED
     return Comparison(
-        title=type(program.model).__name__,
+        title=type(step.model).__name__,
         against=against if isinstance(against, str) else f"options={dict(against)}",
-        worst=module_errors(program.model, list(zip(first.graphs, plans, strict=True)), first.found),
-        calls=second.calls,
+        worst=module_errors(step.model, first.graphs, first.plans, first.found),
+        calls=inside.calls,
         first_nonfinite=not_finite[0] if not_finite else None,
         culprit=None if culprit is None else culprit.module,
-        culprit_call=second.call,
-        healthy=culprit is None and not first.is_disturbed and not not_finite,
-        verdict=verdict(first, second),
-        remedy=second.remedy,
+        culprit_call=call,
+        healthy=culprit is None and not is_disturbed and not not_finite,
+        verdict=verdict(culprit, call, first.not_finite, first.disturbance if is_disturbed else 0.0),
+        remedy=inside.remedy,
         result_error=first.result_error,
         disturbance=first.disturbance,
-        calls_disturbance=second.disturbance,
+        calls_disturbance=inside.disturbance,
         loss_scale=first.scale,
         left_out=first.left_out,
-        plans=tuple(plans),
-        errors={plan.graph: coloured(number, plan, first.found) for number, plan in enumerate(plans)},
+        plans=tuple(first.plans),
+        errors={
+            plan.graph: {
+                row.name: None if math.isinf(here.error) else here.error
+                for row in plan.nodes
+                if (here := first.found.get((number, row.name))) is not None
+            }
+            for number, plan in enumerate(first.plans)
+        },
     )
 
 
-def _program(
+def _step(
     model: object,
     batch: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss: Callable[[Any], Tensor] | None,
     seed: int,
-    dynamic: bool,
-) -> Program:
-    """The model and its call, which is tried once.
-
-    Raises:
-        InputError: the model cannot be called so.
-        AmpFxError: not a module, or a loss that is none.
-    """
+) -> Step:
+    """The model and its call, which is tried once: it says whether there is a loss."""
     module = getattr(model, "_orig_mod", model)
     if isinstance(module, DistributedDataParallel):
         module = module.module
     if not isinstance(module, nn.Module):
         raise AmpFxError(f"compare needs a torch.nn.Module; got {type(model).__name__}.")
-    call = arguments_of(module, batch, kwargs)
-    with (
-        repeatable(module, *call, seed) as (given, keywords),
-        torch.set_grad_enabled(loss is not None or torch.is_grad_enabled()),
-    ):
-        returned = _called(module, given, keywords)
-        differentiated = loss is not None
+    grad = loss is not None or torch.is_grad_enabled()
+    step = Step(module, arguments_of(module, batch, kwargs), loss, seed, of_outputs=True, grad=grad)
+    with step.returned(functools.partial(_called, module)) as returned:
         if loss is not None:
             loss_of(returned, loss)
-        else:
-            with contextlib.suppress(AmpFxError):
-                differentiated = loss_of(returned, None).requires_grad
-    return Program(module, call, loss, differentiated, seed, dynamic)
+            return replace(step, of_outputs=False)
+        with contextlib.suppress(AmpFxError):
+            loss_of(returned, None)
+            return replace(step, of_outputs=False)
+    return step
 
 
-def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         return module(*args, **kwargs)
     except Exception as error:
@@ -166,3 +199,245 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{dtype_name(value.dtype)}{list(value.shape)}"
     return type(value).__name__
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What is compared with what.
+
+    Attributes:
+        step: the model and what is judged.
+        dynamic: as in ``torch.compile``.
+        options: of the run, as they were given.
+        against: ``"fp32"``, ``"autocast"``, ``"eager"``, or options.
+        scale: of the loss, where it begins.
+        adapts: True where it becomes smaller while gradients are not finite, as by a scaler.
+    """
+
+    step: Step
+    dynamic: bool
+    options: Mapping[str, Any]
+    against: str | Mapping[str, Any]
+    scale: float
+    adapts: bool
+
+    @functools.cached_property
+    def opts(self) -> Options:
+        """Of the run, validated."""
+        return without_scaler(self.options)
+
+    def traced(self, *, every_call: bool) -> tuple[OneByOne, Observed]:
+        """The model op by op, and what the reference computes so; of other options, what one in fp32 does."""
+        traced = OneByOne(self.step, every_call=every_call, dynamic=self.dynamic)
+        if not isinstance(self.against, str) or self.against == "fp32":
+            return traced, traced.run(None)
+        autocast = replace(Options(), dtype=self.opts.dtype, numerics="eager", profile="off")
+        return traced, traced.run(autocast, as_written=self.against == "eager")
+
+    def compiled(self, opts: Options, graphs: Sequence[ProgramGraph]) -> Compiled:
+        """The model compiled with options."""
+        return Compiled(self.step, opts, graphs, dynamic=self.dynamic)
+
+
+@dataclass(frozen=True)
+class _Boundaries:
+    """What was found between modules.
+
+    Attributes:
+        graphs: of the model.
+        plans: by which they are compiled.
+        found: how far values are from the reference.
+        findings: the values in order of execution, then their gradients.
+        scale: of the loss, with which gradients are finite, if any.
+        result_error: of the results of the run of which nothing is observed.
+        disturbance: by which taking the values has moved these.
+        left_out: graphs that are not compared, and why.
+        not_finite: names of these results that are not finite, where those of the reference are.
+    """
+
+    graphs: list[ProgramGraph]
+    plans: list[Plan]
+    found: Distances
+    findings: list[Culprit]
+    scale: float
+    result_error: float
+    disturbance: float
+    left_out: tuple[str, ...]
+    not_finite: list[str]
+
+    @property
+    def culprit(self) -> Culprit | None:
+        """What is wrong first: what is not finite, then the result that has grown most, then the gradient."""
+        wrong = [each for each in self.findings if each.stands_out]
+        first = [each for each in wrong if math.isinf(each.error)][:1]
+        results = [each for each in wrong if each.of == "result"]
+        return max(first or results or wrong, key=lambda each: each.growth, default=None)
+
+
+def _at_boundaries(setting: _Setting) -> _Boundaries:
+    """Compares reference and run, and the run once more without observing anything."""
+    step, scale = setting.step, setting.scale
+    with _apart():
+        traced, reference = setting.traced(every_call=False)
+    if not traced.graphs:
+        raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was compared.")
+    if isinstance(setting.against, Mapping):
+        with _apart():
+            reference = setting.compiled(without_scaler(setting.against), traced.graphs).run(scale)
+    with _apart():
+        compiled = setting.compiled(setting.opts, traced.graphs)
+        run = compiled.run(scale)
+        while setting.adapts and scale > 1 and _overflows(run):
+            scale /= _BACK_OFF
+            run = compiled.run(scale)
+    if len(compiled.plans) != len(traced.graphs):
+        raise AmpFxError(
+            f"Dynamo made {len(traced.graphs)} graphs of the model, and of an equal call {len(compiled.plans)}: "
+            "nothing can be compared. The model should do the same twice: keep no state outside it."
+        )
+    with _apart():
+        plain = unobserved(step, setting.opts, scale, dynamic=setting.dynamic)
+    found = distances(run, reference)
+    observed = {graph for graph, _ in found}
+    silent = [
+        f"graph {plan.graph}: it is not rewritten, and hands out nothing"
+        for number, plan in enumerate(compiled.plans)
+        if traced.graphs[number].results and number not in observed
+    ]
+    exact = reference.results
+    return _Boundaries(
+        graphs=traced.graphs,
+        plans=compiled.plans,
+        found=found,
+        findings=list(Judge(compiled.plans, found).findings()),
+        scale=scale,
+        result_error=relative_error(plain, exact),
+        disturbance=relative_error(run.results, plain),
+        left_out=(*traced.left_out, *silent),
+        not_finite=[
+            name
+            for name, each in plain.items()
+            if not _is_finite(each) and (name not in exact or _is_finite(exact[name]))
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """What was found of all calls.
+
+    Attributes:
+        call: of the module that stands out: the first that is not finite, or at which the error grows most.
+        remedy: options that mend it; empty where none are known.
+        calls: of the compiled run, each with its error; empty unless asked for.
+        disturbance: by which taking all of them has moved the results.
+    """
+
+    call: CallError | None
+    remedy: dict[str, Any]
+    calls: tuple[CallError, ...]
+    disturbance: float
+
+
+def _inside(setting: _Setting, first: _Boundaries, *, calls: bool) -> _Inside:
+    """Compares all calls: op by op where something stands out, and as compiled where that is asked for."""
+    culprit = first.culprit
+    close, remedy, rows, disturbance = None, dict[str, Any](), (), 0.0
+    if culprit is None and not calls:
+        return _Inside(close, remedy, rows, disturbance)
+    with _apart():
+        traced, reference = setting.traced(every_call=True)
+        if culprit is not None:
+            remedy = _remedy(culprit, setting, traced, reference, first.scale)
+        if culprit is not None and culprit.of == "result":
+            found = distances(traced.run(setting.opts, first.scale), reference)
+            close = _culprit_call(culprit, first.plans, found)
+    if calls:
+        with _apart():
+            compiled = setting.compiled(setting.opts, traced.graphs)
+            run = compiled.run(first.scale)
+        rows = call_errors(compiled.plans, distances(run, reference))
+        with _apart():
+            plain = unobserved(setting.step, setting.opts, first.scale, dynamic=setting.dynamic)
+            disturbance = relative_error(run.results, plain)
+    return _Inside(close, remedy, rows, disturbance)
+
+
+def _culprit_call(culprit: Culprit, plans: Sequence[Plan], found: Distances) -> CallError | None:
+    """The call of a module that is the first not to be finite, or at which the error grows most."""
+    inside = [
+        each
+        for each in Judge(plans, found).findings()
+        if (each.graph, each.module, each.of) == (culprit.graph, culprit.module, "result")
+    ]
+    rows = {row.name: row for row in plans[culprit.graph].nodes}
+    first = [each for each in inside if math.isinf(each.error)][:1]
+    call = max(first or inside, key=lambda each: each.growth, default=None)
+    if call is None or call.value not in rows:
+        return None
+    return call_error(rows[call.value], found[call.graph, call.value])
+
+
+def _remedy(
+    culprit: Culprit, setting: _Setting, traced: OneByOne, reference: Observed, scale: float
+) -> dict[str, Any]:
+    """Options with which nothing stands out, else those that mend most of what does; empty where none are known."""
+    opts, wrong = setting.opts, min(culprit.error, 1.0)
+    if opts.plan is not None or opts.sensitivity is not None:
+        # they decide, and not the rules
+        return {}
+
+    def error(found: Distances) -> float:
+        """Infinite where the culprit is not there, or has no gradient."""
+        here = found.get((culprit.graph, culprit.value), Distance(math.inf))
+        error = here.error if culprit.of == "result" else here.gradient_error
+        return math.inf if error is None else error
+
+    if error(distances(traced.run(opts, scale), reference)) < _SEEN * wrong:
+        # op by op it does not go wrong, so that nothing can be tried
+        return {}
+    best, least = dict[str, Any](), _LEFT * wrong
+    for changed, at in _candidates(culprit, opts, scale):
+        mended = {key: value for key, value in {**setting.options, **changed}.items() if value is not None}
+        found = distances(traced.run(without_scaler(mended), at), reference)
+        if not any(each.stands_out for each in Judge(traced.plans, found).findings()):
+            return mended
+        if (left := error(found)) < least:
+            best, least = mended, left
+    return best
+
+
+def _candidates(culprit: Culprit, opts: Options, scale: float) -> Iterator[tuple[dict[str, Any], float]]:
+    """Options to add, the smallest change first: a scaler; the module in fp32, with what feeds it; another dtype."""
+    if culprit.underflows and scale < FIRST_SCALE:
+        yield {"scaler": "default"}, FIRST_SCALE
+    module, feeds = culprit.module, culprit.feeds
+    few = [(module,), *((feed,) for feed in feeds[:_FEEDS]), *((module, feed) for feed in feeds[:_FEEDS])]
+    for modules in dict.fromkeys([*few, (module, *feeds)]):
+        names = [re.escape(each) for each in modules]
+        rule = Rule("fp32", module=f"^{names[0]}$" if len(names) == 1 else f"^({'|'.join(names)})$")
+        policy = replace(opts.policy, name=None, rules=(*opts.policy.rules, rule))
+        yield {"policy": policy.to_dict()}, scale
+    if opts.dtype is torch.float16 and opts.policy.dtype is None:
+        yield {"dtype": "bfloat16", "scaler": None}, 1.0
+
+
+def _is_finite(value: Tensor) -> bool:
+    return bool(value.isfinite().all())
+
+
+def _overflows(run: Observed) -> bool:
+    """True where gradients are not finite, and all values are."""
+    gradients = [sample.largest for sample in run.gradients.values()] + [*run.results.values()]
+    are_values_finite = all(_is_finite(sample.largest) for sample in run.values.values())
+    return are_values_finite and not all(map(_is_finite, gradients))
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Inside, nothing is found that was compiled outside, nor outside what was compiled inside."""
+    torch.compiler.reset()
+    try:
+        yield
+    finally:
+        torch.compiler.reset()

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from amp_fx.comparison.distances import Distance
+from amp_fx.comparison.running import Observed
+from amp_fx.comparison.taps import Sample
 from amp_fx.plans.plan import NodePlan, Plan
+from amp_fx.reports.step import relative_error
 
-__all__ = ["Culprit", "Judge"]
+__all__ = ["Culprit", "Distance", "Distances", "Judge", "distances"]
 
 #: times the error that is expected from which on a value, and a gradient, stands out: of models that train well, values
 #: were at most at 1.5, gradients at 77 where they cancel
@@ -36,6 +38,74 @@ _WEIGHS = 1e-3
 
 #: share of a gradient in fp16 from which on what became zero is a fault of its own
 _LOST = 0.01
+
+
+@dataclass(frozen=True)
+class Distance:
+    """One value of a run beside that of the reference, in the worst call of its graph.
+
+    Attributes:
+        error: relative L2 error; infinite where it has inf or nan that the reference has not, or both have nan.
+        gradient_error: of its gradient; None where that was not observed.
+        lost: share of the gradient's elements that are zero, of those that are not in the reference.
+        weight: norm of the value times that of its gradient, in the reference: how much it matters for the loss.
+        single: True for one number.
+    """
+
+    error: float
+    gradient_error: float | None = None
+    lost: float = 0.0
+    weight: float = 0.0
+    single: bool = False
+
+    @property
+    def worst(self) -> float:
+        """The larger of both errors."""
+        return max(self.error, self.gradient_error or 0.0)
+
+    def worse(self, other: Distance) -> Distance:
+        """The worst of both."""
+        gradients = [each.gradient_error for each in (self, other) if each.gradient_error is not None]
+        return Distance(
+            max(self.error, other.error),
+            max(gradients, default=None),
+            max(self.lost, other.lost),
+            max(self.weight, other.weight),
+            self.single and other.single,
+        )
+
+
+#: (graph, value) -> how far it is from the reference
+Distances = Mapping[tuple[int, str], Distance]
+
+
+def distances(run: Observed, reference: Observed) -> Distances:
+    """How far a run is from the reference, of the values that both have."""
+    found: dict[tuple[int, str], Distance] = {}
+    for key, exact in reference.values.items():
+        value = run.values.get(key)
+        if value is None or value.elements.shape != exact.elements.shape:
+            continue
+        here = Distance(_error(value, exact), single=exact.elements.numel() == 1)
+        gradient, true = run.gradients.get(key), reference.gradients.get(key)
+        if gradient is not None and true is not None:
+            some = true.elements != 0
+            here = replace(
+                here,
+                gradient_error=_error(gradient, true),
+                lost=(some & (gradient.elements == 0)).sum().item() / max(int(some.sum()), 1),
+                weight=(exact.elements.norm() * true.elements.norm()).nan_to_num(0.0).item(),
+            )
+        name = key[:2]
+        found[name] = here.worse(found.get(name, here))
+    return found
+
+
+def _error(found: Sample, exact: Sample) -> float:
+    # what is infinite in the reference, too, as the mask of an attention, is no fault
+    if not math.isfinite(found.largest) and found.largest.item() != exact.largest.item():
+        return math.inf
+    return relative_error({"": found.elements}, {"": exact.elements})
 
 
 @dataclass(frozen=True)
@@ -93,7 +163,7 @@ class Judge:
         distances: of its values to those of the reference.
     """
 
-    def __init__(self, plans: Sequence[Plan], distances: Mapping[tuple[int, str], Distance]) -> None:
+    def __init__(self, plans: Sequence[Plan], distances: Distances) -> None:
         self._distances = distances
         self._taken: dict[int, set[str]] = {number: set() for number in range(len(plans))}
         for number, name in distances:

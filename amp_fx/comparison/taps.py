@@ -29,10 +29,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
 from amp_fx._torch import FakeTensor, known_sizes, size_hint, size_with
 from amp_fx.calibration.meter import sample_stride
@@ -40,7 +41,7 @@ from amp_fx.graphs.calls import grad_modes, is_gradient_call, is_parameter, modu
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.values import is_eligible, numel, storage_of, written_storages
 
-__all__ = ["SAMPLES", "Taps", "handed_on", "tap"]
+__all__ = ["SAMPLES", "Sample", "Taps", "boundary_values", "tap"]
 
 #: elements of a value that are compared
 SAMPLES = 16384
@@ -48,33 +49,32 @@ SAMPLES = 16384
 aten = torch.ops.aten
 
 
-def handed_on(gm: fx.GraphModule, *, every_call: bool) -> dict[str, tuple[str, ...]]:
-    """The floating values that leave the module which computed them, in the order of the graph.
+class Sample(NamedTuple):
+    """Elements of a value at equal steps, flat in fp32, and the largest magnitude in it, 0-d."""
 
-    Args:
-        gm: a captured graph.
-        every_call: also the results of all other calls.
+    elements: Tensor
+    largest: Tensor
 
-    Returns:
-        Name of a value -> paths of the modules whose result it is, outermost first; the whole model is ``""``.
+
+def boundary_values(gm: fx.GraphModule, *, every_call: bool) -> dict[str, tuple[str, ...]]:
+    """The floating values of a captured graph that leave the module which computed them, or the results of all calls.
+
+    Name of a value -> paths of the modules whose result it is, outermost first; the whole model is ``""``.
     """
     found = dict[str, tuple[str, ...]]()
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if not is_eligible(value) or not numel(value) or is_parameter(node):
             continue
-        path, readers = module_path(node), [_reader(user) for user in node.users]
+        # what the graph returns is read by no module
+        path = module_path(node)
+        readers = [None if user.op == "output" else module_path(user) for user in node.users]
         if every_call or any(reader != path for reader in readers):
             around = _around(path) if node.op == "call_function" else []
             found[node.name] = tuple(
                 outer for outer in around if any(outer not in _around(reader) for reader in readers)
             )
     return found
-
-
-def _reader(user: fx.Node) -> str | None:
-    """The module that reads a value; None where the graph returns it."""
-    return None if user.op == "output" else module_path(user)
 
 
 def _around(path: str | None) -> list[str]:
@@ -91,22 +91,16 @@ class Taps:
 
     Attributes:
         values: names of the values that it returns; of each a sample in fp32, flat, and the largest magnitude, 0-d.
-        strides: name -> steps between the elements of the sample.
         zeros: name of a value with a gradient -> the fake input that is added to it.
         inputs: fake values of the program's own inputs.
     """
 
     values: tuple[str, ...]
-    strides: dict[str, int]
     zeros: dict[str, FakeTensor]
     inputs: tuple[Any, ...]
 
-    def make_zeros(self, args: Sequence[Any]) -> dict[str, tuple[torch.Tensor, list[int]]]:
-        """Name of a value -> a number with a gradient, and the size that it is expanded to as an extra input of a call.
-
-        Args:
-            args: the program's own inputs.
-        """
+    def make_zeros(self, args: Sequence[Any]) -> dict[str, tuple[Tensor, list[int]]]:
+        """Name of a value -> a number with a gradient, and the size that it is expanded to as an extra input."""
         sizes = known_sizes(self.inputs, args) if self.zeros else {}
         return {
             name: (
@@ -118,22 +112,18 @@ class Taps:
 
 
 def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, gradients: bool) -> Taps:
-    """Rewrites a graph in place so that it hands out values.
+    """Rewrites a graph in place so that it returns the values of these names, as far as it has them.
 
-    Args:
-        gm: captured, perhaps rewritten.
-        names: of the values; those that the graph has not are left out.
-        args: example values of the graph's inputs.
-        gradients: True if it will be differentiated and gradients are wanted, too.
+    ``args`` are example values of its inputs; ``gradients``: it will be differentiated, and those are wanted, too.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     first = next(node for node in gm.graph.nodes if node.op != "placeholder")
     differentiable = _differentiable(gm, placeholders, args) if gradients else set()
     taken = [node for node in gm.graph.nodes if node.name in names and is_eligible(node.meta.get("val"))]
     last = placeholders[-1]
-    zeros, strides, results = dict[str, FakeTensor](), dict[str, int](), list[fx.Node]()
+    zeros, results = dict[str, FakeTensor](), list[fx.Node]()
     for node in taken:
-        strides[node.name] = sample_stride([size_hint(size) for size in node.meta["val"].shape], SAMPLES)
+        stride = sample_stride([size_hint(size) for size in node.meta["val"].shape], SAMPLES)
         with gm.graph.inserting_before(first if node.op == "placeholder" else node.next):
             value = node
             if node in differentiable:
@@ -142,12 +132,12 @@ def tap(gm: fx.GraphModule, names: Collection[str], args: Sequence[Any], *, grad
                 readers = set(node.users)
                 value = _call(gm.graph, aten.add.Tensor, node, last)
                 node.replace_all_uses_with(value, delete_user_cb=readers.__contains__)
-            results += _results(gm.graph, value, strides[node.name])
+            results += _results(gm.graph, value, stride)
     output = gm.graph.output_node()
     output.args = ((*output.args[0], *results),)  # type: ignore[misc]  # a tuple or list
     gm.recompile()
     inputs = tuple(node.meta.get("example_value", node.meta.get("val")) for node in placeholders)
-    return Taps(tuple(node.name for node in taken), strides, zeros, inputs)
+    return Taps(tuple(node.name for node in taken), zeros, inputs)
 
 
 def _zero(graph: fx.Graph, like: FakeTensor, last: fx.Node, number: int) -> fx.Node:
@@ -190,7 +180,7 @@ def _differentiable(gm: fx.GraphModule, placeholders: Sequence[fx.Node], args: S
     found = {
         node
         for node, given in zip(placeholders, args, strict=True)
-        if isinstance(given, torch.Tensor) and given.requires_grad
+        if isinstance(given, Tensor) and given.requires_grad
     }
     fixed = {storage_of(node) for node in placeholders}.union(*map(written_storages, gm.graph.nodes))
     for node in gm.graph.nodes:

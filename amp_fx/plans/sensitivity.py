@@ -1,9 +1,8 @@
 """What rounding costs in accuracy, as plain data: measured by ``amp_fx.calibrate``, read by the placement.
 
 One number, *sensitivity*, is what one rounding adds to the squared relative L2 error of the gradient of all
-parameters, or of
-what the model returns. Sensitivities of several roundings add up. They are kept by call and argument, not by device:
-the placement decides which of the roundings happen, and what they save.
+parameters, or of what the model returns. Sensitivities of several roundings add up. They are kept by call and
+argument, not by device: the placement decides which of the roundings happen, and what they save.
 
 A sensitivity that is None is infinite: some value was beyond the range of the low dtype.
 """
@@ -25,6 +24,7 @@ from amp_fx.errors import PlanError
 from amp_fx.graphs.calls import arguments, tensor_nodes
 from amp_fx.graphs.values import is_eligible
 from amp_fx.plans.files import SchemaError, as_data, decode, read_object, write_text
+from amp_fx.plans.label import SENSITIVITY, Kind, Reason
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import choose_plan, counterparts
 
@@ -37,6 +37,7 @@ __all__ = [
     "GraphSensitivity",
     "ReadSensitivity",
     "Sensitivity",
+    "add_sensitivities",
     "as_number",
     "combined",
     "slots",
@@ -83,7 +84,6 @@ class CallSensitivity:
         roles: of a matmul that may run below 16 bits: role (:data:`amp_fx.policy.levels.ROLES`) -> operand,
             ``"input"``, ``"weight"`` or ``"gradient"`` -> sensitivity if this matmul reads it so. Empty where that
             was not measured.
-        largest: magnitude in the result; None: infinite.
     """
 
     name: str
@@ -91,7 +91,6 @@ class CallSensitivity:
     gradient: float | None = 0.0
     reads: dict[str, ReadSensitivity] = field(default_factory=dict)
     roles: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    largest: float | None = 0.0
 
     def below(self, role: str) -> float:
         """What one of the call's matmuls adds below 16 bits; infinite where it overflows, or was not measured."""
@@ -111,11 +110,7 @@ class GraphSensitivity:
     calls: list[CallSensitivity] = field(default_factory=list)
 
     def renamed(self, outline: Plan) -> list[CallSensitivity]:
-        """The calls by the names that they have in another capture of the graph.
-
-        Args:
-            outline: of that capture; the same calls in the same order.
-        """
+        """The calls by the names that they have in another capture of the graph, of which this is the outline."""
         names = {saved.name: row.name for saved, row in counterparts(self.outline, outline)}
         return [replace(call, name=names[call.name]) for call in self.calls if call.name in names]
 
@@ -180,40 +175,27 @@ class Sensitivity:
                 was not measured in another.
         """
         last = sensitivities[-1]
-        levels = {sensitivity.level for sensitivity in sensitivities}
-        if len(levels) > 1:
-            names = ", ".join(sorted(level or "none" for level in levels))
-            raise PlanError(
-                f"sensitivities of different levels ({names}) are not comparable; calibrate with one of them."
-            )
-        if len({sensitivity.of for sensitivity in sensitivities}) > 1:
-            raise PlanError(
-                "sensitivities of gradients and of outputs are not comparable; calibrate one of them."
-            )
-        dtypes = {sensitivity.dtype for sensitivity in sensitivities}
-        if len(dtypes) > 1:
-            names = ", ".join(sorted(map(dtype_name, dtypes)))
-            raise PlanError(
-                f"sensitivities of different low dtypes ({names}) are not comparable; calibrate in one of them."
-            )
+        for what, each in (
+            ("levels", [found.level or "none" for found in sensitivities]),
+            ("things that are judged", [found.of for found in sensitivities]),
+            ("low dtypes", [dtype_name(found.dtype) for found in sensitivities]),
+        ):
+            if len({*each}) > 1:
+                raise PlanError(
+                    f"sensitivities of different {what} ({', '.join(sorted({*each}))}) are not comparable; calibrate "
+                    "with one of them."
+                )
         graphs = [
             GraphSensitivity(
                 graph.outline,
-                combined(
-                    [
-                        sensitivity.graph(graph.outline).renamed(graph.outline)
-                        for sensitivity in sensitivities
-                    ],
-                    max,
-                ),
+                combined([each.graph(graph.outline).renamed(graph.outline) for each in sensitivities], max),
             )
             for graph in last.graphs
         ]
-        batches, states = (
-            sum(sensitivity.batches for sensitivity in sensitivities),
-            sum(sensitivity.states for sensitivity in sensitivities),
+        batches = sum(each.batches for each in sensitivities)
+        return replace(
+            last, batches=batches, states=sum(each.states for each in sensitivities), graphs=graphs
         )
-        return replace(last, batches=batches, states=states, graphs=graphs)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form."""
@@ -236,8 +218,7 @@ class Sensitivity:
         if found != ("amp_fx sensitivity", _VERSION):
             raise PlanError(
                 f"not a sensitivity file of this amp_fx: format {found[0]!r}, version {found[1]!r}; expected "
-                f"'amp_fx sensitivity', "
-                f"{_VERSION}. Write one with amp_fx.calibrate(...).save('sensitivity.json')."
+                f"'amp_fx sensitivity', {_VERSION}. Write one with amp_fx.calibrate(...).save('sensitivity.json')."
             )
         graphs = fields.pop("graphs", None)
         if not isinstance(graphs, list) or not all(isinstance(row, dict) for row in graphs):
@@ -311,7 +292,6 @@ def combined(
                 }
                 for role, operands in _by_key(call.roles.items() for call in calls).items()
             },
-            max((call.largest for call in calls), key=as_number),
         )
         for name, calls in _by_key([(call.name, call) for call in calls] for calls in measured).items()
     ]
@@ -342,3 +322,36 @@ def slots(node: fx.Node) -> list[tuple[str, str, fx.Node]]:
             if is_eligible(source.meta.get("val")):
                 found.setdefault(source, (slot, name, source))
     return list(found.values())
+
+
+def add_sensitivities(plans: Sequence[Plan], sensitivity: Sensitivity) -> dict[str, dict[str, float | None]]:
+    """Adds to the reasons of every measured call what rounding its operands, its result and their gradients does.
+
+    Only plans of forward graphs are changed. Returns graph -> call -> what rounding adds to the relative error of the
+    gradient; None where it overflows.
+
+    Raises:
+        PlanError: a graph was not measured; names what has moved.
+    """
+    found: dict[str, dict[str, float | None]] = {}
+    for plan in plans:
+        if plan.phase != "forward" or plan.fallback:
+            continue
+        rows = {row.name: at for at, row in enumerate(plan.nodes)}
+        errors = found.setdefault(plan.graph, {})
+        for call in sensitivity.graph(plan).renamed(plan):
+            error = errors[call.name] = _total_error(call)
+            row = plan.nodes[at := rows[call.name]]
+            if row.is_because(*SENSITIVITY):
+                continue
+            adds = Reason.of(Kind.ROUNDING_ADDS_UP_TO, error=error)
+            why = Reason(Kind.ROUNDING_OVERFLOWS) if error is None else adds
+            plan.nodes[at] = replace(row, reasons=(*row.reasons, why))
+    return found
+
+
+def _total_error(call: CallSensitivity) -> float | None:
+    """Of all that may be rounded in a call; None where something overflows."""
+    parts = [call, *call.reads.values()]
+    total = sum(as_number(part.value) + as_number(part.gradient) for part in parts)
+    return None if math.isinf(total) else math.sqrt(total)

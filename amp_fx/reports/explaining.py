@@ -21,7 +21,7 @@ from amp_fx.graphs.batches import arguments_of
 from amp_fx.graphs.values import tensors
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Cost, ModuleCasts, Plan
-from amp_fx.plans.sensitivity import Sensitivity
+from amp_fx.plans.sensitivity import Sensitivity, add_sensitivities
 from amp_fx.policy.table import supported_devices
 from amp_fx.reports.advice import layout_advice, scaling_advice, weight_advice
 from amp_fx.reports.baseline import autocast_backend
@@ -30,7 +30,6 @@ from amp_fx.reports.lowered import LoweredGraphs
 from amp_fx.reports.modules import casts_by_module
 from amp_fx.reports.progress import progress
 from amp_fx.reports.report import Report, record
-from amp_fx.reports.sensitivities import add_sensitivities
 from amp_fx.reports.targeted import explain_for
 from amp_fx.reports.untouched import plain, untouched
 from amp_fx.settings import Options

@@ -25,13 +25,14 @@ from amp_fx.graphs.batches import call_of
 from amp_fx.graphs.values import tensors
 from amp_fx.plans.files import write_text
 from amp_fx.reports.counting import FORMATS, Counts
-from amp_fx.reports.histogram_figure import draw
-from amp_fx.reports.untouched import plain, untouched
+from amp_fx.reports.figures import histogram_figure, save_figure
+from amp_fx.reports.step import Step
+from amp_fx.reports.untouched import plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "Histogram", "NoLossError", "histogram", "loss_of"]
+__all__ = ["KINDS", "Histogram", "histogram"]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
@@ -100,10 +101,7 @@ class Histogram:
     def _worst(self, most: int = 5) -> list[tuple[str, float]]:
         shares = {}
         for name, rows in self.modules.items():
-            found = Counts()
-            for kind in _GRADIENTS:
-                found = found.merge(rows.get(kind, Counts()))
-            shares[name] = found.lost()
+            shares[name] = Histogram({name: rows}).total().lost()
         ranked = sorted(shares.items(), key=lambda row: -row[1])
         return [(name, share) for name, share in ranked[:most] if share]
 
@@ -134,13 +132,7 @@ class Histogram:
         if path.suffix.lower() == ".json":
             write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
             return path
-        figure = self.figure()
-        valid = figure.canvas.get_supported_filetypes()
-        if path.suffix.lower().removeprefix(".") not in valid:
-            raise AmpFxError(
-                f"cannot write {path.name!r}; valid suffixes: .json, .{', .'.join(sorted(valid))}."
-            )
-        figure.savefig(path)
+        save_figure(self.figure(), path, ".json")
         return path
 
     def figure(self) -> Figure:
@@ -150,22 +142,7 @@ class Histogram:
             AmpFxError: matplotlib is missing.
         """
         gradients = {KINDS[kind]: self.total(kind) for kind in _GRADIENTS}
-        return draw(self.title, gradients, {KINDS["activations"]: self.total("activations")})
-
-
-class NoLossError(AmpFxError):
-    """There is no loss to differentiate.
-
-    Attributes:
-        found: what there is instead, ``"a tensor of shape (6, 4)"``.
-    """
-
-    def __init__(self, found: str) -> None:
-        self.found = found
-        super().__init__(
-            f"no loss: it should be a tensor with one element, got {found}. Pass loss=lambda outputs: ..., or a model"
-            " that returns its loss."
-        )
+        return histogram_figure(self.title, gradients, {KINDS["activations"]: self.total("activations")})
 
 
 def histogram(
@@ -182,14 +159,13 @@ def histogram(
         loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``.
 
     Raises:
-        NoLossError: what should be the loss is no tensor with one element.
         InputError: the model does not take the batch.
-        AmpFxError: not a module, or a loss that depends on no parameter.
+        AmpFxError: not a module, no tensor with one element as the loss, or one that depends on no parameter.
     """
     program = getattr(model, "_orig_mod", model)
     if not isinstance(program, nn.Module):
         raise AmpFxError(f"histogram needs a torch.nn.Module; got {type(model).__name__}.")
-    args, kwargs = call_of(program, batch)
+    step = Step(program, call_of(program, batch), loss, seed=None)
     found: dict[str, dict[str, Counts]] = {}
 
     def count(name: str, kind: str, value: torch.Tensor) -> None:
@@ -205,38 +181,13 @@ def histogram(
 
         return run
 
-    with untouched(program, args, kwargs) as (given, named), torch.enable_grad():
-        handles = [
-            module.register_forward_hook(hook(name))
-            for name, module in program.named_modules()
-            if next(module.children(), None) is None
-        ]
-        try:
-            value = loss_of(program(*given, **named), loss)
-        finally:
-            for handle in handles:
-                handle.remove()
-        parameters = {name: p for name, p in program.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-    for name, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None:
-            count(name.rpartition(".")[0], "weight_gradients", gradient)
+    leaves = [each for each in program.named_modules() if next(each[1].children(), None) is None]
+    handles = [module.register_forward_hook(hook(name)) for name, module in leaves]
+    try:
+        gradients = step.results()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, gradient in gradients.items():
+        count(name.rpartition(".")[0], "weight_gradients", gradient)
     return Histogram(found, type(program).__name__)
-
-
-def loss_of(result: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """The loss in what a model returned.
-
-    Raises:
-        AmpFxError: there is none, or it depends on no parameter.
-    """
-    value = getattr(result, "loss", result) if loss is None else loss(result)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise NoLossError(
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, torch.Tensor)
-            else type(value).__name__
-        )
-    if not value.requires_grad:
-        raise AmpFxError("the loss depends on no parameter that requires a gradient.")
-    return value

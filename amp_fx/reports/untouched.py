@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-__all__ = ["plain", "repeatable", "untouched"]
+__all__ = ["plain", "untouched"]
 
 
 @contextlib.contextmanager
@@ -54,20 +54,6 @@ def untouched(
                     value.copy_(before)
         for value, gradient in gradients:
             value.grad = gradient
-
-
-@contextlib.contextmanager
-def repeatable(
-    program: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """As :func:`untouched`; inside, random numbers are the same in every run with this seed."""
-    with untouched(program, args, kwargs) as given:
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        yield given
 
 
 @contextlib.contextmanager

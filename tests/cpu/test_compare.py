@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx import AmpFxError, Comparison, InputError, OptionsError
 from amp_fx.cli import main
-from amp_fx.reports.histograms import NoLossError
+from amp_fx.reports.step import NoLossError
 from documents import Net
 from graphs import without_inductor
 from small_models import GPT, tokens

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.calibration.attention import attend
 from amp_fx.calibration.meter import Meter
+from amp_fx.calibration.operands import attend
 from amp_fx.plans.sensitivity import INSIDE, PROBABILITIES, RESULT, SCORES, as_number
 
 ROWS, HEADS, LENGTH, SIZE = 4, 2, 16, 8

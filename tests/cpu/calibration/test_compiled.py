@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.calibration.step import OutputStep, Step
 from amp_fx.calibration.verifying import Verifier
+from amp_fx.graphs.batches import call_of
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.reports.step import Step
 from amp_fx.settings import Options
 from examples import hugging_face
 from small_models import SpreadNorm, train
@@ -100,7 +101,7 @@ def test_the_error_of_a_call_on_other_batches_is_the_predicted_one(
     model, batch = trained(name, 30).eval(), MODELS[name][1]
     cal = amp_fx.calibrate(model, [batch(0), batch(1)], of=logits, policy=policy, dtype=dtype, profile="off")
     plan = cal.plan(budget=budget, verify=False)
-    steps = [OutputStep(model, batch(seed), logits) for seed in (50, 51)]
+    steps = [Step(model, call_of(model, batch(seed)), logits, of_outputs=True) for seed in (50, 51)]
     error = Verifier(steps, Options.parse(None, {"dtype": dtype}), 1.0).error(plan.plans)
     print(f"{name} {policy} {dtype}: predicted / measured {plan.point.error / error:.2f}")
     assert 0.75 < plan.point.error / error < 1.33
@@ -136,7 +137,9 @@ def bytes_moved(model: nn.Module, batch: dict[str, Tensor], options: dict[str, A
 def unseen(model: nn.Module, batches: list[Any], scale: float = 1.0) -> Verifier:
     """Measures errors on batches that were not calibrated on."""
     dtype = {} if scale == 1.0 else {"dtype": "float16"}
-    return Verifier([Step(model, batch, None) for batch in batches], Options.parse(None, dtype), scale)
+    return Verifier(
+        [Step(model, call_of(model, batch)) for batch in batches], Options.parse(None, dtype), scale
+    )
 
 
 def test_a_trained_gpt_moves_less_than_autocast_with_no_more_error_on_data_it_has_not_seen() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.calibration import measuring
-from amp_fx.calibration.kinks import noise, smoothed
+from amp_fx.calibration.measuring import noise, smoothed
 from amp_fx.passes import Classify, PassContext, PinDtypes
 from amp_fx.passes.base import run_in_order
 from graphs import captured

@@ -114,8 +114,7 @@ def test_what_leaves_the_range_of_float16_stays_in_float32(tmp_path: Any) -> Non
     model, x = Squares().eval(), torch.randn(8, 32)
     found = amp_fx.calibrate(model, x, of="outputs", dtype="fp16", profile="off")
     rows = {row.name: row for row in found.sensitivity.graphs[0].calls}
-    assert 3e3 < (rows["mul"].largest or 0) < 6e4
-    assert (rows["mul_1"].largest or 0) > 7e4
+    assert rows["mul"].value is not None
     assert rows["mul_1"].value is None
     found.sensitivity.save(tmp_path / "sensitivity.json")
     assert Sensitivity.load(tmp_path / "sensitivity.json") == found.sensitivity

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx.calibration.meter import SAMPLES
-from amp_fx.calibration.roles import scaled_error
+from amp_fx.calibration.operands import scaled_error
 from amp_fx.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT, Level, Scale, levels_of
 from amp_fx.policy.scaled import run, scale_of, scaled
 from levels import FP8_CPU, MLP, emulating_blocks, error, exact_gradients, gradients, options

@@ -75,7 +75,7 @@ def test_what_was_measured_is_the_same_wherever_it_is_planned_for(
 
 def charged(cal: amp_fx.Calibration) -> set[tuple[str, str]]:
     """(call, operand) whose gradient is rounded on the way back."""
-    terms = [term for part in cal._cuts.parts for term in part.priced.terms]
+    terms = [term for part in cal._cuts._parts for term in part.priced.terms]
     return {(term.call, term.slot) for term in terms if term.backward and term.slot}
 
 

@@ -1,8 +1,9 @@
-"""The figure of a histogram, with matplotlib: magnitudes by exponent above the ranges of the formats."""
+"""Figures, with matplotlib; numbers need no plotting library."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw"]
+__all__ = ["histogram_figure", "new_figure", "save_figure"]
 
 #: colours that differ in lightness too, for those who do not see them
 _COLOURS = ("#0072b2", "#e69f00")
@@ -24,13 +25,8 @@ _RARE = 1e-3
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3": "fp8 e4m3", "float8_e5m2": "fp8 e5m2"}
 
 
-def draw(title: str, gradients: Mapping[str, Counts], activations: Mapping[str, Counts]) -> Figure:
-    """Gradients above, activations below, the ranges of the formats underneath each.
-
-    Args:
-        title: of the figure.
-        gradients: what is counted -> counts; drawn on top of each other.
-        activations: the same for the second panel.
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches.
 
     Raises:
         AmpFxError: matplotlib is missing.
@@ -41,7 +37,30 @@ def draw(title: str, gradients: Mapping[str, Counts], activations: Mapping[str, 
         raise AmpFxError(
             "the figure needs matplotlib: pip install 'amp_fx[plot]'. The numbers do without it."
         ) from error
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: Path, *also: str) -> None:
+    """Writes a figure in the format of the path's suffix; ``also`` are suffixes that the caller writes itself.
+
+    Raises:
+        AmpFxError: matplotlib does not write that suffix.
+    """
+    valid = figure.canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in valid:
+        suffixes = [*also, *(f".{suffix}" for suffix in sorted(valid))]
+        raise AmpFxError(f"cannot write {path.name!r}; valid suffixes: {', '.join(suffixes)}.")
+    figure.savefig(path)
+
+
+def histogram_figure(
+    title: str, gradients: Mapping[str, Counts], activations: Mapping[str, Counts]
+) -> Figure:
+    """Magnitudes by exponent: gradients above, activations below, the ranges of the formats underneath each.
+
+    Both are what is counted -> counts, which are drawn on top of each other.
+    """
+    figure = new_figure(10, 7.5)
     figure.suptitle(f"{title}: magnitudes by exponent")
     panels = figure.subplots(2, 1)
     total = Counts()

@@ -1,0 +1,184 @@
+"""One measured step of a user's model: what ``calibrate``, ``compare`` and ``histogram`` run, each in its own ways.
+
+A step is a model, a call of it, the way to a loss, and a seed. Parameters, buffers, gradients, attributes and the
+states of the random generators are afterwards what they were (``untouched.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
+
+from amp_fx._torch import autocast_disabled
+from amp_fx.errors import AmpFxError
+from amp_fx.reports.untouched import plain, untouched
+
+__all__ = ["NoLossError", "Results", "Step", "loss_of", "relative_error"]
+
+#: gradients of parameters by name, or outputs by place: fp32, or fp64 where the model is
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model, a call of it, and what is judged: gradients of its parameters, or what it returns.
+
+    Attributes:
+        model: as it is.
+        call: positional and keyword arguments.
+        pick: what the model returns -> a loss, a 0-d tensor; of outputs, the tensors that count, in any structure.
+            None: the loss is returned, or is ``.loss`` of that; of outputs, all floating tensors count.
+        seed: of the random numbers that model and loss draw; None: they go on from the caller's.
+        of_outputs: True where what is judged is what the model returns.
+        grad: grad mode of a call whose outputs are judged.
+    """
+
+    model: nn.Module
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+    pick: Callable[[Any], Any] | None = None
+    seed: int | None = 0
+    of_outputs: bool = False
+    grad: bool = False
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that require a gradient, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @contextlib.contextmanager
+    def returned(self, program: Callable[..., Any] | None = None) -> Iterator[Any]:
+        """What a call returns of the model, or of what was made of it; it may be differentiated inside."""
+        with (
+            untouched(self.model, *self.call) as (args, kwargs),
+            torch.set_grad_enabled(self.grad or not self.of_outputs),
+        ):
+            if self.seed is not None:
+                torch.default_generator.manual_seed(self.seed)
+                if torch.cuda.is_available():
+                    torch.cuda.manual_seed(self.seed)
+                random.seed(self.seed)
+                np.random.seed(self.seed % 2**32)
+            yield (self.model if program is None else program)(*args, **kwargs)
+
+    def judged(self, returned: Any, scale: float = 1.0, beside: Sequence[Tensor] = ()) -> Results:
+        """What is judged, given what a call has returned.
+
+        Args:
+            returned: by the call.
+            scale: of the loss; taken out again.
+            beside: tensors that are differentiated, too, for their hooks.
+        """
+        if self.of_outputs:
+            return {name: _wide(value.detach()) for name, value in self.outputs(returned).items()}
+        loss, parameters = loss_of(returned, self.pick), self.parameters
+        with autocast_disabled():
+            inputs = [*parameters.values(), *beside]
+            found = torch.autograd.grad(loss * scale, inputs, allow_unused=True)
+        named = zip(parameters, found, strict=False)
+        return {name: _wide(gradient) / scale for name, gradient in named if gradient is not None}
+
+    def outputs(self, returned: Any) -> Results:
+        """The floating tensors that count of what a call has returned, by their places."""
+        chosen = plain(returned) if self.pick is None else self.pick(returned)
+        return {
+            keystr(path): leaf
+            for path, leaf in tree_leaves_with_path(chosen)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()
+        }
+
+    def results(self, program: Callable[..., Any] | None = None, scale: float = 1.0) -> Results:
+        """What is judged, as the model computes it, or what was made of it."""
+        with self.returned(program) as returned:
+            return self.judged(returned, scale)
+
+    def exact(self) -> Results | None:
+        """The same of a copy of the model in fp64; None where it draws random numbers, which are others in fp64."""
+        wide = replace(self, model=copy.deepcopy(self.model).double(), call=tree_map(_double, self.call))
+        before: list[Any] = []
+
+        def program(*args: Any, **kwargs: Any) -> Any:
+            before.append(_drawn())
+            return wide.model(*args, **kwargs)
+
+        with wide.returned(program) as returned:
+            found = wide.judged(returned)
+            return found if [_drawn()] == before else None
+
+    def error(self, results: Results, reference: Results) -> float:
+        """Relative L2 error of all gradients together; of outputs, each weighs the same: root of the mean square."""
+        if not self.of_outputs:
+            return relative_error(results, reference)
+        errors = [relative_error({name: results[name]}, {name: each}) for name, each in reference.items()]
+        return math.sqrt(sum(error**2 for error in errors) / max(len(errors), 1))
+
+
+def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Relative L2 error over all elements together of what both have.
+
+    Infinite where an element is not finite and not the same in both, as the mask of an attention is.
+    """
+    far = norm = 0.0
+    for name in [name for name in exact if name in found]:
+        ours, theirs = found[name], exact[name]
+        same = ours == theirs
+        far += torch.where(same, 0.0, ours.double() - theirs.double()).square().sum().item()
+        norm += torch.where(theirs.isinf() & same, 0.0, theirs.double()).square().sum().item()
+    if not far:
+        return 0.0
+    if not norm and math.isfinite(far):
+        return 1.0
+    ratio = math.sqrt(far / norm) if norm else math.inf
+    return math.inf if math.isnan(ratio) else ratio
+
+
+class NoLossError(AmpFxError):
+    """There is no loss to differentiate; ``found`` is what there is instead, ``"a tensor of shape (6, 4)"``."""
+
+    def __init__(self, found: str) -> None:
+        self.found = found
+        super().__init__(
+            f"no loss: it should be a tensor with one element, got {found}. Pass loss=lambda outputs: ..., or a model"
+            " that returns its loss."
+        )
+
+
+def loss_of(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    """The loss in what a model returned.
+
+    Raises:
+        AmpFxError: there is none, or it depends on no parameter.
+    """
+    value = getattr(result, "loss", result) if loss is None else loss(result)
+    if not isinstance(value, Tensor):
+        raise NoLossError(type(value).__name__)
+    if value.numel() != 1:
+        raise NoLossError(f"a tensor of shape {tuple(value.shape)}")
+    if not value.requires_grad:
+        raise AmpFxError("the loss depends on no parameter that requires a gradient.")
+    return value
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value if value.dtype is torch.float64 else value.float()
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _drawn() -> list[Any]:
+    """The states of the random generators that a program has by default."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return [*(state.tolist() for state in states), random.getstate(), repr(np.random.get_state(legacy=False))]
