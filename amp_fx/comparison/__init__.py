@@ -1,9 +1,9 @@
 """Where a compiled run leaves a reference: values and gradients at module boundaries, taken from what runs.
 
-``comparing.py`` says what is run, and tries what would mend an error; ``running.py`` runs a step whose values are
-observed, ``taps.py`` makes them results of a graph; ``judging.py`` says how far two runs are apart, and what explains
-that; ``comparison.py`` is what was found, in data and words.
+Here: runs of a step whose values are observed (``running.py``), as further results of a graph (``taps.py``); how far two
+runs are apart, and what explains that (``judging.py``); what was found, in data and words (``comparison.py``).
 Not here: what each rounding would do, one by one (``amp_fx.calibration``), and how pictures look (``amp_fx.viz``).
+Open ``comparing.py`` first.
 """
 
 from __future__ import annotations
