@@ -355,7 +355,7 @@ def test_text_json_and_picture(op_by_op: None, tmp_path: Path) -> None:
     assert (data["culprit"], data["healthy"]) == ("attend", False)
     assert json.loads(found.save(tmp_path / "found.json").read_text()) == data
     page = found.save(tmp_path / "found.html").read_text()
-    assert re.search(r'"sensitivity":"error \de-0\d"', page)
+    assert re.search(r'"error \de-0\d"', page)
     dot = found.save(tmp_path / "found.dot").read_text()
     assert re.search(r"error \de-0\d", dot)
 
