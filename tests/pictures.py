@@ -32,39 +32,19 @@ NASTY = (
 )
 
 
-def because(why: str) -> tuple[Reason, ...]:
-    return (Reason.of(Kind.LISTED, why=why),)
-
-
-def call(
-    name: str,
-    *inputs: str,
-    op: str = "linear",
-    module: str = "",
-    dtype: torch.dtype | None = LOW,
-    op_class: OpClass = OpClass.LOW,
-    nbytes: int = 64,
-    **more: Any,
-) -> NodePlan:
-    """A call that reads values of these names."""
-    fields = {
-        "reasons": because(f"reason of {name}"),
-        "source": f"net.py:{len(name)} in forward",
+def call(name: str, *inputs: str, module: str = "", why: str = "", **fields: Any) -> NodePlan:
+    """A call that reads values of these names, a linear in bf16 if nothing else is said."""
+    row = {
+        "op": "linear",
+        "dtype": LOW,
+        "op_class": OpClass.LOW,
+        "bytes": 64,
         "shape": (2, 8),
-        **more,
-    }
-    return NodePlan(
-        name=name,
-        op=op,
-        module_path=module,
-        op_class=op_class,
-        traced=HIGH,
-        low=LOW,
-        dtype=dtype,
-        bytes=nbytes,
-        inputs=inputs,
+        "source": f"net.py:{len(name)} in forward",
+        "reasons": (Reason.of(Kind.LISTED, why=why or f"reason of {name}"),),
         **fields,
-    )
+    }
+    return NodePlan(name=name, module_path=module, traced=HIGH, low=LOW, inputs=inputs, **row)
 
 
 def cast(
@@ -110,9 +90,9 @@ def blocks(count: int = 3, odd: Sequence[int] = (), policy: str = "autocast") ->
     """
     forward = Plan("0/0", policy)
     forward.inputs.append(InputPlan("x", False, HIGH, (2, 8), 64))
-    forward.nodes.append(
-        call("embed", "x", op="embedding", module="net.embed", dtype=HIGH, op_class=OpClass.FOLLOW)
-    )
+    wide: dict[str, Any] = {"dtype": HIGH, "op_class": OpClass.PROMOTE}
+    embed = {"op": "embedding", "dtype": HIGH, "op_class": OpClass.FOLLOW}
+    forward.nodes.append(call("embed", "x", module="net.embed", **embed))
     value = "embed"
     for index in range(count):
         module, tag = f"net.layers.{index}", f"_{index}"
@@ -126,33 +106,12 @@ def blocks(count: int = 3, odd: Sequence[int] = (), policy: str = "autocast") ->
                 cast(f"castw{tag}", weight.name, f"linear{tag}"),
             ]
             inputs = f"cast{tag}", f"castw{tag}"
+        gelu = {"op": "gelu", "dtype": dtype, "op_class": OpClass.PROMOTE}
         forward.nodes += [
-            call(
-                f"norm{tag}",
-                value,
-                op="layer_norm",
-                module=f"{module}.norm",
-                dtype=HIGH,
-                op_class=OpClass.PROMOTE,
-            ),
+            call(f"norm{tag}", value, op="layer_norm", module=f"{module}.norm", **wide),
             call(f"linear{tag}", *inputs, module=f"{module}.mlp.up", dtype=dtype, flops=1000),
-            call(
-                f"gelu{tag}",
-                f"linear{tag}",
-                op="gelu",
-                module=f"{module}.mlp",
-                dtype=dtype,
-                op_class=OpClass.PROMOTE,
-            ),
-            call(
-                f"add{tag}",
-                f"gelu{tag}",
-                value,
-                op="add.Tensor",
-                module=module,
-                dtype=HIGH,
-                op_class=OpClass.PROMOTE,
-            ),
+            call(f"gelu{tag}", f"linear{tag}", module=f"{module}.mlp", **gelu),
+            call(f"add{tag}", f"gelu{tag}", value, op="add.Tensor", module=module, **wide),
         ]
         value = f"add{tag}"
     forward.nodes.append(call("head", "cast_head", op="linear", module="head"))
@@ -165,6 +124,7 @@ def blocks(count: int = 3, odd: Sequence[int] = (), policy: str = "autocast") ->
 
 def _backward(count: int, policy: str) -> Plan:
     plan = Plan("0/0", policy, phase="backward")
+    wide: dict[str, Any] = {"dtype": HIGH, "op_class": OpClass.FOLLOW}
     plan.inputs.append(InputPlan("tangents_1", False, HIGH, (2, 8), 64))
     value = "tangents_1"
     for index in reversed(range(count)):
@@ -174,23 +134,9 @@ def _backward(count: int, policy: str) -> Plan:
             cast(f"grad{tag}", f"mm{tag}", "output", before=LOW, after=HIGH),
         ]
         plan.nodes += [
-            call(
-                f"mm{tag}",
-                f"low{tag}",
-                op="mm",
-                module=f"{module}.mlp.up",
-                op_class=OpClass.FOLLOW,
-                flops=1000,
-            ),
-            call(
-                f"norm{tag}",
-                f"mm{tag}",
-                op="mul.Tensor",
-                module=f"{module}.norm",
-                dtype=HIGH,
-                op_class=OpClass.FOLLOW,
-            ),
-            call(f"sum{tag}", f"norm{tag}", value, op="add.Tensor", dtype=HIGH, op_class=OpClass.FOLLOW),
+            call(f"mm{tag}", f"low{tag}", op="mm", module=f"{module}.mlp.up", flops=1000),
+            call(f"norm{tag}", f"mm{tag}", op="mul.Tensor", module=f"{module}.norm", **wide),
+            call(f"sum{tag}", f"norm{tag}", value, op="add.Tensor", **wide),
         ]
         value = f"sum{tag}"
     return plan
@@ -204,7 +150,7 @@ def nasty(labels: Sequence[str] = NASTY) -> Report:
     for index, text in enumerate(labels):
         fields: dict[str, Any] = {
             "op": text,
-            "reasons": because(text),
+            "why": text,
             "source": text,
             "module": f"{text.replace('.', '')}.inner",
         }

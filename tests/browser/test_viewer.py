@@ -6,15 +6,12 @@ import itertools
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from PIL import Image, ImageColor
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
@@ -23,9 +20,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-import amp_fx
-from amp_fx._torch import Lowered
-from amp_fx.reports import explaining, lowered
 from amp_fx.reports.report import Report
 from amp_fx.viz.graph import DEPTH
 from amp_fx.viz.model import drawing
@@ -41,9 +35,6 @@ pytestmark = [
         reason="needs chromium and chromedriver (Debian: apt install chromium chromium-driver)",
     ),
 ]
-
-#: seconds from the start of loading until the picture is there, and from a click until it has changed
-LIMIT = 2.0
 
 FLAGS = (
     "--headless",
@@ -102,15 +93,6 @@ class Viewer:
             float(number) for number in (self.find("#picture").get_dom_attribute("viewBox") or "").split()
         ]
 
-    def seconds_to_open(self) -> float:
-        """The best of a few times, because other tests want the processor, too."""
-        script = "return performance.getEntriesByType('navigation')[0].duration"
-        times: list[float] = []
-        while not times or (times[-1] >= LIMIT and len(times) < 3):
-            self.driver.refresh()
-            times.append(self.driver.execute_script(script) / 1000)
-        return min(times)
-
     def errors(self) -> list[str]:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
@@ -133,27 +115,6 @@ def viewer(browser: Viewer) -> Iterator[Viewer]:
     """The browser; whatever a test does in it, the page must not report errors."""
     yield browser
     assert browser.errors() == []
-
-
-@pytest.fixture(scope="module")
-def gpt2() -> Report:
-    """A GPT-2 of 12 narrow layers, forward and backward; Inductor's part, which takes most time, is left out."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    def lower(gm: torch.fx.GraphModule, *_: Any, **__: Any) -> Lowered:
-        def call(arguments: list[Any]) -> Any:
-            return gm(*arguments)
-
-        call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-        return Lowered(before=gm, after=gm, bytes_moved=0, extern_kernels=0, generated=[], call=call)
-
-    sizes: dict[str, Any] = {"n_layer": 12, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8}
-    config = GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowered, "lower_with_inductor", lower)
-        patch.setattr(explaining, "supported_devices", tuple)
-        return amp_fx.explain(model, torch.randint(32, (2, 8)), options={"profile": "off"})
 
 
 @pytest.mark.parametrize("phase", [0, 1])
@@ -312,27 +273,15 @@ def test_the_screenshot_is_a_picture(viewer: Viewer) -> None:
     assert counts[255, 255, 255] < 0.98 * image.width * image.height
 
 
-@pytest.mark.slow
-def test_a_gpt2_of_12_layers_opens_fast_and_stays_fast(viewer: Viewer, gpt2: Report) -> None:
-    assert [plan.phase for plan in gpt2.plans] == ["forward", "backward"]
-    viewer.show(gpt2)
-    assert viewer.seconds_to_open() < LIMIT
-    assert viewer.named("h.0 \N{HORIZONTAL ELLIPSIS} h.11 \N{MULTIPLICATION SIGN}12").text
-    for phase in range(2):
-        tab = viewer.all("#graphs button")[phase]
-        assert seconds(tab.click) < LIMIT
-        assert seconds(lambda: deepest(viewer)) < LIMIT
-        assert any("mm" in text for text in viewer.boxes().values())
-
-
-def test_a_graph_of_5000_nodes_opens_fast_and_stays_fast(viewer: Viewer) -> None:
+def test_a_graph_of_5000_nodes_is_searched_and_opened_in_parts(viewer: Viewer) -> None:
     viewer.show(chain(5000))
-    assert viewer.seconds_to_open() < LIMIT
-    assert seconds(lambda: viewer.named("nodes 101 to 150").click()) < LIMIT
-    assert "op_120" in {text.removeprefix("name: ") for text in names(viewer)}
-    assert seconds(lambda: viewer.search("op_4321")) < LIMIT
-    assert seconds(lambda: viewer.find("#search").send_keys(Keys.ENTER)) < LIMIT
+    assert len(viewer.boxes()) < 200
+    viewer.named("nodes 101 to 150").click()
+    assert "op_120" in names(viewer)
+    viewer.search("op_4321")
+    viewer.find("#search").send_keys(Keys.ENTER)
     assert "name: op_4321" in viewer.find("#details").text
+    assert len(viewer.boxes()) < 400
 
 
 def names(viewer: Viewer) -> list[str]:
@@ -345,12 +294,6 @@ def names(viewer: Viewer) -> list[str]:
 def deepest(viewer: Viewer) -> None:
     """Opens as much as the page lets."""
     viewer.all("#depth option")[-1].click()
-
-
-def seconds(act: Any) -> float:
-    started = time.perf_counter()
-    act()
-    return time.perf_counter() - started
 
 
 def test_the_panel_opens_with_one_sentence_and_a_bar_for_each(viewer: Viewer) -> None:

@@ -174,7 +174,7 @@ def test_views_and_elements_are_not_drawn_but_the_casts_behind_them_are() -> Non
     follow = OpClass.FOLLOW
     graph = drawn(
         call("a", dtype=HIGH),
-        call("split", "down", op="split.Tensor", op_class=follow, nbytes=0),
+        call("split", "down", op="split.Tensor", op_class=follow, bytes=0),
         call("item", "split", op="getitem", op_class=follow),
         call("b", "item"),
         casts=(cast("down", "a", "split"),),
