@@ -25,13 +25,12 @@ from amp_fx.passes.base import (
     run_passes,
 )
 from amp_fx.passes.forward.cache_weights import CacheWeights
-from amp_fx.passes.forward.classify import Classify
+from amp_fx.passes.forward.classify import Classify, PinDtypes
 from amp_fx.passes.forward.constrain import Constrain
 from amp_fx.passes.forward.fold_weights import FoldWeights
 from amp_fx.passes.forward.fuse_casts import FuseCasts
 from amp_fx.passes.forward.insert_casts import InsertCasts
 from amp_fx.passes.forward.keep_weights import KeepWeights
-from amp_fx.passes.forward.pin_dtypes import PinDtypes
 from amp_fx.passes.forward.place import Place
 from amp_fx.passes.forward.place_by_sensitivity import PlaceBySensitivity
 from amp_fx.passes.forward.replay import Replay

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from amp_fx.placement.devices import builtin
+from amp_fx.placement.gpus import NOMINAL
 from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy.levels import AUTO, Implementation, Level, level_named, levels_of
@@ -131,8 +132,13 @@ def _ps(seconds: float) -> int:
 
 
 #: without a profile nobody knows whether a level gains time: as many operations as may be are multiplied in it. A time
-#: is the bytes that an H100 moves while it multiplies in fp8 (datasheet, SXM5)
-OPERATIONS = LevelCost(low=295e12, below=590e12, bandwidth=math.inf, launch=0.0)
+#: is the bytes that the nominal GPU moves while it multiplies in fp8
+OPERATIONS = LevelCost(
+    low=1e12 * NOMINAL.flops_a_byte("bfloat16"),
+    below=1e12 * NOMINAL.flops_a_byte("float8"),
+    bandwidth=math.inf,
+    launch=0.0,
+)
 
 #: times are bytes moved
 BYTES = LevelCost(low=math.inf, below=math.inf, bandwidth=1e12, launch=0.0)

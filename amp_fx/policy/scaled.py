@@ -8,7 +8,7 @@ in which libraries read them is that of cuBLAS, https://docs.nvidia.com/cuda/cub
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ __all__ = [
     "TILE",
     "ZERO_POINT",
     "Call",
+    "Product",
     "block_scales",
     "int8_mm",
     "packed_int8_mm",
@@ -60,18 +61,10 @@ def scale_of(
     powers: bool,
     is_wide: bool,
 ) -> Any:
-    """What a value is multiplied by before it is rounded.
+    """What a value is multiplied by before it is rounded to a dtype; fp32, of size 1 in the dimensions of the groups.
 
-    Args:
-        value: of any shape.
-        dtype: e4m3, e5m2, int8 or uint8.
-        groups: dimensions over which a scale is shared, reduced one group after the other.
-        call: what every step is made with.
-        powers: scales are powers of two, so that scaling itself rounds nothing.
-        is_wide: the value is fp32.
-
-    Returns:
-        fp32, of size 1 in the dimensions of the groups.
+    A scale is shared over the dimensions of the groups, which are reduced one group after the other. Scales that are
+    powers of two round nothing themselves.
     """
     amax = call(aten.abs.default, value)
     for dims in groups:
@@ -87,17 +80,9 @@ def scale_of(
 
 
 def scaled(value: Any, scale: Any, dtype: torch.dtype, call: Call) -> tuple[Any, Any]:
-    """A value in a narrow dtype, and what gives it back.
+    """A value in e4m3, e5m2, int8 or uint8, laid out as it was, and the factors in fp32: ``value ~ data * factors``.
 
-    Args:
-        value: of any shape.
-        scale: from :func:`scale_of`.
-        dtype: e4m3, e5m2, int8, or uint8 with :data:`ZERO_POINT` for zero.
-        call: what every step is made with.
-
-    Returns:
-        The value in the dtype, shaped and laid out as it was; and the factors in fp32, which are 1 / scale.
-        ``value ~ data * factors``, where zero is zero.
+    In uint8 :data:`ZERO_POINT` stands for zero. ``scale`` is from :func:`scale_of`.
     """
     largest, factors = _largest(dtype), call(aten.reciprocal.default, scale)
     # widened by the product itself: a cast of its own would make Inductor keep the value in fp32
@@ -119,16 +104,11 @@ def _largest(dtype: torch.dtype) -> float:
 
 
 def block_scales(factors: Any, call: Call) -> Any:
-    """Factors of blocks as :func:`torch._scaled_mm` takes them.
+    """Factors of blocks as :func:`torch._scaled_mm` takes them: e8m0, tile after tile, filled up to full tiles.
 
-    Args:
-        factors: fp32 ``[rows, blocks, 1]``, powers of two up to rounding errors, sizes known. Infinity becomes NaN,
-            which e8m0 has; what stands for a NaN is any number, as everything that was scaled by it is NaN.
-        call: what every step is made with.
-
-    Returns:
-        e8m0, in one dimension, so that no compiler lays it out otherwise: rows and blocks filled up with the smallest
-        scale to full tiles, tile after tile.
+    In one dimension, so that no compiler lays it out otherwise. Factors are fp32 ``[rows, blocks, 1]``, powers of two
+    up to rounding errors. Infinity becomes NaN, which e8m0 has; what stands for a NaN is any number, as everything that
+    was scaled by it is NaN.
     """
     # the exponent of the nearest power of two: functions of a device may miss it by a bit
     bits = call(aten.view.dtype, factors, torch.int32)
@@ -136,7 +116,7 @@ def block_scales(factors: Any, call: Call) -> Any:
     bits = call(aten.bitwise_right_shift.Tensor_Scalar, bits, _MANTISSA_BITS)
     bits = call(aten.bitwise_and.Scalar, bits, _EXPONENT)
     scales = call(prims.convert_element_type.default, bits, torch.uint8)
-    rows, blocks, _ = _shape(factors)
+    rows, blocks, _ = _value(factors).shape
     scales = call(aten.view.default, scales, [rows, blocks])
     below, beside = (-size % tile for size, tile in zip((rows, blocks), TILE, strict=True))
     if below or beside:
@@ -149,107 +129,82 @@ def block_scales(factors: Any, call: Call) -> Any:
     return call(aten.view.dtype, scales, torch.float8_e8m0fnu)
 
 
-def scaled_mm(
-    first: Any,
-    second: Any,
-    factors: Sequence[Any],
-    bias: Any,
-    dtype: torch.dtype,
-    call: Call,
-    *,
-    is_forward: bool,
-) -> Any:
-    """The product of two operands with scales.
+class Product(NamedTuple):
+    """Two operands with scales, to be multiplied.
 
-    Sums are exact to fp32 in the backward, and as the hardware adds up fastest in the forward. Library kernels take
-    scales of one kind: with one for the first and one for each column of the second, those are multiplied behind the
-    product, in fp32, where Inductor fuses that with what comes next.
-
-    Args:
+    Attributes:
         first: (rows, contracted), its rows in one piece each.
         second: (contracted, columns), its columns in one piece each.
         factors: of both: one, ``[rows, 1]`` and ``[1, columns]``, or :func:`block_scales`; or one of all the first, and
             ``[columns, 1]``.
         bias: one number for each column, or None.
         dtype: of the result.
-        call: what every step is made with.
         is_forward: False in the backward.
     """
-    one, other = factors
-    if len(_shape(one)) == len(_shape(other)):
-        return call(aten._scaled_mm.default, first, second, one, other, bias, None, dtype, is_forward)
+
+    first: Any
+    second: Any
+    factors: tuple[Any, Any]
+    bias: Any
+    dtype: torch.dtype
+    is_forward: bool
+
+    def finished(self, product: Any, factors: Any, call: Call) -> Any:
+        """The product in fp32 with its last factors and the bias, in the dtype of the result."""
+        product = call(aten.mul.Tensor, product, factors)
+        if self.bias is not None:
+            product = call(aten.add.Tensor, product, self.bias)
+        return call(prims.convert_element_type.default, product, self.dtype)
+
+
+def scaled_mm(given: Product, call: Call) -> Any:
+    """The product by ``torch._scaled_mm``.
+
+    Sums are exact to fp32 in the backward, and as the hardware adds up fastest in the forward. Library kernels take
+    scales of one kind: with one for the first and one for each column of the second, those are multiplied behind the
+    product, in fp32, where Inductor fuses that with what comes next.
+    """
+    multiply, (one, other), fast = aten._scaled_mm.default, given.factors, given.is_forward
+    if _value(one).ndim == _value(other).ndim:
+        return call(multiply, given.first, given.second, one, other, given.bias, None, given.dtype, fast)
     # without the factors of its columns the result may be beyond the range of fp16
-    wide = torch.float32 if dtype is torch.float16 else dtype
+    wide = torch.float32 if given.dtype is torch.float16 else given.dtype
     ones = call(aten.ones_like.default, one)
-    product = call(aten._scaled_mm.default, first, second, one, ones, None, None, wide, is_forward)
-    product = call(aten.mul.Tensor, product, call(aten.view.default, other, [1, -1]))
-    if bias is not None:
-        product = call(aten.add.Tensor, product, bias)
-    return call(prims.convert_element_type.default, product, dtype)
+    product = call(multiply, given.first, given.second, one, ones, None, None, wide, fast)
+    return given.finished(product, call(aten.view.default, other, [1, -1]), call)
 
 
-def int8_mm(
-    first: Any,
-    second: Any,
-    factors: Sequence[Any],
-    bias: Any,
-    dtype: torch.dtype,
-    call: Call,
-    *,
-    is_forward: bool,
-) -> Any:
-    """The product of a matrix in int8 or uint8 and one in int8, as :func:`scaled_mm`; sums are exact.
+def int8_mm(given: Product, call: Call) -> Any:
+    """The product of a matrix in int8 or uint8 and one in int8 by ``torch._int_mm``; sums are exact.
 
     A CPU without AVX-VNNI-INT8 multiplies unsigned by signed values in one instruction, signed ones in several.
 
     Both factors are multiplied first: one after the other, Inductor's freezing takes the product for a quantised one
     with signed values, for which oneDNN has reference kernels only on most CPUs, 200 times slower.
     """
-    product = call(aten._int_mm.default, first, second)
-    if _value(first).dtype is torch.uint8:
+    product = call(aten._int_mm.default, given.first, given.second)
+    if _value(given.first).dtype is torch.uint8:
         # of the weight alone, so that it is a constant where that is one
-        sums = call(aten.sum.dim_IntList, second, [0], dtype=torch.int32)
+        sums = call(aten.sum.dim_IntList, given.second, [0], dtype=torch.int32)
         product = call(aten.sub.Tensor, product, call(aten.mul.Tensor, sums, ZERO_POINT))
     product = call(prims.convert_element_type.default, product, torch.float32)
-    return _finished(product, call(aten.mul.Tensor, *factors), bias, dtype, call)
+    return given.finished(product, call(aten.mul.Tensor, *given.factors), call)
 
 
-def packed_int8_mm(
-    first: Any,
-    second: Any,
-    factors: Sequence[Any],
-    bias: Any,
-    dtype: torch.dtype,
-    call: Call,
-    *,
-    is_forward: bool,
-) -> Any:
-    """The product of a matrix in uint8 and one in int8, as :func:`scaled_mm`, for Inductor on a CPU.
+def packed_int8_mm(given: Product, call: Call) -> Any:
+    """The product of a matrix in uint8 and one in int8, for Inductor on a CPU; sums are exact.
 
     These are the calls of a quantised model as PyTorch exports it, which Inductor's freezing makes one call of oneDNN
-    with a packed weight of (``torch/_inductor/fx_passes/quantization.py``); sums are exact.
+    with a packed weight of (``torch/_inductor/fx_passes/quantization.py``).
     """
     ops = quantised_ops()
-    weight = call(aten.permute.default, second, [1, 0])
-    scales = call(aten.view.default, factors[1], [-1])
+    weight = call(aten.permute.default, given.second, [1, 0])
+    scales = call(aten.view.default, given.factors[1], [-1])
     # made of the weight, so that it is a constant where that is one
     zeros = call(aten.zeros_like.default, scales, dtype=torch.int64)
-    given = call(ops.dequantize_per_tensor.default, first, 1.0, ZERO_POINT, 0, 255, torch.uint8)
+    value = call(ops.dequantize_per_tensor.default, given.first, 1.0, ZERO_POINT, 0, 255, torch.uint8)
     weight = call(ops.dequantize_per_channel.default, weight, scales, zeros, 0, -128, 127, torch.int8)
-    product = call(aten.linear.default, given, weight)
-    return _finished(product, factors[0], bias, dtype, call)
-
-
-def _finished(product: Any, factors: Any, bias: Any, dtype: torch.dtype, call: Call) -> Any:
-    """A product in fp32 with the factors of its rows and a bias, in the dtype of the result."""
-    product = call(aten.mul.Tensor, product, factors)
-    if bias is not None:
-        product = call(aten.add.Tensor, product, bias)
-    return call(prims.convert_element_type.default, product, dtype)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(_value(value).shape)
+    return given.finished(call(aten.linear.default, value, weight), given.factors[0], call)
 
 
 def _value(value: Any) -> torch.Tensor:

@@ -225,7 +225,7 @@ def gradients_in(gm: fx.GraphModule) -> set[fx.Node]:
 def _joint_matmuls(gm: fx.GraphModule) -> list[Matmul]:
     gradients = gradients_in(gm)
     products = [node for node in gm.graph.nodes if node.target in (aten.mm.default, aten.addmm.default)]
-    factors = {node: found for node in products if (found := _factors(node)) is not None}
+    factors = {node: pair for node in products if (pair := _factors(node)) is not None}
     readers: dict[fx.Node, set[fx.Node]] = {}
     for node, (first, second, _) in factors.items():
         for argument in (first, second):

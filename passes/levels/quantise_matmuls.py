@@ -16,7 +16,7 @@ from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.place_levels import level_of
 from amp_fx.placement.layout import CAST
 from amp_fx.policy.levels import FORWARD, Implementation, Level, Scale
-from amp_fx.policy.scaled import block_scales, scale_of, scaled
+from amp_fx.policy.scaled import Product, block_scales, scale_of, scaled
 from amp_fx.weights.recipes import Scaled
 from amp_fx.widened import held_pair
 
@@ -153,12 +153,13 @@ class _Quantiser:
             first, second = (self._matrix(copy, *pair) for copy, pair in zip(copies, pairs, strict=True))
             columns = self._call(aten.permute.default, second, [1, 0])
             # scales of another kind than the level's are multiplied behind the product
-            factors = [
+            one, other = (
                 self._factor(copy, each, shape) if each.scale is level.scale else copy.factor
                 for copy, (_, each), shape in zip(copies, pairs, ([-1, 1], [1, -1]), strict=True)
-            ]
-            out, is_forward = node.meta["val"].dtype, self._in_forward
-            final = way.multiply(first, columns, factors, matmul.bias, out, self._call, is_forward=is_forward)
+            )
+            out = node.meta["val"].dtype
+            given = Product(first, columns, (one, other), matmul.bias, out, self._in_forward)
+            final = way.multiply(given, self._call)
             self._become(matmul, final)
 
     def tidy(self) -> None:
