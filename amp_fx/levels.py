@@ -75,12 +75,7 @@ def level_placement(
 
 
 def planned_levels(
-    opts: Options,
-    device: str,
-    rows: Mapping[str, NodePlan],
-    *,
-    training: bool,
-    keeps_weights: bool = False,
+    opts: Options, device: str, rows: Mapping[str, NodePlan], *, training: bool, keeps_weights: bool = False
 ) -> PlaceLevels | None:
     """The pass that does what a plan has; None where that runs nothing below 16 bits.
 

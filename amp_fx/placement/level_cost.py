@@ -160,13 +160,7 @@ class Meaning:
 
 
 def meaning(
-    base: str,
-    choice: str,
-    profile: DeviceProfile | None,
-    device: str,
-    low: torch.dtype,
-    *,
-    training: bool,
+    base: str, choice: str, profile: DeviceProfile | None, device: str, low: torch.dtype, *, training: bool
 ) -> Meaning:
     """What a policy below 16 bits means on a device; the log says once if it means autocast.
 

@@ -166,11 +166,7 @@ def errors(*given: dict[str, Any], folder: Path) -> list[float]:
     """What a process of its own finds, with compile caches in a folder."""
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, *map(json.dumps, given)],
-        env={
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": str(folder),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=True,

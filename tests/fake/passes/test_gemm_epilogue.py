@@ -99,10 +99,7 @@ def test_a_result_that_is_also_read_in_16_bits_stays() -> None:
         mm = aten.mm.default(g, x)
         return widen(mm), mm
 
-    assert run(joint_graph(program, (8, 4), (4, 6))) == [
-        aten.mm.default,
-        CONVERT,
-    ]
+    assert run(joint_graph(program, (8, 4), (4, 6))) == [aten.mm.default, CONVERT]
 
 
 def test_on_cpu_nothing_changes_because_there_is_no_kernel() -> None:

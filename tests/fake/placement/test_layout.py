@@ -113,11 +113,7 @@ def test_weights_that_are_computed_are_left_to_the_kernel_that_computes_them() -
 
 def test_casts_of_what_is_no_weight_are_left_alone() -> None:
     untouched_weight(
-        lambda x, w: (
-            convolve(x, x[:, :, :3, :3]),
-            prims.convert_element_type(w, torch.bfloat16),
-        ),
-        {},
+        lambda x, w: (convolve(x, x[:, :, :3, :3]), prims.convert_element_type(w, torch.bfloat16)), {}
     )
 
 
