@@ -37,6 +37,7 @@ __all__ = [
     "captured",
     "casts_of",
     "check",
+    "checked",
     "dynamo_graph",
     "on_cuda",
     "op_by_op",
@@ -259,6 +260,18 @@ def check(
         assert planned == ([wanted] * len(rows) if isinstance(wanted, str) else list(wanted)), (key, planned)
     _assert_same(got, eager, exact, autocast, tolerance)
     return rewritten
+
+
+def checked(*args: Any, **promised: Any) -> Callable[[Program], Callable[[], None]]:
+    """Makes a test of a program: it is rewritten, and :func:`check` asserts what is promised about it."""
+
+    def as_test(program: Program) -> Callable[[], None]:
+        def test() -> None:
+            check(program, *args, **promised)
+
+        return test
+
+    return as_test
 
 
 def agree(

@@ -13,7 +13,7 @@ from amp_fx.passes import Constrain
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import NodePlan
 from amp_fx.policy import OpClass
-from graphs import check, rewrite, run_until
+from graphs import check, checked, rewrite, run_until
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
@@ -316,65 +316,51 @@ def test_a_residual_added_in_place_runs_in_the_dtype_of_its_target() -> None:
     check(into_fp32, square(), square(), casts=down, dtypes={"add_": "float32", "mul": "float32"})
 
 
-def test_a_slice_assignment_casts_what_is_assigned_not_the_target() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        out = torch.zeros(4, 8)
-        out[:, :4] = torch.matmul(x, w)
-        return out
-
-    check(
-        program,
-        square(),
-        square(),
-        casts={DOWN: 2, UP: 1},
-        dtypes={"copy_": "float32"},
-        reference=torch.float32,
-    )
+@checked(square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"copy_": "float32"}, reference=torch.float32)
+def test_a_slice_assignment_casts_what_is_assigned_not_the_target(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.zeros(4, 8)
+    out[:, :4] = torch.matmul(x, w)
+    return out
 
 
-def test_a_view_of_a_mutated_tensor_shows_the_mutation() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.matmul(x, w)
-        row = h[0]
-        h.mul_(2)
-        return row + x, h @ w
-
-    check(
-        program,
-        square(),
-        square(),
-        casts={DOWN: 2, UP: 1},
-        dtypes={"mul_": "bfloat16", "select": "bfloat16", "add": "float32"},
-    )
+@checked(
+    square(),
+    square(),
+    casts={DOWN: 2, UP: 1},
+    dtypes={"mul_": "bfloat16", "select": "bfloat16", "add": "float32"},
+)
+def test_a_view_of_a_mutated_tensor_shows_the_mutation(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.matmul(x, w)
+    row = h[0]
+    h.mul_(2)
+    return row + x, h @ w
 
 
-def test_a_write_through_a_view_reaches_its_base() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        h = torch.matmul(x, w)
-        first, _ = h.chunk(2)
-        first.add_(x[:2])
-        return h * 2
-
-    check(program, square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"matmul": "bfloat16"})
+@checked(square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"matmul": "bfloat16"})
+def test_a_write_through_a_view_reaches_its_base(x: Tensor, w: Tensor) -> Tensor:
+    h = torch.matmul(x, w)
+    first, _ = h.chunk(2)
+    first.add_(x[:2])
+    return h * 2
 
 
-def test_a_key_value_cache_is_written_in_its_own_dtype() -> None:
-    def program(cache: Tensor, position: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        key = torch.matmul(x, w)
-        cache.index_copy_(0, position, key)
-        return torch.matmul(key, cache.mT)
-
-    check(
-        program,
-        torch.zeros(16, 4),
-        torch.tensor([3, 4, 5, 6]),
-        square(),
-        square(),
-        # the key goes back up to be stored; the cache goes down to be read
-        casts={DOWN: 3, UP: 2},
-        dtypes={"index_copy_": "float32", "matmul": "bfloat16"},
-        tolerance=ONE_ROUNDING,  # autocast raises: it does not cast what is written in place
-    )
+# the key goes back up to be stored; the cache goes down to be read
+# autocast raises: it does not cast what is written in place
+@checked(
+    torch.zeros(16, 4),
+    torch.tensor([3, 4, 5, 6]),
+    square(),
+    square(),
+    casts={DOWN: 3, UP: 2},
+    dtypes={"index_copy_": "float32", "matmul": "bfloat16"},
+    tolerance=ONE_ROUNDING,
+)
+def test_a_key_value_cache_is_written_in_its_own_dtype(
+    cache: Tensor, position: Tensor, x: Tensor, w: Tensor
+) -> Tensor:
+    key = torch.matmul(x, w)
+    cache.index_copy_(0, position, key)
+    return torch.matmul(key, cache.mT)
 
 
 def test_a_cache_that_came_in_low_precision_is_written_without_a_detour() -> None:
@@ -387,19 +373,15 @@ def test_a_cache_that_came_in_low_precision_is_written_without_a_detour() -> Non
     assert rewritten.one("index_copy_").dtype is BF16
 
 
-def test_an_output_that_is_a_view_of_an_input_stays_one() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return x.view(-1), torch.matmul(x.view(4, 4), w)
-
-    check(program, square(), square(), casts={DOWN: 2, UP: 1})
+@checked(square(), square(), casts={DOWN: 2, UP: 1})
+def test_an_output_that_is_a_view_of_an_input_stays_one(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return x.view(-1), torch.matmul(x.view(4, 4), w)
 
 
-def test_an_input_that_is_mutated_and_returned_stays_itself() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        x.add_(torch.matmul(x, w))
-        return x.mT, torch.matmul(x, w)
-
-    check(program, square(), square(), casts={DOWN: 3, UP: 1})
+@checked(square(), square(), casts={DOWN: 3, UP: 1})
+def test_an_input_that_is_mutated_and_returned_stays_itself(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    x.add_(torch.matmul(x, w))
+    return x.mT, torch.matmul(x, w)
 
 
 @pytest.mark.parametrize("name", ["view_as", "reshape_as", "expand_as"])
@@ -418,35 +400,24 @@ def test_a_written_view_in_the_shape_of_another_value_has_the_dtype_of_its_own_s
     )
 
 
-def test_a_hazard_in_a_write_lifts_the_storage_it_writes_to() -> None:
-    def program(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-        scores = torch.matmul(q, k)
-        scores.masked_fill_(mask, FP32_MIN)
-        return F.softmax(scores, -1)
-
-    check(
-        program,
-        square(),
-        square(),
-        torch.ones(4, 4).triu(1).bool(),
-        options={"dtype": "float16"},
-        casts={("float32", "float16"): 2, ("float16", "float32"): 1},
-        dtypes={"matmul": "float16", "softmax": "float32"},
-        tolerance=ONE_ROUNDING,
-    )
+@checked(
+    square(),
+    square(),
+    torch.ones(4, 4).triu(1).bool(),
+    options={"dtype": "float16"},
+    casts={("float32", "float16"): 2, ("float16", "float32"): 1},
+    dtypes={"matmul": "float16", "softmax": "float32"},
+    tolerance=ONE_ROUNDING,
+)
+def test_a_hazard_in_a_write_lifts_the_storage_it_writes_to(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    scores = torch.matmul(q, k)
+    scores.masked_fill_(mask, FP32_MIN)
+    return F.softmax(scores, -1)
 
 
-def test_a_strided_view_keeps_the_layout_it_counts_on() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return torch.matmul(x, w).as_strided((3, 2), (4, 1)) * 2
-
-    check(
-        program,
-        square(),
-        square(),
-        casts={DOWN: 2, UP: 1},
-        dtypes={"matmul": "bfloat16", "as_strided": "float32"},
-    )
+@checked(square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"matmul": "bfloat16", "as_strided": "float32"})
+def test_a_strided_view_keeps_the_layout_it_counts_on(x: Tensor, w: Tensor) -> Tensor:
+    return torch.matmul(x, w).as_strided((3, 2), (4, 1)) * 2
 
 
 @pytest.mark.parametrize("training", [True, False])

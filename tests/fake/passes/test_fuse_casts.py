@@ -8,7 +8,7 @@ from torch import Tensor
 
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.passes import FuseCasts, InsertCasts, PassContext
-from graphs import check, rewrite, run_until
+from graphs import check, checked, rewrite, run_until
 
 aten = torch.ops.aten
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -52,32 +52,25 @@ def test_narrowing_to_another_dtype_is_no_round_trip() -> None:
     )
 
 
-def test_a_cast_equal_to_one_that_the_program_made_reuses_it() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        low = x.to(BF16)
-        return low.abs(), torch.matmul(x, w)
-
-    check(program, square(), square(), casts={DOWN: 2, UP: 1}, reference=torch.float32)
+@checked(square(), square(), casts={DOWN: 2, UP: 1}, reference=torch.float32)
+def test_a_cast_equal_to_one_that_the_program_made_reuses_it(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    low = x.to(BF16)
+    return low.abs(), torch.matmul(x, w)
 
 
-def test_the_programs_own_casts_are_never_merged() -> None:
-    def program(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.to(BF16), x.to(BF16).abs()
-
-    check(program, square(), casts={DOWN: 2}, reference=torch.float32)
+@checked(square(), casts={DOWN: 2}, reference=torch.float32)
+def test_the_programs_own_casts_are_never_merged(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.to(BF16), x.to(BF16).abs()
 
 
-def test_the_users_narrowing_is_a_barrier() -> None:
-    def program(x: Tensor) -> Tensor:
-        return x.to(FP16).float().exp()
-
-    check(
-        program,
-        square(),
-        casts={("float32", "float16"): 1, ("float16", "float32"): 1},
-        reference=torch.float32,
-        tolerance=0,
-    )
+@checked(
+    square(),
+    casts={("float32", "float16"): 1, ("float16", "float32"): 1},
+    reference=torch.float32,
+    tolerance=0,
+)
+def test_the_users_narrowing_is_a_barrier(x: Tensor) -> Tensor:
+    return x.to(FP16).float().exp()
 
 
 def test_the_users_rounding_in_front_of_a_matmul_is_kept() -> None:
@@ -104,22 +97,18 @@ def test_the_users_rounding_serves_the_matmul_where_the_dtypes_agree() -> None:
     assert matmul.args[0].args == (rewritten.gm.graph.find_nodes(op="placeholder")[0], BF16)
 
 
-def test_a_widened_value_that_is_written_is_not_the_original() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        wide = x.float()
-        wide.add_(1)
-        return torch.matmul(wide, w)
-
-    check(program, square().to(BF16), square(), casts={UP: 2, DOWN: 2}, reference=torch.float32)
+@checked(square().to(BF16), square(), casts={UP: 2, DOWN: 2}, reference=torch.float32)
+def test_a_widened_value_that_is_written_is_not_the_original(x: Tensor, w: Tensor) -> Tensor:
+    wide = x.float()
+    wide.add_(1)
+    return torch.matmul(wide, w)
 
 
-def test_an_original_that_is_written_later_is_not_read_instead() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        wide = x.float()
-        x.add_(1)
-        return torch.matmul(wide, w)
-
-    check(program, square().to(BF16), square(), casts={UP: 2, DOWN: 2}, reference=torch.float32)
+@checked(square().to(BF16), square(), casts={UP: 2, DOWN: 2}, reference=torch.float32)
+def test_an_original_that_is_written_later_is_not_read_instead(x: Tensor, w: Tensor) -> Tensor:
+    wide = x.float()
+    x.add_(1)
+    return torch.matmul(wide, w)
 
 
 def test_an_inserted_cast_that_nobody_reads_goes() -> None:

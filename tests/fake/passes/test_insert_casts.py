@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.passes import InsertCasts
-from graphs import casts_of, check, rewrite, run_until
+from graphs import casts_of, check, checked, rewrite, run_until
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -42,43 +42,37 @@ def test_the_pass_itself_makes_one_cast_of_a_value() -> None:
     assert casts_of(gm) == {DOWN: 3, UP: 2}
 
 
-def test_a_cast_is_not_shared_across_a_write_to_its_source() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        state = x * 1.0
-        before = torch.matmul(state, w)
-        state.add_(1)
-        return before, torch.matmul(state, w)
-
-    check(program, square(), square(), casts={DOWN: 3, UP: 2}, dtypes={"add_": "float32"})
+@checked(square(), square(), casts={DOWN: 3, UP: 2}, dtypes={"add_": "float32"})
+def test_a_cast_is_not_shared_across_a_write_to_its_source(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    state = x * 1.0
+    before = torch.matmul(state, w)
+    state.add_(1)
+    return before, torch.matmul(state, w)
 
 
-def test_a_cast_is_not_shared_across_a_write_through_a_view() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        state = x * 1.0
-        before = torch.matmul(state, w)
-        state[0].zero_()
-        return before, torch.matmul(state, w)
-
-    check(program, square(), square(), casts={DOWN: 3, UP: 2})
+@checked(square(), square(), casts={DOWN: 3, UP: 2})
+def test_a_cast_is_not_shared_across_a_write_through_a_view(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    state = x * 1.0
+    before = torch.matmul(state, w)
+    state[0].zero_()
+    return before, torch.matmul(state, w)
 
 
-def test_a_cast_is_shared_across_a_write_to_something_else() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        other = x * 1.0
-        before = torch.matmul(x, w)
-        other.add_(1)
-        return before + other, torch.matmul(x, w.mT)
-
-    check(program, square(), square(), casts={DOWN: 2, UP: 1})
+@checked(square(), square(), casts={DOWN: 2, UP: 1})
+def test_a_cast_is_shared_across_a_write_to_something_else(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    other = x * 1.0
+    before = torch.matmul(x, w)
+    other.add_(1)
+    return before + other, torch.matmul(x, w.mT)
 
 
-def test_an_input_that_is_written_is_cast_again() -> None:
-    def program(buffer: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        before = torch.matmul(buffer, w)
-        buffer.copy_(x)
-        return before, torch.matmul(buffer, w)
-
-    check(program, square(), square(), square(), casts={DOWN: 3, UP: 2})
+@checked(square(), square(), square(), casts={DOWN: 3, UP: 2})
+def test_an_input_that_is_written_is_cast_again(
+    buffer: Tensor, x: Tensor, w: Tensor
+) -> tuple[Tensor, Tensor]:
+    before = torch.matmul(buffer, w)
+    buffer.copy_(x)
+    return before, torch.matmul(buffer, w)
 
 
 def test_arguments_with_a_dtype_of_their_own_are_not_cast() -> None:
@@ -132,12 +126,10 @@ def test_a_low_norm_on_cuda_without_weights_takes_its_input_as_it_is() -> None:
     assert casts_of(rewritten.gm) == {DOWN: 2, UP: 1}
 
 
-def test_inputs_of_a_kernel_that_does_not_widen_are_cast() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return torch.lerp(x, torch.matmul(x, w), 0.5)
-
-    # autocast raises: lerp is on no list of it
-    check(program, square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"lerp": "float32"}, tolerance=1e-2)
+# autocast raises: lerp is on no list of it
+@checked(square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"lerp": "float32"}, tolerance=1e-2)
+def test_inputs_of_a_kernel_that_does_not_widen_are_cast(x: Tensor, w: Tensor) -> Tensor:
+    return torch.lerp(x, torch.matmul(x, w), 0.5)
 
 
 def test_a_zero_dimensional_tensor_needs_no_cast_in_arithmetic() -> None:
@@ -148,52 +140,45 @@ def test_a_zero_dimensional_tensor_needs_no_cast_in_arithmetic() -> None:
     check(program, square(), square(), scale, casts={DOWN: 2, UP: 1}, dtypes={"mul": "bfloat16"})
 
 
-def test_outputs_return_to_their_traced_dtypes() -> None:
-    def program(x: Tensor, w: Tensor) -> dict[str, object]:
-        h = torch.matmul(x, w)
-        return {"h": h, "low": h.to(BF16), "nested": [(h.argmax(), h.double())], "size": h.shape[0]}
-
-    check(program, square(), square(), casts={DOWN: 2, UP: 1})
+@checked(square(), square(), casts={DOWN: 2, UP: 1})
+def test_outputs_return_to_their_traced_dtypes(x: Tensor, w: Tensor) -> dict[str, object]:
+    h = torch.matmul(x, w)
+    return {"h": h, "low": h.to(BF16), "nested": [(h.argmax(), h.double())], "size": h.shape[0]}
 
 
-def test_under_an_ambient_autocast_low_outputs_stay_low() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.matmul(x, w)
-        return h, h + x
-
-    check(program, square(), square(), ambient=BF16, casts={DOWN: 2}, dtypes={"add": "float32"})
+@checked(square(), square(), ambient=BF16, casts={DOWN: 2}, dtypes={"add": "float32"})
+def test_under_an_ambient_autocast_low_outputs_stay_low(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.matmul(x, w)
+    return h, h + x
 
 
-def test_integers_booleans_and_fp64_are_never_cast() -> None:
-    def program(x: Tensor, n: Tensor, mask: Tensor, wide: Tensor) -> tuple[Tensor, ...]:
-        return torch.matmul(n, n), torch.matmul(wide, wide), mask & mask, F.embedding(n, x)
+@checked(
+    square(),
+    torch.randint(8, (4, 4)),
+    torch.ones(4, dtype=torch.bool),
+    torch.randn(4, 4, dtype=torch.float64),
+    casts={},
+    reference=torch.float32,
+)
+def test_integers_booleans_and_fp64_are_never_cast(
+    x: Tensor, n: Tensor, mask: Tensor, wide: Tensor
+) -> tuple[Tensor, ...]:
+    return torch.matmul(n, n), torch.matmul(wide, wide), mask & mask, F.embedding(n, x)
 
-    check(
-        program,
-        square(),
-        torch.randint(8, (4, 4)),
-        torch.ones(4, dtype=torch.bool),
-        torch.randn(4, 4, dtype=torch.float64),
-        casts={},
-        reference=torch.float32,
-    )
 
-
-def test_an_island_gets_what_it_was_traced_with() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        h = torch.matmul(x, w)
-        with torch.autocast("cpu", enabled=False):
-            h = torch.matmul(h, w)
-        return torch.matmul(h, w)
-
-    check(
-        program,
-        square(),
-        square(),
-        casts={DOWN: 3, UP: 2},
-        dtypes={"matmul": ["bfloat16", "float32", "bfloat16"]},
-        tolerance=1e-2,  # autocast raises: inside the island h is bf16 and w is not
-    )
+# autocast raises: inside the island h is bf16 and w is not
+@checked(
+    square(),
+    square(),
+    casts={DOWN: 3, UP: 2},
+    dtypes={"matmul": ["bfloat16", "float32", "bfloat16"]},
+    tolerance=1e-2,
+)
+def test_an_island_gets_what_it_was_traced_with(x: Tensor, w: Tensor) -> Tensor:
+    h = torch.matmul(x, w)
+    with torch.autocast("cpu", enabled=False):
+        h = torch.matmul(h, w)
+    return torch.matmul(h, w)
 
 
 def test_inserted_casts_carry_the_users_source_line_and_a_mark() -> None:
@@ -234,17 +219,14 @@ def test_tied_weights_are_cast_once_and_collect_both_gradients() -> None:
     check(Tied(), torch.randint(16, (2, 5)), casts={DOWN: 1, UP: 1}, dtypes={"linear": "bfloat16"})
 
 
-def test_two_low_dtypes_in_one_program_each_get_their_casts() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.float16):
-            h = torch.matmul(x, w)
-        return torch.matmul(h.float(), w)
-
-    check(
-        program,
-        square(),
-        square(),
-        casts={("float32", "float16"): 2, ("float16", "float32"): 1, DOWN: 2, UP: 1},
-        dtypes={"matmul": ["float16", "bfloat16"]},
-        reference=torch.float32,
-    )
+@checked(
+    square(),
+    square(),
+    casts={("float32", "float16"): 2, ("float16", "float32"): 1, DOWN: 2, UP: 1},
+    dtypes={"matmul": ["float16", "bfloat16"]},
+    reference=torch.float32,
+)
+def test_two_low_dtypes_in_one_program_each_get_their_casts(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        h = torch.matmul(x, w)
+    return torch.matmul(h.float(), w)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx.plans.label import Kind
-from graphs import check, rewrite
+from graphs import checked, rewrite
 
 BF16 = torch.bfloat16
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
@@ -20,39 +20,30 @@ def square() -> Tensor:
     return torch.randn(8, 8)
 
 
-def test_arithmetic_between_two_matmuls_stays_low() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return torch.matmul(F.gelu(torch.matmul(x, w)) * 2, w)
-
-    check(
-        program,
-        square(),
-        square(),
-        casts={DOWN: 2, UP: 1},
-        dtypes={"matmul": "bfloat16", "gelu": "bfloat16", "mul": "bfloat16"},
-    )
+@checked(
+    square(),
+    square(),
+    casts={DOWN: 2, UP: 1},
+    dtypes={"matmul": "bfloat16", "gelu": "bfloat16", "mul": "bfloat16"},
+)
+def test_arithmetic_between_two_matmuls_stays_low(x: Tensor, w: Tensor) -> Tensor:
+    return torch.matmul(F.gelu(torch.matmul(x, w)) * 2, w)
 
 
-def test_arithmetic_with_an_fp32_value_is_in_fp32() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return x + torch.matmul(x, w)
-
-    check(program, square(), square(), casts={DOWN: 2}, dtypes={"add": "float32", "matmul": "bfloat16"})
+@checked(square(), square(), casts={DOWN: 2}, dtypes={"add": "float32", "matmul": "bfloat16"})
+def test_arithmetic_with_an_fp32_value_is_in_fp32(x: Tensor, w: Tensor) -> Tensor:
+    return x + torch.matmul(x, w)
 
 
-def test_a_move_whose_readers_want_fp32_stays_in_fp32() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        moved = x.mT.flip(0)
-        return moved.exp(), torch.matmul(moved, w)
-
-    check(program, square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"flip": "float32", "exp": "float32"})
+@checked(square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"flip": "float32", "exp": "float32"})
+def test_a_move_whose_readers_want_fp32_stays_in_fp32(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    moved = x.mT.flip(0)
+    return moved.exp(), torch.matmul(moved, w)
 
 
-def test_joined_values_are_in_the_widest_dtype() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return torch.cat([x, torch.matmul(x, w)]).exp()
-
-    check(program, square(), square(), casts={DOWN: 2}, dtypes={"cat": "float32"})
+@checked(square(), square(), casts={DOWN: 2}, dtypes={"cat": "float32"})
+def test_joined_values_are_in_the_widest_dtype(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([x, torch.matmul(x, w)]).exp()
 
 
 def test_softmax_follows_its_devices_list() -> None:

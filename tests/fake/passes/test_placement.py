@@ -17,7 +17,7 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, Plan
 from amp_fx.policy import OpClass, table
-from graphs import captured, casts_of, check, rewrite
+from graphs import captured, casts_of, check, checked, rewrite
 
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
 randn = torch.randn
@@ -102,19 +102,18 @@ def test_pieces_of_a_key_cache_are_joined_before_they_are_cast() -> None:
     assert {"cat", "m_t"} & set(cast_values(rewritten.plan))
 
 
-def test_a_cache_kept_only_for_attention_is_joined_low() -> None:
-    def attend(cache: Tensor, x: Tensor, w: Tensor, q: Tensor) -> Tensor:
-        return torch.matmul(q, torch.cat([cache, F.linear(x, w)], 1).mT)
-
-    check(
-        attend,
-        randn(2, 32, 8),
-        randn(2, 1, 8),
-        randn(8, 8),
-        randn(2, 1, 8),
-        casts={DOWN: 4, UP: 1},
-        dtypes={"cat": "bfloat16"},
-    )
+@checked(
+    randn(2, 32, 8),
+    randn(2, 1, 8),
+    randn(8, 8),
+    randn(2, 1, 8),
+    casts={DOWN: 4, UP: 1},
+    dtypes={"cat": "bfloat16"},
+)
+def test_a_cache_kept_only_for_attention_is_joined_low(
+    cache: Tensor, x: Tensor, w: Tensor, q: Tensor
+) -> Tensor:
+    return torch.matmul(q, torch.cat([cache, F.linear(x, w)], 1).mT)
 
 
 # --- sharing ---
