@@ -19,7 +19,7 @@ from amp_fx.compiling import Call, Watch, compile_rewritten, is_raised, lower, l
 from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.values import graph_device, graph_devices
-from amp_fx.levels import add_choices, level_placement
+from amp_fx.level_passes import add_choices, level_placement
 from amp_fx.notices import expect_graph, first_time, graph_arrived, warn_unscaled
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard, publish, unused_rules

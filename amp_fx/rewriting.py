@@ -16,14 +16,13 @@ from amp_fx.graphs.capture import capture
 from amp_fx.graphs.keys import BUDGET, SENSITIVITY, STEP_META
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device
-from amp_fx.levels import planned_levels
+from amp_fx.level_passes import planned_levels, policy_levels
 from amp_fx.passes import (
     OUTLINE,
     Given,
     MarkMatmuls,
     PassContext,
     PlaceBySensitivity,
-    PlaceLevels,
     Replay,
     captured_passes,
     run_passes,
@@ -31,7 +30,6 @@ from amp_fx.passes import (
 from amp_fx.passes.forward.place_by_sensitivity import Placement
 from amp_fx.passes.levels.place_levels import Budget
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.level_cost import meaning
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.sensitivity import CallSensitivity, Sensitivity
@@ -109,21 +107,11 @@ def _evaluated(
     """Without gradients, the pass that chooses what runs below 16 bits is given; and what the policy means here."""
     if context.training or opts.plan is not None or not levels_of(opts.policy.base):
         return given, ""
-    base, profile = opts.policy.base, context.profile
-    means = meaning(base, opts.level, profile, device, low, training=False)
-    if means.level is None:
-        return given, means.text
-    if opts.sensitivity is not None:
+    base, keeps = opts.policy.base, given.caches_weights
+    levels, means = policy_levels(opts, context.profile, device, low, training=False, keeps_weights=keeps)
+    if levels is not None and opts.sensitivity is not None:
         return given, f"as autocast: a policy with sensitivity places no matmuls in {base}, a plan does"
-    levels = PlaceLevels(
-        means.level,
-        device,
-        means.cost,
-        joint=False,
-        choice=opts.level,
-        keeps_weights=given.caches_weights,
-    )
-    return replace(given, levels=levels), means.text
+    return replace(given, levels=levels), means
 
 
 def _decided(

@@ -24,17 +24,16 @@ from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device, graph_devices
+from amp_fx.level_passes import policy_levels
 from amp_fx.passes import (
     FoldWeights,
     Given,
     KeepWeights,
     PassContext,
-    PlaceLevels,
     captured_passes,
     run_passes,
 )
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.level_cost import Meaning, meaning
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import unused_rules
@@ -202,18 +201,15 @@ def _convert(
         profile,
         folded=frozenset(weight.name for weight in weights),
     )
-    given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), fold=fold), Meaning("")
-    base = opts.shared.policy.base
+    given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), fold=fold), ""
     if opts.shared.plan is not None:
         plan = replay(gm, opts.shared, device, given, context)
     else:
-        if levels_of(base):
-            means = meaning(base, opts.shared.level, profile, device, low, training=False)
-        if means.level is not None:
-            levels = PlaceLevels(means.level, device, means.cost, joint=False, choice=opts.shared.level)
+        if levels_of(opts.shared.policy.base):
+            levels, means = policy_levels(opts.shared, profile, device, low, training=False)
             given = replace(given, levels=levels)
         plan = run_passes(gm, captured_passes(given), context)
-        plan.meaning = means.text
+        plan.meaning = means
     plan.inputs = [
         replace(given, parameter=not context.folded.isdisjoint((given.name, given.copy_of)))
         for given in plan.inputs

@@ -17,7 +17,7 @@ from amp_fx._torch import quantised_ops
 __all__ = [
     "TILE",
     "ZERO_POINT",
-    "Call",
+    "Emit",
     "Product",
     "block_scales",
     "int8_mm",
@@ -31,7 +31,7 @@ __all__ = [
 aten, prims = torch.ops.aten, torch.ops.prims
 
 #: runs an op, or adds it to a graph: ``call(op, *args, **kwargs)``
-Call = Callable[..., Any]
+Emit = Callable[..., Any]
 
 #: the smallest magnitude that a scale is made for: scale and inverse are normal numbers in fp32, and zeros stay zeros
 _LEAST = 2.0**-100
@@ -48,7 +48,7 @@ _EXPONENT = 0xFF
 
 
 def run(target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The :data:`Call` for tensors."""
+    """The :data:`Emit` for tensors."""
     return target(*args, **kwargs)
 
 
@@ -56,7 +56,7 @@ def scale_of(
     value: Any,
     dtype: torch.dtype,
     groups: Sequence[Sequence[int]],
-    call: Call,
+    call: Emit,
     *,
     powers: bool,
     is_wide: bool,
@@ -79,7 +79,7 @@ def scale_of(
     return scale
 
 
-def scaled(value: Any, scale: Any, dtype: torch.dtype, call: Call) -> tuple[Any, Any]:
+def scaled(value: Any, scale: Any, dtype: torch.dtype, call: Emit) -> tuple[Any, Any]:
     """A value in e4m3, e5m2, int8 or uint8, laid out as it was, and the factors in fp32: ``value ~ data * factors``.
 
     In uint8 :data:`ZERO_POINT` stands for zero. ``scale`` is from :func:`scale_of`.
@@ -103,7 +103,7 @@ def _largest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(torch.int8).max
 
 
-def block_scales(factors: Any, call: Call) -> Any:
+def block_scales(factors: Any, call: Emit) -> Any:
     """Factors of blocks as :func:`torch._scaled_mm` takes them: e8m0, tile after tile, filled up to full tiles.
 
     In one dimension, so that no compiler lays it out otherwise. Factors are fp32 ``[rows, blocks, 1]``, powers of two
@@ -149,7 +149,7 @@ class Product(NamedTuple):
     dtype: torch.dtype
     is_forward: bool
 
-    def finished(self, product: Any, factors: Any, call: Call) -> Any:
+    def finished(self, product: Any, factors: Any, call: Emit) -> Any:
         """The product in fp32 with its last factors and the bias, in the dtype of the result."""
         product = call(aten.mul.Tensor, product, factors)
         if self.bias is not None:
@@ -157,7 +157,7 @@ class Product(NamedTuple):
         return call(prims.convert_element_type.default, product, self.dtype)
 
 
-def scaled_mm(given: Product, call: Call) -> Any:
+def scaled_mm(given: Product, call: Emit) -> Any:
     """The product by ``torch._scaled_mm``.
 
     Sums are exact to fp32 in the backward, and as the hardware adds up fastest in the forward. Library kernels take
@@ -174,7 +174,7 @@ def scaled_mm(given: Product, call: Call) -> Any:
     return given.finished(product, call(aten.view.default, other, [1, -1]), call)
 
 
-def int8_mm(given: Product, call: Call) -> Any:
+def int8_mm(given: Product, call: Emit) -> Any:
     """The product of a matrix in int8 or uint8 and one in int8 by ``torch._int_mm``; sums are exact.
 
     A CPU without AVX-VNNI-INT8 multiplies unsigned by signed values in one instruction, signed ones in several.
@@ -191,7 +191,7 @@ def int8_mm(given: Product, call: Call) -> Any:
     return given.finished(product, call(aten.mul.Tensor, *given.factors), call)
 
 
-def packed_int8_mm(given: Product, call: Call) -> Any:
+def packed_int8_mm(given: Product, call: Emit) -> Any:
     """The product of a matrix in uint8 and one in int8, for Inductor on a CPU; sums are exact.
 
     These are the calls of a quantised model as PyTorch exports it, which Inductor's freezing makes one call of oneDNN

@@ -14,7 +14,7 @@ from torch import Tensor
 from amp_fx._torch import autocast_disabled, borrowed
 from amp_fx.graphs.keys import RECIPE_META
 from amp_fx.policy.levels import LEVELS
-from amp_fx.policy.scaled import Call, run, scale_of, scaled
+from amp_fx.policy.scaled import Emit, run, scale_of, scaled
 
 __all__ = ["Cast", "CopyRecipe", "Folded", "Recipe", "Scaled", "recipe_of"]
 
@@ -103,11 +103,11 @@ class Scaled(_OfOneWeight):
         """The tensors of a weight."""
         return self._made(weight, weight.dtype, run)
 
-    def steps(self, weight: fx.Node, call: Call) -> tuple[fx.Node, fx.Node]:
+    def steps(self, weight: fx.Node, call: Emit) -> tuple[fx.Node, fx.Node]:
         """The copy as nodes of a graph, each made with ``call``."""
         return self._made(weight, weight.meta["val"].dtype, call)
 
-    def _made(self, weight: Any, dtype: torch.dtype, call: Call) -> tuple[Any, Any]:
+    def _made(self, weight: Any, dtype: torch.dtype, call: Emit) -> tuple[Any, Any]:
         level, is_wide = LEVELS[self.level], dtype is torch.float32
         rows = weight if self.in_rows else call(aten.permute.default, weight, [1, 0])
         scale = scale_of(rows, level.dtype, [[-1]], call, powers=level.powers, is_wide=is_wide)

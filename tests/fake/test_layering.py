@@ -23,7 +23,7 @@ FLOORS = (
     ("amp_fx.placement", "amp_fx.viz", "amp_fx.weights", "amp_fx.widened"),
     ("amp_fx.passes", "amp_fx.settings", "amp_fx.targets"),
     ("amp_fx.scaling",),
-    ("amp_fx.levels",),
+    ("amp_fx.level_passes",),
     ("amp_fx.rewriting",),
     ("amp_fx.compiling", "amp_fx.exporting"),
     ("amp_fx.backend",),

@@ -17,32 +17,57 @@ from amp_fx.passes.base import marked
 from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.devices import builtin, resolve
 from amp_fx.placement.level_cost import meaning, multiplies
-from amp_fx.placement.profile import DEVICE_TYPES
+from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
 from amp_fx.plans.label import Reason
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, level_named, levels_of
 from amp_fx.settings import Options
 from amp_fx.viz.words import sentence
 
-__all__ = ["add_choices", "level_placement", "planned_levels"]
+__all__ = ["add_choices", "level_placement", "planned_levels", "policy_levels"]
 
 logger = logging.getLogger(__name__)
+
+
+def policy_levels(
+    opts: Options,
+    profile: DeviceProfile | None,
+    device: str,
+    low: torch.dtype,
+    *,
+    training: bool,
+    keeps_weights: bool = False,
+) -> tuple[PlaceLevels | None, str]:
+    """The pass that chooses by a policy what runs below 16 bits, and what the policy means on the device.
+
+    Args:
+        opts: with a policy below 16 bits.
+        profile: rates that count, or None.
+        device: type of the device that the graph is about.
+        low: the low dtype there.
+        training: True where the pass runs on a joint graph.
+        keeps_weights: copies of weights live across calls.
+
+    Returns:
+        No pass where the device has no such level: then the policy means autocast.
+    """
+    choice = opts.level if opts.sensitivity is None else opts.sensitivity.level
+    means = meaning(opts.policy.base, choice, profile, device, low, training=training)
+    if means.level is None:
+        return None, means.text
+    placed = PlaceLevels(
+        means.level, device, means.cost, choice=choice, joint=training, keeps_weights=keeps_weights
+    )
+    return placed, means.text
 
 
 def level_placement(
     opts: Options, device: str, low: torch.dtype, plan: Plan, rewritten: fx.GraphModule
 ) -> PlaceLevels | None:
-    """The pass that chooses what runs below 16 bits, for a graph that will be differentiated.
+    """The pass that decides what runs below 16 bits in a graph that will be differentiated; None where nothing may.
 
-    Args:
-        opts: validated options.
-        device: type of the device that the graph is about.
-        low: the low dtype there.
-        plan: of the forward; what the policy means on this device is written into it.
-        rewritten: the graph, whose calls are marked; with measured sensitivity it has the budget of its matmuls.
-
-    Returns:
-        None where the policy is another one, or the device has no such level: then the policy means autocast.
+    What the policy means on the device is written into the plan. The calls of the graph are marked; with measured
+    sensitivity it has the budget of its matmuls.
 
     Raises:
         PlanError: a plan that is followed has a level where that cannot be.
@@ -53,12 +78,8 @@ def level_placement(
         placed = planned_levels(opts, device, {row.name: row for row in plan.nodes}, training=True)
         plan.meaning = ", ".join(dict.fromkeys(level for *_, level in placed.planned)) if placed else ""
     elif levels_of(opts.policy.base):
-        choice = opts.level if opts.sensitivity is None else opts.sensitivity.level
         profile = resolve(opts.profile, device)
-        means = meaning(opts.policy.base, choice, profile, device, low, training=True)
-        plan.meaning = means.text
-        budget = BUDGET.of(rewritten)
-        placed = means.level and PlaceLevels(means.level, device, means.cost, budget, choice=choice)
+        placed, plan.meaning = policy_levels(opts, profile, device, low, training=True)
     else:
         return None
     if placed is None:
@@ -69,6 +90,7 @@ def level_placement(
     inputs = (node.meta["val"] for node in rewritten.graph.find_nodes(op="placeholder"))
     return replace(
         placed,
+        budget=None if placed.level is None else BUDGET.of(rewritten),
         marks=tuple(name for name in marks if name is not None),
         hints=tuple(size_hint(value) for value in inputs if isinstance(value, torch.SymInt)),
     )
