@@ -38,18 +38,9 @@ def policy_levels(
     training: bool,
     keeps_weights: bool = False,
 ) -> tuple[PlaceLevels | None, str]:
-    """The pass that chooses by a policy what runs below 16 bits, and what the policy means on the device.
+    """The pass that chooses what runs below 16 bits, None where the policy means autocast; and what the policy means.
 
-    Args:
-        opts: with a policy below 16 bits.
-        profile: rates that count, or None.
-        device: type of the device that the graph is about.
-        low: the low dtype there.
-        training: True where the pass runs on a joint graph.
-        keeps_weights: copies of weights live across calls.
-
-    Returns:
-        No pass where the device has no such level: then the policy means autocast.
+    The pass runs on the joint graph in training; ``keeps_weights``: copies of weights live across calls.
     """
     choice = opts.level if opts.sensitivity is None else opts.sensitivity.level
     means = meaning(opts.policy.base, choice, profile, device, low, training=training)
@@ -99,14 +90,7 @@ def level_placement(
 def planned_levels(
     opts: Options, device: str, rows: Mapping[str, NodePlan], *, training: bool, keeps_weights: bool = False
 ) -> PlaceLevels | None:
-    """The pass that does what a plan has; None where that runs nothing below 16 bits.
-
-    Args:
-        opts: validated options.
-        device: type of the device that the graph is about.
-        rows: call of the graph -> what its plan says of it.
-        training: True where the pass runs on a joint graph.
-        keeps_weights: copies of weights live across calls.
+    """The pass that does what a plan has of each call; None where that runs nothing below 16 bits.
 
     Raises:
         PlanError: a level that the device or the options do not allow.
@@ -144,11 +128,7 @@ def _check(level: Level, opts: Options, device: str, matmuls: int) -> None:
 
 
 def add_choices(plan: Plan, placed: PlaceLevels) -> None:
-    """Writes into the plan what the pass has chosen; gradients are told where the forward is.
-
-    Args:
-        plan: of the forward, after the graph was compiled.
-        placed: the pass, after it has run.
+    """Writes into the plan of a forward what the pass has chosen, after the graph was compiled.
 
     Raises:
         PlanError: a plan that is followed has a level for a call that is no product of two matrices any more.

@@ -97,10 +97,7 @@ def lay_out(cast: fx.Node, stride: Sequence[int]) -> None:
 
 
 def is_convolution(node: fx.Node) -> bool:
-    """True for calls of a captured graph that convolve over two dimensions, or over any number of them.
-
-    Inductor lays them out channels last; the second argument is the weight.
-    """
+    """True for calls that Inductor lays out channels last; the second argument is the weight."""
     return has_trait(node, Trait.PLANAR_CONVOLUTION)
 
 
@@ -113,11 +110,7 @@ def relaid_weight(node: object) -> fx.Node | None:
 
 
 def is_relaid(weight: Tensor) -> bool:
-    """True for a convolution's weight on a CPU whose conversion to or from channels last is worth a library call.
-
-    Args:
-        weight: of any shape; that of a two-dimensional convolution has four dimensions.
-    """
+    """True for a convolution's weight on a CPU whose conversion to or from channels last is worth a library call."""
     return (
         weight.device.type == "cpu"
         and weight.ndim == 4

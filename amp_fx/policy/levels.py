@@ -244,12 +244,7 @@ NARROW_DTYPES = frozenset(
 
 
 def levels_of(base: str, *, training: bool = False) -> dict[str, Level]:
-    """The levels that a policy of this base chooses among, by name; none for those that only have op lists.
-
-    Args:
-        base: of the policy.
-        training: only those of graphs that will be differentiated.
-    """
+    """The levels that a policy of this base chooses among, in training or not; none where it only has op lists."""
     rows = [level for level in LEVELS.values() if base and level.policy == base]
     return {level.name: level for level in rows if level.trains or not training}
 

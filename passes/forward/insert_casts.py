@@ -259,10 +259,7 @@ class _Casts:
     def _pin(self, node: fx.Node, dtype: torch.dtype, *, is_step: bool = False) -> None:
         """Casts a result at once and makes every reader read the cast: its storage is the shared one.
 
-        Args:
-            node: the call.
-            dtype: of its result.
-            is_step: there is no cast in the end, as the call returns this dtype itself.
+        A step is no cast in the end, as the call returns this dtype itself.
         """
         if not is_eligible(node.meta["val"]) or node.meta["val"].dtype is dtype:
             return

@@ -79,13 +79,7 @@ class ScaleBackward(Pass):
 
 @dataclass
 class _Work:
-    """Adds nodes to one graph's backward.
-
-    Attributes:
-        graph: where to.
-        scale: the placeholder of the scale.
-        added: the new nodes.
-    """
+    """Adds nodes to one graph's backward; ``scale`` is the placeholder of the loss scale."""
 
     graph: fx.Graph
     scale: fx.Node

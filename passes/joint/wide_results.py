@@ -33,14 +33,7 @@ _ADDING: dict[OpOverload, OpOverload] = {
 
 
 def mark_results(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Marks the calls whose results a rule has in fp32, so that what they become in a joint graph is known.
-
-    Args:
-        gm: rewritten.
-
-    Returns:
-        Their names in the plan: what a pass has to have in its fields to see the marks.
-    """
+    """Marks the calls whose results a rule has in fp32; returns their names, by which a pass sees the marks."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     rows = [(node, row) for graph in graphs for node in graph.nodes if (row := label_of(node)) is not None]
     found = [
@@ -70,11 +63,7 @@ def keep_sums(gm: fx.GraphModule) -> int:
         add = torch.ops.aten.add.Tensor(mm, bias_f32)
         view = torch.ops.aten.view.default(add, [8, 4, 6])                               # f32
 
-    Args:
-        gm: a joint graph, on CUDA.
-
-    Returns:
-        How many products that are.
+    Returns how many products that are. ``gm`` is a joint graph, on CUDA.
     """
     gradients = gradients_in(gm)
     calls = [node for node in gm.graph.nodes if marked(node, RESULT_MARK) and node not in gradients]

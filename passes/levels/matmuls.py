@@ -170,13 +170,7 @@ def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:
 
 
 def _weight(matrix: fx.Node, folded: frozenset[str], *, in_rows: bool) -> Operand:
-    """What a value is multiplied by; its source is what it was before a pass has cast it.
-
-    Args:
-        matrix: in the low dtype.
-        folded: inputs of which copies are made outside the graph.
-        in_rows: the rows of the matrix are contracted, not its columns.
-    """
+    """What a value is multiplied by, whose rows or columns are contracted; the source is what a pass has cast."""
     base, in_rows = _behind_transposes(matrix, in_rows)
     source = base
     if CAST_META in base.meta and is_cast(base):

@@ -228,13 +228,9 @@ class PlaceLevels(Pass):
 def with_choice(
     row: Label | NodePlan, role: str, level: Level | None, why: Reason
 ) -> tuple[dict[str, str], tuple[Reason, ...]]:
-    """Levels and reasons of a call, with what was decided for one of its matmuls.
+    """Levels and reasons of a call, with what was decided for one of its matmuls; None: it stays low.
 
-    Args:
-        row: of the call.
-        role: of the matmul.
-        level: None where it stays in the low dtype.
-        why: takes the place of what a plan that was followed has said before.
+    ``why`` takes the place of what a plan that was followed has said before.
     """
     if row.low is None:
         raise AssertionError(f"{row.name} multiplies, and has no low dtype")
@@ -252,13 +248,7 @@ def level_of(operand: Operand, level: Level) -> Level:
 
 
 def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: LevelCost) -> Problem:
-    """What to minimise; variables are (name in the plan, role), LOW is the level below.
-
-    Args:
-        matmuls: those that may run in the level, and how.
-        level: below the low dtype.
-        cost: of the device.
-    """
+    """What to minimise over matmuls that may run in a level; LOW of a variable (name, role) is that level."""
     problem, nodes = Problem(), {matmul.node for matmul in matmuls}
     readings: dict[fx.Node, list[tuple[Var, Operand]]] = {}
     for matmul, way in matmuls.items():

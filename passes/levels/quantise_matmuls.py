@@ -102,13 +102,7 @@ def erase_unread(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a node holds of a matrix.
-
-    Attributes:
-        source: the matrix.
-        recipe: of the copy.
-        index: which of its tensors.
-    """
+    """What a node holds of a matrix: one of the tensors that a recipe makes of it."""
 
     source: fx.Node
     recipe: Scaled
@@ -116,16 +110,13 @@ class Part:
 
 
 class _WithScale(NamedTuple):
-    """An operand with scales.
+    """An operand with scales."""
 
-    Attributes:
-        data: in the level's dtype.
-        factor: what gives the values back: one for each row, or one, in fp32; or scales of blocks.
-        scale: in fp32, what the value was multiplied by; None of a weight that may be stored.
-    """
-
+    #: in the level's dtype
     data: fx.Node
+    #: what gives the values back: one for each row, or one, in fp32; or scales of blocks
     factor: fx.Node
+    #: what the value was multiplied by, in fp32; None of a weight that may be stored
     scale: fx.Node | None = None
 
 
