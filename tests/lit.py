@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import amp_fx
 from amp_fx.integrations.lightning import AmpFxFabricPrecision, AmpFxPrecision, MetricsCallback
+from small_models import Mlp
 
 __all__ = [
     "OPTIONS",
@@ -23,7 +24,6 @@ __all__ = [
     "LitNet",
     "MetricsCallback",
     "MixedPrecision",
-    "Net",
     "Watch",
     "data",
     "fp16",
@@ -34,21 +34,12 @@ OPTIONS = {"profile": "off"}
 INF = float("inf")
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).relu())
-
-
 class LitNet(LightningModule):
     """Logs its loss, and calls a part of itself instead of itself, as most do."""
 
     def __init__(self, net: nn.Module | None = None, **optimizer: Any) -> None:
         super().__init__()
-        self.net = net or Net()
+        self.net = net or Mlp()
         self._optimizer = {"lr": 0.1, **optimizer}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

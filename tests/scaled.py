@@ -24,17 +24,6 @@ def new_scaler(**arguments: Any) -> GradScaler:
     return GradScaler("cpu", **{"init_scale": 128.0, **arguments})
 
 
-class Net(nn.Module):
-    """All tests that do not care about the model share it, and so what is compiled for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).relu())
-
-
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 

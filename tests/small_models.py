@@ -1,17 +1,59 @@
-"""Small models that return their loss, for what is about accuracy: a GPT, and one made of fragile arithmetic."""
+"""Small models that many tests share.
+
+``Parts`` is any few modules with a function of them, ``Mlp`` two linears. A GPT, and those made of fragile arithmetic,
+return their loss, for what is about accuracy.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "Fragile", "SpreadNorm", "tokens", "train"]
+__all__ = ["GPT", "Fragile", "Mlp", "Parts", "SpreadNorm", "tokens", "train"]
 
 Batch = tuple[Tensor, Tensor]
+
+
+class Parts(nn.Module):
+    """Modules by name, and a function of the module itself and of what it is called with.
+
+    ``Parts(lambda m, x: x + m.up(x), up=nn.Linear(8, 8))``
+    """
+
+    def __init__(self, call: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self._call = call
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self._call(self, *args)
+
+
+class Mlp(nn.Module):
+    """``down(act(up(x)))``, with a norm after the first linear if that is asked for."""
+
+    def __init__(
+        self,
+        width: int = 8,
+        hidden: int = 8,
+        out: int | None = None,
+        *,
+        norm: bool = False,
+        act: Callable[[Tensor], Tensor] = F.relu,
+    ) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, out or width)
+        self.norm = nn.LayerNorm(hidden) if norm else nn.Identity()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.norm(self.up(x))))
 
 
 class Block(nn.Module):

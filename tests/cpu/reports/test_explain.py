@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
@@ -31,6 +30,7 @@ from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.lowered import LoweredGraphs
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
+from small_models import Mlp, Parts
 
 # tests share a report
 pytestmark = pytest.mark.xdist_group("explain")
@@ -271,19 +271,6 @@ def test_autocast_is_compared_at_equal_results() -> None:
     assert set(products) == {torch.float32}
 
 
-class Wide(nn.Module):
-    """Each weight is as large as a bucket may be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        return x
-
-
 @pytest.fixture
 def _one_process(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -293,13 +280,14 @@ def _one_process(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_one_process", "_no_code")
 def test_a_compiled_ddp_model_is_explained_and_can_train_afterwards() -> None:
-    model = Wide()
+    # each weight is as large as a bucket may be
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
     # small buckets, so that Dynamo cuts the model into a graph for each
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     x = torch.randn(8, 512)
     report = amp_fx.explain(torch.compile(ddp, backend="amp_fx"), x, options=OFF)
     linears = [row for plan in forward_plans(report) for row in plan.nodes if row.op == "linear"]
-    assert [row.module_path for row in linears] == ["layers.0", "layers.1", "layers.2"]
+    assert [row.module_path for row in linears] == ["0", "1", "2"]
     assert {row.dtype for row in linears} == {torch.bfloat16}
     assert len(forward_plans(report)) == len(backward_plans(report)) == 3
     assert all("DDPOptimizer" in reason for reason in report.graph_breaks)
@@ -307,15 +295,6 @@ def test_a_compiled_ddp_model_is_explained_and_can_train_afterwards() -> None:
     for _ in range(2):
         ddp(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).relu())
 
 
 def low_linears(plans: list[Plan]) -> set[str]:
@@ -331,9 +310,9 @@ def low_linears(plans: list[Plan]) -> set[str]:
 def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ScalingWarning)
-        report = amp_fx.explain(Net(), torch.randn(4, 8), options={**OFF, "dtype": "float16"})
+        report = amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options={**OFF, "dtype": "float16"})
         scaled = amp_fx.explain(
-            Net(), torch.randn(4, 8), options={**OFF, "dtype": "float16", "scaler": "none"}
+            Mlp(8, 16), torch.randn(4, 8), options={**OFF, "dtype": "float16", "scaler": "none"}
         )
     assert [row.kind for row in report.notes] == ["scaling"]
     assert scaled.notes == []
@@ -342,13 +321,13 @@ def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training
 
 def test_bad_options_and_plans_of_other_models_are_raised_as_they_are() -> None:
     with pytest.raises(OptionsError, match="'polcy'"):
-        amp_fx.explain(Net(), torch.randn(4, 8), options={"polcy": "fast"})
+        amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options={"polcy": "fast"})
     with pytest.raises(PlanError, match=r"up linear\)"):
-        amp_fx.explain(Net(), torch.randn(4, 8), options={"plan": Plan()})
+        amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options={"plan": Plan()})
 
 
 def test_plan_files_are_replayed_by_torch_compile_and_share_no_cache(tmp_path: Path) -> None:
-    model, x = Net().requires_grad_(False), torch.randn(4, 8)
+    model, x = Mlp(8, 16).requires_grad_(False), torch.randn(4, 8)
     rules = {"rules": [{"module": "down", "precision": "fp32"}]}
     files = {"both": tmp_path / "both.json", "up": tmp_path / "up.json"}
     amp_fx.explain(model, x, options=OFF).plan.save(files["both"])
@@ -387,7 +366,7 @@ def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
     def decisions(plan: Plan) -> list[tuple[Any, ...]]:
         return [(row.module_path, row.op, row.op_class, row.dtype, row.reasons) for row in plan.nodes]
 
-    model, x = Net(), torch.randn(4, 8)
+    model, x = Mlp(8, 16), torch.randn(4, 8)
     explained = amp_fx.explain(model, x, options=OFF)
     compiled: Callable[..., Tensor] = torch.compile(model, backend="amp_fx", options=OFF)
     with amp_fx.record() as recording:
@@ -470,19 +449,11 @@ def test_a_model_of_torchs_own_that_is_compiled_in_place_is_explained_as_it_runs
 
 @pytest.mark.usefixtures("_no_code")
 def test_parts_of_torchs_own_that_are_compiled_in_place_are_named() -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
-            self.head = Net()
 
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    model = Stack()
-    for module in (*model.blocks, model.head):
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
+    head = Mlp(8, 16)
+    model = Parts(lambda m, x: m.head(m.blocks(x)), blocks=blocks, head=head)
+    for module in (*blocks, head):
         module.compile(backend="amp_fx")
     (row,) = amp_fx.explain(model, torch.randn(2, 8), options=OFF).notes
     assert row.text.startswith("Sequential.compile() (blocks.0 and 2 more) compiles nothing")
@@ -491,19 +462,19 @@ def test_parts_of_torchs_own_that_are_compiled_in_place_are_named() -> None:
 @pytest.mark.usefixtures("_no_code")
 def test_a_program_that_dynamo_does_not_look_at_says_what_to_look_for() -> None:
     with torch.compiler.set_stance("force_eager"):
-        text = str(amp_fx.explain(Net(), torch.randn(4, 8), options=OFF))
+        text = str(amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options=OFF))
     assert "0 graphs" in text
     assert "Dynamo makes no graph of it and gives no reason" in text
 
 
 @pytest.mark.usefixtures("_no_code")
 def test_a_program_that_is_disabled_names_the_break() -> None:
-    class Disabled(Net):
+    class Disabled(Mlp):
         @torch.compiler.disable
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)
 
-    report = amp_fx.explain(Disabled(), torch.randn(4, 8), options=OFF)
+    report = amp_fx.explain(Disabled(8, 16), torch.randn(4, 8), options=OFF)
     assert str(report).splitlines()[1] == "nothing was compiled"
     (reason,) = report.graph_breaks
     assert "torch.compiler.disable" in reason

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from amp_fx import GradScaler
-from scaled import INF, Net, batch, compiled, loss_of, new_scaler, same, sgd, weights
+from scaled import INF, batch, compiled, loss_of, new_scaler, same, sgd, weights
+from small_models import Mlp
 
 NAN = float("nan")
 
@@ -28,67 +29,67 @@ def gradient(p: Tensor) -> Tensor:
     return p.grad
 
 
-def replaced(model: Net) -> None:
+def replaced(model: Mlp) -> None:
     model.up.weight.grad = gradient(model.up.weight) * INF
 
 
-def written_through_data(model: Net) -> None:
+def written_through_data(model: Mlp) -> None:
     gradient(model.up.weight).data.mul_(INF)
 
 
-def written_in_place(model: Net) -> None:
+def written_in_place(model: Mlp) -> None:
     gradient(model.up.weight).mul_(INF)
 
 
-def one_element_through_data(model: Net) -> None:
+def one_element_through_data(model: Mlp) -> None:
     gradient(model.up.weight).data[7, 3] = NAN
 
 
-def foreach_through_data(model: Net) -> None:
+def foreach_through_data(model: Mlp) -> None:
     torch._foreach_mul_([gradient(p).data for p in model.parameters()], INF)  # type: ignore[attr-defined]
 
 
-def numpy(model: Net) -> None:
+def numpy(model: Mlp) -> None:
     gradient(model.up.weight).numpy()[2, 5] = NAN
 
 
-def storage(model: Net) -> None:
+def storage(model: Mlp) -> None:
     shared = torch.empty(0).set_(gradient(model.up.weight).untyped_storage())
     shared.fill_(NAN)
 
 
-def under_inference_mode(model: Net) -> None:
+def under_inference_mode(model: Mlp) -> None:
     with torch.inference_mode():
         gradient(model.up.weight).mul_(INF)
 
 
-def data_replaced(model: Net) -> None:
+def data_replaced(model: Mlp) -> None:
     gradient(model.up.weight).data = torch.full((8, 8), INF)
 
 
-def swapped_with_a_bad_one(model: Net) -> None:
+def swapped_with_a_bad_one(model: Mlp) -> None:
     model.down.weight.grad = torch.full((8, 8), NAN)
     model.up.weight.grad, model.down.weight.grad = model.down.weight.grad, model.up.weight.grad
 
 
-def another_parameters(model: Net) -> None:
+def another_parameters(model: Mlp) -> None:
     gradient(model.down.weight).data.fill_(INF)
     model.up.weight.grad = model.down.weight.grad
 
 
-def centralised(model: Net) -> None:
+def centralised(model: Mlp) -> None:
     """As gradient centralisation does, for which one infinite element makes a whole row nan."""
     gradient(model.up.weight).data[0, 0] = INF
     for p in (model.up.weight, model.down.weight):
         gradient(p).data.sub_(gradient(p).data.mean(dim=1, keepdim=True))
 
 
-def noisy(model: Net) -> None:
+def noisy(model: Mlp) -> None:
     for p in model.parameters():
         p.grad = gradient(p) + torch.randn_like(p).log()  # nan where the noise is negative
 
 
-def clipped_by_norm(model: Net) -> None:
+def clipped_by_norm(model: Mlp) -> None:
     gradient(model.up.weight).data[0, 0] = INF
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
@@ -126,7 +127,7 @@ def test_a_change_after_the_backward_is_seen(fused: bool) -> None:
     # one graph for all models
     call = compiled(lambda model, x: model(x))
     for change in CHANGES:
-        model, scaler = Net(), new_scaler()
+        model, scaler = Mlp(), new_scaler()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True) if fused else sgd(model)
         scaler.scale(loss_of(functools.partial(call, model), batch())).backward()
         change(model)
@@ -171,7 +172,7 @@ HOOKS = [tensor_hook, replacing_hook, writing_hook, node_hook, node_post_hook]
 @pytest.mark.parametrize("when", ["before the compile", "after the forward"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_change_by_a_hook_is_seen(hook: Callable[[Tensor], Any], when: str) -> None:
-    model, scaler = Net(), new_scaler()
+    model, scaler = Mlp(), new_scaler()
     optimizer = sgd(model)
     handles = [hook(model.up.weight)] if when == "before the compile" else []
     loss = scaler.scale(loss_of(compiled(model), batch()))
@@ -183,7 +184,7 @@ def test_a_change_by_a_hook_is_seen(hook: Callable[[Tensor], Any], when: str) ->
 
 def test_gradients_put_together_by_hand_are_read() -> None:
     """As PCGrad does: a gradient for each loss, projected, then assigned."""
-    model, scaler = Net(), new_scaler()
+    model, scaler = Mlp(), new_scaler()
     own, optimizer, leaves = compiled(model), sgd(model), list(model.parameters())
     gradients = [torch.autograd.grad(scaler.scale(loss_of(own, batch())), leaves) for _ in range(2)]
     for p, first, second in zip(leaves, *gradients, strict=True):
@@ -194,7 +195,7 @@ def test_gradients_put_together_by_hand_are_read() -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_change_between_micro_batches_is_seen(which: int) -> None:
-    model, scaler = Net(), new_scaler()
+    model, scaler = Mlp(), new_scaler()
     own, optimizer = compiled(model), sgd(model)
     for part in range(3):
         scaler.scale(loss_of(own, batch()) / 3).backward()
@@ -205,7 +206,7 @@ def test_a_change_between_micro_batches_is_seen(which: int) -> None:
 
 def test_a_change_between_two_backwards_of_one_graph_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functorch_config, "donated_buffer", False)
-    model, scaler = Net(), new_scaler()
+    model, scaler = Mlp(), new_scaler()
     optimizer = sgd(model)
     loss = scaler.scale(loss_of(compiled(model), batch()))
     loss.backward(retain_graph=True)
@@ -215,7 +216,7 @@ def test_a_change_between_two_backwards_of_one_graph_is_seen(monkeypatch: pytest
 
 
 def test_a_change_in_one_step_does_not_mark_the_next() -> None:
-    model, scaler = Net(), new_scaler()
+    model, scaler = Mlp(), new_scaler()
     own, optimizer = compiled(model), sgd(model)
     for change in (written_through_data, None):
         scaler.scale(loss_of(own, batch())).backward()
@@ -229,7 +230,7 @@ def test_a_change_in_one_step_does_not_mark_the_next() -> None:
 
 
 def test_a_bad_gradient_that_was_clipped_by_value_after_unscale_is_still_bad() -> None:
-    model, scaler = Net(), new_scaler()
+    model, scaler = Mlp(), new_scaler()
     optimizer = sgd(model)
     scaler.scale(loss_of(compiled(model), batch(bad=True))).backward()
     scaler.unscale_(optimizer)
@@ -252,7 +253,7 @@ def test_the_local_part_of_a_sharded_gradient_is_read() -> None:
         mesh = init_device_mesh("cpu", (1,))
         local = torch.ones(4, 4)
         sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-        model, scaler = Net(), new_scaler()
+        model, scaler = Mlp(), new_scaler()
         optimizer = torch.optim.SGD([*model.parameters(), sharded], lr=0.1)
         scaler.scale(loss_of(compiled(model), batch())).backward()
         local[3, 3] = NAN
@@ -262,7 +263,7 @@ def test_the_local_part_of_a_sharded_gradient_is_read() -> None:
 
 
 def test_what_a_communication_hook_of_ddp_makes_of_gradients_is_read() -> None:
-    model, scaler = Net(), new_scaler()
+    model, scaler = Mlp(), new_scaler()
 
     def spoil(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parts import Parts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from amp_fx import record
 from graphs import DEFAULTS, plans, without_inductor
+from small_models import Parts
 
 BF16 = torch.bfloat16
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch._dynamo.config
 import torch.nn.functional as F
-from parts import Parts
 from torch import Tensor, nn
 from torch._higher_order_ops.invoke_subgraph import mark_compile_region
 from torch._higher_order_ops.scan import scan
@@ -25,6 +24,7 @@ from amp_fx import Plan
 from amp_fx._torch import has_low_lstm
 from amp_fx.plans.label import Kind
 from graphs import agree, plans, rewrite, without_inductor
+from small_models import Parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP32_MIN = torch.finfo(FP32).min

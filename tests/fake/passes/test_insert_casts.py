@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from parts import Parts
 from torch import Tensor, nn
 
 from amp_fx.graphs.keys import CAST_META

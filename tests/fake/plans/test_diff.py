@@ -8,28 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from amp_fx import Plan, Report
 from amp_fx.plans.diff import Change
 from amp_fx.plans.label import Kind
 from graphs import rewrite
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        return x
+from small_models import Parts
 
 
 def plan(**options: Any) -> Plan:
-    return rewrite(Net(), torch.randn(4, 8), options=options).plan
+    model = Parts(lambda m, x: m.layers(x), layers=nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
+    return rewrite(model, torch.randn(4, 8), options=options).plan
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from amp_fx import OptionsError, Policy, Rule
 from amp_fx.policy.presets import PRESETS
 from amp_fx.settings import Options
 from graphs import rewrite
+from small_models import Parts
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 
@@ -32,20 +33,11 @@ NAMES = {
 NOTHING_LOW = ["float32", "O0", "compute=float32", "params=float32", "param_dtype=float32"]
 
 
-class Block(nn.Module):
-    """A residual stream, a norm and a softmax: what the names differ in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.linear(self.norm(x))
-        return (x + self.linear(self.norm(x))).exp().sum()
-
-
 def dtypes(policy: Any) -> dict[str, set[str]]:
-    plan = rewrite(Block(), torch.randn(2, 8), options={"policy": policy}).plan
+    # a residual stream, a norm and a softmax: what the names differ in
+    block = Parts(lambda m, x: x + m.linear(m.norm(x)), norm=nn.LayerNorm(8), linear=nn.Linear(8, 8))
+    model = Parts(lambda m, x: m.block(m.block(x)).exp().sum(), block=block)
+    plan = rewrite(model, torch.randn(2, 8), options={"policy": policy}).plan
     return {
         op: {str(node.dtype).removeprefix("torch.") for node in plan.nodes if node.op == op}
         for op in ("layer_norm", "linear", "add.Tensor", "exp")

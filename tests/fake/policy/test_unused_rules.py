@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from parts import Parts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +16,7 @@ import amp_fx
 from amp_fx import Plan, Report
 from amp_fx.plans.reading import unused_rules
 from graphs import agree, rewrite
+from small_models import Parts
 
 
 class Net(nn.Module):

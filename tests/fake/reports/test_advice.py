@@ -8,35 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parts import Parts
 from torch import Tensor, nn
 
 from amp_fx import Plan
 from amp_fx.reports.advice import Advice, advise, layout_advice, scaling_advice, weight_advice
 from amp_fx.settings import Options
 from graphs import Rewritten, rewrite
+from small_models import Parts
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+def block(width: int, inner: int) -> Any:
+    parts = {"up": nn.Linear(width, inner), "down": nn.Linear(inner, width)}
+    return Parts(lambda m, x: x + m.down(F.gelu(m.up(x))), **parts)
 
 
-class Stack(nn.Module):
+def stack(width: int = 16, inner: int = 32) -> Any:
     """Three equal blocks."""
-
-    def __init__(self, width: int = 16, inner: int = 32) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width, inner) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    blocks = nn.Sequential(*(block(width, inner) for _ in range(3)))
+    return Parts(lambda m, x: m.blocks(x), blocks=blocks)
 
 
 def kinds(plan: Plan) -> dict[str, list[Advice]]:
@@ -58,12 +47,12 @@ def dtypes(found: Rewritten, op: str, module: str) -> set[torch.dtype | None]:
 
 
 def test_dimensions_that_are_no_multiple_of_8_are_named_once() -> None:
-    rows = kinds(rewrite(Stack(16, 30), torch.randn(4, 16)).plan)["dimensions"]
+    rows = kinds(rewrite(stack(16, 30), torch.randn(4, 16)).plan)["dimensions"]
     assert [row.text for row in rows] == [
         f"blocks.*.{name} linear x3: dimension 30 is no multiple of 8; 32 would run faster on the tensor cores of a GPU"
         for name in ("up", "down")
     ]
-    assert "dimensions" not in kinds(rewrite(Stack(16, 32), torch.randn(5, 16)).plan)
+    assert "dimensions" not in kinds(rewrite(stack(16, 32), torch.randn(5, 16)).plan)
 
 
 def test_channels_count_in_convolutions() -> None:
@@ -85,7 +74,7 @@ def test_an_fp32_island_goes_low_with_its_remedy() -> None:
 
 
 def test_layers_too_small_to_gain_go_low_with_their_remedy() -> None:
-    model, x = Stack(), torch.randn(4, 16)
+    model, x = stack(), torch.randn(4, 16)
     before = rewrite(model, x, options={"profile": "auto"})
     assert dtypes(before, "linear", "") == {torch.float32}
     (row,) = kinds(before.plan)["small"]
@@ -103,7 +92,7 @@ def test_layers_too_small_to_gain_go_low_with_their_remedy() -> None:
     ],
 )
 def test_a_weight_beyond_fp16_stays_fp32_with_its_remedy(value: float, text: str) -> None:
-    model, x = Block(16, 32), torch.randn(4, 16)
+    model, x = block(16, 32), torch.randn(4, 16)
     with torch.no_grad():
         model.up.weight[0, 0] = value
     plan = rewrite(model, x, options={"dtype": "float16"}).plan
@@ -116,7 +105,7 @@ def test_a_weight_beyond_fp16_stays_fp32_with_its_remedy(value: float, text: str
 
 
 def test_weights_that_become_zero_are_counted() -> None:
-    model = Block(16, 32)
+    model = block(16, 32)
     with torch.no_grad():
         model.up.weight.fill_(1.0)[0] = 2.0**-25
     plan = rewrite(model, torch.randn(4, 16), options={"dtype": "float16"}).plan
@@ -142,12 +131,12 @@ def test_convolutions_that_are_trained_want_weights_that_are_channels_last() -> 
 
 
 def test_training_in_fp16_wants_a_scaler() -> None:
-    plan = rewrite(Stack(), torch.randn(4, 16), options={"dtype": "float16"}).plan
+    plan = rewrite(stack(), torch.randn(4, 16), options={"dtype": "float16"}).plan
     assert scaling_advice([plan]) == []
     plan.training = True
     (row,) = scaling_advice([plan])
     assert pasted(str(row)) == {"dtype": "float16", "scaler": "default"}
-    assert scaling_advice([rewrite(Stack(), torch.randn(4, 16)).plan]) == []
+    assert scaling_advice([rewrite(stack(), torch.randn(4, 16)).plan]) == []
 
 
 def test_fallbacks_and_graph_breaks_are_told() -> None:
@@ -165,4 +154,4 @@ def test_how_much_vmap_and_torch_func_leave_is_told() -> None:
     pinn = Parts(program, encoder=nn.Linear(16, 16), net=nn.Linear(16, 1))
     (row,) = kinds(rewrite(pinn, torch.randn(4, 16)).plan)["torch.func"]
     assert row.text.startswith("1 of 2 matmuls are inside vmap or torch.func (net, ...): left as written")
-    assert "torch.func" not in kinds(rewrite(Stack(), torch.randn(4, 16)).plan)
+    assert "torch.func" not in kinds(rewrite(stack(), torch.randn(4, 16)).plan)

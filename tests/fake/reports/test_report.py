@@ -28,23 +28,19 @@ from amp_fx.plans.reading import publish
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.report import SUFFIXES
 from graphs import Rewritten, casts_of, rewrite
+from small_models import Parts
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Low, fp32 and mixed ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(24, 40), nn.LayerNorm(40), nn.Linear(40, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.softmax(self.norm(self.up(x)), -1))
+    parts = {"up": nn.Linear(24, 40), "norm": nn.LayerNorm(40), "down": nn.Linear(40, 24)}
+    return Parts(lambda m, x: x + m.down(F.softmax(m.norm(m.up(x)), -1)), **parts)
 
 
 @pytest.fixture(scope="module")
 def rewritten() -> Rewritten:
     torch._dynamo.reset()
-    return rewrite(Net(), torch.randn(6, 24), device="cuda")
+    return rewrite(net(), torch.randn(6, 24), device="cuda")
 
 
 @pytest.fixture
@@ -75,7 +71,7 @@ def test_the_table_counts_what_is_in_the_graph(rewritten: Rewritten) -> None:
 def test_the_shares_are_those_of_the_arithmetic_and_of_the_results(rewritten: Rewritten) -> None:
     counter = FlopCounterMode(display=False)
     with counter:
-        Net()(torch.randn(6, 24))
+        net()(torch.randn(6, 24))
     shares = Report([rewritten.plan]).shares()
     assert counter.get_total_flops() == sum(row.flops for row in rewritten.plan.nodes)
     assert shares["bfloat16"]["flops"] == 1.0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.func import grad, vmap
 
 from amp_fx import Plan, PlanError, record
@@ -19,21 +19,17 @@ from amp_fx.placement.devices import builtin
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.viz.words import _SENTENCES, because, more_bytes, sentence, summary
 from graphs import rewrite
+from small_models import Parts
 
 
-class Net(nn.Module):
+def net(width: int = 16) -> nn.Module:
     """Three matmuls of one size."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.up, self.down, self.head = (nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.softmax(self.down(self.up(x)), -1)).square().mean()
+    parts = {name: nn.Linear(width, width) for name in ("up", "down", "head")}
+    return Parts(lambda m, x: m.head(F.softmax(m.down(m.up(x)), -1)).square().mean(), **parts)
 
 
 def line(options: dict[str, Any], model: nn.Module | None = None) -> str:
-    return summary(rewrite(model or Net(), torch.randn(4, 16), options=options).plan)
+    return summary(rewrite(model or net(), torch.randn(4, 16), options=options).plan)
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -58,7 +54,7 @@ def test_reasons_are_told_in_order_and_by_role_where_a_call_has_several_matmuls(
 
 
 def test_matmuls_are_counted_by_dtype_with_the_casts() -> None:
-    plan = rewrite(Net(), torch.randn(4, 16)).plan
+    plan = rewrite(net(), torch.randn(4, 16)).plan
     assert summary(plan) == f"3 of 3 matmuls in bf16, {len(plan.casts)} casts"
     assert line({"dtype": "float16"}).startswith("3 of 3 matmuls in fp16, ")
 
@@ -80,13 +76,13 @@ def test_what_a_rule_keeps_in_fp32_names_the_rule() -> None:
 
 
 def test_more_bytes_than_under_autocast_have_their_cause() -> None:
-    small = rewrite(Net(), torch.randn(4, 16), options={"profile": "auto"}).plan
+    small = rewrite(net(), torch.randn(4, 16), options={"profile": "auto"}).plan
     assert more_bytes([small], 1_050_000, 1_000_000).startswith("5.0 % more bytes")
     assert "3 of 3 matmuls stay in fp32" in more_bytes([small], 1_050_000, 1_000_000)
     rule = {"module": "head", "precision": "fp32"}
-    ruled = rewrite(Net(), torch.randn(4, 16), options={"policy": {"rules": [rule]}}).plan
+    ruled = rewrite(net(), torch.randn(4, 16), options={"policy": {"rules": [rule]}}).plan
     assert "rules keep 1 of 3 matmuls" in more_bytes([ruled], 1_050_000, 1_000_000)
-    low = rewrite(Net(), torch.randn(4, 16)).plan
+    low = rewrite(net(), torch.randn(4, 16)).plan
     assert "because" not in more_bytes([low], 1_050_000, 1_000_000)
 
 
@@ -95,23 +91,15 @@ def test_nothing_is_said_of_as_many_bytes_or_fewer() -> None:
         assert more_bytes([Plan()], ours, theirs) == ""
 
 
-class Pinn(nn.Module):
-    """A network and the gradient of it by its input, point by point."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(16, 16)
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        def value(point: Tensor) -> Tensor:
-            return self.net(point).squeeze(-1)
-
-        return (vmap(grad(value))(self.encoder(x)) ** 2).mean()
-
-
 def test_matmuls_inside_vmap_and_torch_func_are_counted_as_left() -> None:
-    plan = rewrite(Pinn(), torch.randn(4, 16)).plan
+    # a network and the gradient of it by its input, point by point
+    network = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    model = Parts(
+        lambda m, x: (vmap(grad(lambda point: m.net(point).squeeze(-1)))(m.encoder(x)) ** 2).mean(),
+        encoder=nn.Linear(16, 16),
+        net=network,
+    )
+    plan = rewrite(model, torch.randn(4, 16)).plan
     assert [row.module_path for row in plan.matmuls] == ["encoder"]
     assert [row.module_path for row in plan.untouched_matmuls] == ["net.0", "net.2"]
     assert summary(plan) == (
@@ -129,7 +117,7 @@ def test_the_log_has_one_line_for_each_compiled_graph(
 ) -> None:
     monkeypatch.setattr("amp_fx.compiling.lower", lambda gm, *_: gm.forward)
     torch.compiler.reset()
-    model = torch.compile(Net().requires_grad_(False), backend="amp_fx", options={"profile": "off"})
+    model = torch.compile(net().requires_grad_(False), backend="amp_fx", options={"profile": "off"})
     with caplog.at_level(logging.INFO, "amp_fx.backend"), record() as recording:
         for _ in range(2):
             model(torch.randn(4, 16))
@@ -142,14 +130,8 @@ def test_the_log_has_one_line_for_each_compiled_graph(
 # for each of its four steps
 @pytest.mark.parametrize(("kind", "matmuls"), [(nn.LSTM, 2), (nn.RNN, 2), (nn.GRU, 6)])
 def test_recurrent_layers_count_as_matmuls(kind: Callable[..., nn.Module], matmuls: int) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.last = kind(16, 16), nn.Linear(16, 16)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.cell(x)[0])
-
+    model = Parts(lambda m, x: m.last(m.cell(x)[0]), cell=kind(16, 16), last=nn.Linear(16, 16))
     with torch._dynamo.config.patch(allow_rnn=True), torch.no_grad():
-        plan = rewrite(Recurrent(), torch.randn(4, 2, 16), options={"weights": "cast"}).plan
+        plan = rewrite(model, torch.randn(4, 2, 16), options={"weights": "cast"}).plan
     assert summary(plan).startswith(f"{matmuls} of {matmuls} matmuls in bf16, ")
