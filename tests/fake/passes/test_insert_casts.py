@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.passes import InsertCasts
 from graphs import casts_of, check, checked, rewrite, run_until
+from small_models import Parts
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
