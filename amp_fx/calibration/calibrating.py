@@ -140,16 +140,7 @@ def calibrate(
 
 
 class _Graphs:
-    """The graphs of a model, in the order of their compilation, and what was measured of them.
-
-    Attributes:
-        low: the low dtype.
-        training: False where outputs are judged.
-        level: that is measured, too, or None.
-        meters: one a step.
-        traced: the graphs, on the device that is planned for.
-        found: calls on that device, and what was measured of them.
-    """
+    """The graphs of a model, in the order of their compilation, and what was measured of them."""
 
     def __init__(
         self, opts: Options, low: torch.dtype, process: TargetProcess | None, *, training: bool
@@ -160,7 +151,9 @@ class _Graphs:
         self.low = low
         self.training = training
         self.level = levels_of(opts.policy.base).get(opts.level)
+        #: one a step
         self.meters: list[Meter] = []
+        #: the graphs, and their calls, on the device that is planned for
         self.traced: list[MeasuredGraph] = []
         self.found: list[GraphSensitivity] = []
 

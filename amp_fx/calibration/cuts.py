@@ -33,14 +33,11 @@ __all__ = ["Cuts", "Placed"]
 
 @dataclass(frozen=True)
 class Placed:
-    """Where everything in a model is.
+    """Where everything in a model is."""
 
-    Attributes:
-        labels: of the first cut, for each priced graph or body.
-        below: of the second, for each graph.
-    """
-
+    #: of the first cut, for each priced graph or body
     labels: list[Labels]
+    #: of the second, for each graph
     below: list[Labels]
 
 

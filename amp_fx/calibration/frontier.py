@@ -180,11 +180,8 @@ def blame_lines(
 ) -> list[str]:
     """The lines of ``print(calibration)``: who is to blame for the error of torch.autocast, on one screen.
 
-    Args:
-        sensitivity: what was measured.
-        terms: the roundings of torch.autocast, worst first.
-        known: placements to compare with.
-        below: what the policy below 16 bits would add, worst first; None where that was not measured.
+    ``terms`` are the roundings of torch.autocast, and ``below`` what the policy below 16 bits would add, if that was
+    measured, worst first.
     """
     calls = {row.name: row for graph in sensitivity.graphs for row in graph.outline.nodes}
     measured = sum(len(graph.calls) for graph in sensitivity.graphs)

@@ -43,14 +43,7 @@ _CALLS_BODY = frozenset({"tag_activation_checkpoint", "wrap", "wrap_activation_c
 
 
 def run_measured(gm: fx.GraphModule, meter: Meter, graph: int, args: Sequence[Any]) -> Any:
-    """Runs a captured and classified graph on real inputs, and observes every value.
-
-    Args:
-        gm: not changed.
-        meter: of the step.
-        graph: number of the graph in the meter's keys.
-        args: one per placeholder.
-    """
+    """Runs a captured and classified graph on real inputs; the meter observes every value under the graph's number."""
     if not meter.of_outputs:
         return _Measured(gm, meter, graph, noise(gm, meter.low, args)).run(*args)
 
@@ -226,13 +219,7 @@ def smoothed(node: fx.Node, x: Tensor, sigma: float) -> Tensor:
 
 
 def noise(gm: fx.GraphModule, low: torch.dtype, args: Sequence[Any]) -> dict[fx.Node, float]:
-    """Deviation of what every ReLU reads, between fp32 and torch.autocast.
-
-    Args:
-        gm: captured and classified; not changed.
-        low: the low dtype.
-        args: one per placeholder; not written to.
-    """
+    """Deviation of what every ReLU of a classified graph reads, between fp32 and torch.autocast; changes no input."""
     if not any(has_trait(node, Trait.RELU) for node in gm.graph.nodes):
         return {}
     written = frozenset[int]().union(*map(written_storages, gm.graph.nodes))

@@ -51,33 +51,25 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass
 class Meter:
-    """Adds up what the hooks of one step see.
-
-    Attributes:
-        low: the low dtype.
-        scale: loss scale at which gradients are rounded.
-        of_outputs: True where what is judged is what a model returns, so that there is no gradient to round.
-        level: below 16 bits, in which matmuls would run; None: that is not measured.
-        phase: 0 in the forward, 1 in the backward, 2 in the double backward.
-        weight: of what one double backward finds.
-        values: sensitivity of rounding a value.
-        gradients: the same, of rounding its gradient.
-        roles: sensitivity of reading an operand in the level.
-        leaves: values that need no gradient, made to have one so that their sensitivity is known.
-        returned: numbers of graphs that return something.
-        reached: those of which it has a part in what is judged.
-    """
+    """Adds up what the hooks of one step observe; gradients are rounded at the loss scale."""
 
     low: torch.dtype
     scale: float
+    #: True where what is judged is what a model returns, so that there is no gradient to round
     of_outputs: bool = False
+    #: below 16 bits, in which matmuls would run; None: that is not measured
     level: Level | None = None
+    #: 0 in the forward, 1 in the backward, 2 in the double backward
     phase: int = 0
+    #: of what one double backward finds
     weight: float = 1.0
+    #: sensitivity of rounding a value, of rounding its gradient, and of reading an operand in the level
     values: dict[Key, float] = field(default_factory=dict)
     gradients: dict[Key, float] = field(default_factory=dict)
     roles: dict[RoleKey, float] = field(default_factory=dict)
+    #: values that need no gradient, made to have one so that their sensitivity is known
     leaves: list[Tensor] = field(default_factory=list)
+    #: numbers of graphs that return something, and of those that have a part in what is judged
     returned: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
     _shared: dict[Key, Key] = field(default_factory=dict)
@@ -136,15 +128,7 @@ class Meter:
         return error.to(torch.bfloat16), stride
 
     def add(self, table: dict[K, float], key: K, sensitivity: Tensor, error: Tensor, stride: int) -> None:
-        """Adds the sensitivity of a rounding.
-
-        Args:
-            table: :attr:`values`, :attr:`gradients` or :attr:`roles`.
-            key: where it is added.
-            sensitivity: gradient of s with respect to what is rounded.
-            error: of elements of it, as :meth:`rounding` gave it.
-            stride: between these elements.
-        """
+        """Adds up a rounding, given the gradient of s with respect to what is rounded, and :meth:`rounding` of that."""
         if not bool(error.isfinite().all()):
             table[key] = math.inf
             return
@@ -191,17 +175,9 @@ def sample_stride(shape: Sequence[int], most: int = SAMPLES) -> int:
 
 
 def measure(step: Step, meter: Meter, program: Callable[..., Any], seed: int, probes: int) -> None:
-    """Runs a step once: forward, backward and double backward of graphs whose values are observed.
+    """Runs a step once: forward, backward and double backward of a program whose graphs ``run_measured`` runs.
 
-    Args:
-        step: the model and what is judged.
-        meter: of the step; ``run_measured`` is given the same one.
-        program: the model, compiled by a backend that observes each value.
-        seed: of the random signs.
-        probes: vectors of random signs; what they find is averaged.
-
-    Raises:
-        AmpFxError: what is judged is not finite, or zero, or the model cannot be differentiated twice.
+    ``probes`` vectors of random signs are drawn from the seed; what they find is averaged.
     """
     parameters = [*step.parameters.values()]
     with _differentiable(), step.returned(program) as returned, torch.enable_grad():

@@ -181,11 +181,8 @@ def _observed(meter: Meter, call: Call, value: Tensor, role: str, operand: str, 
 def scaled_error(value: Tensor, dtype: torch.dtype, level: Level, *, in_rows: bool) -> tuple[Tensor, int]:
     """What a copy with scales differs by, at elements at equal steps, in bf16; and how far a step goes.
 
-    Args:
-        value: fp32, of at least two dimensions; all but the last are rows.
-        dtype: of the copy.
-        level: says what a scale stands for. It always comes from the whole value.
-        in_rows: rows are contracted, which are scaled one by one, or by blocks; else columns.
+    All dimensions but the last are rows. A scale always comes from the whole value. ``in_rows``: rows are contracted,
+    which are scaled one by one, or by blocks; else columns.
     """
     matrix = value.detach().reshape(-1, value.shape[-1])
     stride = sample_stride(value.shape)

@@ -70,11 +70,9 @@ class MatmulsBelow:
     by_bytes: Problem = field(default_factory=Problem)
 
     def priced(self, rows: Mapping[str, CallSensitivity], low: Collection[str]) -> PricedMatmuls:
-        """The cut with measured sensitivity; what was not measured is never placed below.
+        """The cut with measured sensitivity, by the call's name; what was not measured is never placed below.
 
-        Args:
-            rows: what was measured, by the call's name.
-            low: the calls that run in the low dtype.
+        Only calls of ``low`` run in the low dtype.
         """
         terms = [
             SensitivityTerm(as_number(sensitivity), LOW, (name, role), call=name, slot=f"{role}: {operand}")
@@ -114,17 +112,9 @@ def read_matmuls(
 ) -> MatmulsBelow:
     """Rewrites a graph as the policy has it without the level, and reads what may run in that; no code is generated.
 
-    Args:
-        gm: Dynamo's graph, in a call of a backend; not changed.
-        inputs: real ones.
-        ambient: autocast state at its entry, per device type.
-        opts: a policy below 16 bits, with its level.
-        cost: of the device that is planned for.
-        names: call in this graph -> its name in the result.
-        training: forward and backward are traced together; else it is the graph without gradients.
-
-    Returns:
-        Nothing where AOTAutograd makes no joint graph of it.
+    It is Dynamo's graph with real inputs, in a call of a backend. In training, forward and backward are traced
+    together; the result is empty where AOTAutograd makes no joint graph. ``names``: call in this graph -> its name in
+    the result.
     """
     plain = replace(opts, profile="off", plan=None, sensitivity=None)
     level = LEVELS[opts.level]
@@ -154,20 +144,14 @@ def read_matmuls(
 
 @dataclass
 class MeasuredGraph:
-    """One graph of a model.
-
-    Attributes:
-        gm: Dynamo's graph; not changed.
-        ambient: autocast state at its entry, per device type.
-        name: Dynamo's id.
-        training: False where what is planned is called without gradients, with weights of which copies are kept.
-        below: the matmuls that may run below 16 bits; none under other policies.
-    """
+    """One graph of a model, as Dynamo made it, with the autocast state at its entry."""
 
     gm: fx.GraphModule
     ambient: Ambient
     name: str
+    #: False where what is planned is called without gradients, with weights of which copies are kept
     training: bool = True
+    #: the matmuls that may run below 16 bits; none under other policies
     below: MatmulsBelow = field(default_factory=MatmulsBelow)
 
     @property
@@ -178,13 +162,7 @@ class MeasuredGraph:
     def priced(
         self, opts: Options, profile: DeviceProfile | None, rows: Mapping[str, CallSensitivity]
     ) -> list[PricedGraph]:
-        """The graph and the bodies inside it, each with its prices.
-
-        Args:
-            opts: policy and rules.
-            profile: rates by which time is counted; None: bytes moved.
-            rows: what was measured, by the call's name.
-        """
+        """The graph and the bodies inside it, each with its prices; without a profile, time is bytes moved."""
         context = PassContext(opts.policy, opts.numerics, profile, self.training)
         captured = self._run(_constrained, context)
         if not self.training:
@@ -214,11 +192,6 @@ class TargetGraph(MeasuredGraph):
     """The same graph on a GPU, with that device's op lists; the GPU need not be in this machine.
 
     What is done with it is done where :func:`amp_fx.explain` does it: in the process that compiles for the target.
-
-    Attributes:
-        traced: on the CPU, as data.
-        process: that compiles for the target.
-        low: the low dtype.
     """
 
     traced: tracing.TracedGraph = field(kw_only=True)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_fx._torch import unwrapped_errors
-from amp_fx.calibration.calibrating import FIRST_SCALE, loss_scale
+from amp_fx.calibration.calibrating import loss_scale
 from amp_fx.comparison.comparison import (
     CallError,
     Comparison,
@@ -28,7 +27,7 @@ from amp_fx.comparison.comparison import (
     module_errors,
     verdict,
 )
-from amp_fx.comparison.judging import Culprit, Distance, Distances, Judge, distances
+from amp_fx.comparison.judging import Culprit, Distances, Judge, distances, remedy
 from amp_fx.comparison.running import (
     Compiled,
     Observed,
@@ -41,7 +40,6 @@ from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Plan, dtype_name
-from amp_fx.policy.rules import Rule
 from amp_fx.reports.step import Step, loss_of, relative_error
 from amp_fx.settings import Options
 
@@ -55,15 +53,6 @@ _BACK_OFF = 16.0
 
 #: by which results may move when values are taken; what rounds otherwise in bf16 moves them less
 _DISTURBED = 0.05
-
-#: share of the error that a remedy may leave where it does not mend all of it
-_LEFT = 0.2
-
-#: share of the error that a run op by op has to have, too
-_SEEN = 0.3
-
-#: modules that feed what stands out, each tried by itself
-_FEEDS = 3
 
 
 def compare(
@@ -203,22 +192,14 @@ def _described(value: object) -> str:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What is compared with what.
-
-    Attributes:
-        step: the model and what is judged.
-        dynamic: as in ``torch.compile``.
-        options: of the run, as they were given.
-        against: ``"fp32"``, ``"autocast"``, ``"eager"``, or options.
-        scale: of the loss, where it begins.
-        adapts: True where it becomes smaller while gradients are not finite, as by a scaler.
-    """
+    """What is compared with what: a step, how it is compiled, the reference, and the loss scale to begin with."""
 
     step: Step
     dynamic: bool
     options: Mapping[str, Any]
     against: str | Mapping[str, Any]
     scale: float
+    #: True where the scale becomes smaller while gradients are not finite, as by a scaler
     adapts: bool
 
     @functools.cached_property
@@ -241,28 +222,21 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Boundaries:
-    """What was found between modules.
-
-    Attributes:
-        graphs: of the model.
-        plans: by which they are compiled.
-        found: how far values are from the reference.
-        findings: the values in order of execution, then their gradients.
-        scale: of the loss, with which gradients are finite, if any.
-        result_error: of the results of the run of which nothing is observed.
-        disturbance: by which taking the values has moved these.
-        left_out: graphs that are not compared, and why.
-        not_finite: names of these results that are not finite, where those of the reference are.
-    """
+    """What was found between modules, and of the results of a run of which nothing is observed."""
 
     graphs: list[ProgramGraph]
     plans: list[Plan]
     found: Distances
+    #: the values in order of execution, then their gradients
     findings: list[Culprit]
+    #: of the loss, with which gradients are finite, if any
     scale: float
     result_error: float
+    #: by how much observing has moved the results
     disturbance: float
+    #: graphs that are not compared, and why
     left_out: tuple[str, ...]
+    #: results that are not finite where those of the reference are
     not_finite: list[str]
 
     @property
@@ -324,47 +298,44 @@ def _at_boundaries(setting: _Setting) -> _Boundaries:
 
 @dataclass(frozen=True)
 class _Inside:
-    """What was found of all calls.
+    """What was found of all calls."""
 
-    Attributes:
-        call: of the module that stands out: the first that is not finite, or at which the error grows most.
-        remedy: options that mend it; empty where none are known.
-        calls: of the compiled run, each with its error; empty unless asked for.
-        disturbance: by which taking all of them has moved the results.
-    """
-
-    call: CallError | None
-    remedy: dict[str, Any]
-    calls: tuple[CallError, ...]
-    disturbance: float
+    #: of the module that stands out
+    call: CallError | None = None
+    remedy: dict[str, Any] = field(default_factory=dict)
+    #: of the compiled run, each with its error; empty unless asked for
+    calls: tuple[CallError, ...] = ()
+    #: by how much observing all of them has moved the results
+    disturbance: float = 0.0
 
 
 def _inside(setting: _Setting, first: _Boundaries, *, calls: bool) -> _Inside:
     """Compares all calls: op by op where something stands out, and as compiled where that is asked for."""
-    culprit = first.culprit
-    close, remedy, rows, disturbance = None, dict[str, Any](), (), 0.0
+    culprit, found = first.culprit, _Inside()
     if culprit is None and not calls:
-        return _Inside(close, remedy, rows, disturbance)
+        return found
     with _apart():
         traced, reference = setting.traced(every_call=True)
         if culprit is not None:
-            remedy = _remedy(culprit, setting, traced, reference, first.scale)
-        if culprit is not None and culprit.of == "result":
-            found = distances(traced.run(setting.opts, first.scale), reference)
-            close = _culprit_call(culprit, first.plans, found)
-    if calls:
-        with _apart():
-            compiled = setting.compiled(setting.opts, traced.graphs)
-            run = compiled.run(first.scale)
-        rows = call_errors(compiled.plans, distances(run, reference))
-        with _apart():
-            plain = unobserved(setting.step, setting.opts, first.scale, dynamic=setting.dynamic)
-            disturbance = relative_error(run.results, plain)
-    return _Inside(close, remedy, rows, disturbance)
+            mended = remedy(culprit, setting.options, traced, reference, first.scale)
+            run = traced.run(setting.opts, first.scale)
+            call = _culprit_call(culprit, first.plans, distances(run, reference))
+            found = replace(found, call=call, remedy=mended)
+    if not calls:
+        return found
+    with _apart():
+        compiled = setting.compiled(setting.opts, traced.graphs)
+        run = compiled.run(first.scale)
+    with _apart():
+        plain = unobserved(setting.step, setting.opts, first.scale, dynamic=setting.dynamic)
+    rows = call_errors(compiled.plans, distances(run, reference))
+    return replace(found, calls=rows, disturbance=relative_error(run.results, plain))
 
 
 def _culprit_call(culprit: Culprit, plans: Sequence[Plan], found: Distances) -> CallError | None:
-    """The call of a module that is the first not to be finite, or at which the error grows most."""
+    """The call that is the first not to be finite, or at which the error grows most; none where a gradient is wrong."""
+    if culprit.of != "result":
+        return None
     inside = [
         each
         for each in Judge(plans, found).findings()
@@ -376,50 +347,6 @@ def _culprit_call(culprit: Culprit, plans: Sequence[Plan], found: Distances) -> 
     if call is None or call.value not in rows:
         return None
     return call_error(rows[call.value], found[call.graph, call.value])
-
-
-def _remedy(
-    culprit: Culprit, setting: _Setting, traced: OneByOne, reference: Observed, scale: float
-) -> dict[str, Any]:
-    """Options with which nothing stands out, else those that mend most of what does; empty where none are known."""
-    opts, wrong = setting.opts, min(culprit.error, 1.0)
-    if opts.plan is not None or opts.sensitivity is not None:
-        # they decide, and not the rules
-        return {}
-
-    def error(found: Distances) -> float:
-        """Infinite where the culprit is not there, or has no gradient."""
-        here = found.get((culprit.graph, culprit.value), Distance(math.inf))
-        error = here.error if culprit.of == "result" else here.gradient_error
-        return math.inf if error is None else error
-
-    if error(distances(traced.run(opts, scale), reference)) < _SEEN * wrong:
-        # op by op it does not go wrong, so that nothing can be tried
-        return {}
-    best, least = dict[str, Any](), _LEFT * wrong
-    for changed, at in _candidates(culprit, opts, scale):
-        mended = {key: value for key, value in {**setting.options, **changed}.items() if value is not None}
-        found = distances(traced.run(without_scaler(mended), at), reference)
-        if not any(each.stands_out for each in Judge(traced.plans, found).findings()):
-            return mended
-        if (left := error(found)) < least:
-            best, least = mended, left
-    return best
-
-
-def _candidates(culprit: Culprit, opts: Options, scale: float) -> Iterator[tuple[dict[str, Any], float]]:
-    """Options to add, the smallest change first: a scaler; the module in fp32, with what feeds it; another dtype."""
-    if culprit.underflows and scale < FIRST_SCALE:
-        yield {"scaler": "default"}, FIRST_SCALE
-    module, feeds = culprit.module, culprit.feeds
-    few = [(module,), *((feed,) for feed in feeds[:_FEEDS]), *((module, feed) for feed in feeds[:_FEEDS])]
-    for modules in dict.fromkeys([*few, (module, *feeds)]):
-        names = [re.escape(each) for each in modules]
-        rule = Rule("fp32", module=f"^{names[0]}$" if len(names) == 1 else f"^({'|'.join(names)})$")
-        policy = replace(opts.policy, name=None, rules=(*opts.policy.rules, rule))
-        yield {"policy": policy.to_dict()}, scale
-    if opts.dtype is torch.float16 and opts.policy.dtype is None:
-        yield {"dtype": "bfloat16", "scaler": None}, 1.0
 
 
 def _is_finite(value: Tensor) -> bool:

@@ -259,14 +259,7 @@ def _precision(row: NodePlan | None) -> str:
 
 
 def verdict(culprit: Culprit | None, call: CallError | None, not_finite: Sequence[str], moved: float) -> str:
-    """What is wrong, in one sentence.
-
-    Args:
-        culprit: what stands out.
-        call: of that module, where the error grows.
-        not_finite: results that are not finite where those of the reference are.
-        moved: by how much taking the values has moved the results, where that is too much, else 0.
-    """
+    """What is wrong, in one sentence: at a call of the culprit, in results, or because observing ``moved`` these."""
     if culprit is None and not_finite:
         return f"The gradient of {not_finite[0]} is not finite, though all values and their gradients are."
     if culprit is None and moved:

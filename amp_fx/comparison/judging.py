@@ -1,4 +1,4 @@
-"""What explains the error of a value, and the module at which an error grows for no such reason.
+"""What explains the error of a value, the module at which an error grows for no such reason, and what mends it.
 
 A value is computed from others that were taken, by calls of which some round. It is expected to have the largest error
 of those others, and what the calls round: the unit roundoff of the lowest precision among them, times the root of one
@@ -13,18 +13,22 @@ function that magnifies (a softmax of numbers far from zero), or a range that is
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from amp_fx.comparison.running import Observed
+from amp_fx.calibration.calibrating import FIRST_SCALE
+from amp_fx.comparison.running import Observed, OneByOne, without_scaler
 from amp_fx.comparison.taps import Sample
 from amp_fx.plans.plan import NodePlan, Plan
+from amp_fx.policy.rules import Rule
 from amp_fx.reports.step import relative_error
+from amp_fx.settings import Options
 
-__all__ = ["Culprit", "Distance", "Distances", "Judge", "distances"]
+__all__ = ["Culprit", "Distance", "Distances", "Judge", "distances", "remedy"]
 
 #: times the error that is expected from which on a value, and a gradient, stands out: of models that train well, values
 #: were at most at 1.5, gradients at 77 where they cancel
@@ -38,6 +42,15 @@ _WEIGHS = 1e-3
 
 #: share of a gradient in fp16 from which on what became zero is a fault of its own
 _LOST = 0.01
+
+#: share of the error that a remedy may leave where it does not mend all of it
+_LEFT = 0.2
+
+#: share of the error that a run op by op has to have, too
+_SEEN = 0.3
+
+#: modules that feed what stands out, each tried by itself
+_FEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -156,12 +169,7 @@ class Culprit:
 
 
 class Judge:
-    """Knows of which values a value is computed.
-
-    Args:
-        plans: of the graphs of a run, in order.
-        distances: of its values to those of the reference.
-    """
+    """Knows of which values a value is computed, by the plans of the graphs of a run, in order."""
 
     def __init__(self, plans: Sequence[Plan], distances: Distances) -> None:
         self._distances = distances
@@ -263,3 +271,50 @@ class _Graph:
         rows = [self.calls[name] for name in names if name in self.calls]
         low = [row.module_path for row in rows if row.low is not None and row.computed is row.low]
         return tuple(dict.fromkeys(path for path in low if path != but))
+
+
+def remedy(
+    culprit: Culprit, options: Mapping[str, Any], traced: OneByOne, reference: Observed, scale: float
+) -> dict[str, Any]:
+    """Options with which nothing stands out, else those that mend most of what does; empty where none are known.
+
+    They are tried by running the model op by op with them, beside what it does with ``options``.
+    """
+    opts, wrong = without_scaler(options), min(culprit.error, 1.0)
+    if opts.plan is not None or opts.sensitivity is not None:
+        # they decide, and not the rules
+        return {}
+
+    def error(found: Distances) -> float:
+        """Infinite where the culprit is not there, or has no gradient."""
+        here = found.get((culprit.graph, culprit.value), Distance(math.inf))
+        error = here.error if culprit.of == "result" else here.gradient_error
+        return math.inf if error is None else error
+
+    if error(distances(traced.run(opts, scale), reference)) < _SEEN * wrong:
+        # op by op it does not go wrong, so that nothing can be tried
+        return {}
+    best, least = dict[str, Any](), _LEFT * wrong
+    for changed, at in _candidates(culprit, opts, scale):
+        mended = {key: value for key, value in {**options, **changed}.items() if value is not None}
+        found = distances(traced.run(without_scaler(mended), at), reference)
+        if not any(each.stands_out for each in Judge(traced.plans, found).findings()):
+            return mended
+        if (left := error(found)) < least:
+            best, least = mended, left
+    return best
+
+
+def _candidates(culprit: Culprit, opts: Options, scale: float) -> Iterator[tuple[dict[str, Any], float]]:
+    """Options to add, the smallest change first: a scaler; the module in fp32, with what feeds it; another dtype."""
+    if culprit.underflows and scale < FIRST_SCALE:
+        yield {"scaler": "default"}, FIRST_SCALE
+    module, feeds = culprit.module, culprit.feeds
+    few = [(module,), *((feed,) for feed in feeds[:_FEEDS]), *((module, feed) for feed in feeds[:_FEEDS])]
+    for modules in dict.fromkeys([*few, (module, *feeds)]):
+        names = [re.escape(each) for each in modules]
+        rule = Rule("fp32", module=f"^{names[0]}$" if len(names) == 1 else f"^({'|'.join(names)})$")
+        policy = replace(opts.policy, name=None, rules=(*opts.policy.rules, rule))
+        yield {"policy": policy.to_dict()}, scale
+    if opts.dtype is torch.float16 and opts.policy.dtype is None:
+        yield {"dtype": "bfloat16", "scaler": None}, 1.0

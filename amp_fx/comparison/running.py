@@ -84,18 +84,14 @@ def unobserved(step: Step, opts: Options, scale: float, *, dynamic: bool) -> Res
 
 @dataclass(frozen=True)
 class ProgramGraph:
-    """A graph of the model as Dynamo made it.
-
-    Attributes:
-        gm: not changed.
-        ambient: autocast state at its entry, per device type.
-        results: name of a value that is observed -> paths of the modules whose result it is.
-        training: True if it will be differentiated.
-    """
+    """A graph of the model as Dynamo made it."""
 
     gm: fx.GraphModule
+    #: autocast state at its entry, per device type
     ambient: Mapping[str, Region]
+    #: name of a value that is observed -> paths of the modules whose result it is
     results: dict[str, tuple[str, ...]]
+    #: True if it will be differentiated
     training: bool
 
 
@@ -123,20 +119,15 @@ class _Run:
 class OneByOne(_Run):
     """A model that is traced once and run op by op, without Inductor, in any precision.
 
-    Args:
-        step: the model and what is judged.
-        every_call: values of all calls are observed, not only those that leave a module.
-        dynamic: as in ``torch.compile``.
-
-    Attributes:
-        graphs: in the order of their compilation.
-        left_out: why a graph of floating tensors is not among them.
+    With ``every_call`` values of all calls are observed, not only those that leave a module.
     """
 
     def __init__(self, step: Step, *, every_call: bool, dynamic: bool) -> None:
         super().__init__(step, dynamic=dynamic)
         self._every_call = every_call
+        #: in the order of their compilation
         self.graphs: list[ProgramGraph] = []
+        #: why a graph of floating tensors is not among them
         self.left_out: list[str] = []
         self._opts: Options | None = None
         self._as_written = False
@@ -144,12 +135,10 @@ class OneByOne(_Run):
         self._tapped: dict[int, tuple[fx.GraphModule, Taps]] = {}
 
     def run(self, opts: Options | None, scale: float = 1.0, *, as_written: bool = False) -> Observed:
-        """What one step computes.
+        """What one step computes with options of the backend; None: no call is rounded, whatever autocast says.
 
-        Args:
-            opts: of the backend; None: no call is rounded, whatever autocast says.
-            scale: of the loss; taken out again.
-            as_written: only the program's own autocast counts, and what is on around the call.
+        ``scale`` of the loss is taken out again. ``as_written``: only the program's own autocast counts, and what is on
+        around the call.
         """
         self._opts, self._as_written, self._tapped = opts, as_written, {}
         return self._run(scale)
@@ -199,21 +188,12 @@ class OneByOne(_Run):
 
 
 class Compiled(_Run):
-    """The same graphs as the backend compiles them, with values that are observed.
-
-    Args:
-        step: the model and what is judged.
-        opts: of the backend.
-        graphs: as they were traced; their values are observed.
-        dynamic: as in ``torch.compile``.
-
-    Attributes:
-        plans: of the graphs, in order.
-    """
+    """The same graphs, as they were traced, compiled by the backend, with values that are observed."""
 
     def __init__(self, step: Step, opts: Options, graphs: Sequence[ProgramGraph], *, dynamic: bool) -> None:
         super().__init__(step, dynamic=dynamic)
         self._opts, self._graphs = opts, graphs
+        #: of the graphs, in order
         self.plans: list[Plan] = []
 
     def run(self, scale: float = 1.0) -> Observed:

@@ -98,10 +98,7 @@ def _gap(cheap: Choice[T], exact: Choice[T], corners: list[Choice[T]]) -> float:
 def within(parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None = None) -> Placement:
     """The cheapest placement found of several graphs within ``limit``; if none is, that of least sensitivity.
 
-    Args:
-        parts: the graphs.
-        limit: of the sum of their sensitivities.
-        known: a placement of each that may be within the limit.
+    The limit is of the sum of their sensitivities; ``known``: a placement of each that may be within.
     """
     # a placement is within its own sensitivity
     limit *= 1 + 1e-9

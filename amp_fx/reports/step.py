@@ -71,12 +71,9 @@ class Step:
             yield (self.model if program is None else program)(*args, **kwargs)
 
     def judged(self, returned: Any, scale: float = 1.0, beside: Sequence[Tensor] = ()) -> Results:
-        """What is judged, given what a call has returned.
+        """What is judged, given what a call has returned; ``scale`` of the loss is taken out again.
 
-        Args:
-            returned: by the call.
-            scale: of the loss; taken out again.
-            beside: tensors that are differentiated, too, for their hooks.
+        The loss is also differentiated with respect to ``beside``, for the hooks of these tensors.
         """
         if self.of_outputs:
             return {name: _wide(value.detach()) for name, value in self.outputs(returned).items()}

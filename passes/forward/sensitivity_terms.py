@@ -46,14 +46,7 @@ __all__ = ["sensitivity_terms"]
 def sensitivity_terms(
     graph: fx.Graph, network: Network, cost: CostModel, rows: Mapping[str, CallSensitivity]
 ) -> list[SensitivityTerm]:
-    """The terms of a graph that cost something.
-
-    Args:
-        graph: classified, hazards pinned.
-        network: the cut's variables.
-        cost: of the graph.
-        rows: what was measured, by the call's name.
-    """
+    """The terms of a classified graph that cost something, given what was measured, by the call's name."""
     charges = _Charges(network, cost, rows, _Memory(graph, cost, rows))
     values = [node for node in graph.nodes if is_stored_value(node)]
     return [term for value in values for term in charges.of(value) if term.sensitivity]
