@@ -74,8 +74,7 @@ class Verifier:
     def keeps(self, measured: float, limit: float, predicted: float) -> bool:
         """True where a compiled step is within 1.3 times its budget.
 
-        Where predictions are off, as with kinks, autocast is compiled too: its measured error, beside the predicted one,
-        says by how much.
+        Where predictions are off, as with kinks, autocast is compiled too, and its error says by how much.
         """
         if measured <= SLACK * limit:
             return True
