@@ -78,7 +78,14 @@ def rewrite(
         profile = resolve(opts.profile, device)
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
         given, said = _evaluated(given, opts, context, device, ambient[device].dtype)
-        plan = _decided(captured, opts, placement, device, given, context)
+        if opts.plan is not None:
+            plan = replay(captured, opts, device, given, context)
+        elif opts.sensitivity is not None:
+            plan = _place_by_sensitivity(
+                captured, opts.sensitivity, placement, _marking(given, context), context
+            )
+        else:
+            plan = run_passes(captured, captured_passes(_marking(given, context)), context)
     plan.training, plan.profile = training, "" if profile is None else profile.name
     plan.meaning = plan.meaning or said
     log_artifact("amp_fx_plan", plan.to_json)
@@ -114,32 +121,8 @@ def _evaluated(
     return replace(given, levels=levels), means
 
 
-def _decided(
-    captured: fx.GraphModule,
-    opts: Options,
-    placement: Placement | None,
-    device: str,
-    given: Given,
-    context: PassContext,
-) -> Plan:
-    """Runs the passes, with the decisions of a plan, by measured sensitivity, or by the policy alone."""
-    if opts.plan is not None:
-        return replay(captured, opts, device, given, context)
-    given = _marking(given, context)
-    if opts.sensitivity is not None:
-        return _place_by_sensitivity(captured, opts.sensitivity, placement, given, context)
-    return run_passes(captured, captured_passes(given), context)
-
-
 def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], *, training: bool) -> None:
-    """Writes into a plan what torch.autocast itself would cast, and compute in; nothing if that does not pass.
-
-    Args:
-        plan: of the graph.
-        gm: Dynamo's graph; not changed.
-        ambient: autocast state at graph entry per device type.
-        training: True if the graph will be differentiated.
-    """
+    """Writes into a plan what torch.autocast itself would cast, and compute in; nothing if that does not pass."""
     try:
         _, theirs = rewrite(gm, ambient, Options(numerics="eager", profile="off"), training=training)
     except (CaptureError, PassError):
@@ -157,14 +140,7 @@ def _marking(given: Given, context: PassContext, chosen: Plan | None = None) -> 
 
 
 def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, context: PassContext) -> Plan:
-    """Runs the passes with the decisions of whichever plan was made for this graph.
-
-    Args:
-        captured: the graph, which is rewritten.
-        opts: with plans.
-        device: type of the device that the graph is about.
-        given: what else decides which passes run.
-        context: of the passes.
+    """Runs the passes with the decisions of whichever of the plans in the options was made for this graph.
 
     Raises:
         PlanError: none of the plans is about this graph, or it has a level that this device has not.
@@ -193,8 +169,9 @@ def _place_by_sensitivity(
     context: PassContext,
 ) -> Plan:
     """Runs the passes with what was measured of this graph."""
+    outline = _outline(captured, context)
     try:
-        rows = _measured(captured, sensitivity, context)
+        calls = sensitivity.graph(outline).renamed(outline)
     except PlanError:
         if context.training:
             raise
@@ -205,6 +182,7 @@ def _place_by_sensitivity(
     # beyond autocast's error, the budget is for what runs below 16 bits
     below = levels_of(context.policy.base, training=True)
     first = min(budget, 1.0) if below else budget
+    rows = {call.name: call for call in calls}
     step = PlaceBySensitivity(rows, first, placement=placement)
     plan = run_passes(captured, captured_passes(replace(given, place=step)), context)
     if below:
@@ -219,18 +197,6 @@ def _left_below(captured: fx.GraphModule, rows: Mapping[str, CallSensitivity], b
     spent, autocast = (sum(column) for column in zip((0.0, 0.0), *sensitivities_found, strict=True))
     sensitivities = tuple(((row.name, role), row.below(role)) for row in rows.values() for role in row.roles)
     return Budget(sensitivities, max(budget**2 * autocast - spent, 0.0))
-
-
-def _measured(
-    captured: fx.GraphModule, sensitivity: Sensitivity, context: PassContext
-) -> dict[str, CallSensitivity]:
-    """What was measured of the graph's calls, by the names that they have now.
-
-    Raises:
-        PlanError: the graph was not measured; names what has moved.
-    """
-    outline = _outline(captured, context)
-    return {call.name: call for call in sensitivity.graph(outline).renamed(outline)}
 
 
 def _outline(captured: fx.GraphModule, context: PassContext) -> Plan:

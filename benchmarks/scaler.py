@@ -85,11 +85,6 @@ class _Fused(torch.optim.SGD):
         """Does nothing."""
 
 
-class _Graph:
-    names = ()
-    device = torch.device("meta")
-
-
 def beside(ours: bool, sizes: Sequence[int]) -> tuple[int, int]:
     """Kernels and bytes of amp_fx's scaler or torch's in a step, with parameters of so many elements."""
     ops = _Ops()
@@ -99,12 +94,12 @@ def beside(ours: bool, sizes: Sequence[int]) -> tuple[int, int]:
         parameters = [nn.Parameter(torch.empty(size)) for size in sizes]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        optimizer, graph = _Fused(parameters), _Graph()
+        optimizer = _Fused(parameters)
         # in the first step, the scale and what counts steps are made
         for counted in (False, True):
             loss = torch.empty((), requires_grad=True)
             if isinstance(scaler, amp_fx.GradScaler):
-                scaler.enter_graph(graph, [])
+                scaler.enter_graph([], [], torch.device("meta"))
             with ops if counted else contextlib.nullcontext():
                 scaled = scaler.scale(loss)
                 if scaled is not loss:

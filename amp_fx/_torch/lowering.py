@@ -27,9 +27,8 @@ class Lowered:
         after: the same after Inductor's post-grad passes.
         bytes_moved: Inductor's estimate of the bytes that its kernels read and write.
         extern_kernels: calls of library kernels.
-        generated: the kernels that Inductor would generate, after fusion: the ATen calls that each computes
-        and
-            the bytes that it reads and writes.
+        generated: the kernels that Inductor would generate, after fusion: the ATen calls that each computes, and the
+            bytes that it reads and writes.
         call: runs ``before`` op by op; takes its arguments in one list.
     """
 
@@ -55,10 +54,11 @@ def lower_with_inductor(
     The other keywords that ``compile_fx`` passes are about running the code, and are ignored.
     """
     from torch._functorch.aot_autograd import make_boxed_func
-    from torch._inductor import compile_fx, scheduler
+    from torch._inductor import compile_fx
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import MultiOutput
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
     from torch._inductor.virtualized import V
 
     decompositions: dict[str, Any] = {} if get_decomp_fn is None else {"get_decomp_fn": get_decomp_fn}
@@ -90,23 +90,13 @@ def lower_with_inductor(
             graph.init_wrapper_code()
             graph._update_scheduler()
             moved = int(graph.count_bytes()[0])
+            kernels = [node for node in graph.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)]
+            extern = [node for node in kernels if isinstance(node, ExternKernelSchedulerNode)]
             generated = [
-                (
-                    frozenset[fx.Node]().union(
-                        *(part.node.origins for part in kernel.get_nodes() if part.node)
-                    ),
-                    size,
-                )
-                for kernel in graph.scheduler.nodes
-                if not isinstance(
-                    kernel, (scheduler.NopKernelSchedulerNode, scheduler.ExternKernelSchedulerNode)
-                )
-                for size in [int(kernel.get_read_write_buffers_sizes())]
+                (_origins(kernel), int(kernel.get_read_write_buffers_sizes()))
+                for kernel in kernels
+                if not isinstance(kernel, ExternKernelSchedulerNode)
             ]
-    kernels = [
-        node for node in graph.scheduler.nodes if not isinstance(node, scheduler.NopKernelSchedulerNode)
-    ]
-    extern = [node for node in kernels if isinstance(node, scheduler.ExternKernelSchedulerNode)]
     return Lowered(
         before=before,
         after=gm,
@@ -116,6 +106,10 @@ def lower_with_inductor(
         generated=generated,
         call=make_boxed_func(before.forward),
     )
+
+
+def _origins(kernel: Any) -> frozenset[fx.Node]:
+    return frozenset[fx.Node]().union(*(part.node.origins for part in kernel.get_nodes() if part.node))
 
 
 def _report_output_strides(graph: Any) -> None:
