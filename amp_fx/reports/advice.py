@@ -1,38 +1,39 @@
-"""What the data of plans suggests to change.
+"""What the data of plans suggests to change, and why casts are left that are kernels of their own.
 
-Everything here is read off plans; what has a remedy carries it as options that can be pasted.
+Everything here is read off plans. What has a remedy carries it as options that can be pasted.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from amp_fx.plans.label import Kind
-from amp_fx.plans.plan import CastPlan, NodePlan, Plan
+from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import unused_rules
-from amp_fx.policy import OpClass
-from amp_fx.reports.remedies import origin_of, starred, with_rule
+from amp_fx.policy import OpClass, Policy
 
 __all__ = [
     "NOT_COMPILED",
     "UNUSED_RULE",
     "Advice",
     "advise",
+    "kept_casts",
+    "kept_data",
+    "kept_lines",
     "layout_advice",
     "scaling_advice",
+    "starred",
     "weight_advice",
 ]
 
-#: the kind of advice about code that never became a graph
-NOT_COMPILED = "not compiled"
-
-#: the kind of advice about a rule that is about nothing
-UNUSED_RULE = "rule"
+#: the kinds of advice about code that never became a graph, and about a rule that matches nothing
+NOT_COMPILED, UNUSED_RULE = "not compiled", "rule"
 
 #: tensor cores read operands in rows of 16 bytes
 _ALIGNMENT = 8
@@ -40,17 +41,24 @@ _ALIGNMENT = 8
 #: share of a weight that may become zero in fp16 before it is worth a line
 _LOST = 0.01
 
+# why a cast is a kernel
+_WEIGHT = "fp32 weights on their way to 16 bits, once a step"
+_WEIGHT_EACH_CALL = (
+    "fp32 weights on their way to 16 bits, in each call; options={'weights': 'cache'} keeps low copies"
+)
+_GIVEN = "what graphs are given in another dtype than their calls read"
+_RETURNED = "what graphs return in another dtype than their calls write"
+_GRADIENT = "gradients that are wanted in fp32, and made in 16 bits by a library's kernel"
+
 
 @dataclass(frozen=True)
 class Advice:
     """One thing worth changing.
 
-    Attributes:
-        kind: ``"not compiled"``, ``"rule"``, ``"torch.func"``, ``"dimensions"``, ``"small"``, ``"island"``,
-            ``"weights"``, ``"scaling"``, ``"layout"``, ``"fallback"`` or ``"graph break"``.
-        text: what was found, and where.
-        options: what to add to ``torch.compile(..., options=...)``; empty where code has to change.
-        remedy: what to change in the code; empty where ``options`` or ``text`` say it.
+    ``kind`` is ``"not compiled"``, ``"rule"``, ``"torch.func"``, ``"dimensions"``, ``"small"``, ``"island"``,
+    ``"weights"``, ``"scaling"``, ``"layout"``, ``"fallback"`` or ``"graph break"``, ``text`` says what was found and
+    where. ``options`` are to be added to ``torch.compile(..., options=...)``; without them, ``remedy`` or ``text`` say
+    what to change in the code.
     """
 
     kind: str
@@ -65,31 +73,26 @@ class Advice:
 
 def advise(plans: Sequence[Plan]) -> list[Advice]:
     """What the data suggests, most useful first."""
-    found = [
-        Advice("fallback", f"graph {plan.graph} is not rewritten: {plan.fallback}")
-        for plan in plans
-        if plan.fallback
-    ]
-    found += [Advice(UNUSED_RULE, text) for text in unused_rules(plans)]
     forward = [plan for plan in plans if plan.phase == "forward"]
-    found += _untouched(forward)
-    found += _islands(forward)
-    found += _unaligned(forward)
-    found += _small(forward)
-    found += [
-        Advice(
-            "graph break", f"graph break after graph {plan.graph}, fp32 tensors cross it: {plan.graph_break}"
-        )
-        for plan in forward
-        if plan.graph_break
+    broken = "graph break after graph {0.graph}, fp32 tensors cross it: {0.graph_break}"
+    return [
+        *(
+            Advice("fallback", f"graph {plan.graph} is not rewritten: {plan.fallback}")
+            for plan in plans
+            if plan.fallback
+        ),
+        *(Advice(UNUSED_RULE, text) for text in unused_rules(plans)),
+        *_untouched(forward),
+        *_islands(forward),
+        *_unaligned(forward),
+        *_small(forward),
+        *(Advice("graph break", broken.format(plan)) for plan in forward if plan.graph_break),
     ]
-    return found
 
 
 def scaling_advice(plans: Sequence[Plan]) -> list[Advice]:
     """What training in fp16 needs where gradients are not scaled; nothing without a backward."""
-    trained = [plan for plan in plans if plan.training and plan.phase == "forward"]
-    if not any(node.dtype is torch.float16 for plan in trained for node in plan.nodes):
+    if not any(node.dtype is torch.float16 for plan in _trained(plans) for node in plan.nodes):
         return []
     text = (
         "gradients below 6e-8 become zero in float16; unless torch.amp.GradScaler scales them, make an"
@@ -101,17 +104,10 @@ def scaling_advice(plans: Sequence[Plan]) -> list[Advice]:
 def layout_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) -> list[Advice]:
     """Convolutions in 16 bits run channels last: weights that are not are laid out again in every training step.
 
-    Args:
-        plans: of the graphs that read the weights.
-        weights: parameters by name.
+    ``weights`` are parameters by name, and those that the graphs of the plans read.
     """
-    trained = [plan for plan in plans if plan.training and plan.phase == "forward"]
-    if not any(
-        row.op.startswith("conv") and len(row.shape) == 4
-        for plan in trained
-        for row in plan.nodes
-        if _is_low(row)
-    ):
+    rows = [row for plan in _trained(plans) for row in plan.nodes if _is_low(row)]
+    if not any(row.op.startswith("conv") and len(row.shape) == 4 for row in rows):
         return []
     sizes = [
         weight.nbytes
@@ -129,15 +125,10 @@ def layout_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) ->
 
 
 def weight_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) -> list[Advice]:
-    """What does not fit fp16 among the weights; nothing where fp16 is not in use.
-
-    Args:
-        plans: of the graphs that read the weights.
-        weights: parameters by name.
-    """
+    """What does not fit fp16 among the weights; nothing where fp16 is not in use. ``weights`` as above."""
     if all(node.low is not torch.float16 for plan in plans for node in plan.nodes):
         return []
-    range_ = torch.finfo(torch.float16)
+    limits = torch.finfo(torch.float16)
     found = []
     for name, weight in weights.items():
         if not weight.is_floating_point() or not weight.numel() or weight.is_meta:
@@ -145,15 +136,74 @@ def weight_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) ->
         values = weight.detach().abs()
         largest = float(values.max())
         # half of the smallest subnormal, and everything below, rounds to zero
-        lost = float(((values > 0) & (values <= range_.smallest_normal * range_.eps / 2)).float().mean())
-        module = re.escape(name.rpartition(".")[0])
-        options = with_rule(plans, {"module": f"^{module}$", "precision": "fp32"})
-        if not largest <= range_.max:
-            text = f"{name} holds {largest:.3g}, beyond fp16's {range_.max:.0f}"
-            found.append(Advice("weights", text, options))
+        lost = float(((values > 0) & (values <= limits.smallest_normal * limits.eps / 2)).float().mean())
+        text = ""
+        # NaN is not within the limit
+        if not largest <= limits.max:
+            text = f"{name} holds {largest:.3g}, beyond fp16's {limits.max:.0f}"
         elif lost > _LOST:
-            found.append(Advice("weights", f"{lost:.1%} of {name} becomes zero in fp16", options))
+            text = f"{lost:.1%} of {name} becomes zero in fp16"
+        if text:
+            module = re.escape(name.rpartition(".")[0])
+            found.append(
+                Advice("weights", text, _with_rule(plans, {"module": f"^{module}$", "precision": "fp32"}))
+            )
     return found
+
+
+def kept_casts(plans: Sequence[Plan]) -> dict[str, list[CastPlan]]:
+    """Casts that are kernels of their own after fusion, by reason, largest first; an unknown reason is empty.
+
+    Plans that were only recorded have none. Without a reason, another compiler might fuse them.
+    """
+    found: dict[str, list[CastPlan]] = {}
+    for plan in plans:
+        for cast, why in _kept_of(plan):
+            found.setdefault(why, []).append(cast)
+    return dict(sorted(found.items(), key=lambda row: -sum(cast.bytes for cast in row[1])))
+
+
+def kept_data(kept: dict[str, list[CastPlan]]) -> list[dict[str, Any]]:
+    """Each reason in JSON-like form; the example is what the first of its casts converts, and for whom."""
+    return [
+        {
+            "why": why,
+            "kernels": len(casts),
+            "bytes": sum(cast.bytes for cast in casts),
+            "example": _described(casts[0]),
+        }
+        for why, casts in kept.items()
+    ]
+
+
+def kept_lines(kept: dict[str, list[CastPlan]]) -> list[str]:
+    """Each reason in words: ``"8 x fp32 weights on their way to 16 bits, once a step, 9.5 MB"``."""
+    lines = []
+    for row in kept_data(kept):
+        times = f"{row['kernels']} x " if row["kernels"] > 1 else ""
+        lines.append(f"{times}{row['why'] or row['example']}, {row['bytes'] / 1e6:.3g} MB")
+    return lines
+
+
+def starred(path: str) -> str:
+    """A module path with ``*`` for the numbers of repeated blocks: ``"layers.*.up"``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def _with_rule(plans: Sequence[Plan], rule: dict[str, str]) -> dict[str, Any]:
+    """The options that add a rule to the policy in use."""
+    form = Policy.parse(plans[0].policy if plans else None).to_dict()
+    if form["base"] == Policy.base:
+        del form["base"]
+    return {"policy": {**form, "rules": [*form["rules"], rule]}}
+
+
+def _trained(plans: Sequence[Plan]) -> list[Plan]:
+    return [plan for plan in plans if plan.training and plan.phase == "forward"]
+
+
+def _is_low(node: NodePlan | None) -> bool:
+    return node is not None and node.dtype is not None and node.dtype == node.low
 
 
 def _untouched(plans: Sequence[Plan]) -> list[Advice]:
@@ -171,59 +221,55 @@ def _untouched(plans: Sequence[Plan]) -> list[Advice]:
 
 
 def _islands(plans: Sequence[Plan]) -> list[Advice]:
-    """fp32 nodes whose neighbours are all low, by op, dearest casts first."""
+    """fp32 calls whose neighbours are all low, by op, dearest casts first."""
     found: dict[str, list[int]] = {}
     for plan in plans:
         casts = {cast.name: cast for cast in plan.casts}
-        origin = {cast.name: cast.value for cast in plan.casts}
         nodes = {node.name: node for node in plan.nodes}
         parameters = {given.name for given in plan.inputs if given.parameter}
         readers: dict[str, list[NodePlan]] = {}
-        outgoing: dict[str, list[CastPlan]] = {}
-        for cast in plan.casts:
-            outgoing.setdefault(cast.value, []).append(cast)
         for node in plan.nodes:
             for name in node.inputs:
-                readers.setdefault(origin_of(name, origin), []).append(node)
+                readers.setdefault(_origin(name, casts), []).append(node)
         for node in plan.nodes:
             if node.dtype is not torch.float32 or not node.bytes or node.op_class is OpClass.KEEP:
                 continue
-            given = [name for name in node.inputs if origin_of(name, origin) not in parameters]
-            sources = [nodes.get(origin_of(name, origin)) for name in given]
+            given = [name for name in node.inputs if _origin(name, casts) not in parameters]
+            sources = [nodes.get(_origin(name, casts)) for name in given]
             after = readers.get(node.name, [])
             if sources and after and all(_is_low(row) for row in (*sources, *after)):
                 size = sum(casts[name].bytes for name in given if name in casts)
-                size += sum(cast.bytes for cast in outgoing.get(node.name, ()))
+                size += sum(cast.bytes for cast in plan.casts if cast.value == node.name)
                 found.setdefault(node.op, []).append(size)
     return [
         Advice(
             "island",
             f"{op} x{len(sizes)} is fp32 between low neighbours ({sum(sizes) / 1e6:.1f} MB of casts)"
             "; if accuracy allows",
-            with_rule(plans, {"op": op, "precision": "low"}),
+            _with_rule(plans, {"op": op, "precision": "low"}),
         )
         for op, sizes in sorted(found.items(), key=lambda row: -sum(row[1]))
     ]
 
 
-def _is_low(node: NodePlan | None) -> bool:
-    return node is not None and node.dtype is not None and node.dtype == node.low
+def _origin(name: str, casts: Mapping[str, CastPlan]) -> str:
+    """The value that a name stands for, through casts of casts."""
+    while name in casts:
+        name = casts[name].value
+    return name
 
 
 def _unaligned(plans: Sequence[Plan]) -> list[Advice]:
-    found: dict[tuple[str, str, int], int] = {}
-    for plan in plans:
-        for node in plan.nodes:
-            if not node.flops or node.op_class is not OpClass.LOW or len(node.shape) < 2:
-                continue
-            # features are last, channels of convolutions second
-            axis = 1 if node.op.startswith("conv") else -1
-            # addmm has its bias first
-            given = next((shape for shape in node.operands if len(shape) >= 2), node.shape)
-            sizes = [given[axis], node.shape[axis]]
-            for size in dict.fromkeys(size for size in sizes if size % _ALIGNMENT):
-                key = starred(node.module_path), node.op, size
-                found[key] = found.get(key, 0) + 1
+    found: Counter[tuple[str, str, int]] = Counter()
+    for node in (node for plan in plans for node in plan.nodes):
+        if not node.flops or node.op_class is not OpClass.LOW or len(node.shape) < 2:
+            continue
+        # features are last, channels of convolutions second
+        axis = 1 if node.op.startswith("conv") else -1
+        # addmm has its bias first
+        given = next((shape for shape in node.operands if len(shape) >= 2), node.shape)
+        sizes = {size: 1 for size in (given[axis], node.shape[axis]) if size % _ALIGNMENT}
+        found.update((starred(node.module_path), node.op, size) for size in sizes)
     return [
         Advice(
             "dimensions",
@@ -241,3 +287,37 @@ def _small(plans: Sequence[Plan]) -> list[Advice]:
     where = small[0].module_path or small[0].op
     text = f"{len(small)} matmuls stay in fp32, too small to gain here ({where}, ...); to lower them anyway"
     return [Advice("small", text, {"profile": "off"})]
+
+
+def _kept_of(plan: Plan) -> Iterator[tuple[CastPlan, str]]:
+    """The casts of one plan that are kernels, each with the reason."""
+    rows: dict[str, NodePlan | InputPlan] = {row.name: row for row in (*plan.inputs, *plan.nodes)}
+    casts = {cast.name: cast for cast in plan.casts}
+    read = {name for row in plan.nodes for name in row.inputs}
+    for cast in plan.casts:
+        if cast.kernel:
+            source = _source(cast.value, rows, casts)
+            is_returned = "output" in cast.users or cast.name not in read
+            why = ""
+            if isinstance(source, InputPlan) and source.parameter and plan.phase == "forward":
+                why = _WEIGHT if plan.training else _WEIGHT_EACH_CALL
+            elif isinstance(source, InputPlan):
+                why = _GIVEN
+            elif cast.to_dtype is torch.float32 and is_returned:
+                why = _GRADIENT if plan.phase == "backward" else _RETURNED
+            yield cast, why
+
+
+def _source(
+    name: str, rows: Mapping[str, NodePlan | InputPlan], casts: Mapping[str, CastPlan]
+) -> NodePlan | InputPlan | None:
+    """What made a value, views and casts left out."""
+    row = rows.get(_origin(name, casts))
+    while isinstance(row, NodePlan) and row.op_class is OpClass.FOLLOW and len(row.inputs) == 1:
+        row = rows.get(_origin(row.inputs[0], casts))
+    return row
+
+
+def _described(cast: CastPlan) -> str:
+    place = f" [{cast.source}]" if cast.source else ""
+    return f"{cast.value} to {dtype_name(cast.to_dtype)} for {', '.join(cast.users) or 'the caller'}{place}"

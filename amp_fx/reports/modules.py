@@ -16,8 +16,8 @@ from amp_fx._torch import Lowered
 from amp_fx.graphs.calls import module_path
 from amp_fx.graphs.values import cast_bytes
 from amp_fx.plans.plan import CastSum, ModuleCasts, Plan
+from amp_fx.reports.advice import starred
 from amp_fx.reports.kernels import calls, cast_kernels, conversion, is_move
-from amp_fx.reports.remedies import starred
 
 __all__ = ["casts_by_module"]
 

@@ -25,8 +25,7 @@ from amp_fx.plans.files import SchemaError, as_data, decode, read_object, write_
 from amp_fx.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, Plan, dtype_name
 from amp_fx.plans.reading import listen
 from amp_fx.reports import text
-from amp_fx.reports.advice import Advice, advise
-from amp_fx.reports.kept_casts import kept_casts, kept_data, kept_lines
+from amp_fx.reports.advice import Advice, advise, kept_casts, kept_data, kept_lines
 from amp_fx.viz import beside, dot, html, model
 from amp_fx.viz.words import because
 
