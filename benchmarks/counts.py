@@ -23,8 +23,7 @@ from torch import Tensor
 
 from amp_fx._torch import Lowered, lower_with_inductor, program_outputs, replace_inner_compile, size_hint
 from amp_fx.errors import FallbackWarning, OptionsError, TargetError
-from amp_fx.graphs.values import cast_bytes
-from amp_fx.reports.kernels import cast_kernels, conversions
+from amp_fx.reports.casts import cost_of
 from amp_fx.targets import TARGETS, find_target
 from amp_fx.targets._torch import enter
 from benchmarks.arms import ARMS, MODES, Arm, compile_for_target, prepare
@@ -90,16 +89,15 @@ class Counter:
     ) -> Callable[..., Any]:
         """Counts one graph; stands in for Inductor's code generation."""
         lowered = lower_with_inductor(gm, example_inputs, **kwargs)
-        casts = list(conversions(lowered.after))
-        kernels = [size for _, size in cast_kernels(lowered)]
+        cost = cost_of([lowered])
         counts = Counts(
-            conversions=len(casts),
-            conversion_bytes=sum(cast_bytes(before, after.dtype) for before, after in casts),
+            conversions=cost.casts,
+            conversion_bytes=cost.cast_bytes,
             bytes_moved=lowered.bytes_moved,
             extern_kernels=lowered.extern_kernels,
             generated_kernels=len(lowered.generated),
-            casts=len(kernels),
-            cast_bytes=sum(kernels),
+            casts=cost.kernels or 0,
+            cast_bytes=cost.kernel_bytes or 0,
         )
         # the two halves of one graph share its id
         graph_id: int = kwargs["graph_id"]

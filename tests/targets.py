@@ -26,7 +26,7 @@ from amp_fx.backend import amp_fx
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.values import storage_of
 from amp_fx.reports.baseline import autocast_backend
-from amp_fx.reports.kernels import cast_kernels
+from amp_fx.reports.casts import cast_kernels
 from amp_fx.targets.compiling import Backend, compile_graph
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import TracedGraph, Tracer

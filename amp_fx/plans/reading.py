@@ -111,7 +111,7 @@ def input_plan(node: fx.Node, path: str, parameter: bool) -> InputPlan | None:
     )
 
 
-def cast_plan(cast: fx.Node, path: str = "", *, inserted: bool) -> CastPlan:
+def cast_plan(cast: fx.Node, path: str = "", *, inserted: bool, kernel: bool | None = None) -> CastPlan:
     """The plan of a conversion between floating dtypes."""
     value, after = cast.all_input_nodes[0], cast.meta["val"].dtype
     before = value.meta["val"]
@@ -124,6 +124,7 @@ def cast_plan(cast: fx.Node, path: str = "", *, inserted: bool) -> CastPlan:
         users=tuple(f"{path}{user.name}" for user in _readers(cast)),
         inserted=inserted,
         source=source_line(cast),
+        kernel=kernel,
     )
 
 

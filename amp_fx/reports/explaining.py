@@ -25,9 +25,9 @@ from amp_fx.plans.sensitivity import Sensitivity, add_sensitivities
 from amp_fx.policy.table import supported_devices
 from amp_fx.reports.advice import layout_advice, scaling_advice, weight_advice
 from amp_fx.reports.baseline import autocast_backend
+from amp_fx.reports.casts import casts_by_module
 from amp_fx.reports.left_out import NotCompiled, entry_of, left_out_advice
 from amp_fx.reports.lowered import LoweredGraphs
-from amp_fx.reports.modules import casts_by_module
 from amp_fx.reports.progress import progress
 from amp_fx.reports.report import Report, record
 from amp_fx.reports.targeted import explain_for

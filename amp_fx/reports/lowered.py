@@ -1,4 +1,4 @@
-"""Lowered graphs become what a report shows: plans of the backward, kernels that only cast, and costs."""
+"""Every graph of a call as Inductor would compile it: costs, which casts are kernels, and plans of the backward."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ import torch.fx as fx
 from amp_fx._torch import Lowered, OpOverload, compile_id, lower_with_inductor, op_name
 from amp_fx.graphs.calls import arguments, module_path, source_line, tensor_nodes
 from amp_fx.graphs.fake_runs import is_matmul
-from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, tensors
+from amp_fx.graphs.values import is_eligible, is_view, tensors
 from amp_fx.plans.label import Kind, Label, Reason
 from amp_fx.plans.plan import Cost, Plan, dtype_name
 from amp_fx.plans.reading import cast_plan, input_plan, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
-from amp_fx.reports.kernels import cast_kernels, conversion, conversions, is_move
+from amp_fx.reports.casts import cast_kernels, conversion, cost_of, is_move
 
 __all__ = ["LoweredGraph", "LoweredGraphs"]
 
 
 @dataclass(frozen=True)
 class LoweredGraph:
-    """One graph as Inductor would compile it, with Dynamo's id."""
+    """One graph with Dynamo's id."""
 
     name: str
     phase: str
     lowered: Lowered
 
+    @property
+    def kernels(self) -> set[fx.Node]:
+        """The casts that are kernels of their own."""
+        return {node for casts, _ in cast_kernels(self.lowered) for node in casts}
+
 
 @dataclass
 class LoweredGraphs:
-    """Everything that was compiled, in the order of compilation; no code is generated.
-
-    Attributes:
-        graphs: forward and backward graphs.
-    """
+    """Forward and backward graphs in the order of compilation; no code is generated."""
 
     graphs: list[LoweredGraph] = field(default_factory=list)
 
@@ -54,19 +55,19 @@ class LoweredGraphs:
     def complete(self, plans: list[Plan]) -> None:
         """Adds the plans of the backward graphs, and says of each cast whether it is a kernel of its own.
 
-        Args:
-            plans: of the forward graphs.
+        Casts in bodies of higher-order ops are not found among the kernels.
         """
-        # in the order of the forward graphs
-        plans += [
-            _backward_plan(graph.lowered.before, graph.name, plans)
-            for graph in self.graphs
-            if graph.phase == "backward"
-        ]
-        for plan in plans:
-            for graph in self.graphs:
+        backward = [_backward_plan(graph, plans) for graph in self.graphs if graph.phase == "backward"]
+        for graph in self.graphs:
+            # the plan has the names of what AOTAutograd traced
+            origins = [
+                node.meta["from_node"][-1] if node.meta.get("from_node") else node for node in graph.kernels
+            ]
+            names = {origin.name for origin in origins}
+            for plan in plans:
                 if (graph.name, graph.phase) == (plan.graph, plan.phase):
-                    _mark_kernels(plan, graph.lowered)
+                    plan.casts = [replace(cast, kernel=cast.name in names) for cast in plan.casts]
+        plans += backward
 
     @property
     def by_phase(self) -> list[tuple[str, Lowered]]:
@@ -76,50 +77,25 @@ class LoweredGraphs:
     @property
     def cost(self) -> Cost:
         """Of all graphs."""
-        casts = [pair for graph in self.graphs for pair in conversions(graph.lowered.after)]
-        kernels = [size for graph in self.graphs for _, size in cast_kernels(graph.lowered)]
-        return Cost(
-            casts=len(casts),
-            cast_bytes=sum(cast_bytes(before, after.dtype) for before, after in casts),
-            kernels=len(kernels),
-            kernel_bytes=sum(kernels),
-            moved=sum(graph.lowered.bytes_moved for graph in self.graphs),
-        )
+        return cost_of(graph.lowered for graph in self.graphs)
 
 
-def _mark_kernels(plan: Plan, lowered: Lowered) -> None:
-    """Says of each cast whether a kernel of its own does it. Casts in bodies of higher-order ops are not found."""
-    alone = {
-        _planned_name(node) if plan.phase == "forward" else node.name
-        for casts, _ in cast_kernels(lowered)
-        for node in casts
-    }
-    plan.casts = [replace(cast, kernel=cast.name in alone) for cast in plan.casts]
-
-
-def _planned_name(node: fx.Node) -> str:
-    """The name in the plan of what AOTAutograd traced the node from."""
-    origin = node.meta.get("from_node")
-    return origin[-1].name if origin else node.name
-
-
-def _backward_plan(gm: fx.GraphModule, graph: str, forward: Sequence[Plan]) -> Plan:
+def _backward_plan(graph: LoweredGraph, forward: Sequence[Plan]) -> Plan:
     """What the backward computes in which dtype: nothing is decided there, it mirrors the forward."""
-    origin = next((plan for plan in forward if plan.graph == graph), Plan(graph))
+    origin = next((plan for plan in forward if plan.graph == graph.name), Plan(graph.name))
     low = next((node.low for node in origin.nodes if node.low is not None), None)
     levels = [level for node in origin.nodes for level in node.levels_below.values()]
-    plan = Plan(graph, origin.policy, phase="backward")
+    plan = Plan(graph.name, origin.policy, phase="backward")
+    kernels = {node.name for node in graph.kernels}
     flops: dict[Any, int] = {}
-    for node in gm.graph.nodes:
+    for node in graph.lowered.before.graph.nodes:
         # what AOTAutograd calls the forward's own inputs
         is_parameter = node.name.startswith("primals")
         if node.op == "placeholder" and (given := input_plan(node, "", is_parameter)) is not None:
             plan.inputs.append(given)
-        if node.op != "call_function":
-            continue
-        if conversion(node) is not None:
-            plan.casts.append(cast_plan(node, inserted=True))
-        else:
+        elif node.op == "call_function" and conversion(node) is not None:
+            plan.casts.append(cast_plan(node, inserted=True, kernel=node.name in kernels))
+        elif node.op == "call_function":
             plan.nodes.append(node_plan(_backward_label(node, low, levels), node, flops))
     return plan
 
@@ -152,11 +128,10 @@ def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Lev
     origin = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
     what = f"gradient of {getattr(origin[-1][1], '__name__', origin[-1][1])}" if origin else "gradient"
     read = ", ".join(sorted(map(dtype_name, dtypes))) or "nothing floating"
+    target = node.target
     return Label(
         name=node.name,
-        op=op_name(node.target)
-        if isinstance(node.target, OpOverload)
-        else getattr(node.target, "__name__", str(node.target)),
+        op=op_name(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target)),
         module_path=module_path(node),
         op_class=_backward_class(node, dtype, low),
         reasons=(Reason.of(Kind.GRADIENT, of=what, dtypes=read),),

@@ -12,9 +12,9 @@ import torch.fx as fx
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Cost, ModuleCasts, Plan
 from amp_fx.reports.baseline import autocast_backend
+from amp_fx.reports.casts import casts_by_module
 from amp_fx.reports.left_out import NotCompiled, entry_of
 from amp_fx.reports.lowered import LoweredGraphs
-from amp_fx.reports.modules import casts_by_module
 from amp_fx.reports.report import record
 from amp_fx.reports.untouched import untouched
 from amp_fx.targets.process import TargetProcess
