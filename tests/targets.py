@@ -25,8 +25,8 @@ from amp_fx._torch import program_outputs, size_hint, stock_inductor
 from amp_fx.backend import amp_fx
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.values import storage_of
-from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.casts import cast_kernels
+from amp_fx.reports.lowered import autocast_backend
 from amp_fx.targets.compiling import Backend, compile_graph
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import TracedGraph, Tracer
@@ -106,7 +106,7 @@ def one_process() -> Iterator[None]:
     """``explain`` and ``calibrate`` ask the process of the tests instead of starting theirs, which takes seconds."""
     with (
         mock.patch("amp_fx.calibration.calibrating.TargetProcess", _Shared),
-        mock.patch("amp_fx.reports.targeted.TargetProcess", _Shared),
+        mock.patch("amp_fx.reports.explaining.TargetProcess", _Shared),
     ):
         yield
 

@@ -2,13 +2,20 @@
 
 The model goes through Dynamo, amp_fx and Inductor up to and including fusion, once with amp_fx and once with
 ``torch.autocast`` and the same results to compare with; the graphs are then run op by op, so that code after a graph
-break is reached. No code is generated.
+break is reached. No code is generated. For a GPU that is not in the machine, Dynamo traces here and another process
+goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +27,25 @@ from amp_fx.errors import AmpFxError
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.graphs.values import tensors
 from amp_fx.notices import only_looking
-from amp_fx.plans.plan import Cost, ModuleCasts, Plan
 from amp_fx.plans.sensitivity import Sensitivity, add_sensitivities
 from amp_fx.policy.table import supported_devices
 from amp_fx.reports.advice import layout_advice, scaling_advice, weight_advice
-from amp_fx.reports.baseline import autocast_backend
 from amp_fx.reports.casts import casts_by_module
 from amp_fx.reports.left_out import NotCompiled, entry_of, left_out_advice
-from amp_fx.reports.lowered import LoweredGraphs
-from amp_fx.reports.progress import progress
+from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
 from amp_fx.reports.report import Report, record
-from amp_fx.reports.targeted import explain_for
 from amp_fx.reports.untouched import plain, untouched
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
+from amp_fx.targets.process import TargetProcess
+from amp_fx.targets.tracing import TracedGraph, Tracer, on_meta, without_data
 
-__all__ = ["explain"]
+__all__ = ["compiled_graphs", "explain", "progress"]
+
+#: seconds until the line of :func:`progress` appears
+_PATIENCE = 5.0
+
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def explain(
@@ -62,8 +72,8 @@ def explain(
             the CPU or on ``meta``. None: the device that the model is on. What is no string is the model's own
             argument of that name.
         sensitivity: what :func:`amp_fx.calibrate` found, or the path of its file: every call's reason says what
-            rounding it
-            costs, and pictures are coloured by it. What is neither is the model's own argument of that name.
+            rounding it costs, and pictures are coloured by it. What is neither is the model's own argument of that
+            name.
         **kwargs: of one call.
 
     Returns:
@@ -93,22 +103,45 @@ def explain(
     not_compiled = NotCompiled()
     with progress("explain: compiling as far as fusion, with amp_fx and with torch.autocast"):
         if target is None:
-            plans, costs, modules = _here(program, args, kwargs, given, not_compiled)
+            report = _here(program, args, kwargs, given, not_compiled)
         else:
-            plans, costs, modules = explain_for(target, program, args, kwargs, given, not_compiled)
-    sensitivities = {} if measured is None else add_sensitivities(plans, measured)
+            report = _on_target(target, program, args, kwargs, given, not_compiled)
+    plans = report.plans
     weights = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
     notes = left_out_advice(program, plans, not_compiled)
     notes += weight_advice(plans, weights) + layout_advice(plans, weights)
     if parsed.scaler is None:
         notes += scaling_advice(plans)
-    device = "cuda" if target else _device(program, args, kwargs)
-    return Report(plans, _title(program, target), costs, notes, sensitivities, modules, device)
+    return replace(
+        report,
+        title=_title(program, target),
+        notes=notes,
+        sensitivities={} if measured is None else add_sensitivities(plans, measured),
+        device="cuda" if target else _device(program, args, kwargs),
+    )
 
 
 def _title(program: Callable[..., Any], target: str | None) -> str:
     name = getattr(program, "__name__", type(program).__name__)
     return name if target is None else f"{name} on {find_target(target).name}"
+
+
+def _compared(
+    lower: Callable[[Backend], LoweredGraphs], options: Mapping[str, Any], *, with_autocast: bool = True
+) -> Report:
+    """Plans, costs and casts by module: of amp_fx, and of torch.autocast with the same results."""
+    # late: it listens to Dynamo as soon as it is loaded
+    from amp_fx.backend import amp_fx
+
+    with record() as recording, only_looking(), unwrapped_errors(AmpFxError):
+        ours = lower(partial(amp_fx, options=options))
+    ours.complete(recording.plans)
+    if not with_autocast:
+        return Report(recording.plans, costs={"amp_fx": ours.cost})
+    theirs = lower(autocast_backend(options))
+    graphs = {"torch.autocast": theirs.by_phase, "amp_fx": ours.by_phase}
+    costs = {"amp_fx": ours.cost, "torch.autocast": theirs.cost}
+    return Report(recording.plans, costs=costs, modules=casts_by_module(graphs, recording.plans))
 
 
 def _here(
@@ -117,54 +150,74 @@ def _here(
     kwargs: dict[str, Any],
     options: Mapping[str, Any],
     not_compiled: NotCompiled,
-) -> tuple[list[Plan], dict[str, Cost], list[ModuleCasts]]:
-    """Plans, costs and casts by module on the device that the model is on."""
-    # late: it listens to Dynamo as soon as it is loaded
-    from amp_fx.backend import amp_fx
+) -> Report:
+    """On the device that the model is on: every graph as Inductor would compile it, run op by op."""
 
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return amp_fx(gm, example_inputs, options=options)
+    def lower(backend: Backend) -> LoweredGraphs:
+        found = LoweredGraphs()
 
-    with record() as recording, only_looking(), unwrapped_errors(AmpFxError):
-        ours = _lowered(program, args, kwargs, backend, not_compiled)
-    ours.complete(recording.plans)
-    if _device(program, args, kwargs) not in supported_devices():
-        return recording.plans, {"amp_fx": ours.cost}, []
-    theirs = _lowered(program, args, kwargs, autocast_backend(options), NotCompiled())
-    costs = {"amp_fx": ours.cost, "torch.autocast": theirs.cost}
-    graphs = {"torch.autocast": theirs.by_phase, "amp_fx": ours.by_phase}
-    return recording.plans, costs, casts_by_module(graphs, recording.plans)
+        def compile_or_forget(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            before = len(found.graphs)
+            try:
+                return backend(gm, example_inputs)
+            except Exception:
+                # Inductor may ask Dynamo to trace again: then this graph never runs
+                del found.graphs[before:]
+                raise
+
+        with (
+            not_compiled.listen(),
+            untouched(program, args, kwargs) as (given, named),
+            replace_inner_compile(found.inner_compile),
+        ):
+            result = torch.compile(entry_of(program), backend=compile_or_forget)(*given, **named)
+            # the caller's autocast has nothing to do with the backward, as in a training loop
+            _differentiate(program, given, named, result)
+        return found
+
+    is_known = _device(program, args, kwargs) in supported_devices()
+    return _compared(lower, options, with_autocast=is_known)
 
 
-def _lowered(
+def _on_target(
+    target: str,
     program: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    backend: Callable[..., Any],
+    options: Mapping[str, Any],
     not_compiled: NotCompiled,
-) -> LoweredGraphs:
-    """Every graph as Inductor would compile it. Runs them op by op."""
-    found = LoweredGraphs()
+) -> Report:
+    """On a GPU that need not be in the machine; the program is on the CPU or on ``meta``."""
+    tracer = Tracer()
+    # first: it says in a moment if it cannot
+    with contextlib.closing(TargetProcess(target)) as process:
+        if on_meta(program, args, kwargs):
+            copy, given, named = without_data(program, args, kwargs)
+            context = contextlib.nullcontext((given, named))
+        else:
+            copy, context = program, untouched(program, args, kwargs)
+        entry = entry_of(copy)
+        with only_looking(), not_compiled.listen(), context as (given, named):
+            torch.compile(entry, backend=tracer)(*given, **named)
+        return process.call("amp_fx.reports.explaining:compiled_graphs", tracer.graphs, dict(options))
 
-    def compile_or_forget(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        before = len(found.graphs)
-        try:
-            return backend(gm, example_inputs)
-        except Exception:
-            # Inductor may ask Dynamo to trace again: then this graph never runs
-            del found.graphs[before:]
-            raise
 
-    entry = entry_of(program)
-    with (
-        not_compiled.listen(),
-        untouched(program, args, kwargs) as (given, named),
-        replace_inner_compile(found.inner_compile),
-    ):
-        result = torch.compile(entry, backend=compile_or_forget)(*given, **named)
-        # the caller's autocast has nothing to do with the backward, as in a training loop
-        _differentiate(program, given, named, result)
-    return found
+def compiled_graphs(graphs: Sequence[TracedGraph], options: Mapping[str, Any]) -> Report:
+    """The part of a report in the process that compiles for a target."""
+    # late: only the other process needs Inductor
+    from amp_fx.targets.compiling import compile_graph
+
+    def lower(backend: Backend) -> LoweredGraphs:
+        found = LoweredGraphs()
+        for graph in graphs:
+            compile_graph(graph, backend, found.inner_compile)
+        return found
+
+    report = _compared(lower, options)
+    breaks = {graph.name: graph.graph_break for graph in graphs}
+    for plan in report.plans:
+        plan.graph_break = breaks[plan.graph] if plan.phase == "forward" else ""
+    return report
 
 
 def _differentiate(
@@ -185,3 +238,29 @@ def _device(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if isinstance(program, nn.Module):
         given += program.parameters()
     return next((value.device.type for value in given if value.device.type != "cpu"), "cpu")
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Shows a text and the seconds that have passed, from the fifth on; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    start, done = time.monotonic(), threading.Event()
+
+    def show() -> None:
+        wait = _PATIENCE
+        while not done.wait(wait):
+            print(f"\r{text}, {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+            wait = 1.0
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        if time.monotonic() - start > _PATIENCE:
+            # the line goes
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

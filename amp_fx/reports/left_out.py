@@ -47,14 +47,11 @@ def entry_of(program: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class NotCompiled:
-    """What Dynamo says of what it does not compile, while it traces one call.
+    """What Dynamo says of what it does not compile, while it traces one call."""
 
-    Attributes:
-        given_up: why it gave up functions as a whole, or from some line on.
-        breaks: every graph break, also where there was no graph yet.
-    """
-
+    #: why it gave up functions as a whole, or from some line on
     given_up: list[str] = field(default_factory=list)
+    #: every graph break, also where there was no graph yet
     breaks: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -73,16 +70,10 @@ class NotCompiled:
 def left_out_advice(
     program: Callable[..., Any], plans: Sequence[Plan], not_compiled: NotCompiled
 ) -> list[Advice]:
-    """A note for everything that runs eagerly although it was to be compiled.
-
-    Args:
-        program: a module or function, as the user has it.
-        plans: of its graphs.
-        not_compiled: what Dynamo said of it.
-    """
-    found = [*_in_place(program), *map(_given_up, not_compiled.given_up)]
+    """A note for everything that runs eagerly although it was to be compiled; ``program`` as the user has it."""
+    found = [*_in_place(program), *map(_given_up, dict.fromkeys(not_compiled.given_up))]
     # before a break without a graph there was nothing to compile; it counts where it is all that is known
-    early = [] if plans or not_compiled.given_up else not_compiled.breaks
+    early = [] if plans or not_compiled.given_up else dict.fromkeys(not_compiled.breaks)
     if not plans and not found and not early:
         found.append(Advice(NOT_COMPILED, _NO_REASON))
     return [*found, *(Advice("graph break", text) for text in early)]

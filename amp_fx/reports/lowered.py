@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import Lowered, OpOverload, compile_id, lower_with_inductor, op_name
+from amp_fx._torch import (
+    Lowered,
+    OpOverload,
+    autocast_shield,
+    compile_id,
+    compile_with_inductor,
+    lower_with_inductor,
+    op_name,
+)
 from amp_fx.graphs.calls import arguments, module_path, source_line, tensor_nodes
 from amp_fx.graphs.fake_runs import is_matmul
-from amp_fx.graphs.values import is_eligible, is_view, tensors
+from amp_fx.graphs.fallback import under_autocast
+from amp_fx.graphs.regions import ambient_regions
+from amp_fx.graphs.values import graph_devices, is_eligible, is_view, tensors
 from amp_fx.plans.label import Kind, Label, Reason
 from amp_fx.plans.plan import Cost, Plan, dtype_name
 from amp_fx.plans.reading import cast_plan, input_plan, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
+from amp_fx.policy.table import supported_devices
 from amp_fx.reports.casts import cast_kernels, conversion, cost_of, is_move
+from amp_fx.settings import Options
 
-__all__ = ["LoweredGraph", "LoweredGraphs"]
+__all__ = ["LoweredGraph", "LoweredGraphs", "autocast_backend"]
+
+
+def autocast_backend(options: Mapping[str, Any] | None) -> Callable[..., Callable[..., Any]]:
+    """A backend for ``torch.compile`` to compare with: torch.autocast with the results that amp_fx has.
+
+    What users have today differs in two ways that are no merit of either: autocast leaves some outputs in the low
+    dtype, and stock ``torch.compile`` traces the backward under autocast, which rounds more than eager autocast does
+    (pytorch#153044). Both would move fewer bytes for other results. Here outputs have the dtypes of the program, and
+    the backward is traced without autocast. Of the ``options``, the low dtype counts.
+    """
+    opts = Options.parse(None, options)
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        devices = graph_devices(gm).intersection(supported_devices())
+        ambient = ambient_regions({device: opts.low_dtype(device) for device in devices})
+        with autocast_shield():
+            return compile_with_inductor(under_autocast(gm, ambient), example_inputs, {})
+
+    return compile_graph
 
 
 @dataclass(frozen=True)

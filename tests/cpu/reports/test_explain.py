@@ -26,8 +26,7 @@ import amp_fx
 from amp_fx import OptionsError, Plan, PlanError, Report, ScalingWarning
 from amp_fx._torch import replace_inner_compile
 from amp_fx.plans.plan import dtype_name
-from amp_fx.reports.baseline import autocast_backend
-from amp_fx.reports.lowered import LoweredGraphs
+from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
 from small_models import Mlp, Parts

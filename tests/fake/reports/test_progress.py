@@ -8,17 +8,16 @@ import time
 
 import pytest
 
-from amp_fx.reports import progress as module
-from amp_fx.reports.progress import progress
+from amp_fx.reports import explaining
 
 
 def test_a_terminal_sees_a_line_that_goes_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.01)
+    monkeypatch.setattr(explaining, "_PATIENCE", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     before = threading.active_count()
-    with progress("counting"):
+    with explaining.progress("counting"):
         time.sleep(0.2)
     said = capsys.readouterr().err
     assert "counting" in said
@@ -29,9 +28,9 @@ def test_a_terminal_sees_a_line_that_goes_again(
 def test_what_is_quick_or_no_terminal_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with progress("counting"):
+    with explaining.progress("counting"):
         pass
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with progress("counting"):
+    with explaining.progress("counting"):
         pass
     assert capsys.readouterr().err == ""
