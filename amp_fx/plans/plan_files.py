@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from amp_fx.errors import PlanError
 from amp_fx.plans.files import decode, read_object
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
@@ -53,12 +55,7 @@ def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
 
 
 def choose_plan(plans: Sequence[Plan], outline: Plan, what: str = "plan") -> Plan:
-    """The plan to follow in a graph.
-
-    Args:
-        plans: what the user gave.
-        outline: the graph's calls with their classes; nothing is placed yet.
-        what: what messages call it.
+    """The plan to follow in a graph, whose ``outline`` has its calls before any is placed; messages call it ``what``.
 
     Raises:
         PlanError: none of the plans is about this graph; the message says which nodes moved.
@@ -123,8 +120,8 @@ def _change(old: NodePlan, new: NodePlan) -> str:
     return f"{_name(new)} has the low dtype {_dtype(new.low)}, had {_dtype(old.low)}"
 
 
-def _dtype(dtype: object) -> str:
-    return "none" if dtype is None else dtype_name(dtype)  # type: ignore[arg-type]  # as the schema has it
+def _dtype(dtype: torch.dtype | None) -> str:
+    return "none" if dtype is None else dtype_name(dtype)
 
 
 def _name(row: NodePlan) -> str:
@@ -132,11 +129,5 @@ def _name(row: NodePlan) -> str:
 
 
 def _distance(plan: Plan, outline: Plan) -> tuple[bool, bool, bool]:
-    def shapes(of: Plan) -> Counter[tuple[int, ...]]:
-        return Counter(given.shape for given in of.inputs)
-
-    return (
-        plan.training is not outline.training,
-        shapes(plan) != shapes(outline),
-        plan.graph != outline.graph,
-    )
+    shapes, theirs = (Counter(given.shape for given in each.inputs) for each in (plan, outline))
+    return plan.training is not outline.training, shapes != theirs, plan.graph != outline.graph

@@ -73,10 +73,9 @@ def casts_by_module(
 ) -> list[ModuleCasts]:
     """Casts by module, in the order of the program.
 
-    Args:
-        graphs: ``"amp_fx"`` and ``"torch.autocast"`` -> phase and graph, in the order of compilation.
-        plans: of the program's forward; they tell parameters from other inputs, which lowered graphs do not, and what
-            a module computes in: lowered graphs say what is in a kernel's registers.
+    ``graphs`` are those of ``"amp_fx"`` and ``"torch.autocast"``, each with its phase. The plans of the forward tell
+    parameters from other inputs, which lowered graphs do not, and what a module computes in: lowered graphs say what is
+    in a kernel's registers.
     """
     weights = {given.shape for plan in plans for given in plan.inputs if given.parameter}
     casts = [

@@ -18,13 +18,7 @@ _LARGEST_SCALE = 64
 
 @dataclass(frozen=True)
 class Format:
-    """A floating format.
-
-    Attributes:
-        smallest: exponent of the smallest subnormal; what is at most half of it becomes zero.
-        normal: exponent of the smallest normal number; below it digits are lost.
-        largest: the largest finite number.
-    """
+    """A floating format: what is at most half of ``2**smallest`` becomes zero, below ``2**normal`` digits are lost."""
 
     smallest: int
     normal: int
@@ -42,19 +36,15 @@ FORMATS = {
 
 @dataclass
 class Counts:
-    """How many values there are at each exponent.
+    """How many values there are at each exponent."""
 
-    Attributes:
-        exponents: e -> number of values with ``2**e < abs(value) <= 2**(e + 1)``: with the upper end included,
-            exactly the values below an exponent are those that round to zero.
-        zeros: values that are zero.
-        nonfinite: infinities and NaN.
-        largest: largest finite magnitude.
-    """
-
+    #: e -> number of values with ``2**e < abs(value) <= 2**(e + 1)``: with the upper end included, exactly the values
+    #: below an exponent are those that round to zero
     exponents: dict[int, int] = field(default_factory=dict)
     zeros: int = 0
+    #: infinities and NaN
     nonfinite: int = 0
+    #: finite magnitude
     largest: float = 0.0
 
     @property
@@ -64,7 +54,7 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """Number of values."""
+        """Number of values of any kind."""
         return self.nonzero + self.zeros + self.nonfinite
 
     def add(self, values: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from amp_fx._torch import breaks_since_reset, given_up, is_left_out_in_place
 from amp_fx.plans.plan import Plan
 from amp_fx.reports.advice import NOT_COMPILED, Advice
 
-__all__ = ["NotCompiled", "entry_of", "is_compiled_in_place", "left_out_advice"]
+__all__ = ["NotCompiled", "entry_of", "left_out_advice"]
 
 #: What Dynamo cannot take, by the beginning of its message, and what to do. Its own hint for recurrent layers is
 #: torch._dynamo.config.allow_rnn, with which Inductor fails on an LSTM in training (torch 2.13, CPU).
@@ -35,14 +35,13 @@ _NO_REASON = (
 )
 
 
-def is_compiled_in_place(program: Callable[..., Any]) -> bool:
-    """True after ``module.compile()``."""
-    return getattr(program, "_compiled_call_impl", None) is not None
-
-
 def entry_of(program: Callable[..., Any]) -> Callable[..., Any]:
     """What to give to ``torch.compile`` so that a module is compiled as its own ``compile`` method does it."""
-    return program._call_impl if is_compiled_in_place(program) else program  # pyright: ignore[reportFunctionMemberAccess]
+    return program._call_impl if _is_compiled_in_place(program) else program  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _is_compiled_in_place(program: Callable[..., Any]) -> bool:
+    return getattr(program, "_compiled_call_impl", None) is not None
 
 
 @dataclass
@@ -93,7 +92,7 @@ def _in_place(program: Callable[..., Any]) -> list[Advice]:
     modules = dict(program.named_modules()) if isinstance(program, nn.Module) else {}
     names: dict[str, list[str]] = {}
     for name, module in modules.items():
-        if is_compiled_in_place(module) and is_left_out_in_place(module):
+        if _is_compiled_in_place(module) and is_left_out_in_place(module):
             names.setdefault(type(module).__name__, []).append(name)
     return [
         Advice(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from small_models import Parts
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
@@ -23,13 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
-from amp_fx import OptionsError, Plan, PlanError, Report, ScalingWarning
+from amp_fx import NodePlan, OptionsError, Plan, PlanError, Report, ScalingWarning
 from amp_fx._torch import replace_inner_compile
 from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
-from small_models import Mlp, Parts
 
 # tests share a report
 pytestmark = pytest.mark.xdist_group("explain")
@@ -50,12 +50,20 @@ def no_code(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GraphLowering, "compile_to_module", refuse)
 
 
-def forward_plans(report: Report) -> list[Plan]:
-    return [plan for plan in report.plans if plan.phase == "forward"]
+def of_phase(report: Report, phase: str) -> list[Plan]:
+    return [plan for plan in report.plans if plan.phase == phase]
 
 
-def backward_plans(report: Report) -> list[Plan]:
-    return [plan for plan in report.plans if plan.phase == "backward"]
+def rows(report: Report, phase: str = "forward", op: str = "") -> list[NodePlan]:
+    """The calls of a phase, or those of one op."""
+    return [row for plan in of_phase(report, phase) for row in plan.nodes if not op or row.op == op]
+
+
+def stacked(layers: Iterable[nn.Module]) -> nn.Module:
+    """The layers behind one another, in a module of the program's own."""
+    return Parts(
+        lambda m, x: functools.reduce(lambda y, layer: layer(y), m.layers, x), layers=nn.ModuleList(layers)
+    )
 
 
 class Broken(nn.Module):
@@ -98,9 +106,8 @@ def test_three_graph_breaks_are_named_and_nothing_changes(capsys: pytest.Capture
     assert "graph breaks" in screen
     assert all(any(reason[:60] in line for line in screen) for reason in report.graph_breaks)
     assert len(screen) <= 25
-    assert (len(forward_plans(report)), len(backward_plans(report))) == (4, 4)
-    linears = Counter(row.dtype for plan in forward_plans(report) for row in plan.nodes if row.op == "linear")
-    assert linears == {torch.bfloat16: 4}
+    assert (len(of_phase(report, "forward")), len(of_phase(report, "backward"))) == (4, 4)
+    assert [row.dtype for row in rows(report, op="linear")] == [torch.bfloat16] * 4
 
     assert before[0].keys() == model.state_dict().keys()
     assert all(torch.equal(before[0][name], value) for name, value in model.state_dict().items())
@@ -132,9 +139,7 @@ def test_the_report_of_a_gpt_has_the_numbers_of_the_gpt(small: tuple[GPT, Tensor
     model, tokens = small
     assert len(str(gpt).splitlines()) <= 25
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found = {
-        row.module_path: row.dtype for plan in forward_plans(gpt) for row in plan.nodes if row.op == "linear"
-    }
+    found = {row.module_path: row.dtype for row in rows(gpt, op="linear")}
     assert found == dict.fromkeys(linears, torch.bfloat16)
     assert gpt.to_dict()["summary"]["shares"]["bfloat16"]["flops"] > 0.9
 
@@ -145,10 +150,10 @@ def test_the_report_of_a_gpt_has_the_numbers_of_the_gpt(small: tuple[GPT, Tensor
         forward = counter.get_total_flops()
         loss.backward()
     backward = counter.get_total_flops() - forward
-    assert sum(row.flops for plan in forward_plans(gpt) for row in plan.nodes) == forward
+    assert sum(row.flops for row in rows(gpt)) == forward
     # the fused attention multiplies queries and keys once more
     again = 2 * 2 * (2 * 2 * 16 * 16 * 16)
-    assert sum(row.flops for plan in backward_plans(gpt) for row in plan.nodes) == backward + again
+    assert sum(row.flops for row in rows(gpt, "backward")) == backward + again
     for cost in (gpt.costs["amp_fx"], gpt.costs["torch.autocast"]):
         assert cost.kernels is not None
         assert 0 < cost.kernels <= cost.casts
@@ -156,7 +161,7 @@ def test_the_report_of_a_gpt_has_the_numbers_of_the_gpt(small: tuple[GPT, Tensor
         assert cost.kernel_bytes is not None
         assert cost.kernel_bytes < cost.moved
     # of the forward, every cast in the plan is a node of what Inductor gets
-    assert gpt.costs["amp_fx"].casts >= sum(len(plan.casts) for plan in forward_plans(gpt))
+    assert gpt.costs["amp_fx"].casts >= sum(len(plan.casts) for plan in of_phase(gpt, "forward"))
 
 
 def test_the_casts_of_all_modules_are_those_of_the_whole(gpt: Report) -> None:
@@ -178,86 +183,71 @@ def test_equal_blocks_are_one_row_and_weights_are_told_from_activations(gpt: Rep
     # a weight and a bias of each block
     assert (weights.casts, weights.bytes) == (4, 2 * 6 * (32 * 128 + 128))
     (gradients,) = [c for c in up.casts if c.name == "amp_fx" and c.what == "weight gradient"]
-    assert (gradients.before, gradients.after, gradients.phase) == ("bfloat16", "float32", "backward")
+    assert (gradients.before, gradients.after, gradients.phase) == (torch.bfloat16, torch.float32, "backward")
     assert list(rows).index("blocks.*.qkv") < list(rows).index("blocks.*.up") < list(rows).index("head")
-
-
-class Layers(nn.Module):
-    """Norms, an activation and a softmax, which kernels compute in fp32 whatever they read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution, self.batch_norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
-        self.act, self.layer_norm, self.head = nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 8)
-        self.softmax = nn.Softmax(-1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.batch_norm(self.convolution(x)))
-        return self.softmax(self.head(self.layer_norm(x)))
 
 
 @pytest.mark.usefixtures("_no_code")
 def test_all_pictures_say_the_same_of_a_module() -> None:
+    # norms, an activation and a softmax, which kernels compute in fp32 whatever they read and write
+    model = Parts(
+        lambda m, x: m.softmax(m.head(m.layer_norm(m.act(m.batch_norm(m.convolution(x)))))),
+        convolution=nn.Conv2d(4, 8, 3),
+        batch_norm=nn.BatchNorm2d(8),
+        act=nn.GELU(),
+        layer_norm=nn.LayerNorm(6),
+        head=nn.Linear(6, 8),
+        softmax=nn.Softmax(-1),
+    )
     x = torch.randn(2, 4, 8, 8)
     # one norm in fp32, and one not
     policy = {"rules": [{"module": "layer_norm", "precision": "fp32"}]}
-    report = amp_fx.explain(Layers(), x, options={**OFF, "policy": policy})
-    drawn = drawing(report)
-    beside = {row.module: row.dtypes for row in drawn.modules}
-    calls = {node.module: node.dtype for node in drawn.graphs[0].nodes if node.dtype}
-    names = dict(Layers().named_children())
+    report = amp_fx.explain(model, x, options={**OFF, "policy": policy})
+    beside = {row.module: row.dtypes for row in report.modules}
+    calls = {box.module: box.dtype for box in drawing(report).graphs[0].nodes if box.dtype}
+    names = dict(model.named_children())
     assert {name: beside[name]["amp_fx"] for name in names} == {name: calls[name] for name in names}
-    # what its hooks see under eager autocast is what torch.autocast is said to compute
+    # what hooks see under eager autocast is what torch.autocast is said to compute
     seen: dict[str, str] = {}
-    model = Layers()
 
-    def note(module: nn.Module, _: object, result: Tensor) -> None:
-        seen[next(name for name, child in model.named_children() if child is module)] = dtype_name(
-            result.dtype
-        )
+    def note(name: str) -> Callable[[object, object, Tensor], None]:
+        return lambda _module, _inputs, result: seen.update({name: dtype_name(result.dtype)})
 
-    for child in model.children():
-        child.register_forward_hook(note)
+    for name, child in names.items():
+        child.register_forward_hook(note(name))
     with torch.autocast("cpu", torch.bfloat16):
         model(x)
     assert {name: beside[name]["torch.autocast"] for name in names} == seen
 
 
 def test_calls_of_the_backward_have_classes_of_their_own(gpt: Report) -> None:
-    (plan,) = backward_plans(gpt)
-    classes = {row.op: row.op_class.value for row in plan.nodes}
+    classes = {row.op: row.op_class.value for row in rows(gpt, "backward")}
     assert classes["mm"] == "low"
     assert classes["mul.Tensor"] == "promote"
     assert classes["permute"] == "follow"
 
 
-class Logits(nn.Module):
-    """Returns what autocast leaves in bf16, and has a region in fp32 within."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
+def test_autocast_is_compared_at_equal_results() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        """Returns what autocast leaves in bf16, and has a region in fp32 within."""
+        h = m.up(x)
         with torch.autocast("cpu", enabled=False):
             h = (h.float() * 1.5).square()
-        return self.down(h)
+        return m.down(h)
 
-
-def test_autocast_is_compared_at_equal_results() -> None:
-    model, x = Logits(), torch.randn(4, 16)
+    up = nn.Linear(16, 32)
+    model, x = Parts(run, up=up, down=nn.Linear(32, 16)), torch.randn(4, 16)
     found = LoweredGraphs()
     torch._dynamo.reset()
     with replace_inner_compile(found.inner_compile):
         y = torch.compile(model, backend=autocast_backend(OFF))(x)
-        (gradient,) = torch.autograd.grad(y.square().sum(), [model.up.weight])
+        (gradient,) = torch.autograd.grad(y.square().sum(), [up.weight])
     assert y.dtype is torch.float32
     assert [graph.phase for graph in found.graphs] == ["forward", "backward"]
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(x).float()
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
-    (eager,) = torch.autograd.grad(expected.square().sum(), [model.up.weight])
+    (eager,) = torch.autograd.grad(expected.square().sum(), [up.weight])
     torch.testing.assert_close(gradient, eager, rtol=3e-2, atol=3e-2 * eager.abs().max().item())
     # the region is in fp32 in the backward, too: stock torch.compile multiplies in bf16 there
     products = [
@@ -279,21 +269,24 @@ def _one_process(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_one_process", "_no_code")
 def test_a_compiled_ddp_model_is_explained_and_can_train_afterwards() -> None:
-    # each weight is as large as a bucket may be
-    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
-    # small buckets, so that Dynamo cuts the model into a graph for each
+    model = stacked(nn.Linear(512, 512) for _ in range(3))
+    # buckets as small as a weight, so that Dynamo cuts the model into a graph for each
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     x = torch.randn(8, 512)
     report = amp_fx.explain(torch.compile(ddp, backend="amp_fx"), x, options=OFF)
-    linears = [row for plan in forward_plans(report) for row in plan.nodes if row.op == "linear"]
-    assert [row.module_path for row in linears] == ["0", "1", "2"]
+    linears = rows(report, op="linear")
+    assert [row.module_path for row in linears] == ["layers.0", "layers.1", "layers.2"]
     assert {row.dtype for row in linears} == {torch.bfloat16}
-    assert len(forward_plans(report)) == len(backward_plans(report)) == 3
+    assert len(of_phase(report, "forward")) == len(of_phase(report, "backward")) == 3
     assert all("DDPOptimizer" in reason for reason in report.graph_breaks)
     assert all(parameter.grad is None for parameter in model.parameters())
     for _ in range(2):
         ddp(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def net() -> nn.Module:
+    return Parts(lambda m, x: m.down(m.up(x).relu()), up=nn.Linear(8, 16), down=nn.Linear(16, 8))
 
 
 def low_linears(plans: list[Plan]) -> set[str]:
@@ -309,10 +302,9 @@ def low_linears(plans: list[Plan]) -> set[str]:
 def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ScalingWarning)
-        report = amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options={**OFF, "dtype": "float16"})
-        scaled = amp_fx.explain(
-            Mlp(8, 16), torch.randn(4, 8), options={**OFF, "dtype": "float16", "scaler": "none"}
-        )
+        options = {**OFF, "dtype": "float16"}
+        report = amp_fx.explain(net(), torch.randn(4, 8), options=options)
+        scaled = amp_fx.explain(net(), torch.randn(4, 8), options={**options, "scaler": "none"})
     assert [row.kind for row in report.notes] == ["scaling"]
     assert scaled.notes == []
     assert "float16" in report.shares()
@@ -320,13 +312,13 @@ def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training
 
 def test_bad_options_and_plans_of_other_models_are_raised_as_they_are() -> None:
     with pytest.raises(OptionsError, match="'polcy'"):
-        amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options={"polcy": "fast"})
+        amp_fx.explain(net(), torch.randn(4, 8), options={"polcy": "fast"})
     with pytest.raises(PlanError, match=r"up linear\)"):
-        amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options={"plan": Plan()})
+        amp_fx.explain(net(), torch.randn(4, 8), options={"plan": Plan()})
 
 
 def test_plan_files_are_replayed_by_torch_compile_and_share_no_cache(tmp_path: Path) -> None:
-    model, x = Mlp(8, 16).requires_grad_(False), torch.randn(4, 8)
+    model, x = net().requires_grad_(False), torch.randn(4, 8)
     rules = {"rules": [{"module": "down", "precision": "fp32"}]}
     files = {"both": tmp_path / "both.json", "up": tmp_path / "up.json"}
     amp_fx.explain(model, x, options=OFF).plan.save(files["both"])
@@ -365,7 +357,7 @@ def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
     def decisions(plan: Plan) -> list[tuple[Any, ...]]:
         return [(row.module_path, row.op, row.op_class, row.dtype, row.reasons) for row in plan.nodes]
 
-    model, x = Mlp(8, 16), torch.randn(4, 8)
+    model, x = net(), torch.randn(4, 8)
     explained = amp_fx.explain(model, x, options=OFF)
     compiled: Callable[..., Tensor] = torch.compile(model, backend="amp_fx", options=OFF)
     with amp_fx.record() as recording:
@@ -395,15 +387,6 @@ class Recurrent(nn.Module):
         return self.last(self.cell(x)[0])
 
 
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = Recurrent(late=False), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(x))
-
-
 REMEDY = "    Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
 
 
@@ -413,14 +396,14 @@ REMEDY = "    Call the layer in a method of its own with @torch.compiler.disable
     [
         (Recurrent(late=False), 0),
         (Recurrent(late=True), 1),
-        (Around(), 1),
+        (Parts(lambda m, x: m.last(m.inner(x)), inner=Recurrent(late=False), last=nn.Linear(8, 8)), 1),
         (nn.LSTM(8, 8, batch_first=True), 0),
     ],
     ids=["whole", "rest", "inner", "alone"],
 )
 def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(model: nn.Module, graphs: int) -> None:
     report = amp_fx.explain(model, torch.randn(2, 4, 8), options=OFF)
-    assert len(forward_plans(report)) == graphs
+    assert len(of_phase(report, "forward")) == graphs
     lines = str(report).splitlines()
     at = lines.index("not compiled: runs eagerly, in the dtypes of its weights")
     assert "Attempted to wrap RNN, GRU, or LSTM" in lines[at + 1]
@@ -434,7 +417,7 @@ def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(model: nn.Modu
 @pytest.mark.usefixtures("_no_code")
 def test_a_model_of_torchs_own_that_is_compiled_in_place_is_explained_as_it_runs() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 4, 8)
-    assert len(forward_plans(amp_fx.explain(model, x, options=OFF))) == 1
+    assert len(of_phase(amp_fx.explain(model, x, options=OFF), "forward")) == 1
     model.compile(backend="amp_fx")
     report = amp_fx.explain(model, x, options=OFF)
     assert report.plans == []
@@ -442,38 +425,37 @@ def test_a_model_of_torchs_own_that_is_compiled_in_place_is_explained_as_it_runs
     assert "Use torch.compile(module, backend='amp_fx') instead" in str(report)
     with torch._dynamo.config.patch(wrap_top_frame=True):
         report = amp_fx.explain(model, x, options=OFF)
-    assert len(forward_plans(report)) == 1
+    assert len(of_phase(report, "forward")) == 1
     assert report.notes == []
 
 
 @pytest.mark.usefixtures("_no_code")
 def test_parts_of_torchs_own_that_are_compiled_in_place_are_named() -> None:
-
-    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
-    head = Mlp(8, 16)
-    model = Parts(lambda m, x: m.head(m.blocks(x)), blocks=blocks, head=head)
-    for module in (*blocks, head):
-        module.compile(backend="amp_fx")
+    model = stacked([*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)), net()])
+    for module in model.children():
+        for layer in module.children():
+            layer.compile(backend="amp_fx")
     (row,) = amp_fx.explain(model, torch.randn(2, 8), options=OFF).notes
-    assert row.text.startswith("Sequential.compile() (blocks.0 and 2 more) compiles nothing")
+    assert row.text.startswith("Sequential.compile() (layers.0 and 2 more) compiles nothing")
 
 
 @pytest.mark.usefixtures("_no_code")
 def test_a_program_that_dynamo_does_not_look_at_says_what_to_look_for() -> None:
     with torch.compiler.set_stance("force_eager"):
-        text = str(amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options=OFF))
+        text = str(amp_fx.explain(net(), torch.randn(4, 8), options=OFF))
     assert "0 graphs" in text
     assert "Dynamo makes no graph of it and gives no reason" in text
 
 
 @pytest.mark.usefixtures("_no_code")
 def test_a_program_that_is_disabled_names_the_break() -> None:
-    class Disabled(Mlp):
+    class Disabled(Parts):
         @torch.compiler.disable
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
+        def forward(self, *args: Any) -> Any:
+            return super().forward(*args)
 
-    report = amp_fx.explain(Disabled(8, 16), torch.randn(4, 8), options=OFF)
+    model = Disabled(lambda m, x: m.up(x), up=nn.Linear(8, 8))
+    report = amp_fx.explain(model, torch.randn(4, 8), options=OFF)
     assert str(report).splitlines()[1] == "nothing was compiled"
     (reason,) = report.graph_breaks
     assert "torch.compiler.disable" in reason

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from amp_fx import Plan, record
+from amp_fx import Plan, Report, record
 from amp_fx.plans.reading import publish
 
 
-def test_a_recording_holds_the_plans_published_inside_it_in_order() -> None:
+def test_a_recording_holds_the_plans_published_inside_it_in_order_and_a_report_of_each() -> None:
     first, second, outside = Plan("first"), Plan("second"), Plan("outside")
     publish(outside)
     with record() as recording:
@@ -18,6 +18,7 @@ def test_a_recording_holds_the_plans_published_inside_it_in_order() -> None:
         publish(second)
     publish(outside)
     assert recording.plans == [first, second]
+    assert recording.reports == [Report([first]), Report([second])]
 
 
 def test_recordings_nest() -> None:
@@ -45,10 +46,14 @@ def test_a_recording_closes_when_its_block_raises() -> None:
     assert recording.plans == []
 
 
-def test_plans_from_other_threads_are_recorded() -> None:
+def test_plans_from_other_threads_are_recorded_while_recordings_open_and_close() -> None:
+    counts: list[int] = []
+
     def publish_many(name: str) -> None:
-        for _ in range(100):
-            publish(Plan(name))
+        for _ in range(50):
+            with record() as inner:
+                publish(Plan(name))
+            counts.append(len(inner.plans))
 
     with record() as recording:
         threads = [threading.Thread(target=publish_many, args=(str(index),)) for index in range(4)]
@@ -57,22 +62,6 @@ def test_plans_from_other_threads_are_recorded() -> None:
         for thread in threads:
             thread.join()
     names = [plan.graph for plan in recording.plans]
-    assert sorted(names) == sorted(str(index) for index in range(4) for _ in range(100))
-
-
-def test_recordings_open_and_close_from_many_threads_at_once() -> None:
-    counts: list[int] = []
-
-    def record_some() -> None:
-        for _ in range(50):
-            with record() as recording:
-                publish(Plan())
-            counts.append(len(recording.plans))
-
-    threads = [threading.Thread(target=record_some) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert sorted(names) == sorted(str(index) for index in range(4) for _ in range(50))
     assert len(counts) == 200
     assert min(counts) >= 1
