@@ -152,6 +152,8 @@ def _here(
     not_compiled: NotCompiled,
 ) -> Report:
     """On the device that the model is on: every graph as Inductor would compile it, run op by op."""
+    # before its modules are as they were before Module.compile()
+    entry = entry_of(program)
 
     def lower(backend: Backend) -> LoweredGraphs:
         found = LoweredGraphs()
@@ -170,7 +172,7 @@ def _here(
             untouched(program, args, kwargs) as (given, named),
             replace_inner_compile(found.inner_compile),
         ):
-            result = torch.compile(entry_of(program), backend=compile_or_forget)(*given, **named)
+            result = torch.compile(entry, backend=compile_or_forget)(*given, **named)
             # the caller's autocast has nothing to do with the backward, as in a training loop
             _differentiate(program, given, named, result)
         return found
