@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import Parts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx import CastPlan, NodePlan, Plan
 from amp_fx.policy import OpClass
 from graphs import rewrite
+from small_models import Parts
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import Parts
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +22,7 @@ from amp_fx.plans.plan_files import choose_plan, load_plans
 from amp_fx.policy import OpClass
 from amp_fx.settings import Options
 from graphs import Rewritten, casts_of, rewrite
+from small_models import Parts
 
 RULES = {"rules": [{"op": "gelu", "precision": "fp32"}, {"module": "head", "precision": "fp32"}]}
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import Parts
 from torch import Tensor, nn
 
 from amp_fx import Plan
 from amp_fx.reports.advice import Advice, advise, layout_advice, scaling_advice, weight_advice
 from amp_fx.settings import Options
 from graphs import Rewritten, rewrite
+from small_models import Parts
 
 
 def block(width: int = 16, inner: int = 32) -> nn.Module:

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import Parts
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,6 +27,7 @@ from amp_fx.plans.plan import Cost, dtype_name
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.report import SUFFIXES
 from graphs import Rewritten, casts_of, rewrite
+from small_models import Parts
 
 
 def net() -> nn.Module:
