@@ -44,8 +44,7 @@ from amp_fx.policy.levels import is_narrow
 from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.settings import Options
 from amp_fx.state import cache_results
-from amp_fx.weights.freezing import freeze
-from amp_fx.weights.inference import KeptWeights, cached, copied_weights
+from amp_fx.weights.graphs import WeightsGraph, cached, copied_weights, freeze
 from amp_fx.widened import widenings
 
 __all__ = ["KEYED_ROOMS", "Call", "Watch", "compile_rewritten", "is_raised", "lower", "lower_as_it_is"]
@@ -156,7 +155,7 @@ def _has_narrow(rewritten: fx.GraphModule) -> bool:
 
 def _copies(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
     compiled = cached(rewritten, call.example_inputs, lambda graph, inputs: lower(graph, inputs, call.opts))
-    return _WithKept(compiled, call.opts)
+    return _WithDerived(compiled, call.opts)
 
 
 def _frozen(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
@@ -172,33 +171,34 @@ def _frozen(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
         may_change=may_change,
         packs_wide=opts.weights != "auto",
     )
-    return lower(rewritten, call.example_inputs, opts) if graph is None else _WithKept(graph, opts)
+    return lower(rewritten, call.example_inputs, opts) if graph is None else _WithDerived(graph, opts)
 
 
-class _WithKept:
-    """A graph with what is kept of its weights; if that fails, what it needs of them is made in each call.
+class _WithDerived:
+    """A graph with what is derived from its weights; if that fails, it is derived for each call.
 
     Args:
         graph: compiled.
         opts: if they are strict, what fails is raised.
     """
 
-    def __init__(self, graph: KeptWeights, opts: Options) -> None:
+    def __init__(self, graph: WeightsGraph, opts: Options) -> None:
         self._graph, self._opts = graph, opts
         self._gave_up = False
 
     def __call__(self, *args: Any) -> Any:
         if self._gave_up:
-            return self._graph.run(args, self._graph.anew(args))
+            return self._graph.run(args, self._graph.once(args))
         try:
-            made = self._graph.kept(args)
+            derived = self._graph.derived(args)
         except Exception as error:
             if is_raised(self._opts, error):
                 raise
             logger.info("what is kept of weights fails", exc_info=True)
-            made, reason = self._graph.anew(args), reason_of(error)
+            derived, reason = self._graph.once(args), reason_of(error)
             self._gave_up = True
             warn_fallback("makes what a graph needs of its weights in each call", reason)
+<<<<<<< HEAD
         return self._graph.run(args, made)
 
 
@@ -256,3 +256,6 @@ def _hook(graph: str, passes: tuple[Pass, ...], opts: Options) -> dict[str, Any]
 def _sources() -> str:
     """A hash of the rooms that passes are made of, constants included."""
     return source_hash(*(path for room in KEYED_ROOMS for path in sys.modules[f"amp_fx.{room}"].__path__))
+=======
+        return self._graph.run(args, derived)
+>>>>>>> 828b453 (wip)

@@ -35,7 +35,7 @@ from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.sensitivity import CallSensitivity, Sensitivity
 from amp_fx.policy.levels import levels_of
 from amp_fx.settings import Options
-from amp_fx.weights.inference import weight_inputs
+from amp_fx.weights.graphs import weight_inputs
 from amp_fx.widened import widenings
 
 __all__ = ["add_autocast", "replay", "rewrite"]

@@ -26,7 +26,7 @@ from amp_fx.policy.table import supported_devices
 from amp_fx.reports.left_out import entry_of
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
-from amp_fx.weights.inference import copied_weights
+from amp_fx.weights.graphs import copied_weights
 from amp_fx.weights.recipes import Cast, CopyRecipe, recipe_of
 from amp_fx.widened import Unscaled, identity, replace_by_pair, replace_parameter
 

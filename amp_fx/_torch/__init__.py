@@ -21,6 +21,5 @@ from amp_fx._torch.freezing import *
 from amp_fx._torch.hooks import *
 from amp_fx._torch.inductor import *
 from amp_fx._torch.lowering import *
-from amp_fx._torch.multi_tensor import *
-from amp_fx._torch.storages import *
+from amp_fx._torch.tensors import *
 from amp_fx._torch.tracing import *

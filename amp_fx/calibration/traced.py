@@ -41,7 +41,7 @@ from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 from amp_fx.targets import tracing
 from amp_fx.targets.process import TargetProcess
-from amp_fx.weights.inference import weight_inputs
+from amp_fx.weights.graphs import weight_inputs
 
 __all__ = ["MeasuredGraph", "PricedMatmuls", "TargetGraph", "read_matmuls", "there"]
 

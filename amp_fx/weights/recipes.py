@@ -1,8 +1,7 @@
-"""How values are made of weights: cast, scaled, folded and packed."""
+"""Recipes: how tensors are derived from weights. They are cast, scaled, or folded and packed by Inductor."""
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,39 +21,20 @@ aten = torch.ops.aten
 
 
 class Recipe(Protocol):
-    """How a value is made of weights. Recipes that do the same are equal."""
+    """How tensors are derived from weights. Recipes that do the same are equal."""
 
     def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tensors of the value.
+        """The derived tensors.
 
         Args:
             weights: as many as the recipe takes.
-            before: what it has made of these weights before, and may write to; else empty.
+            before: what it has made of these weights before, and writes to if it can; else empty.
         """
         ...
 
 
-class _OfOneWeight(abc.ABC):
-    """A recipe whose tensors are written in place."""
-
-    @abc.abstractmethod
-    def empty(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The tensors, with nothing in them yet."""
-
-    @abc.abstractmethod
-    def write(self, weight: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        """Makes the value, in place."""
-
-    def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See :class:`Recipe`."""
-        [weight] = weights
-        tensors = before or self.empty(weight)
-        self.write(weight, tensors)
-        return tensors
-
-
 @dataclass(frozen=True)
-class Cast(_OfOneWeight):
+class Cast:
     """The weight in another dtype, laid out as it is. One tensor.
 
     Attributes:
@@ -63,17 +43,16 @@ class Cast(_OfOneWeight):
 
     dtype: torch.dtype
 
-    def empty(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The tensor, with nothing in it yet."""
-        return (torch.empty_like(weight, dtype=self.dtype, requires_grad=False),)
-
-    def write(self, weight: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        """Makes the copy, in place."""
+    def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See :class:`Recipe`."""
+        [weight] = weights
+        tensors = before or (torch.empty_like(weight, dtype=self.dtype, requires_grad=False),)
         tensors[0].copy_(weight)
+        return tensors
 
 
 @dataclass(frozen=True)
-class Scaled(_OfOneWeight):
+class Scaled:
     """A matrix with one factor for each column of what it is multiplied to. Two tensors.
 
     The first is (columns, contracted), contiguous, in the dtype of the level; the second fp32 (columns, 1): ``data *
@@ -88,16 +67,13 @@ class Scaled(_OfOneWeight):
     level: str
     in_rows: bool
 
-    def empty(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The tensors, with nothing in them yet."""
-        columns, contracted = weight.shape if self.in_rows else reversed(weight.shape)
-        data = torch.empty(columns, contracted, dtype=LEVELS[self.level].dtype, device=weight.device)
-        return data, torch.empty(columns, 1, dtype=torch.float32, device=weight.device)
-
-    def write(self, weight: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        """Makes the copy, in place."""
-        for tensor, value in zip(tensors, self.made(weight), strict=True):
+    def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See :class:`Recipe`."""
+        [weight] = weights
+        made = self.made(weight)
+        for tensor, value in zip(before, made, strict=bool(before)):
             tensor.copy_(value)
+        return before or made
 
     def made(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The tensors of a weight."""

@@ -19,8 +19,8 @@ from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, recor
 from amp_fx.graphs.fallback import is_for_the_caller
 from amp_fx.passes import LayOutGradients, PlaceLevels
 from amp_fx.scaling.scaled_graph import ScaledGraph
+from amp_fx.weights.derived import WeightCache
 from amp_fx.weights.folding import FoldingRecord
-from amp_fx.weights.kept import Kept
 from graphs import without_inductor
 from holding import Held
 from levels import MLP, lowered
@@ -212,7 +212,7 @@ def test_where_copies_fail_in_a_call_they_are_made_in_each(monkeypatch: pytest.M
     run = compiled(model, numerics="eager")
     with torch.inference_mode(), without_inductor():
         assert is_low(run(x), model, x)
-        monkeypatch.setattr(Kept, "_renew", fails)
+        monkeypatch.setattr(WeightCache, "_renew", fails)
         with one_warning("in each call"):
             for _ in range(2):
                 scale_weight(model)
@@ -230,7 +230,7 @@ def test_where_constants_fail_in_a_call_they_are_computed_in_each(
     run = compiled(model)
     with torch.inference_mode():
         assert is_low(run(x), model, x)
-        monkeypatch.setattr(Kept, "_renew", fails)
+        monkeypatch.setattr(WeightCache, "_renew", fails)
         scale_weight(model)
         with one_warning("in each call"):
             for _ in range(2):
@@ -241,6 +241,6 @@ def test_where_constants_fail_in_a_call_they_are_computed_in_each(
 def test_with_strict_what_fails_in_a_call_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = net(), torch.randn(8, 64)
     run = compiled(model, numerics="eager", strict=True)
-    monkeypatch.setattr(Kept, "of", fails)
+    monkeypatch.setattr(WeightCache, "of", fails)
     with torch.inference_mode(), without_inductor(), pytest.raises(OnPurposeError):
         run(x)

@@ -38,5 +38,5 @@ def test_what_is_kept_is_forgotten() -> None:
 
 def test_everything_is_registered_under_a_name_of_its_own() -> None:
     names = state.registered()
-    assert "copies of weights" in names
+    assert "tensors derived from weights" in names
     assert "results of amp_fx.policy.table._table" in names

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from amp_fx._torch import packed_layout
 from amp_fx.weights import held_bytes
-from amp_fx.weights.splitting import Constant, split
-from amp_fx.weights.values import Values
+from amp_fx.weights.derived import DerivedInputs
+from amp_fx.weights.folding import Constant, split
 
 aten = torch.ops.aten
 
 
-def values_of(graph: fx.Graph, *nodes: fx.Node, layout: bytes = b"") -> Values:
+def values_of(graph: fx.Graph, *nodes: fx.Node, layout: bytes = b"") -> DerivedInputs:
     return split(fx.GraphModule(nn.Module(), graph), [Constant(node, layout) for node in nodes])
 
 
-def doubled_and_summed() -> Values:
+def doubled_and_summed() -> DerivedInputs:
     """``2 * a`` and ``a + b``."""
     graph = fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
@@ -30,7 +30,7 @@ def doubled_and_summed() -> Values:
     return values_of(graph, *nodes)
 
 
-def packed(batch: int) -> Values:
+def packed(batch: int) -> DerivedInputs:
     """A matrix in bf16, packed for a batch size."""
     graph = fx.Graph()
     low = graph.call_function(aten.to.dtype, (graph.placeholder("weight"), torch.bfloat16))
@@ -44,13 +44,13 @@ def values(*numbers: float) -> list[Tensor]:
     return [torch.full((4,), number) for number in numbers]
 
 
-def tensors_of(constants: Values, weights: Sequence[Tensor]) -> list[Tensor]:
-    return constants.make(weights).value
+def tensors_of(constants: DerivedInputs, weights: Sequence[Tensor]) -> list[Tensor]:
+    return constants.derive(weights).value
 
 
 def test_only_what_depends_on_a_changed_weight_is_computed_again() -> None:
     constants, weights = doubled_and_summed(), values(1.0, 10.0)
-    made = constants.make(weights)
+    made = constants.derive(weights)
     versions = [value._version for value in made.value]
     assert [value[0].item() for value in made.value] == [2.0, 11.0]
     assert all(map(operator.is_, tensors_of(constants, weights), made.value))
@@ -67,11 +67,11 @@ def test_only_what_depends_on_a_changed_weight_is_computed_again() -> None:
 def test_graphs_that_compute_the_same_share_it() -> None:
     one, other, weights = doubled_and_summed(), doubled_and_summed(), values(1.0, 10.0)
     before = held_bytes()
-    kept = one.make(weights), other.make(weights)
+    kept = one.derive(weights), other.derive(weights)
     assert all(map(operator.is_, kept[0].value, kept[1].value))
     assert held_bytes() == before + 32
     # other weights have constants of their own, and do not disturb these
-    others = one.make(values(3.0, 3.0))
+    others = one.derive(values(3.0, 3.0))
     assert held_bytes() == before + 64
     assert [value[0].item() for value in kept[0].value] == [2.0, 11.0]
     del kept, others
@@ -89,7 +89,7 @@ def test_the_order_of_the_inputs_does_not_matter_their_roles_do() -> None:
     graph.output((node,))
     straight = values_of(graph, node)
     a, b = values(5.0, 3.0)
-    keep = straight.make([a, b])
+    keep = straight.derive([a, b])
     assert tensors_of(swapped, [b, a])[0] is tensors_of(straight, [a, b])[0]
     assert tensors_of(swapped, [a, b])[0][0].item() == -2.0
     del keep
@@ -97,7 +97,7 @@ def test_the_order_of_the_inputs_does_not_matter_their_roles_do() -> None:
 
 def test_what_is_packed_alike_for_two_batch_sizes_is_one_tensor() -> None:
     weight, before = torch.randn(64, 64), held_bytes()
-    one, other = packed(16).make([weight]), packed(128).make([weight])
+    one, other = packed(16).derive([weight]), packed(128).derive([weight])
     assert one.value[0] is other.value[0]
     assert held_bytes() == before + 2 * 64 * 64
 

@@ -1,23 +1,162 @@
-"""Values of weights are made in any number of threads, and while others are made: nobody waits for ever."""
+"""Derived tensors: made once for all graphs and threads, made again for what has changed, gone with their weights."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from derived import are_current, copies_for, new_weights
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx.weights import derived
-from amp_fx.weights.changes import state_of
-from amp_fx.weights.derived import derived_of
-from amp_fx.weights.kept import Kept
-from amp_fx.weights.values import Input, Values
+from amp_fx import backend, compiling, weights
+from amp_fx.graphs.calls import is_cast
+from amp_fx.weights.derived import DerivedInputs, Input, WeightCache, derived_of
+from holding import Held
 
 #: seconds; more than any of this takes
 LONG = 20.0
+
+
+def test_copies_are_made_once(held: Held) -> None:
+    parameters = new_weights()
+    copies = copies_for(4)
+    first = copies.of(parameters)
+    assert are_current(copies, parameters)
+    assert copies.of(parameters) is first
+    assert held.bytes() == sum(2 * p.numel() for p in parameters)
+
+
+@pytest.mark.parametrize("asked", ["cache", "freeze"])
+def test_graphs_with_gradients_cast_their_weights_and_the_log_says_so_once(
+    asked: str, held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lowered: list[torch.fx.GraphModule] = []
+
+    def lower(gm: torch.fx.GraphModule, *_: Any) -> torch.fx.GraphModule:
+        lowered.append(gm)
+        return gm
+
+    monkeypatch.setattr(compiling, "lower", lower)
+    backend._say_cast.cache_clear()
+    options = {"weights": asked, "profile": "off", "strict": True}
+    with caplog.at_level(logging.INFO, logger="amp_fx.backend"):
+        for width in (16, 32):
+            torch.compile(nn.Linear(width, 8), backend="amp_fx", options=options)(torch.randn(4, width))
+    inputs = [gm.graph.find_nodes(op="placeholder") for gm in lowered]
+    assert [*map(len, inputs)] == [3, 3]
+    assert all(map(is_cast, (user for found in inputs for node in found for user in node.users)))
+    assert held.bytes() == 0
+    assert [record.levelname for record in caplog.records if "'cast'" in record.getMessage()] == ["INFO"]
+
+
+# ---- what is shared ----
+
+
+def test_graphs_and_models_that_read_the_same_weights_share_copies() -> None:
+    shared, own = nn.Parameter(torch.randn(64, 64)), new_weights()
+    models = [[shared, own[0]], [shared, nn.Parameter(torch.randn(64, 48))]]
+    graphs = [copies_for(2), copies_for(2)]
+    first = [graph.of(model) for graph in graphs for model in models]
+    assert len({id(copies[0]) for copies in first}) == 1
+    versions = [copies[0]._version for copies in first]
+    shared.data.mul_(2.0)
+    assert all(are_current(graph, model) for graph in graphs for model in models)
+    # cast once for all of them, where it lies
+    assert [graph.of(model)[0]._version for graph in graphs for model in models] == [versions[0] + 1] * 4
+
+
+def test_a_weight_in_another_order_of_memory_gets_a_copy_in_that_order() -> None:
+    parameter = nn.Parameter(torch.randn(8, 4, 3, 3))
+    copies = copies_for(1)
+    assert are_current(copies, [parameter])
+    parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    assert are_current(copies, [parameter])
+    assert copies.of([parameter])[0].stride() == parameter.stride()
+
+
+def test_inference_tensors_are_weights_too() -> None:
+    with torch.inference_mode():
+        parameters = [nn.Parameter(torch.randn(64, 64))]
+        copies = copies_for(1)
+        assert are_current(copies, parameters)
+        parameters[0].mul_(2.0)
+        assert are_current(copies, parameters)
+
+
+def test_copies_that_were_made_in_inference_mode_can_be_renewed_outside() -> None:
+    parameters = new_weights()
+    copies = copies_for(4)
+    with torch.inference_mode():
+        copies.of(parameters)
+    parameters[0].data.mul_(2.0)
+    with torch.no_grad():
+        assert are_current(copies, parameters)
+
+
+# ---- lives ----
+
+
+def test_copies_die_with_their_weights(held: Held) -> None:
+    parameters = new_weights()
+    copies = copies_for(4)
+    low = weakref.ref(copies.of(parameters)[0])
+    storage = weakref.ref(parameters[0].untyped_storage())
+    gc.disable()
+    try:
+        del parameters
+        assert (low(), storage(), held.bytes()) == (None, None, 0)
+    finally:
+        gc.enable()
+
+
+def test_memory_that_outlives_its_weight_keeps_one_copy_for_whoever_is_there(held: Held) -> None:
+    flat = torch.randn(64 * 48)
+    copies = copies_for(1)
+    for size in (64, 48, 64):
+        # a new object each time, perhaps with the id of the one before
+        parameter = nn.Parameter(flat[: size * 48].view(size, 48))
+        assert are_current(copies, [parameter])
+        assert copies.of([parameter])[0].shape == parameter.shape
+        flat.mul_(2.0)
+        assert are_current(copies, [parameter])
+    assert held.bytes() <= 2 * (64 + 48) * 48
+    del flat, parameter
+    assert held.bytes() == 0
+
+
+def test_weights_that_change_between_two_pieces_of_memory_have_one_copy(held: Held) -> None:
+    moved, stays = nn.Parameter(torch.randn(64, 48)), nn.Parameter(torch.randn(8))
+    # as moving averages are put in the place of what is trained, and taken out again
+    values = [moved.data, torch.randn(64, 48)]
+    graphs = [copies_for(2), copies_for(2)]
+    kept = graphs[0].of([moved, stays])[1]
+    version = kept._version
+    for step in range(4):
+        moved.data = values[step % 2]
+        assert are_current(graphs[step % 2], [moved, stays])
+        # the other graph has no copy of what lies in memory that the weight has left
+        assert held.bytes() == 2 * (64 * 48 + 8)
+        assert graphs[step % 2].of([moved, stays])[1] is kept
+    assert kept._version == version
+
+
+def test_a_copy_that_is_made_during_a_write_counts_for_one_call_even_if_the_write_is_undone() -> None:
+    weight, writes = torch.ones(4), [2.0, 0.5]
+    graph = kept(Doubled("written to", lambda: weight.data.mul_(writes.pop(0)) if len(writes) == 2 else None))
+    assert torch.equal(graph.of([weight])[0], torch.full((4,), 4.0))
+    weight.data.mul_(writes.pop())
+    assert torch.equal(graph.of([weight])[0], torch.full((4,), 2.0))
+
+
+# ---- threads ----
 
 
 @dataclass(frozen=True)
@@ -26,7 +165,7 @@ class Doubled:
 
     Attributes:
         name: of the recipe.
-        meanwhile: is called while the value is made.
+        meanwhile: is called before the value is made.
     """
 
     name: str
@@ -37,8 +176,8 @@ class Doubled:
         return (weights[0] * 2,)
 
 
-def kept(recipe: Doubled) -> Kept[list[Tensor]]:
-    return Kept(Values([(recipe, (0,))], [Input(0)]).make)
+def kept(recipe: Doubled) -> WeightCache[list[Tensor]]:
+    return WeightCache(DerivedInputs([(recipe, (0,))], [Input(0)]).derive)
 
 
 def in_threads(*functions: Callable[[], object]) -> list[bool]:
@@ -51,7 +190,7 @@ def in_threads(*functions: Callable[[], object]) -> list[bool]:
     return [not thread.is_alive() for thread in threads]
 
 
-def test_while_a_value_is_made_others_are_made_in_other_threads() -> None:
+def test_while_a_tensor_is_derived_others_are_in_other_threads() -> None:
     weight, began, other_is_made = torch.ones(4), threading.Event(), threading.Event()
     waited: list[bool] = []
 
@@ -75,7 +214,7 @@ def test_what_several_threads_want_is_made_once() -> None:
     recipe = Doubled("once", lambda: made.append(1))
     graphs, got = [kept(recipe) for _ in range(4)], list[Tensor]()
 
-    def want(graph: Kept[list[Tensor]]) -> None:
+    def want(graph: WeightCache[list[Tensor]]) -> None:
         all_want.wait(LONG)
         got.append(graph.of([weight])[0])
 
@@ -84,7 +223,7 @@ def test_what_several_threads_want_is_made_once() -> None:
     assert len({id(tensor) for tensor in got}) == 1
 
 
-def test_a_value_that_is_wanted_while_it_is_made_is_made_for_that_call() -> None:
+def test_what_is_derived_while_it_is_derived_ends() -> None:
     weight, inner = torch.ones(4), list[Tensor]()
 
     def want() -> None:
@@ -98,59 +237,43 @@ def test_a_value_that_is_wanted_while_it_is_made_is_made_for_that_call() -> None
     assert torch.equal(graph.of([weight])[0], weight * 2)
 
 
-def test_two_threads_that_want_what_the_other_makes_do_not_wait_for_each_other() -> None:
-    weight, both = torch.ones(4), threading.Barrier(2)
-    # or both look at it first, and what is made from one of two states is made again
-    state_of(weight)
-    nested = threading.local()
+def test_modes_of_the_program_do_not_run_while_others_may_wait() -> None:
+    ops = list[str]()
 
-    def want(other: str) -> None:
-        if not getattr(nested, "is_on", False):
-            nested.is_on = True
-            both.wait(LONG)
-            graphs[other].of([weight])
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ops.append(str(func))
+            return func(*args, **(kwargs or {}))
 
-    graphs = {"a": kept(Doubled("a", lambda: want("b"))), "b": kept(Doubled("b", lambda: want("a")))}
-    assert all(in_threads(lambda: graphs["a"].of([weight]), lambda: graphs["b"].of([weight])))
-    assert all(torch.equal(graph.of([weight])[0], weight * 2) for graph in graphs.values())
+    weight = torch.ones(4)
+    with Seen():
+        kept(Doubled("in a mode")).of([weight])
+    assert not [op for op in ops if "mul" in op]
 
 
-def test_who_has_waited_long_makes_a_value_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derived, "_PATIENCE", 0.01)
-    weight, lock, began = torch.ones(4), threading.Lock(), threading.Event()
-
-    def make() -> None:
-        if not began.is_set():
-            began.set()
-            with lock:
-                pass
-
-    graph, got = kept(Doubled("held up", make)), list[Tensor]()
-
-    def want() -> None:
-        # has what the maker waits for, as Dynamo has a lock while it compiles
-        with lock:
-            maker.start()
-            began.wait(LONG)
-            got.append(graph.of([weight])[0])
-
-    maker = threading.Thread(target=lambda: graph.of([weight]), daemon=True)
-    assert all(in_threads(want))
-    maker.join(LONG)
-    assert torch.equal(got[0], weight * 2)
-
-
-def test_after_an_error_a_value_is_made_again() -> None:
+def test_after_an_error_a_tensor_is_derived_again() -> None:
     weight, errors = torch.ones(4), [ValueError("no memory")]
 
     def fail() -> None:
         if errors:
             raise errors.pop()
 
-    recipe = Doubled("fails", fail)
-    of_weight = derived_of(recipe, [weight])
+    derived = derived_of(Doubled("fails", fail), [weight])
     with pytest.raises(ValueError, match="no memory"):
-        of_weight.bring([weight])
-    _, states = of_weight.bring([weight])
-    assert of_weight.states == states
-    assert torch.equal(of_weight.tensors[0], weight * 2)
+        derived.update([weight])
+    assert derived.update([weight])
+    assert torch.equal(derived.tensors[0], weight * 2)
+
+
+def test_threads_see_current_copies() -> None:
+    parameters = new_weights()
+    copies = copies_for(4)
+    turns: list[bool] = []
+    assert all(
+        in_threads(
+            *[lambda: turns.extend(are_current(copies, parameters) for _ in range(100)) for _ in range(4)]
+        )
+    )
+    assert turns == [True] * 400
+    weights.clear()
+    assert are_current(copies, parameters)

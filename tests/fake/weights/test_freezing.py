@@ -99,7 +99,7 @@ def test_a_graph_is_compiled_for_one_model_while_it_is_for_another() -> None:
 
     def call(model: int) -> None:
         args = [models[model]]
-        got[model] = frozen.run(args, frozen.kept(args))
+        got[model] = frozen.run(args, frozen.derived(args))
 
     first, second = (threading.Thread(target=call, args=(model,), daemon=True) for model in range(2))
     first.start()
