@@ -1,0 +1,102 @@
+"""Tensors: their memory, known weakly or borrowed, and kernels for many at once, as gradient scaling uses them.
+
+``torch.utils.swap_tensors``, and so ``module.to()`` where parameters are swapped, refuses a tensor that has a weak
+reference. Its storage may have any number of them.
+"""
+
+# what is imported here is private on purpose
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amp_fx._torch.tracing import is_wrapper, wrapped_tensors
+
+__all__ = [
+    "StorageRef",
+    "borrowed",
+    "find_nonfinite_",
+    "largest_magnitudes",
+    "modes_disabled",
+    "storage_ref",
+    "update_scale",
+    "words_of_memory",
+]
+
+StorageRef = weakref.ref[torch.UntypedStorage]
+
+
+def storage_ref(value: Tensor, freed: Callable[[Any], object] | None = None) -> StorageRef:
+    """A weak reference to the memory of a tensor, of the first part where it consists of several.
+
+    Args:
+        value: dense.
+        freed: called with the reference when the memory is freed, or the tensor has got other memory that is its own.
+    """
+    while is_wrapper(value):
+        value = wrapped_tensors(value)[0]
+    return weakref.ref(value.untyped_storage(), freed)
+
+
+def borrowed(value: Tensor) -> Tensor:
+    """A tensor with the same elements in the same memory, which it does not keep alive: whoever reads it has to."""
+    owner = value.untyped_storage()
+    empty = torch.empty(0, dtype=value.dtype, device=value.device)
+    storage = torch._C._construct_storage_from_data_pointer(owner.data_ptr(), value.device, owner.nbytes())
+    return empty.set_(storage, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+
+
+def words_of_memory(start: int, count: int, device: torch.device) -> Tensor:
+    """Memory as int64, not kept alive: whoever reads a word of it knows that something lies there."""
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    storage = torch._C._construct_storage_from_data_pointer(start, device, 8 * count)
+    return empty.set_(storage, 0, (count,), (1,))  # type: ignore[call-overload]
+
+
+def modes_disabled() -> AbstractContextManager[Any]:
+    """Ops inside the block are not seen by dispatch modes: not by the program's, and not by those of a compiler."""
+    return _disable_current_modes()
+
+
+def update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """One update of a loss scale, in place and on its device: what torch.amp.GradScaler does.
+
+    Args:
+        scale: fp32, 0-d.
+        growth_tracker: int32, 0-d; updates since the last change.
+        found_inf: fp32, 0-d; not zero: something was inf or nan.
+        growth_factor: the scale's factor after ``growth_interval`` updates without a finding.
+        backoff_factor: the scale's factor after a finding.
+        growth_interval: see ``growth_factor``.
+    """
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+
+
+def find_nonfinite_(values: Sequence[Tensor], found: Tensor) -> None:
+    """Sets ``found`` (fp32, 0-d) to 1.0 if a value is inf or nan, by one kernel and without waiting.
+
+    Args:
+        values: of one floating dtype, on the device of ``found``.
+        found: keeps its value if nothing is found.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(list(values), found, torch.ones_like(found))
+
+
+def largest_magnitudes(values: Sequence[Tensor]) -> list[Tensor]:
+    """The largest magnitude in each tensor, 0-d; inf or nan where an element is. On a GPU by one pass of kernels."""
+    return list(torch._foreach_norm(list(values), torch.inf))

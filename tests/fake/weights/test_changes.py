@@ -1,0 +1,305 @@
+"""How a changed weight is noticed: the table of writes, optimizers, graphs with gradients, samples."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from derived import are_current, copies_for, new_weights
+from torch import Tensor, nn
+from writes import WRITES, new_layer
+
+from amp_fx import WeightsError, weights
+from amp_fx._torch import AFTER_STEP
+from amp_fx.weights import changes
+from amp_fx.weights.changes import SAMPLED, Fingerprint, sampled_offsets
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_a_write_is_seen_by_the_next_call_or_after_touch(way: str) -> None:
+    write, is_seen = WRITES[way]
+    layer = new_layer()
+    copies = copies_for(1)
+    before = layer.weight.detach().clone()
+    assert are_current(copies, [layer.weight])
+    write(layer)
+    is_changed = way != "another slice of a flat vector"
+    assert torch.equal(layer.weight, before) != is_changed
+    assert are_current(copies, [layer.weight]) == (is_seen or not is_changed)
+    weights.touch(layer.weight)
+    assert are_current(copies, [layer.weight])
+
+
+def test_touch_takes_tensors_in_the_memory_of_a_weight_and_nothing_else() -> None:
+    parameters = [nn.Parameter(torch.randn(1000, 16)) for _ in range(2)]
+    copies = copies_for(2)
+    assert are_current(copies, parameters)
+    for parameter in parameters:
+        parameter.data[501] = 0.0
+    assert not are_current(copies, parameters)
+    weights.touch(parameters[0], parameters[1].data)
+    assert are_current(copies, parameters)
+    with pytest.raises(WeightsError, match=r"touch\(\*model.parameters\(\)\)"):
+        weights.touch(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
+
+
+def test_clear_touches_all_weights() -> None:
+    parameter = nn.Parameter(torch.randn(1000, 16))
+    copies = copies_for(1)
+    assert are_current(copies, [parameter])
+    parameter.data[501] = 0.0
+    weights.clear()
+    assert are_current(copies, [parameter])
+
+
+# ---- the sample ----
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "nothing": lambda: torch.randn(0, 3),
+    "a number": lambda: torch.randn(()),
+    "a vector of few": lambda: torch.randn(5),
+    "a vector of few, not a multiple of a word": lambda: torch.randn(15)[1:8].bfloat16(),
+    "a matrix": lambda: torch.randn(64, 48),
+    "a transposed matrix": lambda: torch.randn(48, 64).t(),
+    "channels last": lambda: torch.randn(24, 16, 3, 3).to(memory_format=torch.channels_last),
+    "bfloat16": lambda: torch.randn(33, 20).bfloat16(),
+    "float8": lambda: torch.randn(33, 20).to(torch.float8_e4m3fn),
+    "complex": lambda: torch.randn(20, 20, dtype=torch.complex128),
+    "every second column": lambda: torch.randn(40, 60)[:, ::2],
+    "a view that lies between others": lambda: torch.randn(1001)[1:].view(8, 125),
+    "one value": lambda: torch.zeros(64, 64),
+    "nan": lambda: torch.full((64, 64), torch.nan),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_elements_of_each_64th_of_a_weight_are_sampled(layout: str) -> None:
+    torch.manual_seed(0)
+    weight = LAYOUTS[layout]()
+    places = torch.arange(weight.numel()).reshape(weight.shape)
+    # which element lies at an offset
+    at = torch.full((1 + sum((n - 1) * s for n, s in zip(weight.shape, weight.stride(), strict=True)),), -1)
+    at.as_strided(weight.shape, weight.stride()).copy_(places) if weight.numel() else None
+    found = np.array([int(at[offset]) for offset in sampled_offsets(weight)])
+    if weight.numel() <= SAMPLED:
+        assert found.tolist() == list(range(weight.numel()))
+    else:
+        # where a piece ends within an element, that is of both
+        bounds = np.arange(SAMPLED + 1) * weight.numel() / SAMPLED
+        assert np.all((np.floor(bounds[:-1]) <= found) & (found < np.ceil(bounds[1:])))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_sampled_is_compared_by_bits(layout: str) -> None:
+    torch.manual_seed(0)
+    weight = LAYOUTS[layout]()
+    fingerprint = Fingerprint([weight], [weight])
+    assert fingerprint.matches([weight])
+    if weight.numel():
+        weight.data.copy_(torch.ones(weight.shape).mul_(-3.0))
+        assert not fingerprint.matches([weight])
+
+
+def test_a_random_half_of_the_elements_is_never_missed() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4096)
+    fingerprint = Fingerprint([weight], [weight])
+    for _ in range(200):
+        half = torch.randperm(4096)[:2048]
+        before = weight.clone()
+        weight.data[half] += 1.0
+        assert not fingerprint.matches([weight])
+        weight.data.copy_(before)
+        assert fingerprint.matches([weight])
+
+
+def test_a_call_compares_all_weights_by_one_read_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = list[int]()
+    original = Tensor.index_select
+
+    def index_select(self_: Tensor, dim: int, index: Tensor) -> Tensor:
+        reads.append(len(index))
+        return original(self_, dim, index)
+
+    parameters = [nn.Parameter(torch.randn(256, 256)) for _ in range(20)]
+    copies = copies_for(20)
+    copies.of(parameters)
+    monkeypatch.setattr(Tensor, "index_select", index_select)
+    for _ in range(3):
+        copies.of(parameters)
+    assert reads == [20 * SAMPLED] * 3
+
+
+# ---- optimizers ----
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    name: getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
+    )
+}  # fmt: skip
+FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+FUSED = {"Adagrad", "Adam", "AdamW", "SGD"}
+
+
+def test_all_optimizers_of_torch_are_here() -> None:
+    known = {
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
+    # these have no forms, or take parameters of one kind only; they step below
+    assert known - set(OPTIMIZERS) == {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+
+
+def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for p in parameters:
+        p.grad = None
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in OPTIMIZERS for form in FORMS if form != "fused" or name in FUSED],
+)
+def test_a_step_of_an_optimizer_is_noticed(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # not even the hook is needed, as every element moves
+    monkeypatch.setattr(AFTER_STEP, "listen", lambda _: None)
+    parameters = new_weights()
+    copies = copies_for(len(parameters))
+    optimizer = OPTIMIZERS[name](parameters, lr=0.1, **FORMS[form])
+    for _ in range(3):
+        assert are_current(copies, parameters)
+        before = [p.detach().clone() for p in parameters]
+        step(optimizer, parameters)
+        assert not any(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+    assert are_current(copies, parameters)
+
+
+# of torch 2.11, also where they are enabled
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "SparseAdam"])
+def test_a_step_of_the_other_optimizers_is_noticed(name: str) -> None:
+    parameters = new_weights()[:1]
+    copies = copies_for(1)
+    optimizer = getattr(torch.optim, name)(parameters, lr=0.1)
+    assert are_current(copies, parameters)
+    if name == "SparseAdam":
+        # some rows only
+        rows = torch.tensor([[7, 9]])
+        parameters[0].grad = torch.sparse_coo_tensor(
+            rows, torch.randn(2, 48), (64, 48), check_invariants=True
+        )
+        optimizer.step()
+    elif name == "LBFGS":
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = parameters[0].square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    else:
+        step(optimizer, parameters)
+    assert are_current(copies, parameters)
+
+
+def test_a_compiled_step_is_noticed() -> None:
+    parameters = new_weights()[:2]
+    copies = copies_for(2)
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    compiled = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(2):
+        assert are_current(copies, parameters)
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        compiled()
+    assert are_current(copies, parameters)
+
+
+# ---- events elsewhere ----
+
+
+class Casts:
+    """Counts the weights that are cast."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        original = Tensor.copy_
+
+        def copy_(self_: Tensor, source: Tensor, *args: Any) -> Tensor:
+            self.count += self_.dtype is torch.bfloat16
+            return original(self_, source, *args)
+
+        monkeypatch.setattr(Tensor, "copy_", copy_)
+
+
+def train(parameters: list[nn.Parameter]) -> None:
+    """One call of a graph with gradients."""
+    changes.counting(lambda *args: None)(*parameters, torch.ones(3))
+
+
+def test_a_step_of_a_student_costs_its_teacher_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, student = new_weights(), new_weights()
+    of_teacher, of_student = copies_for(4), copies_for(4)
+    first = of_teacher.of(teacher)
+    of_student.of(student)
+    optimizer = torch.optim.SGD(student, lr=0.1)
+    casts = Casts(monkeypatch)
+    for _ in range(3):
+        train(student)
+        step(optimizer, student)
+        assert of_teacher.of(teacher) is first
+    assert casts.count == 0
+    assert are_current(of_student, student)
+    assert casts.count == len(student)
+
+
+def test_only_the_weights_of_a_step_are_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = new_weights()
+    parameters[3].requires_grad_(False)
+    copies = copies_for(4)
+    copies.of(parameters)
+    casts = Casts(monkeypatch)
+    step(torch.optim.SGD(parameters[:1], lr=0.1), parameters[:1])
+    assert are_current(copies, parameters)
+    assert casts.count == 1
+    # of an optimizer that has all of them, those that it may have written to
+    torch.optim.SGD(parameters, lr=0.1).step()
+    assert are_current(copies, parameters)
+    assert casts.count == 4
+
+
+def test_after_a_call_with_gradients_its_weights_count_as_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [nn.Parameter(torch.randn(1000, 16)) for _ in range(3)]
+    parameters[1].requires_grad_(False)
+    copies = copies_for(3)
+    copies.of(parameters)
+    casts = Casts(monkeypatch)
+    train(parameters[:2])
+    # an optimizer of one's own, that is no torch.optim.Optimizer and writes to one row
+    parameters[0].data[501] -= 1.0
+    assert are_current(copies, parameters)
+    assert casts.count == 1
+
+
+def test_what_torch_calls_after_a_step_goes_with_the_last_weight() -> None:
+    weights.clear()
+    # graphs of other tests
+    gc.collect()
+    parameters = new_weights()
+    copies = copies_for(4)
+    copies.of(parameters)
+    assert changes._stepped in AFTER_STEP._listeners
+    del parameters
+    torch.optim.SGD([nn.Parameter(torch.ones(2))]).step()
+    assert not changes._told
+    assert changes._stepped not in AFTER_STEP._listeners

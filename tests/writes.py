@@ -1,0 +1,158 @@
+"""The ways to write to a weight, and whether the next call sees each: the rule of ``docs/inference.md`` as a table."""
+
+# what is called here is private on purpose
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+__all__ = ["WRITES", "Layer", "Write", "new_layer"]
+
+
+class Layer(nn.Linear):
+    """A linear whose weight lies in a flat vector, as after ``vector_to_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 1024, bias=False)
+        self.flat = torch.randn(3 * 65536)
+        self.weight.data = self.flat[65536:131072].view(1024, 64)
+
+
+def new_layer() -> Layer:
+    torch.manual_seed(0)
+    return Layer()
+
+
+class Write(NamedTuple):
+    """A way to write to the weight of a layer.
+
+    Attributes:
+        write: to the weight of ``new_layer()``.
+        is_seen: True if the next call sees it, False if :func:`amp_fx.weights.touch` is needed.
+    """
+
+    write: Callable[[Layer], object]
+    is_seen: bool = True
+
+
+def _new() -> Tensor:
+    return torch.randn(1024, 64)
+
+
+def _without_gradients(write: Callable[[Tensor], object]) -> Callable[[Layer], object]:
+    def run(layer: Layer) -> None:
+        with torch.no_grad():
+            write(layer.weight)
+
+    return run
+
+
+def _in_inference_mode(layer: Layer) -> None:
+    with torch.inference_mode():
+        layer.weight.data.mul_(0.5)
+
+
+def _swap(layer: Layer) -> None:
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(_new()))
+
+
+def _by_vector(layer: Layer) -> None:
+    vector_to_parameters(2 * parameters_to_vector(layer.parameters()), layer.parameters())
+
+
+def _step(layer: Layer, gradient: Tensor, **options: bool) -> None:
+    layer.weight.grad = gradient
+    torch.optim.SGD(layer.parameters(), lr=0.1, **options).step()
+    layer.weight.grad = None
+
+
+def _one_row() -> Tensor:
+    return torch.zeros(1024, 64).index_fill_(0, torch.tensor(33), 1.0)
+
+
+def _flat_step(layer: Layer) -> None:
+    """A fused optimizer of a flat vector, of which one row of the weight has a gradient."""
+    flat = layer.flat.requires_grad_(True)
+    flat.grad = torch.zeros_like(flat)
+    flat.grad[65536:131072] = _one_row().flatten()
+    torch.optim.SGD([flat], lr=0.1, fused=True).step()
+
+
+def _average(layer: Layer) -> None:
+    """A soup of two models."""
+    layer.weight.data = (layer.weight.data + _new()) / 2
+
+
+def _two_rows_change_places(layer: Layer) -> None:
+    data = layer.weight.data
+    data[3], data[5] = data[5].clone(), data[3].clone()
+
+
+WRITES: dict[str, Write] = {
+    # autograd counts these
+    "an in-place operation": Write(_without_gradients(lambda p: p.mul_(2.0))),
+    "an in-place operation on one element": Write(_without_gradients(lambda p: p[33, 3].add_(1.0))),
+    "an assignment to a row": Write(_without_gradients(lambda p: p.__setitem__(33, 1.0))),
+    "in place, detached": Write(lambda layer: layer.weight.detach()[33].zero_()),
+    "nn.init": Write(lambda layer: nn.init.normal_(layer.weight)),
+    "load_state_dict": Write(lambda layer: layer.load_state_dict({"weight": _new()})),
+    # the parameter is another, or elsewhere
+    "load_state_dict(assign=True)": Write(
+        lambda layer: layer.load_state_dict({"weight": _new()}, assign=True)
+    ),
+    "a new parameter": Write(lambda layer: setattr(layer, "weight", nn.Parameter(_new()))),
+    "p.data = q": Write(lambda layer: setattr(layer.weight, "data", _new())),
+    "p.data = f(p.data)": Write(lambda layer: setattr(layer.weight, "data", layer.weight.data * 1.5)),
+    "an average of models": Write(_average),
+    "swap_tensors": Write(_swap),
+    "vector_to_parameters": Write(_by_vector),
+    "half(), double(), float()": Write(lambda layer: layer.half().double().float()),
+    # optimizers; more of them in test_changes.py
+    "a step": Write(lambda layer: _step(layer, _new())),
+    "a fused step": Write(lambda layer: _step(layer, _new(), fused=True)),
+    "a fused step that changes one row": Write(lambda layer: _step(layer, _one_row(), fused=True)),
+    "a fused step of a flat vector": Write(_flat_step),
+    # in silence, to at least half of the elements
+    "p.data.copy_": Write(lambda layer: layer.weight.data.copy_(_new())),
+    "p.data.lerp_": Write(lambda layer: layer.weight.data.lerp_(_new(), 0.001)),
+    "p.data.mul_().add_(), as a moving average": Write(
+        lambda layer: layer.weight.data.mul_(0.999).add_(_new(), alpha=0.001)
+    ),
+    "p.data.zero_": Write(lambda layer: layer.weight.data.zero_()),
+    "p.data[...] =": Write(lambda layer: layer.weight.data.__setitem__(..., 3.0)),
+    "p.data.addmm_, as an adapter is merged": Write(
+        lambda layer: layer.weight.data.addmm_(torch.randn(1024, 4), torch.randn(4, 64))
+    ),
+    "torch._foreach_mul_": Write(lambda layer: torch._foreach_mul_([layer.weight.data], 0.5)),
+    "in inference_mode": Write(_in_inference_mode),
+    "numpy": Write(lambda layer: layer.weight.detach().numpy().__iadd__(1.0)),
+    "DLPack": Write(lambda layer: torch.from_dlpack(layer.weight.detach()).neg_()),
+    "its storage": Write(
+        lambda layer: layer.weight.untyped_storage().copy_(torch.randn(3 * 65536).untyped_storage())
+    ),
+    "a flat vector": Write(lambda layer: layer.flat.mul_(2.0)),
+    "a slice of a flat vector, all of the view": Write(lambda layer: layer.flat[65536:131072].mul_(2.0)),
+    "a slice of a flat vector, half of the view": Write(lambda layer: layer.flat[:98304].mul_(2.0)),
+    "half of the rows": Write(lambda layer: layer.weight.data[512:].mul_(2.0)),
+    "every second row": Write(lambda layer: layer.weight.data[::2].mul_(2.0)),
+    "every second column": Write(lambda layer: layer.weight.data[:, 1::2].mul_(2.0)),
+    "the left half": Write(lambda layer: layer.weight.data[:, :32].mul_(2.0)),
+    "the upper halves of its experts": Write(
+        lambda layer: layer.weight.data.view(8, 2, 64, 64)[:, 1].mul_(2.0)
+    ),
+    # in silence, to a smaller part
+    "a row": Write(lambda layer: layer.weight.data[33].mul_(300.0), is_seen=False),
+    "an element": Write(lambda layer: layer.weight.data[57, 3].add_(1.0), is_seen=False),
+    "a row by numpy": Write(lambda layer: layer.weight.detach().numpy()[99].fill(0.0), is_seen=False),
+    "two rows that change places": Write(_two_rows_change_places, is_seen=False),
+    "a row in a flat vector": Write(
+        lambda layer: layer.flat[65536 + 33 * 64 : 65536 + 34 * 64].zero_(), is_seen=False
+    ),
+    "another slice of a flat vector": Write(lambda layer: layer.flat[:65536].mul_(2.0), is_seen=False),
+}
