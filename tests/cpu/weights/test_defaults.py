@@ -14,7 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from writes import WRITES, new_layer
 
+from amp_fx.weights import touch
 from holding import Compiles, Held
 
 
@@ -216,35 +220,80 @@ def test_what_was_returned_stays_as_it_was_when_weights_change(low: bool, option
         assert all(map(torch.equal, after[1:], net(x)[1:]))
 
 
-# ---- writes that leave no trace ----
+# ---- writes ----
 
 
-class FromTheRight(nn.Module):
-    """Multiplies by a matrix whose columns are what it gives, as Conv1D of transformers does."""
+@pytest.mark.usefixtures("op_by_op")
+def test_a_compiled_model_sees_writes_by_the_rule() -> None:
+    @torch.compile(backend="amp_fx")
+    def run(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(12, 64)), nn.Parameter(torch.randn(64))
+    x, broken = torch.randn(32, 64), list[str]()
+    with torch.inference_mode():
+        for way, (write, is_seen) in WRITES.items():
+            with torch.inference_mode(False):
+                layer = new_layer()
+            was_right = is_right(run(layer, x), layer, x)
+            with torch.inference_mode(False):
+                before = layer.weight.detach().clone()
+                write(layer)
+            expected = is_seen or torch.equal(layer.weight, before)
+            if not was_right or is_right(run(layer, x), layer, x) != expected:
+                broken.append(way)
+            touch(layer.weight)
+            if not is_right(run(layer, x), layer, x):
+                broken.append(f"{way}, after touch")
+    assert not broken
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x, self.weight)
+
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
 
 
-#: models, and what they take
-CHANNELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "a transposed convolution": (lambda: nn.ConvTranspose2d(8, 60, 4), (2, 8, 6, 6)),
-    "a matrix": (FromTheRight, (16, 12)),
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 1)).eval()
+
+
+def linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+
+
+#: what else of a model changes: the model, its input, and how
+CHANGES: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], Callable[[nn.Sequential], object]]] = {
+    "statistics of a BatchNorm, by numpy": (
+        normed,
+        (2, 8, 8, 8),
+        lambda net: net[1].get_buffer("running_mean").numpy().__iadd__(1.0),
+    ),
+    "a module": (linears, (16, 64), lambda net: net.__setitem__(0, nn.Linear(64, 64))),
+    "a parametrization": (
+        linears,
+        (16, 64),
+        lambda net: parametrize.register_parametrization(net[0], "weight", Double()),
+    ),
+    "a weight that is computed by a norm": (
+        lambda: nn.Sequential(weight_norm(nn.Linear(64, 64))).eval(),
+        (16, 64),
+        lambda net: scale(net),
+    ),
+    "a weight that is computed by a spectral norm": (
+        lambda: nn.Sequential(spectral_norm(nn.Linear(64, 64))).eval(),
+        (16, 64),
+        lambda net: net[0].get_parameter("parametrizations.weight.original").data.copy_(torch.randn(64, 64)),
+    ),
 }
 
 
 @pytest.mark.usefixtures("op_by_op")
-@pytest.mark.parametrize("kind", CHANNELS)
-def test_a_channel_in_the_second_dimension_that_is_written_to_is_seen(kind: str) -> None:
-    model, shape = CHANNELS[kind]
-    net, x = model(), torch.randn(shape)
-    run = compiled(net, weights="freeze")
-    with torch.no_grad():
-        for channel in (3, 31, 47):
-            assert is_right(run(x), net, x)
-            net.get_parameter("weight").data[:, channel] = 1.0
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_else_of_a_model_changes_is_seen(change: str) -> None:
+    make, shape, write = CHANGES[change]
+    net, x = make(), torch.randn(shape)
+    run = compiled(net, profile="off")
+    with torch.inference_mode():
+        assert is_right(run(x), net, x)
+    write(net)
+    with torch.inference_mode():
         assert is_right(run(x), net, x)
