@@ -198,8 +198,7 @@ class _WithDerived:
             derived, reason = self._graph.once(args), reason_of(error)
             self._gave_up = True
             warn_fallback("makes what a graph needs of its weights in each call", reason)
-<<<<<<< HEAD
-        return self._graph.run(args, made)
+        return self._graph.run(args, derived)
 
 
 def lower(
@@ -256,6 +255,3 @@ def _hook(graph: str, passes: tuple[Pass, ...], opts: Options) -> dict[str, Any]
 def _sources() -> str:
     """A hash of the rooms that passes are made of, constants included."""
     return source_hash(*(path for room in KEYED_ROOMS for path in sys.modules[f"amp_fx.{room}"].__path__))
-=======
-        return self._graph.run(args, derived)
->>>>>>> 828b453 (wip)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from amp_fx._torch import FakeTensor, observe_freezing
 from amp_fx.errors import WeightsError
 from amp_fx.graphs.calls import is_parameter
-from amp_fx.graphs.flops import is_matmul
+from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import COPY_META
-from amp_fx.graphs.storages import storage_of, written_storages
+from amp_fx.graphs.values import storage_of, written_storages
 from amp_fx.weights.changes import Fingerprint
 from amp_fx.weights.derived import CacheEntry, DerivedInputs, Input, WeightCache
 from amp_fx.weights.folding import FoldingRecord
