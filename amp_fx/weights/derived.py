@@ -6,7 +6,6 @@ its fingerprint says that the weights are as they were. Copies on a GPU are rene
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import threading
 import weakref
@@ -19,7 +18,7 @@ from torch import Tensor
 from amp_fx._torch import StorageRef, modes_disabled, packed_memory, storage_ref
 from amp_fx.errors import WeightsError
 from amp_fx.policy.levels import LEVELS
-from amp_fx.state import register
+from amp_fx.state import cache_results, register
 from amp_fx.weights.changes import Fingerprint, address, addresses_left, forget, storages
 from amp_fx.weights.recipes import Cast, Recipe, Scaled
 
@@ -104,7 +103,7 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-@functools.cache
+@cache_results()
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 

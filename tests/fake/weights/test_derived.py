@@ -16,7 +16,7 @@ from derived import are_current, copies_for, new_weights
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx import backend, compiling, weights
+from amp_fx import compiling, weights
 from amp_fx.graphs.calls import is_cast
 from amp_fx.weights.derived import DerivedInputs, Input, WeightCache, derived_of
 from holding import Held
@@ -45,7 +45,6 @@ def test_graphs_with_gradients_cast_their_weights_and_the_log_says_so_once(
         return gm
 
     monkeypatch.setattr(compiling, "lower", lower)
-    backend._say_cast.cache_clear()
     options = {"weights": asked, "profile": "off", "strict": True}
     with caplog.at_level(logging.INFO, logger="amp_fx.backend"):
         for width in (16, 32):
