@@ -34,6 +34,7 @@ __all__ = [
     "Block",
     "Rewritten",
     "agree",
+    "calls_text",
     "captured",
     "casts_of",
     "check",
@@ -51,6 +52,8 @@ Program = Callable[..., Any]
 
 #: graphs here are far too small to gain anything from low precision, so no device profile may decide
 DEFAULTS: Mapping[str, Any] = {"profile": "off", "strict": True}
+
+_SHORT = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 PLACED = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -93,6 +96,17 @@ class Rewritten:
     def dtypes(self, op: str) -> list[str]:
         """The dtypes in which an op runs, in graph order."""
         return [dtype_name(row.dtype) if row.dtype else "none" for row in plans(self.plan, op)]
+
+
+def calls_text(gm: fx.GraphModule) -> str:
+    """The calls of a graph in order: op, overload, and the dtype of the result."""
+    found: list[str] = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            name = str(node.target).removesuffix(".default").split(".", 1)[-1]
+            dtype = node.meta["val"].dtype
+            found.append(f"{name.replace('convert_element_type', 'convert')}:{_SHORT.get(dtype, dtype)}")
+    return ", ".join(found)
 
 
 def dynamo_graph(

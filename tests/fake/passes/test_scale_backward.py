@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import expecttest
 import pytest
 import torch
 from torch import Tensor, fx
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx._torch import FakeTensorMode
 from amp_fx.passes import GemmEpilogue, PassContext, ScaleBackward
+from graphs import calls_text
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -59,18 +61,20 @@ def joint_graph(
     return gm
 
 
-def scaled(gm: fx.GraphModule) -> list[str]:
-    """The calls after the pass, by name and dtype."""
-    inputs = len(
-        [n for n in gm.graph.find_nodes(op="placeholder") if isinstance(n.meta["desc"], PlainAOTInput)]
-    )
+def scaled(gm: fx.GraphModule) -> str:
+    """The calls after the pass."""
+    descriptions = [node.meta["desc"] for node in gm.graph.find_nodes(op="placeholder")]
+    inputs = sum(isinstance(description, PlainAOTInput) for description in descriptions)
     ScaleBackward(inputs - 1).call(gm, PassContext())
     gm.graph.lint()
-    return [
-        f"{node.target} {str(node.meta['val'].dtype).removeprefix('torch.')}"
-        for node in gm.graph.nodes
-        if node.op == "call_function"
-    ]
+    return calls_text(gm)
+
+
+def division(gm: fx.GraphModule) -> fx.Node:
+    """The only one after the pass."""
+    scaled(gm)
+    (found,) = gm.graph.find_nodes(op="call_function", target=aten.div.Tensor)
+    return found
 
 
 def widen(x: Tensor) -> Tensor:
@@ -85,34 +89,26 @@ def linear(x: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
     return x, widen(aten.mm.default(narrow(tangent), narrow(x)))
 
 
-def test_a_gradient_is_multiplied_before_it_is_narrowed_and_divided_while_it_is_widened() -> None:
-    assert scaled(joint_graph(linear, [FP32], [FP32], [0])) == [
-        "aten.mul.Tensor float32",
-        "prims.convert_element_type.default float16",
-        "prims.convert_element_type.default float16",
-        "aten.mm.default float16",
-        "prims.convert_element_type.default float32",  # nobody reads it any more
-        "aten.view.default float32",
-        "aten.div.Tensor float32",
+def test_gradients_are_multiplied_and_divided_in_32_bits_or_more() -> None:
+    cases: dict[str, tuple[Callable[..., Sequence[Any]], torch.dtype]] = {
+        # nobody reads the widening that is left
+        "narrowed and widened": (linear, FP32),
+        "in 16 bits": (lambda x, tangent: (x, aten.mm.default(tangent, x)), FP16),
+        "in 64 bits": (lambda x, tangent: (x, aten.mul.Tensor(tangent, x)), FP64),
+        "low rows": (lambda x, tangent: (x, ADDING["embedding"](x, tangent)), FP16),
+    }
+    found = [
+        f"{name}: {scaled(joint_graph(program, [dtype], [dtype], [0]))}"
+        for name, (program, dtype) in cases.items()
     ]
-
-
-def test_a_gradient_that_enters_in_16_bits_is_multiplied_in_32() -> None:
-    gm = joint_graph(lambda x, tangent: (x, aten.mm.default(tangent, x)), [FP16], [FP16], [0])
-    assert scaled(gm) == [
-        "aten.view.default float32",
-        "aten.mul.Tensor float32",
-        "prims.convert_element_type.default float16",
-        "aten.mm.default float16",
-        "aten.view.default float32",
-        "aten.div.Tensor float32",
-        "prims.convert_element_type.default float16",
-    ]
-
-
-def test_fp64_stays_fp64() -> None:
-    gm = joint_graph(lambda x, tangent: (x, aten.mul.Tensor(tangent, x)), [FP64], [FP64], [0])
-    assert scaled(gm) == ["aten.mul.Tensor float64", "aten.mul.Tensor float64", "aten.div.Tensor float64"]
+    expecttest.assert_expected_inline(
+        "\n".join(found),
+        """\
+narrowed and widened: mul.Tensor:f32, convert:f16, convert:f16, mm:f16, convert:f32, view:f32, div.Tensor:f32
+in 16 bits: view:f32, mul.Tensor:f32, convert:f16, mm:f16, view:f32, div.Tensor:f32, convert:f16
+in 64 bits: mul.Tensor:f64, mul.Tensor:f64, div.Tensor:f64
+low rows: view:f32, mul.Tensor:f32, convert:f16, embedding_dense_backward:f16, view:f32, div.Tensor:f32, convert:f16""",
+    )
 
 
 def test_what_the_pass_computes_is_right() -> None:
@@ -153,9 +149,7 @@ def table_gradient(
 @pytest.mark.parametrize("add", ADDING.values(), ids=ADDING)
 def test_rows_are_divided_before_they_are_added_into_a_table_of_zeros(add: Callable[..., Tensor]) -> None:
     gm = table_gradient(add)
-    scaled(gm)
-    (division,) = gm.graph.find_nodes(op="call_function", target=aten.div.Tensor)
-    assert division.meta["val"].shape == (4, 4)
+    assert division(gm).meta["val"].shape == (4, 4)
     gm.recompile()
     rows = torch.randn(4, 4)
     gradient = gm(rows, torch.tensor(256.0), rows)[1]
@@ -180,9 +174,7 @@ def test_rows_are_divided_before_they_are_added_into_a_table_of_zeros(add: Calla
     ],
 )
 def test_other_tables_are_divided_whole(gm: fx.GraphModule) -> None:
-    scaled(gm)
-    (division,) = gm.graph.find_nodes(op="call_function", target=aten.div.Tensor)
-    assert division in gm.graph.output_node().all_input_nodes
+    assert division(gm) in gm.graph.output_node().all_input_nodes
 
 
 def test_on_cuda_more_rows_than_the_table_has_are_divided_in_the_kernel_that_adds_them() -> None:
@@ -191,14 +183,7 @@ def test_on_cuda_more_rows_than_the_table_has_are_divided_in_the_kernel_that_add
         return x, aten.index_put.default(zeros, [ids], tangent * 2, True)
 
     gm = joint_graph(program, [FP32], [FP32], [0], device="cuda")
-    scaled(gm)
-    (division,) = gm.graph.find_nodes(op="call_function", target=aten.div.Tensor)
-    assert division.meta["val"].shape == (4, 4)
-
-
-def test_rows_in_16_bits_are_not_divided() -> None:
-    gm = joint_graph(lambda x, tangent: (x, ADDING["embedding"](x, tangent)), [FP16], [FP16], [0])
-    assert scaled(gm)[-2:] == ["aten.div.Tensor float32", "prims.convert_element_type.default float16"]
+    assert division(gm).meta["val"].shape == (4, 4)
 
 
 def test_one_value_that_is_the_gradient_of_two_inputs_is_divided_once() -> None:
@@ -207,7 +192,7 @@ def test_one_value_that_is_the_gradient_of_two_inputs_is_divided_once() -> None:
         return x, both, both
 
     gm = joint_graph(program, [FP32] * 2, [FP32], [0, 1])
-    assert scaled(gm).count("aten.div.Tensor float32") == 1
+    assert scaled(gm).count("div.Tensor:f32") == 1
     first, second = gm.graph.output_node().args[0][1:3]  # type: ignore[index]
     assert first is second
 
@@ -238,11 +223,5 @@ def test_the_epilogue_pass_does_not_pull_the_widening_out_of_the_division() -> N
     scaled(gm)
     gm.graph.eliminate_dead_code()
     GemmEpilogue().call(gm, PassContext())
-    assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [
-        aten.mul.Tensor,
-        prims.convert_element_type.default,
-        prims.convert_element_type.default,
-        aten.mm.default,
-        aten.view.default,
-        aten.div.Tensor,
-    ]
+    expected = "mul.Tensor:f32, convert:f16, convert:f16, mm:f16, view:f32, div.Tensor:f32"
+    assert calls_text(gm) == expected
