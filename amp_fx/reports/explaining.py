@@ -30,11 +30,10 @@ from amp_fx.notices import only_looking
 from amp_fx.plans.sensitivity import Sensitivity, add_sensitivities
 from amp_fx.policy.table import supported_devices
 from amp_fx.reports.advice import layout_advice, scaling_advice, weight_advice
+from amp_fx.reports.calling import NotCompiled, entry_of, left_out_advice, plain, untouched
 from amp_fx.reports.casts import casts_by_module
-from amp_fx.reports.left_out import NotCompiled, entry_of, left_out_advice
 from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
 from amp_fx.reports.report import Report, record
-from amp_fx.reports.untouched import plain, untouched
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess

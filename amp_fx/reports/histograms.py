@@ -24,10 +24,10 @@ from amp_fx.errors import AmpFxError
 from amp_fx.graphs.batches import call_of
 from amp_fx.graphs.values import tensors
 from amp_fx.plans.files import write_text
+from amp_fx.reports.calling import plain
 from amp_fx.reports.counting import FORMATS, Counts
 from amp_fx.reports.figures import histogram_figure, save_figure
 from amp_fx.reports.step import Step
-from amp_fx.reports.untouched import plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

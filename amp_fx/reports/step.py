@@ -21,7 +21,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 from amp_fx._torch import autocast_disabled
 from amp_fx.errors import AmpFxError
-from amp_fx.reports.untouched import plain, untouched
+from amp_fx.reports.calling import plain, untouched
 
 __all__ = ["NoLossError", "Results", "Step", "loss_of", "relative_error"]
 

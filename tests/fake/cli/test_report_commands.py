@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_a_picture_is_drawn_and_marks_what_changed(
     assert capsys.readouterr().out == 'wrote new.html\n{"path": "changed.html"}\n'
     new, changed = ((tmp_path / name).read_text() for name in ("new.html", "changed.html"))
     first_line = str(Report.load(saved["high"]).diff(Report.load(saved["low"]))).splitlines()[0]
-    escaped = json.dumps(first_line)[1:-1].replace(">", "\\u003e")
+    escaped = escape(first_line)
     assert escaped in changed
     assert escaped not in new
     assert "valid suffixes: .html" in error_of(capsys, "draw", saved["low"], "-o", "picture.jpg")
