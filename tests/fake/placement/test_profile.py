@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,13 +38,10 @@ def saved(tmp_path: Path) -> Path:
 # --- the data --------------------------------------------------------------------------------------
 
 
-def test_times_are_work_over_rate() -> None:
+def test_times_are_work_over_rate_and_a_dtype_without_a_rate_is_named() -> None:
     assert A_PROFILE.matmul_seconds(4e11, "float32") == 2.0
     assert A_PROFILE.matmul_seconds(4e11, "bfloat16") == 1.0
     assert A_PROFILE.bytes_seconds(3e10) == 1.0
-
-
-def test_a_dtype_without_a_rate_is_named() -> None:
     with pytest.raises(ProfileError, match=r"'bfloat'.*'bfloat16'"):
         A_PROFILE.matmul_seconds(1, "bfloat")
 
@@ -135,29 +132,24 @@ def test_the_option_is_a_word_or_a_file(saved: Path) -> None:
     assert resolve("off", "cpu") is None
     assert resolve("auto", "cpu") == builtin("cpu")
     assert resolve(str(saved), "cpu") == A_PROFILE
+    # a device type without a table
+    assert resolve("auto", "xpu") is None
+    with pytest.raises(ProfileError, match=r"'xpu'.*'cpu', 'cuda'"):
+        builtin("xpu")
 
 
-@pytest.mark.parametrize(("spec", "meant"), [("atuo", "auto"), ("of", "off"), ("Auto", "auto")])
-def test_a_misspelt_word_is_answered_with_the_right_one(spec: str, meant: str) -> None:
-    with pytest.raises(ProfileError, match=rf"'{spec}'.*'{meant}'"):
-        resolve(spec, "cpu")
-
-
-def test_a_misspelt_file_is_answered_with_its_neighbour(saved: Path) -> None:
-    with pytest.raises(ProfileError) as caught:
-        resolve(str(saved.with_name("cpuu.json")), "cpu")
-    assert repr(str(saved)) in str(caught.value)
+def test_a_wrong_word_or_file_is_answered_with_the_nearest_one(saved: Path) -> None:
+    near = str(saved.with_name("cpuu.json"))
+    for spec, meant in (("atuo", "auto"), ("of", "off"), ("Auto", "auto"), (near, str(saved))):
+        with pytest.raises(ProfileError) as caught:
+            resolve(spec, "cpu")
+        assert repr(spec) in str(caught.value)
+        assert f"Did you mean {meant!r}?" in str(caught.value)
 
 
 def test_a_profile_of_another_device_is_an_error(saved: Path) -> None:
     with pytest.raises(ProfileError, match=r"'cpu'.*'cuda'.*--device cuda"):
         resolve(str(saved), "cuda")
-
-
-def test_a_device_type_without_a_table_has_no_profile_unless_one_is_named() -> None:
-    assert resolve("auto", "xpu") is None
-    with pytest.raises(ProfileError, match=r"'xpu'.*'cpu', 'cuda'"):
-        builtin("xpu")
 
 
 # --- the tables ------------------------------------------------------------------------------------
@@ -215,43 +207,32 @@ def test_instruction_flags_choose_the_row(flags: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "name"),
+    ("capability", "name", "row"),
     [
-        ((3, 5), "M40"),
-        ((5, 2), "M40"),
-        ((7, 5), "T4"),
-        ((8, 7), "RTX 3090"),
-        ((9, 0), "H100"),
-        ((99, 0), "RTX 5090"),
+        ((3, 5), "", "M40"),
+        ((5, 2), "", "M40"),
+        ((7, 5), "", "T4"),
+        ((8, 7), "", "RTX 3090"),
+        ((9, 0), "", "H100"),
+        ((99, 0), "", "RTX 5090"),
+        ((9, 0), "NVIDIA H200", "H200"),
+        ((9, 0), "NVIDIA H100 80GB HBM3", "H100"),
+        ((9, 0), "NVIDIA GH200 480GB", "H100"),
+        ((8, 9), "NVIDIA L4", "L4"),
+        ((8, 9), "NVIDIA L40S", "RTX 4090"),
+        ((8, 9), "NVIDIA GeForce RTX 4090", "RTX 4090"),
     ],
 )
-def test_an_unknown_compute_capability_counts_as_the_one_below(
-    capability: tuple[int, int], name: str
+def test_a_card_has_the_row_of_its_name_or_the_first_of_the_capability_below(
+    capability: tuple[int, int], name: str, row: str
 ) -> None:
-    assert gpu_row(capability).name == name
+    assert gpu_row(capability, name).name == row
 
 
 def test_low_precision_gains_only_where_there_are_tensor_cores() -> None:
     for row in GPUS:
         assert (row.float16 > row.float32) is (row.capability >= (7, 0))
         assert (row.bfloat16 > row.float32) is (row.capability >= (8, 0))
-
-
-@pytest.mark.parametrize(
-    ("name", "capability", "row"),
-    [
-        ("NVIDIA H200", (9, 0), "H200"),
-        ("NVIDIA H100 80GB HBM3", (9, 0), "H100"),
-        ("NVIDIA GH200 480GB", (9, 0), "H100"),
-        ("NVIDIA L4", (8, 9), "L4"),
-        ("NVIDIA L40S", (8, 9), "RTX 4090"),
-        ("NVIDIA GeForce RTX 4090", (8, 9), "RTX 4090"),
-    ],
-)
-def test_the_name_of_a_card_chooses_among_rows_of_one_capability(
-    name: str, capability: tuple[int, int], row: str
-) -> None:
-    assert gpu_row(capability, name).name == row
 
 
 def test_the_built_in_profile_knows_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,32 +250,29 @@ def test_a_machine_without_cuda_plans_for_a_named_card(monkeypatch: pytest.Monke
     assert "A100" in profile.name
 
 
-@pytest.mark.parametrize(("setting", "expected"), [("ieee", 19.5e12), ("tf32", 156e12)])
-def test_tf32_counts_where_the_user_allows_it(setting: str, expected: float) -> None:
+@pytest.fixture
+def allow() -> Iterator[Callable[[str], None]]:
+    """Sets what fp32 matmuls may be computed in."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if setting == "tf32" else "highest")
-    try:
-        peak = cuda_profile("x", gpu_row((8, 0))).peak
-        assert peak["float32"] == pytest.approx(expected * 0.8)
-        assert peak["bfloat16"] == pytest.approx(312e12 * 0.8)
-    finally:
-        torch.set_float32_matmul_precision(before)
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
 
 
-def test_fp32_matmuls_in_bf16_count_where_the_user_allows_them() -> None:
-    before = torch.get_float32_matmul_precision()
-    exact = {name: tables._cpu_profile(row, 1).peak for name, row in CPUS.items()}
-    torch.set_float32_matmul_precision("medium")
-    try:
-        relaxed = {name: tables._cpu_profile(row, 1).peak for name, row in CPUS.items()}
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert (
-        exact["avx512_bf16"]["float32"]
-        < relaxed["avx512_bf16"]["float32"]
-        < relaxed["avx512_bf16"]["bfloat16"]
-    )
-    assert exact["avx2"] == relaxed["avx2"]
+def test_less_than_fp32_counts_where_the_user_allows_it(allow: Callable[[str], None]) -> None:
+    def peaks() -> dict[str, Mapping[str, float]]:
+        cpus = {name: tables._cpu_profile(row, 1).peak for name, row in CPUS.items()}
+        return {"A100": cuda_profile("x", gpu_row((8, 0))).peak, **cpus}
+
+    allow("highest")
+    exact = peaks()
+    allow("high")
+    assert exact["A100"]["float32"] == pytest.approx(19.5e12 * 0.8)
+    assert exact["A100"]["bfloat16"] == pytest.approx(312e12 * 0.8)
+    assert peaks()["A100"]["float32"] == pytest.approx(156e12 * 0.8)
+    allow("medium")
+    relaxed = peaks()["avx512_bf16"]
+    assert exact["avx512_bf16"]["float32"] < relaxed["float32"] < relaxed["bfloat16"]
+    assert exact["avx2"] == peaks()["avx2"]
 
 
 # --- measuring -------------------------------------------------------------------------------------
@@ -310,26 +288,19 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_measuring_fills_every_field() -> None:
-    lines: list[str] = []
-    measured = measure("cpu", 0.01, lines.append)
-    assert DeviceProfile.from_dict(json.loads(measured.to_json())) == measured
-    assert measured.peak.keys() == builtin("cpu").peak.keys()
-    assert measured.name.endswith("measured")
-    rates = [f"matmul {name}" for name in builtin("cpu").peak]
-    assert lines[: len(rates) + 1] == [*rates, "copy"]
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_device_whose_library_takes_fp8_has_a_rate_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("takes_fp8", [False, True])
+def test_measuring_fills_every_field(takes_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # a CPU emulates the call
-    monkeypatch.setattr(measuring, "_takes_fp8", lambda device: True)
+    monkeypatch.setattr(measuring, "_takes_fp8", lambda device: takes_fp8)
     lines: list[str] = []
     measured = measure("cpu", 0.01, lines.append)
+    rates = {*builtin("cpu").peak, *([FLOAT8] if takes_fp8 else [])}
     assert DeviceProfile.from_dict(json.loads(measured.to_json())) == measured
-    assert measured.peak.keys() == {*builtin("cpu").peak, FLOAT8}
-    assert measured.peak[FLOAT8] > 0
-    assert f"matmul {FLOAT8}" in lines
+    assert measured.peak.keys() == rates
+    assert all(rate > 0 for rate in measured.peak.values())
+    assert measured.name.endswith("measured")
+    assert {f"matmul {name}" for name in rates} == {*lines[: len(rates)]}
+    assert lines[len(rates)] == "copy"
 
 
 @pytest.mark.parametrize(
@@ -403,34 +374,21 @@ def test_a_device_that_is_not_there_is_an_error(
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_command_writes_a_file_that_the_option_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "here.json"
-    assert main(["profile", "--device", "cpu", "--seconds", "0.01", "-o", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert f'options={{"profile": "{path}"}}' in out
-    assert builtin("cpu").name in out
-    assert "x float32" in out
-    assert resolve(str(path), "cpu") == DeviceProfile.load(path)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_json_is_all_that_is_printed(
+def test_the_command_writes_a_file_that_the_option_reads_or_prints_json_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["profile", "--device", "cpu", "--seconds", "0.01", "--json"]) == 0
+    command = ["profile", "--device", "cpu", "--seconds", "0.01"]
+    assert main([*command, "--json"]) == 0
     assert DeviceProfile.from_dict(json.loads(capsys.readouterr().out)).device_type == "cpu"
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_file_that_cannot_be_written_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    missing = tmp_path / "missing" / "here.json"
-    assert main(["profile", "--device", "cpu", "--seconds", "0.01", "-o", str(missing)]) == 1
+    path = tmp_path / "here.json"
+    assert main([*command, "-o", str(path)]) == 0
+    out = capsys.readouterr().out
+    for part in (f'options={{"profile": "{path}"}}', builtin("cpu").name, "x float32"):
+        assert part in out
+    assert resolve(str(path), "cpu") == DeviceProfile.load(path)
+    assert main([*command, "-o", str(tmp_path / "missing" / "here.json")]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert "missing" in last
@@ -441,6 +399,4 @@ def test_help_and_version_exit_with_0(arguments: list[str], capsys: pytest.Captu
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 0
-    out = capsys.readouterr().out
-    assert "amp_fx" in out
-    assert ("Examples:" in out) is ("profile" in arguments)
+    assert "amp_fx" in capsys.readouterr().out

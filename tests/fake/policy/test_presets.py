@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from parts import Parts
 from torch import Tensor, nn
 
 from amp_fx import OptionsError, Policy, Rule
@@ -33,7 +34,11 @@ NAMES = {
 NOTHING_LOW = ["float32", "O0", "compute=float32", "params=float32", "param_dtype=float32"]
 
 
+NORM = {"op": "layer_norm", "precision": "fp32"}
+
+
 def dtypes(policy: Any) -> dict[str, set[str]]:
+    torch._dynamo.reset()
     # a residual stream, a norm and a softmax: what the names differ in
     block = Parts(lambda m, x: x + m.linear(m.norm(x)), norm=nn.LayerNorm(8), linear=nn.Linear(8, 8))
     model = Parts(lambda m, x: m.block(m.block(x)).exp().sum(), block=block)
@@ -53,14 +58,11 @@ def test_a_name_prints_itself_back(name: str) -> None:
     assert Policy.parse(json.dumps(policy.to_dict())) == policy
 
 
-def test_every_preset_is_tested() -> None:
-    assert PRESETS.keys() <= {*NAMES, *NOTHING_LOW}
-
-
 @pytest.mark.parametrize(("name", "expected"), NAMES.items())
 def test_a_name_means_a_base_and_a_dtype(name: str, expected: tuple[str, torch.dtype]) -> None:
     options = Options.parse(options={"policy": name})
     assert (options.policy.base, options.dtype) == expected
+    assert PRESETS.keys() <= {*NAMES, *NOTHING_LOW}
 
 
 @pytest.mark.parametrize("name", NOTHING_LOW)
@@ -68,36 +70,34 @@ def test_float32_leaves_nothing_low(name: str) -> None:
     assert dtypes(name) == {op: {"float32"} for op in ("layer_norm", "linear", "add.Tensor", "exp")}
 
 
-def test_o1_is_autocast_and_o2_stores_the_residual_stream_low() -> None:
+def test_o1_is_autocast_o2_stores_the_residual_stream_low_o3_all_but_what_may_overflow() -> None:
     assert dtypes("O1") == dtypes({"base": "autocast", "dtype": "float16"})
     assert dtypes("O1")["add.Tensor"] == {"float32"}
     # the last one feeds an exponential
     assert dtypes("O2")["add.Tensor"] == {"float16", "float32"}
     assert dtypes("O2") == dtypes("mixed_float16") == dtypes("compute=float16")
-
-
-def test_o3_runs_all_low_but_what_may_overflow() -> None:
     low = {op: {"float16"} for op in ("layer_norm", "linear", "add.Tensor")}
     assert dtypes("O3") == {**low, "exp": {"float32"}}
+    # O3 is a rule that lowers everything; the last one wins
+    assert dtypes({"base": "O3", "rules": [NORM]}) == {**low, "exp": {"float32"}, "layer_norm": {"float32"}}
 
 
 @pytest.mark.parametrize(
-    ("text", "printed"),
+    ("given", "printed", "same"),
     [
-        ("p=f32,c=bf16,o=f32", "p=float32,c=bfloat16,o=float32"),
-        (" params = float32 , compute = half ", "params=float32,compute=float16"),
+        ("p=f32,c=bf16,o=f32", "p=float32,c=bfloat16,o=float32", "c=bf16"),
+        (" params = float32 , compute = half ", "params=float32,compute=float16", "c=f16"),
+        (
+            {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": None},
+            *("param_dtype=bfloat16,reduce_dtype=float32", "param_dtype=bfloat16"),
+        ),
+        # FSDP: nothing is lowered where no dtype is named
+        ({"param_dtype": None}, "float32", "float32"),
     ],
 )
-def test_short_forms_print_as_the_long_ones(text: str, printed: str) -> None:
-    assert str(Policy.parse(text)) == printed
-
-
-def test_the_fields_of_fsdp_and_deepspeed_are_taken_as_a_mapping() -> None:
-    policy = Policy.parse(
-        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": None}
-    )
-    assert policy == Policy.parse("param_dtype=bfloat16")
-    assert str(policy) == "param_dtype=bfloat16,reduce_dtype=float32"
+def test_dtypes_by_name_are_printed_in_their_long_form(given: Any, printed: str, same: str) -> None:
+    assert str(Policy.parse(given)) == printed
+    assert Policy.parse(given) == Policy.parse(printed) == Policy.parse(same)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,6 @@ def test_two_dtypes_are_an_error() -> None:
         Options.parse(options={"policy": "mixed_bfloat16", "scaler": "default"})
 
 
-NORM = {"op": "layer_norm", "precision": "fp32"}
-
-
 @pytest.mark.parametrize("name", [*NAMES, *NOTHING_LOW])
 def test_rules_go_on_top_of_a_name(name: str) -> None:
     plain, ruled = Policy.parse(name), Policy.parse({"base": name, "rules": [NORM]})
@@ -140,29 +137,12 @@ def test_rules_go_on_top_of_a_name(name: str) -> None:
     assert Policy.parse(str(ruled)) == ruled
 
 
-def test_the_last_rule_wins_over_those_of_the_name() -> None:
-    # O3 has a rule that lowers everything
-    assert dtypes("O3")["layer_norm"] == {"float16"}
-    ruled = dtypes({"base": "O3", "rules": [NORM]})
-    assert ruled == {**dtypes("O3"), "layer_norm": {"float32"}}
-
-
-def test_rules_go_on_top_of_the_fields_of_fsdp() -> None:
-    fields = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    assert Policy.parse({**fields, "rules": [NORM]}) == Policy.parse(
-        {"base": "mixed_bfloat16", "rules": [NORM]}
-    )
-
-
-def test_rules_go_on_top_of_the_object_form() -> None:
+def test_rules_go_on_top_of_the_fields_of_fsdp_and_of_the_object_form() -> None:
+    fields = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "rules": [NORM]}
+    assert Policy.parse(fields) == Policy.parse({"base": "mixed_bfloat16", "rules": [NORM]})
     form = Policy.parse("O2").to_dict()
     form["rules"].append(NORM)
     assert Policy.parse(form) == Policy.parse({"base": "O2", "rules": [NORM]})
-
-
-def test_fields_that_name_no_dtype_lower_nothing() -> None:
-    policy = Policy.parse({"param_dtype": None})
-    assert Policy.parse(str(policy)) == policy == Policy.parse("float32")
 
 
 def test_the_loss_stays_in_fp32_where_its_inputs_are_low() -> None:

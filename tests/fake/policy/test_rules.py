@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from parts import Parts
 from torch import Tensor, nn
 
 from amp_fx import OptionsError, Plan, Policy, Rule, export, extra_files
@@ -23,22 +24,15 @@ from graphs import check, rewrite
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.softmax(self.query(x) @ self.key(x).mT, -1)
+def attention() -> nn.Module:
+    return Parts(
+        lambda m, x: F.softmax(m.query(x) @ m.key(x).mT, -1), query=nn.Linear(8, 8), key=nn.Linear(8, 8)
+    )
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Attention(), Attention()])
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layers[0](x), self.layers[1](x)
+def encoder() -> nn.Module:
+    layers = nn.ModuleList([attention(), attention()])
+    return Parts(lambda m, x: (m.layers[0](x), m.layers[1](x)), layers=layers)
 
 
 def rules(*given_rules: dict[str, str]) -> dict[str, Any]:
@@ -47,7 +41,7 @@ def rules(*given_rules: dict[str, str]) -> dict[str, Any]:
 
 def linears(*given_rules: dict[str, str]) -> dict[str, str]:
     """Dtype of every linear of the encoder by module path."""
-    rewritten = rewrite(Encoder(), torch.randn(2, 8), options=rules(*given_rules))
+    rewritten = rewrite(encoder(), torch.randn(2, 8), options=rules(*given_rules))
     return {
         row.module_path: str(row.dtype).removeprefix("torch.")
         for row in rewritten.plan.nodes
@@ -60,7 +54,7 @@ def linears(*given_rules: dict[str, str]) -> dict[str, str]:
 
 def test_a_rule_forces_an_op_to_fp32() -> None:
     check(
-        Attention(),
+        attention(),
         torch.randn(2, 8),
         options=rules({"op": "softmax", "precision": "fp32"}),
         casts={DOWN: 5, UP: 1},
@@ -94,22 +88,19 @@ def test_a_rule_by_module_path_is_a_regular_expression() -> None:
     }
 
 
-def test_a_rule_by_op_and_module_needs_both_to_match() -> None:
+def test_a_rule_by_op_and_module_needs_both_and_the_last_that_matches_wins() -> None:
     dtypes = linears(
         {"op": "linear", "module": "key$", "precision": "fp32"},
         {"op": "mm", "module": ".", "precision": "fp32"},
     )
     assert [path for path, dtype in dtypes.items() if dtype == "float32"] == ["layers.0.key", "layers.1.key"]
-
-
-def test_the_last_matching_rule_wins() -> None:
     everything, one = {"module": ".*", "precision": "fp32"}, {"module": r"layers\.1\.key", "precision": "low"}
     assert set(linears(everything, one).values()) == {"float32", "bfloat16"}
     assert set(linears(one, everything).values()) == {"float32"}
 
 
 def test_a_rule_shows_in_the_plan_as_the_reason() -> None:
-    rewritten = rewrite(Attention(), torch.randn(2, 8), options=rules({"op": "matmul", "precision": "fp32"}))
+    rewritten = rewrite(attention(), torch.randn(2, 8), options=rules({"op": "matmul", "precision": "fp32"}))
     assert rewritten.one("matmul").reasons == (
         Reason(Kind.RULE, {"rule": '{"op": "matmul", "precision": "fp32"}'}),
     )
@@ -178,11 +169,11 @@ def test_a_rule_that_asks_for_int8_is_about_linears_and_under_that_policy_only()
             Policy.parse(bad)
 
 
-def test_module_patterns_are_searched_for_anywhere() -> None:
-    rule = Rule.parse({"module": r"layer\.1\.", "precision": "fp32"})
-    assert rule.matches("mm", "bert.layer.1.attention")
-    assert not rule.matches("mm", "bert.layer.11.attention")
-    assert not rule.matches("mm", "")
+@pytest.mark.parametrize(
+    ("path", "matches"), [("bert.layer.1.attention", True), ("bert.layer.11.attention", False), ("", False)]
+)
+def test_module_patterns_are_searched_for_anywhere(path: str, matches: bool) -> None:
+    assert Rule.parse({"module": r"layer\.1\.", "precision": "fp32"}).matches("mm", path) is matches
 
 
 @pytest.mark.parametrize(
@@ -308,7 +299,7 @@ def test_what_no_kernel_returns_in_fp32_runs_in_fp32_on_cuda_too(program: Any) -
     assert torch.bfloat16 not in {row.dtype for row in rewritten.plan.nodes}
 
 
-def test_a_plan_with_a_result_in_fp32_is_followed(tmp_path: Path) -> None:
+def test_a_plan_with_a_result_in_fp32_is_followed_and_where_there_is_none_in_fp32(tmp_path: Path) -> None:
     first = rewrite(with_head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan
     first.save(tmp_path / "plan.json")
     options = {"plan": str(tmp_path / "plan.json")}
@@ -316,27 +307,15 @@ def test_a_plan_with_a_result_in_fp32_is_followed(tmp_path: Path) -> None:
     assert [(row.dtype, row.pinned, row.reasons) for row in again.nodes] == [
         (row.dtype, row.pinned, row.reasons) for row in first.nodes
     ]
-
-
-def test_on_a_cpu_a_plan_with_a_result_in_fp32_is_followed_in_fp32(tmp_path: Path) -> None:
-    rewrite(with_head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan.save(
-        tmp_path / "plan.json"
-    )
-    row = rewrite(with_head(), torch.randn(2, 8), options={"plan": str(tmp_path / "plan.json")}).one("linear")
-    assert row.dtype is torch.float32
-    assert row.is_because(Kind.NO_WIDE_RESULT)
-    assert not row.is_because(Kind.WIDE_RESULT)
-
-
-def test_in_an_exported_program_a_plan_with_a_result_in_fp32_is_followed_in_fp32() -> None:
-    plan = rewrite(with_head(), torch.randn(2, 8), device="cuda", options=rules(WIDE)).plan
-    program = export(with_head(), (torch.randn(2, 8),), plan=plan)
-    report = Plan.from_json(extra_files(program)["amp_fx.json"])
-    (row,) = (row for row in report.nodes if row.op == "linear")
-    assert row.dtype is torch.float32
-    assert row.reasons[-1] == Reason.of(
-        Kind.NO_WIDE_RESULT, device="a program", op="linear", low=torch.bfloat16
-    )
+    program = export(with_head(), (torch.randn(2, 8),), plan=first)
+    exported = Plan.from_json(extra_files(program)["amp_fx.json"])
+    (stored,) = (row for row in exported.nodes if row.op == "linear")
+    on_cpu = rewrite(with_head(), torch.randn(2, 8), options=options).one("linear")
+    for row, device in ((on_cpu, "cpu"), (stored, "a program")):
+        assert row.dtype is torch.float32
+        assert not row.is_because(Kind.WIDE_RESULT)
+        why = Reason.of(Kind.NO_WIDE_RESULT, device=device, op="linear", low=torch.bfloat16)
+        assert row.reasons[-1] == why
 
 
 def test_an_exported_program_has_no_such_results() -> None:
