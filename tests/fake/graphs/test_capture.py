@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from parts import Parts
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.nn.attention.flex_attention import flex_attention
@@ -22,6 +21,7 @@ from amp_fx.graphs.capture import capture
 from amp_fx.graphs.keys import OUTPUT_META, REGION_META
 from amp_fx.graphs.regions import ambient_regions
 from graphs import Block, agree, captured, check, dynamo_graph, plans, rewrite
+from small_models import Parts
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")

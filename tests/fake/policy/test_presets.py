@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parts import Parts
 from torch import Tensor, nn
 
 from amp_fx import OptionsError, Policy, Rule

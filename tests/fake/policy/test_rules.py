@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from parts import Parts
 from torch import Tensor, nn
 
 from amp_fx import OptionsError, Plan, Policy, Rule, export, extra_files
@@ -20,6 +19,7 @@ from amp_fx.graphs.traits import LINEAR_OPS, OPS
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.policy.table import all_names, supported_devices
 from graphs import check, rewrite
+from small_models import Parts
 
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
 
