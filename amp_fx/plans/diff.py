@@ -92,22 +92,23 @@ def diff_plans(before: Sequence[Plan], after: Sequence[Plan]) -> Diff:
     old, new = keyed(before), keyed(after)
     changes = []
     for key in dict.fromkeys((*old, *new)):
-        first, second = old.get(key), new.get(key)
-        row = second or first
-        if row is None:
-            continue
-        for role in ("", *_gradients(first, second)):
-            dtypes = _dtype(first, role), _dtype(second, role)
-            if dtypes[0] != dtypes[1]:
+        pair = old.get(key), new.get(key)
+        row = pair[1] or old[key]
+        # of the matmuls in the backward, a plan may say what they multiply
+        roles = [role for node in pair if node for role in node.levels if role != FORWARD]
+        for role in dict.fromkeys(["", *roles]):
+            was, now = (_dtype(node, role) for node in pair)
+            if was != now:
                 op = f"{row.op}, {role}" if role else row.op
-                changes.append(Change(row.module_path, op, key[0], *dtypes, row.reasons))
-    casts_before, casts_after = _casts(before, old), _casts(after, new)
+                changes.append(Change(row.module_path, op, key[0], was, now, row.reasons))
+    gone, come = _casts(before), _casts(after)
+    sizes = [sum(cast.bytes for plan in plans for cast in plan.casts) for plans in (before, after)]
     return Diff(
-        casts=(casts_before.total(), casts_after.total()),
-        cast_bytes=(_cast_bytes(before), _cast_bytes(after)),
+        casts=(gone.total(), come.total()),
+        cast_bytes=(sizes[0], sizes[1]),
         changes=changes,
-        added=dict(casts_after - casts_before),
-        removed=dict(casts_before - casts_after),
+        added=dict(come - gone),
+        removed=dict(gone - come),
     )
 
 
@@ -123,32 +124,21 @@ def keyed(plans: Sequence[Plan]) -> dict[Key, NodePlan]:
     return found
 
 
-def _gradients(*nodes: NodePlan | None) -> list[str]:
-    """The roles of a call's matmuls in the backward, of which a plan says what they multiply."""
-    return list(dict.fromkeys(role for node in nodes if node for role in node.levels if role != FORWARD))
-
-
 def _dtype(node: NodePlan | None, role: str) -> str:
     """What is multiplied in a role, or computed in the call; where a plan says nothing of a role, the call's dtype."""
     if node is None or node.dtype is None:
         return ""
-    level = node.levels_below.get(role)
-    return dtype_name(
-        (node.computed or node.dtype) if not role else node.dtype if level is None else level.dtype
-    )
+    level = node.levels_below.get(role or FORWARD)
+    return dtype_name(node.dtype if level is None else level.dtype)
 
 
-def _cast_bytes(plans: Sequence[Plan]) -> int:
-    return sum(cast.bytes for plan in plans for cast in plan.casts)
-
-
-def _casts(plans: Sequence[Plan], nodes: dict[Key, NodePlan]) -> Counter[str]:
-    names = {id(node): f"{node.module_path}.{node.op}".lstrip(".") for node in nodes.values()}
+def _casts(plans: Sequence[Plan]) -> Counter[str]:
+    """Casts by value and dtype: a value is named by the module and op that made it."""
     found: Counter[str] = Counter()
     for plan in plans:
-        by_name = {node.name: names[id(node)] for node in plan.nodes}
+        names = {node.name: f"{node.module_path}.{node.op}".lstrip(".") for node in plan.nodes}
         for cast in plan.casts:
-            value = by_name.get(cast.value, cast.value)
+            value = names.get(cast.value, cast.value)
             found[f"{value} -> {dtype_name(cast.to_dtype)} ({plan.phase})"] += 1
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -160,12 +161,11 @@ def decode(hint: type[T], value: object, where: str) -> T:
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
     if hint in (int, str, bool, float):
-        # True is an int to Python, 1 a float to JSON
-        right = type(value) is hint or (hint is float and type(value) is int)
-        try:
-            return hint(value) if right else _refuse(where, hint.__name__, value)
-        except OverflowError:  # an int beyond any float
-            return _refuse(where, hint.__name__, value)
+        # True is an int to Python, 1 a float to JSON, unless it is beyond any float
+        if type(value) is hint:
+            return value
+        is_whole = hint is float and type(value) is int and abs(value) <= sys.float_info.max
+        return float(value) if is_whole else _refuse(where, hint.__name__, value)
     if hint is Any:
         return value
     if is_dataclass(hint):

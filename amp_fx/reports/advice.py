@@ -268,7 +268,7 @@ def _unaligned(plans: Sequence[Plan]) -> list[Advice]:
         axis = 1 if node.op.startswith("conv") else -1
         # addmm has its bias first
         given = next((shape for shape in node.operands if len(shape) >= 2), node.shape)
-        sizes = {size: 1 for size in (given[axis], node.shape[axis]) if size % _ALIGNMENT}
+        sizes = dict.fromkeys(size for size in (given[axis], node.shape[axis]) if size % _ALIGNMENT)
         found.update((starred(node.module_path), node.op, size) for size in sizes)
     return [
         Advice(
