@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import amp_fx
 from amp_fx.integrations.lightning import AmpFxFabricPrecision, AmpFxPrecision, MetricsCallback
-from small_models import Mlp
+from small_models import UpDown
 
 __all__ = [
     "OPTIONS",
@@ -39,7 +39,7 @@ class LitNet(LightningModule):
 
     def __init__(self, net: nn.Module | None = None, **optimizer: Any) -> None:
         super().__init__()
-        self.net = net or Mlp()
+        self.net = net or UpDown()
         self._optimizer = {"lr": 0.1, **optimizer}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Small models that many tests share.
 
-``Parts`` is any few modules with a function of them, ``Mlp`` two linears. A GPT, and those made of fragile arithmetic,
+``Parts`` is any few modules with a function of them, ``UpDown`` two linears. A GPT, and models of fragile arithmetic,
 return their loss, for what is about accuracy.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "Fragile", "Mlp", "Parts", "SpreadNorm", "tokens", "train"]
+__all__ = ["GPT", "Fragile", "Parts", "SpreadNorm", "UpDown", "tokens", "train"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -35,7 +35,7 @@ class Parts(nn.Module):
         return self._call(self, *args)
 
 
-class Mlp(nn.Module):
+class UpDown(nn.Module):
     """``down(act(up(x)))``, with a norm after the first linear if that is asked for."""
 
     def __init__(

@@ -24,7 +24,7 @@ from amp_fx.cli import main
 from amp_fx.reports.step import NoLossError
 from documents import Net
 from graphs import without_inductor
-from small_models import GPT, tokens
+from small_models import GPT, Parts, tokens
 
 OFF = {"profile": "off"}
 FP16 = {**OFF, "dtype": "float16"}
@@ -123,17 +123,9 @@ def test_a_norm_at_the_end_is_healthy(loss: Callable[[Tensor], Tensor], op_by_op
 
 
 def test_a_loss_near_zero_is_healthy(op_by_op: None) -> None:
-    class Centred(nn.Module):
-        def __init__(self, x: Tensor) -> None:
-            super().__init__()
-            self.net = Net()
-            self.centre = mean_square(self.net(x)).item()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return mean_square(self.net(x)) - self.centre
-
-    x = torch.randn(64, 16)
-    found = compared(Centred(x), x, loss=None)
+    net, x = Net(), torch.randn(64, 16)
+    centre = mean_square(net(x)).item()
+    found = compared(Parts(lambda m, x: mean_square(m.net(x)) - centre, net=net), x, loss=None)
     assert rows(found)[""].error >= 1
     assert found.healthy
 
@@ -174,21 +166,15 @@ def test_errors_are_those_of_the_values_and_of_their_gradients(op_by_op: None) -
 
 
 def test_of_large_values_a_sample_is_compared_and_all_is_searched(op_by_op: None) -> None:
-    class Spike(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.scale = nn.Linear(64, 64), nn.Linear(64, 64)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.scale(self.up(x))
-
-    model, x = Spike(), torch.randn(3000, 64)
+    up, scale = nn.Linear(64, 64), nn.Linear(64, 64)
+    model, x = Parts(lambda m, x: m.scale(m.up(x)), up=up, scale=scale), torch.randn(3000, 64)
     assert compared(model, x, options=FP16).first_nonfinite is None
     # one number in 192,000, of which few are compared
     x[1234] = 0.0
     x[1234, 5] = 4e4
     with torch.no_grad():
-        model.up.weight[7, 5] = 2.0
+        up.weight[7, 5] = 2.0
     assert compared(model, x, options=FP16).first_nonfinite == "up"
 
 
@@ -210,17 +196,13 @@ def test_sizes_may_be_symbols(dynamic: bool, op_by_op: None) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_graph_break_starts_a_new_part(op_by_op: None) -> None:
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = Net(), Net()
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            torch._dynamo.graph_break()
-            return self.b(x)
+    def call(m: Any, x: Tensor) -> Tensor:
+        x = m.a(x)
+        torch._dynamo.graph_break()
+        return m.b(x)
 
-    found = compared(Parts(), torch.randn(6, 16))
+    found = compared(Parts(call, a=Net(), b=Net()), torch.randn(6, 16))
     assert len(found.plans) == 2
     assert all(rows(found)[name].gradient_error for name in ("a", "a.up", "b", "b.norm"))
 

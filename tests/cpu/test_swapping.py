@@ -18,18 +18,14 @@ from torch import Tensor, nn
 from amp_fx import CaptureError, FallbackWarning, GradScaler
 from graphs import DEFAULTS
 from holding import Held
+from small_models import Parts
 
 SCALER = "swapping"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.up, self.norm = nn.Embedding(16, 32), nn.Linear(32, 64), nn.LayerNorm(64)
-        self.down = nn.Linear(64, 8)
-
-    def forward(self, i: Tensor) -> Tensor:
-        return self.down(self.norm(self.up(self.tokens(i)).relu()))
+def net() -> nn.Module:
+    parts = {"tokens": nn.Embedding(16, 32), "up": nn.Linear(32, 64), "norm": nn.LayerNorm(64)}
+    return Parts(lambda m, i: m.down(m.norm(m.up(m.tokens(i)).relu())), **parts, down=nn.Linear(64, 8))
 
 
 def trained(model: Callable[..., Tensor], i: Tensor) -> Tensor:
@@ -83,7 +79,7 @@ def used(request: pytest.FixtureRequest, op_by_op: None) -> Iterator[Used]:
     use, options = USES[request.param]
     # a graph finds it by its name
     scaler = GradScaler("cpu", name=SCALER)
-    model, i, low = Net(), torch.arange(16), getattr(torch, options.get("dtype", "bfloat16"))
+    model, i, low = net(), torch.arange(16), getattr(torch, options.get("dtype", "bfloat16"))
     compiled = torch.compile(model, backend="amp_fx", options={**DEFAULTS, **options})
 
     def eagerly() -> Tensor:

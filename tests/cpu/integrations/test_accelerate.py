@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import amp_fx
 from amp_fx.integrations.accelerate import AmpFxPlugin, GradScaler
-from small_models import Mlp
+from small_models import UpDown
 
 FP16 = {"dtype": "float16", "scaler": "default", "profile": "off"}
 INF = float("inf")
@@ -69,7 +69,7 @@ def test_a_mode_becomes_options() -> None:
     assert kwargs.keys() == {"backend", "options"}
     assert kwargs["options"]["policy"] == "fast"
     assert kwargs["options"]["max_autotune"] is True
-    torch.compile(Mlp(), **kwargs)
+    torch.compile(UpDown(), **kwargs)
 
 
 def test_the_environment_of_accelerate_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_the_plugin_is_plain_data() -> None:
 def test_regional_compilation_compiles_the_repeated_blocks() -> None:
     plugin = AmpFxPlugin(use_regional_compilation=True, options={"profile": "off"})
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-    model: Any = accelerator.prepare(nn.Sequential(nn.Linear(8, 8), nn.ModuleList([Mlp(), Mlp()])))
+    model: Any = accelerator.prepare(nn.Sequential(nn.Linear(8, 8), nn.ModuleList([UpDown(), UpDown()])))
     blocks = model[1]
     assert all(isinstance(block, torch._dynamo.OptimizedModule) for block in blocks)
     with amp_fx.record() as recording:
@@ -109,7 +109,7 @@ def test_regional_compilation_compiles_the_repeated_blocks() -> None:
 
 def test_bf16_training_needs_the_plugin_alone() -> None:
     accelerator = Accelerator(cpu=True, dynamo_plugin=AmpFxPlugin(options={"profile": "off"}))
-    own = Mlp()
+    own = UpDown()
     model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), data())
     before = weights(own)
     with amp_fx.record() as recording:
@@ -125,7 +125,7 @@ def test_bf16_training_needs_the_plugin_alone() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_bad_step_is_skipped_and_accelerate_knows(fused: bool) -> None:
     accelerator = fp16()
-    own = Mlp()
+    own = UpDown()
     optimizer = torch.optim.AdamW(own.parameters(), lr=0.1, fused=fused)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     model, optimizer, loader, scheduler = accelerator.prepare(own, optimizer, data(1), scheduler)
@@ -148,7 +148,7 @@ def test_a_bad_step_is_skipped_and_accelerate_knows(fused: bool) -> None:
 
 def test_gradients_are_true_to_scale_and_clipped_as_in_fp32() -> None:
     accelerator = fp16()
-    own = Mlp()
+    own = UpDown()
     plain = copy.deepcopy(own)
     model: Any = accelerator.prepare(own)
     x = torch.randn(4, 8)
@@ -163,7 +163,7 @@ def test_gradients_are_true_to_scale_and_clipped_as_in_fp32() -> None:
 
 def test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of() -> None:
     accelerator = fp16(gradient_accumulation_steps=2)
-    own = Mlp()
+    own = UpDown()
     model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), data(0))
     taken = []
     for x in loader:
@@ -179,7 +179,7 @@ def test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of() -> None:
 
 def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
     accelerator = fp16()
-    own = Mlp()
+    own = UpDown()
     model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), data(0, 1))
     for x in loader:
         accelerator.backward(model(x).square().mean())
@@ -190,7 +190,7 @@ def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
     accelerator.save_state(str(tmp_path))
 
     again = fp16()
-    other = Mlp()
+    other = UpDown()
     model, optimizer = again.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
     again.load_state(str(tmp_path))
     assert same(other, saved)
@@ -201,6 +201,6 @@ def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_the_unwrapped_model_is_the_model() -> None:
-    own = Mlp()
+    own = UpDown()
     accelerator = fp16()
     assert accelerator.unwrap_model(accelerator.prepare(own), keep_torch_compile=False) is own

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.integrations.metrics import ScalerMetrics
+from small_models import UpDown
 
 pytestmark = [
     # Lightning asks torch's pytree in a way that torch is about to drop
@@ -61,7 +62,7 @@ def test_a_bad_step_is_skipped_and_gradients_are_clipped(lit: Any, tmp_path: Pat
 
 
 def test_training_follows_fp32(lit: Any, tmp_path: Path) -> None:
-    net = lit.Net()
+    net = UpDown()
     plain = copy.deepcopy(net)
     batches = lit.data()
     lit.trainer(tmp_path, plugins=[lit.fp16()], gradient_clip_val=0.1).fit(lit.LitNet(net), batches)
@@ -194,14 +195,14 @@ def fabric_steps(lit: Any, plugin: Any, model: nn.Module, *bad: int, **optimizer
 
 
 def test_fabric_trains_in_bf16(lit: Any) -> None:
-    model = lit.Net()
+    model = UpDown()
     with amp_fx.record() as recording:
         assert (
             fabric_steps(lit, lit.AmpFxFabricPrecision("bf16-mixed", options=lit.OPTIONS), model)
             == [True] * 4
         )
     assert low(recording) == {torch.bfloat16}
-    assert model.state_dict().keys() == lit.Net().state_dict().keys()
+    assert model.state_dict().keys() == UpDown().state_dict().keys()
 
 
 def test_fabric_compiles_modules_of_torch_itself(lit: Any) -> None:
@@ -216,7 +217,7 @@ def test_fabric_skips_a_bad_step(lit: Any, fused: bool) -> None:
     scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
     plugin = lit.AmpFxFabricPrecision("16-mixed", scaler=scaler, options=lit.OPTIONS)
     with amp_fx.record() as recording:
-        assert fabric_steps(lit, plugin, lit.Net(), 1, fused=fused) == [True, False, True, True]
+        assert fabric_steps(lit, plugin, UpDown(), 1, fused=fused) == [True, False, True, True]
     assert low(recording) == {torch.float16}
     assert plugin.state_dict() == scaler.state_dict()
     assert scaler.get_scale() == 64.0

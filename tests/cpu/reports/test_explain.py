@@ -29,7 +29,7 @@ from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
-from small_models import Mlp, Parts
+from small_models import Parts, UpDown
 
 # tests share a report
 pytestmark = pytest.mark.xdist_group("explain")
@@ -299,8 +299,8 @@ def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training
     with warnings.catch_warnings():
         warnings.simplefilter("error", ScalingWarning)
         options = {**OFF, "dtype": "float16"}
-        report = amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options=options)
-        scaled = amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options={**options, "scaler": "none"})
+        report = amp_fx.explain(UpDown(8, 16), torch.randn(4, 8), options=options)
+        scaled = amp_fx.explain(UpDown(8, 16), torch.randn(4, 8), options={**options, "scaler": "none"})
     assert [row.kind for row in report.notes] == ["scaling"]
     assert scaled.notes == []
     assert "float16" in report.shares()
@@ -308,13 +308,13 @@ def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training
 
 def test_bad_options_and_plans_of_other_models_are_raised_as_they_are() -> None:
     with pytest.raises(OptionsError, match="'polcy'"):
-        amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options={"polcy": "fast"})
+        amp_fx.explain(UpDown(8, 16), torch.randn(4, 8), options={"polcy": "fast"})
     with pytest.raises(PlanError, match=r"up linear\)"):
-        amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options={"plan": Plan()})
+        amp_fx.explain(UpDown(8, 16), torch.randn(4, 8), options={"plan": Plan()})
 
 
 def test_plan_files_are_replayed_by_torch_compile_and_share_no_cache(tmp_path: Path) -> None:
-    model, x = Mlp(8, 16).requires_grad_(False), torch.randn(4, 8)
+    model, x = UpDown(8, 16).requires_grad_(False), torch.randn(4, 8)
     rules = {"rules": [{"module": "down", "precision": "fp32"}]}
     files = {"both": tmp_path / "both.json", "up": tmp_path / "up.json"}
     amp_fx.explain(model, x, options=OFF).plan.save(files["both"])
@@ -353,7 +353,7 @@ def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
     def decisions(plan: Plan) -> list[tuple[Any, ...]]:
         return [(row.module_path, row.op, row.op_class, row.dtype, row.reasons) for row in plan.nodes]
 
-    model, x = Mlp(8, 16), torch.randn(4, 8)
+    model, x = UpDown(8, 16), torch.randn(4, 8)
     explained = amp_fx.explain(model, x, options=OFF)
     compiled: Callable[..., Tensor] = torch.compile(model, backend="amp_fx", options=OFF)
     with amp_fx.record() as recording:
@@ -427,7 +427,7 @@ def test_a_model_of_torchs_own_that_is_compiled_in_place_is_explained_as_it_runs
 
 @pytest.mark.usefixtures("_no_code")
 def test_parts_of_torchs_own_that_are_compiled_in_place_are_named() -> None:
-    model = stacked([*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)), Mlp(8, 16)])
+    model = stacked([*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)), UpDown(8, 16)])
     for module in model.children():
         for layer in module.children():
             layer.compile(backend="amp_fx")
@@ -438,7 +438,7 @@ def test_parts_of_torchs_own_that_are_compiled_in_place_are_named() -> None:
 @pytest.mark.usefixtures("_no_code")
 def test_a_program_that_dynamo_does_not_look_at_says_what_to_look_for() -> None:
     with torch.compiler.set_stance("force_eager"):
-        text = str(amp_fx.explain(Mlp(8, 16), torch.randn(4, 8), options=OFF))
+        text = str(amp_fx.explain(UpDown(8, 16), torch.randn(4, 8), options=OFF))
     assert "0 graphs" in text
     assert "Dynamo makes no graph of it and gives no reason" in text
 

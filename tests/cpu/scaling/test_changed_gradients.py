@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from amp_fx import GradScaler
 from scaled import INF, batch, compiled, loss_of, new_scaler, same, sgd, weights
-from small_models import Mlp
+from small_models import UpDown
 
 NAN = float("nan")
 
@@ -29,67 +29,67 @@ def gradient(p: Tensor) -> Tensor:
     return p.grad
 
 
-def replaced(model: Mlp) -> None:
+def replaced(model: UpDown) -> None:
     model.up.weight.grad = gradient(model.up.weight) * INF
 
 
-def written_through_data(model: Mlp) -> None:
+def written_through_data(model: UpDown) -> None:
     gradient(model.up.weight).data.mul_(INF)
 
 
-def written_in_place(model: Mlp) -> None:
+def written_in_place(model: UpDown) -> None:
     gradient(model.up.weight).mul_(INF)
 
 
-def one_element_through_data(model: Mlp) -> None:
+def one_element_through_data(model: UpDown) -> None:
     gradient(model.up.weight).data[7, 3] = NAN
 
 
-def foreach_through_data(model: Mlp) -> None:
+def foreach_through_data(model: UpDown) -> None:
     torch._foreach_mul_([gradient(p).data for p in model.parameters()], INF)  # type: ignore[attr-defined]
 
 
-def numpy(model: Mlp) -> None:
+def numpy(model: UpDown) -> None:
     gradient(model.up.weight).numpy()[2, 5] = NAN
 
 
-def storage(model: Mlp) -> None:
+def storage(model: UpDown) -> None:
     shared = torch.empty(0).set_(gradient(model.up.weight).untyped_storage())
     shared.fill_(NAN)
 
 
-def under_inference_mode(model: Mlp) -> None:
+def under_inference_mode(model: UpDown) -> None:
     with torch.inference_mode():
         gradient(model.up.weight).mul_(INF)
 
 
-def data_replaced(model: Mlp) -> None:
+def data_replaced(model: UpDown) -> None:
     gradient(model.up.weight).data = torch.full((8, 8), INF)
 
 
-def swapped_with_a_bad_one(model: Mlp) -> None:
+def swapped_with_a_bad_one(model: UpDown) -> None:
     model.down.weight.grad = torch.full((8, 8), NAN)
     model.up.weight.grad, model.down.weight.grad = model.down.weight.grad, model.up.weight.grad
 
 
-def another_parameters(model: Mlp) -> None:
+def another_parameters(model: UpDown) -> None:
     gradient(model.down.weight).data.fill_(INF)
     model.up.weight.grad = model.down.weight.grad
 
 
-def centralised(model: Mlp) -> None:
+def centralised(model: UpDown) -> None:
     """As gradient centralisation does, for which one infinite element makes a whole row nan."""
     gradient(model.up.weight).data[0, 0] = INF
     for p in (model.up.weight, model.down.weight):
         gradient(p).data.sub_(gradient(p).data.mean(dim=1, keepdim=True))
 
 
-def noisy(model: Mlp) -> None:
+def noisy(model: UpDown) -> None:
     for p in model.parameters():
         p.grad = gradient(p) + torch.randn_like(p).log()  # nan where the noise is negative
 
 
-def clipped_by_norm(model: Mlp) -> None:
+def clipped_by_norm(model: UpDown) -> None:
     gradient(model.up.weight).data[0, 0] = INF
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
@@ -127,7 +127,7 @@ def test_a_change_after_the_backward_is_seen(fused: bool) -> None:
     # one graph for all models
     call = compiled(lambda model, x: model(x))
     for change in CHANGES:
-        model, scaler = Mlp(), new_scaler()
+        model, scaler = UpDown(), new_scaler()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True) if fused else sgd(model)
         scaler.scale(loss_of(functools.partial(call, model), batch())).backward()
         change(model)
@@ -172,7 +172,7 @@ HOOKS = [tensor_hook, replacing_hook, writing_hook, node_hook, node_post_hook]
 @pytest.mark.parametrize("when", ["before the compile", "after the forward"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_change_by_a_hook_is_seen(hook: Callable[[Tensor], Any], when: str) -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     optimizer = sgd(model)
     handles = [hook(model.up.weight)] if when == "before the compile" else []
     loss = scaler.scale(loss_of(compiled(model), batch()))
@@ -184,7 +184,7 @@ def test_a_change_by_a_hook_is_seen(hook: Callable[[Tensor], Any], when: str) ->
 
 def test_gradients_put_together_by_hand_are_read() -> None:
     """As PCGrad does: a gradient for each loss, projected, then assigned."""
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     own, optimizer, leaves = compiled(model), sgd(model), list(model.parameters())
     gradients = [torch.autograd.grad(scaler.scale(loss_of(own, batch())), leaves) for _ in range(2)]
     for p, first, second in zip(leaves, *gradients, strict=True):
@@ -195,7 +195,7 @@ def test_gradients_put_together_by_hand_are_read() -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_change_between_micro_batches_is_seen(which: int) -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     own, optimizer = compiled(model), sgd(model)
     for part in range(3):
         scaler.scale(loss_of(own, batch()) / 3).backward()
@@ -206,7 +206,7 @@ def test_a_change_between_micro_batches_is_seen(which: int) -> None:
 
 def test_a_change_between_two_backwards_of_one_graph_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functorch_config, "donated_buffer", False)
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     optimizer = sgd(model)
     loss = scaler.scale(loss_of(compiled(model), batch()))
     loss.backward(retain_graph=True)
@@ -216,7 +216,7 @@ def test_a_change_between_two_backwards_of_one_graph_is_seen(monkeypatch: pytest
 
 
 def test_a_change_in_one_step_does_not_mark_the_next() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     own, optimizer = compiled(model), sgd(model)
     for change in (written_through_data, None):
         scaler.scale(loss_of(own, batch())).backward()
@@ -230,7 +230,7 @@ def test_a_change_in_one_step_does_not_mark_the_next() -> None:
 
 
 def test_a_bad_gradient_that_was_clipped_by_value_after_unscale_is_still_bad() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     optimizer = sgd(model)
     scaler.scale(loss_of(compiled(model), batch(bad=True))).backward()
     scaler.unscale_(optimizer)
@@ -253,7 +253,7 @@ def test_the_local_part_of_a_sharded_gradient_is_read() -> None:
         mesh = init_device_mesh("cpu", (1,))
         local = torch.ones(4, 4)
         sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-        model, scaler = Mlp(), new_scaler()
+        model, scaler = UpDown(), new_scaler()
         optimizer = torch.optim.SGD([*model.parameters(), sharded], lr=0.1)
         scaler.scale(loss_of(compiled(model), batch())).backward()
         local[3, 3] = NAN
@@ -263,7 +263,7 @@ def test_the_local_part_of_a_sharded_gradient_is_read() -> None:
 
 
 def test_what_a_communication_hook_of_ddp_makes_of_gradients_is_read() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
 
     def spoil(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()

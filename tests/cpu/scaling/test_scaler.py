@@ -38,7 +38,7 @@ from scaled import (
     sgd,
     weights,
 )
-from small_models import Mlp
+from small_models import UpDown
 from versions import fails_in
 
 
@@ -188,7 +188,7 @@ def test_several_losses_models_and_optimizers_share_a_scaler(
 
 
 def test_gradients_are_true_to_scale_the_moment_backward_returns() -> None:
-    model, x, scaler = Mlp(), batch(), new_scaler()
+    model, x, scaler = UpDown(), batch(), new_scaler()
     loss = loss_of(compiled(model), x)
     assert scaler.scale(loss) is loss
     loss.backward()
@@ -198,7 +198,7 @@ def test_gradients_are_true_to_scale_the_moment_backward_returns() -> None:
 
 def test_tiny_gradients_arrive() -> None:
     torch.manual_seed(1)
-    model, x = Mlp(), batch()
+    model, x = UpDown(), batch()
     scaler = new_scaler(init_scale=2.0**24)
 
     def tiny(m: Callable[..., Tensor]) -> Tensor:
@@ -217,7 +217,7 @@ def test_tiny_gradients_arrive() -> None:
 
 
 def test_the_scale_may_change_at_every_step_without_another_compile() -> None:
-    model, scaler = Mlp(), new_scaler(growth_interval=1)
+    model, scaler = UpDown(), new_scaler(growth_interval=1)
     own, optimizer = compiled(model), sgd(model)
     for step in range(4):
         counters.clear()
@@ -233,7 +233,7 @@ def test_caches_hit_and_tell_scaled_graphs_from_others() -> None:
     def saved() -> int:
         counters.clear()
         torch._dynamo.reset()
-        model = Mlp()
+        model = UpDown()
         scaler = new_scaler()
         loss_of(compiled(model), x).backward()
         assert list(scaler._now.names.values()) == ["up.weight", "up.bias", "down.weight", "down.bias"]
@@ -247,7 +247,7 @@ def test_caches_hit_and_tell_scaled_graphs_from_others() -> None:
 
 def test_an_update_between_a_forward_and_its_backward_sensitivities_neither_network() -> None:
     scaler = new_scaler(growth_interval=1)
-    first, second, x = Mlp(), Mlp(), batch()
+    first, second, x = UpDown(), UpDown(), batch()
     exact = [fp32_gradients(model, lambda m: loss_of(m, x)) for model in (first, second)]
     losses = [loss_of(compiled(model), x) for model in (first, second)]
     scaler.scale(losses[0]).backward()
@@ -264,7 +264,7 @@ def test_an_update_between_a_forward_and_its_backward_sensitivities_neither_netw
 
 @pytest.mark.usefixtures("as_on_a_device")
 def test_host_syncs_none_for_a_fused_optimizer_and_one_for_others() -> None:
-    model = Mlp()
+    model = UpDown()
     scaler = new_scaler()
     own = compiled(model)
     for fused, expected in ((True, 0), (False, 1)):
@@ -282,7 +282,7 @@ def test_host_syncs_none_for_a_fused_optimizer_and_one_for_others() -> None:
 
 
 def test_a_gradient_that_was_bad_before_an_update_is_still_bad_after_it() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     own, optimizer = compiled(model), sgd(model)
     before = weights(model)
     for bad in (True, False):  # and no zero_grad in between
@@ -298,7 +298,7 @@ def test_a_gradient_that_was_bad_before_an_update_is_still_bad_after_it() -> Non
 
 
 def test_gradients_dropped_without_an_update_are_forgotten() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     own, optimizer = compiled(model), sgd(model)
     scaler.scale(loss_of(own, batch(bad=True))).backward()
     optimizer.zero_grad()
@@ -308,7 +308,7 @@ def test_gradients_dropped_without_an_update_are_forgotten() -> None:
 
 
 def test_a_gradient_that_was_repaired_by_hand_is_good() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     optimizer = sgd(model)
     scaler.scale(loss_of(compiled(model), batch(bad=True))).backward()
     for p in model.parameters():
@@ -319,7 +319,7 @@ def test_a_gradient_that_was_repaired_by_hand_is_good() -> None:
 
 
 def test_gradients_that_no_backward_of_autograd_stored_are_read() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     optimizer = sgd(model)
     loss = scaler.scale(loss_of(compiled(model), batch(bad=True)))
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -330,7 +330,7 @@ def test_gradients_that_no_backward_of_autograd_stored_are_read() -> None:
 
 
 def test_parameters_shared_with_eager_code_are_judged_by_both_uses() -> None:
-    model, x, scaler = Mlp(), batch(), new_scaler()
+    model, x, scaler = UpDown(), batch(), new_scaler()
     own, optimizer = compiled(model), sgd(model)
 
     def both(m: Callable[..., Tensor], weight: Tensor, factor: float = 1.0) -> Tensor:
@@ -349,7 +349,7 @@ def test_parameters_shared_with_eager_code_are_judged_by_both_uses() -> None:
 
 
 def test_what_happened_can_be_asked() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     own, optimizer = compiled(model), torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     assert scaler.last_found_inf.item() == 0.0
@@ -373,7 +373,7 @@ def test_what_happened_can_be_asked() -> None:
 
 @pytest.mark.usefixtures("op_by_op")
 def test_only_the_bad_parameters_are_named() -> None:
-    class Two(Mlp):
+    class Two(UpDown):
         def forward(self, x: Tensor) -> Tensor:
             return self.up(x[:, :8]).sum() + self.down(x[:, 8:]).sum()
 
@@ -385,7 +385,7 @@ def test_only_the_bad_parameters_are_named() -> None:
 
 
 def test_closures_are_refused_with_torchs_error() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     optimizer = torch.optim.LBFGS(model.parameters())
     own = compiled(model)
     scaler.scale(loss_of(own, batch())).backward()
@@ -395,7 +395,7 @@ def test_closures_are_refused_with_torchs_error() -> None:
 
 
 def test_calls_out_of_order_are_refused_with_torchs_errors() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     optimizer = sgd(model)
     with pytest.raises(AssertionError, match="_scale"):
         scaler.unscale_(optimizer)
@@ -415,7 +415,7 @@ def test_calls_out_of_order_are_refused_with_torchs_errors() -> None:
 
 @pytest.mark.usefixtures("op_by_op")
 def test_graph_breaks() -> None:
-    class Broken(Mlp):
+    class Broken(UpDown):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.up(x).relu()
             torch._dynamo.graph_break()
@@ -437,7 +437,7 @@ def test_graph_breaks() -> None:
 @pytest.mark.usefixtures("op_by_op")
 @fails_in("2.11", fault="no guard notices that a parameter is thawed")
 def test_frozen_parameters() -> None:
-    model, x, scaler = Mlp(), batch(), new_scaler()
+    model, x, scaler = UpDown(), batch(), new_scaler()
     model.up.requires_grad_(False)
     optimizer = sgd(model)
     own = compiled(model)
@@ -454,7 +454,7 @@ def test_frozen_parameters() -> None:
 
 @pytest.mark.usefixtures("op_by_op")
 def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
-    table, model, scaler = nn.Embedding(10, 8, sparse=True), Mlp(), new_scaler()
+    table, model, scaler = nn.Embedding(10, 8, sparse=True), UpDown(), new_scaler()
     own, optimizer = compiled(model), torch.optim.SGD([*table.parameters(), *model.parameters()], lr=0.1)
     for factor in (1.0, INF):
         scaler.scale(loss_of(own, table(torch.tensor([1, 1, 3])) * factor)).backward()
@@ -470,7 +470,7 @@ def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
 def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torchs_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     own, optimizer = compiled(model), sgd(model)
     x = batch().requires_grad_()
     head = nn.Linear(8, 1)
@@ -494,11 +494,11 @@ def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torc
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("inside", [True, False])
 def test_checkpointing(inside: bool) -> None:
-    class Checkpointed(Mlp):
+    class Checkpointed(UpDown):
         def forward(self, x: Tensor) -> Tensor:
             return self.down(checkpoint(lambda value: self.up(value).relu(), x, use_reentrant=False))
 
-    model, x, scaler = Checkpointed() if inside else Mlp(), batch(), new_scaler()
+    model, x, scaler = Checkpointed() if inside else UpDown(), batch(), new_scaler()
     own = compiled(model)
     called = own if inside else lambda value: checkpoint(own, value, use_reentrant=False)
     for bad in (False, True):
@@ -514,7 +514,7 @@ def test_checkpointing(inside: bool) -> None:
 
 def test_instances_of_one_class_share_graphs_but_not_flags() -> None:
     scaler = new_scaler()
-    models = [Mlp(), Mlp()]
+    models = [UpDown(), UpDown()]
     optimizers = [sgd(model) for model in models]
 
     @torch.compile(backend="amp_fx", options=OPTIONS)
@@ -530,7 +530,7 @@ def test_instances_of_one_class_share_graphs_but_not_flags() -> None:
 
 @pytest.mark.usefixtures("op_by_op")
 def test_dynamic_shapes() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     own = torch.compile(model, backend="amp_fx", dynamic=True, options=OPTIONS)
     for rows in (4, 8):
         x = torch.randn(rows, 8)
@@ -580,7 +580,7 @@ def test_a_small_gpt_in_fp16_reaches_the_loss_of_the_fp32_run() -> None:
 
 
 def test_the_scale_never_falls_below_its_minimum() -> None:
-    model, scaler = Mlp(), new_scaler(init_scale=4.0, min_scale=1.0)
+    model, scaler = UpDown(), new_scaler(init_scale=4.0, min_scale=1.0)
     own, optimizer = compiled(model), sgd(model)
     for _ in range(4):
         scaler.scale(loss_of(own, batch(bad=True))).backward()
@@ -596,7 +596,7 @@ def test_the_scale_never_falls_below_its_minimum() -> None:
 
 def test_checkpoints_load_both_ways() -> None:
     ours, theirs = new_scaler(growth_interval=7), torch.amp.GradScaler("cpu", init_scale=3.0)
-    model = Mlp()
+    model = UpDown()
     ours.scale(loss_of(compiled(model), batch(bad=True))).backward()
     ours.step(sgd(model))
     ours.update()
@@ -631,7 +631,7 @@ def test_a_scaler_that_no_graph_uses_behaves_as_torchs(optimizer: str) -> None:
     torch.manual_seed(3)
     results = []
     data = [batch(), batch(), batch(bad=True), batch()]
-    start = Mlp()
+    start = UpDown()
     for scaler in (new_scaler(growth_interval=2), torch.amp.GradScaler("cpu", 128.0, growth_interval=2)):
         model = copy.deepcopy(start)
         own = ctor(model.parameters(), **kwargs)
@@ -651,7 +651,7 @@ def test_a_scaler_that_no_graph_uses_behaves_as_torchs(optimizer: str) -> None:
 
 def test_a_step_that_began_before_any_graph_used_the_scaler_ends_as_torchs() -> None:
     scaler = new_scaler()
-    eager, model, x = Mlp(), Mlp(), batch()
+    eager, model, x = UpDown(), UpDown(), batch()
     exact = [fp32_gradients(m, lambda m: loss_of(m, x)) for m in (eager, model)]
     scaler.scale(loss_of(eager, x)).backward()  # times 128
     scaler.scale(loss_of(compiled(model), x)).backward()  # in this step, too
@@ -670,7 +670,7 @@ def test_a_step_that_began_before_any_graph_used_the_scaler_ends_as_torchs() -> 
 
 
 def test_a_disabled_scaler_changes_nothing() -> None:
-    model, x, scaler = Mlp(), batch(), new_scaler(enabled=False)
+    model, x, scaler = UpDown(), batch(), new_scaler(enabled=False)
     optimizer = sgd(model)
     loss = loss_of(compiled(model), x)
     assert scaler.scale(loss) is loss
@@ -686,7 +686,7 @@ def test_a_disabled_scaler_changes_nothing() -> None:
 
 @pytest.mark.usefixtures("op_by_op")
 def test_fp16_parameters_are_named() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     model.down.half()
     own = compiled(lambda x: model.down(model.up(x).half()))
     scaler.scale(own(batch()).float().mean()).backward()
@@ -696,14 +696,14 @@ def test_fp16_parameters_are_named() -> None:
 
 def test_a_graph_without_its_scaler_says_how_to_make_one() -> None:
     keep = new_scaler(name="defualt")
-    model = compiled(Mlp(), scaler="defaults")
+    model = compiled(UpDown(), scaler="defaults")
     with pytest.raises(ScalerError, match=r"'defaults'.*'defualt'.*GradScaler.*name='defaults'"):
         model(batch())
     assert keep.name == "defualt"
 
 
 def test_a_later_scaler_of_the_same_name_takes_over_and_a_dead_one_is_gone() -> None:
-    model = Mlp()
+    model = UpDown()
     own = compiled(model, scaler="mine")
     first = new_scaler(name="mine")
     first.scale(loss_of(own, batch())).backward()
@@ -717,7 +717,7 @@ def test_a_later_scaler_of_the_same_name_takes_over_and_a_dead_one_is_gone() -> 
 
 
 def test_copies_and_pickles_scale_on_their_own() -> None:
-    model, scaler = Mlp(), new_scaler(name="copied")
+    model, scaler = UpDown(), new_scaler(name="copied")
     scaler.scale(loss_of(compiled(model, scaler="copied"), batch())).backward()
     scaler.step(sgd(model))
     scaler.update(4.0)
@@ -729,7 +729,7 @@ def test_copies_and_pickles_scale_on_their_own() -> None:
 
 
 def test_nested_losses_come_back_as_they_were() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     loss = loss_of(compiled(model), batch())
     assert scaler.scale([loss, (loss,)]) == [loss, (loss,)]
     assert list(scaler.scale(itertools.repeat(loss, 2))) == [loss, loss]
@@ -769,7 +769,7 @@ def test_scaling_adds_no_kernel_and_next_to_no_bytes_to_the_graphs(kind: str) ->
 
 
 def test_no_values_are_made_while_a_graph_is_compiled() -> None:
-    graph = fx.symbolic_trace(Mlp())
+    graph = fx.symbolic_trace(UpDown())
     mode = FakeTensorMode()
     for node in graph.graph.find_nodes(op="placeholder"):
         node.meta["example_value"] = mode.from_tensor(batch())
@@ -792,7 +792,7 @@ def test_a_graph_without_parameters_takes_fake_values_without_a_scaler() -> None
 
 @pytest.mark.usefixtures("op_by_op")
 def test_an_overflow_of_a_loss_inside_the_graph_is_seen_too() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     own = compiled(lambda x: F.mse_loss(model(x), x))
     scaler.scale(own(batch(bad=True))).backward()
     scaler.step(sgd(model))

@@ -25,7 +25,7 @@ from scaled import (
     sgd,
     weights,
 )
-from small_models import Mlp
+from small_models import UpDown
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def step(model: nn.Module, scaler: Any, optimizer: torch.optim.Optimizer, run: A
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("init_scale", [128.0, 2.0**16])
 def test_torchs_scaler_around_a_graph_that_scales_takes_no_step(fused: bool, init_scale: float) -> None:
-    model, keep, theirs = Mlp(), new_scaler(init_scale=init_scale), torch.amp.GradScaler("cpu", init_scale)
+    model, keep, theirs = UpDown(), new_scaler(init_scale=init_scale), torch.amp.GradScaler("cpu", init_scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     before, run = weights(model), compiled(model)
 
@@ -68,7 +68,7 @@ def test_torchs_scaler_around_a_graph_that_scales_takes_no_step(fused: bool, ini
 
 
 def test_what_unscales_before_it_clips_is_refused_as_well() -> None:
-    model, keep, scaler = Mlp(), new_scaler(), torch.amp.GradScaler("cpu", 128.0)
+    model, keep, scaler = UpDown(), new_scaler(), torch.amp.GradScaler("cpu", 128.0)
     optimizer = sgd(model)
     scaler.scale(loss_of(compiled(model), batch())).backward()
     scaler.unscale_(optimizer)
@@ -78,7 +78,7 @@ def test_what_unscales_before_it_clips_is_refused_as_well() -> None:
 
 @pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)], ids=["none", "off"])
 def test_a_step_without_the_graphs_scaler_is_refused(scaler: Any) -> None:
-    model, keep = Mlp(), new_scaler()
+    model, keep = UpDown(), new_scaler()
     optimizer = sgd(model)
     keep.scale(loss_of(compiled(model), batch())).backward()
     with pytest.raises(ScalerError, match=keep.name):
@@ -86,7 +86,7 @@ def test_a_step_without_the_graphs_scaler_is_refused(scaler: Any) -> None:
 
 
 def test_a_scaler_of_another_name_is_refused() -> None:
-    model, keep, other = Mlp(), new_scaler(), new_scaler(name="other")
+    model, keep, other = UpDown(), new_scaler(), new_scaler(name="other")
     for _ in range(2):
         with pytest.raises(ScalerError, match=r"'default'.*'other'"):
             step(model, other, sgd(model), compiled(model))
@@ -95,7 +95,7 @@ def test_a_scaler_of_another_name_is_refused() -> None:
 
 @pytest.mark.parametrize("was_used", [False, True])
 def test_a_scaler_whose_name_a_later_one_has_taken_is_refused(was_used: bool) -> None:
-    model, first = Mlp(), new_scaler()
+    model, first = UpDown(), new_scaler()
     optimizer, run = sgd(model), compiled(model)
     if was_used:
         step(model, first, optimizer, run)
@@ -106,7 +106,7 @@ def test_a_scaler_whose_name_a_later_one_has_taken_is_refused(was_used: bool) ->
 
 
 def test_two_scalers_for_two_networks_and_one_for_both_are_right() -> None:
-    first, second, a, b = Mlp(), Mlp(), new_scaler(name="a"), new_scaler(name="b")
+    first, second, a, b = UpDown(), UpDown(), new_scaler(name="a"), new_scaler(name="b")
     run_first, run_second = compiled(first, scaler="a"), compiled(second, scaler="b")
     for _ in range(2):
         step(first, a, sgd(first), lambda x: run_second(run_first(x)))
@@ -116,7 +116,7 @@ def test_two_scalers_for_two_networks_and_one_for_both_are_right() -> None:
 
 
 def test_torchs_scaler_may_step_other_models_and_the_same_one_without_the_graph() -> None:
-    model, other, scaler, theirs = Mlp(), Mlp(), new_scaler(), torch.amp.GradScaler("cpu", 128.0)
+    model, other, scaler, theirs = UpDown(), UpDown(), new_scaler(), torch.amp.GradScaler("cpu", 128.0)
     step(model, scaler, sgd(model), compiled(model))
     step(other, theirs, sgd(other))
     step(model, theirs, sgd(model))
@@ -126,7 +126,7 @@ def test_torchs_scaler_may_step_other_models_and_the_same_one_without_the_graph(
 
 
 def test_scalers_that_are_disabled_neither_scale_nor_are_refused() -> None:
-    model, disabled = Mlp(), new_scaler(enabled=False)
+    model, disabled = UpDown(), new_scaler(enabled=False)
     before = weights(model)
     step(model, torch.amp.GradScaler("cpu", 128.0), sgd(model), compiled(model))
     step(model, disabled, sgd(model), compiled(model))
@@ -134,7 +134,7 @@ def test_scalers_that_are_disabled_neither_scale_nor_are_refused() -> None:
 
 
 def test_a_loop_that_looks_by_itself_is_not_refused_and_nobody_asks_twice() -> None:
-    model, scaler = Mlp(), new_scaler()
+    model, scaler = UpDown(), new_scaler()
     optimizer = sgd(model)
     scaler.scale(loss_of(compiled(model), batch())).backward()
     assert len(BEFORE_STEP._listeners) == 1
@@ -161,10 +161,10 @@ def backward(model: nn.Module, **options: Any) -> Callable[[], object]:
 
 @pytest.mark.usefixtures("op_by_op")
 def test_fp16_without_a_scaler_warns_once_and_names_the_fix() -> None:
-    class Other(Mlp):
+    class Other(UpDown):
         pass
 
-    (text,) = told(backward(Mlp()))
+    (text,) = told(backward(UpDown()))
     assert "'scaler': 'default'" in text
     assert "scaler = amp_fx.GradScaler" in text
     assert told(backward(Other())) == []
@@ -174,15 +174,15 @@ def test_fp16_without_a_scaler_warns_once_and_names_the_fix() -> None:
 def test_inference_and_bf16_do_not_warn() -> None:
     keep = new_scaler()
     with torch.no_grad():
-        assert told(lambda: compiled(Mlp(), scaler=None)(batch())) == []
-    assert told(backward(Mlp(), dtype="bfloat16")) == []
+        assert told(lambda: compiled(UpDown(), scaler=None)(batch())) == []
+    assert told(backward(UpDown(), dtype="bfloat16")) == []
     with torch.autocast("cpu", torch.bfloat16):
-        assert told(backward(Mlp(), scaler=keep.name, dtype="auto")) == []
+        assert told(backward(UpDown(), scaler=keep.name, dtype="auto")) == []
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_torchs_own_scaler_works_around_a_graph_without_a_scaler(fused: bool) -> None:
-    model, x = Mlp(), batch()
+    model, x = UpDown(), batch()
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     scaler.scale(loss_of(compiled(model, scaler=None), x)).backward()
@@ -198,7 +198,7 @@ def test_torchs_own_scaler_works_around_a_graph_without_a_scaler(fused: bool) ->
 def test_under_an_fp16_autocast_of_the_users_scaling_is_theirs_and_a_scaler_is_one_from_outside(
     given: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, x, scaler = Mlp(), batch(), new_scaler()
+    model, x, scaler = UpDown(), batch(), new_scaler()
     optimizer = sgd(model)
 
     def forward() -> Tensor:
