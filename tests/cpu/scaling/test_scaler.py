@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -245,7 +244,7 @@ def test_caches_hit_and_tell_scaled_graphs_from_others() -> None:
     assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
 
 
-def test_an_update_between_a_forward_and_its_backward_sensitivities_neither_network() -> None:
+def test_an_update_between_a_forward_and_its_backward_changes_neither_network() -> None:
     scaler = new_scaler(growth_interval=1)
     first, second, x = UpDown(), UpDown(), batch()
     exact = [fp32_gradients(model, lambda m: loss_of(m, x)) for model in (first, second)]
@@ -297,16 +296,6 @@ def test_a_gradient_that_was_bad_before_an_update_is_still_bad_after_it() -> Non
     assert not same(model, before)
 
 
-def test_gradients_dropped_without_an_update_are_forgotten() -> None:
-    model, scaler = UpDown(), new_scaler()
-    own, optimizer = compiled(model), sgd(model)
-    scaler.scale(loss_of(own, batch(bad=True))).backward()
-    optimizer.zero_grad()
-    scaler.scale(loss_of(own, batch())).backward()
-    scaler.step(optimizer)
-    assert scaler.step_taken(optimizer)
-
-
 def test_a_gradient_that_was_repaired_by_hand_is_good() -> None:
     model, scaler = UpDown(), new_scaler()
     optimizer = sgd(model)
@@ -316,17 +305,6 @@ def test_a_gradient_that_was_repaired_by_hand_is_good() -> None:
         p.grad.nan_to_num_(0.0, 0.0, 0.0)
     scaler.step(optimizer)
     assert scaler.step_taken(optimizer)
-
-
-def test_gradients_that_no_backward_of_autograd_stored_are_read() -> None:
-    model, scaler = UpDown(), new_scaler()
-    optimizer = sgd(model)
-    loss = scaler.scale(loss_of(compiled(model), batch(bad=True)))
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    for p, gradient in zip(model.parameters(), gradients, strict=True):
-        p.grad = gradient
-    scaler.step(optimizer)
-    assert not scaler.step_taken(optimizer)
 
 
 def test_parameters_shared_with_eager_code_are_judged_by_both_uses() -> None:
@@ -384,16 +362,6 @@ def test_only_the_bad_parameters_are_named() -> None:
     assert scaler.first_nonfinite() == ["up.weight"]
 
 
-def test_closures_are_refused_with_torchs_error() -> None:
-    model, scaler = UpDown(), new_scaler()
-    optimizer = torch.optim.LBFGS(model.parameters())
-    own = compiled(model)
-    scaler.scale(loss_of(own, batch())).backward()
-    for arguments in ({"closure": lambda: 0.0}, None):
-        with pytest.raises(RuntimeError, match=r"[Cc]losure"):
-            scaler.step(optimizer, **arguments) if arguments else scaler.step(optimizer, lambda: 0.0)
-
-
 def test_calls_out_of_order_are_refused_with_torchs_errors() -> None:
     model, scaler = UpDown(), new_scaler()
     optimizer = sgd(model)
@@ -402,6 +370,9 @@ def test_calls_out_of_order_are_refused_with_torchs_errors() -> None:
     scaler.scale(loss_of(compiled(model), batch())).backward()
     with pytest.raises(AssertionError):
         scaler.update()
+    for given in ((lambda: 0.0,), ()):
+        with pytest.raises(RuntimeError, match=r"[Cc]losure"):
+            scaler.step(optimizer, *given, **({} if given else {"closure": lambda: 0.0}))
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"unscale_\(\)"):
         scaler.unscale_(optimizer)
@@ -510,22 +481,6 @@ def test_checkpointing(inside: bool) -> None:
         assert scaler.step_taken(optimizer) is not bad
         scaler.update()
         optimizer.zero_grad()
-
-
-def test_instances_of_one_class_share_graphs_but_not_flags() -> None:
-    scaler = new_scaler()
-    models = [UpDown(), UpDown()]
-    optimizers = [sgd(model) for model in models]
-
-    @torch.compile(backend="amp_fx", options=OPTIONS)
-    def call(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x)
-
-    for model, bad in zip(models, (False, True), strict=True):
-        scaler.scale(call(model, batch(bad)).pow(2).mean()).backward()
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    assert [scaler.step_taken(optimizer) for optimizer in optimizers] == [True, False]
 
 
 @pytest.mark.usefixtures("op_by_op")
@@ -694,16 +649,8 @@ def test_fp16_parameters_are_named() -> None:
         scaler.step(sgd(model))
 
 
-def test_a_graph_without_its_scaler_says_how_to_make_one() -> None:
-    keep = new_scaler(name="defualt")
-    model = compiled(UpDown(), scaler="defaults")
-    with pytest.raises(ScalerError, match=r"'defaults'.*'defualt'.*GradScaler.*name='defaults'"):
-        model(batch())
-    assert keep.name == "defualt"
-
-
 def test_a_later_scaler_of_the_same_name_takes_over_and_a_dead_one_is_gone() -> None:
-    model = UpDown()
+    model, keep = UpDown(), new_scaler(name="mien")
     own = compiled(model, scaler="mine")
     first = new_scaler(name="mine")
     first.scale(loss_of(own, batch())).backward()
@@ -712,8 +659,9 @@ def test_a_later_scaler_of_the_same_name_takes_over_and_a_dead_one_is_gone() -> 
     assert second.scale(loss) is loss
     del first, second
     gc.collect()
-    with pytest.raises(ScalerError, match="'mine'"):
+    with pytest.raises(ScalerError, match=r"'mine'.*'mien'.*GradScaler.*name='mine'"):
         own(batch())
+    assert keep.name == "mien"
 
 
 def test_copies_and_pickles_scale_on_their_own() -> None:
@@ -788,12 +736,3 @@ def test_a_graph_without_parameters_takes_fake_values_without_a_scaler() -> None
     given = mode.from_tensor(batch())
     (_, scale) = scaled.bind(lambda *args: args)(given)
     assert scale.fake_mode is mode
-
-
-@pytest.mark.usefixtures("op_by_op")
-def test_an_overflow_of_a_loss_inside_the_graph_is_seen_too() -> None:
-    model, scaler = UpDown(), new_scaler()
-    own = compiled(lambda x: F.mse_loss(model(x), x))
-    scaler.scale(own(batch(bad=True))).backward()
-    scaler.step(sgd(model))
-    assert scaler.skipped_steps == 1
