@@ -44,9 +44,7 @@ __all__ = [
 
 LOW = {"cpu": torch.bfloat16, "cuda": torch.float16, "mps": torch.float16}
 
-# ------------------------------------------------------------------------------------------------------------
-# Arguments for every op: fp32 CPU tensors, cast and moved by the tests.
-# ------------------------------------------------------------------------------------------------------------
+# ---- Arguments for every op: fp32 CPU tensors, cast and moved by the tests.
 
 T = TypeVar("T")
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -500,9 +498,7 @@ def row(device: str, name: str) -> OpGroup:
     return group
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What cannot be asked here, or is answered otherwise on purpose.
-# ------------------------------------------------------------------------------------------------------------
+# ---- What cannot be asked here, or is answered otherwise on purpose.
 
 NO_CUDA = "its CUDA code path needs a GPU build"
 NO_MPS = "its MPS code path needs a build for it"

@@ -19,9 +19,9 @@ from amp_fx.cli.entry import main
 from amp_fx.placement import devices as tables
 from amp_fx.placement import measuring
 from amp_fx.placement.devices import builtin, cuda_profile, resolve
-from amp_fx.placement.gpus import GPUS, ROCM, gpu_row
+from amp_fx.placement.gpus import GPUS, NOMINAL, ROCM, gpu_row
 from amp_fx.placement.measuring import measure
-from amp_fx.placement.profile import DTYPES, FLOAT8, INT8, DeviceProfile, ProfileError
+from amp_fx.placement.profile import DEVICE_TYPES, DTYPES, FLOAT8, INT8, DeviceProfile, ProfileError
 
 A_PROFILE = DeviceProfile("a name", "cpu", {"float32": 2e11, "bfloat16": 4e11}, 3e10, 5e-6)
 CPUS = {row.name: row for row in tables._CPUS}
@@ -233,6 +233,13 @@ def test_low_precision_gains_only_where_there_are_tensor_cores() -> None:
     for row in GPUS:
         assert (row.float16 > row.float32) is (row.capability >= (7, 0))
         assert (row.bfloat16 > row.float32) is (row.capability >= (8, 0))
+
+
+def test_every_type_of_device_with_rates_has_a_profile_of_its_own() -> None:
+    assert [builtin(device).device_type for device in DEVICE_TYPES] == [*DEVICE_TYPES]
+    # without a profile, matmuls are worth what an H100 moves meanwhile
+    assert NOMINAL.flops_a_byte("float32") == pytest.approx(20, rel=0.01)
+    assert NOMINAL.flops_a_byte("bfloat16") == pytest.approx(295, rel=0.01)
 
 
 def test_the_built_in_profile_knows_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,7 @@ def autocast_names(device: str) -> set[str]:
     return {name for name in table.all_names(device) if row(device, name).origin is Origin.AUTOCAST}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# (a) the names
-# ------------------------------------------------------------------------------------------------------------
+# ---- (a) the names
 
 
 @pytest.mark.parametrize("device", LOW)
@@ -104,9 +102,7 @@ def test_the_cuda_classes_are_those_of_the_macros_in_the_torch_header(macro: str
         assert all(row("cuda", name).unless_given == ("dtype",) for name in names)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# (b) the classes
-# ------------------------------------------------------------------------------------------------------------
+# ---- (b) the classes
 
 
 def answer_of_autocast(device: str, name: str, first: torch.dtype, rest: torch.dtype) -> torch.dtype | None:
@@ -166,9 +162,7 @@ def test_at_least_nine_in_ten_autocast_rows_are_asked(device: str) -> None:
     assert len(asked) >= 0.9 * len(names)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# (c) follow means: commutes with rounding
-# ------------------------------------------------------------------------------------------------------------
+# ---- (c) follow means: commutes with rounding
 
 FOLLOWERS = sorted({name for device, name in EVERY_ROW if row(device, name).op_class is OpClass.FOLLOW})
 
@@ -202,9 +196,7 @@ def check_follows(name: str, low: torch.dtype) -> None:
     assert_same(before, run(name, widened), torch.float32)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# (d) mixes means: widens inside
-# ------------------------------------------------------------------------------------------------------------
+# ---- (d) mixes means: widens inside
 
 
 def pointwise_by_default() -> list[str]:
@@ -248,9 +240,7 @@ def check_widens(name: str) -> None:
         assert_same(result, expected, full)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# (e) the table
-# ------------------------------------------------------------------------------------------------------------
+# ---- (e) the table
 
 
 def test_a_list_with_an_op_in_two_rows_is_refused() -> None:
