@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared
-from amp_fx.placement.level_cost import LevelCost, copy_traffic, meaning
+from amp_fx.placement.level_cost import OPERATIONS, LevelCost, copy_traffic, meaning, multiplies
 from amp_fx.placement.priced import Priced
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.policy.levels import LEVELS
+from amp_fx.policy.levels import LEVELS, choices_of, level_named, levels_of
 from amp_fx.targets import TARGETS, find_target
+
+BF16, RATES = torch.bfloat16, ("float32", "bfloat16", "float16", "int8")
 
 
 def cost_of(profile: DeviceProfile) -> LevelCost | None:
@@ -86,3 +88,31 @@ def test_scales_of_blocks_are_for_devices_whose_library_takes_them(
         unable = f"as autocast: cuda {profile.name} does not multiply in mxfp8"
         assert means("mxfp8") == ("mxfp8" if blocks else unable)
         assert means("mxfp8", training=False) == ("rowwise" if blocks else unable)
+
+
+def test_a_single_row_is_multiplied_without_a_call_of_onednn_and_more_rows_with_packed_weights() -> None:
+    packed, unpacked, signed = LEVELS["int8"].implementations
+    cost = LevelCost.of(
+        DeviceProfile("cpu", "cpu", dict.fromkeys(RATES, 1e12), 1e10, 0.0), BF16, LEVELS["int8"]
+    )
+    for each in (cost, OPERATIONS):
+        assert each is not None
+        assert each.cheapest((packed, unpacked, signed), (1, 512, 512)) is unpacked
+        assert each.cheapest((packed, unpacked, signed), (16, 512, 512)) is packed
+        assert each.cheapest((signed,), (1, 512, 512)) is signed
+    # read and written once a call
+    assert cost is not None
+    assert cost.packing(unpacked, (16, 512, 256)) == cost.moving(2 * 512 * 256)
+    assert cost.packing(unpacked, (1, 512, 256)) == cost.packing(packed, (16, 512, 256)) == 0
+
+
+def test_an_option_names_a_level_or_an_implementation_and_so_do_old_plans() -> None:
+    int8 = LEVELS["int8"]
+    assert list(choices_of("int8")) == ["int8", "int8_packed", "int8_unpacked", "int8_signed"]
+    assert list(choices_of("fp8")) == list(levels_of("fp8"))
+    assert {level_named(name) for name in choices_of("int8")} == {int8}
+    assert level_named("int4") is None
+    assert int8.chosen("auto") == int8.chosen("int8") == int8.implementations
+    assert [way.name for way in int8.chosen("int8_signed")] == ["int8_signed"]
+    assert multiplies(int8, "cuda")
+    assert not multiplies(int8, "cuda", "int8_packed")
