@@ -47,7 +47,7 @@ class NodePlan(Decided):
         operands: shapes of the floating tensors it reads, in order.
         reasons: why, in the order in which they were found: the last overrules those before.
         dtype: floating dtype of the computation and its result; None for calls without floating tensors.
-        takes: how arguments are taken, a value of :class:`amp_fx.plans.Takes`.
+        takes: how arguments are taken, a value of :class:`amp_fx.plans.label.Takes`.
         own_dtype_slots: arguments that keep a dtype of their own.
         pinned: dtype that the result must have at once, because others share its storage or a rule says so; else None.
         levels: of a matmul where a policy below 16 bits has chosen: role (:data:`amp_fx.policy.levels.ROLES`) -> name
