@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx import CastPlan, NodePlan, Plan
+from amp_fx.plans.plan import CastSum
 from amp_fx.policy import OpClass
 from graphs import rewrite
 from small_models import Parts
@@ -92,3 +93,19 @@ def test_a_plan_with_an_inserted_cast_has_changed_the_graph(plan: Plan) -> None:
     assert plan.changed
     assert not rewrite(lambda x: x.to(torch.bfloat16), torch.randn(4)).plan.changed
     assert not Plan().changed
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "narrows"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.bfloat16, torch.float8_e4m3fn, True),
+        (torch.float16, torch.float32, False),
+    ],
+)
+def test_a_cast_narrows_unless_its_result_is_wider(
+    before: torch.dtype, after: torch.dtype, narrows: bool
+) -> None:
+    assert CastPlan("cast", "value", before, after, 6, (), True, "").narrows is narrows
+    assert CastSum("amp_fx", "forward", "weight", before, after, 1, 6, 0, 0).narrows is narrows
