@@ -24,17 +24,15 @@ from amp_fx.passes.base import (
     run_keyed,
     run_passes,
 )
-from amp_fx.passes.forward.cache_weights import CacheWeights
 from amp_fx.passes.forward.classify import Classify, PinDtypes
 from amp_fx.passes.forward.constrain import Constrain
-from amp_fx.passes.forward.fold_weights import FoldWeights
 from amp_fx.passes.forward.fuse_casts import FuseCasts
 from amp_fx.passes.forward.insert_casts import InsertCasts
-from amp_fx.passes.forward.keep_weights import KeepWeights
 from amp_fx.passes.forward.place import Place
 from amp_fx.passes.forward.place_by_sensitivity import PlaceBySensitivity
 from amp_fx.passes.forward.replay import Replay
 from amp_fx.passes.forward.verify import Verify
+from amp_fx.passes.forward.weights import CacheWeights, FoldWeights, KeepWeights
 from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
 from amp_fx.passes.joint.keep_statistics import KeepStatistics
 from amp_fx.passes.joint.lay_out_gradients import LayOutGradients
