@@ -11,6 +11,7 @@ import pytest
 import torch
 from derived import are_current, copies_for, new_weights
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from writes import WRITES, new_layer
 
 from amp_fx import WeightsError, weights
@@ -47,13 +48,20 @@ def test_touch_takes_tensors_in_the_memory_of_a_weight_and_nothing_else() -> Non
         weights.touch(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
 
 
-def test_clear_touches_all_weights() -> None:
+@pytest.mark.parametrize(
+    "tell",
+    [weights.clear, lambda: weights.touch(TwoTensor(torch.ones(2), torch.ones(2)))],
+    ids=["clear", "touch of what has no memory of its own"],
+)
+def test_all_weights_are_touched(tell: Callable[[], object]) -> None:
     parameter = nn.Parameter(torch.randn(1000, 16))
-    copies = copies_for(1)
+    # a graph that clear() does not reach counts as well
+    fingerprint, copies = Fingerprint([parameter], [parameter]), copies_for(1)
     assert are_current(copies, [parameter])
     parameter.data[501] = 0.0
-    weights.clear()
+    tell()
     assert are_current(copies, [parameter])
+    assert not fingerprint.matches([parameter])
 
 
 # ---- the sample ----

@@ -121,7 +121,19 @@ def test_what_a_caller_may_have_is_not_written_to() -> None:
     graph.output((turned,))
     constants = split(fx.GraphModule(nn.Module(), graph), [Constant(turned, is_returned=True)])
     [weight] = values(1.0)
-    [before] = tensors_of(constants, [weight])
+    # what a graph has keeps the derived tensors, which could be written to
+    kept = constants.derive([weight])
     weight.fill_(2.0)
     [after] = tensors_of(constants, [weight])
-    assert (before[0].item(), after[0].item()) == (-1.0, -2.0)
+    assert (kept.value[0][0].item(), after[0].item()) == (-1.0, -2.0)
+
+
+def test_a_view_of_what_is_derived_takes_no_memory() -> None:
+    graph = fx.Graph()
+    low = graph.call_function(aten.to.dtype, (graph.placeholder("weight"), torch.bfloat16))
+    nodes = [graph.call_function(aten.t.default, (low,)), low]
+    graph.output(tuple(nodes))
+    weight, before = torch.randn(8, 4), held_bytes()
+    kept = values_of(graph, *nodes).derive([weight])
+    assert held_bytes() == before + 2 * 8 * 4
+    assert all(map(torch.equal, kept.value, (weight.t().bfloat16(), weight.bfloat16())))

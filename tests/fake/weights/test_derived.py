@@ -147,12 +147,17 @@ def test_weights_that_change_between_two_pieces_of_memory_have_one_copy(held: He
     assert kept._version == version
 
 
-def test_a_copy_that_is_made_during_a_write_counts_for_one_call_even_if_the_write_is_undone() -> None:
-    weight, writes = torch.ones(4), [2.0, 0.5]
-    graph = kept(Doubled("written to", lambda: weight.data.mul_(writes.pop(0)) if len(writes) == 2 else None))
-    assert torch.equal(graph.of([weight])[0], torch.full((4,), 4.0))
-    weight.data.mul_(writes.pop())
-    assert torch.equal(graph.of([weight])[0], torch.full((4,), 2.0))
+def test_what_is_derived_during_a_write_counts_for_one_call_even_if_the_write_is_undone() -> None:
+    weight, writes = torch.ones(4), list[float]()
+    graph = kept(Doubled("written to", lambda: weight.data.mul_(writes.pop()) if writes else None))
+    for value in (1.0, 3.0):
+        writes.append(2.0)
+        weight.data.fill_(value)
+        assert torch.equal(graph.of([weight])[0], torch.full((4,), 4 * value))
+        # as it was before that call, or before the one before
+        for undone in (value, 1.0):
+            weight.data.fill_(undone)
+            assert torch.equal(graph.of([weight])[0], torch.full((4,), 2 * undone))
 
 
 # ---- threads ----
@@ -160,7 +165,7 @@ def test_a_copy_that_is_made_during_a_write_counts_for_one_call_even_if_the_writ
 
 @dataclass(frozen=True)
 class Doubled:
-    """Twice the weight, in a moment or later.
+    """Twice the weight, in a moment or later, in place.
 
     Attributes:
         name: of the recipe.
@@ -172,7 +177,9 @@ class Doubled:
 
     def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         self.meanwhile()
-        return (weights[0] * 2,)
+        made = before or (torch.empty_like(weights[0]),)
+        made[0].copy_(weights[0] * 2)
+        return made
 
 
 def kept(recipe: Doubled) -> WeightCache[list[Tensor]]:
