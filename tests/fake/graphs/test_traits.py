@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.fx as fx
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.fake_runs import is_matmul
+from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.traits import OPS, Trait, has_trait, op_row
 from amp_fx.placement.layout import convert_op
+from graphs import captured
 
 aten = torch.ops.aten
 
@@ -64,3 +69,26 @@ def test_one_row_makes_a_matmul_in_captured_graphs_and_by_the_names_inside_vmap(
             node = fx.Graph().call_function(overloads(name)[0])
             assert is_matmul(node)
             assert has_trait(name.partition(".")[0], Trait.MATMUL)
+
+
+@pytest.mark.parametrize(
+    ("program", "shapes"),
+    [
+        (F.linear, ((2, 3, 4), (5, 4))),
+        (torch.addmm, ((5,), (3, 4), (4, 5))),
+        (torch.baddbmm, ((2, 3, 5), (2, 3, 4), (2, 4, 5))),
+        (lambda x, w: F.conv2d(x, w, groups=2), ((2, 4, 8, 8), (6, 2, 3, 3))),
+        (F.scaled_dot_product_attention, ((1, 2, 4, 8), (1, 2, 6, 8), (1, 2, 6, 8))),
+    ],
+    ids=["linear", "addmm", "baddbmm", "conv2d", "attention"],
+)
+def test_operations_are_those_that_torch_counts(
+    program: Callable[..., torch.Tensor], shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    given = [torch.randn(shape, device="meta") for shape in shapes]
+    with FlopCounterMode(display=False) as counter:
+        program(*given)
+    gm = captured(program, *map(torch.randn, shapes))
+    assert (
+        sum(matmul_flops(node) for node in gm.graph.nodes if is_matmul(node)) == counter.get_total_flops() > 0
+    )
