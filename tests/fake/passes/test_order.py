@@ -7,6 +7,7 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import expecttest
 import pytest
@@ -34,7 +35,7 @@ from amp_fx.passes import (
 from amp_fx.policy.levels import LEVELS
 
 BELOW = PlaceLevels(LEVELS["rowwise"], "cuda")
-EXPORT = {"keep": KeepWeights(()), "fold": FoldWeights((), "tied")}
+EXPORT: dict[str, Any] = {"keep": KeepWeights(()), "fold": FoldWeights((), "tied")}
 ORDERS = {
     "default": captured_passes(Given()),
     "inference": captured_passes(Given(caches_weights=True)),
@@ -101,7 +102,7 @@ PLACED = None, PlaceBySensitivity({}), Replay({})
 
 @pytest.mark.parametrize("place", PLACED, ids=str)
 @pytest.mark.parametrize("export", [{}, EXPORT], ids=["", "export"])
-def test_passes_on_a_captured_graph_have_what_they_need(place: Pass | None, export: dict[str, Pass]) -> None:
+def test_passes_on_a_captured_graph_have_what_they_need(place: Any, export: dict[str, Any]) -> None:
     for levels, mark, caches in itertools.product((None, BELOW), (None, MarkMatmuls()), (False, True)):
         given = Given(place=place, levels=levels, mark=mark, caches_weights=caches, **export)
         check(CAPTURED, captured_passes(given))
