@@ -123,9 +123,10 @@ def test_a_norm_at_the_end_is_healthy(loss: Callable[[Tensor], Tensor], op_by_op
 
 
 def test_a_loss_near_zero_is_healthy(op_by_op: None) -> None:
-    net, x = Net(), torch.randn(64, 16)
+    x, net = torch.randn(64, 16), Net()
     centre = mean_square(net(x)).item()
-    found = compared(Parts(lambda m, x: mean_square(m.net(x)) - centre, net=net), x, loss=None)
+    model = Parts(lambda m, x: mean_square(m.net(x)) - centre, net=net)
+    found = compared(model, x, loss=None)
     assert rows(found)[""].error >= 1
     assert found.healthy
 
@@ -166,15 +167,14 @@ def test_errors_are_those_of_the_values_and_of_their_gradients(op_by_op: None) -
 
 
 def test_of_large_values_a_sample_is_compared_and_all_is_searched(op_by_op: None) -> None:
-
-    up, scale = nn.Linear(64, 64), nn.Linear(64, 64)
-    model, x = Parts(lambda m, x: m.scale(m.up(x)), up=up, scale=scale), torch.randn(3000, 64)
+    model: Any = Parts(lambda m, x: m.scale(m.up(x)), up=nn.Linear(64, 64), scale=nn.Linear(64, 64))
+    x = torch.randn(3000, 64)
     assert compared(model, x, options=FP16).first_nonfinite is None
     # one number in 192,000, of which few are compared
     x[1234] = 0.0
     x[1234, 5] = 4e4
     with torch.no_grad():
-        up.weight[7, 5] = 2.0
+        model.up.weight[7, 5] = 2.0
     assert compared(model, x, options=FP16).first_nonfinite == "up"
 
 
@@ -196,13 +196,12 @@ def test_sizes_may_be_symbols(dynamic: bool, op_by_op: None) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_graph_break_starts_a_new_part(op_by_op: None) -> None:
-
-    def call(m: Any, x: Tensor) -> Tensor:
+    def broken(m: Any, x: Tensor) -> Tensor:
         x = m.a(x)
         torch._dynamo.graph_break()
         return m.b(x)
 
-    found = compared(Parts(call, a=Net(), b=Net()), torch.randn(6, 16))
+    found = compared(Parts(broken, a=Net(), b=Net()), torch.randn(6, 16))
     assert len(found.plans) == 2
     assert all(rows(found)[name].gradient_error for name in ("a", "a.up", "b", "b.norm"))
 

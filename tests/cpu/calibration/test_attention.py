@@ -15,6 +15,7 @@ import amp_fx
 from amp_fx.calibration.meter import Meter
 from amp_fx.calibration.operands import attend
 from amp_fx.plans.sensitivity import INSIDE, PROBABILITIES, RESULT, SCORES, as_number
+from small_models import Parts
 
 ROWS, HEADS, LENGTH, SIZE = 4, 2, 16, 8
 WIDTH = HEADS * SIZE
@@ -122,16 +123,11 @@ def test_values_and_gradients_are_those_of_the_op(settings: dict[str, Any], head
 
 def test_with_dropout_on_a_cpu_scores_and_the_gradient_of_probabilities_are_rounded_instead() -> None:
     def slots(dropout: float) -> dict[str, tuple[bool, bool]]:
-        class Net(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.qkv = nn.Linear(8, 24)
+        def program(m: Any, x: Tensor) -> Tensor:
+            q, k, v = m.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).tanh().square().mean()
 
-            def forward(self, x: Tensor) -> Tensor:
-                q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
-                return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).tanh().square().mean()
-
-        cal = amp_fx.calibrate(Net(), torch.randn(2, 5, 8), profile="off")
+        cal = amp_fx.calibrate(Parts(program, qkv=nn.Linear(8, 24)), torch.randn(2, 5, 8), profile="off")
         (graph,) = cal.sensitivity.graphs
         row = next(row for row in graph.calls if "scaled_dot_product" in row.name)
         return {

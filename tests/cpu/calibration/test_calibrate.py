@@ -23,7 +23,7 @@ from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing
 from graphs import without_inductor
-from small_models import GPT, SpreadNorm, tokens, train
+from small_models import GPT, Parts, SpreadNorm, tokens, train
 
 #: rates at which small matmuls gain
 RATES = DeviceProfile("test", "cpu", {"float32": 1e9, "bfloat16": 1e11, "float16": 1e11}, 1e11, 1e-9)
@@ -145,16 +145,13 @@ def test_a_policy_with_sensitivity_places_as_the_plan_of_the_same_budget(
 
 
 def test_calibration_leaves_no_trace() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.drop, self.out = nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.drop(self.norm(x))).square().mean()
-
     torch.manual_seed(0)
-    model = Noisy()
+    model: Any = Parts(
+        lambda m, x: m.out(m.drop(m.norm(x))).square().mean(),
+        norm=nn.BatchNorm1d(8),
+        drop=nn.Dropout(0.5),
+        out=nn.Linear(8, 1),
+    )
     model.out.weight.grad = torch.ones(1, 8)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -174,33 +171,22 @@ def sensitivities(found: amp_fx.Calibration) -> list[float]:
     )
 
 
-class TwoGraphs(nn.Module):
-    """A graph break, and a loss outside the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = torch.tanh(self.first(x))
-        torch._dynamo.graph_break()
-        return {"logits": self.second(h)}
-
-
 def test_graph_breaks_and_a_loss_of_the_caller_are_measured_as_one_model(tmp_path: Path) -> None:
+    def broken(m: Any, x: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(m.first(x))
+        torch._dynamo.graph_break()
+        return {"logits": m.second(h)}
+
     torch.manual_seed(0)
-    model, x = TwoGraphs(), torch.randn(32, 16)
-    cal = amp_fx.calibrate(model, (x,), lambda out: out["logits"].square().mean(), profile="off")
+    layers, x = {"first": nn.Linear(16, 16), "second": nn.Linear(16, 4)}, torch.randn(32, 16)
+    model = Parts(broken, **layers)
+    joined = Parts(lambda m, x: {"logits": m.second(torch.tanh(m.first(x)))}, **layers)
+    cal, whole = (
+        amp_fx.calibrate(each, (x,), lambda out: out["logits"].square().mean(), profile="off")
+        for each in (model, joined)
+    )
     assert len(cal.sensitivity.graphs) == 2
     assert all(any(call.value for call in graph.calls) for graph in cal.sensitivity.graphs)
-
-    class Joined(TwoGraphs):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"logits": self.second(torch.tanh(self.first(x)))}
-
-    joined = Joined()
-    joined.load_state_dict(model.state_dict())
-    whole = amp_fx.calibrate(joined, (x,), lambda out: out["logits"].square().mean(), profile="off")
     # the break does not change what rounding does
     assert sensitivities(cal) == pytest.approx(sensitivities(whole), rel=1e-3)
     plan = cal.plan(0.5, verify=False)
@@ -214,25 +200,11 @@ def test_graph_breaks_and_a_loss_of_the_caller_are_measured_as_one_model(tmp_pat
 
 
 def test_what_is_checkpointed_is_measured_too() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-            self.out = nn.Linear(16, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.inner(x)).square().mean()
-
-        def inner(self, x: Tensor) -> Tensor:
-            return self.body(x)
-
-    class Checkpointed(Net):
-        def inner(self, x: Tensor) -> Tensor:
-            return checkpoint(self.body, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
-
     torch.manual_seed(0)
-    plain, again, x = Net(), Checkpointed(), torch.randn(32, 16)
-    again.load_state_dict(plain.state_dict())
+    body, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), torch.randn(32, 16)
+    layers = {"body": body, "out": nn.Linear(16, 1)}
+    plain = Parts(lambda m, x: m.out(m.body(x)).square().mean(), **layers)
+    again = Parts(lambda m, x: m.out(checkpoint(m.body, x, use_reentrant=False)).square().mean(), **layers)
     found = [amp_fx.calibrate(model, x, profile="off") for model in (plain, again)]
     assert sensitivities(found[0]) == pytest.approx(sensitivities(found[1]), rel=1e-3)
     # what a body is given and hands back is in memory: a little more is rounded
@@ -255,32 +227,21 @@ def test_blame_fits_one_screen_and_names_op_operand_module_and_line() -> None:
 
 
 def test_relus_are_told_apart() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x).square().mean()
-
-    text = str(amp_fx.calibrate(Net(), torch.randn(8, 16), profile="off"))
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    text = str(amp_fx.calibrate(model, torch.randn(8, 16), lambda out: out.square().mean(), profile="off"))
     assert "1 calls have a derivative that jumps" in text
     assert "calibrate a trained checkpoint" in text
 
 
 def test_fp16_where_autocast_overflows_has_a_finite_plan() -> None:
-    class Hot(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 1)
-            nn.init.constant_(self.up.bias, 1e5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.up(x)
-            return self.down((h - h.mean(-1, keepdim=True)).tanh()).square().mean()
+    def program(m: Any, x: Tensor) -> Tensor:
+        h = m.up(x)
+        return m.down((h - h.mean(-1, keepdim=True)).tanh()).square().mean()
 
     torch.manual_seed(0)
-    cal = amp_fx.calibrate(Hot(), torch.randn(32, 64), dtype="float16", scale=1024.0, profile="off")
+    hot = Parts(program, up=nn.Linear(64, 64), down=nn.Linear(64, 1))
+    nn.init.constant_(hot.up.bias, 1e5)  # type: ignore[union-attr, arg-type]  # a linear
+    cal = amp_fx.calibrate(hot, torch.randn(32, 64), dtype="float16", scale=1024.0, profile="off")
     named = {point.name: point for point in cal.frontier() if point.name}
     assert math.isinf(named["autocast"].error)
     plan = cal.plan(verify=False)
@@ -366,17 +327,8 @@ MODELS = """
 import torch
 from torch import nn
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 1)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x)))
-
 def build():
-    torch.manual_seed(0)
-    return Net(), torch.randn(32, 16)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)), torch.randn(32, 16)
 
 def batches():
     return [(torch.randn(32, 16),) for _ in range(2)]
@@ -397,7 +349,7 @@ def test_the_command_writes_sensitivity_plan_and_figure(
     arguments += ["--minimise", "bytes"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
-    assert "Net in bfloat16: 3 calls, graphs: 1, batches: 2" in out
+    assert "Sequential in bfloat16: 3 calls, graphs: 1, batches: 2" in out
     assert "predicted gradient error" in out
     assert "wrote plan.json" in err
     assert dtype_name(Sensitivity.load("sensitivity.json").dtype) == "bfloat16"

@@ -15,7 +15,7 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.reports.step import Step
 from amp_fx.settings import Options
 from examples import hugging_face
-from small_models import SpreadNorm, train
+from small_models import Parts, SpreadNorm, train
 
 AUTOCAST = {"policy": "autocast", "profile": "off"}
 
@@ -178,19 +178,14 @@ def test_a_variance_by_squares_has_a_third_of_autocasts_error_for_little_time() 
 
 
 def test_fp16_where_autocast_is_infinite_is_finite() -> None:
-    class Hot(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 1)
-            nn.init.constant_(self.up.bias, 1e5)
-
-        def forward(self, x: Tensor, target: Tensor) -> Tensor:
-            h = self.up(x)
-            h = torch.tanh(h - h.mean(-1, keepdim=True))
-            return nn.functional.mse_loss(self.down(h).squeeze(-1), target)
+    def program(m: Any, x: Tensor, target: Tensor) -> Tensor:
+        h = m.up(x)
+        h = torch.tanh(h - h.mean(-1, keepdim=True))
+        return nn.functional.mse_loss(m.down(h).squeeze(-1), target)
 
     torch.manual_seed(0)
-    model = Hot()
+    model = Parts(program, up=nn.Linear(64, 64), down=nn.Linear(64, 1))
+    nn.init.constant_(model.up.bias, 1e5)  # type: ignore[union-attr, arg-type]  # a linear
     batch = torch.randn(128, 64), torch.randn(128)
     cal = amp_fx.calibrate(model, batch, dtype="float16", scale=1024.0, profile="off")
     plan = cal.plan()

@@ -100,3 +100,7 @@ def test_noise_is_what_autocast_adds_and_leaves_inputs_and_generator_alone() -> 
     scale = torch.matmul(*args[:2]).std().item()
     assert 2**-11 * scale < sigma < 2**-5 * scale
     assert noise(captured(torch.matmul, *args[:2]), torch.bfloat16, args[:2]) == {}
+    # only what is on a low list is rounded
+    gm = captured(lambda x: torch.relu(x.sin() * 3), args[0])
+    run_in_order(gm, (PinDtypes(), Classify()), PassContext(training=True))
+    assert [*noise(gm, torch.bfloat16, args[:1]).values()] == [0]

@@ -30,7 +30,7 @@ from amp_fx.passes.base import run_in_order
 from amp_fx.plans.label import Takes, label_of
 from amp_fx.plans.sensitivity import CallSensitivity, as_number
 from amp_fx.policy import OpClass
-from small_models import GPT, Fragile, tokens, train
+from small_models import GPT, Fragile, Parts, tokens, train
 
 Batch = tuple[Tensor, Tensor]
 Gradients = list[Tensor | None]
@@ -144,17 +144,13 @@ def test_fragile_calls_are_ranked_as_by_ablation() -> None:
 
 
 def test_calls_that_overflow_in_fp16_are_named() -> None:
-    class Large(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x) * 1e5
-            return (self.b(h / 1e5) ** 2).mean()
+    def program(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x) * 1e5
+        return (m.b(h / 1e5) ** 2).mean()
 
     torch.manual_seed(0)
-    cal = amp_fx.calibrate(Large(), torch.randn(4, 8), dtype="float16", scale=1.0, profile="off")
+    model = Parts(program, a=nn.Linear(8, 8), b=nn.Linear(8, 1))
+    cal = amp_fx.calibrate(model, torch.randn(4, 8), dtype="float16", scale=1.0, profile="off")
     (graph,) = cal.sensitivity.graphs
     assert [row.name for row in graph.calls if row.value is None] == ["mul"]
     assert [row.name for row in graph.calls if any(r.value is None for r in row.reads.values())] == ["div"]

@@ -16,6 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import amp_fx
 from amp_fx.errors import AmpFxError, OptionsError, PlanError
 from amp_fx.plans.sensitivity import Sensitivity
+from small_models import Parts
 
 
 class Net(nn.Module):
@@ -37,16 +38,10 @@ class Net(nn.Module):
         return {"scores": scores, "states": x, "best": scores.argmax(-1)}
 
 
-class Squares(nn.Module):
+def squares(m: Any, x: Tensor) -> Tensor:
     """Squares of 3,000-fold activations leave the range of float16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.head = nn.Linear(32, 64), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x) * 3000
-        return self.head(h * h / (h * h).mean(-1, keepdim=True))
+    h = m.up(x) * 3000
+    return m.head(h * h / (h * h).mean(-1, keepdim=True))
 
 
 def images(seed: int) -> Tensor:
@@ -111,7 +106,8 @@ def test_a_plan_is_checked_by_a_compiled_call(model: Net) -> None:
 
 def test_what_leaves_the_range_of_float16_stays_in_float32(tmp_path: Any) -> None:
     torch.manual_seed(0)
-    model, x = Squares().eval(), torch.randn(8, 32)
+    model = Parts(squares, up=nn.Linear(32, 64), head=nn.Linear(64, 16)).eval()
+    x = torch.randn(8, 32)
     found = amp_fx.calibrate(model, x, of="outputs", dtype="fp16", profile="off")
     rows = {row.name: row for row in found.sensitivity.graphs[0].calls}
     assert rows["mul"].value is not None
@@ -132,19 +128,11 @@ def test_weights_that_are_frozen_and_code_without_gradients_count() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(32, 16).requires_grad_(False)
 
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = linear
+    @torch.no_grad()
+    def angles(m: Any, x: Tensor) -> Tensor:
+        return m.linear(x) * 2
 
-        @torch.no_grad()
-        def angles(self, x: Tensor) -> Tensor:
-            return self.linear(x) * 2
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.angles(x).tanh()
-
-    model, x = Table(), torch.randn(8, 32)
+    model, x = Parts(lambda m, x: angles(m, x).tanh(), linear=linear), torch.randn(8, 32)
     found = amp_fx.calibrate(model, x, of="outputs", profile="off")
     options: dict[str, Any] = {"plan": found.plan(verify=False), "strict": True}
     run = torch.compile(model, backend="amp_fx", options=options)
@@ -161,15 +149,11 @@ def test_running_statistics_that_a_training_step_only_reads_are_no_hindrance() -
     assert 1e-4 < found.autocast_error < 1e-1
 
 
-class Parted(nn.Module):
+def parted(between: Callable[[Tensor], Tensor]) -> nn.Module:
     """Two graphs, and between them a break or code that is not traced."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up, self.head, self.between = nn.Linear(32, 64), nn.Linear(64, 16), between
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.between(self.up(x)))
+    torch.manual_seed(0)
+    layers = {"up": nn.Linear(32, 64), "head": nn.Linear(64, 16)}
+    return Parts(lambda m, x: m.head(between(m.up(x))), **layers).eval()
 
 
 def broken(x: Tensor) -> Tensor:
@@ -186,13 +170,11 @@ def test_graphs_before_a_break_count_and_before_code_that_is_not_traced_are_as_a
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     x = torch.randn(8, 32)
-    torch.manual_seed(0)
-    found = amp_fx.calibrate(Parted(broken).eval(), x, of="outputs", profile="off")
+    found = amp_fx.calibrate(parted(broken), x, of="outputs", profile="off")
     assert all(any(call.value for call in graph.calls) for graph in found.sensitivity.graphs)
     assert len(found.sensitivity.graphs) == 2
     assert "not known" not in caplog.text
-    torch.manual_seed(0)
-    found = amp_fx.calibrate(Parted(not_traced).eval(), x, of="outputs", profile="off")
+    found = amp_fx.calibrate(parted(not_traced), x, of="outputs", profile="off")
     first, second = found.sensitivity.graphs
     assert not first.calls
     assert any(call.value for call in second.calls)

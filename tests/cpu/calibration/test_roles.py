@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ from amp_fx.policy.scaled import run, scale_of, scaled
 from levels import FP8_CPU, MLP, emulating_blocks, error, exact_gradients, gradients, options
 from levels import gpt as gpt_256
 from levels import llama as llama_256
-from small_models import GPT, tokens, train
+from small_models import GPT, Parts, tokens, train
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -220,27 +221,20 @@ def test_what_overflows_or_was_not_measured_never_runs_below() -> None:
 
 
 def test_graph_breaks_checkpoints_and_batches_change_nothing() -> None:
-    class Net(nn.Module):
-        way = ""
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.b(torch.tanh(m.a(x)))
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 16)
-
-        def body(self, x: Tensor) -> Tensor:
-            return self.b(torch.tanh(self.a(x)))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = checkpoint(self.body, x, use_reentrant=False) if self.way == "checkpoint" else self.body(x)  # type: ignore[assignment]
-            if self.way == "break":
-                torch._dynamo.graph_break()
-            return self.c(x).square().mean()
+    def program(way: str, m: Any, x: Tensor) -> Tensor:
+        x = checkpoint(body, m, x, use_reentrant=False) if way == "checkpoint" else body(m, x)  # type: ignore[assignment]
+        if way == "break":
+            torch._dynamo.graph_break()
+        return m.c(x).square().mean()
 
     torch.manual_seed(0)
-    model, x = Net(), torch.randn(32, 16)
+    layers, x = {"a": nn.Linear(16, 32), "b": nn.Linear(32, 16), "c": nn.Linear(16, 16)}, torch.randn(32, 16)
     found: dict[str, amp_fx.Calibration] = {}
     for way in ("", "checkpoint", "break"):
-        Net.way = way
+        model = Parts(partial(program, way), **layers)
         found[way] = amp_fx.calibrate(model, [(x,), (x,)], policy="fp8", profile="off")
         assert sorted(sensitivities(found[way])) == pytest.approx(sorted(sensitivities(found[""])), rel=1e-3)
         plan = found[way].plan(1e3, verify=False)

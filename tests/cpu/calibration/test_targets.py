@@ -17,7 +17,7 @@ from amp_fx.policy.levels import ROLES
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
 from levels import MLP
-from small_models import GPT, tokens, train
+from small_models import GPT, Parts, tokens, train
 
 
 @pytest.fixture
@@ -25,16 +25,11 @@ def _without_code() -> None:
     """Op by op, a plan's harmless roundings, which fused kernels leave out, are more than one test here allows."""
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """``softplus`` is on CUDA's fp32 list, not on that of the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.softplus(self.up(x))).square().mean()
+    torch.manual_seed(0)
+    layers = {"up": nn.Linear(64, 256), "down": nn.Linear(256, 64)}
+    return Parts(lambda m, x: m.down(F.softplus(m.up(x))).square().mean(), **layers)
 
 
 BATCH = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
@@ -42,8 +37,8 @@ BATCH = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[amp_fx.Calibration, amp_fx.Calibration]:
-    here = amp_fx.calibrate(Net(), BATCH, profile="off")
-    return here, amp_fx.calibrate(Net(), BATCH, target="cuda:h100")
+    here = amp_fx.calibrate(net(), BATCH, profile="off")
+    return here, amp_fx.calibrate(net(), BATCH, target="cuda:h100")
 
 
 def dtypes(point: amp_fx.Point) -> dict[str, torch.dtype | None]:
@@ -89,15 +84,9 @@ def test_gradients_of_weights_that_leave_their_matmul_in_fp32_are_not_charged(
 
 
 def test_gradients_of_a_weight_with_two_readers_are_added_and_charged() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(64, 64, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(torch.tanh(self.layer(x))).square().mean()
-
-    cal = amp_fx.calibrate(Tied(), BATCH, target="cuda:h100")
+    layer = nn.Linear(64, 64, bias=False)
+    tied = Parts(lambda m, x: m.layer(torch.tanh(m.layer(x))).square().mean(), layer=layer)
+    cal = amp_fx.calibrate(tied, BATCH, target="cuda:h100")
     assert {("linear", "weight"), ("linear_1", "weight")} <= charged(cal)
 
 
@@ -160,16 +149,9 @@ def test_programs_that_index_and_unpack_are_planned_for_a_target() -> None:
 
 
 def test_a_graph_with_other_calls_on_the_target_is_refused() -> None:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.LSTMCell(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.cell(x)[0].square().mean()
-
+    model = Parts(lambda m, x: m.cell(x)[0].square().mean(), cell=nn.LSTMCell(16, 16))
     with pytest.raises(amp_fx.TargetError, match="target"):
-        amp_fx.calibrate(Cell(), torch.randn(4, 16), target="cuda:h100")
+        amp_fx.calibrate(model, torch.randn(4, 16), target="cuda:h100")
 
 
 def test_the_process_of_a_target_ends_with_what_uses_it() -> None:
