@@ -61,12 +61,7 @@ _MAX_FILE = 256 * 1024 * 1024
 
 @dataclass
 class ReadSensitivity:
-    """One value on its way into one call.
-
-    Attributes:
-        value: sensitivity if the call reads the value rounded.
-        gradient: sensitivity if the call hands the gradient of the value back rounded.
-    """
+    """One value on its way into one call: sensitivity if it is read rounded, or if its gradient is returned so."""
 
     value: float | None = 0.0
     gradient: float | None = 0.0
@@ -74,22 +69,17 @@ class ReadSensitivity:
 
 @dataclass
 class CallSensitivity:
-    """One call.
-
-    Attributes:
-        name: of the call, as in its plan.
-        value: sensitivity if the result is rounded for all who read it.
-        gradient: sensitivity if the gradient of the result, all its parts added up, is rounded.
-        reads: argument, as :func:`slots` names it -> what rounding it on the way in costs; and slots of :data:`INSIDE`.
-        roles: of a matmul that may run below 16 bits: role (:data:`amp_fx.policy.levels.ROLES`) -> operand,
-            ``"input"``, ``"weight"`` or ``"gradient"`` -> sensitivity if this matmul reads it so. Empty where that
-            was not measured.
-    """
+    """One call, by its name in the plan."""
 
     name: str
+    #: if the result is rounded for all who read it
     value: float | None = 0.0
+    #: if the gradient of the result, all its parts added up, is rounded
     gradient: float | None = 0.0
+    #: argument, as :func:`slots` names it, or a slot of :data:`INSIDE` -> what rounding it on the way in costs
     reads: dict[str, ReadSensitivity] = field(default_factory=dict)
+    #: of a matmul that may run below 16 bits: role (:data:`amp_fx.policy.levels.ROLES`) -> operand, ``"input"``,
+    #: ``"weight"`` or ``"gradient"`` -> sensitivity if this matmul reads it so; empty where that was not measured
     roles: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
     def below(self, role: str) -> float:
@@ -99,12 +89,7 @@ class CallSensitivity:
 
 @dataclass
 class GraphSensitivity:
-    """One graph of the model.
-
-    Attributes:
-        outline: the graph's calls, as ``classify`` labels them; a graph is found by them.
-        calls: those that were measured.
-    """
+    """One graph of the model: its calls, as ``classify`` labels them, by which it is found, and those measured."""
 
     outline: Plan
     calls: list[CallSensitivity] = field(default_factory=list)
@@ -147,10 +132,7 @@ class Sensitivity:
         return "gradient" if self.of == GRADIENTS else "output"
 
     def graph(self, outline: Plan) -> GraphSensitivity:
-        """What was measured of a graph.
-
-        Args:
-            outline: the graph's calls.
+        """What was measured of a graph with these calls.
 
         Raises:
             PlanError: the graph was not measured, with what has moved; or only its outputs were, and it has gradients.
@@ -165,10 +147,7 @@ class Sensitivity:
 
     @classmethod
     def worst(cls, sensitivities: Sequence[Sensitivity]) -> Sensitivity:
-        """Of each rounding the largest sensitivity, for a model that was measured in several states.
-
-        Args:
-            sensitivities: of one model, at least one; names, and the loss scale, are those of the last.
+        """Of each rounding the largest sensitivity, for a model in several states; names are those of the last.
 
         Raises:
             PlanError: they have different low dtypes or levels, or are about gradients and outputs, or a graph of one
@@ -265,11 +244,9 @@ class _Calls:
 def combined(
     measured: Iterable[Sequence[CallSensitivity]], combine: Callable[[Sequence[float]], float]
 ) -> list[CallSensitivity]:
-    """One row for each call that was measured several times; what only some have measured counts as they have it.
+    """One row for each call of a graph that was measured several times; what only some have counts as they have it.
 
-    Args:
-        measured: rows of one graph, of each time.
-        combine: sensitivities -> one sensitivity. It is infinite where one of them is.
+    The combined sensitivity is infinite where one of them is.
     """
 
     def one(sensitivities: Iterable[float | None]) -> float | None:

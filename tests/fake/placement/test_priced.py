@@ -165,6 +165,12 @@ def test_several_graphs_share_one_limit() -> None:
         assert sum((each["mm"] is LOW) << at for at, each in enumerate(chosen)) == expected
 
 
+def test_a_known_placement_that_breaks_a_pin_is_not_taken() -> None:
+    problem = Problem({"mm": (10, 0), "add": (5, 0)}, pins={"mm": HIGH})
+    found = within([Priced(problem)], math.inf, [{"mm": LOW, "add": LOW}])
+    assert found.placement == [{"mm": HIGH, "add": LOW}]
+
+
 def test_what_takes_as_long_stays_in_the_low_dtype_and_a_copy_is_paid_for_once() -> None:
     def chosen(problem: Problem) -> set[Var]:
         return {m for m, label in Priced(problem).choose(0.0).placement.items() if label is LOW}

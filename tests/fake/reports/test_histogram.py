@@ -184,6 +184,12 @@ def counts(*powers: int) -> Counts:
     return found
 
 
+def test_the_text_names_the_modules_that_lose_most() -> None:
+    rows = {"up": counts(-30, 0, 0), "down": counts(-30), "norm": counts(0)}
+    lines = str(Histogram({name: {"weight_gradients": found} for name, found in rows.items()})).splitlines()
+    assert [line.split()[:2] for line in lines[-2:]] == [["down", "100.00%"], ["up", "33.33%"]]
+
+
 def test_the_figure_shows_where_the_suggested_scale_moves_the_gradients() -> None:
     found = Histogram({"up": {"weight_gradients": counts(-30, -20), "activations": counts(0)}}, "Net")
     scale = found.total().loss_scale()
