@@ -1,9 +1,9 @@
-"""The table "library, version, what works" of docs/integrations.md, from the tests that show it.
+"""What the tests of other libraries share, and the table "library, version, what works" of docs/integrations.md.
 
     python tests/integrations.py --write
 
-It runs the tests, with the libraries that are installed, and writes the table with their versions. Without ``--write``
-it prints it. A test that fails ends the command; what is skipped is in the table as not tested.
+The command runs the tests, with the libraries that are installed, and writes the table with their versions. Without
+``--write`` it prints it. A test that fails ends the command; what is skipped is in the table as not tested.
 """
 
 from __future__ import annotations
@@ -13,10 +13,49 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-__all__ = ["CLAIMS", "DOCUMENT", "FOLDER", "table", "with_table"]
+import amp_fx
+
+__all__ = [
+    "CLAIMS",
+    "DOCUMENT",
+    "FOLDER",
+    "INF",
+    "batches",
+    "low",
+    "moved",
+    "table",
+    "weights",
+    "with_table",
+]
+
+INF = float("inf")
+
+
+def batches(*bad: int, count: int = 4) -> DataLoader[Any]:
+    """Inputs of the model, some of them infinite."""
+    found = [torch.randn(4, 8) * (INF if step in bad else 1) for step in range(count)]
+    return DataLoader(found, batch_size=None)  # pyright: ignore[reportArgumentType]
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def moved(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    return not all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+
+
+def low(recording: amp_fx.Recording) -> set[torch.dtype | None]:
+    """Dtypes below fp32 in what was compiled."""
+    return {node.dtype for plan in recording.plans for node in plan.nodes} - {torch.float32}
+
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "integrations.md"
 FOLDER = Path(__file__).parent / "cpu" / "integrations"

@@ -10,10 +10,10 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import amp_fx
 from amp_fx.integrations.lightning import AmpFxFabricPrecision, AmpFxPrecision, MetricsCallback
+from integrations import batches, moved, weights
 from small_models import UpDown
 
 __all__ = [
@@ -25,13 +25,12 @@ __all__ = [
     "MetricsCallback",
     "MixedPrecision",
     "Watch",
-    "data",
+    "batches",
     "fp16",
     "trainer",
 ]
 
 OPTIONS = {"profile": "off"}
-INF = float("inf")
 
 
 class LitNet(LightningModule):
@@ -67,21 +66,11 @@ class Watch(Callback):
         self._note(pl_module)
 
     def _note(self, module: LightningModule) -> None:
-        self.weights.append([p.detach().clone() for p in module.parameters()])
+        self.weights.append(weights(module))
 
     @property
     def moved(self) -> list[bool]:
-        return [
-            not all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
-            for before, after in zip(self.weights, self.weights[1:], strict=False)
-        ]
-
-
-def data(*bad: int, count: int = 4) -> DataLoader[Any]:
-    batches = [torch.randn(4, 8) for _ in range(count)]
-    for step in bad:
-        batches[step] *= INF
-    return DataLoader(batches, batch_size=None)  # pyright: ignore[reportArgumentType]
+        return [moved(*pair) for pair in zip(self.weights, self.weights[1:], strict=False)]
 
 
 def trainer(folder: Path, *callbacks: Callback, **more: Any) -> Trainer:

@@ -11,36 +11,20 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import nn
 
 import amp_fx
 from amp_fx.integrations.accelerate import AmpFxPlugin, GradScaler
+from integrations import batches, low, moved, weights
 from small_models import UpDown
 
 FP16 = {"dtype": "float16", "scaler": "default", "profile": "off"}
-INF = float("inf")
 
 
 def fp16(**arguments: Any) -> Any:
     accelerator = Accelerator(cpu=True, dynamo_plugin=AmpFxPlugin(options=FP16), **arguments)
     accelerator.scaler = GradScaler("cpu", init_scale=128.0)
     return accelerator
-
-
-def data(*bad: int, count: int = 4) -> DataLoader[Any]:
-    batches = [torch.randn(4, 8) for _ in range(count)]
-    for step in bad:
-        batches[step] *= INF
-    return DataLoader(batches, batch_size=None)  # pyright: ignore[reportArgumentType]
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def same(model: nn.Module, before: list[Tensor]) -> bool:
-    return all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True))
 
 
 # ---- the plugin ----
@@ -64,21 +48,21 @@ def test_the_plugin_compiles_with_amp_fx() -> None:
     }
 
 
-def test_a_mode_becomes_options() -> None:
-    kwargs = AmpFxPlugin(mode="max-autotune", options={"policy": "fast"}).to_kwargs()
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_a_mode_becomes_options(by_environment: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_environment:
+        monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "max-autotune")
+        monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "True")
+    options = {"policy": "fast"}
+    plugin = (
+        AmpFxPlugin(options=options) if by_environment else AmpFxPlugin(mode="max-autotune", options=options)
+    )
+    kwargs = plugin.to_kwargs()
+    assert kwargs.pop("dynamic", None) is (True if by_environment else None)
     assert kwargs.keys() == {"backend", "options"}
     assert kwargs["options"]["policy"] == "fast"
     assert kwargs["options"]["max_autotune"] is True
     torch.compile(UpDown(), **kwargs)
-
-
-def test_the_environment_of_accelerate_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "max-autotune")
-    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "True")
-    kwargs = AmpFxPlugin().to_kwargs()
-    assert kwargs["dynamic"] is True
-    assert kwargs["options"]["max_autotune"] is True
-    assert kwargs["backend"] == "amp_fx"
 
 
 def test_bad_options_are_errors_before_anything_is_compiled() -> None:
@@ -110,15 +94,15 @@ def test_regional_compilation_compiles_the_repeated_blocks() -> None:
 def test_bf16_training_needs_the_plugin_alone() -> None:
     accelerator = Accelerator(cpu=True, dynamo_plugin=AmpFxPlugin(options={"profile": "off"}))
     own = UpDown()
-    model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), data())
+    model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), batches())
     before = weights(own)
     with amp_fx.record() as recording:
         for x in loader:
             accelerator.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-    assert torch.bfloat16 in {node.dtype for plan in recording.plans for node in plan.nodes}
-    assert not same(own, before)
+    assert low(recording) == {torch.bfloat16}
+    assert moved(before, weights(own))
     assert all(p.dtype is torch.float32 for p in own.parameters())
 
 
@@ -128,7 +112,7 @@ def test_a_bad_step_is_skipped_and_accelerate_knows(fused: bool) -> None:
     own = UpDown()
     optimizer = torch.optim.AdamW(own.parameters(), lr=0.1, fused=fused)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    model, optimizer, loader, scheduler = accelerator.prepare(own, optimizer, data(1), scheduler)
+    model, optimizer, loader, scheduler = accelerator.prepare(own, optimizer, batches(1), scheduler)
     skipped, rates = [], []
     for x in loader:
         before = weights(own)
@@ -137,7 +121,7 @@ def test_a_bad_step_is_skipped_and_accelerate_knows(fused: bool) -> None:
         optimizer.step()
         scheduler.step()
         skipped.append(accelerator.optimizer_step_was_skipped)
-        assert skipped[-1] == same(own, before)
+        assert skipped[-1] != moved(before, weights(own))
         rates.append(scheduler.get_last_lr()[0])
         optimizer.zero_grad()
     assert skipped == [False, True, False, False]
@@ -164,7 +148,7 @@ def test_gradients_are_true_to_scale_and_clipped_as_in_fp32() -> None:
 def test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of() -> None:
     accelerator = fp16(gradient_accumulation_steps=2)
     own = UpDown()
-    model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), data(0))
+    model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), batches(0))
     taken = []
     for x in loader:
         before = weights(own)
@@ -172,7 +156,7 @@ def test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of() -> None:
             accelerator.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        taken.append(not same(own, before))
+        taken.append(moved(before, weights(own)))
     assert taken == [False, False, False, True]
     assert accelerator.scaler.get_scale() == 64.0
 
@@ -180,7 +164,9 @@ def test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of() -> None:
 def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
     accelerator = fp16()
     own = UpDown()
-    model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), data(0, 1))
+    model, optimizer, loader = accelerator.prepare(
+        own, torch.optim.SGD(own.parameters(), lr=0.1), batches(0, 1)
+    )
     for x in loader:
         accelerator.backward(model(x).square().mean())
         optimizer.step()
@@ -193,7 +179,7 @@ def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
     other = UpDown()
     model, optimizer = again.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
     again.load_state(str(tmp_path))
-    assert same(other, saved)
+    assert not moved(saved, weights(other))
     again.backward(model(torch.randn(4, 8)).square().mean())
     assert again.scaler.state_dict() == state
     optimizer.step()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.integrations.metrics import ScalerMetrics
+from integrations import low, moved, weights
 from small_models import UpDown
 
 pytestmark = [
@@ -30,10 +31,6 @@ def lit() -> Any:
     return importlib.import_module("lit")
 
 
-def low(recording: amp_fx.Recording) -> set[torch.dtype | None]:
-    return {node.dtype for plan in recording.plans for node in plan.nodes} - {torch.float32}
-
-
 # ---- the Trainer ----
 
 
@@ -41,7 +38,7 @@ def test_bf16_training_and_validation_need_the_plugin_alone(lit: Any, tmp_path: 
     model = lit.LitNet()
     own = lit.trainer(tmp_path, plugins=[lit.AmpFxPrecision("bf16-mixed", options=lit.OPTIONS)])
     with amp_fx.record() as recording:
-        own.fit(model, lit.data(), lit.data())
+        own.fit(model, lit.batches(), lit.batches())
     assert low(recording) == {torch.bfloat16}
     assert {"loss", "val_loss"} <= own.callback_metrics.keys()
     assert all(p.dtype is torch.float32 for p in model.parameters())
@@ -54,7 +51,7 @@ def test_a_bad_step_is_skipped_and_gradients_are_clipped(lit: Any, tmp_path: Pat
     metrics = lit.MetricsCallback(ScalerMetrics(plugin.scaler, rows.append))
     own = lit.trainer(tmp_path, watch, metrics, plugins=[plugin], gradient_clip_val=0.1)
     with amp_fx.record() as recording:
-        own.fit(lit.LitNet(fused=fused), lit.data(1))
+        own.fit(lit.LitNet(fused=fused), lit.batches(1))
     assert low(recording) == {torch.float16}
     assert watch.moved == [True, False, True, True]
     assert [row["amp_fx/loss_scale"] for row in rows] == [128.0, 64.0, 64.0, 64.0]
@@ -64,7 +61,7 @@ def test_a_bad_step_is_skipped_and_gradients_are_clipped(lit: Any, tmp_path: Pat
 def test_training_follows_fp32(lit: Any, tmp_path: Path) -> None:
     net = UpDown()
     plain = copy.deepcopy(net)
-    batches = lit.data()
+    batches = lit.batches()
     lit.trainer(tmp_path, plugins=[lit.fp16()], gradient_clip_val=0.1).fit(lit.LitNet(net), batches)
     lit.trainer(tmp_path, gradient_clip_val=0.1).fit(lit.LitNet(plain), batches)
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
@@ -73,21 +70,23 @@ def test_training_follows_fp32(lit: Any, tmp_path: Path) -> None:
 
 def test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of(lit: Any, tmp_path: Path) -> None:
     plugin, watch = lit.fp16(), lit.Watch()
-    lit.trainer(tmp_path, watch, plugins=[plugin], accumulate_grad_batches=2).fit(lit.LitNet(), lit.data(0))
+    lit.trainer(tmp_path, watch, plugins=[plugin], accumulate_grad_batches=2).fit(
+        lit.LitNet(), lit.batches(0)
+    )
     assert watch.moved == [False, False, False, True]
 
 
 def test_checkpoints_have_clean_keys_and_the_state_of_the_scaler(lit: Any, tmp_path: Path) -> None:
     first = lit.trainer(tmp_path, plugins=[lit.fp16()])
     model = lit.LitNet()
-    first.fit(model, lit.data(0, 1))
+    first.fit(model, lit.batches(0, 1))
     first.save_checkpoint(tmp_path / "last.ckpt")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert saved["state_dict"].keys() == lit.LitNet().state_dict().keys()
 
     again = lit.fp16()
     second = lit.trainer(tmp_path, plugins=[again], max_epochs=2)
-    second.fit(lit.LitNet(), lit.data(), ckpt_path=str(tmp_path / "last.ckpt"))
+    second.fit(lit.LitNet(), lit.batches(), ckpt_path=str(tmp_path / "last.ckpt"))
     assert again.scaler.get_scale() == 32.0
 
 
@@ -96,7 +95,7 @@ def test_a_module_that_is_compiled_already_stays_as_it_is(lit: Any, tmp_path: Pa
     inside = lit.LitNet()
     inside.net.compile(backend="amp_fx", options=plugin.options)
     step = inside.training_step
-    lit.trainer(tmp_path, plugins=[plugin]).fit(inside, lit.data(0))
+    lit.trainer(tmp_path, plugins=[plugin]).fit(inside, lit.batches(0))
     assert inside.training_step == step
     assert plugin.scaler.get_scale() == 64.0
 
@@ -111,7 +110,7 @@ def test_what_calls_itself_is_one_graph_and_stays_out_of_checkpoints(lit: Any, t
 
     model, plugin = CallsItself(), lit.fp16()
     with amp_fx.record() as recording:
-        lit.trainer(tmp_path, plugins=[plugin]).fit(model, lit.data(0))
+        lit.trainer(tmp_path, plugins=[plugin]).fit(model, lit.batches(0))
     assert len(recording.plans) == 1
     assert plugin.scaler.get_scale() == 64.0
 
@@ -128,7 +127,7 @@ def test_modules_of_torch_itself_are_compiled(lit: Any, tmp_path: Path) -> None:
 
     model, plugin = OfTorch(), lit.fp16()
     with amp_fx.record() as recording:
-        lit.trainer(tmp_path, plugins=[plugin]).fit(model, lit.data(0))
+        lit.trainer(tmp_path, plugins=[plugin]).fit(model, lit.batches(0))
     assert len(recording.plans) == 2
     assert plugin.scaler.get_scale() == 64.0
     assert list(copy.deepcopy(model).state_dict()) == [
@@ -150,7 +149,7 @@ def test_modules_in_lists_are_compiled(lit: Any, tmp_path: Path) -> None:
             return self.nets[0](batch).square().mean()
 
     plugin = lit.fp16()
-    lit.trainer(tmp_path, plugins=[plugin]).fit(InList(), lit.data(0))
+    lit.trainer(tmp_path, plugins=[plugin]).fit(InList(), lit.batches(0))
     assert plugin.scaler.get_scale() == 64.0
 
 
@@ -181,35 +180,28 @@ def fabric_steps(lit: Any, plugin: Any, model: nn.Module, *bad: int, **optimizer
     fabric = lit.Fabric(accelerator="cpu", plugins=[plugin])
     net: Any
     net, opt = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer))
-    moved = []
-    for x in lit.data(*bad):
-        before = [p.detach().clone() for p in model.parameters()]
+    taken = []
+    for x in lit.batches(*bad):
+        before = weights(model)
         out = net(x)
         assert out.dtype is torch.float32
         fabric.backward(out.square().mean())
         fabric.clip_gradients(net, opt, max_norm=0.1, error_if_nonfinite=False)
         opt.step()
         opt.zero_grad()
-        moved.append(not all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)))
-    return moved
+        taken.append(moved(before, weights(model)))
+    return taken
 
 
-def test_fabric_trains_in_bf16(lit: Any) -> None:
-    model = UpDown()
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_fabric_trains_in_bf16(lit: Any, of_torch: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()) if of_torch else UpDown()
+    keys = list(model.state_dict())
     with amp_fx.record() as recording:
-        assert (
-            fabric_steps(lit, lit.AmpFxFabricPrecision("bf16-mixed", options=lit.OPTIONS), model)
-            == [True] * 4
-        )
+        plugin = lit.AmpFxFabricPrecision("bf16-mixed", options=lit.OPTIONS)
+        assert fabric_steps(lit, plugin, model) == [True] * 4
     assert low(recording) == {torch.bfloat16}
-    assert model.state_dict().keys() == UpDown().state_dict().keys()
-
-
-def test_fabric_compiles_modules_of_torch_itself(lit: Any) -> None:
-    plugin = lit.AmpFxFabricPrecision("bf16-mixed", options=lit.OPTIONS)
-    with amp_fx.record() as recording:
-        assert fabric_steps(lit, plugin, nn.Sequential(nn.Linear(8, 8), nn.ReLU())) == [True] * 4
-    assert low(recording) == {torch.bfloat16}
+    assert list(model.state_dict()) == keys
 
 
 @pytest.mark.parametrize("fused", [False, True])

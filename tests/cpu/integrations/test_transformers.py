@@ -16,9 +16,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import amp_fx
 from amp_fx.integrations.metrics import ScalerMetrics
 from amp_fx.integrations.transformers import AmpFxCallback, AmpFxTrainerMixin, MetricsCallback
+from integrations import INF, low, moved, weights
 
 OPTIONS = {"profile": "off"}
-INF = float("inf")
 
 
 class Net(nn.Module):
@@ -73,19 +73,12 @@ class Watch(TrainerCallback):
         self._note(**kwargs)
 
     def _note(self, model: nn.Module, lr_scheduler: Any, **kwargs: Any) -> None:
-        self.weights.append([p.detach().clone() for p in model.parameters()])
+        self.weights.append(weights(model))
         self.rates.append(lr_scheduler.get_last_lr()[0])
 
     @property
     def moved(self) -> list[bool]:
-        return [
-            not all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
-            for before, after in zip(self.weights, self.weights[1:], strict=False)
-        ]
-
-
-def low(recording: amp_fx.Recording) -> set[torch.dtype | None]:
-    return {node.dtype for plan in recording.plans for node in plan.nodes} - {torch.float32}
+        return [moved(*pair) for pair in zip(self.weights, self.weights[1:], strict=False)]
 
 
 # ---- names that do not work ----

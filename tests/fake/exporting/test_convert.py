@@ -30,65 +30,47 @@ aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
+class Own(nn.Module):
+    """A function of its parts and its input."""
+
+    cache: Tensor
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
         super().__init__()
-        self.first = nn.Linear(16, 32)
-        self.norm = nn.LayerNorm(32)
-        self.second = nn.Linear(32, 8)
+        for name, part in parts.items():
+            if isinstance(part, Tensor):
+                self.register_buffer(name, part, persistent=name != "constant")
+            else:
+                setattr(self, name, part)
+        self._function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.relu(self.norm(self.first(x))))
+        return self._function(self, x)
 
 
-class Tied(nn.Module):
+def linears(*names: str) -> dict[str, nn.Module]:
+    return {name: nn.Linear(16, 16) for name in names}
+
+
+def mlp() -> Own:
+    return Own(
+        lambda m, x: m.second(F.relu(m.norm(m.first(x)))),
+        first=nn.Linear(16, 32),
+        norm=nn.LayerNorm(32),
+        second=nn.Linear(32, 8),
+    )
+
+
+def tied() -> Own:
     """An embedding tied to the head, beside a table of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 16)
-        self.positions = nn.Embedding(8, 16)
-        self.head = nn.Linear(16, 32, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1])))
-
-
-class Regions(nn.Module):
-    """Autocast and no_grad inside forward, nested."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.a(x)
-        with torch.autocast("cpu", enabled=False):
-            x = self.b(x)
-        with torch.autocast("cpu", dtype=torch.float16):
-            y = self.c(x)
-            with torch.autocast("cpu", enabled=False):
-                y = self.b(y.float())
-        return x + y
-
-
-class Counting(nn.Module):
-    """Writes to a buffer, and reads a constant and a buffer that is not saved."""
-
-    calls: Tensor
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.register_buffer("calls", torch.zeros(1))
-        self.register_buffer("scale", torch.full((16, 16), 0.3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return self.linear(x) @ self.scale + torch.tensor([2.0]) + self.calls
+    head, table = nn.Linear(16, 32, bias=False), nn.Embedding(32, 16)
+    head.weight = table.weight
+    return Own(
+        lambda m, x: m.head(m.embedding(x) + m.positions(torch.arange(x.shape[1]))),
+        embedding=table,
+        positions=nn.Embedding(8, 16),
+        head=head,
+    )
 
 
 def converted(model: nn.Module, *args: Any, **options: Any) -> ExportedProgram:
@@ -106,8 +88,16 @@ def casts(ep: ExportedProgram) -> Counter[tuple[torch.dtype, torch.dtype]]:
     )
 
 
-def targets(ep: ExportedProgram) -> set[str]:
-    return {str(node.target) for node in ep.graph.nodes if node.op == "call_function"}
+def saved(ep: ExportedProgram) -> ExportedProgram:
+    """What comes back from a file."""
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+def report(ep: ExportedProgram) -> Plan:
+    return Plan.from_json(amp_fx.extra_files(ep)["amp_fx.json"])
 
 
 def error(got: Tensor, exact: Tensor) -> float:
@@ -118,9 +108,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def test_weights_of_matmuls_are_stored_low_and_their_casts_are_gone() -> None:
-    x = torch.randn(4, 16)
-    model = MLP()
-    ep = converted(model, x)
+    model = mlp()
+    ep = converted(model, torch.randn(4, 16))
     assert stored_dtypes(ep) == {
         "first.weight": BF16,
         "first.bias": BF16,
@@ -135,65 +124,41 @@ def test_weights_of_matmuls_are_stored_low_and_their_casts_are_gone() -> None:
     assert all(value.dtype is FP32 for value in model.parameters()), "the model itself is not changed"
 
 
-class Norms(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Conv2d(3, 16, 3), nn.ConvTranspose2d(16, 3, 3)
-        self.norms = nn.Sequential(
-            nn.BatchNorm2d(16), nn.GroupNorm(4, 16), nn.InstanceNorm2d(16, affine=True), nn.LayerNorm(10)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norms(self.up(x)))
-
-
 @pytest.mark.parametrize("numerics", ["compiled", "eager"])
 def test_norms_are_stored_with_operands_of_one_dtype(numerics: str) -> None:
-    model, x = Norms().eval(), torch.randn(2, 3, 12, 12)
+    norms = (nn.BatchNorm2d(16), nn.GroupNorm(4, 16), nn.InstanceNorm2d(16, affine=True), nn.LayerNorm(10))
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), *norms, nn.ConvTranspose2d(16, 3, 3)).eval()
+    x = torch.randn(2, 3, 12, 12)
     ep = converted(model, x, numerics=numerics)
-    norms = [node for node in ep.graph.nodes if str(node.target).endswith("_norm.default")]
-    assert len(norms) == 4
-    for norm in norms:
+    calls = [node for node in ep.graph.nodes if str(node.target).endswith("_norm.default")]
+    assert len(calls) == 4
+    for norm in calls:
         taken = {source.meta["val"].dtype for source in norm.all_input_nodes}
         # bit for bit what eager PyTorch does on a CPU, which has kernels for both
         assert taken == ({FP32} if numerics == "compiled" else {BF16, FP32})
-    with torch.autocast("cpu", BF16):
-        autocast = model(x)
-    exact = copy.deepcopy(model).double()(x.double())
-    assert error(ep.module()(x), exact) <= 1.1 * error(autocast, exact)
+    assert_as_accurate_as_autocast(ep, model, x)
 
 
-def test_the_program_computes_what_autocast_computes_and_returns_the_dtypes_of_the_model() -> None:
-    x = torch.randn(64, 16)
-    model = MLP()
-    result = converted(model, x).module()(x)
+def assert_as_accurate_as_autocast(ep: ExportedProgram, model: nn.Module, x: Tensor) -> None:
+    result, exact = ep.module()(x), copy.deepcopy(model).double()(x.double())
     with torch.autocast("cpu", BF16):
         autocast = model(x)
-    exact = copy.deepcopy(model).double()(x.double())
     assert result.dtype is FP32
     assert error(result, exact) <= 1.1 * error(autocast, exact)
     assert error(result, exact) > 10 * error(model(x), exact), "it really computes in bf16"
 
 
-def test_a_converted_program_validates_decomposes_and_survives_a_file() -> None:
-    x = torch.randn(4, 16)
-    ep = converted(MLP(), x)
+def test_a_converted_program_is_accurate_validates_decomposes_and_survives_a_file(tmp_path: Path) -> None:
+    x, model = torch.randn(64, 16), mlp()
+    ep = converted(model, x)
+    assert_as_accurate_as_autocast(ep, model, x)
     ep.validate()
-    decomposed = ep.run_decompositions()
-    file = io.BytesIO()
-    torch.export.save(ep, file)
-    file.seek(0)
-    loaded = torch.export.load(file)
-    assert torch.equal(decomposed.module()(x), ep.module()(x))
+    assert torch.equal(ep.run_decompositions().module()(x), ep.module()(x))
+    files = {"amp_fx.json": ""}
+    torch.export.save(ep, tmp_path / "mlp.pt2", extra_files=amp_fx.extra_files(ep))
+    loaded = torch.export.load(tmp_path / "mlp.pt2", extra_files=files)
     assert torch.equal(loaded.module()(x), ep.module()(x))
     assert stored_dtypes(loaded) == stored_dtypes(ep)
-
-
-def test_the_report_travels_in_the_file(tmp_path: Path) -> None:
-    ep = converted(MLP(), torch.randn(4, 16))
-    torch.export.save(ep, tmp_path / "mlp.pt2", extra_files=amp_fx.extra_files(ep))
-    files = {"amp_fx.json": ""}
-    torch.export.load(tmp_path / "mlp.pt2", extra_files=files)
     plan = Plan.from_json(files["amp_fx.json"])
     assert plan.ops_by_dtype()["linear"] == {"bfloat16": 2}
     assert {given.name: given.dtype for given in plan.inputs if given.parameter}["p_first_weight"] is BF16
@@ -202,12 +167,12 @@ def test_the_report_travels_in_the_file(tmp_path: Path) -> None:
 
 def test_a_program_without_a_report_says_so() -> None:
     with pytest.raises(AmpFxError, match=r"amp_fx\.export"):
-        amp_fx.extra_files(torch.export.export(MLP(), (torch.randn(4, 16),)))
+        amp_fx.extra_files(torch.export.export(mlp(), (torch.randn(4, 16),)))
 
 
 def test_low_precision_ends_on_request() -> None:
     x = torch.randn(4, 16)
-    model = MLP()
+    model = mlp()
     ep = converted(model, x, keep_io_dtypes=False)
     assert casts(ep) == {(BF16, FP32): 1, (FP32, BF16): 1}, "around the norm"
     result = ep.module()(x.bfloat16())
@@ -232,10 +197,7 @@ def test_a_low_input_that_is_given_in_fp32_is_named_with_the_fix() -> None:
         module(x, **low)
     with pytest.raises(InputError, match=r"'mask' .*torch\.float32"):
         module(x.bfloat16(), **named)
-    file = io.BytesIO()
-    torch.export.save(ep, file)
-    file.seek(0)
-    loaded = torch.export.load(file)
+    loaded = saved(ep)
     with pytest.raises(RuntimeError, match="Expected: BFloat16, Got: float"):
         loaded.module()(x, **named)
     assert loaded.module()(x.bfloat16(), **low).dtype is BF16
@@ -255,79 +217,76 @@ def test_an_input_that_the_program_writes_to_stays_fp32_beside_low_ones() -> Non
     assert error(total, x @ x) < 0.02
 
 
-def test_a_tied_weight_is_stored_once_and_low_and_other_tables_stay_exact() -> None:
-    tokens = torch.randint(32, (2, 8))
-    model = Tied()
-    ep = converted(model, tokens)
-    assert stored_dtypes(ep) == {"embedding.weight": BF16, "positions.weight": FP32, "head.weight": BF16}
-    state = ep.state_dict
-    assert state["embedding.weight"].data_ptr() == state["head.weight"].data_ptr()
+@pytest.mark.parametrize(
+    ("options", "embedding", "positions"),
+    [
+        ({}, BF16, FP32),
+        ({"tables": "low"}, BF16, BF16),
+        ({"tables": "keep"}, FP32, FP32),
+        ({"tables": "low", "numerics": "eager"}, FP32, FP32),
+    ],
+    ids=str,
+)
+def test_tables_are_rounded_where_they_are_tied_or_all_or_none(
+    options: dict[str, Any], embedding: torch.dtype, positions: torch.dtype
+) -> None:
+    tokens, model = torch.randint(32, (2, 8)), tied()
+    ep = converted(model, tokens, **options)
+    assert stored_dtypes(ep) == {
+        "embedding.weight": embedding,
+        "positions.weight": positions,
+        "head.weight": embedding,
+    }
+    assert ep.state_dict["embedding.weight"].data_ptr() == ep.state_dict["head.weight"].data_ptr()
     assert error(ep.module()(tokens), model(tokens)) < 0.02
+    if embedding is FP32:
+        with torch.autocast("cpu", BF16):
+            assert torch.equal(ep.module()(tokens).bfloat16(), model(tokens))
 
 
-def test_tables_can_all_be_rounded_or_none() -> None:
-    tokens = torch.randint(32, (2, 8))
-    low = converted(Tied(), tokens, tables="low")
-    assert set(stored_dtypes(low).values()) == {BF16}
-    model = Tied()
-    kept = converted(model, tokens, tables="keep")
-    assert set(stored_dtypes(kept).values()) == {FP32}
-    with torch.autocast("cpu", BF16):
-        assert torch.equal(kept.module()(tokens).bfloat16(), model(tokens))
-
-
-def test_eager_numerics_round_no_table() -> None:
-    ep = converted(Tied(), torch.randint(32, (2, 8)), numerics="eager", tables="low")
-    assert set(stored_dtypes(ep).values()) == {FP32}
-
-
-def test_weights_beyond_fp16_are_refused_by_name() -> None:
-    model = MLP()
-    model.second.weight.data[3, 4] = -1e5
+def test_weights_beyond_fp16_are_refused_by_name_clamped_or_kept_with_their_op() -> None:
+    model, x = mlp(), torch.randn(4, 16)
+    model.second.weight.data[3, 4] = -1e5  # type: ignore[union-attr, operator]
     with pytest.raises(OptionsError, match=r"second\.weight .*100000.*bfloat16.*'clamp'"):
-        converted(model, torch.randn(4, 16), dtype="float16")
-    assert converted(model, torch.randn(4, 16), dtype="bfloat16").state_dict["second.weight"].dtype is BF16
+        converted(model, x, dtype="float16")
+    assert converted(model, x, dtype="bfloat16").state_dict["second.weight"].dtype is BF16
+    kept = converted(model, x, dtype="float16", weights_beyond_range="keep")
+    assert stored_dtypes(kept)["second.weight"] is FP32
+    assert stored_dtypes(kept)["first.weight"] is FP16
+    assert error(kept.module()(x), model(x)) < 0.01
+    model.second.weight.data[0, 0] = float("inf")  # type: ignore[union-attr, operator]
+    clamped = converted(model, x, dtype="float16", weights_beyond_range="clamp").state_dict["second.weight"]
+    assert clamped[3, 4].item() == torch.finfo(FP16).min
+    assert clamped[0, 0].item() == float("inf"), "what was infinite stays so"
 
 
-def test_weights_beyond_fp16_are_clamped_on_request() -> None:
-    model = MLP()
-    model.second.weight.data[3, 4] = -1e5
-    model.second.weight.data[0, 0] = float("inf")
-    weight = converted(model, torch.randn(4, 16), dtype="float16", weights_beyond_range="clamp").state_dict[
-        "second.weight"
-    ]
-    assert weight[3, 4].item() == torch.finfo(FP16).min
-    assert weight[0, 0].item() == float("inf"), "what was infinite stays so"
-
-
-def test_weights_beyond_fp16_stay_in_fp32_with_their_op_on_request() -> None:
-    model, x = MLP(), torch.randn(4, 16)
-    model.second.weight.data[3, 4] = -1e5
-    ep = converted(model, x, dtype="float16", weights_beyond_range="keep")
-    assert stored_dtypes(ep)["second.weight"] is FP32
-    assert stored_dtypes(ep)["first.weight"] is FP16
-    assert error(ep.module()(x), model(x)) < 0.01
+def regions(m: Any, x: Tensor) -> Tensor:
+    """Autocast and no_grad inside forward, nested."""
+    with torch.no_grad():
+        x = m.a(x)
+    with torch.autocast("cpu", enabled=False):
+        x = m.b(x)
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = m.c(x)
+        with torch.autocast("cpu", enabled=False):
+            y = m.b(y.float())
+    return x + y
 
 
 def test_autocast_inside_forward_is_honoured_and_leaves_no_higher_order_op() -> None:
-    x = torch.randn(4, 16)
-    model = Regions()
+    x, model = torch.randn(4, 16), Own(regions, **linears("a", "b", "c"))
     stock = torch.export.export(model.eval(), (x,))
-    assert {"wrap_with_autocast", "wrap_with_set_grad_enabled"} <= targets(stock), (
-        "or there is nothing to test"
-    )
+    names = {str(node.target) for node in stock.graph.nodes}
+    assert {"wrap_with_autocast", "wrap_with_set_grad_enabled"} <= names, "or there is nothing to test"
     ep = amp_fx.convert(stock, profile="off")
-    assert all(name.startswith("aten.") for name in targets(ep))
-    dtypes = [
-        row.dtype for row in Plan.from_json(amp_fx.extra_files(ep)["amp_fx.json"]).nodes if row.op == "linear"
-    ]
-    assert dtypes == [BF16, FP32, FP16, FP32]
+    assert all(str(node.target).startswith("aten.") for node in ep.graph.nodes if node.op == "call_function")
+    assert [row.dtype for row in report(ep).nodes if row.op == "linear"] == [BF16, FP32, FP16, FP32]
     assert stored_dtypes(ep) | {"b.weight": FP32, "b.bias": FP32} == stored_dtypes(ep)
     assert error(ep.module()(x), model(x)) < 0.02
 
 
 def test_an_export_under_autocast_computes_what_the_model_computes_there() -> None:
-    x, model = torch.randn(4, 16), MLP().eval()
+    x, model = torch.randn(4, 16), mlp().eval()
     with torch.autocast("cpu", FP16):
         expected = model(x)
         ours = amp_fx.export(model, (x,), profile="off")
@@ -338,109 +297,80 @@ def test_an_export_under_autocast_computes_what_the_model_computes_there() -> No
         assert result.dtype is expected.dtype is FP16
         assert error(result, expected) < 1e-3
         assert stored_dtypes(ep)["first.weight"] is FP16
-
-
-def test_autocast_around_convert_changes_nothing() -> None:
-    x = torch.randn(4, 16)
-    stock = torch.export.export(MLP().eval(), (x,))
+    plain = torch.export.export(model, (x,))
     with torch.autocast("cpu", FP16):
-        ep = amp_fx.convert(stock, profile="off")
-    assert stored_dtypes(ep)["first.weight"] is BF16
+        ep = amp_fx.convert(plain, profile="off")
+    assert stored_dtypes(ep)["first.weight"] is BF16, "what surrounds convert says nothing"
 
 
 def test_metadata_that_no_autocast_explains_is_refused_with_the_fix() -> None:
-    ep = torch.export.export(MLP().eval(), (torch.randn(4, 16),))
+    ep = torch.export.export(mlp().eval(), (torch.randn(4, 16),))
     relu = next(node for node in ep.graph.nodes if node.target is aten.relu.default)
     relu.meta["val"] = relu.meta["val"].to(BF16)
     with pytest.raises(CaptureError, match=r"relu .*torch.bfloat16.*amp_fx\.export"):
         amp_fx.convert(ep)
 
 
+def counting(m: Any, x: Tensor) -> Tensor:
+    """Writes to a buffer, and reads a constant and a buffer that is not saved."""
+    m.calls.add_(1)
+    return m.linear(x) @ m.constant + torch.tensor([2.0]) + m.calls
+
+
 def test_buffers_constants_and_what_is_not_saved_survive() -> None:
     x = torch.randn(4, 16)
-    ep = converted(Counting(), x)
+    buffers = {"calls": torch.zeros(1), "constant": torch.full((16, 16), 0.3)}
+    ep = converted(Own(counting, **linears("linear"), **buffers), x)
     assert ep.state_dict["calls"].dtype is FP32
-    scale = ep.constants["scale"]
-    assert isinstance(scale, Tensor)
-    assert scale.dtype is BF16, "a constant that a matmul reads is stored low, too"
-    file = io.BytesIO()
-    torch.export.save(ep, file)
-    file.seek(0)
-    module = torch.export.load(file).module()
+    constant = ep.constants["constant"]
+    assert isinstance(constant, Tensor)
+    assert constant.dtype is BF16, "a constant that a matmul reads is stored low, too"
+    module = saved(ep).module()
     first, second = module(x), module(x)
     torch.testing.assert_close(second - first, torch.ones_like(first))
     assert module.get_buffer("calls").item() == 2
 
 
-def test_in_place_writes_through_views_survive_a_program_from_a_file() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            y[:, :8].add_(1)
-            y[0].mul_(2)
-            return y @ y.T
-
-    x = torch.randn(4, 16)
-    model = Writes().eval()
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(model, (x,)), file)
-    file.seek(0)
-    ep = amp_fx.convert(torch.export.load(file), profile="off")
-    assert error(ep.module()(x), model(x)) < 0.02
-
-
-class Writing(nn.Module):
-    """A linear layer around one kind of write."""
-
-    cache: Tensor
-
-    def __init__(self, write: Callable[[Writing, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.register_buffer("cache", torch.ones(4, 16))
-        self._write = write
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._write(self, x)
-
-
-def static_key_value_cache(m: Writing, x: Tensor) -> Tensor:
+def static_key_value_cache(m: Any, x: Tensor) -> Tensor:
     m.cache[torch.arange(2)] = m.linear(x[:2])
     return m.cache @ x.T
 
 
-def accumulate(m: Writing, x: Tensor) -> Tensor:
+def accumulate(m: Any, x: Tensor) -> Tensor:
     m.cache.add_(m.linear(x))
     return m.linear(m.cache)
 
 
-def overwrite(m: Writing, x: Tensor) -> Tensor:
+def overwrite(m: Any, x: Tensor) -> Tensor:
     m.cache.copy_(m.linear(x))
     m.cache.mul_(0.5)
     return m.linear(m.cache)
 
 
-def slices(m: Writing, x: Tensor) -> Tensor:
+def slices(m: Any, x: Tensor) -> Tensor:
     m.cache[1:3] += m.linear(x)[1:3]
     return m.linear(m.cache)
 
 
-def rows_by_index(m: Writing, x: Tensor) -> Tensor:
+def rows_by_index(m: Any, x: Tensor) -> Tensor:
     m.cache.index_copy_(0, torch.tensor([0, 1]), m.linear(x)[:2])
     return m.linear(m.cache)
 
 
-def weight_without_gradients(m: Writing, x: Tensor) -> Tensor:
+def weight_without_gradients(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.linear.weight.mul_(0.5)
     return m.linear(x) + m.cache
 
 
-def shape_in_place(m: Writing, x: Tensor) -> Tensor:
+def views(m: Any, x: Tensor) -> Tensor:
+    y = m.linear(x)
+    y[:, :8].add_(1)
+    y[0].mul_(2)
+    return y @ y.T + m.cache[:, :4]
+
+
+def shape_in_place(m: Any, x: Tensor) -> Tensor:
     y = m.linear(x) + 1
     y.t_()
     y.unsqueeze_(0).transpose_(1, 2)
@@ -458,17 +388,19 @@ def shape_in_place(m: Writing, x: Tensor) -> Tensor:
         (rows_by_index, False),
         (weight_without_gradients, False),
         (weight_without_gradients, True),
+        (views, False),
         (shape_in_place, False),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_model_that_writes_is_exported_with_gradients_on(
-    write: Callable[[Writing, Tensor], Tensor], strict: bool
+    write: Callable[[Any, Tensor], Tensor], strict: bool
 ) -> None:
     x = torch.randn(4, 16)
-    model = Writing(write)
+    model = Own(write, **linears("linear"), cache=torch.ones(4, 16))
     stock = torch.export.export(model, (x,), strict=strict)
-    ep = amp_fx.convert(stock, profile="off")
+    # in a file, what a program writes to is named otherwise
+    ep = amp_fx.convert(saved(stock) if write is views else stock, profile="off")
     assert casts(ep), "something runs low"
     exact = copy.deepcopy(model).double()
     module = ep.module()
@@ -478,21 +410,17 @@ def test_a_model_that_writes_is_exported_with_gradients_on(
         assert error(module.state_dict()[name], value) < 0.01
 
 
+def partly(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = m.a(x)
+        m.c.bias.mul_(0.5)
+        with torch.enable_grad():
+            z = m.b(x)
+    return m.c(y) + z
+
+
 def test_no_gradient_leaves_a_region_without_gradients() -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                y = self.a(x)
-                self.c.bias.mul_(0.5)
-                with torch.enable_grad():
-                    z = self.b(x)
-            return self.c(y) + z
-
-    model, x = Partly(), torch.randn(4, 16)
+    model, x = Own(partly, **linears("a", "b", "c")), torch.randn(4, 16)
     module = amp_fx.export(model, (x,), profile="off").module()
     exact = copy.deepcopy(model).double()
     module(x).sum().backward()
@@ -516,20 +444,14 @@ def test_a_dynamic_batch_stays_dynamic_and_bounded() -> None:
         ep.module()(torch.randn(33, 3, 16))
 
 
+def branches(m: Any, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: m.linear(x), lambda x: x.sin(), (x,))
+
+
 def test_branches_of_cond_are_rewritten_and_return_their_dtypes() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(x.sum() > 0, lambda x: self.linear(x), lambda x: x.sin(), (x,))
-
-    x = torch.rand(4, 16)
-    model = Branches().eval()
+    x, model = torch.rand(4, 16), Own(branches, **linears("linear"))
     ep = converted(model, x)
-    rows = Plan.from_json(amp_fx.extra_files(ep)["amp_fx.json"]).nodes
-    assert [row.dtype for row in rows if row.op == "linear"] == [BF16]
+    assert [row.dtype for row in report(ep).nodes if row.op == "linear"] == [BF16]
     assert ep.module()(x).dtype is FP32
     assert error(ep.module()(x), model(x)) < 0.02
     assert torch.equal(ep.module()(-x), (-x).sin())
@@ -537,7 +459,7 @@ def test_branches_of_cond_are_rewritten_and_return_their_dtypes() -> None:
 
 def test_a_decomposed_program_is_converted_too() -> None:
     x = torch.randn(4, 16)
-    model = MLP().eval()
+    model = mlp().eval()
     ep = amp_fx.convert(torch.export.export(model, (x,)).run_decompositions(), profile="off")
     assert stored_dtypes(ep)["first.weight"] is BF16
     assert error(ep.module()(x), model(x)) < 0.02
@@ -560,21 +482,19 @@ def test_weights_cost_no_cast_when_the_profile_decides(fast_bf16: str) -> None:
     assert plan.ops_by_dtype()["linear"] == {"float32": 1}
 
 
+class Both(nn.ModuleDict):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self["small"](x), self["large"](y)
+
+
 def test_what_a_profile_keeps_in_fp32_is_counted(fast_bf16: str, caplog: pytest.LogCaptureFixture) -> None:
     ep = amp_fx.export(nn.Linear(2, 2).eval(), (torch.randn(2, 2),), profile=fast_bf16)
     assert stored_dtypes(ep)["weight"] is FP32
     assert all(each in caplog.text for each in ("1 of 1", "torch.bfloat16", "made up", "profile='off'"))
     caplog.clear()
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.small, self.large = nn.Linear(2, 2), nn.Linear(512, 512)
-
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            return self.small(x), self.large(y)
-
-    ep = amp_fx.export(Both().eval(), (torch.randn(2, 2), torch.randn(512, 512)), profile=fast_bf16)
+    # two inputs: the small one would pay for a cast of its own
+    both = Both({"small": nn.Linear(2, 2), "large": nn.Linear(512, 512)})
+    ep = amp_fx.export(both.eval(), (torch.randn(2, 2), torch.randn(512, 512)), profile=fast_bf16)
     assert {BF16, FP32} <= set(stored_dtypes(ep).values())
     assert "1 of 2" in caplog.text
 
@@ -615,14 +535,14 @@ def test_what_no_profile_has_decided_is_blamed_on_none(
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionsError, match=message):
-        amp_fx.export(MLP(), (torch.randn(4, 16),), **options)
+        amp_fx.export(mlp(), (torch.randn(4, 16),), **options)
 
 
 def test_measured_sensitivity_is_refused_not_ignored(tmp_path: Path) -> None:
     path = tmp_path / "sensitivity.json"
-    Sensitivity("MLP", torch.bfloat16).save(path)
+    Sensitivity("MLP", BF16).save(path)
     with pytest.raises(OptionsError, match="sensitivity"):
-        amp_fx.export(MLP(), (torch.randn(4, 16),), policy={"base": "autocast", "sensitivity": str(path)})
+        amp_fx.export(mlp(), (torch.randn(4, 16),), policy={"base": "autocast", "sensitivity": str(path)})
 
 
 SCRIPT = """
