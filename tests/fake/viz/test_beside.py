@@ -96,6 +96,16 @@ def test_bars_are_as_long_as_their_bytes() -> None:
     assert bars(svg, "widen") == bars(svg, "ghost") == pytest.approx([48.0])
 
 
+def test_casts_of_weights_in_the_backward_say_so() -> None:
+    report = compared()
+    (row, *_) = report.modules
+    casts = [replace(cast, phase="backward") for cast in row.casts if cast.what == "weight"]
+    said = texts(beside.render(drawing(compared())))
+    assert not any("in the backward" in text for text in said)
+    report.modules = [replace(row, casts=casts)]
+    assert sum("in the backward" in text for text in texts(beside.render(drawing(report)))) == 2
+
+
 def test_fused_casts_are_free_and_have_no_bar() -> None:
     svg = beside.render(drawing(compared()))
     assert [text for text in texts(svg, "sub") if "fused" in text] == [

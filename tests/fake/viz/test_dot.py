@@ -73,6 +73,14 @@ def test_what_changed_is_written_and_not_only_coloured(tmp_path: Path) -> None:
     assert "bf16 \N{RIGHTWARDS DOUBLE ARROW} fp32" in text
     assert "changed: earlier \N{RIGHTWARDS DOUBLE ARROW} now" in text
     assert "against the earlier report: casts 14 -> 12" in text
+    assert "cast removed since the earlier report" in text
+    source = dot.source(model, depth=9).source
+    removed = [line for line in source.splitlines() if ", removed" in line]
+    assert removed
+    assert all("style=dotted" in line for line in removed)
+    changed = [line for line in source.splitlines() if COLOURS["changed"][0] in line and "fillcolor" in line]
+    assert changed
+    assert all("penwidth=3.0" in line for line in changed)
 
 
 @needs_dot

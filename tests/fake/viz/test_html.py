@@ -11,7 +11,7 @@ import pytest
 from amp_fx.reports.report import Report
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing
-from pictures import NASTY, blocks, nasty
+from pictures import NASTY, blocks, compared, nasty
 
 
 class Page(HTMLParser):
@@ -80,6 +80,12 @@ def test_the_licence_of_the_layout_library_is_in_the_page() -> None:
     text = html.render(drawing(Report()))
     assert "Chris Pettitt" in text
     assert "Permission is hereby granted" in text
+
+
+def test_bars_are_what_casts_move_of_all_that_kernels_move() -> None:
+    text = html.render(drawing(compared()))
+    widths = re.findall(r'class="(casts|rest)" style="width:([\d.]+)%"', text)
+    assert widths == [("casts", "6"), ("rest", "91"), ("casts", "9"), ("rest", "91")]
 
 
 def test_the_title_is_escaped() -> None:

@@ -16,7 +16,7 @@ from amp_fx.reports.report import Report
 from amp_fx.viz import dot
 from amp_fx.viz.graph import Graph, Marked
 from amp_fx.viz.model import drawing
-from amp_fx.viz.style import COLOURS, DTYPES, HEAT, legend
+from amp_fx.viz.style import COLOURS, DTYPES, HEAT, group_face, legend, per_cent
 from gpt import GPT, GPTConfig
 from graphs import rewrite
 from pictures import HIGH, LOW, blocks, call, cast, chain, parameter
@@ -140,6 +140,28 @@ def test_parameters_of_one_reader_share_a_box_and_appear_only_where_they_are_cas
     assert box.label == "weight, bias"
     assert box.bytes == weight.bytes + bias.bytes
     assert set(casts(graph)) == {"cast", "cast_1"}
+
+
+def test_scales_of_a_copy_are_told_from_the_copy() -> None:
+    name = "l_self_modules_net_parameters_weight_"
+    dtypes = {"copy": LOW, "scales": HIGH}
+    copies = tuple(InputPlan(key, False, dtype, (8, 8), 64, copy_of=name) for key, dtype in dtypes.items())
+    casts = tuple(cast(f"cast_{key}", key, "linear", before=dtypes[key]) for key in dtypes)
+    graph = drawn(call("linear", "cast_copy", "cast_scales"), inputs=copies, casts=casts)
+    assert [node.label for node in graph.nodes if node.kind == "parameter"] == ["weight", "weight scales"]
+
+
+def test_a_folded_module_has_the_share_of_all_that_are_equal_to_it() -> None:
+    graph = drawing(blocks(4)).graphs[0]
+    group = graph.groups[closed(graph)[0]]
+    shares = [group_face(graph, group, hot=False, folded=folded).share for folded in (True, False)]
+    # two casts of each block, one before the head and one behind it
+    assert shares == pytest.approx([8 / 10, 2 / 10])
+
+
+@pytest.mark.parametrize(("part", "text"), [(0, "0"), (62, "6.2"), (99.4, "9.9"), (99.6, "10"), (650, "65")])
+def test_shares_below_ten_per_cent_have_a_digit_more(part: float, text: str) -> None:
+    assert per_cent(part, 1000) == f"{text}\N{NO-BREAK SPACE}%"
 
 
 def test_inputs_have_the_names_that_the_program_gives_them() -> None:
@@ -281,6 +303,9 @@ def test_what_a_rule_changed_is_marked_against_the_earlier_report() -> None:
     back = drawing(before, after).graphs[0]
     assert {name for name, row in casts(back).items() if row.mark == "added"} == {"cast_1", "castw_1"}
     assert "linear" in drawing(after, before).diff
+    # what is gone is in no module
+    (odd,) = [group for group in forward.groups if group.label == "layers.1"]
+    assert odd.casts == {}
 
 
 def test_a_module_with_one_listed_call_is_named_after_it() -> None:
