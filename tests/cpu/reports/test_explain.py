@@ -225,6 +225,8 @@ def test_calls_of_the_backward_have_classes_of_their_own(gpt: Report) -> None:
     assert classes["mm"] == "low"
     assert classes["mul.Tensor"] == "promote"
     assert classes["permute"] == "follow"
+    (backward,) = of_phase(gpt, "backward")
+    assert {cast.kernel for cast in backward.casts} == {True, False}
 
 
 def test_autocast_is_compared_at_equal_results() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -109,3 +109,10 @@ def test_a_cast_narrows_unless_its_result_is_wider(
 ) -> None:
     assert CastPlan("cast", "value", before, after, 6, (), True, "").narrows is narrows
     assert CastSum("amp_fx", "forward", "weight", before, after, 1, 6, 0, 0).narrows is narrows
+
+
+def test_a_module_computes_in_the_dtype_of_its_matmul_else_of_its_last_call(plan: Plan) -> None:
+    (matmul,) = [row for row in plan.nodes if row.module_path == "head"]
+    after = replace(matmul, name="gelu", op="gelu", op_class=OpClass.FP32, dtype=torch.float32, flops=0)
+    assert Plan(nodes=[matmul, after]).module_dtypes == {"head": "bfloat16"}
+    assert Plan(nodes=[replace(matmul, flops=0), after]).module_dtypes == {"head": "float32"}

@@ -60,10 +60,11 @@ def test_channels_count_in_convolutions() -> None:
 
 
 def test_an_fp32_island_goes_low_with_its_remedy() -> None:
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.Softmax(-1), nn.Linear(16, 16)), torch.randn(4, 16)
+    model, x = nn.Sequential(nn.Linear(16, 512), nn.Softmax(-1), nn.Linear(512, 16)), torch.randn(512, 16)
     before = rewrite(model, x, device="cuda")
     (row,) = kinds(before.plan)["island"]
-    assert row.text.startswith("softmax.int x1 is fp32 between low neighbours")
+    # one cast before it and one behind it, of 512 x 512 x 6 bytes each
+    assert row.text.startswith("softmax.int x1 is fp32 between low neighbours (3.1 MB of casts)")
     after = rewrite(model, x, device="cuda", options=pasted(str(row)))
     assert dtypes(after, "softmax.int", "") == {torch.bfloat16}
     assert len(after.plan.casts) < len(before.plan.casts)
