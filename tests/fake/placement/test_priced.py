@@ -166,9 +166,11 @@ def test_several_graphs_share_one_limit() -> None:
 
 
 def test_a_known_placement_that_breaks_a_pin_is_not_taken() -> None:
-    problem = Problem({"mm": (10, 0), "add": (5, 0)}, pins={"mm": HIGH})
-    found = within([Priced(problem)], math.inf, [{"mm": LOW, "add": LOW}])
-    assert found.placement == [{"mm": HIGH, "add": LOW}]
+    problem = Problem({"mm": (10, 0), "add": (5, 0), "mul": (5, 0)}, pins={"mm": HIGH})
+    priced = Priced(problem, [SensitivityTerm(1.0, LOW, "add"), SensitivityTerm(1.0, LOW, "mul")])
+    (labels,) = within([priced], 1.5, [{"mm": LOW, "add": LOW}]).placement
+    assert [labels[name] for name in ("mm", "add", "mul")].count(LOW) == 1
+    assert labels["mm"] is HIGH
 
 
 def test_what_takes_as_long_stays_in_the_low_dtype_and_a_copy_is_paid_for_once() -> None:
