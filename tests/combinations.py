@@ -17,18 +17,9 @@ import torch
 from combined_models import MODELS
 
 __all__ = [
-    "AXES",
-    "EXCLUDED",
-    "Excluded",
-    "Row",
-    "allowed_pairs",
-    "covering_rows",
-    "is_allowed",
-    "options_of",
-    "pairs_of",
-    "sample",
-    "words",
-]
+    "AXES", "EXCLUDED", "Excluded", "Row", "allowed_pairs", "covering_rows", "is_allowed", "options_of",
+    "pairs_of", "sample", "words",
+]  # fmt: skip
 
 #: the name of a value for every axis
 Row = dict[str, str]

@@ -22,24 +22,9 @@ from amp_fx.policy.classes import OpGroup
 from versions import UP_TO_2_12
 
 __all__ = [
-    "ASKED",
-    "DIFFERS",
-    "EVERY_ROW",
-    "LOW",
-    "NOT_ASKED",
-    "Call",
-    "arguments",
-    "cast",
-    "first_dtype",
-    "floats_in",
-    "is_float",
-    "overload",
-    "repeat",
-    "row",
-    "run",
-    "t",
-    "under_autocast",
-]
+    "ASKED", "DIFFERS", "EVERY_ROW", "LOW", "NOT_ASKED", "Call", "arguments", "cast", "first_dtype",
+    "floats_in", "is_float", "overload", "repeat", "row", "run", "t", "under_autocast",
+]  # fmt: skip
 
 
 LOW = {"cpu": torch.bfloat16, "cuda": torch.float16, "mps": torch.float16}

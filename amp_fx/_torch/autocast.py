@@ -15,13 +15,9 @@ from torch._C._autograd import (
 from torch._ops import OpOverload
 
 __all__ = [
-    "autocast_disabled",
-    "autocast_shield",
-    "enable_autocast",
-    "has_autocast_rule",
-    "has_low_lstm",
+    "autocast_disabled", "autocast_shield", "enable_autocast", "has_autocast_rule", "has_low_lstm",
     "saved_tensors_shield",
-]
+]  # fmt: skip
 
 #: a device type no graph of ours runs on: see autocast_shield
 _UNUSED_DEVICE = "xla"

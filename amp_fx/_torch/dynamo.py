@@ -21,23 +21,10 @@ from torch._logging import trace_structured as _trace_structured
 from amp_fx._torch.hooks import COMPILE_STARTS
 
 __all__ = [
-    "breaks_since_reset",
-    "compile_id",
-    "copy_of",
-    "given_up",
-    "graph_break",
-    "in_compiled_autograd",
-    "in_inference_mode",
-    "is_left_out_in_place",
-    "is_looked_up",
-    "let_go",
-    "log_artifact",
-    "note_inference_mode",
-    "note_mode",
-    "raised_by_backend",
-    "speaks_to_dynamo",
-    "unwrapped_errors",
-]
+    "breaks_since_reset", "compile_id", "copy_of", "given_up", "graph_break", "in_compiled_autograd",
+    "in_inference_mode", "is_left_out_in_place", "is_looked_up", "let_go", "log_artifact",
+    "note_inference_mode", "note_mode", "raised_by_backend", "speaks_to_dynamo", "unwrapped_errors",
+]  # fmt: skip
 
 
 class _Started(threading.local):

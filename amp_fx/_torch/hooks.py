@@ -32,15 +32,8 @@ import torch
 import torch.optim.optimizer as _optimizer
 
 __all__ = [
-    "AFTER_STEP",
-    "BEFORE_STEP",
-    "COMPILE_STARTS",
-    "EXIT",
-    "HOOKS",
-    "UNTRACED",
-    "install_all",
-    "remove_all",
-]
+    "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "HOOKS", "UNTRACED", "install_all", "remove_all",
+]  # fmt: skip
 
 Undo = Callable[[], object]
 

@@ -19,22 +19,11 @@ from torch._functorch import config as _functorch_config
 from amp_fx._torch.autocast import autocast_disabled
 
 __all__ = [
-    "JointRoles",
-    "compile_package",
-    "compile_with_inductor",
-    "graph_pass",
-    "inductor_mode_options",
-    "inductor_option_names",
-    "joint_roles",
-    "lays_out_convolutions",
-    "program_outputs",
-    "replace_inner_compile",
-    "source_hash",
-    "stock_inductor",
-    "traced_anew",
-    "tunes_kernels",
+    "JointRoles", "compile_package", "compile_with_inductor", "graph_pass", "inductor_mode_options",
+    "inductor_option_names", "joint_roles", "lays_out_convolutions", "program_outputs",
+    "replace_inner_compile", "source_hash", "stock_inductor", "traced_anew", "tunes_kernels",
     "write_as_it_is",
-]
+]  # fmt: skip
 
 
 def compile_with_inductor(

@@ -24,29 +24,11 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "defining_module",
-    "disable_proxy_modes_tracing",
-    "get_proxy_mode",
-    "ignore_fresh_symbols",
-    "is_functorch_wrapped",
-    "is_hooks_switch",
-    "is_wrapper",
-    "known_sizes",
-    "make_fx",
-    "nesting_change",
-    "op_name",
-    "quantised_ops",
-    "registered_ops",
-    "size_hint",
-    "size_with",
-    "symbolic_kernels",
-    "track_tensor_tree",
-    "wrapped_tensors",
-]
+    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "defining_module",
+    "disable_proxy_modes_tracing", "get_proxy_mode", "ignore_fresh_symbols", "is_functorch_wrapped",
+    "is_hooks_switch", "is_wrapper", "known_sizes", "make_fx", "nesting_change", "op_name", "quantised_ops",
+    "registered_ops", "size_hint", "size_with", "symbolic_kernels", "track_tensor_tree", "wrapped_tensors",
+]  # fmt: skip
 
 #: functorch levels are opened and closed by these calls in a Dynamo graph (torch/_functorch/predispatch.py)
 _NESTING = {"_increment_nesting": 1, "_decrement_nesting": -1, "_enter_dual_level": 1, "_exit_dual_level": -1}

@@ -14,23 +14,10 @@ from amp_fx._torch import OpOverload
 from amp_fx.state import cache_results
 
 __all__ = [
-    "argument_value",
-    "arguments",
-    "class_name",
-    "differentiated",
-    "grad_modes",
-    "is_cast",
-    "is_gradient_call",
-    "is_leaf_call",
-    "is_parameter",
-    "is_returned",
-    "module_path",
-    "output_nodes",
-    "short_source",
-    "source_line",
-    "tensor_nodes",
-    "where",
-]
+    "argument_value", "arguments", "class_name", "differentiated", "grad_modes", "is_cast",
+    "is_gradient_call", "is_leaf_call", "is_parameter", "is_returned", "module_path", "output_nodes",
+    "short_source", "source_line", "tensor_nodes", "where",
+]  # fmt: skip
 
 
 def arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:

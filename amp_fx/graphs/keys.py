@@ -7,27 +7,10 @@ from typing import Any, Generic, TypeVar
 import torch.fx as fx
 
 __all__ = [
-    "BUDGET",
-    "CAST_META",
-    "COPY_META",
-    "LABEL",
-    "LEVEL",
-    "MARK",
-    "MAY_ROUND",
-    "NODE_KEYS",
-    "OUTPUT_META",
-    "PART",
-    "PLAN_META",
-    "RAN_META",
-    "RECIPE_META",
-    "REGION_META",
-    "RESULT_MARK",
-    "SENSITIVITY",
-    "SOURCE_META",
-    "STEP_META",
-    "TIED",
-    "Key",
-]
+    "BUDGET", "CAST_META", "COPY_META", "LABEL", "LEVEL", "MARK", "MAY_ROUND", "NODE_KEYS", "OUTPUT_META",
+    "PART", "PLAN_META", "RAN_META", "RECIPE_META", "REGION_META", "RESULT_MARK", "SENSITIVITY",
+    "SOURCE_META", "STEP_META", "TIED", "Key",
+]  # fmt: skip
 
 T = TypeVar("T")
 

@@ -18,14 +18,7 @@ from amp_fx._torch import in_compiled_autograd
 from amp_fx.graphs.calls import is_gradient_call
 from amp_fx.graphs.values import graph_devices, tensors
 
-__all__ = [
-    "Region",
-    "ambient_regions",
-    "is_autocast_call",
-    "node_regions",
-    "not_ours",
-    "takes_own_gradients",
-]
+__all__ = ["Region", "ambient_regions", "is_autocast_call", "node_regions", "not_ours", "takes_own_gradients"]
 
 _ENTER = torch.amp.autocast_mode._enter_autocast
 _EXIT = torch.amp.autocast_mode._exit_autocast

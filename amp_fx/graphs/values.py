@@ -16,20 +16,9 @@ from amp_fx.graphs.calls import argument_value, arguments, is_gradient_call, ten
 from amp_fx.graphs.traits import op_row
 
 __all__ = [
-    "LOW_DTYPES",
-    "call_device",
-    "cast_bytes",
-    "graph_device",
-    "graph_devices",
-    "in_place_target",
-    "is_eligible",
-    "is_view",
-    "numel",
-    "storage_of",
-    "tensors",
-    "written_arguments",
-    "written_storages",
-]
+    "LOW_DTYPES", "call_device", "cast_bytes", "graph_device", "graph_devices", "in_place_target",
+    "is_eligible", "is_view", "numel", "storage_of", "tensors", "written_arguments", "written_storages",
+]  # fmt: skip
 
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
 LOW_DTYPES = (torch.bfloat16, torch.float16)

@@ -22,15 +22,9 @@ from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
 
 __all__ = [
-    "CAST",
-    "channels_last_strides",
-    "convert_op",
-    "is_convert",
-    "is_convolution",
-    "is_relaid",
-    "lay_out",
+    "CAST", "channels_last_strides", "convert_op", "is_convert", "is_convolution", "is_relaid", "lay_out",
     "relaid_weight",
-]
+]  # fmt: skip
 
 aten = torch.ops.aten
 

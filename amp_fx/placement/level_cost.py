@@ -35,16 +35,9 @@ from amp_fx.policy.levels import AUTO, Implementation, Level, level_named, level
 from amp_fx.state import cache_results
 
 __all__ = [
-    "BYTES",
-    "NARROW",
-    "OPERATIONS",
-    "LevelCost",
-    "Meaning",
-    "auto_level",
-    "copy_traffic",
-    "meaning",
+    "BYTES", "NARROW", "OPERATIONS", "LevelCost", "Meaning", "auto_level", "copy_traffic", "meaning",
     "multiplies",
-]
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

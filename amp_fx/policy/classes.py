@@ -11,18 +11,9 @@ import functools
 from dataclasses import dataclass, replace
 
 __all__ = [
-    "OpClass",
-    "OpGroup",
-    "Origin",
-    "composite",
-    "follow",
-    "fp32",
-    "keep",
-    "listed",
-    "low",
-    "promote",
+    "OpClass", "OpGroup", "Origin", "composite", "follow", "fp32", "keep", "listed", "low", "promote",
     "unlisted",
-]
+]  # fmt: skip
 
 
 class OpClass(str, enum.Enum):

@@ -13,15 +13,9 @@ from __future__ import annotations
 from .classes import composite, follow, fp32, keep, listed, low, promote
 
 __all__ = [
-    "COMMON_GROUPS",
-    "FAST_LOW_IO",
-    "FAST_MAY_ROUND",
-    "FFT",
-    "LINALG",
-    "LINALG_UNTIL_2_14",
-    "LISTED_GROUPS",
+    "COMMON_GROUPS", "FAST_LOW_IO", "FAST_MAY_ROUND", "FFT", "LINALG", "LINALG_UNTIL_2_14", "LISTED_GROUPS",
     "NEAREST",
-]
+]  # fmt: skip
 
 #: Fourier transforms: CPU autocast lists them as fp32; elsewhere half transforms exist for few sizes only.
 FFT = """

@@ -15,18 +15,9 @@ import torch
 from amp_fx._torch import quantised_ops
 
 __all__ = [
-    "TILE",
-    "ZERO_POINT",
-    "Emit",
-    "Product",
-    "block_scales",
-    "int8_mm",
-    "packed_int8_mm",
-    "run",
-    "scale_of",
-    "scaled",
-    "scaled_mm",
-]
+    "TILE", "ZERO_POINT", "Emit", "Product", "block_scales", "int8_mm", "packed_int8_mm", "run", "scale_of",
+    "scaled", "scaled_mm",
+]  # fmt: skip
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
