@@ -37,7 +37,6 @@ __all__ = [
     "PARTITIONED",
     "Pass",
     "PassContext",
-    "PassResult",
     "bodies",
     "mark",
     "marked",
@@ -83,19 +82,6 @@ class PassContext:
     matched: set[Rule] = field(default_factory=set, compare=False)
 
 
-@dataclass(frozen=True)
-class PassResult:
-    """What a pass did.
-
-    Attributes:
-        changed: number of nodes labelled, inserted, replaced or removed.
-        summary: one line for the log.
-    """
-
-    changed: int
-    summary: str
-
-
 class Pass(abc.ABC):
     """Base of all passes. Subclasses are frozen dataclasses; their fields are their options."""
 
@@ -109,8 +95,8 @@ class Pass(abc.ABC):
     marks: tuple[str, ...] = ()
 
     @abc.abstractmethod
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
-        """Rewrites ``gm`` in place."""
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+        """Rewrites ``gm`` in place; returns one line for the log, what was changed."""
 
 
 def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> Plan:
@@ -169,7 +155,7 @@ def _run(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, gra
             raise PassError(f"pass {step.name!r} needs {sorted(missing)}, which no pass before it ensures")
         start = time.perf_counter()
         try:
-            result = step.call(gm, context)
+            summary = step.call(gm, context)
             gm.graph.lint()
         except (PassError, PlanError):
             raise
@@ -181,7 +167,7 @@ def _run(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, gra
         facts |= step.ensures
         done.append(step.name)
         elapsed = 1e3 * (time.perf_counter() - start)
-        logger.debug("%s%s: %s (%.1f ms)", context.path, step.name, result.summary, elapsed)
+        logger.debug("%s%s: %s (%.1f ms)", context.path, step.name, summary, elapsed)
 
 
 def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:

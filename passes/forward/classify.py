@@ -17,7 +17,7 @@ from amp_fx.graphs.keys import LABEL, MAY_ROUND, REGION_META, STEP_META, TIED
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, call_device, in_place_target, is_eligible, tensors
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.plans.label import Kind, Label, Reason, Takes
 from amp_fx.policy import OpClass, OpGroup, Origin
 from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
@@ -51,7 +51,7 @@ class PinDtypes(Pass):
     name: ClassVar[str] = "pin-dtypes"
     ensures: ClassVar[frozenset[str]] = frozenset({"explicit-dtypes"})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         pinned = 0
         for node in gm.graph.nodes:
@@ -65,7 +65,7 @@ class PinDtypes(Pass):
                 node.target = torch.ops.aten.to.dtype
                 node.args, node.kwargs = (node.args[0], value.dtype), {}
                 pinned += 1
-        return PassResult(pinned, f"{pinned} implied dtypes written down")
+        return f"{pinned} implied dtypes written down"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Classify(Pass):
     needs: ClassVar[frozenset[str]] = frozenset({"explicit-dtypes"})
     ensures: ClassVar[frozenset[str]] = frozenset({"classes"})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         counts: Counter[str] = Counter()
         for node in gm.graph.nodes:
@@ -109,7 +109,7 @@ class Classify(Pass):
             node.meta[LABEL] = plan
             counts[plan.op_class.value] += 1
         summary = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        return PassResult(sum(counts.values()), summary or "no calls")
+        return summary or "no calls"
 
 
 def _label(node: fx.Node, context: PassContext) -> Label:

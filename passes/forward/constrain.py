@@ -13,7 +13,7 @@ from amp_fx.graphs.calls import differentiated
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import is_eligible, storage_of, written_arguments
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.hazards import HAZARDS, constants
 from amp_fx.plans.label import Kind, Label, Reason, Takes, label_of
 from amp_fx.policy import OpClass
@@ -43,7 +43,7 @@ class Constrain(Pass):
     needs: ClassVar[frozenset[str]] = frozenset({"classes"})
     ensures: ClassVar[frozenset[str]] = frozenset({"hazards-pinned"})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         pinned = 0
         for hazard, rounds_like_eager in HAZARDS:
@@ -54,7 +54,7 @@ class Constrain(Pass):
         _forbid_rounding(gm.graph)
         _pin_differentiated(gm.graph)
         tied = _tie_storages(gm)
-        return PassResult(pinned + tied, f"{pinned} nodes to fp32, {tied} tied to a shared storage")
+        return f"{pinned} nodes to fp32, {tied} tied to a shared storage"
 
 
 def _to_fp32(node: fx.Node, why: Reason) -> int:

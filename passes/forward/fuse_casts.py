@@ -11,7 +11,7 @@ import torch.fx as fx
 from amp_fx.graphs.calls import differentiated, grad_modes, is_cast
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.graphs.values import is_eligible, storage_of, written_storages
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 
 __all__ = ["FuseCasts"]
 
@@ -44,7 +44,7 @@ class FuseCasts(Pass):
     name: ClassVar[str] = "fuse-casts"
     needs: ClassVar[frozenset[str]] = frozenset({"casts"})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         fusible = self._fusible_casts(gm.graph)
         modes = grad_modes(gm.graph)
@@ -69,7 +69,7 @@ class FuseCasts(Pass):
             if CAST_META in node.meta and not node.users:
                 gm.graph.erase_node(node)
                 removed += 1
-        return PassResult(removed, f"{removed} casts removed")
+        return f"{removed} casts removed"
 
     def _fusible_casts(self, graph: fx.Graph) -> set[fx.Node]:
         """Casts between placed dtypes, of storages that nobody writes to.

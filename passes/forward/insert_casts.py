@@ -23,7 +23,7 @@ from amp_fx.graphs.values import (
     written_arguments,
     written_storages,
 )
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.plans.label import Kind, Label, Takes, label_of
 from amp_fx.policy import OpClass
 
@@ -74,7 +74,7 @@ class InsertCasts(Pass):
 
     stored: bool = False
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         # a kernel that takes both rounds as eager PyTorch does
         casts = _Casts(gm.graph, is_stored=self.stored and context.numerics != "eager")
@@ -83,7 +83,7 @@ class InsertCasts(Pass):
             if plan is not None:
                 casts.rewrite(node, plan)
         casts.restore_outputs()
-        return PassResult(casts.count, f"{casts.count} casts inserted")
+        return f"{casts.count} casts inserted"
 
 
 @dataclass

@@ -14,7 +14,7 @@ from amp_fx.graphs.calls import arguments, is_cast, tensor_nodes
 from amp_fx.graphs.keys import MAY_ROUND
 from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import in_place_target, is_eligible, written_arguments
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.classify import may_return_wide
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
@@ -71,7 +71,7 @@ class Place(Pass):
     needs: ClassVar[frozenset[str]] = frozenset({"classes", "hazards-pinned"})
     ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         placed = [(node, plan) for node in gm.graph.nodes if (plan := label_of(node)) is not None]
         for node, plan in placed:
@@ -84,7 +84,7 @@ class Place(Pass):
             network = Network(gm.graph, cost, low)
             moved = _apply(solve(network.build()), placed, low)
         low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)
-        return PassResult(low_nodes, f"{low_nodes} nodes in the low dtype, {moved} moved by the cut")
+        return f"{low_nodes} nodes in the low dtype, {moved} moved by the cut"
 
 
 def assign_as_autocast(node: fx.Node, plan: Label) -> None:

@@ -14,7 +14,7 @@ import torch.fx as fx
 from amp_fx._torch import OpOverload
 from amp_fx.graphs.keys import MAY_ROUND, SENSITIVITY, TIED
 from amp_fx.graphs.values import in_place_target
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.forward.place import ALWAYS, Network, Place, assign_as_autocast, rounded
 from amp_fx.passes.forward.sensitivity_terms import sensitivity_terms
 from amp_fx.placement.cost import CostModel
@@ -198,7 +198,7 @@ class PlaceBySensitivity(Pass):
     budget: float = 1.0
     placement: Placement | None = field(default=None, hash=False)
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         found = price(gm, context, self.rows)
         if found is None:
@@ -212,7 +212,7 @@ class PlaceBySensitivity(Pass):
         SENSITIVITY.set(gm, (ours, theirs))
         low_nodes = _apply(labels, found)
         errors = f"error {math.sqrt(ours):.2e}, of autocast {math.sqrt(theirs):.2e}"
-        return PassResult(low_nodes, f"{low_nodes} nodes in the low dtype, {errors}")
+        return f"{low_nodes} nodes in the low dtype, {errors}"
 
 
 def _apply(labels: Labels, found: PricedGraph) -> int:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.plans.label import Kind, Label, Reason, label_of
 from amp_fx.plans.plan import NodePlan
 from amp_fx.policy import OpClass
@@ -47,7 +47,7 @@ class Replay(Pass):
     rows: Mapping[str, NodePlan] = field(hash=False)
     stored: bool = False
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         followed = 0
         for node in gm.graph.nodes:
@@ -65,7 +65,7 @@ class Replay(Pass):
             if row.is_because(Kind.WIDE_RESULT):
                 self._check_wide(plan, node.meta["val"].device.type)
             followed += 1
-        return PassResult(followed, f"{followed} nodes as the plan has them")
+        return f"{followed} nodes as the plan has them"
 
     def _check_wide(self, plan: Label, device: str) -> None:
         where = "a program" if self.stored else device

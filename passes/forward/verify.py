@@ -14,7 +14,7 @@ from amp_fx.graphs.calls import arguments, output_nodes, tensor_nodes, where
 from amp_fx.graphs.fake_runs import fake_values, run_fake
 from amp_fx.graphs.keys import CAST_META, OUTPUT_META, RAN_META
 from amp_fx.graphs.values import is_eligible, tensors, written_arguments
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.policy import OpClass
 
@@ -41,7 +41,7 @@ class Verify(Pass):
     name: ClassVar[str] = "verify"
     needs: ClassVar[frozenset[str]] = frozenset({"casts"})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         checked = 0
         for node in gm.graph.nodes:
@@ -58,7 +58,7 @@ class Verify(Pass):
                 _check_planned(node, plan)
             checked += 1
         _check_outputs(gm)  # case 3
-        return PassResult(0, f"{checked} calls checked")
+        return f"{checked} calls checked"
 
 
 def _has_run(node: fx.Node, ran: list[Any] | None) -> bool:

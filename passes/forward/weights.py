@@ -13,7 +13,7 @@ from amp_fx.graphs.calls import argument_value, is_cast, is_returned
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META, TIED
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_view, storage_of, written_storages
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.levels.quantise_matmuls import Part, erase_unread
 from amp_fx.plans.label import Kind, Reason, Takes, label_of
 from amp_fx.plans.plan import dtype_name
@@ -51,10 +51,10 @@ class CacheWeights(Pass):
     name: ClassVar[str] = "cache-weights"
     needs: ClassVar[frozenset[str]] = frozenset({"casts"})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         if context.path:
-            return PassResult(0, "a body has no weights of its own")
+            return "a body has no weights of its own"
         written = {key for node in gm.graph.nodes for key in written_storages(node)}
         inputs = _Inputs(gm.graph)
         parts: dict[fx.Node, list[tuple[fx.Node, Part]]] = {}
@@ -73,7 +73,7 @@ class CacheWeights(Pass):
                 inputs.take(node, weight, part.recipe, part.index, (policy, f"{policy}_scale")[part.index])
         if parts:
             erase_unread(gm.graph)
-        return PassResult(inputs.count, f"{inputs.count} low copies of weights are inputs")
+        return f"{inputs.count} low copies of weights are inputs"
 
 
 class _Inputs:
@@ -139,10 +139,10 @@ class FoldWeights(Pass):
     weights: tuple[tuple[str, ...], ...]
     tables: str = "tied"
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         if context.path:
-            return PassResult(0, "a body has no weights of its own")
+            return "a body has no weights of its own"
         inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
         written = {key for node in gm.graph.nodes for key in written_storages(node)}
         folded = 0
@@ -159,7 +159,7 @@ class FoldWeights(Pass):
             folded += recipe is not None or dtype is not None
         if any(RECIPE_META in node.meta for node in inputs.values()):
             erase_unread(gm.graph)
-        return PassResult(folded, f"{folded} of {len(self.weights)} weights stored low")
+        return f"{folded} of {len(self.weights)} weights stored low"
 
     def _stored_dtype(self, holders: list[fx.Node]) -> torch.dtype | None:
         """The low dtype that serves all readers; None: as it is."""
@@ -284,7 +284,7 @@ class KeepWeights(Pass):
 
     weights: tuple[str, ...]
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         moved = 0
         for node in gm.graph.find_nodes(op="placeholder"):
@@ -297,7 +297,7 @@ class KeepWeights(Pass):
                 plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
                 plan.reasons = (Reason.of(Kind.WEIGHT_RANGE, weight=node.name, low=plan.low),)
                 moved += 1
-        return PassResult(moved, f"{moved} nodes to fp32 for their weights' sake")
+        return f"{moved} nodes to fp32 for their weights' sake"
 
 
 def _readers(weight: fx.Node) -> Iterator[fx.Node]:

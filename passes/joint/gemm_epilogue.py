@@ -11,7 +11,7 @@ import torch.fx as fx
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
+from amp_fx.passes.base import JOINT, Pass, PassContext
 from amp_fx.passes.joint.wide_results import WIDE, keep_sums
 
 __all__ = ["GemmEpilogue"]
@@ -58,7 +58,7 @@ class GemmEpilogue(Pass):
 
     marks: tuple[str, ...] = ()
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         widened = keep_sums(gm) if self.marks else 0
         for node in list(gm.graph.nodes):
@@ -77,7 +77,7 @@ class GemmEpilogue(Pass):
                 cast.replace_all_uses_with(cast.all_input_nodes[0])
                 gm.graph.erase_node(cast)
             widened += 1
-        return PassResult(widened, f"{widened} matmuls return fp32")
+        return f"{widened} matmuls return fp32"
 
 
 def _returns_fp32(node: fx.Node) -> bool:

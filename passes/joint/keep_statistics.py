@@ -11,7 +11,7 @@ import torch.fx as fx
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible
-from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
+from amp_fx.passes.base import JOINT, Pass, PassContext
 from amp_fx.placement.layout import CAST
 
 __all__ = ["KeepStatistics"]
@@ -41,7 +41,7 @@ class KeepStatistics(Pass):
     name: ClassVar[str] = "keep-statistics"
     needs: ClassVar[frozenset[str]] = frozenset({JOINT})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         kept = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
@@ -52,7 +52,7 @@ class KeepStatistics(Pass):
             for node in (node for node in gm.graph.nodes if node in low):
                 node.meta["val"] = run_fake(node)
             kept += 1
-        return PassResult(kept, f"{kept} statistics of norms stay in fp32")
+        return f"{kept} statistics of norms stay in fp32"
 
 
 def _rounds_a_statistic(cast: fx.Node) -> bool:

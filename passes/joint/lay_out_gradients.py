@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lays_out_convolutions
-from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
+from amp_fx.passes.base import JOINT, Pass, PassContext
 from amp_fx.placement.layout import CAST, lay_out, relaid_weight
 
 __all__ = ["LayOutGradients"]
@@ -40,10 +40,10 @@ class LayOutGradients(Pass):
     name: ClassVar[str] = "lay-out-gradients"
     needs: ClassVar[frozenset[str]] = frozenset({JOINT})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         if not lays_out_convolutions():
-            return PassResult(0, "Inductor keeps the layout of convolutions")
+            return "Inductor keeps the layout of convolutions"
         changed = 0
         for backward in gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
             weight = relaid_weight(backward.args[2])
@@ -52,7 +52,7 @@ class LayOutGradients(Pass):
             for cast in _widened(backward):
                 lay_out(cast, weight.meta["val"].stride())
                 changed += 1
-        return PassResult(changed, f"{changed} gradients are laid out as their weights")
+        return f"{changed} gradients are laid out as their weights"
 
 
 def _widened(backward: fx.Node) -> list[fx.Node]:

@@ -12,7 +12,7 @@ from amp_fx._torch import joint_roles, size_hint
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
+from amp_fx.passes.base import JOINT, Pass, PassContext
 
 __all__ = ["ScaleBackward"]
 
@@ -56,11 +56,11 @@ class ScaleBackward(Pass):
 
     scale: int
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         roles = joint_roles(gm)
         if roles is None or self.scale not in roles.inputs:
-            return PassResult(0, "no backward here")
+            return "no backward here"
         work = _Work(gm.graph, roles.inputs[self.scale])
         for tangent in roles.tangents:
             work.enter(tangent)
@@ -74,7 +74,7 @@ class ScaleBackward(Pass):
                     # one value may be the gradient of several inputs
                     values[position] = restored.get(node) or restored.setdefault(node, work.leave(node))
         output.args = (values,)
-        return PassResult(len(work.added), f"{len(roles.tangents)} gradients enter, {len(restored)} leave")
+        return f"{len(roles.tangents)} gradients enter, {len(restored)} leave"
 
 
 @dataclass

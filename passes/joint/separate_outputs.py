@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from amp_fx.graphs.fake_runs import is_matmul, run_fake
 from amp_fx.graphs.values import LOW_DTYPES, storage_of
-from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult
+from amp_fx.passes.base import JOINT, Pass, PassContext
 from amp_fx.placement.layout import CAST
 
 __all__ = ["SeparateOutputs"]
@@ -43,7 +43,7 @@ class SeparateOutputs(Pass):
     name: ClassVar[str] = "separate-outputs"
     needs: ClassVar[frozenset[str]] = frozenset({JOINT})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         count = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
@@ -58,7 +58,7 @@ class SeparateOutputs(Pass):
             returned.meta["val"] = run_fake(returned)
             cast.replace_all_uses_with(returned, delete_user_cb=from_memory.__contains__)
             count += 1
-        return PassResult(count, f"{count} returned values have casts of their own")
+        return f"{count} returned values have casts of their own"
 
 
 def _widens_for_both(cast: fx.Node) -> bool:

@@ -10,7 +10,7 @@ import torch.fx as fx
 from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import MARK
 from amp_fx.graphs.traits import LINEAR_OPS
-from amp_fx.passes.base import Pass, PassContext, PassResult, mark
+from amp_fx.passes.base import Pass, PassContext, mark
 from amp_fx.passes.levels.matmuls import Matmul, captured_matmul, divides, may_run_below
 from amp_fx.plans.label import label_of
 from amp_fx.policy.levels import WEIGHT, Level
@@ -45,14 +45,14 @@ class MarkMatmuls(Pass):
 
     planned: bool = False
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         marked = 0
         for node in gm.graph.nodes:
             if self._is_planned(node, context) if self.planned else may_run_below(node, context):
                 mark(node, MARK, f"{context.path}{node.name}")
                 marked += 1
-        return PassResult(marked, f"{marked} matmuls may run below 16 bits")
+        return f"{marked} matmuls may run below 16 bits"
 
     def _is_planned(self, node: fx.Node, context: PassContext) -> bool:
         row = label_of(node)

@@ -14,7 +14,7 @@ import torch.fx as fx
 from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import LEVEL
 from amp_fx.graphs.values import cast_bytes, numel
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.levels.matmuls import (
     Matmul,
     Operand,
@@ -111,7 +111,7 @@ class PlaceLevels(Pass):
     )
     sizes: list[int] = field(default_factory=list, repr=False, compare=False)
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         found = self._looked_at(gm, context)
         self.sizes.append(len(found))
@@ -125,7 +125,7 @@ class PlaceLevels(Pass):
             self.choices[matmul.variable] = level, why
             if (row := label_of(matmul.node)) is not None:
                 row.levels, row.reasons = with_choice(row, matmul.role, level, why)
-        return PassResult(len(chosen), f"{len(chosen)} of {len(found)} matmuls below 16 bits")
+        return f"{len(chosen)} of {len(found)} matmuls below 16 bits"
 
     def allowed(self, gm: fx.GraphModule, context: PassContext) -> dict[Matmul, Implementation]:
         """The matmuls of a graph that may run in the level, and how they would."""

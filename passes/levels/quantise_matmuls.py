@@ -11,7 +11,7 @@ import torch.fx as fx
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, LEVEL, PART, REGION_META, STEP_META
 from amp_fx.graphs.values import is_view, storage_of, written_storages
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.place_levels import level_of
 from amp_fx.placement.layout import CAST
@@ -79,7 +79,7 @@ class QuantiseMatmuls(Pass):
 
     joint: bool = True
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         work = _Quantiser(gm.graph) if self.joint else _CapturedQuantiser(gm.graph)
         matmuls = read_matmuls(gm, context, joint=self.joint)
@@ -88,7 +88,7 @@ class QuantiseMatmuls(Pass):
             work.multiply(matmul, level, way)
         if chosen:
             work.tidy()
-        return PassResult(len(chosen), f"{len(chosen)} scaled matmuls read {len(work.copies)} copies")
+        return f"{len(chosen)} scaled matmuls read {len(work.copies)} copies"
 
 
 def erase_unread(graph: fx.Graph) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import lays_out_convolutions
-from amp_fx.passes.base import PARTITIONED, Pass, PassContext, PassResult
+from amp_fx.passes.base import PARTITIONED, Pass, PassContext
 from amp_fx.placement.layout import channels_last_strides, lay_out, relaid_weight
 
 __all__ = ["LayOutWeights"]
@@ -42,14 +42,14 @@ class LayOutWeights(Pass):
     name: ClassVar[str] = "lay-out-weights"
     needs: ClassVar[frozenset[str]] = frozenset({PARTITIONED})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         if not lays_out_convolutions():
-            return PassResult(0, "Inductor keeps the layout of convolutions")
+            return "Inductor keeps the layout of convolutions"
         casts = [node for node in gm.graph.nodes if _is_weight_cast(node)]
         for cast in casts:
             lay_out(cast, channels_last_strides(cast.meta["val"].shape))
-        return PassResult(len(casts), f"{len(casts)} weights of convolutions are laid out by the library")
+        return f"{len(casts)} weights of convolutions are laid out by the library"
 
 
 def _is_weight_cast(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from amp_fx._torch import write_as_it_is
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import PARTITIONED, Pass, PassContext, PassResult
+from amp_fx.passes.base import PARTITIONED, Pass, PassContext
 from amp_fx.placement.layout import CAST
 
 __all__ = ["WriteCasts"]
@@ -53,7 +53,7 @@ class WriteCasts(Pass):
     name: ClassVar[str] = "write-casts"
     needs: ClassVar[frozenset[str]] = frozenset({PARTITIONED})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         casts = [
             cast
@@ -62,7 +62,7 @@ class WriteCasts(Pass):
         ]
         for cast in casts:
             write_as_it_is(cast)
-        return PassResult(len(casts), f"{len(casts)} casts are written where they are made")
+        return f"{len(casts)} casts are written where they are made"
 
 
 def _narrows(cast: fx.Node) -> bool:

@@ -23,7 +23,6 @@ from amp_fx.passes import (
     InsertCasts,
     Pass,
     PassContext,
-    PassResult,
     PinDtypes,
 )
 from amp_fx.passes.base import run_in_order
@@ -45,7 +44,7 @@ class OneLow(Pass):
     ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
     call_name: str = ""
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         for node in gm.graph.nodes:
             plan = label_of(node)
             if plan is None or plan.op_class is OpClass.KEEP or in_place_target(node) is not None:
@@ -53,7 +52,7 @@ class OneLow(Pass):
             plan.dtype = None if plan.traced is None else torch.float32
             if plan.name == self.call_name:
                 plan.dtype, plan.takes, plan.op_class = plan.low, Takes.DTYPE, OpClass.PROMOTE
-        return PassResult(1, self.call_name)
+        return self.call_name
 
 
 class Ablation:

@@ -123,7 +123,7 @@ def test_an_inserted_cast_that_nobody_reads_goes() -> None:
     idle.meta["val"] = matmul.meta["val"].float()
     idle.meta[CAST_META] = True
     before = len(gm.graph.nodes)
-    assert FuseCasts().call(gm, PassContext()).changed == 1
+    FuseCasts().call(gm, PassContext())
     assert len(gm.graph.nodes) == before - 1
 
 
@@ -140,7 +140,8 @@ def test_a_cast_to_the_dtype_it_has_goes_if_it_was_inserted(mark: bool) -> None:
     same.meta["val"] = matmul.meta["val"].clone()
     if mark:
         same.meta[CAST_META] = True
-    assert FuseCasts().call(gm, PassContext()).changed == int(mark)
+    FuseCasts().call(gm, PassContext())
+    assert (same in gm.graph.find_nodes(op="call_function", target=aten.to.dtype)) != mark
 
 
 def test_a_cast_of_the_programs_under_no_grad_is_not_reused() -> None:

@@ -214,7 +214,7 @@ def test_a_graph_without_a_backward_stays_as_it_is(description: str) -> None:
     else:
         gm.graph.output_node().meta["desc"] = [PlainAOTOutput(0), None, None]
     before = str(gm.graph)
-    assert ScaleBackward(1).call(gm, PassContext()).changed == 0
+    ScaleBackward(1).call(gm, PassContext())
     assert str(gm.graph) == before
 
 

@@ -85,7 +85,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_elements_of_each_64th_of_a_weight_are_sampled(layout: str) -> None:
+def test_one_element_of_each_piece_of_a_weight_is_sampled(layout: str) -> None:
     torch.manual_seed(0)
     weight = LAYOUTS[layout]()
     places = torch.arange(weight.numel()).reshape(weight.shape)
