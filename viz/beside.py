@@ -19,9 +19,7 @@ __all__ = ["STYLE", "SUFFIX", "drawn", "headline", "render", "variables"]
 #: how the file is named
 SUFFIX = ".beside.svg"
 
-#: columns, left to right
 _OURS, _THEIRS = "amp_fx", "torch.autocast"
-_COLUMNS = _THEIRS, _OURS
 
 #: more modules than these are summed up in one line, those with the fewest bytes
 _MOST = 14
@@ -31,13 +29,18 @@ _MARGIN, _COLUMN, _BOX, _BAR, _LINE = 24, 548, 158, 96, 18
 _WIDTH = 3 * _MARGIN + 2 * _COLUMN
 _TOP = 152
 
-#: where one expects it, so that it need not be said
-_WHERE = {"weight": "forward", "activation": "forward"}
+_NOTE = (
+    "Both return the same dtypes, and neither backward is traced under autocast."
+    " A bar is as long as the bytes that cast kernels read and write; weights include biases."
+)
+
+#: column -> its left edge
+_COLUMNS = {_THEIRS: _MARGIN, _OURS: 2 * _MARGIN + _COLUMN}
 
 #: phase, what, before, after
 _Kind = tuple[str, str, str, str]
 
-#: of both, the page's own and the file's; colours are variables
+#: of the file and of the page; colours are variables
 STYLE = resources.files("amp_fx.viz").joinpath("beside.css").read_text(encoding="utf-8")
 
 
@@ -80,14 +83,14 @@ def drawn(drawing: Drawing) -> str:
     top = _TOP
     for index, row in enumerate(shown):
         height = _height(row)
-        for x, name in _columns():
+        for name, x in _COLUMNS.items():
             parts += _draw_module(row, name, x, top, height)
             parts += _draw_casts(row, name, x + _BOX + 12, top + 17, widest)
             if index:
                 parts.append(f'<path class="step" d="M{x + _BOX / 2},{top - 10} v10"/>')
         top += height + 10
     if others:
-        for x, name in _columns():
+        for name, x in _COLUMNS.items():
             total = sum(cast.kernel_bytes for row in others for cast in row.casts if cast.name == name)
             parts.append(_text(x, top + 8, f"{len(others)} more modules: casts move {size(total)}", "sub"))
         top += 26
@@ -99,10 +102,6 @@ def drawn(drawing: Drawing) -> str:
     )
 
 
-def _columns() -> Iterator[tuple[int, str]]:
-    return ((_MARGIN + at * (_COLUMN + _MARGIN), name) for at, name in enumerate(_COLUMNS))
-
-
 def _head(drawing: Drawing) -> Iterator[str]:
     yield _text(_MARGIN, 34, headline(drawing.totals), "headline")
     ours, theirs = drawing.totals[_OURS].moved, drawing.totals[_THEIRS].moved
@@ -112,14 +111,10 @@ def _head(drawing: Drawing) -> Iterator[str]:
         text += f"; all kernels of a step move {size(ours)}, torch.autocast's {size(theirs)}"
         text += f" ({change:+.1f} %)" if abs(change) >= 0.05 else ""
     yield _text(_MARGIN, 58, text)
-    text = (
-        "Both return the same dtypes, and neither backward is traced under autocast."
-        " A bar is as long as the bytes that cast kernels read and write; weights include biases."
-    )
-    yield _text(_MARGIN, 78, text, "sub")
+    yield _text(_MARGIN, 78, _NOTE, "sub")
     if drawing.more:
         yield _text(_MARGIN, 96, drawing.more)
-    for x, name in _columns():
+    for name, x in _COLUMNS.items():
         cost = drawing.totals[name]
         yield _text(x, 116, name, "name")
         if cost.kernels is not None:
@@ -131,9 +126,10 @@ def _head(drawing: Drawing) -> Iterator[str]:
 def _chosen(rows: Sequence[ModuleCasts]) -> tuple[list[ModuleCasts], list[ModuleCasts]]:
     """Rows to draw in the order of the program, and those that are summed up."""
     cast = [row for row in rows if row.casts and (row.module or _kinds(row))]
-    dearest = sorted(cast, key=lambda row: -sum(found.kernel_bytes for found in row.casts))[:_MOST]
-    places = {id(row) for row in dearest}
-    return [row for row in cast if id(row) in places], [row for row in cast if id(row) not in places]
+    dearest = {
+        id(row) for row in sorted(cast, key=lambda row: -sum(c.kernel_bytes for c in row.casts))[:_MOST]
+    }
+    return [row for row in cast if id(row) in dearest], [row for row in cast if id(row) not in dearest]
 
 
 def _kind(cast: CastSum) -> _Kind:
@@ -185,7 +181,8 @@ def _draw_cast(cast: CastSum, x: int, baseline: int, widest: int, *, gone: bool)
     count = f"{cast.kernels} \N{MULTIPLICATION SIGN} " if cast.kernels > 1 else ""
     dtypes = f"{short_dtype(cast.before)} \N{RIGHTWARDS ARROW} {short_dtype(cast.after)}"
     words = f"{count}{cast.what} {dtypes}, {size(cast.kernel_bytes)}"
-    if _WHERE.get(cast.what, cast.phase) != cast.phase:
+    # gradients are cast in the backward, and it need not be said
+    if cast.what in ("weight", "activation") and cast.phase != "forward":
         words += f", in the {cast.phase}"
     yield _text(x + _BAR + 8, baseline, words, "gone" if gone else "")
 

@@ -10,20 +10,9 @@ import graphviz
 
 from amp_fx.errors import AmpFxError
 from amp_fx.plans.files import write_bytes, write_text
+from amp_fx.viz import style
 from amp_fx.viz.graph import DEPTH, Drawing, Graph, Marked
-from amp_fx.viz.style import (
-    CLASSES,
-    COLOURS,
-    Border,
-    Face,
-    cast_lines,
-    cost_text,
-    group_face,
-    is_hot,
-    kernel_bytes,
-    legend,
-    node_face,
-)
+from amp_fx.viz.style import CLASSES, COLOURS, Border, Face
 
 __all__ = ["source", "write"]
 
@@ -37,8 +26,8 @@ _HINT = (
     " graphviz; macOS: brew install graphviz), or save as .html or .dot, which need nothing"
 )
 
-_GRAPH = {"labelloc": "t", "labeljust": "l", "fontname": _FONT, "fontsize": "11", "bgcolor": "white"}
-_GAPS = {"ranksep": "0.3", "nodesep": "0.18"}
+_TEXT = {"labelloc": "t", "labeljust": "l", "fontname": _FONT, "fontsize": "11"}
+_GRAPH = {**_TEXT, "bgcolor": "white", "ranksep": "0.3", "nodesep": "0.18"}
 _NODE = {"fontname": _FONT, "fontsize": "10", "margin": "0.12,0.05", "height": "0.3"}
 _EDGE = {"fontname": _FONT, "fontsize": "9", "arrowsize": "0.6", "color": "#777777"}
 _CLUSTER = {"color": "#999999", "fontsize": "11", "style": "rounded", "labeljust": "l"}
@@ -46,14 +35,9 @@ _CLUSTER = {"color": "#999999", "fontsize": "11", "style": "rounded", "labeljust
 _LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 
 
-def write(drawing: Drawing, path: Path, depth: int = DEPTH) -> None:
-    """Writes a drawing as ``.dot``, ``.svg`` or ``.png``; modules deeper than ``depth`` are closed.
-
-    Raises:
-        AmpFxError: the ``dot`` program is missing or fails.
-        OSError: the file cannot be written.
-    """
-    picture = source(drawing, depth)
+def write(drawing: Drawing, path: Path) -> None:
+    """Writes a drawing as ``.dot``, ``.svg`` or ``.png``; the last two need the ``dot`` program."""
+    picture = source(drawing)
     suffix = path.suffix.lower()
     if suffix == ".dot":
         write_text(path, picture.source)
@@ -68,24 +52,24 @@ def write(drawing: Drawing, path: Path, depth: int = DEPTH) -> None:
         raise AmpFxError(f"cannot write {path.name}: dot failed: {error}.") from error
 
 
-def source(drawing: Drawing, depth: int = DEPTH) -> graphviz.Digraph:
+def source(drawing: Drawing) -> graphviz.Digraph:
     """The drawing in the dot language: one cluster per graph, and the legend."""
-    look = {**_GRAPH, **_GAPS, "label": _heading(drawing)}
+    look = {**_GRAPH, "label": _heading(drawing)}
     picture = graphviz.Digraph(graph_attr=look, node_attr=_NODE, edge_attr=_EDGE)
     for index, graph in enumerate(drawing.graphs):
         title = drawing.label(graph)
         title += f"\nends at a graph break: {graph.graph_break}" if graph.graph_break else ""
         title += f"\nnot rewritten: {graph.fallback}" if graph.fallback else ""
-        _Picture(graph, f"{index}_", depth, is_hot(drawing)).draw(picture, title)
+        _Picture(graph, f"{index}_", style.is_hot(drawing)).draw(picture, title)
     return picture
 
 
 class _Picture:
     """Draws one graph."""
 
-    def __init__(self, graph: Graph, prefix: str, depth: int, hot: bool) -> None:
+    def __init__(self, graph: Graph, prefix: str, hot: bool) -> None:
         self.graph, self.prefix, self.hot = graph, prefix, hot
-        self.boxes = graph.boxes(depth)
+        self.boxes = graph.boxes(DEPTH)
         #: what stands in each open group
         self.inside: dict[int, list[str]] = {0: []}
         for box in dict.fromkeys(self.boxes):
@@ -102,7 +86,7 @@ class _Picture:
             if ends[0] != ends[1] and not edge.repeated:
                 drawn.setdefault(ends, {}).update((row.cast.name, row) for row in edge.casts)
         rows = {ends: list(casts.values()) for ends, casts in drawn.items()}
-        dearest = max((_moved(casts) for casts in rows.values()), default=0)
+        dearest = max((style.kernel_bytes(cast for cast, _ in casts) for casts in rows.values()), default=0)
         for (tail, head), casts in rows.items():
             look = _cast_look(casts, dearest) if casts else {}
             picture.edge(self.prefix + tail, self.prefix + head, **look)
@@ -120,11 +104,11 @@ class _Picture:
     def _draw_box(self, picture: graphviz.Digraph, box: str, at: int) -> None:
         if box[0] == "n":
             node = self.graph.nodes[at]
-            face, tip = node_face(node, hot=self.hot), f"{node.reason}\n{node.source}"
+            face, tip = style.node_face(node, hot=self.hot), f"{node.reason}\n{node.source}"
             look = {"shape": "box" if node.kind == "call" else "ellipse"}
         else:
             group = self.graph.groups[at]
-            face = group_face(self.graph, group, hot=self.hot)
+            face = style.group_face(self.graph, group, hot=self.hot)
             tip = f"module {group.label}: {len(group.leaves)} nodes"
             look = {"shape": "box3d", "margin": "0.16,0.1"}
         text = _text("\n".join(face.lines))
@@ -149,23 +133,20 @@ def _tint(share: float) -> str:
     return "#" + "".join(f"{round(255 + strength * (channel - 255)):02x}" for channel in channels)
 
 
-def _moved(casts: Sequence[Marked]) -> int:
-    return kernel_bytes(cast for cast, _ in casts)
-
-
 def _cast_look(casts: Sequence[Marked], dearest: int) -> dict[str, str]:
     """An edge as wide as the bytes of its casts; those that are fused fade."""
     colour = _LIGHT["lower" if all(cast.narrows for cast, _ in casts) else "widen"]
     gone = all(mark == "removed" for _, mark in casts)
     fused = all(cast.kernel is False for cast, _ in casts)
+    width = 1.0 if fused else 1.5 + 4.5 * style.kernel_bytes(cast for cast, _ in casts) / max(dearest, 1)
     # a label lies over lines and frames: on paper of its own, it can be read there, and a narrow one meets fewer
-    lines = "<BR/>".join(escape(line).replace("  ", "<BR/>") for line in cast_lines(casts))
+    lines = "<BR/>".join(escape(line).replace("  ", "<BR/>") for line in style.cast_lines(casts))
     label = f'<TABLE BORDER="0" CELLPADDING="1" BGCOLOR="white"><TR><TD>{lines}</TD></TR></TABLE>'
     return {
         "label": f"<{label}>",
         "color": f"{colour}80" if fused else colour,
         "fontcolor": f"{colour}b0" if fused else colour,
-        "penwidth": f"{1.0 if fused else 1.5 + 4.5 * _moved(casts) / max(dearest, 1):.1f}",
+        "penwidth": f"{width:.1f}",
         "style": "dotted" if gone else "dashed" if fused else "solid",
     }
 
@@ -173,13 +154,13 @@ def _cast_look(casts: Sequence[Marked], dearest: int) -> dict[str, str]:
 def _heading(drawing: Drawing) -> str:
     """The title and the legend. As a label of the whole they take no room among the boxes."""
     lines = [f"{drawing.title}: cast placement, policy {drawing.policy}"]
-    lines += [f"{name}: {cost_text(cost)}" for name, cost in drawing.totals.items()]
+    lines += [f"{name}: {style.cost_text(cost)}" for name, cost in drawing.totals.items()]
     if drawing.more:
         lines.append(drawing.more)
     if drawing.diff:
         lines.append(f"against the earlier report: {drawing.diff.splitlines()[0]}")
     title = "".join(f'<FONT POINT-SIZE="15">{escape(line)}</FONT><BR ALIGN="LEFT"/>' for line in lines)
-    cells = [_legend_cells(*sample) for sample in legend(drawing)]
+    cells = [_legend_cells(*sample) for sample in style.legend(drawing)]
     half = -(-len(cells) // 2)
     columns = zip(cells[:half], [*cells[half:], '<TD COLSPAN="2"></TD>'], strict=False)
     rows = "".join(f"<TR>{left}{right}</TR>" for left, right in columns)

@@ -11,22 +11,9 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from amp_fx.viz import beside
+from amp_fx.viz import beside, style
 from amp_fx.viz.graph import DEPTH, Drawing, Graph, Group, Marked, Node
-from amp_fx.viz.style import (
-    CLASSES,
-    COLOURS,
-    Border,
-    Face,
-    cast_lines,
-    cost_text,
-    group_face,
-    is_hot,
-    legend,
-    node_face,
-    per_cent,
-    size,
-)
+from amp_fx.viz.style import COLOURS, Border, Face, per_cent, size
 from amp_fx.viz.words import short_dtype
 
 __all__ = ["data", "render"]
@@ -49,7 +36,7 @@ def render(drawing: Drawing) -> str:
         "more": escape(drawing.more),
         "policy": escape(drawing.policy),
         "diff": escape(drawing.diff),
-        "legend": "".join(_sample(*sample) for sample in legend(drawing)),
+        "legend": "".join(_sample(*sample) for sample in style.legend(drawing)),
         "text": escape(drawing.text),
         "licence": _asset("vendor/dagre.LICENSE"),
         "layout": _asset("vendor/dagre.min.js"),
@@ -78,9 +65,8 @@ def _json(found: dict[str, Any]) -> str:
 def _tabs(drawing: Drawing) -> Iterator[str]:
     for index, graph in enumerate(drawing.graphs):
         text = drawing.label(graph)
-        text += " (ends at a graph break)" * bool(graph.graph_break) + " (not rewritten)" * bool(
-            graph.fallback
-        )
+        text += " (ends at a graph break)" if graph.graph_break else ""
+        text += " (not rewritten)" if graph.fallback else ""
         why = escape(graph.graph_break or graph.fallback)
         yield f'<button role="tab" data-graph="{index}" title="{why}">{escape(text)}</button>'
     if beside.drawn(drawing):
@@ -88,12 +74,13 @@ def _tabs(drawing: Drawing) -> Iterator[str]:
 
 
 def _sentence(drawing: Drawing) -> str:
-    for ours in drawing.totals.values():
-        if not ours.moved or ours.kernel_bytes is None:
-            return f"{ours.casts} casts in the graph, {size(ours.cast_bytes)} if none is fused."
-        share = per_cent(ours.kernel_bytes, ours.moved)
-        return f"Casts move {size(ours.kernel_bytes)} of {size(ours.moved)}, {share}."
-    return ""
+    ours = next(iter(drawing.totals.values()), None)
+    if ours is None:
+        return ""
+    if not ours.moved or ours.kernel_bytes is None:
+        return f"{ours.casts} casts in the graph, {size(ours.cast_bytes)} if none is fused."
+    share = per_cent(ours.kernel_bytes, ours.moved)
+    return f"Casts move {size(ours.kernel_bytes)} of {size(ours.moved)}, {share}."
 
 
 def _bars(drawing: Drawing) -> Iterator[str]:
@@ -104,7 +91,7 @@ def _bars(drawing: Drawing) -> Iterator[str]:
         parts = {"casts": casts, "rest": (cost.moved or casts) - casts}
         bar = (f'<div class="{part}" style="width:{100 * n / most:.4g}%"></div>' for part, n in parts.items())
         yield f'<span>{escape(name)}</span><div class="bar">{"".join(bar)}</div>'
-        yield f'<div class="number">{cost_text(cost)}</div>'
+        yield f'<div class="number">{style.cost_text(cost)}</div>'
 
 
 def _sample(border: Border, fill: str, colour: str) -> str:
@@ -122,8 +109,8 @@ def _css(colour: str) -> str:
 
 def data(drawing: Drawing) -> dict[str, Any]:
     """What the page's code reads, as JSON-like data."""
-    hot = is_hot(drawing)
-    borders = {name: [border.dashes, border.width] for name, border in CLASSES.items()}
+    hot = style.is_hot(drawing)
+    borders = {name: [border.dashes, border.width] for name, border in style.CLASSES.items()}
     return {"borders": borders, "depth": DEPTH, "graphs": [_graph(graph, hot) for graph in drawing.graphs]}
 
 
@@ -155,7 +142,7 @@ def _node(node: Node, hot: bool) -> dict[str, Any]:
     )
     kept = ("name", "kind", "group", "module", "dtype", "reason", "drawn")
     row = {key: getattr(node, key) for key in kept}
-    return {**row, "face": _face(node_face(node, hot=hot)), "details": "\n".join(filter(None, details))}
+    return {**row, "face": _face(style.node_face(node, hot=hot)), "details": "\n".join(filter(None, details))}
 
 
 def _cast(row: Marked) -> dict[str, Any]:
@@ -173,15 +160,15 @@ def _cast(row: Marked) -> dict[str, Any]:
 
 
 def _group(graph: Graph, group: Group, hot: bool) -> dict[str, Any]:
-    """The groups' data: ``face`` and ``title`` are those of all equal groups, ``each`` and ``label`` those of one."""
+    """``face`` and ``title`` are those of all equal groups, ``each`` and ``label`` those of one."""
     content = graph.content(group)
     calls = ", ".join(f"{count} calls in {dtype}" for dtype, count in content) or "no floating computation"
-    inside = "; ".join(cast_lines(map(Marked, group.casts.values())))
+    inside = "; ".join(style.cast_lines(map(Marked, group.casts.values())))
     kept = ("label", "title", "group", "depth", "run", "first", "times")
     return {
         **{key: getattr(group, key) for key in kept},
-        "face": _face(group_face(graph, group, hot=hot)),
-        "each": _face(group_face(graph, group, hot=hot, folded=False)),
+        "face": _face(style.group_face(graph, group, hot=hot)),
+        "each": _face(style.group_face(graph, group, hot=hot, folded=False)),
         "mix": [(_css(dtype) if dtype in COLOURS else "var(--plain)", count) for dtype, count in content],
         "inside": f"casts inside: {inside}" if inside else "",
         "details": f"{calls}\nresults: {size(sum(graph.nodes[leaf].bytes for leaf in group.leaves))}",

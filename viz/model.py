@@ -60,17 +60,11 @@ class Drawable(Protocol):
 
 
 def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
-    """Makes a report's picture.
-
-    Args:
-        report: what to draw.
-        against: an earlier report; nodes whose dtype differs say what it ``was``, casts that came or went are
-            marked.
-    """
+    """Makes a report's picture; ``against`` an earlier one, it says which dtypes and casts changed."""
     totals = report.compared()
     moved = {name: cost.moved for name, cost in totals.items()}
     names = _names(report.plans)
-    earlier = None if against is None else _Earlier(against.plans)
+    earlier = None if against is None else _Earlier(against)
     return Drawing(
         title=report.title or "amp_fx",
         policy=", ".join(dict.fromkeys(plan.policy for plan in report.plans)),
@@ -80,7 +74,7 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
         totals=totals,
         modules=report.modules,
         measured=report.measured,
-        graphs=[_Builder(plan, names, earlier, report).build() for plan in report.plans],
+        graphs=[_Builder(plan, names, report, earlier).build() for plan in report.plans],
     )
 
 
@@ -91,12 +85,12 @@ def _names(plans: Sequence[Plan]) -> dict[int, _Name]:
 class _Earlier:
     """The report that a drawing is compared with: dtypes of calls, and casts by both ends."""
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self.dtypes = {key: _dtype(row) for key, row in keyed(plans).items()}
-        names = _names(plans)
+    def __init__(self, report: Drawable) -> None:
+        self.dtypes = {key: _dtype(row) for key, row in keyed(report.plans).items()}
+        names = _names(report.plans)
         self.casts: dict[tuple[_Name, _Name], list[CastPlan]] = {}
-        for plan in plans:
-            builder = _Builder(plan, names)
+        for plan in report.plans:
+            builder = _Builder(plan, names, report)
             for edge, ends in zip(builder.build().edges, builder.ends, strict=True):
                 self.casts.setdefault(ends, []).extend(cast for cast, _ in edge.casts)
 
@@ -105,13 +99,9 @@ class _Builder:
     """Builds one graph of the drawing; ``ends`` are the names of both ends of its edges."""
 
     def __init__(
-        self,
-        plan: Plan,
-        names: Mapping[int, _Name],
-        earlier: _Earlier | None = None,
-        report: Drawable | None = None,
+        self, plan: Plan, names: Mapping[int, _Name], report: Drawable, earlier: _Earlier | None = None
     ) -> None:
-        self.plan, self.names, self.earlier, self.report = plan, names, earlier, report
+        self.plan, self.names, self.report, self.earlier = plan, names, report, earlier
         self.graph = Graph(plan.graph, plan.phase, plan.fallback, plan.graph_break)
         self.ends: list[tuple[_Name, _Name]] = []
         self._is_backward = plan.phase == "backward"
@@ -162,28 +152,15 @@ class _Builder:
         if alone:
             # a box around a single call says no more than its name does
             path, label = path[:-1], f"{path[-1]}: {row.op}"
-        node = Node(
-            row.name,
-            label,
-            "call",
-            self._group(path),
-            _dtype(row),
-            row.shape,
-            row.bytes,
-            because(row),
-            op_class="user" if row.is_because(Kind.RULE) else row.op_class.value,
-            module=row.module_path,
-            op=row.op,
-            source=row.source,
-            flops=row.flops,
-        )
+        value = row.name, label, "call", self._group(path), _dtype(row), row.shape, row.bytes, because(row)
+        op_class = "user" if row.is_because(Kind.RULE) else row.op_class.value
+        node = Node(*value, op_class, row.module_path, row.op, row.source, row.flops)
         if self.earlier is not None:
             before = self.earlier.dtypes.get(self.names[id(row)], "new")
             node.was = before if before != node.dtype else ""
-        if self.report is not None and not self._is_backward:
-            errors = self.report.sensitivities.get(self.plan.graph, {})
-            if row.name in errors:
-                node.measured, node.heat = measured(errors[row.name], self.report.measured)
+        errors = {} if self._is_backward else self.report.sensitivities.get(self.plan.graph, {})
+        if row.name in errors:
+            node.measured, node.heat = measured(errors[row.name], self.report.measured)
         self._drawn[row.name] = len(self.graph.nodes)
         self.graph.nodes.append(node)
 
@@ -208,9 +185,9 @@ class _Builder:
         match = _GIVEN.search(given.copy_of or given.name)
         label = match.group(1) if match else given.name
         home = self.graph.nodes[reader].group
+        if given.copy_of and given.dtype is torch.float32:
+            return self._add_value(given, "parameter", f"{label} scales", home, "scales of a copy")
         if given.copy_of:
-            if given.dtype is torch.float32:
-                return self._add_value(given, "parameter", f"{label} scales", home, "scales of a copy")
             return self._add_value(given, "parameter", label, home, "a low copy, kept across calls")
         is_gradient = given.name.startswith("tangents")
         if not given.parameter and self._is_backward and not is_gradient:

@@ -10,14 +10,8 @@ from amp_fx.plans.plan import CastPlan, Cost
 from amp_fx.viz.graph import Drawing, Graph, Group, Marked, Node
 from amp_fx.viz.words import short_dtype
 
-__all__ = [
-    "CLASSES",
-    "COLOURS",
-    "DTYPES",
-    "HEAT",
-    "MEASURED",
-    "Border",
-    "Face",
+__all__ = ["CLASSES", "COLOURS", "DTYPES", "HEAT", "MEASURED", "Border", "Face"]
+__all__ += [
     "cast_lines",
     "cost_text",
     "group_face",
@@ -26,9 +20,8 @@ __all__ = [
     "legend",
     "measured",
     "node_face",
-    "per_cent",
-    "size",
 ]
+__all__ += ["per_cent", "size"]
 
 #: name -> in a light window, in a dark one. The first are fills by compute dtype: low precision is dark, fp32 light, so
 #: that they differ in print, too; ``on-`` is text on these. Casts to a narrower and to a wider dtype are Okabe-Ito's
@@ -122,15 +115,14 @@ def group_face(graph: Graph, group: Group, *, hot: bool, folded: bool = True) ->
     """The box of a closed module, which stands for all that are equal to it where it is folded."""
     leaves, casts = [graph.nodes[leaf] for leaf in group.leaves], group.casts.values()
     times = group.times if folded else 1
-    calls = ", ".join(f"{count} in {short_dtype(dtype)}" for dtype, count in graph.content(group))
-    inside = ""
+    lines = [(group.title if folded else group.label) + (f": {group.main.op}" if group.main else "")]
+    if calls := ", ".join(f"{count} in {short_dtype(dtype)}" for dtype, count in graph.content(group)):
+        lines.append(f"each: {calls}" if times > 1 else calls)
     if casts:
         moved = "fused" if all(cast.kernel is False for cast in casts) else size(kernel_bytes(casts))
-        inside = f"{len(casts)} cast{'s' * (len(casts) > 1)} inside, {moved}"
-    title = (group.title if folded else group.label) + (f": {group.main.op}" if group.main else "")
-    lines = [title, "each: " * bool(times > 1 and calls) + calls, inside]
+        lines.append(f"{len(casts)} cast{'s' * (len(casts) > 1)} inside, {moved}")
     return Face(
-        [line for line in lines if line],
+        lines,
         HEAT[max((leaf.heat for leaf in leaves), default=0)][1] if hot else "",
         _INK_ON_HEAT if hot else "ink",
         group.main.op_class if group.main else "keep",

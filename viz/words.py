@@ -84,15 +84,14 @@ def short_dtype(dtype: torch.dtype | str) -> str:
 
 def because(row: NodePlan) -> str:
     """Why a call computes as it does, and each of its matmuls."""
-    return "; ".join(_with_role(reason, row) for reason in row.reasons)
+    # of a call that is one matmul its role says nothing
+    roles = [reason.values.get("role") if len(row.levels) > 1 else None for reason in row.reasons]
+    pairs = zip(roles, map(sentence, row.reasons), strict=True)
+    return "; ".join(f"{role}: {text}" if role else text for role, text in pairs)
 
 
 def sentence(reason: Reason) -> str:
-    """One reason; of a matmul that a plan has below 16 bits and that stays low, that, too.
-
-    Raises:
-        PlanError: a plan file does not have the values of the kind.
-    """
+    """One reason; of a matmul that a plan has below 16 bits and that stays low, that, too."""
     try:
         text = _SENTENCES[reason.kind].format(**reason.values)
     except (KeyError, TypeError, ValueError) as error:
@@ -100,12 +99,6 @@ def sentence(reason: Reason) -> str:
             f"reason {reason.kind.value!r} in the plan has no value {error}, or one of another form; make a new plan."
         ) from error
     return f"{text}, though the plan has {reason.values['planned']}" if "planned" in reason.values else text
-
-
-def _with_role(reason: Reason, row: NodePlan) -> str:
-    # of a call that is one matmul there is no more to say
-    role = reason.values.get("role") if len(row.levels) > 1 else None
-    return f"{role}: {sentence(reason)}" if role else sentence(reason)
 
 
 def summary(plan: Plan) -> str:
@@ -138,24 +131,18 @@ def summary(plan: Plan) -> str:
 
 
 def more_bytes(plans: Sequence[Plan], ours: int | None, theirs: int | None) -> str:
-    """Why a program moves more bytes than under torch.autocast, in words; empty where it does not, or nobody counted.
-
-    Args:
-        plans: of the program.
-        ours: bytes that all its kernels move.
-        theirs: the same under torch.autocast.
-    """
+    """Why all kernels move more bytes than under torch.autocast; empty where they do not, or nobody counted."""
     if not ours or not theirs or ours < 1.0005 * theirs:
         return ""
     rows = [row for plan in plans if plan.phase == "forward" for row in plan.matmuls]
     wide = [row for row in rows if row.dtype not in LOW_DTYPES]
-    small = sum(row.is_because(Kind.CASTS_COST_MORE) for row in wide)
-    ruled = sum(row.is_because(Kind.RULE) for row in wide)
-    causes = [
-        f"{small} of {len(rows)} matmuls stay in fp32, where their casts would take longer than low precision saves",
-        f"rules keep {ruled} of {len(rows)} matmuls in fp32",
-    ]
-    why = " and ".join(text for text, count in zip(causes, (small, ruled), strict=True) if count)
+    causes = []
+    if small := sum(row.is_because(Kind.CASTS_COST_MORE) for row in wide):
+        text = "matmuls stay in fp32, where their casts would take longer than low precision saves"
+        causes.append(f"{small} of {len(rows)} {text}")
+    if ruled := sum(row.is_because(Kind.RULE) for row in wide):
+        causes.append(f"rules keep {ruled} of {len(rows)} matmuls in fp32")
+    why = " and ".join(causes)
     more = f"{100 * (ours / theirs - 1):.1f} % more bytes than torch.autocast moves"
     return f"{more}, because {why}" if why else more
 

@@ -22,33 +22,36 @@ needs_dot = pytest.mark.skipif(
 )
 
 
-def svg_texts(model: Drawing, path: Path, depth: int = 2) -> list[str]:
-    """All texts of the SVG, as a reader sees them."""
-    dot.write(model, path, depth)
-    root = ElementTree.parse(path).getroot()
-    return [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
+@pytest.fixture
+def all_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dot, "DEPTH", 9)
+
+
+def elements(model: Drawing, path: Path) -> list[tuple[str, str]]:
+    """Elements of the SVG with their texts, in which dot draws spaces as no-break spaces."""
+    dot.write(model, path)
+    return [
+        (element.tag.rpartition("}")[2], (element.text or "").replace("\N{NO-BREAK SPACE}", " "))
+        for element in ElementTree.parse(path).iter()
+    ]
+
+
+def svg_text(model: Drawing, path: Path) -> str:
+    return "\n".join(text for tag, text in elements(model, path) if tag == "text")
 
 
 @needs_dot
-def test_labels_that_mean_something_to_dot_are_drawn_as_they_are(tmp_path: Path) -> None:
-    texts = svg_texts(drawing(nasty()), tmp_path / "x.svg", depth=9)
-    for label in NASTY:
-        # spaces are drawn as no-break spaces
-        assert any(label in text.replace("\N{NO-BREAK SPACE}", " ") for text in texts), label
+@pytest.mark.usefixtures("all_open")
+def test_labels_are_drawn_as_they_are_and_become_no_elements(tmp_path: Path) -> None:
+    found = elements(drawing(nasty()), tmp_path / "x.svg")
+    assert all(any(label in text for tag, text in found if tag == "text") for label in NASTY)
+    drawn = {"polygon", "polyline", "path", "ellipse", "text"}
+    assert {tag for tag, _ in found} <= {"svg", "g", "a", "title", *drawn}
 
 
 @needs_dot
-def test_nothing_in_a_label_becomes_an_element_of_the_svg(tmp_path: Path) -> None:
-    dot.write(drawing(nasty()), tmp_path / "x.svg", depth=9)
-    tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(tmp_path / "x.svg").iter()}
-    assert tags <= {"svg", "g", "a", "title", "polygon", "polyline", "path", "ellipse", "text"}
-
-
-@needs_dot
-def test_the_picture_says_policy_totals_legend_casts_with_direction_and_bytes_and_folds(
-    tmp_path: Path,
-) -> None:
-    text = "\n".join(svg_texts(drawing(blocks(12)), tmp_path / "x.svg")).replace("\N{NO-BREAK SPACE}", " ")
+def test_the_picture_says_policy_totals_legend_casts_and_folds(tmp_path: Path) -> None:
+    text = svg_text(drawing(blocks(12)), tmp_path / "x.svg")
     for expected in (
         "policy autocast",
         "amp_fx: 50 casts",
@@ -67,19 +70,20 @@ def test_the_picture_says_policy_totals_legend_casts_with_direction_and_bytes_an
 
 
 @needs_dot
+@pytest.mark.usefixtures("all_open")
 def test_what_changed_is_written_and_not_only_coloured(tmp_path: Path) -> None:
     model = drawing(blocks(3, odd=[1]), blocks(3))
-    text = "\n".join(svg_texts(model, tmp_path / "x.svg", depth=9)).replace("\N{NO-BREAK SPACE}", " ")
+    text = svg_text(model, tmp_path / "x.svg")
     assert "bf16 \N{RIGHTWARDS DOUBLE ARROW} fp32" in text
     assert "changed: earlier \N{RIGHTWARDS DOUBLE ARROW} now" in text
     assert "against the earlier report: casts 14 -> 12" in text
     assert "cast removed since the earlier report" in text
-    source = dot.source(model, depth=9).source
-    removed = [line for line in source.splitlines() if ", removed" in line]
+    lines = dot.source(model).source.splitlines()
+    removed = [line for line in lines if ", removed" in line]
+    changed = [line for line in lines if COLOURS["changed"][0] in line and "fillcolor" in line]
     assert removed
-    assert all("style=dotted" in line for line in removed)
-    changed = [line for line in source.splitlines() if COLOURS["changed"][0] in line and "fillcolor" in line]
     assert changed
+    assert all("style=dotted" in line for line in removed)
     assert all("penwidth=3.0" in line for line in changed)
 
 
@@ -101,10 +105,11 @@ def test_dot_files_need_no_program_and_without_it_the_error_says_how_to_get_it(
         dot.write(drawing(blocks()), tmp_path / "x.svg")
 
 
+@pytest.mark.usefixtures("all_open")
 def test_borders_tell_classes_apart_and_every_box_names_its_dtype() -> None:
     assert len({(border.dot, border.width) for border in CLASSES.values()}) == len(CLASSES)
     assert len({(border.dashes, border.width) for border in CLASSES.values()}) == len(CLASSES)
-    source = dot.source(drawing(blocks()), depth=9).source
+    source = dot.source(drawing(blocks())).source
     boxes = re.findall(r"_n\d+\"? \[label=(.*?) color=.*?fillcolor=\"(#\w+)\"", source)
     assert len(boxes) > 10
     short = dict(
