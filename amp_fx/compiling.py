@@ -25,6 +25,7 @@ from amp_fx._torch import (
 )
 from amp_fx.errors import PassError
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
+from amp_fx.graphs.keys import PRODUCTS_MARK, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
 from amp_fx.graphs.values import graph_devices
 from amp_fx.passes import (
@@ -36,8 +37,9 @@ from amp_fx.passes import (
     partitioned_passes,
     run_keyed,
 )
-from amp_fx.passes.joint.wide_results import mark_results
+from amp_fx.passes.base import mark_because
 from amp_fx.placement.layout import convert_op
+from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard
 from amp_fx.policy.levels import is_narrow
@@ -218,12 +220,15 @@ def lower(
         place: the pass that chooses what runs below 16 bits, or None. It says afterwards what it chose.
     """
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
-    wide_results = mark_results(gm)
+    wide_results = mark_because(gm, Kind.WIDE_RESULT, RESULT_MARK)
+    products = mark_because(gm, Kind.PRODUCTS, PRODUCTS_MARK)
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
     devices = graph_devices(gm)
     scale = None if scaled is None else scaled.rewriting
-    joint = joint_passes(devices, opts.numerics, scale=scale, levels=place, wide_results=wide_results)
+    joint = joint_passes(
+        devices, opts.numerics, scale=scale, levels=place, wide_results=wide_results, products=products
+    )
     own = {**_hook(JOINT, joint, opts), **_hook(PARTITIONED, partitioned_passes(devices), opts)}
     if "cpu" in devices:
         # what the caches hand out may call it

@@ -23,6 +23,7 @@ from amp_fx.passes.base import (
     run_keyed,
     run_passes,
 )
+from amp_fx.passes.forward.choose_attention import ChooseAttention
 from amp_fx.passes.forward.classify import Classify, PinDtypes
 from amp_fx.passes.forward.constrain import Constrain
 from amp_fx.passes.forward.fuse_casts import FuseCasts
@@ -32,6 +33,7 @@ from amp_fx.passes.forward.place_by_sensitivity import PlaceBySensitivity
 from amp_fx.passes.forward.replay import Replay
 from amp_fx.passes.forward.verify import Verify
 from amp_fx.passes.forward.weights import CacheWeights, FoldWeights, KeepWeights
+from amp_fx.passes.joint.attend import Attend
 from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
 from amp_fx.passes.joint.keep_statistics import KeepStatistics
 from amp_fx.passes.joint.lay_out_gradients import LayOutGradients
@@ -49,7 +51,9 @@ __all__ = [
     "OUTLINE",
     "PARTITIONED",
     "PIPELINE",
+    "Attend",
     "CacheWeights",
+    "ChooseAttention",
     "Classify",
     "Constrain",
     "FoldWeights",
@@ -112,7 +116,11 @@ def captured_passes(given: Given) -> tuple[Pass, ...]:
     passes: list[Pass] = [*OUTLINE, Constrain()]
     if given.keep is not None:
         passes.append(given.keep)
-    passes += [given.place or Place(), InsertCasts(stored=given.fold is not None)]
+    passes.append(given.place or Place())
+    if given.fold is None and not isinstance(given.place, Replay):
+        # a program is stored with the call as it is; a plan has the choice
+        passes.append(ChooseAttention())
+    passes += [InsertCasts(stored=given.fold is not None)]
     if given.fold is not None and given.levels is None:
         passes.append(given.fold)
     passes.append(FuseCasts())
@@ -140,6 +148,7 @@ def joint_passes(
     scale: ScaleBackward | None = None,
     levels: PlaceLevels | None = None,
     wide_results: tuple[str, ...] = (),
+    products: tuple[str, ...] = (),
 ) -> tuple[Pass, ...]:
     """The passes on Inductor's joint graph, in order.
 
@@ -149,6 +158,7 @@ def joint_passes(
         scale: with a loss scaler.
         levels: which matmuls run below 16 bits, where a policy or a plan has such.
         wide_results: marked calls whose results a rule has in fp32.
+        products: marked calls of attention that are two products around a softmax.
     """
     passes: list[Pass] = [] if scale is None else [scale]
     if levels is not None:
@@ -157,6 +167,8 @@ def joint_passes(
     if known:
         passes.append(SeparateOutputs())
     if "cpu" in devices:
+        if products:
+            passes.append(Attend(products))
         passes.append(LayOutGradients())
     if "cuda" in devices:
         passes.append(GemmEpilogue(wide_results))

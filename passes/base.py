@@ -23,8 +23,10 @@ import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, log_artifact
 from amp_fx.errors import PassError, PlanError
-from amp_fx.graphs.keys import MARK, REGION_META, RESULT_MARK
+from amp_fx.graphs.keys import MARK, MARKS, REGION_META
+from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.label import Kind, label_of
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import add_graph
 from amp_fx.policy import Policy
@@ -39,6 +41,7 @@ __all__ = [
     "PassContext",
     "bodies",
     "mark",
+    "mark_because",
     "marked",
     "run_in_order",
     "run_keyed",
@@ -184,8 +187,18 @@ def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
 
 
 def mark(node: fx.Node, key: str, name: str) -> None:
-    """Marks a captured call, by :data:`MARK` or :data:`RESULT_MARK`, with its name in the plan."""
+    """Marks a captured call, by one of :data:`MARKS`, with its name in the plan."""
     node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), key: name}
+
+
+def mark_because(gm: fx.GraphModule, kind: Kind, key: str) -> tuple[str, ...]:
+    """Marks the low calls that have a reason of this kind; returns their names, by which a pass sees the marks."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    rows = [(node, row) for graph in graphs for node in graph.nodes if (row := label_of(node)) is not None]
+    found = [(node, row.name) for node, row in rows if row.is_because(kind) and row.dtype in LOW_DTYPES]
+    for node, name in found:
+        mark(node, key, name)
+    return tuple(name for _, name in found)
 
 
 def marked(node: fx.Node, key: str = MARK) -> str | None:
@@ -218,7 +231,7 @@ class _Marks(dict[str, Any]):
     """Of what is in ``node.meta["custom"]``, the marks that are in a uuid."""
 
     def __init__(self, whole: dict[str, Any], marks: Collection[str]) -> None:
-        super().__init__({key: whole[key] for key in (MARK, RESULT_MARK) if whole.get(key) in marks})
+        super().__init__({key: whole[key] for key in MARKS if whole.get(key) in marks})
         self.whole = whole
 
 

@@ -35,6 +35,8 @@ _SENTENCES = {
     Kind.RULE: "user rule {rule}",
     Kind.WIDE_RESULT: "the fp32 sum is its result, not rounded to {low}",
     Kind.NO_WIDE_RESULT: "in fp32: {device} has no kernel for {op} that reads {low} and returns fp32",
+    Kind.PRODUCTS: "two products around a softmax in fp32: {why}",
+    Kind.FLASH: "flash kernel: {why}",
     Kind.LISTED: "{why}",
     Kind.UNLISTED: "not on the op lists: left as traced",
     Kind.NO_MATMUL: "no matrix product in these shapes: autocast casts nothing",

@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 import torch.fx as fx
 
 __all__ = [
-    "BUDGET", "CAST_META", "COPY_META", "LABEL", "LEVEL", "MARK", "MAY_ROUND", "NODE_KEYS", "OUTPUT_META",
-    "PART", "PLAN_META", "RAN_META", "RECIPE_META", "REGION_META", "RESULT_MARK", "SENSITIVITY",
+    "BUDGET", "CAST_META", "COPY_META", "LABEL", "LEVEL", "MARK", "MARKS", "MAY_ROUND", "NODE_KEYS", "OUTPUT_META",
+    "PART", "PLAN_META", "PRODUCTS_MARK", "RAN_META", "RECIPE_META", "REGION_META", "RESULT_MARK", "SENSITIVITY",
     "SOURCE_META", "STEP_META", "TIED", "Key",
 ]  # fmt: skip
 
@@ -78,6 +78,12 @@ BUDGET = Key[Any]("amp_fx_level_budget")
 MARK = "amp_fx_may_run_below"
 #: product whose result a rule has in fp32 -> its name in the plan
 RESULT_MARK = "amp_fx_result"
+
+#: attention that is written as two products around a softmax -> its name in the plan
+PRODUCTS_MARK = "amp_fx_products"
+
+#: the three that passes on Inductor's graphs may read, where their names are in a pass's fields
+MARKS = (MARK, RESULT_MARK, PRODUCTS_MARK)
 #: keys of nodes; a program that is exported has none of them
 NODE_KEYS = frozenset(
     (REGION_META, OUTPUT_META, SOURCE_META, LABEL, CAST_META, STEP_META, RAN_META, COPY_META, RECIPE_META)

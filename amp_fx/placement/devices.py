@@ -13,6 +13,8 @@ from amp_fx.errors import did_you_mean
 from amp_fx.placement.gpus import ROCM, Gpu, gpu_row
 from amp_fx.placement.profile import (
     DEVICE_TYPES,
+    FLASH_BLOCK,
+    FLASH_BLOCK_BACKWARD,
     FLOAT8,
     INT8,
     DeviceProfile,
@@ -79,6 +81,9 @@ class _Cpu(NamedTuple):
     bfloat16: float  # relative to float32
     float16: float  # relative to float32
     int8: float | None = None  # likewise: packed weights, products summed in int32; None: slower than bf16
+    flash: tuple[float, float] | None = (
+        None  # seconds of one thread for a pair of blocks, forward and backward
+    )
 
 
 #: The first row whose flags the CPU has counts. The ratios matter, the rates less so: FLOP a cycle times a
@@ -101,7 +106,7 @@ _CPUS = (
     # Cooper Lake, Zen 4. Measured: bf16 2.2 in a GEMM, 1.8 in a whole GPT step. oneDNN has no fp16
     # kernel here, ATen's own loops do 0.15 (linear) or 0.02 (mm): 0.04 in all, less for larger matrices. int8
     # (VNNI), a layer of 2048 with packed weights: 1.5 times bf16 at 1 row, 1.8 at 16, 2.0 at 128.
-    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0),
+    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0, (4e-6, 45e-6)),
     # Skylake to Ice Lake: oneDNN emulates bf16 in fp32 vectors. Measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE:
     # 0.36 alone, 0.53 where other processes take half of the time (pytorch#86270: half as fast).
     _Cpu("avx512", frozenset({"avx512_bw"}), 100e9, 0.4, 0.03),
@@ -182,6 +187,9 @@ def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
         peak={dtype: rate * times for dtype, times in relative.items()},
         bandwidth=min(per_thread * threads, socket),
         launch=_CPU_LAUNCH,
+        calls=dict(
+            zip((FLASH_BLOCK, FLASH_BLOCK_BACKWARD), (s / threads for s in row.flash or ()), strict=False)
+        ),
     )
 
 

@@ -11,7 +11,16 @@ from typing import NamedTuple
 import torch
 
 from amp_fx.placement.devices import builtin
-from amp_fx.placement.profile import DTYPES, FLOAT8, INT8, DeviceProfile, ProfileError, check_device_type
+from amp_fx.placement.profile import (
+    DTYPES,
+    FLASH_BLOCK,
+    FLASH_BLOCK_BACKWARD,
+    FLOAT8,
+    INT8,
+    DeviceProfile,
+    ProfileError,
+    check_device_type,
+)
 from amp_fx.policy.scaled import ZERO_POINT
 
 __all__ = ["measure"]
@@ -86,7 +95,12 @@ def measure(
     copies = (_copy(size, device_type) for size in _COPY_SIZES[device_type])
     tasks["bandwidth"] = _largest(copies, 4, share, device_type)
     tasks["launch"] = _launch(device_type)
+    calls: dict[str, _Task] = {}
+    if device_type == "cpu":
+        say("attention")
+        calls = _flash_blocks()
 
+    tasks |= calls
     samples: dict[str, list[float]] = {name: [] for name in tasks}
     say("all of them in turns")
     while len(samples["launch"]) < _ROUNDS or time.perf_counter() - start < seconds:
@@ -107,6 +121,7 @@ def measure(
         peak={name: 1 / best[name] for name in makers},
         bandwidth=1 / best["bandwidth"],
         launch=best["launch"],
+        calls={name: best[name] for name in calls},
     )
 
 
@@ -205,6 +220,19 @@ def _copy(size: int, device_type: str) -> _Task:
     source = torch.ones(size, device=device_type)
     target = torch.zeros_like(source)
     return _Task(lambda: target.copy_(source), source.nbytes + target.nbytes)
+
+
+def _flash_blocks() -> dict[str, _Task]:
+    """The flash kernel for attention on a CPU where each head is one pair of blocks, and its backward."""
+    aten, heads = torch.ops.aten, 256
+    query = torch.randn(1, heads, 32, 16).to(torch.bfloat16)
+    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, query, query)
+    backward = partial(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        query, query, query, query, out, sums, 0.0, False,
+    )  # fmt: skip
+    forward = partial(aten._scaled_dot_product_flash_attention_for_cpu, query, query, query)
+    return {FLASH_BLOCK: _Task(forward, heads), FLASH_BLOCK_BACKWARD: _Task(backward, heads)}
 
 
 def _launch(device_type: str) -> _Task:

@@ -25,7 +25,17 @@ from amp_fx.plans.files import SchemaError, decode, read_object, write_text
 from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.table import DEVICES
 
-__all__ = ["DEVICE_TYPES", "DTYPES", "FLOAT8", "INT8", "DeviceProfile", "ProfileError", "check_device_type"]
+__all__ = [
+    "DEVICE_TYPES",
+    "DTYPES",
+    "FLASH_BLOCK",
+    "FLASH_BLOCK_BACKWARD",
+    "FLOAT8",
+    "INT8",
+    "DeviceProfile",
+    "ProfileError",
+    "check_device_type",
+]
 
 #: device types that have profiles
 DEVICE_TYPES = tuple(device.name for device in DEVICES.values() if device.has_rates)
@@ -38,6 +48,12 @@ FLOAT8 = "float8_e4m3fn"
 
 #: the key of the rate of products of 8-bit integers
 INT8 = "int8"
+
+#: what the flash kernel for attention on a CPU takes for a block of queries and one of keys, beside the products
+FLASH_BLOCK, FLASH_BLOCK_BACKWARD = "flash_block", "flash_block_backward"
+
+#: calls of libraries that take time beside their arithmetic
+_CALLS = (FLASH_BLOCK, FLASH_BLOCK_BACKWARD)
 
 #: what a profile may have a matmul rate for
 _RATES = tuple(dict.fromkeys(level.rate for level in LEVELS.values()))
@@ -64,6 +80,8 @@ class DeviceProfile:
         bandwidth: of main or device memory, in bytes/s, reads and writes together.
         launch: what a kernel of its own costs at least, in seconds: the launch on CUDA, the call and a
             parallel region on CPU.
+        calls: name -> seconds, on all threads together, that a call of a library takes beside its arithmetic: the flash
+            kernel's blocks, where they were measured.
     """
 
     name: str
@@ -71,6 +89,7 @@ class DeviceProfile:
     peak: Mapping[str, float] = field(hash=False)
     bandwidth: float
     launch: float
+    calls: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def matmul_seconds(self, flops: float, dtype: str) -> float:
         """Time of so many FLOP in large matmuls with operands of a dtype; ProfileError if it has no rate for that."""
@@ -87,7 +106,13 @@ class DeviceProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form, with its format and version."""
-        return {"format": _FORMAT, "version": _VERSION, **vars(self), "peak": dict(self.peak)}
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            **vars(self),
+            "peak": dict(self.peak),
+            "calls": dict(self.calls),
+        }
 
     def to_json(self) -> str:
         """The profile as indented JSON text."""
@@ -118,7 +143,14 @@ class DeviceProfile:
                 f"device profile.peak has the dtypes {', '.join(map(_short, profile.peak)) or 'none'}; valid: "
                 f"{', '.join(_RATES)}, and float32 must be there." + did_you_mean(str(unknown)[:60], _RATES)
             )
+        unknown = next((call for call in profile.calls if call not in _CALLS), None)
+        if unknown is not None:
+            raise ProfileError(
+                f"device profile.calls has {_short(unknown)}; valid: {', '.join(_CALLS)}."
+                + did_you_mean(str(unknown)[:60], _CALLS)
+            )
         rates = {f"peak.{dtype}": rate for dtype, rate in profile.peak.items()}
+        rates |= {f"calls.{call}": seconds for call, seconds in profile.calls.items()}
         for name, rate in {**rates, "bandwidth": profile.bandwidth, "launch": profile.launch}.items():
             if not 0 < rate < math.inf:
                 raise ProfileError(f"device profile.{name} should be a positive number; got {_short(rate)}.")

@@ -37,6 +37,9 @@ class Kind(str, enum.Enum):
     RULE = "user-rule"
     WIDE_RESULT = "wide-result"
     NO_WIDE_RESULT = "no-wide-result"
+    # implementations of a call
+    PRODUCTS = "attention-products"
+    FLASH = "attention-flash"
     LISTED = "listed"
     UNLISTED = "unlisted"
     NO_MATMUL = "no-matmul"

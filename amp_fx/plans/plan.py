@@ -19,7 +19,7 @@ from amp_fx._torch import nesting_change
 from amp_fx.errors import PlanError
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.plans.files import SchemaError, as_data, decode, dtype_name, parse_object, write_text
-from amp_fx.plans.label import Decided, Reason, Takes
+from amp_fx.plans.label import Decided, Kind, Reason, Takes
 from amp_fx.policy import OpClass
 
 __all__ = ["CastPlan", "CastSum", "Cost", "InputPlan", "ModuleCasts", "NodePlan", "Plan", "dtype_name"]
@@ -232,8 +232,10 @@ class Plan:
 
     @property
     def changed(self) -> bool:
-        """True when amp_fx cast anything: an untouched graph is compiled as Dynamo made it."""
-        return any(cast.inserted for cast in self.casts)
+        """True when amp_fx changed anything: an untouched graph is compiled as Dynamo made it."""
+        return any(cast.inserted for cast in self.casts) or any(
+            row.is_because(Kind.PRODUCTS) for row in self.nodes
+        )
 
     @property
     def decides_levels(self) -> bool:

@@ -32,7 +32,7 @@ from amp_fx.policy.classes import OpClass
 from amp_fx.policy.presets import PRESETS, dtypes_preset, preset
 from amp_fx.policy.table import check_op
 
-__all__ = ["BASES", "BELOW", "PRECISIONS", "RESULTS", "Policy", "Rule"]
+__all__ = ["BASES", "BELOW", "IMPLEMENTATIONS", "PRECISIONS", "RESULTS", "Policy", "Rule"]
 
 #: name -> one line about it
 BASES = {
@@ -52,7 +52,14 @@ BELOW = {"int8": ("addmm", "linear", "matmul", "mm")}
 #: what a rule can say of the result of a low product -> what it means
 RESULTS = {"fp32": "the sum as it is, which the product is added up in"}
 
-_RULE_KEYS = ("op", "module", "precision", "result")
+#: how attention in 16 bits is computed on a CPU -> what it means
+IMPLEMENTATIONS = {
+    "flash": "by the flash kernel of torch",
+    "products": "as two products around a softmax in fp32",
+}
+_ATTENTION = "scaled_dot_product_attention"
+
+_RULE_KEYS = ("op", "module", "precision", "result", "implementation")
 _POLICY_KEYS = ("base", "dtype", "rules", "sensitivity", "budget")
 _POLICY_DTYPES = ("bfloat16", "float16")
 
@@ -71,12 +78,14 @@ class Rule:
         module: regular expression searched for in the module path (``"encoder.layer.0.attention"``); None
             matches any node.
         result: a key of :data:`RESULTS`: a product of low operands is not rounded; None: its result is low.
+        implementation: a key of :data:`IMPLEMENTATIONS`, of attention; None: the cheaper one.
     """
 
     precision: str
     op: str | None = None
     module: str | None = None
     result: str | None = None
+    implementation: str | None = None
 
     def matches(self, op_name: str, module_path: str) -> bool:
         """True when the rule is about this node."""
@@ -136,7 +145,17 @@ class Rule:
                 f"'result' in {where} is about products of low operands, not {precision}; say 'precision': 'low', or "
                 "drop it."
             )
-        return cls(precision, op, module, result)
+        way = data.get("implementation")
+        if (
+            way is not None
+            and _one_of(IMPLEMENTATIONS, way, "implementation", where)
+            and (precision != "low" or op is None or op.partition(".")[0] != _ATTENTION)
+        ):
+            raise OptionsError(
+                f"'implementation' in {where} is about attention in 16 bits; say 'op': {_ATTENTION!r} and "
+                "'precision': 'low', or drop it."
+            )
+        return cls(precision, op, module, result, way)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from amp_fx._torch import OpOverload
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import mark, marked
+from amp_fx.passes.base import marked
 from amp_fx.passes.levels.matmuls import gradients_in
 from amp_fx.placement.layout import CAST
-from amp_fx.plans.label import Kind, label_of
 
-__all__ = ["WIDE", "keep_sums", "mark_results"]
+__all__ = ["WIDE", "keep_sums"]
 
 aten = torch.ops.aten
 
@@ -30,18 +29,6 @@ _ADDING: dict[OpOverload, OpOverload] = {
     aten.addmm.default: aten.mm.dtype,
     aten.baddbmm.default: aten.bmm.dtype,
 }
-
-
-def mark_results(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Marks the calls whose results a rule has in fp32; returns their names, by which a pass sees the marks."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    rows = [(node, row) for graph in graphs for node in graph.nodes if (row := label_of(node)) is not None]
-    found = [
-        (node, row.name) for node, row in rows if row.is_because(Kind.WIDE_RESULT) and row.dtype in LOW_DTYPES
-    ]
-    for node, name in found:
-        mark(node, RESULT_MARK, name)
-    return tuple(name for _, name in found)
 
 
 def keep_sums(gm: fx.GraphModule) -> int:

@@ -48,6 +48,7 @@ ORDERS = {
     "joint, cuda": joint_passes({"cuda"}),
     "joint, cpu and cuda": joint_passes({"cpu", "cuda"}),
     "joint, fp16 below 16 bits": joint_passes({"cuda"}, scale=ScaleBackward(0), levels=BELOW),
+    "joint, attention": joint_passes({"cpu"}, products=("attention",)),
     "joint, eager": joint_passes({"cpu"}, "eager"),
     "joint, mps": joint_passes({"mps"}),
     "partitioned, cpu": partitioned_passes({"cpu"}),
@@ -61,22 +62,25 @@ def test_the_order_of_the_passes() -> None:
     expecttest.assert_expected_inline(
         "\n".join(text),
         """\
-default: pin-dtypes, classify, constrain, place, insert-casts, fuse-casts, verify
-inference: pin-dtypes, classify, constrain, place, insert-casts, fuse-casts, cache-weights, verify
-inference below 16 bits: pin-dtypes, classify, constrain, place, insert-casts, fuse-casts,
-  place-levels, quantise-matmuls, cache-weights, verify
+default: pin-dtypes, classify, constrain, place, choose-attention, insert-casts, fuse-casts, verify
+inference: pin-dtypes, classify, constrain, place, choose-attention, insert-casts, fuse-casts,
+  cache-weights, verify
+inference below 16 bits: pin-dtypes, classify, constrain, place, choose-attention, insert-casts,
+  fuse-casts, place-levels, quantise-matmuls, cache-weights, verify
 export: pin-dtypes, classify, constrain, keep-weights, place, insert-casts, fold-weights,
   fuse-casts, verify
 export below 16 bits: pin-dtypes, classify, constrain, keep-weights, place, insert-casts,
   fuse-casts, place-levels, quantise-matmuls, fold-weights, fuse-casts, verify
 plan, training below 16 bits: pin-dtypes, classify, constrain, replay, insert-casts, fuse-casts,
   verify, mark-matmuls
-sensitivity: pin-dtypes, classify, constrain, place-by-sensitivity, insert-casts, fuse-casts, verify
+sensitivity: pin-dtypes, classify, constrain, place-by-sensitivity, choose-attention, insert-casts,
+  fuse-casts, verify
 joint, cpu: separate-outputs, lay-out-gradients, keep-statistics
 joint, cuda: separate-outputs, gemm-epilogue, keep-statistics
 joint, cpu and cuda: separate-outputs, lay-out-gradients, gemm-epilogue, keep-statistics
 joint, fp16 below 16 bits: scale-backward, place-levels, quantise-matmuls, separate-outputs,
   gemm-epilogue, keep-statistics
+joint, attention: separate-outputs, attend, lay-out-gradients, keep-statistics
 joint, eager: separate-outputs, lay-out-gradients
 joint, mps: none
 partitioned, cpu: lay-out-weights

@@ -1,0 +1,98 @@
+"""What the ways to compute attention on a CPU take, by the sizes of a call.
+
+Both keep scores and gradients of probabilities in fp32, and multiply probabilities and gradients of scores in 16 bits:
+
+* the flash kernel of torch goes through blocks of queries and keys, and multiplies two of them by calls of a library.
+  With few queries and keys these calls take most of the time.
+* two products of all heads, with a softmax between them, store the scores. With many queries and keys they leave the
+  caches, and each pass over them reads memory.
+
+Constants are fitted to 18 sizes on a Zen 4, torch 2.13, one thread (12 to 384 heads, 32 to 1024 queries): of the flash
+kernel's time, forward and backward, two products take 0.19 to 1.47; predicted is 0.8 to 1.3 times what was found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amp_fx.placement.profile import FLASH_BLOCK, FLASH_BLOCK_BACKWARD, DeviceProfile
+
+__all__ = ["Attention"]
+
+#: keys in a block of the flash kernel; it skips blocks that a causal mask hides as a whole
+_KEYS = 512
+
+#: queries from which the flash kernel takes blocks of so many (``cpu_flash_attention`` of torch 2.13)
+_QUERIES = ((768, 256), (192, 64), (0, 32))
+
+#: share of the rate of products in 16 bits that the flash kernel reaches inside, in the forward and in the backward
+_FLASH_REACHES = 0.45, 0.65
+
+#: share of the nominal rates that two products of all heads reach
+_PRODUCTS_REACH = 1.5
+
+#: operations of the softmax for a score, forward and backward: as many as a product in fp32 does meanwhile
+_SOFTMAX = 70, 110
+
+#: likewise where a row of scores is no multiple of a vector, and where a causal mask is applied
+_RAGGED, _CAUSAL = 55, 40
+
+#: likewise for an element of an operand, which is widened and laid out
+_OPERAND = 130, 180
+
+#: likewise for a score that is beyond the caches, and how many scores they hold
+_BEYOND, _CACHE = 170, 2e6
+
+#: products that are taken in fp32 and in 16 bits, forward and backward
+_WIDE, _LOW = (1, 1), (1, 3)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The sizes of one call.
+
+    Attributes:
+        heads: of all sequences of the batch together.
+        queries: in a sequence.
+        keys: in a sequence.
+        width: of a head.
+        causal: a query reads no later key.
+        training: the call is differentiated, so that both take a backward, too.
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    causal: bool = False
+    training: bool = False
+
+    def flash(self, profile: DeviceProfile) -> float | None:
+        """Seconds of the flash kernel, and of its backward; None where the profile does not know."""
+        if FLASH_BLOCK not in profile.calls or FLASH_BLOCK_BACKWARD not in profile.calls:
+            return None
+        rows = next(rows for least, rows in _QUERIES if self.queries >= least)
+        starts = range(0, self.queries, rows)
+        read = [min(self.keys, start + rows) if self.causal else self.keys for start in starts]
+        blocks = self.heads * sum(-(-keys // _KEYS) for keys in read)
+        scores = self.heads * rows * sum(min(self.keys, -(-keys // _KEYS) * _KEYS) for keys in read)
+        seconds = 0.0
+        for backward, block in enumerate((FLASH_BLOCK, FLASH_BLOCK_BACKWARD)[: 1 + self.training]):
+            products = (2, 5)[backward]
+            rate = profile.peak["bfloat16"] * _FLASH_REACHES[backward]
+            seconds += blocks * profile.calls[block] + products * 2 * scores * self.width / rate
+        return seconds
+
+    def products(self, profile: DeviceProfile) -> float:
+        """Seconds of two products around a softmax, and of their backward."""
+        scores = self.heads * self.queries * self.keys
+        operands = self.heads * (self.queries + self.keys) * self.width
+        each = _RAGGED * (self.keys % 16 > 0) + _CAUSAL * self.causal
+        beyond = max(0.0, scores - _CACHE) * _BEYOND
+        wide, low = profile.peak["float32"], profile.peak["bfloat16"]
+        seconds = 0.0
+        for backward in range(1 + self.training):
+            products = _WIDE[backward] / wide + _LOW[backward] / low
+            seconds += 2 * scores * self.width * products / _PRODUCTS_REACH
+            seconds += (scores * (_SOFTMAX[backward] + each) + operands * _OPERAND[backward] + beyond) / wide
+        return seconds

@@ -1,0 +1,124 @@
+"""Choose how attention is computed on a CPU: by the flash kernel, or as two products around a softmax."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+
+from amp_fx.graphs.calls import argument_value, is_parameter
+from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.placement.attention import Attention
+from amp_fx.plans.label import Kind, Label, Reason, label_of
+
+__all__ = ["ChooseAttention"]
+
+#: share of the flash kernel's time from which products are taken: predictions are that good
+_PAYS = 0.88
+
+
+@dataclass(frozen=True)
+class ChooseAttention(Pass):
+    """Says in the label of every attention in bf16 on a CPU what computes it, by what each takes for its sizes.
+
+    Cases, first match wins:
+
+    1. what the products cannot do is left to the flash kernel: dropout, sizes that are not known, one query, other
+       ranks than 4, heads of different widths, a mask with a gradient.
+    2. ``numerics="eager"`` and graphs without rates keep the kernel.
+    3. a user's rule with ``"implementation"``.
+    4. the one that takes fewer operations (:class:`amp_fx.placement.attention.Attention`).
+
+    The graph is not changed. :class:`amp_fx.passes.joint.attend.Attend` writes the products, forward and backward::
+
+        scaled_dot_product_attention  low  two products ...: products take 0.42 of its time for 12 x 64 x 64 scores
+    """
+
+    name: ClassVar[str] = "choose-attention"
+    needs: ClassVar[frozenset[str]] = frozenset({"dtypes"})
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        chosen = 0
+        for node in gm.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
+        ):
+            plan = label_of(node)
+            if plan is None or plan.dtype is not torch.bfloat16 or node.meta["val"].device.type != "cpu":
+                continue
+            reason = _choice(node, plan, context)
+            plan.reasons += (reason,)
+            chosen += reason.kind is Kind.PRODUCTS
+        return PassResult(chosen, f"{chosen} calls of attention are two products around a softmax")
+
+
+def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
+    refusal = _refusal(node, training=context.training)
+    if refusal:
+        return Reason.of(Kind.FLASH, why=refusal)
+    if context.numerics == "eager":
+        return Reason.of(Kind.FLASH, why="as eager PyTorch has it")
+    rule = context.policy.rule_for(plan.op, plan.module_path)
+    if rule is not None and rule.implementation is not None:
+        kind = Kind.PRODUCTS if rule.implementation == "products" else Kind.FLASH
+        return Reason.of(kind, why="as the rule has it")
+    if context.profile is None:
+        return Reason.of(Kind.FLASH, why="without a profile nothing is known of their times")
+    query, key, _ = _operands(node)
+    *outer, queries, width = query.shape
+    sizes = Attention(
+        heads=math.prod(outer),
+        queries=queries,
+        keys=key.shape[-2],
+        width=width,
+        causal=bool(argument_value(node, "is_causal")),
+        training=context.training,
+    )
+    flash = sizes.flash(context.profile)
+    if flash is None:
+        return Reason.of(Kind.FLASH, why="the profile has no times of the flash kernel")
+    share = sizes.products(context.profile) / flash
+    kind = Kind.PRODUCTS if share < _PAYS else Kind.FLASH
+    scores = f"{sizes.heads} x {sizes.queries} x {sizes.keys}"
+    return Reason.of(kind, why=f"products take {share:.2f} of its time for {scores} scores")
+
+
+def _operands(node: fx.Node) -> list[torch.Tensor]:
+    """Query, key and value, fake."""
+    return [source.meta["val"] for source in node.args[:3] if isinstance(source, fx.Node)]
+
+
+def _refusal(node: fx.Node, *, training: bool) -> str:
+    """Why the products cannot compute a call, or nothing gains by it; else an empty string."""
+    query, key, value = values = _operands(node)
+    if any(tensor.ndim != 4 for tensor in values):
+        return "no heads in a dimension of their own"
+    if not all(isinstance(size, int) for tensor in values for size in tensor.shape):
+        return "its sizes are not known"
+    if argument_value(node, "dropout_p"):
+        return "it drops probabilities"
+    if query.shape[-2] == 1:
+        return "a single query"
+    mask = argument_value(node, "attn_mask")
+    if training and isinstance(mask, fx.Node) and mask.meta["val"].is_floating_point() and _depends(mask):
+        # then torch takes neither: it writes products itself
+        return "its mask has a gradient"
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        return "keys and values of different widths"
+    return ""
+
+
+def _depends(value: fx.Node) -> bool:
+    """True where a parameter is among what a value is computed from."""
+    seen, stack = set[fx.Node](), [value]
+    while stack:
+        node = stack.pop()
+        if is_parameter(node):
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return False

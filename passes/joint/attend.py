@@ -1,0 +1,233 @@
+"""Write attention on a CPU as two products around a softmax in fp32."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.fx as fx
+
+from amp_fx.graphs.calls import argument_value
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.keys import PRODUCTS_MARK
+from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult, marked
+
+__all__ = ["Attend"]
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+#: what AOTAutograd puts between a value and its reader in the backward
+_ALIASES = (aten.alias.default, aten.detach.default)
+
+
+@dataclass(frozen=True)
+class Attend(Pass):
+    """Runs on Inductor's joint graph (forward and backward together).
+
+    The flash kernel for CPU multiplies blocks of 32 to 64 queries, each by a library call of its own. With few queries
+    and keys those calls take most of its time; one product of all heads does not have them. Scores, and the gradients
+    of the probabilities, are in fp32 here as in the kernel: rounded to 16 bits they would double the error of the
+    call. Probabilities and the gradients of the scores are multiplied in 16 bits, as in the kernel.
+
+    Before (8 heads in a batch)::
+
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)   # bf16[1, 8, 64, 32]
+        out = operator.getitem(flash, 0)
+
+    After::
+
+        scores = torch.ops.aten.bmm.default(q_fp32, k_fp32_t)         # f32[8, 64, 64]
+        exp = torch.ops.aten.exp.default(sub)                         # minus the largest of each row
+        div = torch.ops.aten.div.Tensor(exp, sum_1)
+        low = torch.ops.prims.convert_element_type.default(div, torch.bfloat16)
+        out = torch.ops.aten.bmm.default(low, v)                      # bf16[8, 64, 32], viewed as [1, 8, 64, 32]
+
+    The backward reads ``low`` and ``out``, and is written likewise. Calls are marked on the captured graph, by
+    :class:`amp_fx.passes.forward.choose_attention.ChooseAttention`.
+
+    Attributes:
+        marks: names in the plan of the calls that are written so.
+    """
+
+    name: ClassVar[str] = "attend"
+    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
+
+    marks: tuple[str, ...] = ()
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+        """See the class."""
+        written = 0
+        for flash in gm.graph.find_nodes(op="call_function", target=_FLASH):
+            if not marked(flash, PRODUCTS_MARK):
+                continue
+            readers = _readers_of_sums(flash)
+            if all(reader.target is _FLASH_BACKWARD for reader in readers):
+                _write(flash, readers)
+                written += 1
+        return PassResult(written, f"{written} calls of attention are two products around a softmax")
+
+
+def _readers_of_sums(flash: fx.Node) -> list[fx.Node]:
+    """What reads the second result, the logarithms of the sums of exponentials."""
+    found, stack = list[fx.Node](), [item for item in flash.users if item.args[1] == 1]
+    while stack:
+        node = stack.pop()
+        if node.target is operator.getitem or node.target in _ALIASES:
+            stack += node.users
+        else:
+            found.append(node)
+    return found
+
+
+def _write(flash: fx.Node, backwards: list[fx.Node]) -> None:
+    """Writes the products, and takes the kernel and its backwards out of the graph."""
+    probabilities, out = _forward(flash)
+    for backward in backwards:
+        made = dict(enumerate(_backward(backward, probabilities, out)))
+        for item in list(backward.users):
+            item.replace_all_uses_with(made[item.args[1]])  # type: ignore[index]  # getitem's number
+    for item in flash.users:
+        if item.args[1] == 0:
+            item.replace_all_uses_with(out)
+    for node in reversed([flash, *_all_readers(flash)]):
+        flash.graph.erase_node(node)
+
+
+def _all_readers(flash: fx.Node) -> list[fx.Node]:
+    """What still reads the kernel, directly or not, in the order of the graph: results, aliases, backwards."""
+    found = dict.fromkeys([flash])
+    for node in flash.graph.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return list(found)[1:]
+
+
+def _tensors(call: fx.Node, count: int) -> list[fx.Node]:
+    """Its first arguments."""
+    return [arg for arg in call.args[:count] if isinstance(arg, fx.Node)]
+
+
+class _Writer:
+    """Adds calls in front of one; they come from where it does."""
+
+    def __init__(self, before: fx.Node, query: fx.Node) -> None:
+        self._before = before
+        self._heads = query.meta["val"].shape[1]
+        self._mode = query.meta["val"].fake_mode
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self._before.graph.inserting_before(self._before):
+            node = self._before.graph.call_function(target, args, kwargs)
+        node.meta = dict(self._before.meta)
+        # a call without tensors belongs to the mode of the others, too
+        with self._mode:
+            node.meta["val"] = run_fake(node) if node.all_input_nodes else target(*args, **kwargs)
+        return node
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return (
+            node if node.meta["val"].dtype is dtype else self(prims.convert_element_type.default, node, dtype)
+        )
+
+    def wide(self, node: fx.Node) -> fx.Node:
+        return self.cast(node, torch.float32)
+
+    def matrices(self, node: fx.Node) -> fx.Node:
+        """``[batch * heads, rows, columns]`` of ``[batch, heads, rows, columns]``, or of a head for several."""
+        *outer, rows, columns = node.meta["val"].shape
+        (batch, groups), heads = outer, self._heads
+        if groups != heads:
+            node = self(aten.unsqueeze.default, node, 2)
+            node = self(aten.expand.default, node, [batch, groups, heads // groups, rows, columns])
+            outer = [batch, heads]
+        if not node.meta["val"].is_contiguous():
+            node = self(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self(aten.view.default, node, [math.prod(outer), rows, columns])
+
+    def turned(self, node: fx.Node) -> fx.Node:
+        return self(aten.permute.default, node, [0, 2, 1])
+
+    def bmm(self, one: fx.Node, other: fx.Node) -> fx.Node:
+        return self(aten.bmm.default, one, other)
+
+    def shaped(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
+        """Matrices as the kernel returns them: four dimensions, in the order of its strides."""
+        batch, heads, *matrix = like.shape
+        shared = node.meta["val"].shape[0] // (batch * heads)
+        if shared > 1:
+            # a head that several have read: their gradients are added in fp32
+            parts = self(aten.view.default, self.wide(node), [batch, heads, shared, *matrix])
+            node = self.cast(self(aten.sum.dim_IntList, parts, [2]), like.dtype)
+        node = self(aten.view.default, node, list(like.shape))
+        order = sorted(range(like.ndim), key=lambda dim: (-like.stride(dim), dim))
+        if order == list(range(like.ndim)):
+            return node
+        turned = self(aten.permute.default, node, order)
+        turned = self(aten.clone.default, turned, memory_format=torch.contiguous_format)
+        return self(aten.permute.default, turned, [order.index(dim) for dim in range(like.ndim)])
+
+
+def _forward(flash: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The probabilities in 16 bits, ``[batch * heads, queries, keys]``, and the result as the kernel returns it."""
+    query, key, value = _tensors(flash, 3)
+    write = _Writer(flash, query)
+    mask, scale = argument_value(flash, "attn_mask"), argument_value(flash, "scale")
+    shape = query.meta["val"].shape
+    factor = 1 / math.sqrt(shape[-1]) if scale is None else scale
+    scaled = write(aten.mul.Tensor, write.wide(query), factor)
+    scores = write.bmm(write.matrices(scaled), write.turned(write.matrices(write.wide(key))))
+    keys = key.meta["val"].shape[-2]
+    if mask is not None:
+        four = write(aten.view.default, scores, [*shape[:-1], keys])
+        four = write(aten.add.Tensor, four, write.wide(mask))
+        scores = write(aten.view.default, four, [math.prod(shape[:-2]), shape[-2], keys])
+    if argument_value(flash, "is_causal"):
+        device = query.meta["val"].device
+        options = {"dtype": torch.int64, "device": device, "requires_grad": False}
+        rows, columns = (
+            write(prims.iota.default, size, start=0, step=1, **options) for size in (shape[-2], keys)
+        )
+        seen = write(aten.ge.Tensor, write(aten.unsqueeze.default, rows, 1), columns)
+        hidden = write(aten.full.default, [], -math.inf, dtype=torch.float32, device=device)
+        scores = write(aten.where.self, seen, scores, hidden)
+    largest = write(aten.amax.default, scores, [-1], True)
+    if mask is not None:
+        # a row in which all is masked: the kernel returns zeros
+        nothing = write(aten.eq.Scalar, largest, -math.inf)
+        zero = write(aten.full.default, [], 0.0, dtype=torch.float32, device=query.meta["val"].device)
+        largest = write(aten.where.self, nothing, zero, largest)
+    exp = write(aten.exp.default, write(aten.sub.Tensor, scores, largest))
+    total = write(aten.sum.dim_IntList, exp, [-1], True)
+    if mask is not None:
+        total = write(aten.where.self, nothing, write(aten.add.Tensor, total, 1.0), total)
+    probabilities = write.cast(write(aten.div.Tensor, exp, total), value.meta["val"].dtype)
+    out = write.bmm(probabilities, write.matrices(value))
+    return probabilities, write.shaped(out, flash.meta["val"][0])
+
+
+def _backward(backward: fx.Node, probabilities: fx.Node, out: fx.Node) -> list[fx.Node]:
+    """The gradients of query, key and value."""
+    gradient, query, key, value = _tensors(backward, 4)
+    write = _Writer(backward, query)
+    scale = argument_value(backward, "scale")
+    factor = 1 / math.sqrt(query.meta["val"].shape[-1]) if scale is None else scale
+    low = value.meta["val"].dtype
+    g = write.matrices(gradient)
+    of_value = write.bmm(write.turned(probabilities), g)
+    wide = write.wide(gradient)
+    of_probabilities = write.bmm(write.matrices(wide), write.turned(write.matrices(write.wide(value))))
+    row = write(aten.sum.dim_IntList, write(aten.mul.Tensor, wide, write.wide(out)), [-1], True)
+    row = write(aten.view.default, row, [*of_probabilities.meta["val"].shape[:2], 1])
+    difference = write(aten.sub.Tensor, of_probabilities, row)
+    of_scores = write(aten.mul.Tensor, write.wide(probabilities), difference)
+    of_scores = write.cast(write(aten.mul.Tensor, of_scores, factor), low)
+    of_query = write.bmm(of_scores, write.matrices(key))
+    of_key = write.bmm(write.turned(of_scores), write.matrices(query))
+    made = (of_query, of_key, of_value)
+    return [write.shaped(each, value) for each, value in zip(made, backward.meta["val"], strict=True)]

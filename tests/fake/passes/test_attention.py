@@ -1,0 +1,229 @@
+"""Attention on a CPU as two products around a softmax: what is chosen, and what is written, forward and backward."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+import amp_fx
+from amp_fx.notices import only_looking
+from amp_fx.passes import PIPELINE, PassContext, run_passes
+from amp_fx.placement.attention import Attention
+from amp_fx.placement.devices import _CPUS, _cpu_profile
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.label import Kind
+from amp_fx.policy import Policy
+from graphs import calls_text, captured, op_by_op
+
+ZEN4 = _cpu_profile(next(row for row in _CPUS if row.name == "avx512_bf16"), 2)
+OP = "scaled_dot_product_attention"
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def by_rule(implementation: str) -> dict[str, Any]:
+    return {"rules": [{"op": OP, "precision": "low", "implementation": implementation}]}
+
+
+def heads(batch: int, count: int, length: int, width: int, scale: float = 1.0) -> Tensor:
+    """``[batch, heads, length, width]`` as a projection leaves them: the length before the heads in memory."""
+    return (torch.randn(batch, length, count, width) * scale).transpose(1, 2)
+
+
+def choice(
+    query: Tensor,
+    key: Tensor,
+    *,
+    profile: DeviceProfile | None = ZEN4,
+    policy: object = "autocast",
+    numerics: str = "compiled",
+    device: str = "cpu",
+    training: bool = True,
+    **how: Any,
+) -> tuple[Kind, str] | None:
+    """What is chosen for one call of attention, and why; None where nothing is said."""
+    gm = captured(lambda q, k: F.scaled_dot_product_attention(q, k, k, **how), query, key, device=device)
+    plan = run_passes(gm, PIPELINE, PassContext(Policy.parse(policy), numerics, profile, training))
+    (row,) = [row for row in plan.nodes if row.op == OP]
+    found = [each for each in row.reasons if each.kind in (Kind.FLASH, Kind.PRODUCTS)]
+    return (found[0].kind, found[0].values["why"]) if found else None
+
+
+def test_short_sequences_take_two_products_and_long_ones_the_flash_kernel() -> None:
+    short, long = heads(8, 12, 64, 32), heads(1, 16, 1024, 64)
+    found = choice(short, short)
+    assert found is not None
+    assert found[0] is Kind.PRODUCTS
+    assert "96 x 64 x 64 scores" in found[1]
+    found = choice(long, long, is_causal=True)
+    assert found is not None
+    assert found[0] is Kind.FLASH
+
+
+@pytest.mark.parametrize(
+    ("query", "how", "why"),
+    [
+        (heads(2, 4, 1, 32), {}, "a single query"),
+        (heads(2, 4, 64, 32), {"dropout_p": 0.1}, "it drops probabilities"),
+        (torch.randn(4, 64, 32), {}, "no heads in a dimension of their own"),
+        (heads(2, 4, 64, 32), {"numerics": "eager"}, "as eager PyTorch has it"),
+        (heads(2, 4, 64, 32), {}, "without a profile nothing is known of their times"),
+        (heads(2, 4, 64, 32), {"policy": by_rule("flash")}, "as the rule has it"),
+    ],
+    ids=["one query", "dropout", "three dimensions", "eager numerics", "no profile", "a rule"],
+)
+def test_the_flash_kernel_stays_and_the_plan_says_why(query: Tensor, how: dict[str, Any], why: str) -> None:
+    key = query if query.ndim == 3 else heads(2, 4, 64, 32)
+    # without rates everything that may be low is low
+    assert choice(query, key, profile=None, **how) == (Kind.FLASH, why)
+
+
+def test_a_cpu_whose_flash_kernel_was_not_measured_keeps_it() -> None:
+    profile = DeviceProfile("other", "cpu", ZEN4.peak, ZEN4.bandwidth, ZEN4.launch)
+    query = heads(8, 12, 64, 32)
+    found = choice(query, query, profile=profile)
+    assert found is not None
+    assert found[0] is Kind.FLASH
+
+
+def test_a_rule_asks_for_products_whatever_they_take() -> None:
+    query = heads(1, 2, 1024, 64)
+    assert choice(query, query, policy=by_rule("products")) == (Kind.PRODUCTS, "as the rule has it")
+
+
+def test_nothing_is_said_of_attention_on_cuda() -> None:
+    query = torch.randn(2, 4, 64, 32)
+    assert choice(query, query, device="cuda", profile=None) is None
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_both_take_longer_for_more_of_anything(training: bool) -> None:
+    few = Attention(12, 128, 128, 64, training=training)
+    for more in ({"heads": 24}, {"queries": 256}, {"keys": 256}, {"width": 128}):
+        many = Attention(**{**vars(few), **more})
+        assert (many.flash(ZEN4) or 0) > (few.flash(ZEN4) or 0)
+        assert many.products(ZEN4) > few.products(ZEN4)
+
+
+def run(policy: object, *args: Tensor, **how: Any) -> tuple[list[fx.GraphModule], list[Tensor]]:
+    """Graphs after partitioning; the result and the gradients, computed op by op."""
+    torch._dynamo.reset()
+    leaves = [arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args]
+
+    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **how)
+        return out.transpose(1, 2).flatten(2)
+
+    options = {"policy": policy, "strict": True, "profile": "off"}
+    with op_by_op() as graphs, only_looking():
+        out = torch.compile(program, backend="amp_fx", options=options)(*leaves)
+        if out.requires_grad:
+            weight = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+            (out.float() * weight).sum().backward()
+    return graphs, [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def exact(*args: Tensor, **how: Any) -> list[Tensor]:
+    leaves = [arg.detach().double() if arg.is_floating_point() else arg for arg in args]
+    for leaf, arg in zip(leaves, args, strict=True):
+        leaf.requires_grad_(arg.requires_grad)
+    mask = leaves[3] if len(leaves) > 3 else None
+    out = F.scaled_dot_product_attention(*leaves[:3], attn_mask=mask, **how).transpose(1, 2).flatten(2)
+    if out.requires_grad:
+        (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape)).sum().backward()
+    return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def error(values: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    return [
+        float((value.detach().double() - right.detach()).norm() / right.detach().norm())
+        for value, right in zip(values, wanted, strict=True)
+    ]
+
+
+def causal_mask(length: int, keys: int) -> Tensor:
+    return torch.zeros(length, keys).masked_fill_(
+        torch.ones(length, keys).tril().logical_not(), float("-inf")
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys", "mask", "how"),
+    [
+        ((2, 4, 40, 32), 40, None, {}),
+        ((2, 4, 40, 32), 24, None, {"scale": 0.3}),
+        ((1, 4, 40, 32), 40, None, {"is_causal": True}),
+        ((2, 4, 40, 32), 24, torch.rand(2, 1, 40, 24) > 0.3, {}),
+        ((2, 4, 40, 32), 40, causal_mask(40, 40), {}),
+        ((2, 8, 40, 32), 40, None, {"enable_gqa": True}),
+    ],
+    ids=["plain", "cross, scale", "causal", "boolean mask", "added mask", "grouped queries"],
+)
+def test_products_are_as_exact_as_the_flash_kernel(
+    shape: tuple[int, int, int, int], keys: int, mask: Tensor | None, how: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    batch, count, _, width = shape
+    groups = count // 4 if how.get("enable_gqa") else count
+    args = [
+        heads(*shape, scale=1.4),
+        heads(batch, groups, keys, width, 1.4),
+        heads(batch, groups, keys, width),
+    ]
+    args = [arg.requires_grad_() for arg in args] + ([] if mask is None else [mask])
+    wanted = exact(*args, **how)
+    graphs, ours = run(by_rule("products"), *args, **how)
+    _, theirs = run(by_rule("flash"), *args, **how)
+    targets = {node.target for gm in graphs for node in gm.graph.nodes}
+    assert torch.ops.aten.bmm.default in targets
+    assert not targets & {FLASH, FLASH_BACKWARD}
+    for got, flash in zip(error(ours, wanted), error(theirs, wanted), strict=True):
+        assert got <= 1.4 * flash
+
+
+def test_a_row_in_which_all_is_masked_is_zero_as_the_kernel_has_it() -> None:
+    args = [heads(1, 2, 8, 16).requires_grad_() for _ in range(3)]
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    mask[3] = False
+    _, ours = run(by_rule("products"), *args, mask)
+    _, theirs = run(by_rule("flash"), *args, mask)
+    assert ours[0][0, 3].eq(0).all()
+    for got, flash in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, flash, rtol=3e-2, atol=3e-2)
+
+
+def test_a_plan_is_followed_in_what_computes_attention() -> None:
+    args = [heads(1, 2, 64, 16).requires_grad_() for _ in range(3)]
+    with amp_fx.record() as recording:
+        run(by_rule("products"), *args)
+    with op_by_op() as graphs, only_looking():
+        torch._dynamo.reset()
+        options = {"plan": recording.plans[0], "strict": True}
+
+        def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return out.transpose(1, 2).flatten(2)
+
+        torch.compile(program, backend="amp_fx", options=options)(*args)
+    assert FLASH not in {node.target for gm in graphs for node in gm.graph.nodes}
+
+
+def test_what_is_written_for_a_call_without_gradients() -> None:
+    args = [heads(1, 2, 8, 16) for _ in range(3)]
+    with torch.no_grad():
+        (graph,), _ = run(by_rule("products"), *args, is_causal=True)
+    text = "\n".join(textwrap.wrap(calls_text(graph).split("bmm", 1)[1], 90))
+    expecttest.assert_expected_inline(
+        text,
+        """\
+:f32, iota:torch.int64, iota:torch.int64, unsqueeze:torch.int64, ge.Tensor:torch.bool,
+full:f32, where.self:f32, amax:f32, sub.Tensor:f32, exp:f32, sum.dim_IntList:f32,
+div.Tensor:f32, convert:bf16, clone:bf16, view:bf16, bmm:bf16, view:bf16, permute:bf16,
+clone:bf16, view:bf16, convert:f32""",
+    )
