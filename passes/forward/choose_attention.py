@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import argument_value, is_parameter
-from amp_fx.passes.base import Pass, PassContext, PassResult
+from amp_fx.passes.base import Pass, PassContext
 from amp_fx.placement.attention import Attention
 from amp_fx.plans.label import Kind, Label, Reason, label_of
 
@@ -40,7 +40,7 @@ class ChooseAttention(Pass):
     name: ClassVar[str] = "choose-attention"
     needs: ClassVar[frozenset[str]] = frozenset({"dtypes"})
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         chosen = 0
         for node in gm.graph.find_nodes(
@@ -52,7 +52,7 @@ class ChooseAttention(Pass):
             reason = _choice(node, plan, context)
             plan.reasons += (reason,)
             chosen += reason.kind is Kind.PRODUCTS
-        return PassResult(chosen, f"{chosen} calls of attention are two products around a softmax")
+        return f"{chosen} calls of attention are two products around a softmax"
 
 
 def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:

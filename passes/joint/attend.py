@@ -13,7 +13,7 @@ import torch.fx as fx
 from amp_fx.graphs.calls import argument_value
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import PRODUCTS_MARK
-from amp_fx.passes.base import JOINT, Pass, PassContext, PassResult, marked
+from amp_fx.passes.base import JOINT, Pass, PassContext, marked
 
 __all__ = ["Attend"]
 
@@ -60,7 +60,7 @@ class Attend(Pass):
 
     marks: tuple[str, ...] = ()
 
-    def call(self, gm: fx.GraphModule, context: PassContext) -> PassResult:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
         written = 0
         for flash in gm.graph.find_nodes(op="call_function", target=_FLASH):
@@ -70,7 +70,7 @@ class Attend(Pass):
             if all(reader.target is _FLASH_BACKWARD for reader in readers):
                 _write(flash, readers)
                 written += 1
-        return PassResult(written, f"{written} calls of attention are two products around a softmax")
+        return f"{written} calls of attention are two products around a softmax"
 
 
 def _readers_of_sums(flash: fx.Node) -> list[fx.Node]:
