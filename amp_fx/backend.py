@@ -20,7 +20,7 @@ from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.values import graph_device, graph_devices
 from amp_fx.level_passes import add_choices, level_placement
-from amp_fx.notices import expect_graph, first_time, graph_arrived, warn_unscaled
+from amp_fx.notices import expect_graph, graph_arrived, warn_unscaled
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard, publish, unused_rules
 from amp_fx.policy.levels import AUTO, levels_of
@@ -167,7 +167,7 @@ def _by_inductor_alone(call: Call, _reason: str) -> tuple[str, Callable[..., Any
 def _settled(opts: Options) -> Options:
     """With ``weights`` settled where it means "cast": Dynamo compiles for each mode by itself."""
     with_gradients = torch.is_grad_enabled()
-    if with_gradients and opts.weights in ("cache", "freeze") and first_time(f"weights={opts.weights!r}"):
+    if with_gradients and opts.weights in ("cache", "freeze"):
         logger.info("weights=%r means 'cast' in graphs with gradients", opts.weights)
     is_cast = with_gradients or (opts.weights == "auto" and not in_inference_mode())
     return replace(opts, weights="cast") if is_cast else opts

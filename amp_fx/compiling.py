@@ -1,6 +1,6 @@
 """How a graph goes to Inductor: as Dynamo made it, with its casts, with copies of weights, or frozen.
 
-With it go the passes that run on Inductor's graphs, and loss scaling.
+With it go the passes on Inductor's graphs, and loss scaling.
 """
 
 from __future__ import annotations
@@ -70,19 +70,7 @@ class Watch(Protocol):
 
 
 class Call:
-    """What the backend was called with, and what follows from it.
-
-    Attributes:
-        ambient: autocast state at graph entry per device type.
-        training: True if the graph will be differentiated.
-        is_scaled_by_user: False if some gradient is in fp16 by amp_fx's doing: under the user's own autocast the user
-            owns the scaling, too.
-        scaler: name of the scaler of the graph's backward, or None. A graph that takes its gradients itself has no
-            backward.
-        in_autocast: True if the user's own autocast is on somewhere: as Dynamo made it, with autocast off, the graph
-            would return other dtypes.
-        watch: observes the rewritten graph, or is None.
-    """
+    """What the backend was called with, and what follows from it; ``ambient``: autocast at entry per device type."""
 
     def __init__(
         self,
@@ -94,14 +82,17 @@ class Call:
     ) -> None:
         self.gm, self.example_inputs, self.ambient, self.opts = gm, example_inputs, ambient, opts
         self.watch = watch
-        # read off the real inputs: fake values do not say whether they require a gradient
+        # the graph will be differentiated; fake values do not say whether they require a gradient
         self.training = torch.is_grad_enabled() and any(
             value.requires_grad for value in example_inputs if isinstance(value, torch.Tensor)
         )
         regions = ambient.values()
+        # under the user's own autocast in fp16 the user owns the scaling, too
         self.is_scaled_by_user = not any(r.dtype is torch.float16 and not r.by_user for r in regions)
+        # what takes its gradients itself has no backward
         is_scaled = self.training and not self.is_scaled_by_user and not takes_own_gradients(gm)
         self.scaler = opts.scaler if is_scaled else None
+        # where the user's own autocast is on somewhere, the graph as Dynamo made it would return other dtypes
         self.in_autocast = any(r.by_user for r in regions) or any(map(is_autocast_call, gm.graph.nodes))
 
 
@@ -115,14 +106,7 @@ def is_raised(opts: Options, error: Exception) -> bool:
 def compile_rewritten(
     call: Call, rewritten: fx.GraphModule, plan: Plan, place: PlaceLevels | None
 ) -> Callable[..., Any]:
-    """Compiles what the passes have made of a graph.
-
-    Args:
-        call: what the backend was called with.
-        rewritten: the graph, perhaps with inputs for low copies of weights.
-        plan: says if anything was changed.
-        place: the pass that chooses what runs below 16 bits, or None.
-    """
+    """Compiles what the passes have made of a graph; ``place`` chooses what runs below 16 bits, if anything may."""
     if call.watch is not None:
         more = call.watch.add(call, rewritten, plan)
         observed = Call(rewritten, [*call.example_inputs, *more], call.ambient, call.opts)
@@ -130,7 +114,8 @@ def compile_rewritten(
     if _is_frozen(call, rewritten):
         return _frozen(call, rewritten)
     if copied_weights(rewritten):
-        return _copies(call, rewritten)
+        compiled = cached(rewritten, call.example_inputs, lambda gm, inputs: lower(gm, inputs, call.opts))
+        return _WithDerived(compiled, call.opts)
     if place is None and not plan.changed and not call.in_autocast:
         logger.debug("nothing to cast: the graph is compiled as Dynamo made it")
         return lower(call.gm, call.example_inputs, call.opts, call.scaler)
@@ -142,22 +127,14 @@ def _is_frozen(call: Call, rewritten: fx.GraphModule) -> bool:
     opts = call.opts
     if torch.is_grad_enabled():
         return False
+    # there is nothing to pack where weights are inputs in fp8: oneDNN has no fp8
+    has_narrow = any(is_narrow(node.meta["val"]) for node in rewritten.graph.find_nodes(op="placeholder"))
     # folding BatchNorm does not round where eager autocast rounds
-    packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not _has_narrow(rewritten)
+    packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not has_narrow
     # by default only what takes the place of a low copy, or of a weight that is stored low
     low = copied_weights(rewritten) or widenings(call.gm)
     asked = opts.weights == "cache" or (opts.weights == "auto" and bool(low))
     return opts.weights == "freeze" or (packs and asked)
-
-
-def _has_narrow(rewritten: fx.GraphModule) -> bool:
-    """True if weights in fp8 are inputs: there is nothing to pack, as oneDNN has no fp8."""
-    return any(is_narrow(node.meta["val"]) for node in rewritten.graph.find_nodes(op="placeholder"))
-
-
-def _copies(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    compiled = cached(rewritten, call.example_inputs, lambda graph, inputs: lower(graph, inputs, call.opts))
-    return _WithDerived(compiled, call.opts)
 
 
 def _frozen(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
@@ -177,12 +154,7 @@ def _frozen(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
 
 
 class _WithDerived:
-    """A graph with what is derived from its weights; if that fails, it is derived for each call.
-
-    Args:
-        graph: compiled.
-        opts: if they are strict, what fails is raised.
-    """
+    """A compiled graph with what is derived from its weights; if that fails, it is derived for each call."""
 
     def __init__(self, graph: WeightsGraph, opts: Options) -> None:
         self._graph, self._opts = graph, opts
@@ -216,8 +188,8 @@ def lower(
         gm: the graph.
         example_inputs: one per placeholder.
         opts: validated options.
-        scaler: name of the :class:`amp_fx.GradScaler` of the graph's backward, or None.
-        place: the pass that chooses what runs below 16 bits, or None. It says afterwards what it chose.
+        scaler: name of the scaler of the graph's backward.
+        place: chooses what runs below 16 bits, and says afterwards what it chose.
     """
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
     wide_results = mark_because(gm, Kind.WIDE_RESULT, RESULT_MARK)

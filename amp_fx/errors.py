@@ -1,19 +1,4 @@
-"""The errors amp_fx raises, as one small tree.
-
-Every message names the bad value, the valid ones, and what to do::
-
-    AmpFxError
-    |-- OptionsError (also ValueError)   the user passed an unknown key, a bad value or a contradiction
-    |-- PlanError (also ValueError)      a plan file is wrong, or fits another model
-    |-- InputError (also TypeError)      a model is given a batch that it does not take, an exported program a dtype
-    |-- ExportError                      an exported file cannot be written, or a runtime refuses it; names the node
-    |-- ScalerError (also ValueError)    no scaler of that name, or parameters that cannot be scaled
-    |-- TargetError (also ValueError)    no device of that name to compile for, or this machine lacks what it takes
-    |-- MissingLibraryError (also ModuleNotFoundError)  an integration's library is not installed
-    |-- WeightsError                     frozen weights have changed, and strict forbids to freeze them again
-    |-- CaptureError                     the Dynamo graph cannot be turned into pre-dispatch ATen
-    `-- PassError                        a pass failed; names it and the passes that ran before it
-        `-- VerifyError                  the rewritten graph breaks a dtype contract; names node and line
+"""The errors amp_fx raises, as one small tree. Every message names the bad value, the valid ones, and what to do.
 
 ``CaptureError`` and ``PassError`` reach the user only with ``options={"strict": True}``. Otherwise the graph
 is compiled in a plainer way, at last with torch.autocast's semantics, and one :class:`FallbackWarning` says why.
@@ -25,22 +10,10 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
-    "AmpFxError",
-    "CaptureError",
-    "ExportError",
-    "FallbackWarning",
-    "InputError",
-    "MissingLibraryError",
-    "OptionsError",
-    "PassError",
-    "PlanError",
-    "ScalerError",
-    "ScalingWarning",
-    "TargetError",
-    "VerifyError",
-    "WeightsError",
-    "did_you_mean",
-]
+    "AmpFxError", "CaptureError", "ExportError", "FallbackWarning", "InputError", "MissingLibraryError",
+    "OptionsError", "PassError", "PlanError", "ScalerError", "ScalingWarning", "TargetError",
+    "VerifyError", "WeightsError", "did_you_mean",
+]  # fmt: skip
 
 
 class AmpFxError(Exception):
@@ -48,7 +21,7 @@ class AmpFxError(Exception):
 
 
 class OptionsError(AmpFxError, ValueError):
-    """The options of ``torch.compile(..., backend="amp_fx")`` are wrong. The user should change them."""
+    """An option has an unknown name or a bad value, or contradicts another one."""
 
 
 class PlanError(AmpFxError, ValueError):
@@ -60,11 +33,11 @@ class InputError(AmpFxError, TypeError):
 
 
 class ExportError(AmpFxError):
-    """A file of an exported program cannot be written, or a runtime refuses it, or it computes something else."""
+    """An exported file cannot be written, or a runtime refuses it, or it computes something else; names the node."""
 
 
 class ScalerError(AmpFxError, ValueError):
-    """A graph finds no :class:`amp_fx.GradScaler` of its name, or a scaler cannot do what it is asked to do."""
+    """A graph finds no :class:`amp_fx.GradScaler` of its name, or a scaler cannot do what it is asked."""
 
 
 class TargetError(AmpFxError, ValueError):
@@ -76,15 +49,15 @@ class MissingLibraryError(AmpFxError, ModuleNotFoundError):
 
 
 class WeightsError(AmpFxError):
-    """Weights that a compiled graph holds as constants have changed."""
+    """Weights that a graph holds as constants have changed, or a gradient of weights stored low is asked for."""
 
 
 class CaptureError(AmpFxError):
-    """A Dynamo graph could not be captured as pre-dispatch ATen."""
+    """A Dynamo graph cannot be captured as pre-dispatch ATen."""
 
 
 class PassError(AmpFxError):
-    """A pass failed on a graph. A bug report for amp_fx unless the cause says otherwise."""
+    """A pass failed; names it and the passes before it. A bug of amp_fx unless the cause says otherwise."""
 
 
 class VerifyError(PassError):

@@ -11,12 +11,13 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import partial
 
 from amp_fx._torch import AFTER_STEP, EXIT, is_looked_up
 from amp_fx.errors import ScalingWarning
 from amp_fx.state import register
 
-__all__ = ["expect_graph", "first_time", "graph_arrived", "only_looking", "warn_unscaled"]
+__all__ = ["expect_graph", "graph_arrived", "only_looking", "warn_unscaled"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,25 +38,19 @@ def only_looking() -> Iterator[None]:
         _is_looking.reset(token)
 
 
-def first_time(what: str) -> bool:
-    """True once in a process for each text, and never inside :func:`only_looking`."""
-    if _is_looking.get() or what in _told:
-        return False
-    _told.add(what)
-    return True
-
-
 def warn_unscaled(cause: str) -> None:
     """Warns, once for each cause, that a graph trains in float16 and amp_fx does not scale its gradients."""
-    if first_time(cause):
-        warnings.warn(
-            f"amp_fx trains a graph in float16 without loss scaling, since {cause}: gradients below 6e-8 become zero. "
-            "Use options={'dtype': 'float16', 'scaler': 'default'} with scaler = amp_fx.GradScaler(device), or dtype "
-            "'bfloat16', which needs no scaling. Where torch.amp.GradScaler scales the loss, ignore this: "
-            "warnings.simplefilter('ignore', amp_fx.ScalingWarning).",
-            ScalingWarning,
-            stacklevel=2,
-        )
+    if _is_looking.get() or cause in _told:
+        return
+    _told.add(cause)
+    warnings.warn(
+        f"amp_fx trains a graph in float16 without loss scaling, since {cause}: gradients below 6e-8 become zero. "
+        "Use options={'dtype': 'float16', 'scaler': 'default'} with scaler = amp_fx.GradScaler(device), or dtype "
+        "'bfloat16', which needs no scaling. Where torch.amp.GradScaler scales the loss, ignore this: "
+        "warnings.simplefilter('ignore', amp_fx.ScalingWarning).",
+        ScalingWarning,
+        stacklevel=2,
+    )
 
 
 def expect_graph() -> None:
@@ -76,15 +71,8 @@ def graph_arrived() -> None:
         EXIT.leave(_ending)
 
 
-def _stepped(*_: object) -> None:
-    _warn_of_none("an optimizer has stepped")
-
-
-def _ending() -> None:
-    _warn_of_none("the process ends")
-
-
-def _warn_of_none(event: str) -> None:
+def _warn_of_none(event: str, *_: object) -> None:
+    # torch.compile may have been given other backends only
     if is_looked_up("amp_fx"):
         graph_arrived()
         logger.warning(
@@ -94,3 +82,7 @@ def _warn_of_none(event: str) -> None:
             "forward of your own. amp_fx.explain(model, *args) names the reason.",
             event,
         )
+
+
+_stepped = partial(_warn_of_none, "an optimizer has stepped")
+_ending = partial(_warn_of_none, "the process ends")

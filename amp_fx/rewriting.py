@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -57,19 +56,17 @@ def rewrite(
         gm: Dynamo's graph; not changed.
         ambient: autocast state at graph entry per device type.
         opts: validated options.
-        training: True if the graph will be differentiated; costs count the backward too.
-        placement: with sensitivity in the options: where each call is; None: the policy's budget decides.
+        training: the graph will be differentiated; costs count the backward too.
+        placement: where each call is, with sensitivity in the options; None: the policy's budget decides.
 
     Raises:
         CaptureError, PassError: the graph cannot be rewritten.
         PlanError: none of the plans, or no sensitivity, in the options is about this graph.
     """
-    start = time.thread_time()
     log_artifact("amp_fx_dynamo", lambda: gm.print_readable(print_output=False))
     with saved_tensors_shield():
         captured = capture(gm, ambient)
         log_artifact("amp_fx_captured", lambda: captured.print_readable(print_output=False))
-        traced = time.thread_time()
         device = graph_device(gm, ambient)
         given = Given(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
         folded = weight_inputs(captured) if given.caches_weights else frozenset[str]()
@@ -77,27 +74,18 @@ def rewrite(
             folded |= _taken_out(widenings(captured))
         profile = resolve(opts.profile, device)
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
-        given, said = _evaluated(given, opts, context, device, ambient[device].dtype)
         if opts.plan is not None:
             plan = replay(captured, opts, device, given, context)
-        elif opts.sensitivity is not None:
-            plan = _place_by_sensitivity(
-                captured, opts.sensitivity, placement, _marking(given, context), context
-            )
         else:
-            plan = run_passes(captured, captured_passes(_marking(given, context)), context)
+            given, means = _levels_given(given, opts, context, device, ambient[device].dtype)
+            if opts.sensitivity is None:
+                plan = run_passes(captured, captured_passes(given), context)
+            else:
+                plan = _place_by_sensitivity(captured, opts.sensitivity, placement, given, context)
+            plan.meaning = means
     plan.training, plan.profile = training, "" if profile is None else profile.name
-    plan.meaning = plan.meaning or said
     log_artifact("amp_fx_plan", plan.to_json)
-    done = time.thread_time()
-    logger.debug(
-        "rewrote %d nodes in %.0f ms (capture %.0f ms, passes %.0f ms), %d casts",
-        len(gm.graph.nodes),
-        1e3 * (done - start),
-        1e3 * (traced - start),
-        1e3 * (done - traced),
-        len(plan.casts),
-    )
+    logger.debug("rewrote %d nodes, %d casts", len(gm.graph.nodes), len(plan.casts))
     return captured, plan
 
 
@@ -108,13 +96,18 @@ def _taken_out(casts: Sequence[fx.Node]) -> frozenset[str]:
     return frozenset(cast.name for cast in casts)
 
 
-def _evaluated(
+def _levels_given(
     given: Given, opts: Options, context: PassContext, device: str, low: torch.dtype
 ) -> tuple[Given, str]:
-    """Without gradients, the pass that chooses what runs below 16 bits is given; and what the policy means here."""
-    if context.training or opts.plan is not None or not levels_of(opts.policy.base):
-        return given, ""
+    """With the pass of a policy below 16 bits; and what that means here.
+
+    Without gradients the pass chooses what runs below. In training it marks what may: the joint graph decides.
+    """
     base, keeps = opts.policy.base, given.caches_weights
+    if not levels_of(base, training=context.training):
+        return given, ""
+    if context.training:
+        return replace(given, mark=MarkMatmuls(planned=False)), ""
     levels, means = policy_levels(opts, context.profile, device, low, training=False, keeps_weights=keeps)
     if levels is not None and opts.sensitivity is not None:
         return given, f"as autocast: a policy with sensitivity places no matmuls in {base}, a plan does"
@@ -131,31 +124,26 @@ def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], 
     plan.autocast_dtypes = theirs.module_dtypes
 
 
-def _marking(given: Given, context: PassContext, chosen: Plan | None = None) -> Given:
-    """In training, the pass that says which matmuls may run below 16 bits, or do in a plan, is given."""
-    planned = chosen is not None and chosen.training and chosen.decides_levels
-    if not context.training or not (planned or levels_of(context.policy.base, training=True)):
-        return given
-    return replace(given, mark=MarkMatmuls(planned))
-
-
 def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, context: PassContext) -> Plan:
-    """Runs the passes with the decisions of whichever of the plans in the options was made for this graph.
+    """Runs the passes with the decisions of that plan in the options that was made for this graph.
 
     Raises:
         PlanError: none of the plans is about this graph, or it has a level that this device has not.
     """
     outline = _outline(captured, context)
     chosen = choose_plan(opts.plan or (), outline)
-    rows = {row.name: saved for saved, row in counterparts(chosen, outline)}
     # a step and a call without gradients multiply in levels of their own
     follows = chosen.training is context.training
-    rows = {name: replace(row, levels=dict(row.levels) if follows else {}) for name, row in rows.items()}
-    stores = given.fold is not None
-    given = replace(_marking(given, context, chosen), place=Replay(rows, stores))
+    rows = {
+        row.name: replace(saved, levels=dict(saved.levels) if follows else {})
+        for saved, row in counterparts(chosen, outline)
+    }
+    mark = levels = None
     if not context.training:
-        below = planned_levels(opts, device, rows, training=False, keeps_weights=given.caches_weights)
-        given = replace(given, levels=below)
+        levels = planned_levels(opts, device, rows, training=False, keeps_weights=given.caches_weights)
+    elif (planned := follows and chosen.decides_levels) or levels_of(context.policy.base, training=True):
+        mark = MarkMatmuls(planned)
+    given = replace(given, place=Replay(rows, given.fold is not None), levels=levels, mark=mark)
     plan = run_passes(captured, captured_passes(given), context)
     plan.policy, plan.unused_rules, plan.meaning = chosen.policy, chosen.unused_rules, chosen.meaning
     return plan

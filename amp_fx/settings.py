@@ -45,12 +45,6 @@ WEIGHTS = ("auto", "cast", "cache", "freeze")
 #: policy below 16 bits, which has an option of its name -> values of that, and what a scale stands for in each
 LEVEL_OPTIONS = {base: {AUTO: "as suits the device", **choices_of(base)} for base in BASES if levels_of(base)}
 
-#: options that are gone -> what takes their place
-_REMOVED = {
-    "accumulation": "autograd adds the gradients of micro-batches, on every device; drop the option. Where that is "
-    "slow on a CPU, it is the allocator: docs/profiling.md has the remedy.",
-}
-
 
 class OptionNames(TypedDict, total=False):
     """The options of amp_fx; docs/options.md says more about each.
@@ -123,7 +117,7 @@ class Options:
             options: of :class:`OptionNames`, and of Inductor by their own names.
 
         Raises:
-            OptionsError: unknown key, one that was removed, bad value, or a contradiction.
+            OptionsError: unknown key, bad value, or a contradiction.
             PlanError: the plan or sensitivity file cannot be read, or holds no plan or sensitivity.
         """
         given = options or {}
@@ -137,9 +131,7 @@ class Options:
             dtype=dtype,
             policy=policy,
             numerics=numerics,
-            profile=_of_kind(
-                "profile", str, "'auto', 'off' or the path of a file", values.get("profile", "auto")
-            ),
+            profile=_of_kind("profile", str, "'auto', 'off' or a file's path", values.get("profile", "auto")),
             plan=_parse_plan(values.get("plan")),
             scaler=_parse_scaler(values.get("scaler"), dtype),
             weights=_one_of("weights", WEIGHTS, values.get("weights", "auto")),
@@ -174,13 +166,12 @@ def options(**given: Unpack[OptionNames]) -> dict[str, Any]:
         OptionsError: an unknown name, a bad value or a contradiction.
         PlanError: the file of a plan cannot be read.
     """
-    own: dict[str, Any] = {name: value for name, value in given.items() if name != "inductor"}
-    inductor = _of_kind("inductor", Mapping, "a mapping of options of Inductor", given.get("inductor", {}))
-    if twice := OptionNames.__annotations__.keys() & inductor.keys():
+    inductor = _of_kind("inductor", Mapping, "a mapping of options of Inductor", given.pop("inductor", {}))
+    if ours := OptionNames.__annotations__.keys() & inductor.keys():
         raise OptionsError(
-            f"{min(twice)!r} is an option of amp_fx; take it out of inductor={dict(inductor)!r}."
+            f"{min(ours)!r} is an option of amp_fx; take it out of inductor={dict(inductor)!r}."
         )
-    found = {**own, **inductor}
+    found = {**given, **inductor}
     Options.parse(None, found)
     return found
 
@@ -340,8 +331,6 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 def _inductor_name(key: str) -> str:
     name = str(key).replace("-", "_")
-    if name in _REMOVED:
-        raise OptionsError(f"Option {key!r} was removed: {_REMOVED[name]}")
     valid = inductor_option_names()
     if name not in valid:
         # our own names first: a typo is likelier in them than in the 600 of Inductor

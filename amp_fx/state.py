@@ -18,21 +18,12 @@ _resets: dict[str, Callable[[], object]] = {}
 
 
 def register(name: str, forget: Callable[[], object]) -> None:
-    """Adds something that is kept.
-
-    Args:
-        name: what it is, in a few words.
-        forget: makes it what it was when amp_fx was imported.
-    """
+    """Adds something that is kept, and what makes it what it was when amp_fx was imported."""
     _resets[name] = forget
 
 
 def cache_results(maxsize: int | None = None) -> Callable[[Function], Function]:
-    """As ``functools.lru_cache``: what a function has returned is kept until :func:`reset`.
-
-    Args:
-        maxsize: how many results are kept; None: all.
-    """
+    """As ``functools.lru_cache``: what a function has returned is kept until :func:`reset`."""
 
     def decorate(function: Function) -> Function:
         wrapped: Any = functools.lru_cache(maxsize=maxsize)(function)

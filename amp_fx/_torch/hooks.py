@@ -39,15 +39,9 @@ Undo = Callable[[], object]
 
 
 class Hook:
-    """One place where torch calls us, and whom that calls.
+    """One place where torch calls us, and whom that calls; ``add`` makes torch call a function and returns its undo."""
 
-    Args:
-        name: for those who look at the list.
-        add: makes torch call a function, and returns what undoes that.
-    """
-
-    def __init__(self, name: str, add: Callable[[Any], Undo]) -> None:
-        self.name = name
+    def __init__(self, add: Callable[[Any], Undo]) -> None:
         self._add = add
         self._call = torch.compiler.disable(self._call_listeners)
         self._undo: Undo | None = None
@@ -126,19 +120,14 @@ def _leave_untraced(_: Any) -> Undo:
 
 
 #: with ``torch._dynamo.callback.CallbackArgs``, in the mode of the program's call
-COMPILE_STARTS = Hook("Dynamo begins to compile", _when_compiling_starts)
+COMPILE_STARTS = Hook(_when_compiling_starts)
 
 #: with the optimizer, and the arguments of its step
-BEFORE_STEP = Hook(
-    "an optimizer steps", lambda call: _optimizer.register_optimizer_step_pre_hook(call).remove
-)
-AFTER_STEP = Hook(
-    "an optimizer has stepped", lambda call: _optimizer.register_optimizer_step_post_hook(call).remove
-)
+BEFORE_STEP = Hook(lambda call: _optimizer.register_optimizer_step_pre_hook(call).remove)
+AFTER_STEP = Hook(lambda call: _optimizer.register_optimizer_step_post_hook(call).remove)
 
-EXIT = Hook("the process ends", _at_exit)
-
-UNTRACED = Hook("Dynamo does not trace what programs call of amp_fx", _leave_untraced)
+EXIT = Hook(_at_exit)
+UNTRACED = Hook(_leave_untraced)
 
 HOOKS = (COMPILE_STARTS, BEFORE_STEP, AFTER_STEP, EXIT, UNTRACED)
 

@@ -377,5 +377,6 @@ def _refuse(scaler: GradScaler, stepping: str) -> NoReturn:
         f"The gradients of an optimizer are scaled inside the compiled backward by amp_fx.GradScaler {name!r}, and "
         f"{stepping} steps it: the loss is scaled twice, or steps with inf or nan are not skipped and the scale never "
         f"adapts. Each graph has one scaler, the last one that was made with its name: scale, step and update with "
-        f"that one, or take another name in the options of the model, or leave 'scaler' out of them."
+        f"that one, or take another name in the options of the model, or leave 'scaler' out of them. A loop that "
+        f"steps by itself calls scaler.unscale_(optimizer) first."
     )

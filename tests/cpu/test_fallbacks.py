@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, SkipFrame
 
+import amp_fx
 import amp_fx.backend
 import amp_fx.compiling
 from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, record
 from amp_fx.graphs.fallback import is_for_the_caller
 from amp_fx.passes import LayOutGradients, PlaceLevels
 from amp_fx.scaling.scaled_graph import ScaledGraph
+from amp_fx.settings import Options
 from amp_fx.weights.derived import WeightCache
 from amp_fx.weights.folding import FoldingRecord
 from graphs import without_inductor
@@ -29,6 +31,10 @@ from levels import options as level_options
 
 class OnPurposeError(KeyError):
     """What a stage fails with: no error of the house."""
+
+
+#: as a warning has it, with where it was raised
+ON_PURPOSE = r"OnPurposeError: 'on purpose' \[cpu/test_fallbacks\.py:\d+\]"
 
 
 def fails(*_: Any, **__: Any) -> Any:
@@ -57,7 +63,7 @@ def is_low(got: Tensor, model: nn.Module, x: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def one_warning(how: str, reason: str = "OnPurposeError.*on purpose") -> Iterator[None]:
+def one_warning(how: str, reason: str = ON_PURPOSE) -> Iterator[None]:
     with pytest.warns(FallbackWarning, match=f"{how}.*{reason}.*strict") as caught:
         yield
     assert sum(warning.category is FallbackWarning for warning in caught) == 1
@@ -173,6 +179,39 @@ def test_where_all_of_ours_fails_inductor_compiles_it_alone(monkeypatch: pytest.
     torch._dynamo.reset()
     with without_inductor(), one_warning("as it is, by Inductor alone"):
         assert compiled(lambda x: x + 1)(torch.arange(3)).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "training", "ways"),
+    [
+        ({}, True, 1),
+        ({"policy": "fast", "inductor": {"max_autotune": True}}, True, 1),
+        ({"weights": "freeze"}, True, 1),
+        ({"weights": "freeze"}, False, 2),
+        ({"policy": "fp8"}, True, 2),
+        ({"policy": "int8", "weights": "cast", "int8": "int8_unpacked"}, False, 2),
+        ({"dtype": "float16", "scaler": "default"}, True, 2),
+    ],
+    ids=str,
+)
+def test_a_plainer_way_is_tried_only_where_options_ask_for_more(
+    options: dict[str, Any], training: bool, ways: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Options] = []
+
+    def refuses(_gm: object, _ambient: object, opts: Options, **_: object) -> None:
+        tried.append(opts)
+        fails()
+
+    monkeypatch.setattr(amp_fx.backend, "rewrite", refuses)
+    given = amp_fx.options(**options)
+    with torch.set_grad_enabled(training), without_inductor(), one_warning("autocast's semantics"):
+        compiled(net(), **given)(torch.randn(8, 64))
+    assert len(tried) == ways
+    plain = tried[-1]
+    assert (plain.weights, plain.level, plain.scaler) == ("cast", "auto", None)
+    assert str(plain.policy) == ("fast" if options.get("policy") == "fast" else "autocast")
+    assert (plain.dtype, plain.inductor) == (tried[0].dtype, tried[0].inductor)
 
 
 def test_what_inductor_cannot_compile_either_is_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,10 +78,25 @@ def test_what_torch_calls_is_not_compiled_by_dynamo() -> None:
 
 
 def test_all_can_be_taken_out_and_come_again() -> None:
+    from torch._dynamo import trace_rules
+    from torch._dynamo.callback import callback_handler
+
+    skipped, calls = list(trace_rules.SKIP_DIRS), list[str]()
     for _ in range(2):
         amp_fx.backend.listen()
         assert all(hook.is_installed for hook in hooks.HOOKS)
+        ours = {Path(each).name for each in trace_rules.SKIP_DIRS[len(skipped) :]}
+        assert {"scaling", "notices.py"} <= ours
+        # what models are made of, and what is around them, is traced
+        assert ours.isdisjoint({"widened.py", "integrations"})
+        for hook in hooks.HOOKS:
+            hook.listen(lambda *_: calls.append("told"))
         hooks.remove_all()
         assert not any(hook.is_installed for hook in hooks.HOOKS)
         assert not optimizers._global_optimizer_pre_hooks
         assert not optimizers._global_optimizer_post_hooks
+        assert skipped == trace_rules.SKIP_DIRS
+        assert callback_handler.start_callbacks == []
+    for hook in hooks.HOOKS:
+        hook._call_listeners()
+    assert calls == [], "who listened is forgotten"

@@ -122,7 +122,6 @@ def test_options_win_over_the_mode() -> None:
         ({"max_autotun": True}, r"'max_autotun' .*'max_autotune'"),
         ({"zzzzzz": 1}, r"'zzzzzz'.*dtype, fp8, int8, numerics, .*strict, .*torch\._inductor\.config"),
         ({"inductor": {}}, r"'inductor'"),
-        ({"accumulation": "autograd"}, r"'accumulation' .*docs/profiling\.md"),
         ({"numerics": "eagre"}, r"'eagre'.*'compiled', 'eager'.*'eager'"),
         ({"numerics": True}, r"numerics True"),
         ({"strict": "yes"}, r"strict .*True.*False.*'yes'"),

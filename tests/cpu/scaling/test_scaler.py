@@ -307,6 +307,34 @@ def test_a_gradient_that_was_repaired_by_hand_is_good() -> None:
     assert scaler.step_taken(optimizer)
 
 
+@pytest.mark.usefixtures("op_by_op")
+def test_gradients_that_are_dropped_without_an_update_are_forgotten() -> None:
+    model, scaler = UpDown(), new_scaler()
+    own, optimizer = compiled(model), sgd(model)
+    scaler.scale(loss_of(own, batch(bad=True))).backward()
+    optimizer.zero_grad()
+    assert scaler.first_nonfinite() == []
+    scaler.scale(loss_of(own, batch())).backward()
+    scaler.step(optimizer)
+    assert scaler.step_taken(optimizer)
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_models_that_share_a_graph_which_has_their_loss_are_told_apart() -> None:
+    scaler, models = new_scaler(), [UpDown(), UpDown()]
+    optimizers, loss = [sgd(model) for model in models], compiled(loss_of)
+    counters.clear()
+    for model, bad in zip(models, (False, True), strict=True):
+        scaler.scale(loss(model, batch(bad))).backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    for optimizer in optimizers:
+        with pytest.raises(ScalerError, match="'default'"):
+            optimizer.step()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert [scaler.step_taken(optimizer) for optimizer in optimizers] == [True, False]
+
+
 def test_parameters_shared_with_eager_code_are_judged_by_both_uses() -> None:
     model, x, scaler = UpDown(), batch(), new_scaler()
     own, optimizer = compiled(model), sgd(model)
