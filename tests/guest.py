@@ -244,9 +244,4 @@ if __name__ == "__main__":
     said["hooked"] = hooked()
     programs = PROGRAMS if backend == "aot_eager" else (backward_inside,)
     said.update({program.__name__: run(program, backend) for program in programs})
-    if first == "used":
-        from amp_fx._torch import remove_all
-
-        remove_all()
-        said["removed"] = hooked()
     print(json.dumps(said))

@@ -1,7 +1,7 @@
 """What amp_fx hooks into torch: all of it, in one list.
 
 Importing amp_fx hooks in nothing. :func:`install_all` is called when ``torch.compile`` is first given the backend's
-name; :func:`remove_all` takes everything out again.
+name.
 
 =============== =====================================================================================================
 hook            what for
@@ -31,37 +31,23 @@ from typing import Any
 import torch
 import torch.optim.optimizer as _optimizer
 
-__all__ = [
-    "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "HOOKS", "UNTRACED", "install_all", "remove_all",
-]  # fmt: skip
-
-Undo = Callable[[], object]
+__all__ = ["AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "HOOKS", "UNTRACED", "install_all"]
 
 
 class Hook:
-    """One place where torch calls us, and whom that calls; ``add`` makes torch call a function and returns its undo."""
+    """One place where torch calls us, and whom that calls; ``add`` makes torch call a function."""
 
-    def __init__(self, add: Callable[[Any], Undo]) -> None:
+    def __init__(self, add: Callable[[Any], object]) -> None:
         self._add = add
         self._call = torch.compiler.disable(self._call_listeners)
-        self._undo: Undo | None = None
+        self._is_installed = False
         self._listeners: tuple[Callable[..., object], ...] = ()
-
-    @property
-    def is_installed(self) -> bool:
-        """True while torch has it."""
-        return self._undo is not None
 
     def install(self) -> None:
         """Puts it there; may be called again."""
-        if self._undo is None:
-            self._undo = self._add(self._call)
-
-    def remove(self) -> None:
-        """Takes it out, and forgets who listens; may be called again."""
-        undo, self._undo, self._listeners = self._undo, None, ()
-        if undo is not None:
-            undo()
+        if not self._is_installed:
+            self._is_installed = True
+            self._add(self._call)
 
     def listen(self, listener: Callable[..., object]) -> None:
         """From now on ``listener`` is called, with whatever torch passes; may be called again."""
@@ -85,24 +71,13 @@ class _Callbacks(list[Any]):
         del self[1:]
 
 
-def _when_compiling_starts(call: Any) -> Undo:
+def _when_compiling_starts(call: Any) -> None:
     from torch._dynamo.callback import callback_handler
 
     callback_handler.start_callbacks = _Callbacks([call, *callback_handler.start_callbacks])
 
-    def undo() -> None:
-        others = [other for other in callback_handler.start_callbacks if other is not call]
-        callback_handler.start_callbacks = others
 
-    return undo
-
-
-def _at_exit(call: Any) -> Undo:
-    atexit.register(call)
-    return lambda: atexit.unregister(call)
-
-
-def _leave_untraced(_: Any) -> Undo:
+def _leave_untraced(_: Any) -> None:
     """Dynamo leaves our code alone, as it does torch's own scaler; but for what is around or in modules to compile."""
     from torch._dynamo import trace_rules
 
@@ -111,22 +86,15 @@ def _leave_untraced(_: Any) -> Undo:
     trace_rules.SKIP_DIRS.extend(ours)
     trace_rules._recompile_re()
 
-    def undo() -> None:
-        for folder in ours:
-            trace_rules.SKIP_DIRS.remove(folder)
-        trace_rules._recompile_re()
-
-    return undo
-
 
 #: with ``torch._dynamo.callback.CallbackArgs``, in the mode of the program's call
 COMPILE_STARTS = Hook(_when_compiling_starts)
 
 #: with the optimizer, and the arguments of its step
-BEFORE_STEP = Hook(lambda call: _optimizer.register_optimizer_step_pre_hook(call).remove)
-AFTER_STEP = Hook(lambda call: _optimizer.register_optimizer_step_post_hook(call).remove)
+BEFORE_STEP = Hook(_optimizer.register_optimizer_step_pre_hook)
+AFTER_STEP = Hook(_optimizer.register_optimizer_step_post_hook)
 
-EXIT = Hook(_at_exit)
+EXIT = Hook(atexit.register)
 UNTRACED = Hook(_leave_untraced)
 
 HOOKS = (COMPILE_STARTS, BEFORE_STEP, AFTER_STEP, EXIT, UNTRACED)
@@ -136,9 +104,3 @@ def install_all() -> None:
     """Puts everything of amp_fx into torch; may be called again."""
     for hook in HOOKS:
         hook.install()
-
-
-def remove_all() -> None:
-    """Takes everything of amp_fx out of torch. What was compiled stays; what compiles later may hook in again."""
-    for hook in HOOKS:
-        hook.remove()

@@ -15,6 +15,7 @@ import amp_fx
 from amp_fx._torch import BEFORE_STEP
 from amp_fx.errors import ScalerError, ScalingWarning
 from scaled import (
+    OPTIONS,
     batch,
     compiled,
     fp32_gradients,
@@ -164,6 +165,8 @@ def test_fp16_without_a_scaler_warns_once_and_names_the_fix() -> None:
     class Other(UpDown):
         pass
 
+    # in a report nothing is trained
+    assert told(lambda: amp_fx.explain(UpDown(), batch(), options={**OPTIONS, "scaler": None})) == []
     (text,) = told(backward(UpDown()))
     assert "'scaler': 'default'" in text
     assert "scaler = amp_fx.GradScaler" in text
