@@ -204,32 +204,23 @@ def integrations() -> dict[str, Any]:
     return given
 
 
-def targets() -> dict[str, Any]:
+def llama(**more: Any) -> dict[str, Any]:
+    """A small Llama's config, and its class."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {
-        "use_cache": False,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "vocab_size": 64,
-    }
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-    return {**common(), "config": config, "LlamaForCausalLM": LlamaForCausalLM}
+    more |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    config = LlamaConfig(**more, num_attention_heads=2, num_key_value_heads=2)
+    return {"config": config, "LlamaForCausalLM": LlamaForCausalLM}
+
+
+def targets() -> dict[str, Any]:
+    return common() | llama(use_cache=False)
 
 
 def generation() -> dict[str, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "vocab_size": 64,
-    }
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    small = llama()
     return {
-        "model": LlamaForCausalLM(config).eval(),
+        "model": small["LlamaForCausalLM"](small["config"]).eval(),
         "inputs": {"input_ids": torch.ones(1, 4, dtype=torch.int64), "max_new_tokens": 3},
     }
 

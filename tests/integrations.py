@@ -22,18 +22,7 @@ from torch.utils.data import DataLoader
 
 import amp_fx
 
-__all__ = [
-    "CLAIMS",
-    "DOCUMENT",
-    "FOLDER",
-    "INF",
-    "batches",
-    "low",
-    "moved",
-    "table",
-    "weights",
-    "with_table",
-]
+__all__ = ["CLAIMS", "DOCUMENT", "FOLDER", "INF", "batches", "low", "moved", "table", "weights", "with_table"]
 
 INF = float("inf")
 
@@ -53,8 +42,9 @@ def moved(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
 
 
 def low(recording: amp_fx.Recording) -> set[torch.dtype | None]:
-    """Dtypes below fp32 in what was compiled."""
-    return {node.dtype for plan in recording.plans for node in plan.nodes} - {torch.float32}
+    """Dtypes below fp32 in what was compiled, without falling back."""
+    assert not any(plan.fallback for plan in recording.plans)
+    return {node.dtype for plan in recording.plans for node in plan.nodes} - {torch.float32, None}
 
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "integrations.md"
@@ -140,11 +130,7 @@ class _Outcomes:
 
 
 def table(skipped: Mapping[str, bool]) -> list[str]:
-    """The lines of the table.
-
-    Args:
-        skipped: by file and function, whether the test was skipped.
-    """
+    """The lines of the table; ``skipped`` says of each file and function whether its test was."""
     lines = ["| library | version | what works | shown by |", "|---|---|---|---|"]
     for library, claims in CLAIMS.items():
         what = "; ".join(claim + " (not tested here)" * skipped[test] for claim, test in claims.items())

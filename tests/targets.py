@@ -37,21 +37,14 @@ from benchmarks.workloads import make
 from zoo import Case
 
 __all__ = [
-    "MADE",
-    "Facts",
-    "arm",
-    "compiled",
-    "compiled_at_equal_results",
-    "count",
-    "counted",
-    "needs_a_target",
-    "one_process",
-    "process",
-    "threads",
-    "trace_case",
-]
+    "MADE", "OFF", "Facts", "arm", "compiled", "compiled_at_equal_results", "count", "counted", "needs_a_target",
+    "one_process", "process", "threads", "trace_case", "traced",
+]  # fmt: skip
 
 aten = torch.ops.aten
+
+#: casts as the op lists say, whatever they cost
+OFF = {"profile": "off", "strict": True}
 
 #: Triton is there wherever there is one for the platform; g++ compiles for Inductor on a CPU as well
 needs_a_target = pytest.mark.skipif(
@@ -109,6 +102,14 @@ def one_process() -> Iterator[None]:
         mock.patch("amp_fx.reports.explaining.TargetProcess", _Shared),
     ):
         yield
+
+
+def traced(program: Callable[..., Any], *args: Tensor, **settings: Any) -> list[TracedGraph]:
+    """The graphs of a call as Dynamo makes them on the CPU; ``settings`` are those of ``torch.compile``."""
+    torch._dynamo.reset()
+    tracer = Tracer()
+    torch.compile(program, backend=tracer, **settings)(*args)
+    return tracer.graphs
 
 
 def trace_case(case: Case, mode: str, **settings: Any) -> list[TracedGraph]:

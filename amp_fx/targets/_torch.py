@@ -46,10 +46,6 @@ def enter(name: str) -> None:
     """Makes this process one that compiles for a target, ``"cuda:h100"``. There is no way back, and no second target.
 
     Call it first: autograd counts devices when it first runs backward, and torch keeps what it was told in many caches.
-
-    Raises:
-        TargetError: unknown target, or Triton is not installed, or there is no C++ compiler, or the process has another
-            target.
     """
     global _target
     target = find_target(name)
@@ -63,11 +59,7 @@ def enter(name: str) -> None:
 
 @contextlib.contextmanager
 def pretended() -> Iterator[None]:
-    """Inside, AOTAutograd, Inductor and Triton compile for the target of this process; outside, Python has none.
-
-    Raises:
-        TargetError: the process has no target.
-    """
+    """Inside, AOTAutograd, Inductor and Triton compile for the target of this process; outside, Python has none."""
     if _target is None:
         raise TargetError("this process has no target: enter(target) comes first.")
     from triton.runtime.driver import driver
@@ -84,12 +76,7 @@ def pretended() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compile_contexts(mode: FakeTensorMode, name: str) -> Iterator[None]:
-    """What Dynamo sets up around a backend.
-
-    Args:
-        mode: of the graph's fake values.
-        name: Dynamo's id of the graph, ``"0/0"``.
-    """
+    """What Dynamo sets up around a backend, for fake values of ``mode`` and a graph's id such as ``"0/0"``."""
     # newer versions ask the mode, older ones its attribute
     if not mode.avoid_device_init:
         mode.avoid_device_init = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -98,11 +85,7 @@ def compile_contexts(mode: FakeTensorMode, name: str) -> Iterator[None]:
 
 
 def graph_to_bytes(gm: fx.GraphModule) -> bytes:
-    """A graph with fake values, to be read in another process.
-
-    Raises:
-        TargetError: it holds something of this process.
-    """
+    """A graph with fake values, to be read in another process."""
     try:
         return GraphPickler.dumps(gm, PickleOptions(ops_filter=None, node_metadata_key_filter=None))
     except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError, AssertionError) as error:
@@ -110,28 +93,16 @@ def graph_to_bytes(gm: fx.GraphModule) -> bytes:
 
 
 def graph_from_bytes(data: bytes) -> fx.GraphModule:
-    """What :func:`graph_to_bytes` wrote, with a fake mode of its own.
-
-    Raises:
-        TargetError: it holds something that Dynamo makes while it traces, as for a NumPy function.
-    """
+    """What :func:`graph_to_bytes` wrote, with a fake mode of its own."""
     try:
         return GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))  # type: ignore[return-value]  # typed as object
     except (pickle.UnpicklingError, AttributeError, ImportError) as error:
+        # as for a NumPy function, for which Dynamo makes something while it traces
         raise TargetError(f"a graph cannot be read in the process that compiles it: {error}") from error
 
 
-class _Device:
+class _Device(contextlib.nullcontext[Any]):
     """``torch.cuda.device`` where there is one device."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def _properties(target: Target) -> SimpleNamespace:
@@ -195,9 +166,7 @@ def _cuda_patches(target: Target) -> Iterator[contextlib.AbstractContextManager[
     }
     interface = {
         **both,
-        "exchange_device": zero,
-        "get_raw_stream": zero,
-        "maybe_exchange_device": zero,
+        **dict.fromkeys(("exchange_device", "get_raw_stream", "maybe_exchange_device"), zero),
     }
     for name, value in {**both, **only_cuda}.items():
         yield mock.patch.object(torch.cuda, name, value, create=not hasattr(torch.cuda, name))
@@ -278,7 +247,6 @@ def _driver(target: Target) -> Any:
         "multiprocessor_count": target.gpu.sms,
         "warpSize": 32,
     }
-
     major, minor = target.gpu.capability
 
     class Driver(DriverBase):

@@ -26,14 +26,7 @@ _CUDA = torch.device("cuda", 0)
 
 @contextlib.contextmanager
 def on_target(traced: TracedGraph) -> Iterator[tuple[fx.GraphModule, list[Any], FakeTensorMode]]:
-    """A graph and its inputs as Dynamo would have made them on this process's target; inside, that is there.
-
-    Args:
-        traced: on the CPU.
-
-    Raises:
-        TargetError: the process has no target: ``_torch.enter`` comes first.
-    """
+    """A graph and its inputs as Dynamo would have made them on this process's target; inside, that is there."""
     gm = move(traced.gm, _CUDA)
     inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
@@ -50,13 +43,7 @@ def on_target(traced: TracedGraph) -> Iterator[tuple[fx.GraphModule, list[Any], 
 def compile_graph(traced: TracedGraph, backend: Backend, inner_compile: InnerCompile) -> None:
     """Compiles a graph for this process's target as far as ``inner_compile`` goes: forward, and backward if it has one.
 
-    Args:
-        traced: on the CPU.
-        backend: gets the graph as Dynamo would have made it on the target; ends in Inductor.
-        inner_compile: stands in for Inductor's ``compile_fx_inner``. What it returns is called with fake values.
-
-    Raises:
-        TargetError: the process has no target: ``_torch.enter`` comes first.
+    ``inner_compile`` stands in for Inductor's ``compile_fx_inner``; what it returns is called with fake values.
     """
     with (
         on_target(traced) as (gm, inputs, mode),

@@ -61,11 +61,7 @@ TARGETS = {
 
 
 def find_target(name: str) -> Target:
-    """The target of a name such as ``"cuda:h100"``.
-
-    Raises:
-        TargetError: there is none; names the nearest one.
-    """
+    """The target of a name such as ``"cuda:h100"``; a TargetError names the nearest one."""
     found = TARGETS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         raise TargetError(
@@ -76,11 +72,7 @@ def find_target(name: str) -> Target:
 
 
 def load_library() -> None:
-    """Makes this process believe in one CUDA device, as far as C++ is asked. There is no way back.
-
-    Raises:
-        TargetError: there is no C++ compiler, or it does not compile the source.
-    """
+    """Makes this process believe in one CUDA device, as far as C++ is asked. There is no way back."""
     ctypes.CDLL(str(_library())).amp_fx_enter()
 
 

@@ -31,14 +31,7 @@ class _Reply:
 
 
 class TargetProcess:
-    """Calls functions in a process that compiles for a target. It ends when nobody has a reference to this, or earlier.
-
-    Args:
-        target: ``"cuda:h100"``.
-
-    Raises:
-        TargetError: unknown target, or this machine cannot compile for it.
-    """
+    """Calls functions in a process that compiles for a target; ends when nobody refers to it, or earlier."""
 
     def __init__(self, target: str) -> None:
         self._target = find_target(target).name
@@ -65,17 +58,9 @@ class TargetProcess:
             raise
 
     def call(self, function: str, *args: Any) -> Any:
-        """Calls ``"package.module:function"`` there.
+        """Calls ``"package.module:function"`` there; raises here what it raises, with the warnings of amp_fx.
 
-        Warnings of amp_fx are given here as well.
-
-        Args:
-            function: one that the process can import.
-            *args: are pickled, as is what the function returns.
-
-        Raises:
-            TargetError: the process has ended.
-            Exception: whatever the function raises.
+        Arguments are pickled, as is what the function returns.
         """
         requests, replies = self._process.stdin, self._process.stdout
         if requests is None or replies is None:

@@ -147,11 +147,7 @@ def on_meta(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def without_data(
     program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Copies of a program and of its arguments, whose tensors are fake ones on the CPU.
-
-    Raises:
-        TargetError: the program cannot be copied.
-    """
+    """Copies of a program and of its arguments, whose tensors are fake ones on the CPU."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     copies: dict[int, Any] = {}
     for value in _held(program, args, kwargs):

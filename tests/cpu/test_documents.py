@@ -1,6 +1,6 @@
 """Every Python block of the README and of the docs runs, page by page, in one process.
 
-Code is generated for packages alone; all else that is compiled runs op by op.
+No code is generated: what is compiled runs op by op, and a package is the exported program.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._inductor import config as inductor_config
 
 from amp_fx.errors import FallbackWarning
 from documents import APART, BEFORE, ELSEWHERE, NOT_RUN, SETUPS, blocks, pages
@@ -22,18 +22,21 @@ from targets import one_process
 
 PAGES = [page for page in pages() if page.name not in ELSEWHERE and any(blocks(page))]
 
-#: the code around a package's kernels takes longer to optimise than it gains here
-_FAST = inductor_config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
-
 pytestmark = pytest.mark.xdist_group("documents")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """DDP and FSDP2 want a process group, Accelerate and Lightning take the one that is there."""
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    with one_process():
+    # real packages are those of tests/cpu/exporting
+    packages = mock.patch.multiple(
+        torch._inductor,
+        aoti_compile_and_package=lambda program, package_path: torch.export.save(program, package_path),
+        aoti_load_package=lambda path: torch.export.load(path).module(),
+    )
+    with one_process(), packages:
         yield
     dist.destroy_process_group()
 
@@ -65,7 +68,7 @@ def test_every_python_block_runs(page: Path) -> None:
             for (where, words), given in BEFORE.items():
                 if page.name == where and words in code:
                     namespace |= given()
-            with _FAST if page.name == "export.md" else op_by_op():
+            with op_by_op():
                 # so many empty lines that an error names the line of the page
                 exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
 

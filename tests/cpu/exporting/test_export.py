@@ -25,6 +25,7 @@ from torch.utils import cpp_extension
 
 import amp_fx
 from amp_fx.cli import main
+from examples import hugging_face
 from graphs import rewrite
 
 pytestmark = [
@@ -54,43 +55,15 @@ class Logits(nn.Module):
 
 
 def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=256, n_positions=32, n_embd=256, n_layer=1, n_head=2, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return hugging_face.gpt2(layers=1, width=256, heads=2, vocab=256, length=32)
 
 
 def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=256, hidden_size=256, num_hidden_layers=1, num_attention_heads=2, intermediate_size=1024,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    config.num_labels = 64
-    return BertForSequenceClassification(config)
+    return hugging_face.bert(layers=1, width=256, heads=2, hidden=1024, vocab=256, length=32)
 
 
 def _resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(embedding_size=64, hidden_sizes=[192], depths=[1], layer_type="basic")
-    config.num_labels = 64
-    return ResNetForImageClassification(config)
-
-
-def _vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        image_size=32, patch_size=8, hidden_size=256, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=1024,
-    )  # fmt: skip
-    config.num_labels = 64
-    return ViTForImageClassification(config)
+    return hugging_face.resnet(width=64, hidden=[192], depths=[1])
 
 
 def _tokens(batch: int) -> Tensor:
@@ -105,7 +78,6 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = 
     "gpt2": (_gpt2, _tokens),
     "bert": (_bert, _tokens),
     "resnet": (_resnet, _images),
-    "vit": (_vit, _images),
 }
 
 

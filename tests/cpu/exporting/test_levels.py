@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim
 
 import amp_fx
 from levels import FP8_CPU, error
+from small_models import Parts, UpDown
 
 pytestmark = [
     pytest.mark.xdist_group("export"),
@@ -20,20 +21,14 @@ pytestmark = [
 ]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.Linear(256, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x + self.second(self.first(x).relu()))
-
-
+# what a program stores and computes is in tests/fake/exporting, what a package is in test_export.py
+@pytest.mark.slow
 def test_a_package_computes_what_its_program_computes_and_takes_a_quarter_of_the_bytes(
     tmp_path: Path,
 ) -> None:
     torch.manual_seed(0)
-    model, x = Net().eval().requires_grad_(False), torch.randn(5, 256)
+    net = Parts(lambda m, x: m.head(x + m.net(x)), net=UpDown(256, 1024), head=nn.Linear(256, 16))
+    model, x = net.eval().requires_grad_(False), torch.randn(5, 256)
     FP8_CPU.save(tmp_path / "profile.json")
     program = amp_fx.export(
         model,

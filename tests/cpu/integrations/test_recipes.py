@@ -13,17 +13,13 @@ import amp_fx
 import train_diffusers
 import train_timm
 import train_torchtitan
-
-
-def low(recording: amp_fx.Recording) -> set[torch.dtype | None]:
-    assert not any(plan.fallback for plan in recording.plans)
-    return {node.dtype for plan in recording.plans for node in plan.nodes} - {torch.float32, None}
+from integrations import low, weights
 
 
 @pytest.mark.slow
 def test_the_loop_of_diffusers_trains_a_unet() -> None:
     model = train_diffusers.tiny_unet()
-    before = [p.detach().clone() for p in model.parameters()]
+    before = weights(model)
     with amp_fx.record() as recording:
         losses = train_diffusers.train(model, [torch.randn(2, 3, 16, 16)] * 3, cpu=True)
     assert torch.bfloat16 in low(recording)

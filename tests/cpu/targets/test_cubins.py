@@ -8,12 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from amp_fx.targets.tracing import TracedGraph, Tracer
-from targets import needs_a_target, process, trace_case
+from amp_fx.targets.tracing import TracedGraph
+from targets import OFF, needs_a_target, process, trace_case, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
-
-OFF = {"profile": "off", "strict": True}
 
 
 class Block(nn.Module):
@@ -36,9 +34,7 @@ def sizes(graphs: list[TracedGraph], architectures: tuple[int, ...]) -> dict[str
 
 
 def test_kernels_of_a_small_net_compile_for_hopper() -> None:
-    tracer = Tracer()
-    torch.compile(Block(), backend=tracer)(torch.randn(4, 8, 16, 16), torch.randint(16, (4,)))
-    found = sizes(tracer.graphs, (90,))
+    found = sizes(traced(Block(), torch.randn(4, 8, 16, 16), torch.randint(16, (4,))), (90,))
     assert len(found) >= 6
     assert all(size > 1000 for by_architecture in found.values() for size in by_architecture.values())
 

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
 from amp_fx.placement.cost import CostModel
-from amp_fx.targets.tracing import Tracer
 from graphs import captured, rewrite
-from targets import needs_a_target, process
+from targets import OFF, needs_a_target, process, traced
 from versions import UP_TO_2_13
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
-
-OFF = {"profile": "off", "strict": True}
 
 
 class Program(nn.Module):
@@ -81,10 +78,7 @@ def charged(program: Program, x: Tensor) -> int:
 def test_casts_of_inputs_cost_what_is_charged_for_them(name: str) -> None:
     program, x = PROGRAMS[name]
     x = x.clone().requires_grad_()
-    torch._dynamo.reset()
-    tracer = Tracer()
-    torch.compile(program, backend=tracer)(x)
-    facts = process().call("targets:compiled", tracer.graphs, OFF)
+    facts = process().call("targets:compiled", traced(program, x), OFF)
     assert set(facts.casts) <= {"input", "gradient"}
     # from torch 2.14 on, the second matmul adds the first one's result, which is then widened by itself
     added_by_matmul = name == "a weight of two matmuls" and not UP_TO_2_13

@@ -1,4 +1,4 @@
-"""``python -m amp_fx explain | draw | histogram | diff``: models by name or file, JSON, exit codes, one-line errors."""
+"""``amp-fx explain | draw | histogram | diff | targets``: models by name or file, JSON, exit codes, one-line errors."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ import amp_fx
 from amp_fx import Report
 from amp_fx.cli.entry import main
 from amp_fx.cli.inputs import literal, paint
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.targets import TARGETS
 
 MODULE = """
 import torch
@@ -133,9 +135,8 @@ def test_a_picture_is_drawn_and_marks_what_changed(
     assert capsys.readouterr().out == 'wrote new.html\n{"path": "changed.html"}\n'
     new, changed = ((tmp_path / name).read_text() for name in ("new.html", "changed.html"))
     first_line = str(Report.load(saved["high"]).diff(Report.load(saved["low"]))).splitlines()[0]
-    escaped = escape(first_line)
-    assert escaped in changed
-    assert escaped not in new
+    assert escape(first_line) in changed
+    assert escape(first_line) not in new
     assert "valid suffixes: .html" in error_of(capsys, "draw", saved["low"], "-o", "picture.jpg")
 
 
@@ -319,6 +320,20 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     (tmp_path / "folder").mkdir()
     assert Path(argv[-1]).name in error_of(capsys, *argv)
     assert "user_models" not in sys.modules
+
+
+def test_every_target_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["targets"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["target", "architecture", "SMs", "memory", "bandwidth", "float32", "bfloat16"]
+    assert [line.split()[0] for line in lines] == list(TARGETS)
+    assert any("cuda:h100" in line and "sm_90" in line and "3350 GB/s" in line for line in lines)
+
+
+def test_json_of_targets_has_profiles_that_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["targets", "--json"]) == 0
+    for row in json.loads(capsys.readouterr().out):
+        assert DeviceProfile.from_dict(row["profile"]) == TARGETS[row["name"]].profile
 
 
 def test_a_path_of_a_module_is_taken_as_its_name(capsys: pytest.CaptureFixture[str]) -> None:
