@@ -138,10 +138,7 @@ _REST = {
     "gan": Case(_TRAINING, workloads.gan, {"batch": 16, "width": 64}, {"batch": 256, "width": 128}),
     **{
         f"resnet_cifar_batch{batch}": Case(
-            _TRAINING,
-            workloads.resnet,
-            {"batch": batch, "image": 32, **_RESNET},
-            family="resnet_cifar",
+            _TRAINING, workloads.resnet, {"batch": batch, "image": 32, **_RESNET}, family="resnet_cifar"
         )
         for batch in (4, 16, 64)
     },
@@ -157,10 +154,7 @@ _REST = {
         for layers in (2, 6, 12, 24, 48)
     },
     "llama_8b_block": Case(
-        _TRAINING,
-        workloads.llama_512,
-        cuda={"batch": 4, "length": 2048, **_LLAMA_8B},
-        arms=_OF_FP8,
+        _TRAINING, workloads.llama_512, cuda={"batch": 4, "length": 2048, **_LLAMA_8B}, arms=_OF_FP8
     ),
     **{
         f"llama_8b_block_inference_length{length}": Case(

@@ -27,12 +27,7 @@ _PAGE = _ROOT / "docs" / "benchmarks.md"
 _RESULTS = _ROOT / "benchmarks" / "results"
 
 #: arm in the results -> column on the page
-_ARMS = {
-    "autocast": "autocast",
-    "off": "amp_fx",
-    "fast": '`"fast"`',
-    "bf16": "bf16 model",
-}
+_ARMS = {"autocast": "autocast", "off": "amp_fx", "fast": '`"fast"`', "bf16": "bf16 model"}
 
 #: the same for timings, whose table has what a user would run
 _TIMED = {
@@ -175,10 +170,7 @@ def _spread(rows: Sequence[TimingRow]) -> float:
 def _timings_table(rows: Sequence[TimingRow], arms: Mapping[str, str]) -> list[str]:
     present = {row.arm for row in rows if row.times}
     shown = {arm: label for arm, label in arms.items() if arm in present}
-    lines = [
-        "| model | autocast, ms | " + " | ".join(shown.values()) + " |",
-        "|---" * (2 + len(shown)) + "|",
-    ]
+    lines = ["| model | autocast, ms | " + " | ".join(shown.values()) + " |", "|---" * (2 + len(shown)) + "|"]
     for row in rows:
         cut_short = any(note.startswith("time was up") for note in row.notes)
         if row.arm != "autocast" or not row.times or cut_short:

@@ -232,11 +232,7 @@ def llama(attention: str = "sdpa") -> tuple[nn.Module, Batch]:
         layers=2, width=256, heads=4, kv_heads=2, hidden=688, vocab=512, length=128, attention=attention
     )
     tokens = _tokens(8, 128, vocab=512)
-    return model, {
-        "input_ids": tokens,
-        "attention_mask": hugging_face.padding_mask(8, 128),
-        "labels": tokens,
-    }
+    return model, {"input_ids": tokens, "attention_mask": hugging_face.padding_mask(8, 128), "labels": tokens}
 
 
 @_workload
@@ -267,10 +263,7 @@ def resnet(
     """Residual convolutions with BatchNorm: training mode updates the running statistics."""
     hidden = [width * 2**stage for stage in range(stages)]
     model = hugging_face.resnet(width=width, hidden=hidden, depths=[layers] * stages)
-    return model, {
-        "pixel_values": torch.randn(batch, 3, image, image),
-        "labels": _tokens(batch, vocab=4),
-    }
+    return model, {"pixel_values": torch.randn(batch, 3, image, image), "labels": _tokens(batch, vocab=4)}
 
 
 @_workload
@@ -281,10 +274,7 @@ def vit(
     model = hugging_face.vit(
         layers=layers, width=width, heads=width // 64, hidden=4 * width, image=image, patch=patch
     )
-    return model, {
-        "pixel_values": torch.randn(batch, 3, image, image),
-        "labels": _tokens(batch, vocab=4),
-    }
+    return model, {"pixel_values": torch.randn(batch, 3, image, image), "labels": _tokens(batch, vocab=4)}
 
 
 # --- Named pieces ---

@@ -25,14 +25,7 @@ from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
 from amp_fx.graphs.values import graph_device, graph_devices
 from amp_fx.level_passes import policy_levels
-from amp_fx.passes import (
-    FoldWeights,
-    Given,
-    KeepWeights,
-    PassContext,
-    captured_passes,
-    run_passes,
-)
+from amp_fx.passes import FoldWeights, Given, KeepWeights, PassContext, captured_passes, run_passes
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
@@ -196,10 +189,7 @@ def _convert(
     )
     profile = resolve(opts.shared.profile, device)
     context = PassContext(
-        opts.shared.policy,
-        opts.shared.numerics,
-        profile,
-        folded=frozenset(weight.name for weight in weights),
+        opts.shared.policy, opts.shared.numerics, profile, folded=frozenset(weight.name for weight in weights)
     )
     given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), fold=fold), ""
     if opts.shared.plan is not None:

@@ -45,10 +45,7 @@ def compile_graph(traced: TracedGraph, backend: Backend, inner_compile: InnerCom
 
     ``inner_compile`` stands in for Inductor's ``compile_fx_inner``; what it returns is called with fake values.
     """
-    with (
-        on_target(traced) as (gm, inputs, mode),
-        replace_inner_compile(_run_under(mode, inner_compile)),
-    ):
+    with on_target(traced) as (gm, inputs, mode), replace_inner_compile(_run_under(mode, inner_compile)):
         compiled = backend(gm, inputs)
         # the backward is compiled when it is first run
         if traced.grad and any(value.requires_grad for value in tensors(inputs)):

@@ -33,13 +33,7 @@ def prompt(length: int) -> torch.Tensor:
 
 
 def greedy(new: int, **settings: Any) -> dict[str, Any]:
-    return {
-        "max_new_tokens": new,
-        "min_new_tokens": new,
-        "do_sample": False,
-        "pad_token_id": 0,
-        **settings,
-    }
+    return {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0, **settings}
 
 
 @pytest.mark.slow

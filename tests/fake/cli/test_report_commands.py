@@ -270,10 +270,7 @@ def test_colours_are_for_terminals_that_want_them(
 
 @pytest.mark.parametrize(
     ("path", "name", "other"),
-    [
-        ("bin/amp-fx", "amp-fx", "python -m amp_fx"),
-        ("amp_fx/__main__.py", "python -m amp_fx", "amp-fx"),
-    ],
+    [("bin/amp-fx", "amp-fx", "python -m amp_fx"), ("amp_fx/__main__.py", "python -m amp_fx", "amp-fx")],
 )
 def test_a_program_calls_itself_by_the_name_it_was_started_by(
     saved: dict[str, str],
