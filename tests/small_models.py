@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "Fragile", "Parts", "SpreadNorm", "UpDown", "tokens", "train"]
+__all__ = ["GPT", "Beyond", "Fragile", "Parts", "SpreadNorm", "UpDown", "tokens", "train"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -157,6 +157,19 @@ class SpreadNorm(nn.Module):
         variance = (h * h).mean(-1, keepdim=True) - mean * mean
         z = (h - mean) * (variance + 1e-6).rsqrt()
         return F.cross_entropy(self.head(torch.tanh(self.mid(z))), targets)
+
+
+class Beyond(nn.Module):
+    """Its squares are beyond fp16's 65504; what is around them is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        size = (h * 3000).square().mean(-1, keepdim=True).sqrt() / 3000
+        return self.down(size * h)
 
 
 def tokens(seed: int, rows: int = 4, length: int = 32, vocab: int = 256) -> Batch:

@@ -39,16 +39,9 @@ _DTYPES = {"16-mixed": "float16", "bf16-mixed": "bfloat16"}
 class _AmpFx:
     """What the plugins of both libraries have in common, in front of the library's own class.
 
-    Args:
-        precision: "16-mixed" or "bf16-mixed".
-        device: device type of the scaler that is made.
-        scaler: for "16-mixed"; made if not given. Checkpoints of the Trainer have its state; with Fabric, save
-            ``plugin.state_dict()``.
-        options: of the backend; see docs/options.md. What modules are compiled with is in the attribute of this name.
-        compile: False leaves compiling to you.
-
-    Raises:
-        OptionsError: another precision, bad options, or a scaler for "bf16-mixed".
+    ``precision`` is "16-mixed" or "bf16-mixed". For "16-mixed" a ``scaler`` is made on ``device`` if none is given;
+    checkpoints of the Trainer have its state, with Fabric save ``plugin.state_dict()``. ``options`` are the backend's
+    (docs/options.md); the attribute has what modules are compiled with. ``compile=False`` leaves compiling to you.
     """
 
     def __init__(

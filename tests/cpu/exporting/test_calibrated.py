@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
+from small_models import Beyond
 
 
 class Attention(nn.Module):
@@ -17,19 +18,6 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.attend(x, x, x, need_weights=False)[0])
-
-
-class Beyond(nn.Module):
-    """Its squares are beyond fp16's 65504; what is around them is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        size = (h * 3000).square().mean(-1, keepdim=True).sqrt() / 3000
-        return self.down(size * h)
 
 
 def _error(found: Tensor, exact: Tensor) -> float:

@@ -553,9 +553,6 @@ def make():
 
 def make_one():
     return torch.nn.Linear(64, 64), (torch.randn(1, 64),), {}
-
-def wrong():
-    return 3
 """
 
 
@@ -583,10 +580,6 @@ def test_the_command_writes_a_program_with_its_report(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("exported_by_a_test:wrong", r"\(model, args\).* int"),
-        ("exported_by_a_test:mak", r"'mak'.*'make'"),
-        ("no_such_module_here:make", r"'no_such_module_here'"),
-        ("exported_by_a_test", r"package.module:callable"),
         ("exported_by_a_test:make -o model.bin", r"\.pt2"),
         ("exported_by_a_test:make_one --dynamic-batch", r"2.*\(1, 64\)"),
     ],
