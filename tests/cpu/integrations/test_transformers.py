@@ -59,6 +59,22 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
     )
 
 
+def trainer(
+    folder: Path, *callbacks: TrainerCallback, model: nn.Module | None = None, rows: Any = None, **more: Any
+) -> Trainer:
+    args = arguments(folder, **more)
+    return Trainer(model or Net(), args, train_dataset=rows or data(), callbacks=list(callbacks))
+
+
+def fp16(**settings: Any) -> AmpFxCallback:
+    scaler = amp_fx.GradScaler("cpu", **{"init_scale": 128.0, **settings})
+    return AmpFxCallback(OPTIONS, dtype="float16", scaler=scaler)
+
+
+def scale(callback: AmpFxCallback) -> float:
+    return callback.scaler_state["scale"]
+
+
 class Watch(TrainerCallback):
     """Notes the weights and the learning rate after each step."""
 
@@ -95,39 +111,25 @@ def test_the_trainer_takes_only_the_backends_of_accelerate(tmp_path: Path) -> No
 
 
 def test_bf16_training_evaluation_and_prediction_are_compiled(tmp_path: Path) -> None:
-    trainer = Trainer(
-        Net(),
-        arguments(tmp_path),
-        train_dataset=data(),
-        eval_dataset=data(),
-        callbacks=[AmpFxCallback(OPTIONS, dtype="bfloat16")],
-    )
+    own = trainer(tmp_path, AmpFxCallback(OPTIONS, dtype="bfloat16"))
     with amp_fx.record() as evaluation:
-        metrics = trainer.evaluate()
+        metrics = own.evaluate(data())
     assert low(evaluation) == {torch.bfloat16}
     assert metrics["eval_loss"] > 0
     with amp_fx.record() as training:
-        trainer.train()
+        own.train()
     assert low(training) == {torch.bfloat16}
-    predictions: Any = trainer.predict(data()).predictions
+    predictions: Any = own.predict(data()).predictions
     assert predictions.shape == (8, 8)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_a_bad_step_is_skipped_and_the_learning_rate_waits(tmp_path: Path, optim: str) -> None:
-    scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
-    watch, rows = Watch(), []
-    trainer = Trainer(
-        Net(),
-        arguments(tmp_path, optim=optim, lr_scheduler_type="linear"),
-        train_dataset=data(2),
-        callbacks=[
-            AmpFxCallback(OPTIONS, dtype="float16", scaler=scaler),
-            watch,
-            MetricsCallback(ScalerMetrics(scaler, rows.append)),
-        ],
-    )
-    trainer.train()
+    callback, watch, rows = fp16(), Watch(), []
+    assert callback.scaler is not None
+    metrics = MetricsCallback(ScalerMetrics(callback.scaler, rows.append))
+    settings = {"optim": optim, "lr_scheduler_type": "linear"}
+    trainer(tmp_path, callback, watch, metrics, rows=data(2), **settings).train()
     assert watch.moved == [True, False, True, True]
     assert watch.rates == pytest.approx([0.1, 0.075, 0.075, 0.05, 0.025])
     assert [row["amp_fx/loss_scale"] for row in rows] == [128.0, 64.0, 64.0, 64.0]
@@ -138,47 +140,32 @@ def test_a_bad_step_is_skipped_and_the_learning_rate_waits(tmp_path: Path, optim
 def test_training_follows_fp32(tmp_path: Path) -> None:
     model, rows = Net(), data()
     plain = copy.deepcopy(model)
-    args = arguments(tmp_path, optim="sgd", max_grad_norm=0.1)
-    scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
-    Trainer(
-        model, args, train_dataset=rows, callbacks=[AmpFxCallback(OPTIONS, dtype="float16", scaler=scaler)]
-    ).train()
-    Trainer(plain, args, train_dataset=rows).train()
+    settings = {"rows": rows, "optim": "sgd", "max_grad_norm": 0.1}
+    trainer(tmp_path, fp16(), model=model, **settings).train()
+    trainer(tmp_path, model=plain, **settings).train()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
 
 
 def test_accumulated_micro_batches_are_judged_together(tmp_path: Path) -> None:
-    scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
-    watch = Watch()
-    Trainer(
-        Net(),
-        arguments(tmp_path, gradient_accumulation_steps=2, optim="sgd"),
-        train_dataset=data(0),
-        callbacks=[AmpFxCallback(OPTIONS, dtype="float16", scaler=scaler), watch],
-    ).train()
+    callback, watch = fp16(), Watch()
+    trainer(tmp_path, callback, watch, rows=data(0), gradient_accumulation_steps=2, optim="sgd").train()
     assert watch.moved == [False, True]
-    assert scaler.get_scale() == 64.0
+    assert scale(callback) == 64.0
 
 
 # ---- checkpoints ----
 
 
 def test_a_checkpoint_has_clean_keys_and_the_scale_and_is_resumed(tmp_path: Path) -> None:
-    scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
-    model = Net()
-    callback = AmpFxCallback(OPTIONS, dtype="float16", scaler=scaler)
-    args = arguments(tmp_path, save_strategy="steps", save_steps=2, optim="sgd")
-    Trainer(model, args, train_dataset=data(2), callbacks=[callback]).train()
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "optim": "sgd"}
+    trainer(tmp_path, fp16(), rows=data(2), **settings).train()
     checkpoint = tmp_path / "checkpoint-2"
-    assert load_file(checkpoint / "model.safetensors").keys() == model.state_dict().keys()
+    assert load_file(checkpoint / "model.safetensors").keys() == Net().state_dict().keys()
 
-    again = amp_fx.GradScaler("cpu", init_scale=2.0**16, name="again")
-    resumed = AmpFxCallback(OPTIONS, dtype="float16", scaler=again)
-    Trainer(Net(), args, train_dataset=data(), callbacks=[resumed]).train(
-        resume_from_checkpoint=str(checkpoint)
-    )
-    assert again.get_scale() == 64.0
+    resumed = fp16(init_scale=2.0**16, name="again")
+    trainer(tmp_path, resumed, **settings).train(resume_from_checkpoint=str(checkpoint))
+    assert scale(resumed) == 64.0
 
 
 def test_a_callback_that_the_trainer_restores_finds_its_scaler(tmp_path: Path) -> None:
@@ -203,15 +190,10 @@ def test_a_contradiction_is_an_error() -> None:
 
 
 def test_two_scalers_are_an_error(tmp_path: Path) -> None:
-    trainer = Trainer(
-        Net(),
-        arguments(tmp_path),
-        train_dataset=data(),
-        callbacks=[AmpFxCallback(OPTIONS, dtype="float16", scaler=amp_fx.GradScaler("cpu"))],
-    )
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    own = trainer(tmp_path, fp16())
+    own.accelerator.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(amp_fx.ScalerError, match="fp16=False"):
-        trainer.train()
+        own.train()
 
 
 # ---- a Trainer of one's own ----
@@ -222,10 +204,10 @@ def test_a_trainer_of_ones_own_compiles_through_accelerate(tmp_path: Path) -> No
         amp_fx_options: ClassVar[Any] = {"dtype": "bfloat16", **OPTIONS}
 
     model = Net()
-    trainer = Own(model, arguments(tmp_path), train_dataset=data())
+    own = Own(model, arguments(tmp_path), train_dataset=data())
     with amp_fx.record() as recording:
-        trainer.train()
+        own.train()
     assert low(recording) == {torch.bfloat16}
-    trainer.save_model(str(tmp_path / "saved"))
+    own.save_model(str(tmp_path / "saved"))
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == model.state_dict().keys()

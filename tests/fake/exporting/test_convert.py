@@ -567,13 +567,16 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_writes_a_program_with_its_report(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = "export exported_by_a_test:make -o model.pt2 --dynamic-batch --profile off --dtype float16"
+    command = (
+        "export exported_by_a_test:make -o model.pt2 --dynamic-batch --profile off --dtype float16 --low-io"
+    )
     assert main(command.split()) == 0
     assert re.search(r"wrote model.pt2, \d+\.\d MB: its weights take 0.50 of", capsys.readouterr().out)
     files = {"amp_fx.json": ""}
     ep = torch.export.load("model.pt2", extra_files=files)
     assert Plan.from_json(files["amp_fx.json"]).ops_by_dtype()["linear"] == {"float16": 1}
-    x = torch.randn(5, 64)
+    x = torch.randn(5, 64).half()
+    assert ep.module()(x).dtype is FP16
     assert torch.equal(ep.module()(x), ep.module()(x)), "in evaluation mode: no dropout"
 
 
