@@ -128,7 +128,7 @@ def test_a_bad_step_is_skipped_and_the_learning_rate_waits(tmp_path: Path, optim
     callback, watch, rows = fp16(), Watch(), []
     assert callback.scaler is not None
     metrics = MetricsCallback(ScalerMetrics(callback.scaler, rows.append))
-    settings = {"optim": optim, "lr_scheduler_type": "linear"}
+    settings: dict[str, Any] = {"optim": optim, "lr_scheduler_type": "linear"}
     trainer(tmp_path, callback, watch, metrics, rows=data(2), **settings).train()
     assert watch.moved == [True, False, True, True]
     assert watch.rates == pytest.approx([0.1, 0.075, 0.075, 0.05, 0.025])

@@ -43,9 +43,9 @@ class Counted:
 def counted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Counted:
     path = tmp_path_factory.mktemp("counts") / "counts.jsonl"
     of = ["--only", request.param, "--modes", "training", "--arms", *ARMS, "freezing"]
-    said = process().call("targets:count", ["--target", "cuda:h100", *of, "--json", str(path)])
+    text, messages = process().call("targets:count", ["--target", "cuda:h100", *of, "--json", str(path)])
     header, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return Counted(request.param, *said, header["header"], {row["arm"]: row for row in rows})
+    return Counted(request.param, text, messages, header["header"], {row["arm"]: row for row in rows})
 
 
 def test_arms_are_counted_for_a_target_and_the_assumptions_are_printed(counted: Counted) -> None:
