@@ -34,17 +34,12 @@ NASTY = (
 
 def call(name: str, *inputs: str, module: str = "", why: str = "", **fields: Any) -> NodePlan:
     """A call that reads values of these names, a linear in bf16 if nothing else is said."""
-    row = {
-        "op": "linear",
-        "dtype": LOW,
-        "op_class": OpClass.LOW,
-        "bytes": 64,
-        "shape": (2, 8),
-        "source": f"net.py:{len(name)} in forward",
-        "reasons": (Reason.of(Kind.LISTED, why=why or f"reason of {name}"),),
-        **fields,
-    }
-    return NodePlan(name=name, module_path=module, traced=HIGH, low=LOW, inputs=inputs, **row)
+    row = {"op": "linear", "dtype": LOW, "op_class": OpClass.LOW, "bytes": 64, "shape": (2, 8), **fields}
+    row.setdefault("source", f"net.py:{len(name)} in forward")
+    reasons = (Reason.of(Kind.LISTED, why=why or f"reason of {name}"),)
+    return NodePlan(
+        name=name, module_path=module, traced=HIGH, low=LOW, inputs=inputs, reasons=reasons, **row
+    )
 
 
 def cast(
@@ -83,10 +78,7 @@ def chain(count: int) -> Report:
 def blocks(count: int = 3, odd: Sequence[int] = (), policy: str = "autocast") -> Report:
     """A forward and a backward of equal blocks: a norm in fp32, a linear with a cast weight, a sum.
 
-    Args:
-        count: how many blocks.
-        odd: blocks whose linear stays in fp32.
-        policy: its name.
+    The linears of ``odd`` blocks stay in fp32.
     """
     forward = Plan("0/0", policy)
     forward.inputs.append(InputPlan("x", False, HIGH, (2, 8), 64))
@@ -148,12 +140,8 @@ def nasty(labels: Sequence[str] = NASTY) -> Report:
     value = "x"
     plan.inputs.append(InputPlan("x", False, HIGH, (2, 8), 64))
     for index, text in enumerate(labels):
-        fields: dict[str, Any] = {
-            "op": text,
-            "why": text,
-            "source": text,
-            "module": f"{text.replace('.', '')}.inner",
-        }
+        module = f"{text.replace('.', '')}.inner"
+        fields: dict[str, Any] = {"op": text, "why": text, "source": text, "module": module}
         plan.nodes.append(call(f"n{index}", value, **fields))
         # a second call, so that the module is drawn
         plan.nodes.append(call(f"m{index}", f"n{index}", **fields))

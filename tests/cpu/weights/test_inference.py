@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import amp_fx.weights.folding
-from amp_fx import OptionsError, WeightsError
+from amp_fx import WeightsError
 from amp_fx.placement.profile import DeviceProfile
-from amp_fx.settings import Options
 from graphs import DEFAULTS
 from holding import Compiles, Held
 
@@ -385,11 +384,6 @@ def test_threads_may_call_while_weights_change() -> None:
         weight.data.mul_(1.5)
     with torch.inference_mode():
         assert close_to_autocast(run(x), net, x)
-
-
-def test_the_option_is_checked() -> None:
-    with pytest.raises(OptionsError, match=r"'cached'.*'auto'.*'cache'"):
-        Options.parse(None, {"weights": "cached"})
 
 
 @pytest.mark.usefixtures("op_by_op")
