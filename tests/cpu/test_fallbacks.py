@@ -143,30 +143,22 @@ def test_where_scaling_fails_the_scaler_works_from_outside(monkeypatch: pytest.M
         assert (gradient - wanted).norm() < 0.01 * wanted.norm()
 
 
-def test_where_int8_fails_matmuls_run_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlaceLevels, "call", fails)
-    model, x = MLP(32, 64, 64), torch.randn(64, 32)
-    with torch.inference_mode(), without_inductor(), one_warning("in 16 bits", "place-levels.*on purpose"):
-        got = compiled(model, policy="int8", profile="off")(x)
-    assert (got - model(x)).norm() < 0.01 * model(x).norm()
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_where_fp8_fails_matmuls_run_in_16_bits(
-    training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("policy", ["int8", "fp8", "fp8 in training"])
+def test_where_a_level_fails_matmuls_run_in_16_bits(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PlaceLevels, "call", fails)
     model, x = MLP(32, 64, 64), torch.randn(64, 32)
-    options = level_options(tmp_path, strict=False)
-    if training:
+    options = {"policy": "int8"} if policy == "int8" else level_options(tmp_path, strict=False)
+    if "training" in policy:
         with one_warning("in 16 bits", "place-levels.*on purpose"):
             step = lowered(model, [x], options)
         assert not any(step.scaled())
-        assert {str(row.dtype) for row in step.plan.nodes if row.flops} == {"torch.bfloat16"}
-    else:
-        with torch.no_grad(), without_inductor(), one_warning("in 16 bits", "place-levels.*on purpose"):
-            got = compiled(model, **options)(x)
-        assert (got - model(x)).norm() < 0.01 * model(x).norm()
+        assert {row.dtype for row in step.plan.nodes if row.flops} == {torch.bfloat16}
+        return
+    with torch.inference_mode(), without_inductor(), one_warning("in 16 bits", "place-levels.*on purpose"):
+        got = compiled(model, **options)(x)
+    assert (got - model(x)).norm() < 0.01 * model(x).norm()
 
 
 def test_where_all_of_ours_fails_inductor_compiles_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
