@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx import OptionsError, Policy, Rule
+from amp_fx import OptionsError, Plan, Policy, Rule
+from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy.levels import AUTO, levels_of
 from amp_fx.settings import LEVEL_OPTIONS, NUMERICS, WEIGHTS, OptionNames, Options
 
@@ -66,6 +67,17 @@ def test_auto_on_cuda_is_what_the_gpu_has(
 def test_a_named_dtype_holds_on_every_device() -> None:
     options = Options.parse(None, {"dtype": "float16"})
     assert {options.low_dtype(device) for device in ("cpu", "cuda", "xpu")} == {FP16}
+
+
+def test_the_dtype_that_sensitivity_was_measured_in_is_auto() -> None:
+    measured = Sensitivity("Net", FP16)
+    assert Options(sensitivity=measured).low_dtype("cpu") is FP16
+    assert Options(dtype=BF16, sensitivity=measured).low_dtype("cpu") is BF16
+
+
+def test_of_plans_only_those_of_forwards_are_followed() -> None:
+    forward, backward = Plan("0/0"), Plan("0/0", phase="backward")
+    assert Options.parse(None, {"plan": [forward, backward]}).plan == (forward,)
 
 
 def test_policies_by_name_by_object_and_as_json_text() -> None:
