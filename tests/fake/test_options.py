@@ -124,6 +124,8 @@ def test_modes_are_inductors(mode: str | None, expected: dict[str, Any]) -> None
         ({"polcy": "autocast"}, r"'polcy' .*'policy'"),
         ({"dytpe": "bf16"}, r"'dytpe' .*'dtype'"),
         ({"stric": True}, r"'stric' .*'strict'"),
+        # as near to an option of Inductor as to ours
+        ({"scalers": "default"}, r"Did you mean 'scaler'"),
         ({"max_autotun": True}, r"'max_autotun' .*'max_autotune'"),
         ({"zzzzzz": 1}, r"'zzzzzz'.*dtype, fp8, int8, numerics, .*strict, .*torch\._inductor\.config"),
         ({"inductor": {}}, r"'inductor'"),
