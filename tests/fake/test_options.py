@@ -148,6 +148,7 @@ def test_modes_are_inductors(mode: str | None, expected: dict[str, Any]) -> None
         ({"policy": {"rules": {"op": "mm"}}}, r"'rules'.*list"),
         ({"numerics": ["eager"]}, r"numerics \['eager'\]"),
         ({"dtype": ["eager"]}, r"dtype \['eager'\]"),
+        ({"fp8": ["rowwise"]}, r"fp8 \['rowwise'\]"),
         ({3: True}, "3"),
         ({"dtype": "bfloat16", "scaler": "default"}, "dtype='bfloat16'"),
         ({"dtype": "float16", "scaler": 3}, "amp_fx.GradScaler.*3"),
