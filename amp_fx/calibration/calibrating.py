@@ -187,7 +187,7 @@ class _Graphs:
                 gm, example_inputs, ambient, self._opts, cost, names, training=self.training
             )
         self._measured.append(measured)
-        self.found.append(GraphSensitivity(outline))
+        self.found.append(GraphSensitivity(outline, []))
         self.traced.append(graph)
         return lambda *args: run_measured(captured, self.meters[-1], number, args)
 

@@ -60,8 +60,6 @@ _RATES = tuple(dict.fromkeys(level.rate for level in LEVELS.values()))
 
 _FORMAT = "amp_fx device profile"
 _VERSION = 1
-#: bytes; a profile has about 300
-_MAX_FILE = 64 * 1024
 
 
 class ProfileError(AmpFxError, ValueError):
@@ -171,7 +169,7 @@ class DeviceProfile:
         Raises:
             ProfileError: the file cannot be read, or is not a device profile.
         """
-        return read_object(path, "a device profile", cls.from_dict, _MAX_FILE, ProfileError)
+        return read_object(path, "a device profile", cls.from_dict, ProfileError)
 
 
 def _short(value: object) -> str:

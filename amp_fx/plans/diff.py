@@ -47,19 +47,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """Before against after; ``str`` says it in a few lines.
+    """Before against after; ``str`` says it in a few lines."""
 
-    Attributes:
-        casts: number of casts before and after.
-        cast_bytes: their bytes before and after.
-        changes: nodes in another dtype, new nodes, nodes that are gone.
-        added: casts that only the second has: ``"value -> dtype"``, with how many.
-        removed: casts that only the first has.
-    """
-
+    #: number and bytes of casts, before and after
     casts: tuple[int, int]
     cast_bytes: tuple[int, int]
+    #: nodes in another dtype, new nodes, nodes that are gone
     changes: list[Change]
+    #: casts that only the second has, and those that only the first has: ``"value -> dtype"``, with how many
     added: dict[str, int]
     removed: dict[str, int]
 
@@ -68,7 +63,7 @@ class Diff:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form."""
-        return as_data(self)
+        return as_data(vars(self))
 
     def __str__(self) -> str:
         before, after = (size / 1e6 for size in self.cast_bytes)

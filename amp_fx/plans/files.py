@@ -11,7 +11,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,19 +21,13 @@ import torch
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.state import cache_results
 
-__all__ = [
-    "SchemaError",
-    "as_data",
-    "decode",
-    "dtype_name",
-    "in_words",
-    "parse_object",
-    "read_object",
-    "write_bytes",
-    "write_text",
-]
+__all__ = ["SchemaError", "as_data", "decode", "dtype_name", "in_words", "parse_object", "read_object"]
+__all__ += ["write_bytes", "write_text"]
 
 T = TypeVar("T")
+
+#: bytes that a file may have; plans and reports have about 600 a call, sensitivity files a kilobyte
+_MAX_FILE = 256 * 1024 * 1024
 
 
 class SchemaError(AmpFxError, ValueError):
@@ -41,7 +35,7 @@ class SchemaError(AmpFxError, ValueError):
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a UTF-8 file as :func:`write_bytes` does."""
+    """Writes a UTF-8 file as ``write_bytes`` does."""
     write_bytes(path, text.encode())
 
 
@@ -67,7 +61,6 @@ def read_object(
     path: str | os.PathLike[str],
     what: str,
     read: Callable[[dict[str, Any]], T],
-    most: int,
     error: type[AmpFxError],
     how: str = "",
 ) -> T:
@@ -77,7 +70,6 @@ def read_object(
         path: of the file.
         what: it should be, for messages: ``"a plan"``.
         read: makes it of the file's object.
-        most: bytes that the file may have.
         error: the class of what is raised.
         how: to write such a file, a sentence.
 
@@ -87,9 +79,9 @@ def read_object(
     name = f"{what.removeprefix('a ')} {os.fspath(path)!r}"
     try:
         with open(path, "rb") as file:
-            data = file.read(most + 1)
-        if len(data) > most:
-            raise AmpFxError(f"has more than {most} bytes.")
+            data = file.read(_MAX_FILE + 1)
+        if len(data) > _MAX_FILE:
+            raise AmpFxError(f"has more than {_MAX_FILE} bytes.")
         return read(parse_object(data.decode(), what))
     except OSError as caught:
         raise error(f"{in_words(caught)} {how}".rstrip()) from caught
@@ -111,11 +103,7 @@ def in_words(error: Exception) -> str:
 
 
 def parse_object(text: str, what: str) -> dict[str, Any]:
-    """The JSON object that a text holds; ``what`` it should be is for messages.
-
-    Raises:
-        SchemaError: not JSON, or not an object.
-    """
+    """The JSON object that a text holds; ``what`` it should be is for messages. Raises SchemaError."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -131,9 +119,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def as_data(value: Any) -> Any:
-    """Dataclasses and plain data in JSON-like form: dtypes and members of enums by name."""
+    """Dataclasses and plain data in JSON-like form: dtypes and enums by name, ``to_dict`` where a class has it."""
     if is_dataclass(value) and not isinstance(value, type):
-        return as_data(asdict(value))
+        own: Callable[[], Any] | None = getattr(value, "to_dict", None)
+        return as_data(vars(value)) if own is None else own()
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if isinstance(value, Enum):
@@ -146,17 +135,18 @@ def as_data(value: Any) -> Any:
 
 
 def decode(hint: type[T], value: object, where: str) -> T:
-    """Builds a value of an annotated type.
+    """Builds a value of an annotated type from what ``json.loads`` gave.
 
     Args:
-        hint: a dataclass; its fields are dataclasses, lists, tuples, mappings, dtypes, enums and plain values.
-        value: what ``json.loads`` gave.
+        hint: a dataclass of dataclasses, lists, tuples, mappings, dtypes, enums and plain values; a class inside that
+            has ``from_dict`` is read by it.
+        value: in JSON-like form.
         where: name of the value in messages: ``"plan"``.
 
     Raises:
         SchemaError: a field is missing, unknown or of another type.
     """
-    return _decode(hint, value, where)
+    return _object(hint, value, where) if is_dataclass(hint) else _decode(hint, value, where)
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
@@ -169,7 +159,10 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if hint is Any:
         return value
     if is_dataclass(hint):
-        return _object(hint, value, where)
+        own: Callable[[Any], Any] | None = getattr(hint, "from_dict", None)
+        if own is None or not isinstance(value, Mapping):
+            return _object(hint, value, where)
+        return own(value)
     if hint is torch.dtype:
         found = getattr(torch, value, None) if isinstance(value, str) else None
         return found if isinstance(found, torch.dtype) else _refuse(where, "name of a dtype", value)

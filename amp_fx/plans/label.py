@@ -15,7 +15,7 @@ from amp_fx.plans.files import as_data
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, ROLES, Level, level_named
 
-__all__ = ["HAZARDS", "SENSITIVITY", "Decided", "Kind", "Label", "Reason", "Takes", "label_of"]
+__all__ = ["HAZARDS", "SENSITIVITY", "Kind", "Label", "Reason", "Takes", "label_of"]
 
 
 class Kind(str, enum.Enum):
@@ -117,13 +117,26 @@ class Takes:
     SELF = "self"  #: in the dtype of the tensor the call writes to
 
 
-class Decided:
-    """What follows from the decisions about a call, on its label and in its row of a plan."""
+@dataclass(kw_only=True)
+class Label:
+    """What passes know of one call and decide about it; ``dtype`` is None before ``place``.
+
+    Attributes as in :class:`amp_fx.plans.plan.NodePlan`, the row of a finished plan.
+    """
 
     name: str
-    reasons: tuple[Reason, ...]
-    dtype: torch.dtype | None
-    levels: dict[str, str]
+    op: str
+    module_path: str
+    source: str
+    traced: torch.dtype | None
+    low: torch.dtype | None
+    op_class: OpClass
+    reasons: tuple[Reason, ...] = ()
+    dtype: torch.dtype | None = None
+    takes: str = Takes.TRACED
+    own_dtype_slots: tuple[str, ...] = ()
+    pinned: torch.dtype | None = None
+    levels: dict[str, str] = field(default_factory=dict)
 
     def is_because(self, *kinds: Kind) -> bool:
         """True where a reason of one of these kinds is given."""
@@ -131,11 +144,7 @@ class Decided:
 
     @property
     def levels_below(self) -> dict[str, Level]:
-        """The roles in which a level below 16 bits is multiplied, with the level.
-
-        Raises:
-            PlanError: no such role or level.
-        """
+        """Role -> level below 16 bits in which the call multiplies. Raises PlanError for names that are none."""
         found: dict[str, Level] = {}
         for role, name in self.levels.items():
             # plans of before have the name of an implementation
@@ -154,28 +163,6 @@ class Decided:
         """The dtype of the arithmetic: of what is multiplied, else of the computation and its result."""
         level = self.levels_below.get(FORWARD)
         return self.dtype if level is None else level.dtype
-
-
-@dataclass(kw_only=True)
-class Label(Decided):
-    """What passes know of one call and decide about it. Attributes as in :class:`amp_fx.plans.plan.NodePlan`.
-
-    ``dtype`` is None before ``place``.
-    """
-
-    name: str
-    op: str
-    module_path: str
-    source: str
-    traced: torch.dtype | None
-    low: torch.dtype | None
-    op_class: OpClass
-    reasons: tuple[Reason, ...] = ()
-    dtype: torch.dtype | None = None
-    takes: str = Takes.TRACED
-    own_dtype_slots: tuple[str, ...] = ()
-    pinned: torch.dtype | None = None
-    levels: dict[str, str] = field(default_factory=dict)
 
 
 def label_of(node: fx.Node) -> Label | None:

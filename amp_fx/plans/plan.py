@@ -19,7 +19,7 @@ from amp_fx._torch import nesting_change
 from amp_fx.errors import PlanError
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.plans.files import SchemaError, as_data, decode, dtype_name, parse_object, write_text
-from amp_fx.plans.label import Decided, Kind, Reason, Takes
+from amp_fx.plans.label import Kind, Label
 from amp_fx.policy import OpClass
 
 __all__ = ["CastPlan", "CastSum", "Cost", "InputPlan", "ModuleCasts", "NodePlan", "Plan", "dtype_name"]
@@ -28,8 +28,8 @@ __all__ = ["CastPlan", "CastSum", "Cost", "InputPlan", "ModuleCasts", "NodePlan"
 _VERSION = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodePlan(Decided):
+@dataclass(kw_only=True)
+class NodePlan(Label):
     """One call of a finished plan: what it is, and what was decided for it.
 
     Attributes:
@@ -55,24 +55,11 @@ class NodePlan(Decided):
             "gradient of its input": "bfloat16", ...}``; else empty. A plan of training is followed in these, too.
     """
 
-    name: str
-    op: str
-    module_path: str
-    source: str
-    traced: torch.dtype | None
-    low: torch.dtype | None
-    op_class: OpClass
     shape: tuple[int, ...] = ()
     bytes: int = 0
     flops: int = 0
     inputs: tuple[str, ...] = ()
     operands: tuple[tuple[int, ...], ...] = ()
-    reasons: tuple[Reason, ...] = ()
-    dtype: torch.dtype | None = None
-    takes: str = Takes.TRACED
-    own_dtype_slots: tuple[str, ...] = ()
-    pinned: torch.dtype | None = None
-    levels: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_passage(self) -> bool:
@@ -174,12 +161,9 @@ class ModuleCasts:
 class Cost:
     """What casts cost in all graphs of a report.
 
-    Attributes:
-        casts: conversions between floating dtypes in the graphs.
-        cast_bytes: what they read and write if each is a kernel of its own.
-        kernels: kernels that do nothing but cast, after Inductor's fusion; None where it was not asked.
-        kernel_bytes: what these read and write.
-        moved: what all kernels read and write.
+    ``casts`` between floating dtypes read and write ``cast_bytes`` if each is a kernel of its own. After Inductor's
+    fusion, ``kernels`` do nothing but cast, and read and write ``kernel_bytes``; all kernels together, ``moved``. None:
+    Inductor was not asked.
     """
 
     casts: int
@@ -289,7 +273,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form; dtypes by name."""
-        return {**as_data(self), "version": _VERSION}
+        return {**as_data(vars(self)), "version": _VERSION}
 
     def to_json(self) -> str:
         """The plan as indented JSON text."""

@@ -21,9 +21,6 @@ from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 
 __all__ = ["choose_plan", "counterparts", "load_plans", "moved_nodes"]
 
-#: bytes; a plan has about 600 a call
-_MAX_FILE = 256 * 1024 * 1024
-
 #: calls that do not compute: what stands for numbers that the program writes, other calls on another device and in an
 #: export
 _NOT_COMPUTING = frozenset({"detach", "detach_", "empty.memory_format", "lift_fresh_copy", "tensor"})
@@ -48,10 +45,10 @@ def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
             keys = ", ".join(map(repr, sorted(data)[:_SHOWN]))
             raise PlanError(f"JSON of something else: its keys are {keys}. {how}")
         # a report holds the plans of several graphs
-        rows = decode(list[dict[str, Any]], data.get("plans", [data]), "plans")
-        return tuple(plan for plan in map(Plan.from_dict, rows) if plan.phase == "forward")
+        plans = decode(list[Plan], data.get("plans", [data]), "plans")
+        return tuple(plan for plan in plans if plan.phase == "forward")
 
-    return read_object(path, "a plan", read, _MAX_FILE, PlanError, how)
+    return read_object(path, "a plan", read, PlanError, how)
 
 
 def choose_plan(plans: Sequence[Plan], outline: Plan, what: str = "plan") -> Plan:

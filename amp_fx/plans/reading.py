@@ -17,21 +17,14 @@ from amp_fx.errors import did_you_mean
 from amp_fx.graphs.calls import is_cast, is_parameter, output_nodes, source_line, tensor_nodes
 from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import CAST_META, COPY_META, STEP_META
+from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, numel, tensors
 from amp_fx.plans.label import Kind, Label, label_of
 from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan
 from amp_fx.policy.levels import is_narrow
 
-__all__ = [
-    "add_graph",
-    "cast_plan",
-    "input_plan",
-    "is_heard",
-    "listen",
-    "node_plan",
-    "publish",
-    "unused_rules",
-]
+__all__ = ["add_graph", "cast_plan", "conversion", "input_plan", "is_heard", "listen", "node_plan", "publish"]
+__all__ += ["unused_rules"]
 
 _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 
@@ -42,10 +35,7 @@ _listeners: list[Callable[[Plan], object]] = []
 def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
     """Appends the rows of a rewritten graph to a plan, which has those of its bodies.
 
-    Args:
-        plan: is extended.
-        gm: a graph after the passes.
-        path: prefix of its node names, ``"wrap_body_0."`` for a body.
+    ``path`` is the prefix of node names, ``"wrap_body_0."`` for a body.
     """
     aliases: dict[str, str] = {}
     flops: dict[Any, int] = {}
@@ -56,7 +46,7 @@ def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
         if label is not None and not _is_about_numbers(node):
             results = _connect_body(gm, node, path, aliases)
             plan.nodes.append(node_plan(label, node, flops, path, results))
-        if is_cast(node) and STEP_META not in node.meta and _changes_dtype(node):
+        if is_cast(node) and STEP_META not in node.meta and conversion(node) is not None:
             plan.casts.append(cast_plan(node, path, inserted=CAST_META in node.meta))
     plan.inputs = [replace(each, alias=aliases.get(each.name, each.alias)) for each in plan.inputs]
 
@@ -64,14 +54,10 @@ def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
 def node_plan(
     label: Label, node: fx.Node, seen: dict[Any, int], path: str = "", also_read: tuple[str, ...] = ()
 ) -> NodePlan:
-    """The row of a call: its label, sizes and neighbours.
+    """The row of a call: its label, sizes and neighbours, with ``path`` before their names.
 
-    Args:
-        label: of the call.
-        node: in its final graph.
-        seen: FLOPs of calls so far, by op and shapes: repeated layers are looked at once.
-        path: prefix of node names.
-        also_read: names of values that reach the call otherwise than as arguments.
+    ``seen`` has FLOPs of calls so far by op and shapes: repeated layers are looked at once. ``also_read`` are values
+    that reach the call otherwise than as arguments.
     """
     results = tensors(node.meta.get("val"))
     read, matmul = _read(node)
@@ -109,6 +95,15 @@ def input_plan(node: fx.Node, path: str, parameter: bool) -> InputPlan | None:
         bytes=numel(value) * value.dtype.itemsize,
         copy_of=node.meta.get(COPY_META, ""),
     )
+
+
+def conversion(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The fake values before and after, if the node turns one floating dtype into another."""
+    if has_trait(node, Trait.CAST):
+        before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+        if is_eligible(before) and is_eligible(after) and before.dtype is not after.dtype:
+            return before, after
+    return None
 
 
 def cast_plan(cast: fx.Node, path: str = "", *, inserted: bool, kernel: bool | None = None) -> CastPlan:
@@ -160,11 +155,6 @@ def _is_about_numbers(node: fx.Node) -> bool:
     if value is None and isinstance(node.target, OpOverload):
         return not any(tensors(source.meta.get("val")) for source in node.all_input_nodes)
     return isinstance(value, _NUMBERS)
-
-
-def _changes_dtype(cast: fx.Node) -> bool:
-    before, after = cast.all_input_nodes[0].meta.get("val"), cast.meta.get("val")
-    return is_eligible(before) and is_eligible(after) and before.dtype is not after.dtype
 
 
 def _connect_body(gm: fx.GraphModule, node: fx.Node, path: str, aliases: dict[str, str]) -> tuple[str, ...]:

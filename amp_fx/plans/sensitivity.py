@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,20 +28,8 @@ from amp_fx.plans.label import SENSITIVITY, Kind, Reason
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import choose_plan, counterparts
 
-__all__ = [
-    "GRADIENTS",
-    "INSIDE",
-    "OF",
-    "OUTPUTS",
-    "CallSensitivity",
-    "GraphSensitivity",
-    "ReadSensitivity",
-    "Sensitivity",
-    "add_sensitivities",
-    "as_number",
-    "combined",
-    "slots",
-]
+__all__ = ["GRADIENTS", "INSIDE", "OF", "OUTPUTS", "CallSensitivity", "GraphSensitivity", "ReadSensitivity"]
+__all__ += ["Sensitivity", "add_sensitivities", "as_number", "combined", "slots"]
 
 T = TypeVar("T")
 
@@ -54,9 +42,6 @@ OF = GRADIENTS, OUTPUTS = "gradients", "outputs"
 #: slots of what a kernel of attention rounds inside if it runs low: the probabilities on their way to the values,
 #: scores and their gradient, and the result, from which its backward takes sums
 INSIDE = PROBABILITIES, SCORES, RESULT = "probabilities", "scores", "stored result"
-
-#: bytes; a graph has about a kilobyte a call
-_MAX_FILE = 256 * 1024 * 1024
 
 
 @dataclass
@@ -92,7 +77,7 @@ class GraphSensitivity:
     """One graph of the model: its calls, as ``classify`` labels them, by which it is found, and those measured."""
 
     outline: Plan
-    calls: list[CallSensitivity] = field(default_factory=list)
+    calls: list[CallSensitivity]
 
     def renamed(self, outline: Plan) -> list[CallSensitivity]:
         """The calls by the names that they have in another capture of the graph, of which this is the outline."""
@@ -102,28 +87,25 @@ class GraphSensitivity:
 
 @dataclass
 class Sensitivity:
-    """What :func:`amp_fx.calibrate` measured.
+    """What :func:`amp_fx.calibrate` measured."""
 
-    Attributes:
-        model: name of the model's class.
-        dtype: the low dtype.
-        scale: loss scale at which gradients were rounded; 1 where there is none.
-        batches: number of batches whose sensitivities were averaged.
-        states: number of states of the model that were measured; of each rounding, the largest sensitivity counts.
-        kinks: calls whose derivative jumps (ReLU and its kin): of ReLU the flips are predicted in magnitude.
-        of: what was judged, one of :data:`OF`.
-        level: below 16 bits, in which matmuls were measured (:data:`amp_fx.policy.levels.LEVELS`), or empty.
-        graphs: in order of their first call.
-    """
-
+    #: name of the model's class
     model: str
+    #: the low dtype
     dtype: torch.dtype
+    #: loss scale at which gradients were rounded; 1 where there is none
     scale: float = 1.0
+    #: number of batches whose sensitivities were averaged
     batches: int = 1
+    #: number of states of the model that were measured; of each rounding, the largest sensitivity counts
     states: int = 1
+    #: calls whose derivative jumps (ReLU and its kin): of ReLU the flips are predicted in magnitude
     kinks: int = 0
+    #: what was judged, one of :data:`OF`
     of: str = GRADIENTS
+    #: below 16 bits, in which matmuls were measured (:data:`amp_fx.policy.levels.LEVELS`), or empty
     level: str = ""
+    #: in order of their first call
     graphs: list[GraphSensitivity] = field(default_factory=list)
 
     @property
@@ -132,11 +114,7 @@ class Sensitivity:
         return "gradient" if self.of == GRADIENTS else "output"
 
     def graph(self, outline: Plan) -> GraphSensitivity:
-        """What was measured of a graph with these calls.
-
-        Raises:
-            PlanError: the graph was not measured, with what has moved; or only its outputs were, and it has gradients.
-        """
+        """What was measured of a graph with these calls. PlanError: that graph, or its gradients, were not measured."""
         if self.of == OUTPUTS and outline.training:
             raise PlanError(
                 f"graph {outline.graph} has gradients, and what was measured is what roundings do to the outputs of "
@@ -149,9 +127,7 @@ class Sensitivity:
     def worst(cls, sensitivities: Sequence[Sensitivity]) -> Sensitivity:
         """Of each rounding the largest sensitivity, for a model in several states; names are those of the last.
 
-        Raises:
-            PlanError: they have different low dtypes or levels, or are about gradients and outputs, or a graph of one
-                was not measured in another.
+        Raises PlanError where they are not about the same.
         """
         last = sensitivities[-1]
         for what, each in (
@@ -164,34 +140,22 @@ class Sensitivity:
                     f"sensitivities of different {what} ({', '.join(sorted({*each}))}) are not comparable; calibrate "
                     "with one of them."
                 )
-        graphs = [
-            GraphSensitivity(
-                graph.outline,
-                combined([each.graph(graph.outline).renamed(graph.outline) for each in sensitivities], max),
-            )
-            for graph in last.graphs
-        ]
-        batches = sum(each.batches for each in sensitivities)
-        return replace(
-            last, batches=batches, states=sum(each.states for each in sensitivities), graphs=graphs
+        batches, states = (
+            sum(getattr(each, name) for each in sensitivities) for name in ("batches", "states")
         )
+        graphs = []
+        for outline in (graph.outline for graph in last.graphs):
+            measured = [each.graph(outline).renamed(outline) for each in sensitivities]
+            graphs.append(GraphSensitivity(outline, combined(measured, max)))
+        return replace(last, batches=batches, states=states, graphs=graphs)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form."""
-        rows = [
-            {"outline": graph.outline.to_dict(), "calls": [asdict(call) for call in graph.calls]}
-            for graph in self.graphs
-        ]
-        data = {**vars(self), "graphs": rows}
-        return {"format": "amp_fx sensitivity", "version": _VERSION, **as_data(data)}
+        return {"format": "amp_fx sensitivity", "version": _VERSION, **as_data(vars(self))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sensitivity:
-        """Reads what :meth:`to_dict` wrote.
-
-        Raises:
-            PlanError: another format or version, or a field that is missing, unknown or of another type.
-        """
+        """Reads what :meth:`to_dict` wrote; PlanError where it is something else."""
         fields = dict(data)
         found = fields.pop("format", None), fields.pop("version", None)
         if found != ("amp_fx sensitivity", _VERSION):
@@ -199,46 +163,24 @@ class Sensitivity:
                 f"not a sensitivity file of this amp_fx: format {found[0]!r}, version {found[1]!r}; expected "
                 f"'amp_fx sensitivity', {_VERSION}. Write one with amp_fx.calibrate(...).save('sensitivity.json')."
             )
-        graphs = fields.pop("graphs", None)
-        if not isinstance(graphs, list) or not all(isinstance(row, dict) for row in graphs):
-            raise PlanError("not a sensitivity file: sensitivity.graphs should be a list of objects.")
         try:
-            sensitivity = decode(cls, {**fields, "graphs": []}, "sensitivity")
-            for number, row in enumerate(graphs):
-                calls = decode(_Calls, {"calls": row.get("calls")}, f"sensitivity.graphs[{number}]").calls
-                sensitivity.graphs.append(GraphSensitivity(Plan.from_dict(row.get("outline") or {}), calls))
+            return decode(cls, fields, "sensitivity")
         except SchemaError as error:
             raise PlanError(f"not a sensitivity file: {error}") from error
-        return sensitivity
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file that ``options={"policy": {"sensitivity": path}}`` reads: all of it, or the old file stays.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes the file that ``options={"policy": {"sensitivity": path}}`` reads, all of it or nothing."""
         write_text(path, json.dumps(self.to_dict()) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Sensitivity:
-        """Reads a file that :meth:`save` wrote.
-
-        Raises:
-            PlanError: the file cannot be read, or is no sensitivity file.
-        """
+        """Reads a file that :meth:`save` wrote; PlanError where it cannot be read or is none."""
         how = f"Write it with amp_fx.calibrate(...).save({os.fspath(path)!r})."
-        return read_object(path, "a sensitivity file", cls.from_dict, _MAX_FILE, PlanError, how)
+        return read_object(path, "a sensitivity file", cls.from_dict, PlanError, how)
 
     def __str__(self) -> str:
         calls = sum(len(graph.calls) for graph in self.graphs)
         return f"sensitivity of {self.model} in {dtype_name(self.dtype)}: {calls} calls in {len(self.graphs)} graphs"
-
-
-@dataclass
-class _Calls:
-    """The part of a graph's JSON form that is not a plan."""
-
-    calls: list[CallSensitivity]
 
 
 def combined(
@@ -305,10 +247,7 @@ def add_sensitivities(plans: Sequence[Plan], sensitivity: Sensitivity) -> dict[s
     """Adds to the reasons of every measured call what rounding its operands, its result and their gradients does.
 
     Only plans of forward graphs are changed. Returns graph -> call -> what rounding adds to the relative error of the
-    gradient; None where it overflows.
-
-    Raises:
-        PlanError: a graph was not measured; names what has moved.
+    gradient; None where it overflows. Raises PlanError for a graph that was not measured.
     """
     found: dict[str, dict[str, float | None]] = {}
     for plan in plans:

@@ -18,19 +18,8 @@ from amp_fx.plans.plan import CastPlan, InputPlan, NodePlan, Plan, dtype_name
 from amp_fx.plans.reading import unused_rules
 from amp_fx.policy import OpClass, Policy
 
-__all__ = [
-    "NOT_COMPILED",
-    "UNUSED_RULE",
-    "Advice",
-    "advise",
-    "kept_casts",
-    "kept_data",
-    "kept_lines",
-    "layout_advice",
-    "scaling_advice",
-    "starred",
-    "weight_advice",
-]
+__all__ = ["NOT_COMPILED", "UNUSED_RULE", "Advice", "advise", "kept_casts", "kept_data", "kept_lines"]
+__all__ += ["layout_advice", "scaling_advice", "starred", "weight_advice"]
 
 #: the kinds of advice about code that never became a graph, and about a rule that matches nothing
 NOT_COMPILED, UNUSED_RULE = "not compiled", "rule"
@@ -75,12 +64,9 @@ def advise(plans: Sequence[Plan]) -> list[Advice]:
     """What the data suggests, most useful first."""
     forward = [plan for plan in plans if plan.phase == "forward"]
     broken = "graph break after graph {0.graph}, fp32 tensors cross it: {0.graph_break}"
+    fallbacks = [plan for plan in plans if plan.fallback]
     return [
-        *(
-            Advice("fallback", f"graph {plan.graph} is not rewritten: {plan.fallback}")
-            for plan in plans
-            if plan.fallback
-        ),
+        *(Advice("fallback", f"graph {plan.graph} is not rewritten: {plan.fallback}") for plan in fallbacks),
         *(Advice(UNUSED_RULE, text) for text in unused_rules(plans)),
         *_untouched(forward),
         *_islands(forward),
@@ -160,18 +146,13 @@ def kept_casts(plans: Sequence[Plan]) -> dict[str, list[CastPlan]]:
     for plan in plans:
         for cast, why in _kept_of(plan):
             found.setdefault(why, []).append(cast)
-    return dict(sorted(found.items(), key=lambda row: -sum(cast.bytes for cast in row[1])))
+    return dict(sorted(found.items(), key=lambda row: -_bytes(row[1])))
 
 
 def kept_data(kept: dict[str, list[CastPlan]]) -> list[dict[str, Any]]:
     """Each reason in JSON-like form; the example is what the first of its casts converts, and for whom."""
     return [
-        {
-            "why": why,
-            "kernels": len(casts),
-            "bytes": sum(cast.bytes for cast in casts),
-            "example": _described(casts[0]),
-        }
+        {"why": why, "kernels": len(casts), "bytes": _bytes(casts), "example": _described(casts[0])}
         for why, casts in kept.items()
     ]
 
@@ -316,6 +297,10 @@ def _source(
     while isinstance(row, NodePlan) and row.op_class is OpClass.FOLLOW and len(row.inputs) == 1:
         row = rows.get(_origin(row.inputs[0], casts))
     return row
+
+
+def _bytes(casts: Sequence[CastPlan]) -> int:
+    return sum(cast.bytes for cast in casts)
 
 
 def _described(cast: CastPlan) -> str:

@@ -6,7 +6,7 @@ after fusion.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -15,25 +15,16 @@ from torch import Tensor
 from amp_fx._torch import Lowered
 from amp_fx.graphs.calls import module_path
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import cast_bytes, is_eligible
+from amp_fx.graphs.values import cast_bytes
 from amp_fx.placement.layout import is_convert
 from amp_fx.plans.plan import CastSum, Cost, ModuleCasts, Plan
+from amp_fx.plans.reading import conversion
 from amp_fx.reports.advice import starred
 
-__all__ = ["cast_kernels", "casts_by_module", "conversion", "cost_of", "is_move"]
+__all__ = ["cast_kernels", "casts_by_module", "cost_of", "is_move"]
 
 #: what a kernel may do beside converting and still be a cast
 _MOVES = Trait.MOVES, Trait.RESHAPES, Trait.UNCHANGED
-
-
-def conversion(node: fx.Node) -> tuple[Tensor, Tensor] | None:
-    """The fake values before and after, if the node turns one floating dtype into another."""
-    if not has_trait(node, Trait.CAST):
-        return None
-    before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
-    if is_eligible(before) and is_eligible(after) and before.dtype is not after.dtype:
-        return before, after
-    return None
 
 
 def is_move(node: fx.Node) -> bool:
@@ -43,11 +34,12 @@ def is_move(node: fx.Node) -> bool:
 
 def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:
     """Kernels that convert and move values and compute nothing: the conversions in each, and the bytes it moves."""
-    generated = [
-        (frozenset(node for node in origins if has_trait(node, Trait.CAST)), size)
-        for origins, size in lowered.generated
-        if _only_casts(origins)
-    ]
+    generated = []
+    for origins, size in lowered.generated:
+        calls = [node for node in origins if node.op == "call_function"]
+        casts = frozenset(node for node in calls if has_trait(node, Trait.CAST))
+        if casts and all(has_trait(node, Trait.CAST, *_MOVES) for node in calls):
+            generated.append((casts, size))
     called = [
         (frozenset({node}), cast_bytes(before, after.dtype))
         for node, before, after in _conversions(lowered.after)
@@ -111,15 +103,12 @@ def _summed(casts: Sequence[CastSum]) -> list[CastSum]:
     kinds: dict[tuple[Any, ...], list[CastSum]] = {}
     for cast in casts:
         kinds.setdefault((cast.name, cast.phase, cast.what, cast.before, cast.after), []).append(cast)
+    counts = [
+        [(cast.casts, cast.bytes, cast.kernels, cast.kernel_bytes) for cast in same]
+        for same in kinds.values()
+    ]
     return [
-        CastSum(
-            *kind,
-            casts=len(same),
-            bytes=sum(cast.bytes for cast in same),
-            kernels=sum(cast.kernels for cast in same),
-            kernel_bytes=sum(cast.kernel_bytes for cast in same),
-        )
-        for kind, same in kinds.items()
+        CastSum(*kind, *map(sum, zip(*rows, strict=True))) for kind, rows in zip(kinds, counts, strict=True)
     ]
 
 
@@ -140,9 +129,7 @@ def _casts(
 
 def _what(node: fx.Node, phase: str, weights: set[tuple[int, ...]]) -> str:
     """What is cast, by where it comes from and where it goes, through views and copies."""
-    source = node.all_input_nodes[0]
-    while is_move(source):
-        source = source.all_input_nodes[0]
+    source = _moved(node)
     is_input = source.op == "placeholder" and not source.name.startswith("tangents")
     if is_input and _shape(source) in weights:
         return "weight"
@@ -155,6 +142,14 @@ def _what(node: fx.Node, phase: str, weights: set[tuple[int, ...]]) -> str:
     return "weight gradient" if leaves and _shape(reader) in weights else "gradient"
 
 
+def _moved(cast: fx.Node) -> fx.Node:
+    """What a cast reads, views and copies left out."""
+    source = cast.all_input_nodes[0]
+    while is_move(source):
+        source = source.all_input_nodes[0]
+    return source
+
+
 def _shape(node: fx.Node) -> tuple[int, ...]:
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, Tensor) else ()
@@ -162,11 +157,9 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _module(node: fx.Node) -> str:
     """The module of a cast: of a graph input, its reader's; else its own, or that of a neighbour."""
-    users, inputs = tuple(node.users), tuple(node.all_input_nodes)
-    while is_move(inputs[0]):
-        inputs = tuple(inputs[0].all_input_nodes)
-    readers = [next(iter(user.users), user) if is_move(user) else user for user in users]
-    neighbours = (*readers, node) if inputs[0].op == "placeholder" else (node, *readers, *inputs)
+    source = _moved(node)
+    readers = [next(iter(user.users), user) if is_move(user) else user for user in node.users]
+    neighbours = (*readers, node) if source.op == "placeholder" else (node, *readers, source)
     return next((path for path in map(module_path, neighbours) if path), "")
 
 
@@ -181,10 +174,3 @@ def _conversions(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Tensor, Tensor]]
     for node in _calls(gm):
         if (values := conversion(node)) is not None:
             yield node, *values
-
-
-def _only_casts(origins: Collection[fx.Node]) -> bool:
-    targets = {node.target for node in origins if node.op == "call_function"}
-    return any(has_trait(target, Trait.CAST) for target in targets) and all(
-        has_trait(target, Trait.CAST, *_MOVES) for target in targets
-    )

@@ -26,11 +26,7 @@ _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3": "fp8 e4m3", "flo
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches.
-
-    Raises:
-        AmpFxError: matplotlib is missing.
-    """
+    """An empty figure, in inches; AmpFxError where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -41,11 +37,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path, *also: str) -> None:
-    """Writes a figure in the format of the path's suffix; ``also`` are suffixes that the caller writes itself.
-
-    Raises:
-        AmpFxError: matplotlib does not write that suffix.
-    """
+    """Writes a figure in the format of the path's suffix; ``also`` are valid suffixes that the caller writes itself."""
     valid = figure.canvas.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in valid:
         suffixes = [*also, *(f".{suffix}" for suffix in sorted(valid))]

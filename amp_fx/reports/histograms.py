@@ -23,7 +23,7 @@ from torch import nn
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.batches import call_of
 from amp_fx.graphs.values import tensors
-from amp_fx.plans.files import write_text
+from amp_fx.plans.files import as_data, write_text
 from amp_fx.reports.calling import plain
 from amp_fx.reports.counting import FORMATS, Counts
 from amp_fx.reports.figures import histogram_figure, save_figure
@@ -45,25 +45,21 @@ KINDS = {
 }
 _GRADIENTS = ("activation_gradients", "weight_gradients")
 
+#: modules that the text names
+_WORST = 5
+
 
 @dataclass
 class Histogram:
-    """What :func:`histogram` measured.
+    """What :func:`histogram` measured."""
 
-    Attributes:
-        modules: path of a module -> kind, a key of :data:`KINDS` -> counts. The model itself is ``""``.
-        title: name of the model.
-    """
-
+    #: path of a module -> kind, a key of :data:`KINDS` -> counts; the model itself is ``""``
     modules: dict[str, dict[str, Counts]] = field(default_factory=dict)
+    #: name of the model
     title: str = ""
 
     def total(self, *kinds: str) -> Counts:
-        """Counts of all modules.
-
-        Args:
-            kinds: keys of :data:`KINDS`; none means both kinds of gradients.
-        """
+        """Counts of all modules, by keys of :data:`KINDS`; none means both kinds of gradients."""
         found = Counts()
         for rows in self.modules.values():
             for kind in kinds or _GRADIENTS:
@@ -90,36 +86,18 @@ class Histogram:
         else:
             after = f"{gradients.lost('float16', scale):.2%} underflow to zero in float16"
             lines.append(f"loss scale 2**{scale} = {2**scale}: {after}, none overflows")
-        worst = self._worst()
+        shares = {name: Histogram({name: rows}).total().lost() for name, rows in self.modules.items()}
+        worst = [name for name in sorted(shares, key=lambda name: -shares[name])[:_WORST] if shares[name]]
         if worst:
             lines.append(f"where float16 loses most (modules: {len(self.modules)})")
-            lines += [
-                f"  {name or '(the model)':<40}{share:>8.2%} underflow to zero" for name, share in worst
-            ]
+        lines += [f"  {name or '(the model)':<40}{shares[name]:>8.2%} underflow to zero" for name in worst]
         return "\n".join(lines)
-
-    def _worst(self, most: int = 5) -> list[tuple[str, float]]:
-        shares = {}
-        for name, rows in self.modules.items():
-            shares[name] = Histogram({name: rows}).total().lost()
-        ranked = sorted(shares.items(), key=lambda row: -row[1])
-        return [(name, share) for name, share in ranked[:most] if share]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form: counts of every module, of all, and the loss scale."""
-        return {
-            "version": _VERSION,
-            "title": self.title,
-            "loss_scale": self.loss_scale,
-            "total": {
-                "gradients": self.total().to_dict(),
-                **{kind: self.total(kind).to_dict() for kind in KINDS},
-            },
-            "modules": {
-                name: {kind: counts.to_dict() for kind, counts in rows.items()}
-                for name, rows in self.modules.items()
-            },
-        }
+        total = {"gradients": self.total(), **{kind: self.total(kind) for kind in KINDS}}
+        own = {"version": _VERSION, "title": self.title, "loss_scale": self.loss_scale}
+        return as_data({**own, "total": total, "modules": self.modules})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes ``.json``, or the figure as whatever else matplotlib writes: ``.png``, ``.svg``, ``.pdf``.
@@ -136,11 +114,7 @@ class Histogram:
         return path
 
     def figure(self) -> Figure:
-        """The figure: gradients above, activations below, the ranges of the formats underneath each.
-
-        Raises:
-            AmpFxError: matplotlib is missing.
-        """
+        """The figure: gradients above, activations below, the ranges of the formats underneath each."""
         gradients = {KINDS[kind]: self.total(kind) for kind in _GRADIENTS}
         return histogram_figure(self.title, gradients, {KINDS["activations"]: self.total("activations")})
 

@@ -25,11 +25,11 @@ from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices, is_eligible, is_view, tensors
 from amp_fx.plans.label import Kind, Label, Reason
 from amp_fx.plans.plan import Cost, Plan, dtype_name
-from amp_fx.plans.reading import cast_plan, input_plan, node_plan
+from amp_fx.plans.reading import cast_plan, conversion, input_plan, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
 from amp_fx.policy.table import supported_devices
-from amp_fx.reports.casts import cast_kernels, conversion, cost_of, is_move
+from amp_fx.reports.casts import cast_kernels, cost_of, is_move
 from amp_fx.settings import Options
 
 __all__ = ["LoweredGraph", "LoweredGraphs", "autocast_backend"]

@@ -31,23 +31,19 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """A model, a call of it, and what is judged: gradients of its parameters, or what it returns.
-
-    Attributes:
-        model: as it is.
-        call: positional and keyword arguments.
-        pick: what the model returns -> a loss, a 0-d tensor; of outputs, the tensors that count, in any structure.
-            None: the loss is returned, or is ``.loss`` of that; of outputs, all floating tensors count.
-        seed: of the random numbers that model and loss draw; None: they go on from the caller's.
-        of_outputs: True where what is judged is what the model returns.
-        grad: grad mode of a call whose outputs are judged.
-    """
+    """A model, a call of it, and what is judged: gradients of its parameters, or what it returns."""
 
     model: nn.Module
+    #: positional and keyword arguments
     call: tuple[tuple[Any, ...], dict[str, Any]]
+    #: what the model returns -> a loss, a 0-d tensor; of outputs, the tensors that count, in any structure. None: the
+    #: loss is returned, or is ``.loss`` of that; of outputs, all floating tensors count
     pick: Callable[[Any], Any] | None = None
+    #: of the random numbers that model and loss draw; None: they go on from the caller's
     seed: int | None = 0
+    #: True where what is judged is what the model returns
     of_outputs: bool = False
+    #: grad mode of a call whose outputs are judged
     grad: bool = False
 
     @property
@@ -150,11 +146,7 @@ class NoLossError(AmpFxError):
 
 
 def loss_of(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """The loss in what a model returned.
-
-    Raises:
-        AmpFxError: there is none, or it depends on no parameter.
-    """
+    """The loss in what a model returned; AmpFxError where there is none, or it depends on no parameter."""
     value = getattr(result, "loss", result) if loss is None else loss(result)
     if not isinstance(value, Tensor):
         raise NoLossError(type(value).__name__)

@@ -270,7 +270,7 @@ def test_a_file_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amp_fx.plans.plan_files._MAX_FILE", 10)
+    monkeypatch.setattr("amp_fx.plans.files._MAX_FILE", 10)
     path = tmp_path / "long.json"
     path.write_text("{" + " " * 10 + "}")
     with pytest.raises(PlanError, match=r"long\.json.*10"):
