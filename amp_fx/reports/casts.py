@@ -7,6 +7,7 @@ after fusion.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
@@ -21,10 +22,25 @@ from amp_fx.plans.plan import CastSum, Cost, ModuleCasts, Plan
 from amp_fx.plans.reading import conversion
 from amp_fx.reports.advice import starred
 
-__all__ = ["cast_kernels", "casts_by_module", "cost_of", "is_move"]
+__all__ = ["LoweredGraph", "cast_kernels", "casts_by_module", "cost_of", "is_move"]
+
 
 #: what a kernel may do beside converting and still be a cast
 _MOVES = Trait.MOVES, Trait.RESHAPES, Trait.UNCHANGED
+
+
+@dataclass(frozen=True)
+class LoweredGraph:
+    """One graph with Dynamo's id."""
+
+    name: str
+    phase: str
+    lowered: Lowered
+
+    @property
+    def kernels(self) -> set[fx.Node]:
+        """The casts that are kernels of their own."""
+        return {node for casts, _ in cast_kernels(self.lowered) for node in casts}
 
 
 def is_move(node: fx.Node) -> bool:
@@ -60,21 +76,16 @@ def cost_of(graphs: Iterable[Lowered]) -> Cost:
     )
 
 
-def casts_by_module(
-    graphs: Mapping[str, Sequence[tuple[str, Lowered]]], plans: Sequence[Plan]
-) -> list[ModuleCasts]:
+def casts_by_module(graphs: Mapping[str, Sequence[LoweredGraph]], plans: Sequence[Plan]) -> list[ModuleCasts]:
     """Casts by module, in the order of the program.
 
-    ``graphs`` are those of ``"amp_fx"`` and ``"torch.autocast"``, each with its phase. The plans of the forward tell
+    ``graphs`` are those of ``"amp_fx"`` and ``"torch.autocast"``. The plans of the forward tell
     parameters from other inputs, which lowered graphs do not, and what a module computes in: lowered graphs say what is
     in a kernel's registers.
     """
     weights = {given.shape for plan in plans for given in plan.inputs if given.parameter}
     casts = [
-        found
-        for name, lowered in graphs.items()
-        for phase, graph in lowered
-        for found in _casts(name, phase, graph, weights)
+        cast for name, found in graphs.items() for graph in found for cast in _casts(name, graph, weights)
     ]
     dtypes: dict[str, dict[str, str]] = {"torch.autocast": {}, "amp_fx": {}}
     for plan in plans:
@@ -82,7 +93,7 @@ def casts_by_module(
             dtypes["torch.autocast"] |= plan.autocast_dtypes
             dtypes["amp_fx"] |= plan.module_dtypes
     known = {path for found in dtypes.values() for path in found}
-    forward = [graph for lowered in graphs.values() for phase, graph in lowered if phase == "forward"]
+    forward = [graph.lowered for found in graphs.values() for graph in found if graph.phase == "forward"]
     order = [path for graph in forward for path in map(module_path, _calls(graph.after)) if path in known]
     paths: dict[str, list[str]] = {}
     for path in dict.fromkeys([*order, *(path for path, _ in casts)]):
@@ -112,19 +123,17 @@ def _summed(casts: Sequence[CastSum]) -> list[CastSum]:
     ]
 
 
-def _casts(
-    name: str, phase: str, lowered: Lowered, weights: set[tuple[int, ...]]
-) -> Iterator[tuple[str, CastSum]]:
+def _casts(name: str, graph: LoweredGraph, weights: set[tuple[int, ...]]) -> Iterator[tuple[str, CastSum]]:
     """Every cast of a graph with its module's path."""
     moved: dict[fx.Node, int] = {}
-    for nodes, size in cast_kernels(lowered):
+    for nodes, size in cast_kernels(graph.lowered):
         # several casts in one kernel share what it moves
         for place, node in enumerate(sorted(nodes, key=lambda node: node.name)):
             moved[node] = size * (place + 1) // len(nodes) - size * place // len(nodes)
-    for node, before, after in _conversions(lowered.after):
-        what, bytes_ = _what(node, phase, weights), cast_bytes(before, after.dtype)
-        kernel = int(node in moved), moved.get(node, 0)
-        yield _module(node), CastSum(name, phase, what, before.dtype, after.dtype, 1, bytes_, *kernel)
+    for node, before, after in _conversions(graph.lowered.after):
+        kind = name, graph.phase, _what(node, graph.phase, weights), before.dtype, after.dtype
+        counts = 1, cast_bytes(before, after.dtype), int(node in moved), moved.get(node, 0)
+        yield _module(node), CastSum(*kind, *counts)
 
 
 def _what(node: fx.Node, phase: str, weights: set[tuple[int, ...]]) -> str:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -96,33 +96,44 @@ def explain(
         target = None
     parsed = Options.parse(None, options)
     program = getattr(model, "_orig_mod", model)
-    args, kwargs = arguments_of(program, args, kwargs)
     # a scaler belongs to a training that is not going on here
     given = {key: value for key, value in (options or {}).items() if key != "scaler"}
-    not_compiled = NotCompiled()
+    call = _Call(program, *arguments_of(program, args, kwargs), given)
+    title = getattr(program, "__name__", type(program).__name__)
     with progress("explain: compiling as far as fusion, with amp_fx and with torch.autocast"):
-        if target is None:
-            report = _here(program, args, kwargs, given, not_compiled)
-        else:
-            report = _on_target(target, program, args, kwargs, given, not_compiled)
-    plans = report.plans
-    weights = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
-    notes = left_out_advice(program, plans, not_compiled)
+        report = _here(call) if target is None else _on_target(call, target)
+    plans, weights = report.plans, call.parameters
+    notes = left_out_advice(program, plans, call.not_compiled)
     notes += weight_advice(plans, weights) + layout_advice(plans, weights)
     if parsed.scaler is None:
         notes += scaling_advice(plans)
     return replace(
         report,
-        title=_title(program, target),
+        title=title if target is None else f"{title} on {find_target(target).name}",
         notes=notes,
         sensitivities={} if measured is None else add_sensitivities(plans, measured),
-        device="cuda" if target else _device(program, args, kwargs),
+        device="cuda" if target else call.device,
     )
 
 
-def _title(program: Callable[..., Any], target: str | None) -> str:
-    name = getattr(program, "__name__", type(program).__name__)
-    return name if target is None else f"{name} on {find_target(target).name}"
+@dataclass(frozen=True)
+class _Call:
+    """What is explained: a module or a function, its arguments, and the options of the backend."""
+
+    program: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    options: Mapping[str, Any]
+    not_compiled: NotCompiled = field(default_factory=NotCompiled)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.program.named_parameters()) if isinstance(self.program, nn.Module) else {}
+
+    @property
+    def device(self) -> str:
+        given = [*tensors((self.args, self.kwargs)), *self.parameters.values()]
+        return next((value.device.type for value in given if value.device.type != "cpu"), "cpu")
 
 
 def _compared(
@@ -138,21 +149,15 @@ def _compared(
     if not with_autocast:
         return Report(recording.plans, costs={"amp_fx": ours.cost})
     theirs = lower(autocast_backend(options))
-    graphs = {"torch.autocast": theirs.by_phase, "amp_fx": ours.by_phase}
+    graphs = {"torch.autocast": theirs.graphs, "amp_fx": ours.graphs}
     costs = {"amp_fx": ours.cost, "torch.autocast": theirs.cost}
     return Report(recording.plans, costs=costs, modules=casts_by_module(graphs, recording.plans))
 
 
-def _here(
-    program: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Mapping[str, Any],
-    not_compiled: NotCompiled,
-) -> Report:
+def _here(call: _Call) -> Report:
     """On the device that the model is on: every graph as Inductor would compile it, run op by op."""
     # before its modules are as they were before Module.compile()
-    entry = entry_of(program)
+    entry = entry_of(call.program)
 
     def lower(backend: Backend) -> LoweredGraphs:
         found = LoweredGraphs()
@@ -167,40 +172,33 @@ def _here(
                 raise
 
         with (
-            not_compiled.listen(),
-            untouched(program, args, kwargs) as (given, named),
+            call.not_compiled.listen(),
+            untouched(call.program, call.args, call.kwargs) as (given, named),
             replace_inner_compile(found.inner_compile),
         ):
             result = torch.compile(entry, backend=compile_or_forget)(*given, **named)
             # the caller's autocast has nothing to do with the backward, as in a training loop
-            _differentiate(program, given, named, result)
+            _differentiate(call, given, named, result)
         return found
 
-    is_known = _device(program, args, kwargs) in supported_devices()
-    return _compared(lower, options, with_autocast=is_known)
+    return _compared(lower, call.options, with_autocast=call.device in supported_devices())
 
 
-def _on_target(
-    target: str,
-    program: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Mapping[str, Any],
-    not_compiled: NotCompiled,
-) -> Report:
+def _on_target(call: _Call, target: str) -> Report:
     """On a GPU that need not be in the machine; the program is on the CPU or on ``meta``."""
     tracer = Tracer()
     # first: it says in a moment if it cannot
     with contextlib.closing(TargetProcess(target)) as process:
-        if on_meta(program, args, kwargs):
-            copy, given, named = without_data(program, args, kwargs)
+        whole = call.program, call.args, call.kwargs
+        if on_meta(*whole):
+            program, given, named = without_data(*whole)
             context = contextlib.nullcontext((given, named))
         else:
-            copy, context = program, untouched(program, args, kwargs)
-        entry = entry_of(copy)
-        with only_looking(), not_compiled.listen(), context as (given, named):
+            program, context = call.program, untouched(*whole)
+        entry = entry_of(program)
+        with only_looking(), call.not_compiled.listen(), context as (given, named):
             torch.compile(entry, backend=tracer)(*given, **named)
-        return process.call("amp_fx.reports.explaining:compiled_graphs", tracer.graphs, dict(options))
+        return process.call("amp_fx.reports.explaining:compiled_graphs", tracer.graphs, dict(call.options))
 
 
 def compiled_graphs(graphs: Sequence[TracedGraph], options: Mapping[str, Any]) -> Report:
@@ -221,24 +219,14 @@ def compiled_graphs(graphs: Sequence[TracedGraph], options: Mapping[str, Any]) -
     return report
 
 
-def _differentiate(
-    program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _differentiate(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     """Runs the backward, whose graphs are compiled only then; gradients are dropped."""
     outputs = [value for value in tensors(plain(result)) if value.requires_grad]
-    leaves = [value for value in tensors((args, kwargs)) if value.requires_grad]
-    if isinstance(program, nn.Module):
-        leaves += [parameter for parameter in program.parameters() if parameter.requires_grad]
+    given = [*tensors((args, kwargs)), *call.parameters.values()]
+    leaves = [value for value in given if value.requires_grad]
     if outputs and leaves:
         seeds = [torch.ones_like(value) for value in outputs]
         torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
-
-
-def _device(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    given = tensors((args, kwargs))
-    if isinstance(program, nn.Module):
-        given += program.parameters()
-    return next((value.device.type for value in given if value.device.type != "cpu"), "cpu")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import (
-    Lowered,
     OpOverload,
     autocast_shield,
     compile_id,
@@ -29,10 +28,10 @@ from amp_fx.plans.reading import cast_plan, conversion, input_plan, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
 from amp_fx.policy.table import supported_devices
-from amp_fx.reports.casts import cast_kernels, cost_of, is_move
+from amp_fx.reports.casts import LoweredGraph, cost_of, is_move
 from amp_fx.settings import Options
 
-__all__ = ["LoweredGraph", "LoweredGraphs", "autocast_backend"]
+__all__ = ["LoweredGraphs", "autocast_backend"]
 
 
 def autocast_backend(options: Mapping[str, Any] | None) -> Callable[..., Callable[..., Any]]:
@@ -52,20 +51,6 @@ def autocast_backend(options: Mapping[str, Any] | None) -> Callable[..., Callabl
             return compile_with_inductor(under_autocast(gm, ambient), example_inputs, {})
 
     return compile_graph
-
-
-@dataclass(frozen=True)
-class LoweredGraph:
-    """One graph with Dynamo's id."""
-
-    name: str
-    phase: str
-    lowered: Lowered
-
-    @property
-    def kernels(self) -> set[fx.Node]:
-        """The casts that are kernels of their own."""
-        return {node for casts, _ in cast_kernels(self.lowered) for node in casts}
 
 
 @dataclass
@@ -101,11 +86,6 @@ class LoweredGraphs:
         plans += backward
 
     @property
-    def by_phase(self) -> list[tuple[str, Lowered]]:
-        """Phase and graph, in the order of compilation."""
-        return [(graph.phase, graph.lowered) for graph in self.graphs]
-
-    @property
     def cost(self) -> Cost:
         """Of all graphs."""
         return cost_of(graph.lowered for graph in self.graphs)
@@ -132,7 +112,7 @@ def _backward_plan(graph: LoweredGraph, forward: Sequence[Plan]) -> Plan:
 
 
 def _backward_class(node: fx.Node, dtype: torch.dtype | None, low: torch.dtype | None) -> OpClass:
-    """The class of a call that no list has decided about: what it does with its arguments."""
+    """What a call that no list has decided about does with its arguments."""
     if dtype is None:
         return OpClass.KEEP
     if is_matmul(node):

@@ -25,14 +25,10 @@ def measured(program: Callable[..., Any], *args: Any, value: float | None = 1e-6
     """The same sensitivity for every call of a program's one graph."""
     gm = captured(program, *args)
     outline = run_passes(gm, OUTLINE, PassContext(training=True))
-    outline.training = True
-    calls = [
-        CallSensitivity(
-            node.name, value, value, {slot: ReadSensitivity(value, value) for slot, _, _ in slots(node)}
-        )
-        for node in gm.graph.nodes
-        if node.op == "call_function"
-    ]
+    outline.training, calls = True, []
+    for node in (node for node in gm.graph.nodes if node.op == "call_function"):
+        reads = {slot: ReadSensitivity(value, value) for slot, _, _ in slots(node)}
+        calls.append(CallSensitivity(node.name, value, value, reads))
     return Sensitivity("program", torch.bfloat16, graphs=[GraphSensitivity(outline, calls)])
 
 
@@ -55,8 +51,7 @@ def test_a_sensitivity_file_reads_back_as_it_was_written(tmp_path: Path) -> None
 
 
 def test_every_call_that_was_measured_is_found_in_the_same_graph() -> None:
-    sensitivity = measured(lambda x, w: x.t().contiguous() @ w, *ARGS)
-    (graph,) = sensitivity.graphs
+    (graph,) = measured(lambda x, w: x.t().contiguous() @ w, *ARGS).graphs
     assert "contiguous" in {call.name for call in graph.calls}
     assert graph.renamed(graph.outline) == graph.calls
 
@@ -111,8 +106,7 @@ def test_of_several_states_the_largest_sensitivity_of_a_level_counts_and_levels_
 def test_a_wrong_sensitivity_file_is_refused_by_the_place_of_the_fault(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    data = measured(two_matmuls, *ARGS).to_dict()
-    data = json.loads(json.dumps(data))
+    data = json.loads(json.dumps(measured(two_matmuls, *ARGS).to_dict()))
     change(data)
     (tmp_path / "sensitivity.json").write_text(json.dumps(data))
     with pytest.raises(PlanError, match=message):

@@ -46,9 +46,8 @@ def dtypes(found: Rewritten, op: str, module: str) -> set[torch.dtype | None]:
 
 def test_dimensions_that_are_no_multiple_of_8_are_named_once() -> None:
     rows = kinds(rewrite(stack(30), torch.randn(4, 16)).plan)["dimensions"]
-    assert [row.text for row in rows] == [
-        f"*.{name} linear x3: dimension 30 is no multiple of 8; 32 would run faster on the tensor cores of a GPU"
-        for name in ("up", "down")
+    assert [row.text.partition(";")[0] for row in rows] == [
+        f"*.{name} linear x3: dimension 30 is no multiple of 8" for name in ("up", "down")
     ]
     assert "dimensions" not in kinds(rewrite(stack(), torch.randn(5, 16)).plan)
 

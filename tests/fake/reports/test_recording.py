@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -21,22 +22,21 @@ def test_a_recording_holds_the_plans_published_inside_it_in_order_and_a_report_o
     assert recording.reports == [Report([first]), Report([second])]
 
 
-def test_recordings_nest() -> None:
+def test_recordings_nest_and_those_with_equal_contents_are_two() -> None:
+    # what closes is the inner one, although they are equal then
     with record() as outer:
-        publish(Plan("a"))
         with record() as inner:
+            pass
+        publish(Plan("a"))
+        with record() as second:
             publish(Plan("b"))
         publish(Plan("c"))
-    assert [plan.graph for plan in outer.plans] == ["a", "b", "c"]
-    assert [plan.graph for plan in inner.plans] == ["b"]
-
-
-def test_two_recordings_with_equal_contents_are_two_recordings() -> None:
-    with record() as outer, record() as inner:
-        pass
-    with record() as last:
-        publish(Plan())
-    assert (outer.plans, inner.plans, len(last.plans)) == ([], [], 1)
+    publish(Plan("d"))
+    assert [[plan.graph for plan in each.plans] for each in (outer, inner, second)] == [
+        ["a", "b", "c"],
+        [],
+        ["b"],
+    ]
 
 
 def test_a_recording_closes_when_its_block_raises() -> None:
@@ -55,13 +55,8 @@ def test_plans_from_other_threads_are_recorded_while_recordings_open_and_close()
                 publish(Plan(name))
             counts.append(len(inner.plans))
 
-    with record() as recording:
-        threads = [threading.Thread(target=publish_many, args=(str(index),)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    names = [plan.graph for plan in recording.plans]
-    assert sorted(names) == sorted(str(index) for index in range(4) for _ in range(50))
+    with record() as recording, ThreadPoolExecutor(4) as threads:
+        list(threads.map(publish_many, "0123"))
+    assert Counter(plan.graph for plan in recording.plans) == dict.fromkeys("0123", 50)
     assert len(counts) == 200
     assert min(counts) >= 1
