@@ -27,17 +27,17 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Change:
-    """One call that computes in another dtype; ``before`` is empty where it is new, ``after`` where it is gone.
-
-    ``op`` has the role behind it where that is the gradient of the call's input or weight. ``reasons`` are those of the
-    later plan that has the call.
-    """
+    """One call that computes in another dtype."""
 
     module_path: str
+    #: with the role behind it where that is the gradient of the call's input or weight
     op: str
     phase: str
+    #: empty where the call is new
     before: str
+    #: empty where it is gone
     after: str
+    #: of the later plan that has the call
     reasons: tuple[Reason, ...]
 
     def __str__(self) -> str:

@@ -33,11 +33,7 @@ _SHOWN = 6
 
 
 def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
-    """Reads the forward plans in a file of :meth:`amp_fx.Plan.save` or :meth:`amp_fx.Report.save` (``.json``).
-
-    Raises:
-        PlanError: the file cannot be read, or holds no plan.
-    """
+    """The forward plans in a file of :meth:`amp_fx.Plan.save` or :meth:`amp_fx.Report.save`; else PlanError."""
     how = f"Write one with amp_fx.explain(...).plan.save({os.fspath(path)!r})."
 
     def read(data: dict[str, Any]) -> tuple[Plan, ...]:
@@ -54,8 +50,7 @@ def load_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
 def choose_plan(plans: Sequence[Plan], outline: Plan, what: str = "plan") -> Plan:
     """The plan to follow in a graph, whose ``outline`` has its calls before any is placed; messages call it ``what``.
 
-    Raises:
-        PlanError: none of the plans is about this graph; the message says which nodes moved.
+    PlanError where none of the plans is about this graph: the message says which nodes moved.
     """
     calls = _calls(outline)
     matching = [plan for plan in plans if _calls(plan) == calls]

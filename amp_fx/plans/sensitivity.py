@@ -205,10 +205,7 @@ def combined(
                 for slot, reads in _by_key(call.reads.items() for call in calls).items()
             },
             {
-                role: {
-                    operand: one(sensitivities)
-                    for operand, sensitivities in _by_key(map(dict.items, operands)).items()
-                }
+                role: {operand: one(found) for operand, found in _by_key(map(dict.items, operands)).items()}
                 for role, operands in _by_key(call.roles.items() for call in calls).items()
             },
         )
