@@ -28,14 +28,11 @@ from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 from amp_fx.weights.graphs import copied_weights
 from amp_fx.weights.recipes import Cast, CopyRecipe, recipe_of
-from amp_fx.widened import Unscaled, identity, replace_by_pair, replace_parameter
+from amp_fx.widened import Identity, Unscaled, identity, replace_by_pair, replace_parameter
 
 __all__ = ["StoredLow", "store_low"]
 
 logger = logging.getLogger(__name__)
-
-#: a parameter, tied ones once
-_Identity = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -101,13 +98,14 @@ def store_low(
     own = _own_parameters(program)
     before = _bytes(program)
     if batch or kwargs:
-        batches = batch[0] if _is_list(batch, kwargs) else ()
+        is_list = len(batch) == 1 and isinstance(batch[0], list) and not kwargs
+        batches = batch[0] if is_list else ()
         calls = [call_of(program, each) for each in batches] or [arguments_of(program, batch, kwargs)]
         wanted = _read_low(program, calls, opts)
     else:
         low = [value for value in program.parameters() if value.dtype in LOW_DTYPES]
-        wanted: dict[_Identity, CopyRecipe] = {identity(value): Cast(value.dtype) for value in low}
-    done: dict[_Identity, Any] = {}
+        wanted: dict[Identity, CopyRecipe] = {identity(value): Cast(value.dtype) for value in low}
+    done: dict[Identity, Any] = {}
     stored: dict[str, str] = {}
     for path, (module, name) in own.items():
         value = module.get_parameter(name)
@@ -127,10 +125,6 @@ def store_low(
     return result
 
 
-def _is_list(batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return len(batch) == 1 and isinstance(batch[0], list) and not kwargs
-
-
 def _own_parameters(program: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Path of a parameter -> its module and attribute; what is parametrized is left out."""
     return {
@@ -148,9 +142,9 @@ def _bytes(program: nn.Module) -> int:
 
 def _read_low(
     program: nn.Module, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], opts: Options
-) -> dict[_Identity, CopyRecipe]:
+) -> dict[Identity, CopyRecipe]:
     """The parameters that all graphs read in one low form only, and the recipe of that."""
-    reads: dict[_Identity, set[CopyRecipe | None]] = {}
+    reads: dict[Identity, set[CopyRecipe | None]] = {}
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         lows = _low_reads(gm, opts)

@@ -19,15 +19,9 @@ from amp_fx.graphs.calls import class_name
 from amp_fx.graphs.values import LOW_DTYPES
 
 __all__ = [
-    "Unscaled",
-    "Widened",
-    "held_pair",
-    "identity",
-    "refuse_training",
-    "replace_by_pair",
-    "replace_parameter",
-    "widenings",
-]
+    "Identity", "Unscaled", "Widened", "held_pair", "identity", "refuse_training", "replace_by_pair",
+    "replace_parameter", "widenings",
+]  # fmt: skip
 
 
 class Widened(nn.Module):
@@ -64,20 +58,18 @@ class Unscaled(nn.Module):
         return self.made(matrix)
 
 
-def identity(value: Tensor) -> tuple[Any, ...]:
+#: equal for tied weights
+Identity = tuple[Any, ...]
+
+
+def identity(value: Tensor) -> Identity:
     """Equal for tied weights."""
     storage = value.untyped_storage()._cdata
     return storage, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
 
 
 def replace_parameter(module: nn.Module, name: str, low: nn.Parameter) -> None:
-    """Puts a low parameter in the place of one in fp32; ``state_dict`` has it under the name it had.
-
-    Args:
-        module: that has the parameter itself.
-        name: of its attribute.
-        low: holds the same values, rounded.
-    """
+    """Puts a low parameter in the place of a module's own in fp32; ``state_dict`` has it under the name it had."""
     module.register_parameter(name, low)
     # it changes the dtype, which torch calls unsafe
     parametrize.register_parametrization(module, name, Widened(), unsafe=True)
@@ -85,16 +77,9 @@ def replace_parameter(module: nn.Module, name: str, low: nn.Parameter) -> None:
 
 
 def replace_by_pair(module: nn.Module, name: str, held: Unscaled, like: nn.Module | None = None) -> nn.Module:
-    """Puts a matrix below 16 bits and its factors in the place of a parameter in fp32.
+    """Puts a matrix below 16 bits and its factors in the place of a module's own parameter in fp32.
 
-    Args:
-        module: that has the parameter itself.
-        name: of its attribute.
-        held: how it is held.
-        like: what this has returned of a parameter that is tied to this one.
-
-    Returns:
-        What holds the pair.
+    Returns what holds the pair; ``like`` is that of a parameter that is tied to this one.
     """
     # integers have no gradients
     module.register_parameter(name, nn.Parameter(module.get_parameter(name).detach(), requires_grad=False))
@@ -124,15 +109,7 @@ def held_pair(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def refuse_training(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Looks for gradients of parameters that are stored low.
-
-    Args:
-        gm: Dynamo's graph, which is going to be differentiated.
-        example_inputs: one per placeholder.
-
-    Raises:
-        WeightsError: there are some.
-    """
+    """Raises :class:`WeightsError` where Dynamo's graph will be differentiated by parameters that are stored low."""
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         # what cannot have gradients had them before
         asks = isinstance(value, nn.Parameter) and (value.requires_grad or value.dtype not in LOW_DTYPES)
@@ -154,12 +131,9 @@ def _refuse(_gradient: Tensor | None = None) -> None:
 
 
 def _keep_names(module: nn.Module, names: Mapping[str, str], held: Unscaled | None = None) -> None:
-    """A ``state_dict`` has names of its own for what torch has parametrized.
+    """A ``state_dict`` has names of its own for what torch has parametrized: ``names`` there -> in the module.
 
-    Args:
-        module: that has it.
-        names: in the ``state_dict`` -> in the module.
-        held: makes what is held of a matrix in 16 or 32 bits that is loaded.
+    ``held`` makes what is held of a matrix in 16 or 32 bits that is loaded.
     """
 
     def saved(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

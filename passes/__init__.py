@@ -1,4 +1,4 @@
-"""The compiler passes, one per file, and their order on each graph: three functions of plain ``if``s.
+"""The compiler passes, and their order on each graph: three functions of plain ``if``s.
 
 Folders say which graph a pass runs on: ``forward/``, the captured graph, before AOTAutograd makes a backward of it;
 ``joint/``, Inductor's joint graph, forward and backward together; ``levels/``, either of these; ``partitioned/``,
@@ -34,57 +34,22 @@ from amp_fx.passes.forward.replay import Replay
 from amp_fx.passes.forward.verify import Verify
 from amp_fx.passes.forward.weights import CacheWeights, FoldWeights, KeepWeights
 from amp_fx.passes.joint.attend import Attend
+from amp_fx.passes.joint.casts import KeepStatistics, LayOutGradients, SeparateOutputs
 from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
-from amp_fx.passes.joint.keep_statistics import KeepStatistics
-from amp_fx.passes.joint.lay_out_gradients import LayOutGradients
 from amp_fx.passes.joint.scale_backward import ScaleBackward
-from amp_fx.passes.joint.separate_outputs import SeparateOutputs
 from amp_fx.passes.levels.mark_matmuls import MarkMatmuls
 from amp_fx.passes.levels.place_levels import PlaceLevels
 from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
-from amp_fx.passes.partitioned.lay_out_weights import LayOutWeights
-from amp_fx.passes.partitioned.write_casts import WriteCasts
+from amp_fx.passes.partitioned.casts import LayOutWeights, WriteCasts
 
 __all__ = [
-    "CAPTURED",
-    "JOINT",
-    "OUTLINE",
-    "PARTITIONED",
-    "PIPELINE",
-    "Attend",
-    "CacheWeights",
-    "ChooseAttention",
-    "Classify",
-    "Constrain",
-    "FoldWeights",
-    "FuseCasts",
-    "GemmEpilogue",
-    "Given",
-    "InsertCasts",
-    "KeepStatistics",
-    "KeepWeights",
-    "LayOutGradients",
-    "LayOutWeights",
-    "MarkMatmuls",
-    "Pass",
-    "PassContext",
-    "PinDtypes",
-    "Place",
-    "PlaceBySensitivity",
-    "PlaceLevels",
-    "QuantiseMatmuls",
-    "Replay",
-    "ScaleBackward",
-    "SeparateOutputs",
-    "Verify",
-    "WriteCasts",
-    "captured_passes",
-    "joint_passes",
-    "partitioned_passes",
-    "run_in_order",
-    "run_keyed",
-    "run_passes",
-]
+    "CAPTURED", "JOINT", "OUTLINE", "PARTITIONED", "PIPELINE", "Attend", "CacheWeights", "ChooseAttention",
+    "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "InsertCasts",
+    "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass",
+    "PassContext", "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "Replay",
+    "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",
+    "partitioned_passes", "run_in_order", "run_keyed", "run_passes",
+]  # fmt: skip
 
 #: what a plan is matched with: calls and their classes
 OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())

@@ -33,20 +33,9 @@ from amp_fx.policy import Policy
 from amp_fx.policy.rules import Rule
 
 __all__ = [
-    "CAPTURED",
-    "CUSTOM",
-    "JOINT",
-    "PARTITIONED",
-    "Pass",
-    "PassContext",
-    "bodies",
-    "mark",
-    "mark_because",
-    "marked",
-    "run_in_order",
-    "run_keyed",
-    "run_passes",
-]
+    "CAPTURED", "CUSTOM", "JOINT", "PARTITIONED", "Pass", "PassContext", "bodies", "mark", "mark_because",
+    "marked", "run_in_order", "run_keyed", "run_passes",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -163,14 +152,13 @@ def _run(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, gra
         except (PassError, PlanError):
             raise
         except Exception as error:
-            # chained, never swallowed: tests run strict, users get a named reason with the fallback
-            raise PassError(
-                f"pass {step.name!r} failed after {done or 'no other pass'}: {type(error).__name__}: {error}"
-            ) from error
+            # chained: tests run strict, users get a named reason with the fallback
+            what = f"pass {step.name!r} failed after {done or 'no other pass'}"
+            raise PassError(f"{what}: {type(error).__name__}: {error}") from error
         facts |= step.ensures
         done.append(step.name)
-        elapsed = 1e3 * (time.perf_counter() - start)
-        logger.debug("%s%s: %s (%.1f ms)", context.path, step.name, summary, elapsed)
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        logger.debug("%s%s: %s (%.1f ms)", context.path, step.name, summary, milliseconds)
 
 
 def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:

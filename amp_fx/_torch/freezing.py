@@ -32,11 +32,9 @@ class Lifting(Protocol):
 
     def note_given(self, gm: fx.GraphModule) -> None:
         """Called before constants are folded; the first time, they are those that the graph was given."""
-        ...
 
     def note(self, gm: fx.GraphModule, node: fx.Node, constant: torch.Tensor) -> None:
         """Called before a node of a graph is replaced by a constant."""
-        ...
 
     def choose(self, gm: fx.GraphModule) -> Sequence[Sequence[fx.Node]]:
         """The ``get_attr`` nodes of each of these constants; asked once for each frozen graph."""
@@ -49,14 +47,10 @@ class Lifting(Protocol):
 
 
 class _Current(threading.local):
-    """What this thread freezes.
-
-    Attributes:
-        lifting: observes it.
-        lifted: inputs of the graph that were packed constants, and what stands for these.
-    """
+    """What this thread freezes."""
 
     lifting: Lifting | None = None
+    #: inputs of the graph that were packed constants, and what stands for these
     lifted: Mapping[str, torch.Tensor] = {}
 
 
@@ -101,9 +95,6 @@ def observe_freezing(lifting: Lifting) -> Iterator[None]:
 
     What has more elements than what it is computed from, as embeddings that are expanded to a batch, is folded up to
     :data:`_EXPANDED` of all elements: each batch size has constants of its own.
-
-    Args:
-        lifting: is told, and asked.
     """
     with _patches:
         before, _current.lifting = _current.lifting, lifting

@@ -21,25 +21,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from amp_fx._torch.tracing import is_wrapper, wrapped_tensors
 
 __all__ = [
-    "StorageRef",
-    "borrowed",
-    "find_nonfinite_",
-    "largest_magnitudes",
-    "modes_disabled",
-    "storage_ref",
-    "update_scale",
-    "words_of_memory",
-]
+    "StorageRef", "borrowed", "find_nonfinite_", "largest_magnitudes", "modes_disabled", "storage_ref",
+    "update_scale", "words_of_memory",
+]  # fmt: skip
 
 StorageRef = weakref.ref[torch.UntypedStorage]
 
 
 def storage_ref(value: Tensor, freed: Callable[[Any], object] | None = None) -> StorageRef:
-    """A weak reference to the memory of a tensor, of the first part where it consists of several.
+    """A weak reference to the memory of a dense tensor, of the first part where it consists of several.
 
-    Args:
-        value: dense.
-        freed: called with the reference when the memory is freed, or the tensor has got other memory that is its own.
+    ``freed`` is called with it when the memory is freed, or the tensor has got other memory that is its own.
     """
     while is_wrapper(value):
         value = wrapped_tensors(value)[0]
@@ -74,15 +66,9 @@ def update_scale(
     backoff_factor: float,
     growth_interval: int,
 ) -> None:
-    """One update of a loss scale, in place and on its device: what torch.amp.GradScaler does.
+    """One update of a loss scale, in place and on its device, as of torch.amp.GradScaler.
 
-    Args:
-        scale: fp32, 0-d.
-        growth_tracker: int32, 0-d; updates since the last change.
-        found_inf: fp32, 0-d; not zero: something was inf or nan.
-        growth_factor: the scale's factor after ``growth_interval`` updates without a finding.
-        backoff_factor: the scale's factor after a finding.
-        growth_interval: see ``growth_factor``.
+    All tensors are 0-d: fp32, the tracker int32. ``found_inf`` is not zero where something was inf or nan.
     """
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
 
@@ -90,9 +76,7 @@ def update_scale(
 def find_nonfinite_(values: Sequence[Tensor], found: Tensor) -> None:
     """Sets ``found`` (fp32, 0-d) to 1.0 if a value is inf or nan, by one kernel and without waiting.
 
-    Args:
-        values: of one floating dtype, on the device of ``found``.
-        found: keeps its value if nothing is found.
+    The values have one floating dtype and the device of ``found``, which keeps its value if nothing is found.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(list(values), found, torch.ones_like(found))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from amp_fx.state import cache_results
 __all__ = [
     "argument_value", "arguments", "class_name", "differentiated", "grad_modes", "is_cast",
     "is_gradient_call", "is_leaf_call", "is_parameter", "is_returned", "module_path", "output_nodes",
-    "short_source", "source_line", "tensor_nodes", "where",
+    "readers", "short_source", "source_line", "tensor_arguments", "tensor_nodes", "where",
 ]  # fmt: skip
 
 
@@ -40,6 +40,23 @@ def tensor_nodes(value: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg(value, lambda node: found.append(node) or node)
     return found
+
+
+def tensor_arguments(node: fx.Node) -> list[tuple[str, fx.Node]]:
+    """The nodes inside the node's arguments, each with the argument's name."""
+    return [(name, source) for name, value in arguments(node) for source in tensor_nodes(value)]
+
+
+def readers(node: fx.Node, passes_on: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """All that reads a value, directly or behind readers that pass it on; these are among the results."""
+    found = dict.fromkeys(node.users)
+    stack = list(found)
+    while stack:
+        if passes_on(reader := stack.pop()):
+            more = [user for user in reader.users if user not in found]
+            found.update(dict.fromkeys(more))
+            stack += more
+    return list(found)
 
 
 def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:

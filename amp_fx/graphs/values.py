@@ -12,12 +12,13 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from amp_fx._torch import FakeTensor, OpOverload, size_hint
-from amp_fx.graphs.calls import argument_value, arguments, is_gradient_call, tensor_nodes
+from amp_fx.graphs.calls import argument_value, is_gradient_call, tensor_arguments
 from amp_fx.graphs.traits import op_row
 
 __all__ = [
     "LOW_DTYPES", "call_device", "cast_bytes", "graph_device", "graph_devices", "in_place_target",
-    "is_eligible", "is_view", "numel", "storage_of", "tensors", "written_arguments", "written_storages",
+    "is_eligible", "is_view", "numel", "storage_of", "storages_written_in", "tensors",
+    "written_arguments", "written_storages",
 ]  # fmt: skip
 
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
@@ -124,9 +125,7 @@ def written_arguments(node: fx.Node) -> list[tuple[str, fx.Node]]:
         return []
     names = {a.name for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write}
     names.update(op_row(node).writes)
-    return [
-        (name, source) for name, value in arguments(node) if name in names for source in tensor_nodes(value)
-    ]
+    return [slot for slot in tensor_arguments(node) if slot[0] in names]
 
 
 def in_place_target(node: fx.Node) -> fx.Node | None:
@@ -138,6 +137,11 @@ def in_place_target(node: fx.Node) -> fx.Node | None:
     if not isinstance(op, OpOverload) or not op._schema.is_mutable or not op._schema.name.endswith("_"):
         return None
     return written_arguments(node)[0][1]
+
+
+def storages_written_in(graph: fx.Graph) -> frozenset[int]:
+    """Storages that any node of a graph writes to."""
+    return frozenset[int]().union(*map(written_storages, graph.nodes))
 
 
 def written_storages(node: fx.Node) -> set[int]:

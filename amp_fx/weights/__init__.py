@@ -11,16 +11,5 @@ from __future__ import annotations
 
 from amp_fx.weights.changes import touch
 from amp_fx.weights.derived import clear, held_bytes
-from amp_fx.weights.graphs import FrozenGraph, WeightsGraph, cached, copied_weights, freeze, weight_inputs
 
-__all__ = [
-    "FrozenGraph",
-    "WeightsGraph",
-    "cached",
-    "clear",
-    "copied_weights",
-    "freeze",
-    "held_bytes",
-    "touch",
-    "weight_inputs",
-]
+__all__ = ["clear", "held_bytes", "touch"]

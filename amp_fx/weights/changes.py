@@ -30,16 +30,9 @@ from amp_fx._torch import AFTER_STEP, is_wrapper, words_of_memory
 from amp_fx.errors import WeightsError
 
 __all__ = [
-    "SAMPLED",
-    "Fingerprint",
-    "address",
-    "addresses_left",
-    "counting",
-    "forget",
-    "sampled_offsets",
-    "storages",
-    "touch",
-]
+    "SAMPLED", "Fingerprint", "address", "addresses_left", "counting", "forget", "sampled_offsets",
+    "storages", "touch",
+]  # fmt: skip
 
 #: of a tensor; without a loop of Python when mapped
 address: Callable[[Tensor], int] = Tensor.data_ptr

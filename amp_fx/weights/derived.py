@@ -35,16 +35,11 @@ _RENEWED_ROWS = (torch.float8_e4m3fn,)
 
 
 class DerivedTensors:
-    """What one recipe derives from some weights.
-
-    Args:
-        recipe: derives it.
-        weights: a change of their values only makes it anew, in place where the recipe can.
+    """What one recipe derives from some weights; when only their values change, in place where the recipe can.
 
     Attributes:
         tensors: stay where they are, for CUDA graphs.
-        addresses: of the weights.
-        storages: likewise.
+        addresses, storages: of the weights.
         is_renewed: True if a kernel renews the tensors before each call.
     """
 
@@ -144,7 +139,7 @@ class WeightCache(Generic[Value]):
     """The cache entries of one graph.
 
     Args:
-        make: makes an entry. Gets the weights, the entry that there was of them or None, and what else :meth:`of` gets.
+        make: gets the weights, the entry that there was of them or None, and what else :meth:`of` gets.
         may_change: False: a changed weight is an error.
     """
 
@@ -157,11 +152,7 @@ class WeightCache(Generic[Value]):
         _caches.add(self)
 
     def of(self, weights: Sequence[Tensor], *more: Any) -> Value:
-        """What the graph needs of weights, derived if necessary.
-
-        Args:
-            weights: plain tensors.
-            more: is passed on.
+        """What the graph needs of plain tensors, derived if necessary; ``more`` is passed on.
 
         Raises:
             WeightsError: a weight has changed, and may not.
@@ -251,11 +242,9 @@ class Input(NamedTuple):
 
 
 class DerivedInputs:
-    """Derives what a graph takes from the weights that it is called with.
+    """Derives what a graph takes, ``inputs``, from the weights that it is called with.
 
-    Args:
-        recipes: each once, and the positions of the weights that it takes.
-        inputs: what the graph takes.
+    Each recipe stands once, with the positions of the weights that it takes.
     """
 
     def __init__(self, recipes: Sequence[tuple[Recipe, Sequence[int]]], inputs: Sequence[Input]) -> None:
@@ -264,12 +253,7 @@ class DerivedInputs:
     def derive(
         self, weights: Sequence[Tensor], before: CacheEntry[Any] | None = None
     ) -> CacheEntry[list[Tensor]]:
-        """What follows from weights, shared with all graphs that read the same.
-
-        Args:
-            weights: all of them.
-            before: what was derived from these before.
-        """
+        """What follows from weights, shared with all graphs that read the same; ``before``: their entry before."""
         given = self._given(weights)
         found = [derived_of(recipe, own) for recipe, own in given]
         pairs = [(derived, own) for derived, (_, own) in zip(found, given, strict=True)]

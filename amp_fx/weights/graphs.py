@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -16,7 +16,7 @@ from amp_fx.errors import WeightsError
 from amp_fx.graphs.calls import is_parameter
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import COPY_META
-from amp_fx.graphs.values import storage_of, written_storages
+from amp_fx.graphs.values import storage_of, storages_written_in
 from amp_fx.weights.changes import Fingerprint
 from amp_fx.weights.derived import CacheEntry, DerivedInputs, Input, WeightCache
 from amp_fx.weights.folding import FoldingRecord
@@ -30,22 +30,6 @@ Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 #: a compiled graph, and the constants that it is called with
 _Frozen = tuple[Callable[..., Any], Sequence[Tensor]]
-
-
-class WeightsGraph(Protocol):
-    """A compiled graph that is called with what is derived from its weights."""
-
-    def derived(self, args: Sequence[Any]) -> Any:
-        """What is derived from the weights among the program's inputs, and kept across calls."""
-        ...
-
-    def once(self, args: Sequence[Any]) -> Any:
-        """The same, derived for one call."""
-        ...
-
-    def run(self, args: Sequence[Any], derived: Any) -> Any:
-        """One call of the graph."""
-        ...
 
 
 def weight_inputs(gm: fx.GraphModule) -> frozenset[str]:
@@ -69,23 +53,17 @@ def _is_plain(node: fx.Node) -> bool:
 # ---- low copies ----
 
 
-def cached(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> WeightsGraph:
-    """Compiles a graph that takes low copies of its weights after the program's own inputs.
-
-    Args:
-        gm: the graph.
-        example_inputs: one per input of the program's.
-        compile_graph: compiles it.
-    """
+def cached(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> CachedGraph:
+    """Compiles a graph that takes low copies of its weights after the program's own inputs."""
     inputs = copied_weights(gm)
     for node in inputs:
         # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
         node._dynamo_source = None
     compiled = compile_graph(gm, [*example_inputs, *(node.meta["val"] for node in inputs)])
-    return _CachedGraph(compiled, *_copies_of(gm))
+    return CachedGraph(compiled, *_copies_of(gm))
 
 
-class _CachedGraph:
+class CachedGraph:
     """A graph that takes copies of weights after the program's own inputs."""
 
     def __init__(self, compiled: Callable[..., Any], positions: Sequence[int], copies: DerivedInputs) -> None:
@@ -93,12 +71,15 @@ class _CachedGraph:
         self._cache = WeightCache(copies.derive)
 
     def derived(self, args: Sequence[Any]) -> list[Tensor]:
+        """What is derived from the weights among the program's inputs, and kept across calls."""
         return self._cache.of([args[at] for at in self._positions])
 
     def once(self, args: Sequence[Any]) -> list[Tensor]:
+        """The same, derived for one call."""
         return self._copies.once([args[at] for at in self._positions])
 
-    def run(self, args: Sequence[Any], derived: Sequence[Tensor]) -> Any:
+    def run(self, args: Sequence[Any], derived: Any) -> Any:
+        """One call of the graph."""
         return self._compiled(*args, *derived)
 
 
@@ -123,17 +104,7 @@ def freeze(
     may_change: bool,
     packs_wide: bool,
 ) -> FrozenGraph | None:
-    """Compiles a graph with its weights folded and packed.
-
-    Args:
-        gm: rewritten, perhaps with inputs for low copies.
-        example_inputs: one for each of the program's inputs.
-        compile_graph: compiles a graph with Inductor's freezing switched on.
-        may_change: see :class:`FrozenGraph`.
-        packs_wide: likewise.
-
-    Returns:
-        The compiled graph; None if it has no weights, as between two graph breaks.
+    """Compiles a graph with its weights folded and packed, as :class:`FrozenGraph` says; None if it has none.
 
     Raises:
         WeightsError: the weights are fake: compiled for an absent GPU, they hold nothing to fold.
@@ -170,8 +141,7 @@ class FrozenGraph:
         self._gm, self._compile_graph = gm, compile_graph
         placeholders = self._placeholders = gm.graph.find_nodes(op="placeholder")
         # a weight that is read in fp32 as well may become a constant only in low
-        stays = {key for node in gm.graph.nodes for key in written_storages(node)}
-        stays |= set() if packs_wide else _read_wide(gm)
+        stays = storages_written_in(gm.graph) | (set() if packs_wide else _read_wide(gm))
         copied = {node.meta.get(COPY_META) for node in placeholders}
         self._is_constant = [
             COPY_META in node.meta or (_is_weight(node) and _is_plain(node) and storage_of(node) not in stays)
@@ -194,11 +164,7 @@ class FrozenGraph:
         return bool(self._weights)
 
     def derived(self, args: Sequence[Any]) -> _Frozen:
-        """The compiled graph and its constants, for a call with all inputs of the program.
-
-        Raises:
-            WeightsError: a weight has changed, and may not.
-        """
+        """The compiled graph and its constants, for a call with all inputs of the program."""
         return self._cache.of(self._weights_of(args), args)
 
     def once(self, args: Sequence[Any]) -> _Frozen:
@@ -210,7 +176,7 @@ class FrozenGraph:
         made = copies.once([args[at] for at in positions])
         return lambda *_: self._gm(*args, *made), ()
 
-    def run(self, args: Sequence[Any], derived: _Frozen) -> Any:
+    def run(self, args: Sequence[Any], derived: Any) -> Any:
         """One call with what :meth:`derived` or :meth:`once` has found."""
         compiled, self._call.constants = derived
         try:
@@ -291,6 +257,10 @@ class FrozenGraph:
             if not node.users:
                 graph.erase_node(node)
         return fx.GraphModule(holder, graph)
+
+
+#: a compiled graph that is called with what is derived from its weights
+WeightsGraph = CachedGraph | FrozenGraph
 
 
 class _Call(threading.local):

@@ -24,22 +24,13 @@ class Recipe(Protocol):
     """How tensors are derived from weights. Recipes that do the same are equal."""
 
     def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The derived tensors.
-
-        Args:
-            weights: as many as the recipe takes.
-            before: what it has made of these weights before, and writes to if it can; else empty.
-        """
+        """The derived tensors. ``before``: those of these weights before, written to if possible; else empty."""
         ...
 
 
 @dataclass(frozen=True)
 class Cast:
-    """The weight in another dtype, laid out as it is. One tensor.
-
-    Attributes:
-        dtype: low.
-    """
+    """The weight in a low dtype, laid out as it is. One tensor."""
 
     dtype: torch.dtype
 

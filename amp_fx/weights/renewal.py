@@ -71,17 +71,11 @@ def renew_kernel(
 ):
     """One program for each chunk.
 
-    Args:
-        table: int64 [chunks, 8]: address of the weight, and of the chunk's first element in it, in the copy and in the
-            factors; rows, elements of a row; steps from row to row and from element to element in the weight.
-        sampled: int64 [chunks, samples]: which elements after the weight's first are sampled.
-        seen: [chunks, samples], integers of the size of a weight's elements: the bits of the sample.
-        weight_type: of the weight's elements.
-        bits_type: integers of their size.
-        copy_type: of the copy's elements.
-        has_scales: False: there is one row, whose elements lie one behind the other.
-        samples: elements of a sample, a power of two.
-        block_size: elements that are converted at a time.
+    ``table``, int64 [chunks, 8]: address of the weight, and of the chunk's first element in it, in the copy and in the
+    factors; rows, elements of a row; steps from row to row and from element to element in the weight.
+    ``sampled``, int64 [chunks, samples]: which elements after the weight's first are sampled.
+    ``seen``, [chunks, samples], integers of the size of a weight's elements: the bits of the sample.
+    Without scales there is one row, of elements that lie one behind the other.
     """
     chunk = tl.program_id(0).to(tl.int64)
     entry = table + 8 * chunk
@@ -146,10 +140,8 @@ def places_of(copies: Sequence[Copy]) -> list[tuple[object, ...]]:
 class Renewal:
     """Makes copies again from weights that were written to, chunk by chunk, on their device.
 
-    Neither is kept alive: whoever calls has both, at the addresses that they had here.
-
-    Args:
-        copies: of weights that are each one dense piece of memory in float32, float16 or bfloat16.
+    Neither is kept alive: whoever calls has both, at the addresses that they had here. A weight is one dense piece of
+    memory in float32, float16 or bfloat16.
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload, op_name
-from amp_fx.graphs.calls import argument_value, arguments, is_cast, module_path, source_line, tensor_nodes
+from amp_fx.graphs.calls import argument_value, is_cast, module_path, source_line, tensor_arguments
 from amp_fx.graphs.fake_runs import dtype_under_autocast
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, REGION_META, STEP_META, TIED
 from amp_fx.graphs.regions import Region
@@ -114,10 +114,7 @@ class Classify(Pass):
 
 def _label(node: fx.Node, context: PassContext) -> Label:
     inputs = [
-        source.meta["val"]
-        for _, value in arguments(node)
-        for source in tensor_nodes(value)
-        if is_eligible(source.meta.get("val"))
+        source.meta["val"] for _, source in tensor_arguments(node) if is_eligible(source.meta.get("val"))
     ]
     outputs = [value for value in tensors(node.meta.get("val")) if is_eligible(value)]
     regions: Mapping[str, Region] = node.meta.get(REGION_META, {})
@@ -172,7 +169,9 @@ def _label(node: fx.Node, context: PassContext) -> Label:
 
 def _label_write(plan: Label, node: fx.Node, op: OpOverload) -> Label:
     """In-place ops are on no list: autocast leaves them in the dtype of what they write to."""
-    row = _row(_functional(op), node)
+    value, functional, row = node.meta.get("val"), _functional(op), None
+    if functional is not None and isinstance(value, torch.Tensor):
+        row = lookup(functional, value.device.type)
     plan.op_class = OpClass.PROMOTE
     plan.takes = Takes.MIXED if row is not None and row.mixes else Takes.SELF
     plan.reasons = (Reason(Kind.WRITES),)
@@ -189,7 +188,7 @@ def _label_by_rule(plan: Label, rule: Rule, row: OpGroup | None) -> Label:
 
 def may_return_wide(node: fx.Node) -> bool:
     """True for a product of which a kernel reads low operands and returns the sum in fp32."""
-    given = [source.meta.get("val") for _, value in arguments(node) for source in tensor_nodes(value)]
+    given = [source.meta.get("val") for _, source in tensor_arguments(node)]
     return (
         has_trait(node, Trait.WIDE_GRADIENT)
         and device_row(node.meta["val"].device.type).wide_results
@@ -219,11 +218,9 @@ def _label_from_lists(plan: Label, node: fx.Node, op: OpOverload, context: PassC
     plan.op_class, plan.own_dtype_slots = row.op_class, row.own_dtype_slots
     plan.reasons = (Reason.of(Kind.LISTED, why=row.reason),)
     plan.takes = Takes.MIXED if row.mixes else Takes.DTYPE
-    if (
-        has_trait(node, Trait.SOMETIMES_MATMUL)
-        and row.origin is Origin.COMPOSITE
-        and not _rounds(node, device, plan)
-    ):
+    # torch.inner of two vectors is dot, which no list names; einsum("bi,bj->bij") is a multiplication
+    may_be_none = has_trait(node, Trait.SOMETIMES_MATMUL) and row.origin is Origin.COMPOSITE
+    if may_be_none and dtype_under_autocast(node, device, plan.low) is not plan.low:
         plan.op_class, plan.reasons = OpClass.PROMOTE, (Reason(Kind.NO_MATMUL),)
     if context.policy.base == "fast" and plan.op in FAST_MAY_ROUND:
         MAY_ROUND.set(node, True)
@@ -231,19 +228,6 @@ def _label_from_lists(plan: Label, node: fx.Node, op: OpOverload, context: PassC
             plan.op_class, plan.own_dtype_slots = OpClass.PROMOTE, ("weight", "bias")
             plan.reasons += (Reason(Kind.LOW_IO),)
     return plan
-
-
-def _rounds(node: fx.Node, device_type: str, plan: Label) -> bool:
-    """Whether torch.autocast casts inside a call, which depends on what it comes down to.
-
-    ``torch.inner`` of two vectors is ``dot``, which no list names; ``einsum("bi,bj->bij")`` is a multiplication.
-    """
-    return dtype_under_autocast(node, device_type, plan.low) is plan.low
-
-
-def _row(op: OpOverload | None, node: fx.Node) -> OpGroup | None:
-    value = node.meta.get("val")
-    return lookup(op, value.device.type) if op is not None and isinstance(value, torch.Tensor) else None
 
 
 def _functional(op: OpOverload) -> OpOverload | None:

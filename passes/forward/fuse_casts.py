@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from amp_fx.graphs.calls import differentiated, grad_modes, is_cast
 from amp_fx.graphs.keys import CAST_META
-from amp_fx.graphs.values import is_eligible, storage_of, written_storages
+from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in
 from amp_fx.passes.base import Pass, PassContext
 
 __all__ = ["FuseCasts"]
@@ -76,7 +76,7 @@ class FuseCasts(Pass):
 
         The cast that a gradient is taken by stays, and so does what leads from it to the loss.
         """
-        written = {key for node in graph.nodes for key in written_storages(node)}
+        written = storages_written_in(graph)
         fixed = differentiated(graph)
         return {
             node

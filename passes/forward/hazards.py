@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import FakeTensor, OpOverload, has_low_lstm
-from amp_fx.graphs.calls import arguments, is_cast
+from amp_fx.graphs.calls import arguments, is_cast, readers
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import tensors
 from amp_fx.plans.label import Kind, Label, Reason, label_of
@@ -53,7 +53,7 @@ def tiny_eps(graph: fx.Graph) -> Hazards:
         low = max(lows[node], key=lambda dtype: torch.finfo(dtype).smallest_normal)
         smallest = torch.finfo(low).smallest_normal
         eps = next((c for c in constants(node) if 0 < abs(c) < smallest), None)
-        if eps is not None and any(has_trait(user, Trait.DIVIDES) for user in _readers(node)):
+        if eps is not None and any(has_trait(user, Trait.DIVIDES) for user in readers(node, _moves)):
             yield node, Reason.of(Kind.TINY_EPS, eps=eps, low=low)
 
 
@@ -65,7 +65,7 @@ def exp_sum(graph: fx.Graph) -> Hazards:
     for node, _ in _ours(graph):
         if _base(node) != "exp":
             continue
-        sums = [user for user in _readers(node) if has_trait(user, Trait.SUMS)]
+        sums = [user for user in readers(node, _moves) if has_trait(user, Trait.SUMS)]
         if sums:
             for reached in (node, *sums):
                 yield reached, Reason(Kind.EXP_SUM)
@@ -80,9 +80,8 @@ def positions(graph: fx.Graph) -> Hazards:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        plan = label_of(node)
+        plan, moves = label_of(node), _moves(node)
         # an op that picks or moves floating values by integer positions returns the values, not the positions
-        moves = plan is not None and plan.op_class is OpClass.FOLLOW
         from_chain = any(
             source in chain and not (moves and _is_floating(node) and not _is_floating(source))
             for source in node.all_input_nodes
@@ -91,7 +90,7 @@ def positions(graph: fx.Graph) -> Hazards:
             chain.add(node)
         elif not from_chain or plan is None:
             continue
-        elif is_cast(node) or plan.op_class is OpClass.FOLLOW or has_trait(node, Trait.POSITIONS):
+        elif is_cast(node) or moves or has_trait(node, Trait.POSITIONS):
             chain.add(node)
         elif plan.op_class is OpClass.LOW:
             yield node, Reason(Kind.POSITIONS)
@@ -177,15 +176,7 @@ def _constant(node: fx.Node) -> object:
     return value.item() if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else None
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Users of the value, seen through ops that only move it."""
-    stack, seen = list(node.users), set()
-    while stack:
-        user = stack.pop()
-        if user in seen:
-            continue
-        seen.add(user)
-        yield user
-        plan = label_of(user)
-        if plan is not None and plan.op_class is OpClass.FOLLOW:
-            stack.extend(user.users)
+def _moves(node: fx.Node) -> bool:
+    """True for an op that only moves values."""
+    plan = label_of(node)
+    return plan is not None and plan.op_class is OpClass.FOLLOW

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload
-from amp_fx.graphs.calls import argument_value, arguments, grad_modes, tensor_nodes
+from amp_fx.graphs.calls import argument_value, arguments, grad_modes, tensor_arguments
 from amp_fx.graphs.fake_runs import fake_values, run_fake
 from amp_fx.graphs.keys import CAST_META, RAN_META, REGION_META, STEP_META
 from amp_fx.graphs.traits import Trait, has_trait
@@ -27,7 +27,7 @@ from amp_fx.passes.base import Pass, PassContext
 from amp_fx.plans.label import Kind, Label, Takes, label_of
 from amp_fx.policy import OpClass
 
-__all__ = ["InsertCasts"]
+__all__ = ["InsertCasts", "retyped_arguments"]
 
 #: what an inserted node takes over from those around it
 _COPIED_META = ("nn_module_stack", "stack_trace", REGION_META)
@@ -149,8 +149,7 @@ class _Casts:
         """Casts the arguments of one node and brings its fake value up to date."""
         wanted, widened = self._wanted(node, plan), self._is_widened(node, plan)
         if widened:
-            slots = [(name, source) for name, value in arguments(node) for source in tensor_nodes(value)]
-            wanted = dict.fromkeys(slots, torch.float32)
+            wanted = dict.fromkeys(tensor_arguments(node), torch.float32)
             self._rounded.update(dict.fromkeys(_first_results(node), plan.dtype))
         names = [name for name, _ in arguments(node)]
         cast = [
@@ -187,16 +186,9 @@ class _Casts:
 
     def _wanted(self, node: fx.Node, plan: Label) -> dict[tuple[str, fx.Node], torch.dtype]:
         """Dtype demanded per (argument name, node); absent where the argument is taken as it is."""
-        written = dict(written_arguments(node))
-        slots = [
-            (name, source)
-            for name, value in arguments(node)
-            if name not in plan.own_dtype_slots and name not in written
-            for source in tensor_nodes(value)
-            if is_eligible(source.meta.get("val"))
-        ]
         if plan.takes == Takes.ANY:
             return {}
+        slots = retyped_arguments(node, plan)
         if plan.takes == Takes.TRACED:
             return {(name, source): self.traced[source] for name, source in slots if source in self.traced}
         target = in_place_target(node)
@@ -272,6 +264,16 @@ class _Casts:
         self.traced[cast] = self.traced[node]
 
 
+def retyped_arguments(node: fx.Node, plan: Label) -> list[tuple[str, fx.Node]]:
+    """What a node reads in the dtype that its label says, with the argument's name."""
+    excepted = {*plan.own_dtype_slots, *(name for name, _ in written_arguments(node))}
+    return [
+        (name, source)
+        for name, source in tensor_arguments(node)
+        if name not in excepted and is_eligible(source.meta.get("val"))
+    ]
+
+
 def _first_results(node: fx.Node) -> list[fx.Node]:
     """The nodes of a call's first result: the call itself if it has one only."""
     if isinstance(node.meta["val"], torch.Tensor):
@@ -281,9 +283,9 @@ def _first_results(node: fx.Node) -> list[fx.Node]:
 
 def _note_result(node: fx.Node, plan: Label) -> None:
     """Where type promotion decides, the plan records what the kernel really returns."""
-    results = [value.dtype for value in tensors(node.meta["val"]) if is_eligible(value)]
-    if results and plan.op_class in (OpClass.PROMOTE, OpClass.FOLLOW):
-        plan.dtype = results[0]
+    if plan.op_class in (OpClass.PROMOTE, OpClass.FOLLOW):
+        results = (value.dtype for value in tensors(node.meta["val"]) if is_eligible(value))
+        plan.dtype = next(results, plan.dtype)
 
 
 def _element_of_call(node: fx.Node) -> bool:

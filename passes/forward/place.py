@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import arguments, is_cast, tensor_nodes
+from amp_fx.graphs.calls import arguments, is_cast, tensor_arguments, tensor_nodes
 from amp_fx.graphs.keys import MAY_ROUND
 from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import in_place_target, is_eligible, written_arguments
@@ -22,16 +22,9 @@ from amp_fx.plans.label import Kind, Label, Reason, Takes, label_of
 from amp_fx.policy import OpClass
 
 __all__ = [
-    "ALWAYS",
-    "Network",
-    "Place",
-    "assign_as_autocast",
-    "converts_alone",
-    "is_stored_value",
-    "is_summed",
-    "named_arguments",
-    "rounded",
-]
+    "ALWAYS", "Network", "Place", "converts_alone", "is_stored_value", "is_summed", "named_arguments",
+    "place_as_autocast", "rounded",
+]  # fmt: skip
 
 #: variables of the cut whose label is known
 ALWAYS = {HIGH: ("always fp32",), LOW: ("always low",)}
@@ -73,13 +66,9 @@ class Place(Pass):
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         """See the class."""
-        placed = [(node, plan) for node in gm.graph.nodes if (plan := label_of(node)) is not None]
-        for node, plan in placed:
-            assign_as_autocast(node, plan)
+        placed, low = place_as_autocast(gm.graph)
         moved = 0
-        lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
-        if context.numerics != "eager" and len(lows) == 1:
-            low = lows.pop()
+        if context.numerics != "eager" and low is not None:
             cost = CostModel(gm.graph, context.profile, context.training, context.folded)
             network = Network(gm.graph, cost, low)
             moved = _apply(solve(network.build()), placed, low)
@@ -87,8 +76,16 @@ class Place(Pass):
         return f"{low_nodes} nodes in the low dtype, {moved} moved by the cut"
 
 
-def assign_as_autocast(node: fx.Node, plan: Label) -> None:
-    """The dtype eager autocast would give."""
+def place_as_autocast(graph: fx.Graph) -> tuple[list[tuple[fx.Node, Label]], torch.dtype | None]:
+    """Labels all calls as eager autocast would; returns them, and the low dtype if there is a single one."""
+    placed = [(node, plan) for node in graph.nodes if (plan := label_of(node)) is not None]
+    for node, plan in placed:
+        _assign_as_autocast(node, plan)
+    lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
+    return placed, lows.pop() if len(lows) == 1 else None
+
+
+def _assign_as_autocast(node: fx.Node, plan: Label) -> None:
     if plan.op_class is OpClass.LOW:
         plan.dtype = plan.low
     elif plan.op_class is OpClass.FP32:
@@ -122,12 +119,7 @@ def _widest(node: fx.Node, plan: Label) -> torch.dtype | None:
 
 def _slots(node: fx.Node, plan: Label) -> list[tuple[str, fx.Node]]:
     """(argument name, node) for every tensor argument whose dtype the node cares about."""
-    return [
-        (name, source)
-        for name, value in arguments(node)
-        if name not in plan.own_dtype_slots
-        for source in tensor_nodes(value)
-    ]
+    return [slot for slot in tensor_arguments(node) if slot[0] not in plan.own_dtype_slots]
 
 
 def _is_shaped(node: fx.Node) -> bool:

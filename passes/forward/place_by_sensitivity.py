@@ -15,7 +15,7 @@ from amp_fx._torch import OpOverload
 from amp_fx.graphs.keys import MAY_ROUND, SENSITIVITY, TIED
 from amp_fx.graphs.values import in_place_target
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.passes.forward.place import ALWAYS, Network, Place, assign_as_autocast, rounded
+from amp_fx.passes.forward.place import ALWAYS, Network, Place, place_as_autocast, rounded
 from amp_fx.passes.forward.sensitivity_terms import sensitivity_terms
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
@@ -102,13 +102,9 @@ def price(
         context: of the passes.
         rows: what was measured, by the call's name.
     """
-    placed = [(node, plan) for node in gm.graph.nodes if (plan := label_of(node)) is not None]
-    for node, plan in placed:
-        assign_as_autocast(node, plan)
-    lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
-    if len(lows) != 1:
+    placed, low = place_as_autocast(gm.graph)
+    if low is None:
         return None
-    low = lows.pop()
     by_bytes = CostModel(gm.graph, None, context.training, context.folded)
     autocast = solve(Network(gm.graph, by_bytes, low).build())
     autocast |= {rounded(node): autocast[node] for node in gm.graph.nodes if autocast.get(node) is LOW}

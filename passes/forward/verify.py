@@ -10,11 +10,12 @@ import torch.fx as fx
 
 from amp_fx._torch import OpOverload
 from amp_fx.errors import VerifyError
-from amp_fx.graphs.calls import arguments, output_nodes, tensor_nodes, where
+from amp_fx.graphs.calls import output_nodes, where
 from amp_fx.graphs.fake_runs import fake_values, run_fake
 from amp_fx.graphs.keys import CAST_META, OUTPUT_META, RAN_META
-from amp_fx.graphs.values import is_eligible, tensors, written_arguments
+from amp_fx.graphs.values import is_eligible, tensors
 from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.forward.insert_casts import retyped_arguments
 from amp_fx.plans.label import Label, Takes, label_of
 from amp_fx.policy import OpClass
 
@@ -86,24 +87,10 @@ def _check_planned(node: fx.Node, plan: Label) -> None:
     first = next((value.dtype for value in tensors(node.meta["val"]) if is_eligible(value)), None)
     if first is not None and first is not plan.dtype:
         raise VerifyError(f"{planned} but gives {first} [{where(node)}]")
-    for source in _taken(node, plan):
+    for _, source in retyped_arguments(node, plan) if plan.takes == Takes.DTYPE else ():
         dtype = source.meta["val"].dtype
         if dtype is not plan.dtype:
             raise VerifyError(f"{planned} but takes {source.name} in {dtype} [{where(node)}]")
-
-
-def _taken(node: fx.Node, plan: Label) -> list[fx.Node]:
-    """The eligible arguments that the node takes in its own dtype."""
-    if plan.takes != Takes.DTYPE:
-        return []
-    excepted = {*plan.own_dtype_slots, *(name for name, _ in written_arguments(node))}
-    return [
-        source
-        for name, value in arguments(node)
-        if name not in excepted
-        for source in tensor_nodes(value)
-        if is_eligible(source.meta.get("val"))
-    ]
 
 
 def _check_outputs(gm: fx.GraphModule) -> None:

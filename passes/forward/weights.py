@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import argument_value, is_cast, is_returned
+from amp_fx.graphs.calls import argument_value, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META, TIED
-from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_view, storage_of, written_storages
+from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_view, storage_of, storages_written_in
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.levels.quantise_matmuls import Part, erase_unread
 from amp_fx.plans.label import Kind, Reason, Takes, label_of
@@ -55,7 +54,7 @@ class CacheWeights(Pass):
         """See the class."""
         if context.path:
             return "a body has no weights of its own"
-        written = {key for node in gm.graph.nodes for key in written_storages(node)}
+        written = storages_written_in(gm.graph)
         inputs = _Inputs(gm.graph)
         parts: dict[fx.Node, list[tuple[fx.Node, Part]]] = {}
         for node in gm.graph.nodes:
@@ -144,7 +143,7 @@ class FoldWeights(Pass):
         if context.path:
             return "a body has no weights of its own"
         inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-        written = {key for node in gm.graph.nodes for key in written_storages(node)}
+        written = storages_written_in(gm.graph)
         folded = 0
         for names in self.weights:
             holders = [inputs[name] for name in names]
@@ -185,17 +184,12 @@ class FoldWeights(Pass):
 
 def _scaled_recipe(holders: list[fx.Node]) -> Scaled | None:
     """The recipe of the copies with scales, if all that is made of these inputs are copies of one recipe."""
-    recipes: set[Scaled] = set()
-    waiting = list(holders)
-    while waiting:
-        for user in waiting.pop().users:
-            part = PART.of(user)
-            if part is not None:
-                recipes.add(part.recipe)
-            elif STEP_META in user.meta:
-                waiting.append(user)
-            else:
-                return None
+
+    def is_step(reader: fx.Node) -> bool:
+        return STEP_META in reader.meta and PART.of(reader) is None
+
+    read = {reader for holder in holders for reader in readers(holder, is_step) if not is_step(reader)}
+    recipes = {None if (part := PART.of(reader)) is None else part.recipe for reader in read}
     return recipes.pop() if len(recipes) == 1 else None
 
 
@@ -290,20 +284,16 @@ class KeepWeights(Pass):
         for node in gm.graph.find_nodes(op="placeholder"):
             if context.path or node.name not in self.weights:
                 continue
-            for reader in _readers(node):
+            for reader in readers(node, is_view):
                 plan = label_of(reader)
-                if plan is None or TIED.of(reader) or plan.op_class in (OpClass.KEEP, OpClass.FP32):
+                if (
+                    plan is None
+                    or is_view(reader)
+                    or TIED.of(reader)
+                    or plan.op_class in (OpClass.KEEP, OpClass.FP32)
+                ):
                     continue
                 plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
                 plan.reasons = (Reason.of(Kind.WEIGHT_RANGE, weight=node.name, low=plan.low),)
                 moved += 1
         return f"{moved} nodes to fp32 for their weights' sake"
-
-
-def _readers(weight: fx.Node) -> Iterator[fx.Node]:
-    """What reads the weight, directly or through views."""
-    for user in weight.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user

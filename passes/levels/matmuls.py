@@ -29,15 +29,9 @@ from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT
 from amp_fx.policy.rules import BELOW
 
 __all__ = [
-    "Matmul",
-    "Operand",
-    "captured_matmul",
-    "divides",
-    "gradients_in",
-    "last_calls",
-    "may_run_below",
+    "Matmul", "Operand", "captured_matmul", "divides", "gradients_in", "last_calls", "may_run_below",
     "read_matmuls",
-]
+]  # fmt: skip
 
 aten = torch.ops.aten
 

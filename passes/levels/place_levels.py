@@ -115,7 +115,7 @@ class PlaceLevels(Pass):
         """See the class."""
         found = self._looked_at(gm, context)
         self.sizes.append(len(found))
-        allowed = {matmul: way for matmul, way in found.items() if isinstance(way, Implementation)}
+        allowed = _implemented(found)
         chosen = self._chosen(allowed) | {matmul for matmul in allowed if self._is_asked_for(matmul, context)}
         for matmul, way in found.items():
             level = self._wanted(matmul) if matmul in chosen else None
@@ -129,8 +129,7 @@ class PlaceLevels(Pass):
 
     def allowed(self, gm: fx.GraphModule, context: PassContext) -> dict[Matmul, Implementation]:
         """The matmuls of a graph that may run in the level, and how they would."""
-        found = self._looked_at(gm, context)
-        return {matmul: way for matmul, way in found.items() if isinstance(way, Implementation)}
+        return _implemented(self._looked_at(gm, context))
 
     def _looked_at(self, gm: fx.GraphModule, context: PassContext) -> dict[Matmul, Implementation | Reason]:
         """The matmuls, and how each would run below 16 bits, or why it may not."""
@@ -223,6 +222,10 @@ class PlaceLevels(Pass):
         kind = Kind.LEVEL if self.level else Kind.LEVEL_PLANNED
         name = way.name if len(level.implementations) > 1 else level.name
         return Reason.of(kind, policy=level.policy, level=name)
+
+
+def _implemented(found: Mapping[Matmul, Implementation | Reason]) -> dict[Matmul, Implementation]:
+    return {matmul: way for matmul, way in found.items() if isinstance(way, Implementation)}
 
 
 def with_choice(

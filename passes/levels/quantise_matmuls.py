@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, LEVEL, PART, REGION_META, STEP_META
-from amp_fx.graphs.values import is_view, storage_of, written_storages
+from amp_fx.graphs.values import is_view, storage_of, storages_written_in, written_storages
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.place_levels import level_of
@@ -285,7 +285,7 @@ class _CapturedQuantiser(_Quantiser):
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__(graph)
-        self._written = frozenset[int]().union(*map(written_storages, graph.nodes))
+        self._written = storages_written_in(graph)
 
     def tidy(self) -> None:
         """Erases what nothing reads."""

@@ -33,6 +33,13 @@ def square() -> Tensor:
     return torch.randn(4, 4)
 
 
+def behind_a_matmul(program: Program, op: str, *more: Tensor, dtype: str) -> NodePlan:
+    def multiplied(x: Tensor, w: Tensor, *more: Tensor) -> object:
+        return program(torch.matmul(x, w), *more)
+
+    return constrained(multiplied, op, square(), square(), *more, dtype=dtype)
+
+
 # ---- scalar-range ----
 
 
@@ -100,11 +107,7 @@ def test_the_range_of_another_low_dtype_counts_where_its_values_come() -> None:
     ],
 )
 def test_any_number_beyond_fp16_counts(program: Callable[[Tensor, Tensor], Tensor], op: str) -> None:
-    def behind_a_matmul(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
-        return program(torch.matmul(x, w), mask)
-
-    row = constrained(behind_a_matmul, op, square(), square(), square(), dtype="float16")
-    assert row.is_because(Kind.SCALAR_RANGE)
+    assert behind_a_matmul(program, op, square(), dtype="float16").is_because(Kind.SCALAR_RANGE)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +122,7 @@ def test_any_number_beyond_fp16_counts(program: Callable[[Tensor, Tensor], Tenso
 def test_sizes_and_positions_are_not_numbers_to_compute_with(
     program: Callable[[Tensor], Tensor], op: str
 ) -> None:
-    def behind_a_matmul(x: Tensor, w: Tensor) -> Tensor:
-        return program(torch.matmul(x, w))
-
-    row = constrained(behind_a_matmul, op, square(), square(), dtype="float16")
-    assert not row.is_because(Kind.SCALAR_RANGE)
+    assert not behind_a_matmul(program, op, dtype="float16").is_because(Kind.SCALAR_RANGE)
 
 
 # ---- tiny-eps ----
@@ -184,11 +183,7 @@ def test_a_zero_row_is_not_divided_by_zero() -> None:
 def test_only_a_division_makes_an_eps_matter(
     program: Callable[[Tensor], Tensor], op: str, hazard: bool
 ) -> None:
-    def behind_a_matmul(x: Tensor, w: Tensor) -> Tensor:
-        return program(torch.matmul(x, w))
-
-    row = constrained(behind_a_matmul, op, square(), square(), dtype="float16")
-    assert row.is_because(Kind.TINY_EPS) is hazard
+    assert behind_a_matmul(program, op, dtype="float16").is_because(Kind.TINY_EPS) is hazard
 
 
 # ---- exp-sum ----
@@ -219,10 +214,7 @@ def test_exponentials_that_are_summed_run_in_fp32(dtype: str) -> None:
 def test_exponentials_that_are_not_summed_do_not(
     program: Callable[[Tensor], Tensor], op: str, dtype: str
 ) -> None:
-    def behind_a_matmul(x: Tensor, w: Tensor) -> Tensor:
-        return program(torch.matmul(x, w))
-
-    assert constrained(behind_a_matmul, op, square(), square(), dtype=dtype).op_class is OpClass.PROMOTE
+    assert behind_a_matmul(program, op, dtype=dtype).op_class is OpClass.PROMOTE
 
 
 # ---- positions ----
@@ -254,25 +246,18 @@ def test_positions_offset_and_scaled_are_still_positions() -> None:
     assert row.is_because(Kind.POSITIONS)
 
 
-def test_a_learned_position_embedding_is_no_position() -> None:
-    def program(x: Tensor, table: Tensor, w: Tensor) -> Tensor:
-        return F.linear(x + F.embedding(torch.arange(4), table), w)
-
-    row = constrained(program, "linear", square(), torch.randn(16, 4), square(), dtype="bfloat16")
-    assert row.op_class is OpClass.LOW
-
-
-def test_rows_picked_by_position_are_no_positions() -> None:
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x + F.embedding(torch.arange(4), torch.randn(16, 4)),
+        lambda x: x[torch.arange(3)],
+        lambda x: torch.where(torch.arange(4)[:, None] >= torch.arange(4)[None, :], x, 0.0),
+    ],
+    ids=["learned embedding", "rows picked", "mask"],
+)
+def test_what_positions_pick_or_mask_is_no_position(read: Callable[[Tensor], Tensor]) -> None:
     def program(x: Tensor, w: Tensor) -> Tensor:
-        return F.linear(x[torch.arange(3)], w)
-
-    assert constrained(program, "linear", square(), square(), dtype="bfloat16").op_class is OpClass.LOW
-
-
-def test_a_mask_made_from_positions_does_not_spread() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        t = torch.arange(4)
-        return F.linear(torch.where(t[:, None] >= t[None, :], x, 0.0), w)
+        return F.linear(read(x), w)
 
     assert constrained(program, "linear", square(), square(), dtype="bfloat16").op_class is OpClass.LOW
 

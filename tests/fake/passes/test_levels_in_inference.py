@@ -15,11 +15,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 from amp_fx import record, rewriting
 from amp_fx.graphs.keys import COPY_META
 from amp_fx.graphs.regions import ambient_regions
+from amp_fx.passes import Given, PassContext, PlaceLevels, captured_passes, run_passes
 from amp_fx.plans.label import Kind
+from amp_fx.policy.levels import LEVELS
 from amp_fx.reports import Report
 from amp_fx.settings import Options
 from amp_fx.viz.model import drawing
-from graphs import Rewritten, casts_of, dynamo_graph, rewrite, without_inductor
+from graphs import Rewritten, captured, casts_of, dynamo_graph, rewrite, without_inductor
 from levels import Attention, calls, error, evaluated, exact, options, scaled
 
 aten = torch.ops.aten
@@ -30,9 +32,9 @@ FP8 = torch.float8_e4m3fn
 class Columns(nn.Module):
     """A weight whose columns are multiplied, as transformers' ``Conv1D`` has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *bias: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(32, 48) / 6), nn.Parameter(torch.randn(48))
+        self.weight, self.bias = nn.Parameter(torch.randn(32, 48) / 6), nn.Parameter(torch.randn(bias or 48))
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.addmm(self.bias, x.view(-1, 32), self.weight).view(*x.shape[:-1], 48)
@@ -93,6 +95,30 @@ def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, level: str) -
             assert second.stride() == (1, second.shape[0])
             by_row = [(first.shape[0], 1), (1, second.shape[1])]
             assert [scale.shape for scale in scales] == (by_row if level == "rowwise" else [(), ()])
+
+
+@pytest.mark.parametrize(("bias", "count"), [((48,), 1), ((1,), 0), ((3, 48), 0), ((3, 1), 0)], ids=str)
+def test_what_is_added_is_one_number_for_each_column_or_the_matmul_stays_low(
+    tmp_path: Path, bias: tuple[int, ...], count: int
+) -> None:
+    assert len(scaled(run(Columns(*bias), torch.randn(3, 32), tmp_path))) == count
+
+
+@pytest.mark.parametrize(
+    ("keeps", "way", "dtypes"),
+    [(True, "int8_packed", {torch.uint8, torch.int8}), (False, "int8_signed", {torch.int8})],
+)
+def test_only_where_copies_live_across_calls_a_weight_is_packed_and_values_are_unsigned(
+    keeps: bool, way: str, dtypes: set[torch.dtype]
+) -> None:
+    with torch.no_grad():
+        gm = captured(Chain(64), torch.randn(6, 64))
+    levels = PlaceLevels(LEVELS["int8"], "cpu", joint=False, keeps_weights=keeps)
+    context = PassContext(folded=frozenset(node.name for node in gm.graph.find_nodes(op="placeholder")))
+    plan = run_passes(gm, captured_passes(Given(levels=levels)), context)
+    assert [r.values["level"] for row in plan.nodes for r in row.reasons if r.kind is Kind.LEVEL] == [way]
+    made = {node.meta["val"].dtype for node in calls(gm, aten.to.dtype)}
+    assert made & {torch.uint8, torch.int8} == dtypes
 
 
 def test_a_value_is_converted_once_for_all_that_read_it(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from amp_fx import Policy
-from amp_fx.passes import PIPELINE, PassContext, Place, run_passes
+from amp_fx.passes import PIPELINE, PassContext, run_passes
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, Plan
@@ -62,20 +61,18 @@ def test_a_slice_is_cast_after_it_is_cut() -> None:
     assert "l_x_" not in cast_values(rewritten.plan)
 
 
+def look_up(table: Tensor, index: Tensor, w: Tensor) -> Tensor:
+    return F.linear(F.embedding(index, table), w)
+
+
 @pytest.mark.parametrize(("rows", "tokens", "cast"), [(64, 8, "embedding"), (8, 64, "l_table_")])
 def test_a_lookup_is_cast_on_its_smaller_side_in_inference(rows: int, tokens: int, cast: str) -> None:
-    def look_up(table: Tensor, index: Tensor, w: Tensor) -> Tensor:
-        return F.linear(F.embedding(index, table), w)
-
     index = torch.arange(tokens) % rows
     _, plan = place(look_up, randn(rows, 8), index, randn(8, 8))
     assert cast in cast_values(plan)
 
 
 def test_in_training_a_lookup_stays_in_fp32_because_its_gradient_adds_up_there() -> None:
-    def look_up(table: Tensor, index: Tensor, w: Tensor) -> Tensor:
-        return F.linear(F.embedding(index, table), w)
-
     _, plan = place(look_up, randn(8, 8), torch.arange(64) % 8, randn(8, 8), training=True)
     assert "l_table_" not in cast_values(plan)
     assert plan.node("embedding").dtype is torch.float32
@@ -238,47 +235,3 @@ def test_the_placement_does_not_depend_on_the_order_of_independent_calls() -> No
     first, second = (rewrite(program, *args) for program in (one, other))
     assert first.plan.ops_by_dtype() == second.plan.ops_by_dtype()
     assert casts_of(first.gm) == casts_of(second.gm)
-
-
-# --- time ---
-
-
-def repeated(body: fx.GraphModule, times: int) -> fx.Graph:
-    """``body`` applied to its own result over and over, as one graph with the fake values of one copy."""
-    graph = fx.Graph()
-    inputs = {node: graph.node_copy(node) for node in body.graph.find_nodes(op="placeholder")}
-    stream = next(iter(inputs))
-    for _ in range(times):
-        copies = dict(inputs)
-        for node in body.graph.nodes:
-            if node.op == "call_function":
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        inputs[stream] = copies[body.graph.output_node().all_input_nodes[0]]
-    output = graph.output(inputs[stream])
-    output.meta = dict(body.graph.output_node().meta)
-    return graph
-
-
-# ten times as large, the time is about ten times as long
-@pytest.mark.parametrize(
-    ("calls", "seconds"), [(1_000, 0.3), pytest.param(10_000, 3.0, marks=pytest.mark.slow)]
-)
-def test_a_large_graph_is_placed_in_time(calls: int, seconds: float) -> None:
-    def block(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-        q = F.linear(F.layer_norm(x, (16,), scale), w).view(2, 8, 2, 8).transpose(1, 2)
-        attended = torch.softmax(q @ q.transpose(-1, -2), -1) @ q
-        x = x + F.linear(attended.transpose(1, 2).reshape(2, 8, 16), w)
-        return x + F.gelu(F.linear(x, w))
-
-    body = captured(block, randn(2, 8, 16), randn(16, 16), randn(16))
-    size = len(body.graph.find_nodes(op="placeholder")) + 1
-    gm = fx.GraphModule(body, repeated(body, calls // (len(body.graph.nodes) - size)))
-    context = PassContext(training=True)
-    for step in PIPELINE[:3]:
-        step.call(gm, context)
-    times = []
-    for _ in range(2):
-        start = time.process_time()
-        Place().call(gm, context)
-        times.append(time.process_time() - start)
-    assert min(times) < seconds

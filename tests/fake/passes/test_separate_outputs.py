@@ -76,5 +76,9 @@ def test_results_that_share_memory_still_do() -> None:
         logits = x @ w
         return logits, logits.view(-1, 2), F.cross_entropy(logits, LABELS)
 
-    _, (logits, pairs, *_) = compiled(program)
+    (forward, _), (logits, pairs, *_) = compiled(program)
     assert logits.untyped_storage().data_ptr() == pairs.untyped_storage().data_ptr()
+    # nor is the memory written twice
+    casts = forward.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
+    wide = [cast.meta["val"] for cast in casts if cast.meta["val"].dtype is torch.float32]
+    assert [value.numel() for value in wide].count(ROWS * CLASSES) == 1

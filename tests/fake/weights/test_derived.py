@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_fx import compiling, weights
 from amp_fx.graphs.calls import is_cast
 from amp_fx.weights.derived import DerivedInputs, Input, WeightCache, derived_of
+from amp_fx.weights.recipes import Cast
 from holding import Held
 
 #: seconds; more than any of this takes
@@ -35,7 +36,7 @@ def test_copies_are_made_once(held: Held) -> None:
 
 
 @pytest.mark.parametrize("asked", ["cache", "freeze"])
-def test_graphs_with_gradients_cast_their_weights_and_the_log_says_so_once(
+def test_graphs_with_gradients_cast_their_weights_and_the_log_says_so(
     asked: str, held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lowered: list[torch.fx.GraphModule] = []
@@ -53,7 +54,26 @@ def test_graphs_with_gradients_cast_their_weights_and_the_log_says_so_once(
     assert [*map(len, inputs)] == [3, 3]
     assert all(map(is_cast, (user for found in inputs for node in found for user in node.users)))
     assert held.bytes() == 0
-    assert [record.levelname for record in caplog.records if "'cast'" in record.getMessage()] == ["INFO"]
+    assert [record.levelname for record in caplog.records if "'cast'" in record.getMessage()] == ["INFO"] * 2
+
+
+def test_a_copy_that_failed_half_way_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter, copies = nn.Parameter(torch.randn(64, 64)), copies_for(1)
+    assert are_current(copies, [parameter])
+    original, make = parameter.detach().clone(), Cast.make
+
+    def fail(self_: Cast, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        make(self_, weights, before)
+        raise MemoryError
+
+    parameter.data.mul_(2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Cast, "make", fail)
+        with pytest.raises(MemoryError):
+            copies.of([parameter])
+    # the weight is again what its copy was made from
+    parameter.data.copy_(original)
+    assert are_current(copies, [parameter])
 
 
 # ---- what is shared ----

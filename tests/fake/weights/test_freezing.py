@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx._torch import observe_freezing
-from amp_fx.weights import FrozenGraph
+from amp_fx.weights.graphs import FrozenGraph
 
 
 class Nothing:

@@ -1,0 +1,196 @@
+"""Casts in joint graphs: of a norm's statistics, of gradients of convolutions' weights, and of what is returned."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import lays_out_convolutions
+from amp_fx.graphs.fake_runs import is_matmul, run_fake
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import LOW_DTYPES, is_eligible, storage_of
+from amp_fx.passes.base import JOINT, Pass, PassContext
+from amp_fx.placement.layout import CAST, lay_out, relaid_weight
+
+__all__ = ["KeepStatistics", "LayOutGradients", "SeparateOutputs"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class KeepStatistics(Pass):
+    """Runs on Inductor's joint graph (forward and backward together).
+
+    Torch's decompositions of ``native_layer_norm`` (for CPU) and ``native_group_norm`` compute mean and inverse
+    deviation in fp32, and round them to the dtype of the input for the backward. All rows then have nearly the same
+    error, and so has the whole gradient: of BERT under policy ``fast`` it was a fifth of the squared error. Kept in
+    fp32 they take two bytes more per row. Only what a decomposition rounds is changed, never a cast of the program.
+
+    Before::
+
+        low = torch.ops.prims.convert_element_type.default(rsqrt, torch.bfloat16)       # bf16[8, 32, 1]
+        share = torch.ops.aten.div.Tensor(low, 64)                                      # bf16[8, 32, 1], backward
+        mul = torch.ops.aten.mul.Tensor(share, sub)                                     # f32[8, 32, 64]
+
+    After::
+
+        share = torch.ops.aten.div.Tensor(rsqrt, 64)                                    # f32[8, 32, 1], backward
+        mul = torch.ops.aten.mul.Tensor(share, sub)                                     # f32[8, 32, 64]
+    """
+
+    name: ClassVar[str] = "keep-statistics"
+    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+        """See the class."""
+        kept = 0
+        for cast in gm.graph.find_nodes(op="call_function", target=CAST):
+            if not _rounds_a_statistic(cast) or (low := _low_readers(cast)) is None:
+                continue
+            cast.replace_all_uses_with(cast.all_input_nodes[0])
+            gm.graph.erase_node(cast)
+            for node in (node for node in gm.graph.nodes if node in low):
+                node.meta["val"] = run_fake(node)
+            kept += 1
+        return f"{kept} statistics of norms stay in fp32"
+
+
+def _rounds_a_statistic(cast: fx.Node) -> bool:
+    before, after = cast.all_input_nodes[0].meta.get("val"), cast.meta["val"]
+    if (
+        not has_trait(cast.meta.get("original_aten"), Trait.NORM)
+        or after.dtype not in LOW_DTYPES
+        or not is_eligible(before)
+    ):
+        return False
+    return before.dtype is torch.float32 and any(_is_backward(user) for user in cast.users)
+
+
+def _low_readers(cast: fx.Node) -> set[fx.Node] | None:
+    """What is low because the statistic is; None where not all of it belongs to the backward of a norm."""
+    found: set[fx.Node] = set()
+    stack = [cast]
+    while stack:
+        for user in stack.pop().users:
+            if not (_is_backward(user) or has_trait(user, Trait.RESHAPES)):
+                return None
+            if user.meta["val"].dtype in LOW_DTYPES and user not in found:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def _is_backward(node: fx.Node) -> bool:
+    if has_trait(node, Trait.RESHAPES):
+        return any(map(_is_backward, node.users))
+    return has_trait(node.meta.get("original_aten"), Trait.NORM_BACKWARD)
+
+
+@dataclass(frozen=True)
+class LayOutGradients(Pass):
+    """Runs on Inductor's joint graph (forward and backward together), on CPU.
+
+    A convolution's backward returns the gradient of its weight channels last. Widened as it lies, it has another
+    layout than the parameter, and autograd copies it once more, element by element: 8 bytes moved per weight
+    that this pass saves (``AccumulateGrad``, "Gradient Layout Contract").
+
+    Before::
+
+        backward = torch.ops.aten.convolution_backward.default(grad, x_16, w_16, ...)
+        grad_w = backward[1]                                                             # bf16[O, I, 3, 3]
+        wide = torch.ops.prims.convert_element_type.default(grad_w, torch.float32)
+
+    After::
+
+        wide = torch.ops.amp_fx.convert.default(grad_w, torch.float32, [I * 9, 9, 3, 1])
+    """
+
+    name: ClassVar[str] = "lay-out-gradients"
+    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+        """See the class."""
+        if not lays_out_convolutions():
+            return "Inductor keeps the layout of convolutions"
+        changed = 0
+        for backward in gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+            weight = relaid_weight(backward.args[2])
+            if weight is None:
+                continue
+            for cast in _widened(backward):
+                lay_out(cast, weight.meta["val"].stride())
+                changed += 1
+        return f"{changed} gradients are laid out as their weights"
+
+
+def _widened(backward: fx.Node) -> list[fx.Node]:
+    """Casts of the weight's gradient to fp32."""
+    return [
+        cast
+        for result in backward.users
+        if result.target is operator.getitem and result.args[1] == 1
+        for cast in result.users
+        if cast.target is CAST and cast.meta["val"].dtype is torch.float32
+    ]
+
+
+@dataclass(frozen=True)
+class SeparateOutputs(Pass):
+    """Runs on Inductor's joint graph (forward and backward together).
+
+    A value that is returned in fp32 has to be written in fp32. Whoever reads it in the graph would then read 4 bytes
+    per element, and the backward keeps them: logits, which the program returns and its loss reads. Read from the low
+    value, they are 2, and the cast is part of the reader's kernel. The values are the same.
+
+    A matmul takes its operands from memory: it reads what is returned.
+
+    Before::
+
+        wide = torch.ops.prims.convert_element_type.default(logits, torch.float32)      # bf16 to f32
+        sub = torch.ops.aten.sub.Tensor(wide, amax)
+        return [wide, loss]
+
+    After::
+
+        wide = torch.ops.prims.convert_element_type.default(logits, torch.float32)      # within sub's kernel
+        sub = torch.ops.aten.sub.Tensor(wide, amax)
+        wide_1 = torch.ops.prims.convert_element_type.default(logits, torch.float32)
+        return [wide_1, loss]
+    """
+
+    name: ClassVar[str] = "separate-outputs"
+    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+        """See the class."""
+        count = 0
+        for cast in gm.graph.find_nodes(op="call_function", target=CAST):
+            if not _widens_for_both(cast):
+                continue
+            from_memory = {user for user in cast.users if user.op == "output" or is_matmul(user)}
+            if len(from_memory) == len(cast.users) or _is_returned_twice(cast):
+                continue
+            with gm.graph.inserting_after(cast):
+                returned = gm.graph.node_copy(cast)
+            # a memory of its own, by which AOTAutograd tells it from the other
+            returned.meta["val"] = run_fake(returned)
+            cast.replace_all_uses_with(returned, delete_user_cb=from_memory.__contains__)
+            count += 1
+        return f"{count} returned values have casts of their own"
+
+
+def _widens_for_both(cast: fx.Node) -> bool:
+    """True for a cast to fp32 of a low value that the graph returns and that something in it reads, too."""
+    value, before = cast.meta["val"], cast.all_input_nodes[0].meta["val"]
+    widens = value.dtype is torch.float32 and before.dtype in LOW_DTYPES
+    return widens and len(cast.users) > 1 and any(user.op == "output" for user in cast.users)
+
+
+def _is_returned_twice(cast: fx.Node) -> bool:
+    """True if something else that is returned shares its memory."""
+    others = cast.graph.output_node().all_input_nodes
+    return any(other is not cast and storage_of(other) == storage_of(cast) for other in others)
