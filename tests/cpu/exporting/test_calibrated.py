@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +44,7 @@ def test_a_plan_of_the_compiled_model_is_followed_by_its_export() -> None:
     assert _error(program.module()(x), exact) < 4 * torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_an_export_by_measurement_keeps_in_fp32_what_leaves_the_range_of_fp16() -> None:
     torch.manual_seed(0)
     model = Beyond().eval()
