@@ -11,24 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zoo import Batch, Case
+from zoo import Case
 
-__all__ = [
-    "AMP_FX",
-    "AUTOCAST",
-    "EAGER_AUTOCAST",
-    "FP32",
-    "FP64",
-    "Arm",
-    "Comparison",
-    "Error",
-    "Run",
-    "compare",
-    "error_of",
-    "run",
-]
+__all__ = ["AMP_FX", "AUTOCAST", "EAGER_AUTOCAST", "FP32", "FP64", "Arm", "Comparison", "Error", "Run"]
+__all__ += ["compare", "error_of", "run"]
 
 Mode = Literal["train", "no_grad", "inference_mode"]
+
+_MODES: dict[Mode, Any] = {
+    "train": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
 
 
 @dataclass(frozen=True)
@@ -111,8 +105,9 @@ def run(case: Case, arm: Arm, mode: Mode, seed: int = 0) -> Run:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
 
     dynamo = torch._dynamo.config.patch(**case.dynamo) if case.dynamo else contextlib.nullcontext()
-    with dynamo, _grad_mode(mode), torch.autocast("cpu", arm.autocast, enabled=arm.autocast is not None):
-        outputs, loss = _forward(case, _compiled(case, model, arm), batch)
+    with dynamo, _MODES[mode](), torch.autocast("cpu", arm.autocast, enabled=arm.autocast is not None):
+        outputs = case.run(_compiled(case, model, arm), batch)
+        loss = case.loss_fn(outputs, batch)
     if mode == "train":
         loss.backward()
     return Run(
@@ -134,11 +129,6 @@ def error_of(result: Run, reference: Run) -> Error:
     )
 
 
-def _forward(case: Case, model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
-    outputs = case.run(model, batch)
-    return outputs, case.loss_fn(outputs, batch)
-
-
 def _compiled(case: Case, model: nn.Module, arm: Arm) -> nn.Module:
     if arm.compile is None:
         return model
@@ -147,14 +137,6 @@ def _compiled(case: Case, model: nn.Module, arm: Arm) -> nn.Module:
     for part in case.parts:
         model.set_submodule(part, torch.compile(model.get_submodule(part), **arm.compile))  # pyright: ignore[reportArgumentType]
     return model
-
-
-@contextlib.contextmanager
-def _grad_mode(mode: Mode) -> Iterator[None]:
-    with {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[
-        mode
-    ]():
-        yield
 
 
 def _named_tensors(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:

@@ -16,19 +16,8 @@ from amp_fx.integrations.lightning import AmpFxFabricPrecision, AmpFxPrecision, 
 from integrations import batches, moved, weights
 from small_models import UpDown
 
-__all__ = [
-    "OPTIONS",
-    "AmpFxFabricPrecision",
-    "AmpFxPrecision",
-    "Fabric",
-    "LitNet",
-    "MetricsCallback",
-    "MixedPrecision",
-    "Watch",
-    "batches",
-    "fp16",
-    "trainer",
-]
+__all__ = ["OPTIONS", "AmpFxFabricPrecision", "AmpFxPrecision", "Fabric", "LitNet", "MetricsCallback"]
+__all__ += ["MixedPrecision", "Watch", "batches", "fp16", "trainer"]
 
 OPTIONS = {"profile": "off"}
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples import hugging_face
+from small_models import Parts
 
 __all__ = ["CASES", "Batch", "Case", "make"]
 
@@ -25,6 +26,10 @@ Outputs = Any
 
 def _call_with_batch(model: nn.Module, batch: Batch) -> Outputs:
     return model(**batch)
+
+
+def _call_with_first(model: nn.Module, batch: Batch) -> Outputs:
+    return model(next(iter(batch.values())))
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,14 @@ def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def _images(seed: int) -> Batch:
+    return {"pixel_values": _normal(seed, 4, 3, 32, 32), "labels": _tokens(seed, 4, vocab=4)}
+
+
+def _padded_tokens(seed: int) -> Batch:
+    return {"input_ids": _tokens(seed, 4, 32), "attention_mask": hugging_face.padding_mask(4, 32)}
+
+
 # --- Hugging Face transformers: tiny configurations, random weights. ---
 
 
@@ -93,11 +106,7 @@ def _bert(name: str, attention: str) -> Case:
     )
 
     def inputs(seed: int) -> Batch:
-        return {
-            "input_ids": _tokens(seed, 4, 32),
-            "attention_mask": hugging_face.padding_mask(4, 32),
-            "labels": _tokens(seed + 1, 4, vocab=4),
-        }
+        return {**_padded_tokens(seed), "labels": _tokens(seed + 1, 4, vocab=4)}
 
     return Case(name, model.train(), inputs, _returned_loss)
 
@@ -132,8 +141,7 @@ def _llama(name: str, attention: str) -> Case:
     )
 
     def inputs(seed: int) -> Batch:
-        tokens = _tokens(seed, 4, 32)
-        return {"input_ids": tokens, "attention_mask": hugging_face.padding_mask(4, 32), "labels": tokens}
+        return {**_padded_tokens(seed), "labels": _tokens(seed, 4, 32)}
 
     return Case(name, model.train(), inputs, _returned_loss)
 
@@ -156,11 +164,7 @@ def t5() -> Case:
     model = hugging_face.t5(layers=1, width=64, heads=2, head_size=32, hidden=128, vocab=128)
 
     def inputs(seed: int) -> Batch:
-        return {
-            "input_ids": _tokens(seed, 4, 32),
-            "attention_mask": hugging_face.padding_mask(4, 32),
-            "labels": _tokens(seed + 1, 4, 16),
-        }
+        return {**_padded_tokens(seed), "labels": _tokens(seed + 1, 4, 16)}
 
     return Case("t5", model.train(), inputs, _returned_loss)
 
@@ -169,22 +173,14 @@ def t5() -> Case:
 def resnet() -> Case:
     """Residual convolutions with BatchNorm: training mode updates the running statistics."""
     model = hugging_face.resnet(width=16, hidden=[16, 32], depths=[1, 1])
-
-    def inputs(seed: int) -> Batch:
-        return {"pixel_values": _normal(seed, 4, 3, 32, 32), "labels": _tokens(seed, 4, vocab=4)}
-
-    return Case("resnet", model.train(), inputs, _returned_loss)
+    return Case("resnet", model.train(), _images, _returned_loss)
 
 
 @_case
 def vit() -> Case:
     """Patches by convolution, then an encoder."""
     model = hugging_face.vit(layers=2, width=64, heads=2, hidden=128, image=32, patch=8)
-
-    def inputs(seed: int) -> Batch:
-        return {"pixel_values": _normal(seed, 4, 3, 32, 32), "labels": _tokens(seed, 4, vocab=4)}
-
-    return Case("vit", model.train(), inputs, _returned_loss)
+    return Case("vit", model.train(), _images, _returned_loss)
 
 
 # --- Plain torch.nn ---
@@ -197,10 +193,7 @@ def mlp() -> Case:
     def inputs(seed: int) -> Batch:
         return {"input": _normal(seed, 32, 64), "target": _tokens(seed, 32, vocab=10)}
 
-    def run(model: nn.Module, batch: Batch) -> Outputs:
-        return model(batch["input"])
-
-    return Case("mlp", model, inputs, _classification_loss, run=run)
+    return Case("mlp", model, inputs, _classification_loss, run=_call_with_first)
 
 
 @_case
@@ -222,10 +215,7 @@ def conv_net() -> Case:
     def inputs(seed: int) -> Batch:
         return {"input": _normal(seed, 8, 3, 16, 16), "target": _tokens(seed, 8, vocab=10)}
 
-    def run(model: nn.Module, batch: Batch) -> Outputs:
-        return model(batch["input"])
-
-    return Case("conv_net", model, inputs, _classification_loss, run=run)
+    return Case("conv_net", model, inputs, _classification_loss, run=_call_with_first)
 
 
 @_case
@@ -249,56 +239,44 @@ def transformer_layer() -> Case:
     return Case("transformer_layer", layer, inputs, loss_fn, run=run, low_in_eval=False)
 
 
-class _LSTMTagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(128, 64)
-        self.lstm = nn.LSTM(64, 64, batch_first=True)
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(tokens))[0])
-
-
 @_case
 def lstm() -> Case:
     """Embedding, recurrence, head. Unless told to trace ``nn.LSTM``, Dynamo leaves it all to eager."""
+    model = Parts(
+        lambda m, tokens: m.head(m.lstm(m.embedding(tokens))[0]),
+        embedding=nn.Embedding(128, 64),
+        lstm=nn.LSTM(64, 64, batch_first=True),
+        head=nn.Linear(64, 10),
+    )
 
     def inputs(seed: int) -> Batch:
         return {"tokens": _tokens(seed, 8, 4), "target": _tokens(seed + 1, 8, 4, vocab=10)}
 
-    def run(model: nn.Module, batch: Batch) -> Outputs:
-        return model(batch["tokens"])
-
     def loss_fn(outputs: Outputs, batch: Batch) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, 1), batch["target"].flatten())
 
-    return Case("lstm", _LSTMTagger(), inputs, loss_fn, run=run, dynamo={"allow_rnn": True})
-
-
-class _GAN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(
-            nn.ConvTranspose2d(32, 32, 4, bias=False),
-            nn.BatchNorm2d(32),
-            nn.ReLU(inplace=True),
-            nn.ConvTranspose2d(32, 3, 4, stride=2, padding=1),
-            nn.Tanh(),
-        )
-        self.discriminator = nn.Sequential(
-            nn.Conv2d(3, 32, 4, stride=2, padding=1),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(32, 32, 4, bias=False),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Flatten(),
-            nn.Linear(32, 1),
-        )
+    return Case("lstm", model, inputs, loss_fn, run=_call_with_first, dynamo={"allow_rnn": True})
 
 
 @_case
 def gan() -> Case:
     """Both losses of one step: the discriminator runs three times, once frozen for the generator's loss."""
+    generator = nn.Sequential(
+        nn.ConvTranspose2d(32, 32, 4, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(inplace=True),
+        nn.ConvTranspose2d(32, 3, 4, stride=2, padding=1),
+        nn.Tanh(),
+    )
+    discriminator = nn.Sequential(
+        nn.Conv2d(3, 32, 4, stride=2, padding=1),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(32, 32, 4, bias=False),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Flatten(),
+        nn.Linear(32, 1),
+    )
+    networks = {"generator": generator, "discriminator": discriminator}
 
     def inputs(seed: int) -> Batch:
         return {"noise": _normal(seed, 8, 32, 1, 1), "real": _normal(seed + 1, 8, 3, 8, 8).tanh()}
@@ -319,4 +297,4 @@ def gan() -> Case:
         discriminator_loss = bce(outputs["on_real"], real) + bce(outputs["on_fake"], fake)
         return discriminator_loss + bce(outputs["for_generator"], real)
 
-    return Case("gan", _GAN(), inputs, loss_fn, parts=("generator", "discriminator"), run=run)
+    return Case("gan", nn.ModuleDict(networks), inputs, loss_fn, parts=tuple(networks), run=run)
