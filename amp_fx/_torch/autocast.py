@@ -32,11 +32,9 @@ def autocast_disabled() -> contextlib.AbstractContextManager[None]:
 def autocast_shield() -> Iterator[None]:
     """Compiles with autocast off, so that the result also *runs* with autocast off, forward and backward.
 
-    AOTAutograd wraps its compiled callables in ``_DisableAutocast`` only if some autocast was on when it
-    compiled (``_is_any_autocast_enabled`` in ``graph_compile.py``). A graph whose casts are explicit must
-    never meet autocast again at run time (pytorch#194329: fallback kernels then return garbage), so autocast
-    is switched on for a device type that no tensor here lives on: nothing is cast while tracing, and the
-    run-time guard is in place.
+    A graph whose casts are explicit must never meet autocast again (pytorch#194329: fallback kernels then return
+    garbage). AOTAutograd wraps its callables in ``_DisableAutocast`` only if some autocast was on when it compiled
+    (``_is_any_autocast_enabled`` in ``graph_compile.py``), so it is on for a device type that no tensor here lives on.
     """
     with autocast_disabled():
         torch.set_autocast_enabled(_UNUSED_DEVICE, True)
@@ -50,11 +48,11 @@ def autocast_shield() -> Iterator[None]:
 def saved_tensors_shield() -> Iterator[None]:
     """Keeps what a trace saves for backward from the program's saved-tensor hooks.
 
-    A graph may be compiled while they are active, within ``torch.utils.checkpoint`` for one, which counts what its
-    hooks see: tensors saved by a trace would be missing when the region is computed again.
+    ``torch.utils.checkpoint`` counts what its hooks see: tensors saved by a trace would be missing when the region is
+    computed again.
     """
     if not _saved_tensors_hooks_is_enabled():
-        # the program forbids hooks, so there are none to keep away
+        # the program forbids hooks
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value):
@@ -63,11 +61,7 @@ def saved_tensors_shield() -> Iterator[None]:
 
 @contextlib.contextmanager
 def enable_autocast(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
-    """Sets autocast's thread-local state for one device type, without the device having to exist.
-
-    ``torch.autocast("cuda")`` switches itself off on a machine without CUDA, which would make the CUDA lists
-    untestable there; the state underneath has no such check.
-    """
+    """Sets autocast's state for a device type, also where that device is not, and ``torch.autocast`` does nothing."""
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, enabled)
     torch.set_autocast_dtype(device_type, dtype)

@@ -52,10 +52,7 @@ def note_mode(in_inference_mode: bool) -> None:
 
 
 def in_inference_mode() -> bool:
-    """True if the graph that is being compiled will be called under ``torch.inference_mode``.
-
-    Dynamo's guards are on the dispatch keys of tensors, which differ there, so it compiles again for the other mode.
-    """
+    """True if the graph being compiled will be called under ``torch.inference_mode``; guards tell the two apart."""
     if _started.id and _started.id == compile_id():
         return _started.in_inference_mode
     return torch.is_inference_mode_enabled()
@@ -127,10 +124,7 @@ def given_up() -> dict[str, int]:
 
 
 def is_left_out_in_place(module: torch.nn.Module) -> bool:
-    """True where ``module.compile()`` compiles nothing of the module itself: Dynamo skips functions of torch.
-
-    ``torch.compile(module)`` puts a function of its own around such modules.
-    """
+    """True where ``module.compile()``, unlike ``torch.compile(module)``, compiles nothing: Dynamo skips torch's own."""
     from torch._dynamo import trace_rules
 
     return not _dynamo_config.wrap_top_frame and bool(trace_rules.check(module.forward))
@@ -146,13 +140,12 @@ def is_looked_up(name: str) -> bool:
 @contextlib.contextmanager
 def unwrapped_errors(kind: type[Exception]) -> Iterator[None]:
     """Errors of one kind leave the block as a backend raised them: Dynamo wraps what backends raise."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
     try:
         yield
-    except BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, kind):
-            raise error.inner_exception from error
+    except Exception as error:
+        cause = raised_by_backend(error)
+        if cause is not error and isinstance(cause, kind):
+            raise cause from error
         raise
 
 

@@ -67,9 +67,8 @@ def stock_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callabl
 def replace_inner_compile(inner_compile: Callable[..., Callable[..., Any]]) -> Iterator[None]:
     """Whatever compiles with Inductor inside the block hands its graphs to ``inner_compile`` instead.
 
-    It gets what ``compile_fx_inner`` gets: a forward, backward or inference graph after partitioning, its
-    inputs, and keywords. It returns a callable that takes its arguments in one list; :attr:`Lowered.call` is
-    one. The caches of compiled graphs, which would leave ``inner_compile`` out, are off.
+    It gets what ``compile_fx_inner`` gets, and returns a callable that takes its arguments in one list, as
+    :attr:`Lowered.call`. The caches of compiled graphs, which would leave ``inner_compile`` out, are off.
     """
     from torch._inductor import compile_fx as module
     from torch._inductor import config as inductor_config
@@ -97,12 +96,9 @@ def graph_pass(
 ) -> dict[str, Any]:
     """The Inductor option that runs ``rewrite`` on graphs on their way to code, before the program's own passes.
 
-    Args:
-        stage: ``"joint"``, forward and backward together before they are partitioned, or ``"post_grad"``, each by
-            itself, after the strides of its outputs were noted.
-        uuid: everything the rewriting depends on; part of Inductor's and AOTAutograd's cache keys.
-        rewrite: changes the graph in place.
-        options: of Inductor, as the program gives them; what they leave out is as Inductor's configuration has it.
+    Stage ``"joint"`` is forward and backward together before they are partitioned, ``"post_grad"`` each by itself,
+    after the strides of its outputs were noted. ``uuid`` is everything the rewriting depends on, for cache keys;
+    ``options`` are the program's, before those of Inductor's configuration.
     """
     from torch._inductor import config, custom_graph_pass
 
@@ -130,22 +126,17 @@ def graph_pass(
 
 
 def write_as_it_is(node: fx.Node) -> None:
-    """Has Inductor write a value in its own shape and strides, whatever views it is read through.
-
-    As Inductor has it for the operands of small matmuls (``decompose_mem_bound_mm``).
-    """
+    """Has Inductor write a value in its own shape and strides, as for small matmuls (``decompose_mem_bound_mm``)."""
     node.meta["inductor_realize_to_strides"] = True
 
 
 def lays_out_convolutions() -> bool:
-    """Whether Inductor, with the options it has now, runs convolutions on a CPU channels last in every call.
-
-    As ``GraphLowering.decide_layout_opt`` has it. Freezing packs the weights once instead.
-    """
+    """Whether Inductor runs convolutions on a CPU channels last in every call: ``GraphLowering.decide_layout_opt``."""
     from torch._inductor import config
 
     return (
         config.layout_optimization
+        # which packs the weights once instead
         and not config.freezing
         and torch.backends.mkldnn.enabled
         and torch.backends.mkldnn.is_available()
@@ -183,17 +174,14 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JointRoles:
-    """What the inputs and outputs of a joint graph are.
+    """What the inputs and outputs of a joint graph are."""
 
-    Attributes:
-        inputs: position among the inputs of the graph that was compiled -> placeholder.
-        tangents: the gradients that enter the backward.
-        gradients: position of an input that requires a gradient -> positions of the gradient among the outputs,
-            several for a tensor subclass. An output is None where the graph computes no gradient.
-    """
-
+    #: position among the inputs of the graph that was compiled -> placeholder; without those that it has changed
     inputs: dict[int, fx.Node]
+    #: the gradients that enter the backward
     tangents: list[fx.Node]
+    #: position of an input that requires a gradient -> positions of the gradient among the outputs, several for a
+    #: tensor subclass. An output is None where the graph computes no gradient
     gradients: dict[int, list[int]]
 
 
@@ -201,26 +189,15 @@ def joint_roles(gm: fx.GraphModule) -> JointRoles | None:
     """Reads AOTAutograd's descriptors; None for a graph that has no backward, or no descriptors."""
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, TangentAOTInput
 
-    tangents = [
-        node
-        for node in gm.graph.find_nodes(op="placeholder")
-        if isinstance(_whole(node.meta.get("desc")), TangentAOTInput)
-    ]
+    described = [(_whole(node.meta.get("desc")), node) for node in gm.graph.find_nodes(op="placeholder")]
+    inputs = {what.idx: node for what, node in described if isinstance(what, PlainAOTInput)}
+    tangents = [node for what, node in described if isinstance(what, TangentAOTInput)]
     gradients: dict[int, list[int]] = {}
     for position, output in enumerate(gm.graph.output_node().meta.get("desc") or ()):
         descriptor = _whole(output)
         if isinstance(descriptor, GradAOTOutput) and isinstance(descriptor.grad_of, PlainAOTInput):
             gradients.setdefault(descriptor.grad_of.idx, []).append(position)
-    return JointRoles(_joint_inputs(gm), tangents, gradients) if gradients else None
-
-
-def _joint_inputs(gm: fx.GraphModule) -> dict[int, fx.Node]:
-    """The program's inputs of a graph of AOTAutograd's, by their positions; those that it has changed are left out."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    described = [(_whole(node.meta.get("desc")), node) for node in placeholders]
-    return {what.idx: node for what, node in described if isinstance(what, PlainAOTInput)}
+    return JointRoles(inputs, tangents, gradients) if gradients else None
 
 
 def _whole(descriptor: Any) -> Any:

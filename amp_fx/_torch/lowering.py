@@ -20,23 +20,18 @@ __all__ = ["Lowered", "lower_with_inductor"]
 
 @dataclass(frozen=True)
 class Lowered:
-    """A graph as Inductor would compile it, without any generated code.
+    """A graph as Inductor would compile it, without any generated code."""
 
-    Attributes:
-        before: the graph as Inductor got it, with fake values; nodes have the names AOTAutograd gave them.
-        after: the same after Inductor's post-grad passes.
-        bytes_moved: Inductor's estimate of the bytes that its kernels read and write.
-        extern_kernels: calls of library kernels.
-        generated: the kernels that Inductor would generate, after fusion: the ATen calls that each computes, and the
-            bytes that it reads and writes.
-        call: runs ``before`` op by op; takes its arguments in one list.
-    """
-
+    #: the graph as Inductor got it, with fake values, and after Inductor's post-grad passes
     before: fx.GraphModule
     after: fx.GraphModule
+    #: Inductor's estimate of the bytes that its kernels read and write
     bytes_moved: int
+    #: calls of library kernels
     extern_kernels: int
+    #: the kernels that Inductor would generate: the ATen calls that each computes, the bytes that it reads and writes
     generated: list[tuple[frozenset[fx.Node], int]]
+    #: runs ``before`` op by op; takes its arguments in one list
     call: Callable[..., Any]
 
 
@@ -49,10 +44,7 @@ def lower_with_inductor(
     get_decomp_fn: Callable[..., Any] | None = None,
     **_: Any,
 ) -> Lowered:
-    """Inductor's work on one graph up to and including fusion: the first half of ``compile_fx_inner``.
-
-    The other keywords that ``compile_fx`` passes are about running the code, and are ignored.
-    """
+    """The first half of ``compile_fx_inner``; other keywords, which are about running the code, are ignored."""
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor import compile_fx
     from torch._inductor.debug import DebugContext

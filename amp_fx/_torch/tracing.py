@@ -79,10 +79,7 @@ def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
 
 
 def known_sizes(fakes: Sequence[Any], given: Sequence[Any]) -> dict[Any, int]:
-    """What symbols stand for in one call of a graph of Dynamo's, which has each as an input.
-
-    ``fakes`` are the values that the graph was traced with, ``given`` those of the call.
-    """
+    """What symbols stand for in a call of a graph of Dynamo's, by the values that it was traced with and is given."""
     pairs = zip(fakes, given, strict=True)
     return {fake.node.expr: int(value) for fake, value in pairs if isinstance(fake, torch.SymInt)}
 

@@ -18,13 +18,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def call_of(program: Callable[..., Any], batch: Any) -> Arguments:
     """The call that a batch stands for: ``(x, y)`` is ``program(x, y)``, ``{"x": x}`` is ``program(x=x)``.
 
-    Args:
-        program: a module or a function.
-        batch: a tuple or list of positional arguments, a mapping of keyword arguments, or the only argument. What the
-            program does not take apart is its only argument as it is: ``forward(self, pair)`` takes a pair.
-
-    Raises:
-        InputError: the program takes it in no way.
+    What the program does not take apart is its only argument as it is: ``forward(self, pair)`` takes a pair. InputError
+    for what it takes in no way.
     """
     whole: Arguments = ((batch,), {})
     if isinstance(batch, Mapping):
@@ -59,13 +54,12 @@ def _signature(program: Callable[..., Any]) -> inspect.Signature:
 
 def _refusal(program: Callable[..., Any], call: Arguments) -> str | None:
     """Why a signature does not take a call; None if it does, or where there is no signature."""
-    args, kwargs = call
     try:
         signature = _signature(program)
     except (TypeError, ValueError):
         return None
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*call[0], **call[1])
     except TypeError as error:
         return str(error)
     return None

@@ -68,13 +68,13 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
     """Captures a Dynamo graph as pre-dispatch ATen. ``gm`` is not changed.
 
     Args:
-        gm: the graph Dynamo hands to a backend; placeholders carry ``meta["example_value"]``.
+        gm: the graph Dynamo hands to a backend.
         ambient: autocast state at graph entry per device type.
 
     Returns:
-        A new GraphModule with the same placeholders, in order and with their metadata. Every node has
-        ``meta["val"]`` (fake tensors, traced dtypes), ``meta[REGION_META]``, ``nn_module_stack`` and
-        ``stack_trace``. Bodies of higher-order ops are child GraphModules of the same kind.
+        A new GraphModule with the same placeholders and their metadata. Every node has ``meta["val"]`` (fake tensors,
+        traced dtypes), ``meta[REGION_META]``, ``nn_module_stack`` and ``stack_trace``; so have bodies of higher-order
+        ops, which are child GraphModules.
 
     Raises:
         CaptureError: the graph cannot be traced; the cause is chained and the source line named.

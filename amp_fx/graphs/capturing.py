@@ -72,7 +72,6 @@ class CapturingInterpreter(fx.Interpreter):
         regions: Mapping[fx.Node, Mapping[str, Region]],
         capture_bodies: CaptureBodies,
     ) -> None:
-        """Captures the bodies of higher-order ops; regions are the autocast state per node and device type."""
         super().__init__(gm)
         self._at: fx.Node | None = None
         self._has_raw = False

@@ -30,12 +30,7 @@ aten = torch.ops.aten
 
 
 def adopt(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
-    """A copy of the graph of an ExportedProgram, or of a body inside it, in the form that ``capture`` returns.
-
-    Args:
-        gm: the graph; not changed.
-        ambient: autocast state at graph entry per device type.
-    """
+    """A copy of the graph of an ExportedProgram, or of a body inside it, in the form that ``capture`` returns."""
     root = torch.nn.Module()
     graph = fx.Graph()
     inputs = {node: graph.node_copy(node) for node in gm.graph.find_nodes(op="placeholder")}
@@ -121,11 +116,8 @@ class _Splice:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or operand in self._detached:
             return operand
         detached = self._graph.call_function(aten.detach.default, (operand,))
-        detached.meta = {
-            key: operand.meta[key] for key in ("nn_module_stack", "stack_trace") if key in operand.meta
-        }
-        detached.meta[REGION_META] = region
-        detached.meta["val"] = run_fake(detached)
+        origin = {key: operand.meta[key] for key in ("nn_module_stack", "stack_trace") if key in operand.meta}
+        detached.meta = {**origin, REGION_META: region, "val": run_fake(detached)}
         self._detached[detached] = operand
         return detached
 
@@ -187,10 +179,9 @@ def _differing(gm: fx.GraphModule, ambient: torch.dtype | None) -> Iterator[fx.N
         value = node.meta.get("val")
         if not isinstance(node.target, OpOverload) or not is_eligible(value):
             continue
-        if "unbacked_bindings" in node.meta:
-            continue  # running it again would make new sizes
         region = node.meta[REGION_META].get(value.device.type)
-        if region is None:
+        # what has unbacked sizes would make new ones if it ran again
+        if region is None or "unbacked_bindings" in node.meta:
             continue
         inside = region.dtype if region.enabled else None
         dtype = dtype_under_autocast(node, value.device.type, inside if region.by_user else ambient)

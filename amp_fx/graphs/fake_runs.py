@@ -151,10 +151,8 @@ def _known_flops(node: fx.Node, args: tuple[Any, ...]) -> int | None:
     name, value = getattr(node.target, "_opname", ""), node.meta.get("val")
     if not isinstance(value, torch.Tensor) or len(args) < 2:
         return None
-    if (
-        name in ("linear", "matmul", "mm", "bmm", "_scaled_mm", "_int_mm")
-        and min(args[0].ndim, args[1].ndim) > 1
-    ):
+    products = ("linear", "matmul", "mm", "bmm", "_scaled_mm", "_int_mm")
+    if name in products and min(args[0].ndim, args[1].ndim) > 1:
         return 2 * numel(value) * size_hint(args[0].shape[-1])
     if name in ("addmm", "baddbmm") and len(args) > 2:
         return 2 * numel(value) * size_hint(args[1].shape[-1])

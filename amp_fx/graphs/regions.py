@@ -29,16 +29,13 @@ _OPTIMIZERS = os.path.join(os.path.dirname(torch.optim.__file__), "")
 
 @dataclass(frozen=True)
 class Region:
-    """The autocast state of one device type at one node.
+    """The autocast state of one device type at one node."""
 
-    Attributes:
-        enabled: False inside ``torch.autocast(..., enabled=False)``: the node runs as it was written.
-        dtype: the low dtype of the region.
-        by_user: the user's own autocast set this state; otherwise it is amp_fx's default.
-    """
-
+    #: False inside ``torch.autocast(..., enabled=False)``: the node runs as it was written
     enabled: bool
+    #: the low dtype of the region
     dtype: torch.dtype
+    #: the user's own autocast set this state; otherwise it is amp_fx's default
     by_user: bool
 
 
@@ -46,10 +43,10 @@ def ambient_regions(defaults: Mapping[str, torch.dtype]) -> dict[str, Region]:
     """The state at graph entry: the user's ambient autocast, else the low dtype that amp_fx has by default."""
     regions = {}
     for device_type, low in defaults.items():
-        if torch.is_autocast_enabled(device_type):
-            regions[device_type] = Region(True, torch.get_autocast_dtype(device_type), by_user=True)
-        else:
-            regions[device_type] = Region(True, low, by_user=False)
+        by_user = torch.is_autocast_enabled(device_type)
+        regions[device_type] = Region(
+            True, torch.get_autocast_dtype(device_type) if by_user else low, by_user
+        )
     return regions
 
 

@@ -113,38 +113,26 @@ _NAMES: Mapping[Trait, str] = {
 
 @dataclass(frozen=True)
 class LinearForm:
-    """``input @ weight.T + bias`` or ``input @ weight + bias``.
-
-    Attributes:
-        input: position of the argument whose rows are multiplied.
-        weight: of the matrix.
-        bias: of what is added, or None.
-        by_rows: the rows of the matrix are contracted, not its columns.
-    """
+    """``input @ weight.T + bias`` or ``input @ weight + bias``, by the positions of the arguments."""
 
     input: int
     weight: int
     bias: int | None
-    by_rows: bool
+    by_rows: bool  # the rows of the matrix are contracted, not its columns
 
 
 @dataclass(frozen=True)
 class Op:
-    """One row.
-
-    Attributes:
-        traits: see :class:`Trait`.
-        linear: how it multiplies, where the second factor may be a matrix; it and its gradients may run below 16 bits.
-        addend: name of an argument, besides ``bias``, that is added to a product and whose gradient is a sum.
-        rows: position of the argument whose rows are added to those of a table.
-        writes: arguments that it writes to though its schema does not say so.
-        writes_if: the argument that says whether it does.
-    """
+    """One row."""
 
     traits: frozenset[Trait] = frozenset()
+    #: how it multiplies, where the second factor may be a matrix; it and its gradients may run below 16 bits
     linear: LinearForm | None = None
+    #: name of an argument, besides ``bias``, that is added to a product and whose gradient is a sum
     addend: str = ""
+    #: position of the argument whose rows are added to those of a table
     rows: int | None = None
+    #: arguments that it writes to though its schema does not say so, and the one that says whether it does
     writes: tuple[str, ...] = ()
     writes_if: str = ""
 

@@ -20,7 +20,7 @@ traced with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -41,32 +41,23 @@ from amp_fx.policy.table import device_row
 
 __all__ = ["CostModel"]
 
-#: without a profile only bytes are compared; one byte is one unit
-_UNIT = 1
-
 
 @dataclass
 class CostModel:
-    """Costs of one captured graph.
-
-    Attributes:
-        graph: captured and classified.
-        profile: rates of the device; None compares bytes alone.
-        training: True if the graph will be differentiated.
-        folded: names of inputs whose casts are made once and stored, and of what widens an input that is stored low.
-    """
+    """Costs of one captured and classified graph; without a profile, bytes alone are compared."""
 
     graph: fx.Graph
     profile: DeviceProfile | None
     training: bool
+    #: names of inputs whose casts are made once and stored, and of what widens an input that is stored low
     folded: frozenset[str] = frozenset()
-    _stored: dict[fx.Node, bool] = field(default_factory=dict)
-    _level: dict[fx.Node, int] = field(default_factory=dict)
-    _reads_memory: dict[fx.Node, bool] = field(default_factory=dict)
-    #: operations of a call, by op, shapes and settings
-    _flops: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._stored: dict[fx.Node, bool] = {}
+        self._level: dict[fx.Node, int] = {}
+        self._reads_memory: dict[fx.Node, bool] = {}
+        #: operations of a call, by op, shapes and settings
+        self._flops: dict[str, int] = {}
         self._views = {node for node in self.graph.nodes if is_view(node)}
         for node in self.graph.nodes:
             base = node.all_input_nodes[0] if node in self._views else None
@@ -163,8 +154,14 @@ class CostModel:
         if not _fuses_casts(value) or not self.is_input(base):
             return True
         readers = self._readers(base)
-        # several gradients are added, and cast by the kernel that does it
-        return len(readers) == 1 and self._leaves_gradient_low(*readers[0])
+        if len(readers) != 1:
+            # several gradients are added, and cast by the kernel that does it
+            return False
+        # a library kernel leaves 16 bits, but for products and sums
+        [(reader, read)] = readers
+        plan = label_of(reader)
+        product = plan is not None and has_trait(plan.op, Trait.WIDE_GRADIENT)
+        return self.is_external(reader) and not product and not _is_bias(reader, read)
 
     def _readers(self, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """What reads a value, and the view of it that it reads."""
@@ -173,12 +170,6 @@ class CostModel:
             for user in value.users
             for found in (self._readers(user) if self.is_view(user) else [(user, value)])
         ]
-
-    def _leaves_gradient_low(self, reader: fx.Node, value: fx.Node) -> bool:
-        """True where a library kernel that returns 16 bits makes the gradient of what a call reads."""
-        plan = label_of(reader)
-        product = plan is not None and has_trait(plan.op, Trait.WIDE_GRADIENT)
-        return self.is_external(reader) and not product and not _is_bias(reader, value)
 
     def has_wide_gradient(self, value: fx.Node) -> bool:
         """True for a weight whose gradient leaves a matmul in fp32, whatever the matmul multiplies.
@@ -235,12 +226,9 @@ class CostModel:
     def _packing(self, node: fx.Node) -> int:
         """Time in which an fp32 kernel copies its weight, and a low one does not.
 
-        Matmuls: BLAS writes panels to memory and reads them again, from two rows on; oneDNN's low kernels keep
-        their blocks in the cache. Measured with MKL and a weight of 2048 x 2048: 1 row takes 0.8 ms, 2 to 16 rows
-        take 1.6 ms.
-
-        Convolutions: weights are laid out channels last, and their gradients as the weights were. For a low kernel
-        the casts do it (``amp_fx.placement.layout``).
+        Matmuls: BLAS writes panels to memory and reads them again, from two rows on; oneDNN's low kernels keep their
+        blocks in the cache. Measured with MKL, 2048 x 2048: 1 row takes 0.8 ms, 2 to 16 rows take 1.6 ms.
+        Convolutions: weights are laid out channels last, by the casts for a low kernel (``amp_fx.placement.layout``).
         """
         plan, value = label_of(node), node.meta["val"]
         position = 1 if is_convolution(node) else -1 if plan is None else LINEAR_OPS.get(plan.op, -1)

@@ -10,35 +10,20 @@ __all__ = ["GPUS", "LIMITS", "NOMINAL", "ROCM", "Gpu", "Limits", "gpu_row"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card.
+    """One card. Rates are TFLOP/s, dense, products in 16 and 8 bits summed in fp32."""
 
-    Attributes:
-        name: part of what the driver calls it.
-        capability: compute capability.
-        float32: TFLOP/s without tensor cores.
-        tf32: TFLOP/s, where the user allows it.
-        float16: TFLOP/s, dense, accumulated in fp32.
-        bfloat16: TFLOP/s, dense.
-        bandwidth: of device memory, in GB/s.
-        sms: streaming multiprocessors.
-        memory: GB.
-        l2: cache, in MiB.
-        float8: TFLOP/s in e4m3 and e5m2, dense, accumulated in fp32; None without such tensor cores.
-        int8: TOP/s, dense, summed in int32; None where torch has no kernels for them.
-    """
-
-    name: str
+    name: str  # part of what the driver calls it
     capability: tuple[int, int]
-    float32: float
-    tf32: float
+    float32: float  # without tensor cores
+    tf32: float  # where the user allows it
     float16: float
     bfloat16: float
-    bandwidth: float
-    sms: int
-    memory: int
-    l2: float
-    float8: float | None = None
-    int8: float | None = None
+    bandwidth: float  # GB/s of device memory
+    sms: int  # streaming multiprocessors
+    memory: int  # GB
+    l2: float  # MiB
+    float8: float | None = None  # e4m3 and e5m2; None without such tensor cores
+    int8: float | None = None  # summed in int32; None where torch has no kernels for them
 
     @property
     def key(self) -> str:

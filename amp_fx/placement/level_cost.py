@@ -48,15 +48,10 @@ NARROW, _FP32 = 1, torch.float32.itemsize
 def copy_traffic(elements: int, itemsize: int, *, in_rows: bool, block: int | None = None) -> tuple[int, int]:
     """What Inductor makes of a copy of a value that is in memory: bytes read and written, and kernels.
 
-    In rows, one kernel reads the value, finds the scales and writes the copy. Else there are three kernels, and two of
-    them read the value: long reductions, over columns or over all, are split in two; and with a scale for each block,
-    the third puts scales into the order that libraries read. The scale of a row, or of all, is no traffic.
-
-    Args:
-        elements: of the value.
-        itemsize: of one element as it is read.
-        in_rows: what a scale stands for lies in memory in one piece, and is not all of the value.
-        block: so many elements have a scale of one byte; None: all of a row or of the value.
+    In rows (what a scale stands for lies in memory in one piece, and is not all of the value), one kernel reads the
+    value, finds the scales and writes the copy. Else there are three kernels, and two of them read the value: long
+    reductions, over columns or over all, are split in two; and with a scale of one byte for each block, the third puts
+    scales into the order that libraries read. The scale of a row, or of all, is no traffic.
     """
     scales = 0
     if block is not None:
@@ -68,14 +63,7 @@ def copy_traffic(elements: int, itemsize: int, *, in_rows: bool, block: int | No
 
 @dataclass(frozen=True)
 class LevelCost:
-    """What matmuls in the low dtype, in a level below, and their copies take on a device.
-
-    Attributes:
-        low: FLOP/s in the low dtype.
-        below: FLOP/s in the level below.
-        bandwidth: bytes/s, reads and writes together.
-        launch: seconds that a kernel takes at least.
-    """
+    """Rates of a device: FLOP/s in the low dtype and in a level below, bytes/s, seconds of a kernel at least."""
 
     low: float
     below: float
@@ -102,9 +90,10 @@ class LevelCost:
     def packing(self, way: Implementation, sizes: Sequence[int | torch.SymInt]) -> int:
         """What an implementation takes in a call to lay out the weight; sizes are rows, contracted, columns."""
         rows, *matrix = sizes
-        if not way.packs or _is_one(rows) or not all(isinstance(size, int) for size in matrix):
+        known = [size for size in matrix if isinstance(size, int)]
+        if not way.packs or _is_one(rows) or len(known) < len(matrix):
             return 0
-        return self.moving(2 * NARROW * math.prod(matrix))
+        return self.moving(2 * NARROW * math.prod(known))
 
     def cheapest(self, ways: Sequence[Implementation], sizes: Sequence[int | torch.SymInt]) -> Implementation:
         """The implementation that takes the least for a product of these sizes; of equal ones the first."""
@@ -139,16 +128,13 @@ BYTES = LevelCost(low=math.inf, below=math.inf, bandwidth=1e12, launch=0.0)
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a policy means on a device.
+    """What a policy means on a device."""
 
-    Attributes:
-        text: for the reader of a plan: the level's name, or why there is none.
-        level: None: the policy means autocast.
-        cost: of matmuls and copies; None: everything that may run in the level does.
-    """
-
+    #: for the reader of a plan: the level's name, or why there is none
     text: str
+    #: None: the policy means autocast
     level: Level | None = None
+    #: None: everything that may run in the level does
     cost: LevelCost | None = None
 
 
@@ -157,13 +143,8 @@ def meaning(
 ) -> Meaning:
     """What a policy below 16 bits means on a device; the log says once if it means autocast.
 
-    Args:
-        base: of the policy.
-        choice: the name of a level or of an implementation, or ``"auto"``.
-        profile: rates that count; None where all that may run in the level is to.
-        device: type of the device.
-        low: the low dtype there.
-        training: False where nothing is differentiated.
+    ``choice`` is the name of a level or of an implementation, or ``"auto"``. Without a profile, all that may run in the
+    level does.
     """
     if not levels_of(base, training=training):
         return _as_autocast("it is about graphs without gradients", base)

@@ -60,12 +60,10 @@ def measure(
 ) -> DeviceProfile:
     """Measures this machine.
 
-    Everything is measured in turns, so that a falling clock hurts all numbers alike, and the best round
-    counts: other processes only ever slow a round down (on two shared cores a parallel region may take 10 ms
-    instead of 5 us, and the median with it). A matmul counts in the three layouts of a training step:
-    forward, gradient of the input, gradient of the weight; a dtype without kernels of its own may be fast in
-    one of them only. A matmul in fp8 has one layout, and adds up fast in the forward only; one in int8 is that of an
-    evaluation, with a packed weight on a CPU. Rates for these are in the profile where the device has them.
+    Everything is measured in turns, so that a falling clock hurts all numbers alike, and the best round counts: other
+    processes only ever slow a round down. A matmul counts in the three layouts of a training step: a dtype without
+    kernels of its own may be fast in one of them only. A matmul in fp8 has one layout, and adds up fast in the forward
+    only; one in int8 is that of an evaluation, with a packed weight on a CPU.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``, the current device.
@@ -176,11 +174,8 @@ def _gemm(size: int, dtype: torch.dtype, device_type: str) -> _Task:
 
 def _takes_fp8(device_type: str) -> bool:
     """True where the library multiplies e4m3 as NVIDIA has it; AMD's first e4m3 is another."""
-    return (
-        device_type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability() >= _FIRST_FP8
-    )
+    is_nvidia = device_type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability() >= _FIRST_FP8
 
 
 def _scaled_gemm(size: int, device_type: str) -> _Task:

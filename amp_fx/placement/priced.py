@@ -37,23 +37,16 @@ class Choice(Generic[T]):
 
 @dataclass(frozen=True)
 class SensitivityTerm:
-    """``sensitivity`` is added if ``var`` has ``label`` and ``against`` (where given) has the other one.
+    """``sensitivity`` is added if ``var`` has ``label`` and ``against`` (where given) has the other one."""
 
-    Attributes:
-        sensitivity: what it adds to the squared relative error; infinite where something overflows.
-        label: HIGH or LOW.
-        var: variable of the cut.
-        against: the same, or None.
-        call: name of the call whose result, operand or gradient is rounded.
-        slot: the operand, as :func:`amp_fx.plans.sensitivity.slots` names it; empty for the result.
-        backward: True where the gradient is rounded.
-    """
-
+    #: what it adds to the squared relative error; infinite where something overflows
     sensitivity: float
     label: bool
     var: Var
     against: Var | None = None
+    #: name of the call whose result, operand or, ``backward``, gradient is rounded
     call: str = ""
+    #: the operand, as :func:`amp_fx.plans.sensitivity.slots` names it; empty for the result
     slot: str = ""
     backward: bool = False
 
@@ -67,11 +60,8 @@ class SensitivityTerm:
 class Priced:
     """A cut's problem with sensitivity: placements of least ``time + weight * sensitivity``, exactly, for any weight.
 
-    Args:
-        problem: without sensitivity.
-        terms: what roundings cost, and when they happen.
-        scale: units of the problem that are one unit of time; less than that only breaks ties.
-        relative: times are those beyond everything HIGH, so negative where LOW gains.
+    ``scale`` units of the problem are one unit of time; less than that only breaks ties. ``relative``: times are those
+    beyond everything HIGH, so negative where LOW gains.
     """
 
     def __init__(

@@ -180,32 +180,29 @@ class _Search:
             for group in part.groups(state[at], goal.placement[at])
         ]
 
-        def change(move: tuple[int, set[Var]]) -> tuple[float, float]:
-            at, group = move
+        def change(at: int, group: set[Var]) -> tuple[float, float]:
             return self._parts[at].flipped(state[at], group)
 
-        def flip(move: tuple[int, set[Var]]) -> None:
-            at, group = move
-            for var in group:
-                state[at][var] = not state[at].get(var, HIGH)
+        def flip(at: int, group: set[Var]) -> None:
+            state[at].update({var: not state[at].get(var, HIGH) for var in group})
 
         def sensitivity_for_time(move: tuple[int, set[Var]]) -> float:
-            time, sensitivity = change(move)
+            time, sensitivity = change(*move)
             return sensitivity / max(time, 1e-3)
 
         def time_for_sensitivity(move: tuple[int, set[Var]]) -> float:
-            time, sensitivity = change(move)
+            time, sensitivity = change(*move)
             return time / max(sensitivity, 1e-30)
 
         total = start.sensitivity
         for move in sorted(moves, key=sensitivity_for_time):
             if total <= self._limit:
                 break
-            total += change(move)[1]
-            flip(move)
+            total += change(*move)[1]
+            flip(*move)
         for move in sorted(moves, key=time_for_sensitivity):
-            time, sensitivity = change(move)
+            time, sensitivity = change(*move)
             if time < 0 and total + sensitivity <= self._limit:
                 total += sensitivity
-                flip(move)
+                flip(*move)
         return choice_of(self._parts, state)

@@ -58,30 +58,21 @@ class Origin(str, enum.Enum):
 
 @dataclass(frozen=True)
 class OpGroup:
-    """One group of ATen overloads that share a class and the reason for it.
-
-    Attributes:
-        op_class: the class of every op in the group.
-        reason: why, in a few words; shown to users beside each decision.
-        ops: names as the dispatcher prints them without the ``aten::``: ``"linear"`` is
-            ``aten.linear.default``, ``"softmax.int"`` is ``aten.softmax.int``.
-        origin: where the class comes from.
-        own_dtype_slots: names of tensor arguments that are never cast: the kernel takes them in a dtype of
-            their own (``running_mean`` of batch_norm, affine weights of a norm computed on a low input).
-        mixes: the kernel accepts mixed floating dtypes and widens inside, so no cast node is needed.
-        unless_given: argument names that switch the row off when the program passes them (not None):
-            ``softmax(x, -1, dtype=...)`` has chosen its own dtype.
-        since: first torch version (inclusive, ``"2.12"``) the row holds for, or None.
-        until: first torch version (exclusive) it no longer holds for, or None.
-    """
+    """One group of ATen overloads that share a class and the reason for it."""
 
     op_class: OpClass
+    #: why, in a few words; shown to users beside each decision
     reason: str
+    #: names as the dispatcher prints them without the ``aten::``: ``"linear"`` is ``aten.linear.default``
     ops: tuple[str, ...]
     origin: Origin = Origin.UNLISTED
+    #: tensor arguments that are never cast: the kernel takes them in a dtype of their own (``running_mean``)
     own_dtype_slots: tuple[str, ...] = ()
+    #: the kernel accepts mixed floating dtypes and widens inside, so no cast node is needed
     mixes: bool = False
+    #: arguments that switch the row off when the program passes them: ``softmax(x, -1, dtype=...)`` chooses its dtype
     unless_given: tuple[str, ...] = ()
+    #: the first torch version that the row holds for, and the first that it no longer holds for: ``"2.12"``
     since: str | None = None
     until: str | None = None
 

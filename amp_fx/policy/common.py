@@ -31,7 +31,6 @@ LINALG = """
     linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd
     linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr pinverse svd triangular_solve
 """
-#: of the same kind
 LINALG_UNTIL_2_14 = "cholesky qr"
 
 #: nearest resampling: CUDA autocast lists it, others do not
@@ -239,46 +238,13 @@ FAST_LOW_IO = frozenset(
 #: one fp32 tensor is mixed in: every residual stream, every bias added by hand. The arithmetic inside a fused kernel is
 #: fp32 all the same (Inductor computes pointwise code and sums in fp32). What the program casts to fp32 itself, what
 #: feeds only the loss, and ops that are not here stay as autocast has them.
-FAST_MAY_ROUND = FAST_LOW_IO.union(
+FAST_MAY_ROUND = FAST_LOW_IO.union([
     # residual adds, biases, gates, rotary embedding, masks within range
-    [
-        "add.Tensor",
-        "add.Scalar",
-        "sub.Tensor",
-        "sub.Scalar",
-        "mul.Tensor",
-        "mul.Scalar",
-        "div.Tensor",
-        "div.Scalar",
-        "neg",
-    ],
+    "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar",
+    "neg",
     # activations: monotone or bounded, one rounding of the result
-    [
-        "relu",
-        "gelu",
-        "silu",
-        "mish",
-        "elu",
-        "leaky_relu",
-        "hardswish",
-        "hardsigmoid",
-        "sigmoid",
-        "tanh",
-        "dropout",
-    ],
+    "relu", "gelu", "silu", "mish", "elu", "leaky_relu", "hardswish", "hardsigmoid", "sigmoid", "tanh", "dropout",
     # make a new tensor of fp32 ones; a lookup computes in fp32, where its gradient adds up, and is rounded at once
-    [
-        "embedding",
-        "index_select",
-        "gather",
-        "index.Tensor",
-        "cat",
-        "stack",
-        "constant_pad_nd",
-        "pad",
-        "repeat",
-        "roll",
-        "flip",
-        "clone",
-    ],
-)
+    "embedding", "index_select", "gather", "index.Tensor", "cat", "stack", "constant_pad_nd", "pad", "repeat", "roll",
+    "flip", "clone",
+])  # fmt: skip

@@ -48,34 +48,22 @@ class Scale(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """A way to compute a product in a level. All of a level give the same numbers, but for the order of fp32 roundings.
+    """A way to compute a product in a level; all of a level give the same numbers, but for the order of roundings."""
 
-    Attributes:
-        name: what an option and the reason in a plan call it.
-        about: one line for whoever chooses.
-        multiply: makes the product of operands with scales, see :func:`amp_fx.policy.scaled.scaled_mm`.
-        value: dtype of what is multiplied by a weight, where that is not the level's.
-        device: type of the only device that has it; None: any.
-        capabilities: CUDA devices whose libraries have it; None: all that have the rate.
-        keeps_weights: it takes only weights of which copies live across calls.
-        grain: what divides the sizes that are contracted, and the columns.
-        fewest: rows that a kernel of CUDA takes at least.
-        packs: the weight is laid out anew in each call of more than one row.
-        one_row: seconds that a call of a single row takes less than one in the low dtype, beside the arithmetic.
-    """
-
-    name: str
-    about: str = ""
+    name: str  # what an option and the reason in a plan call it
+    about: str = ""  # one line for whoever chooses
     # an address would change the keys of caches
     multiply: Callable[..., Any] = field(default=scaled_mm, repr=False)
-    value: torch.dtype | None = None
-    device: str | None = None
-    capabilities: tuple[tuple[int, int], ...] | None = None
-    keeps_weights: bool = False
-    grain: int = GRAIN
-    fewest: int = 1
-    packs: bool = False
-    one_row: float = 0.0
+    value: torch.dtype | None = None  # of what is multiplied by a weight, where that is not the level's
+    device: str | None = None  # the only type of device that has it
+    capabilities: tuple[tuple[int, int], ...] | None = (
+        None  # CUDA devices that have it; None: all with the rate
+    )
+    keeps_weights: bool = False  # it takes only weights of which copies live across calls
+    grain: int = GRAIN  # what divides the sizes that are contracted, and the columns
+    fewest: int = 1  # rows that a kernel of CUDA takes at least
+    packs: bool = False  # the weight is laid out anew in each call of more than one row
+    one_row: float = 0.0  # seconds that a call of a single row gains on the low dtype, beside the arithmetic
 
 
 _SCALED_MM = Implementation(name="scaled_mm")
@@ -112,41 +100,24 @@ _INT8_MM = (
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A precision.
+    """A precision."""
 
-    Attributes:
-        name: the key in :data:`LEVELS`, which plans have.
-        dtype: of operands.
-        rate: the rate of a device profile at which it multiplies.
-        policy: base of the policy that chooses it; empty for those that op lists choose.
-        about: one line for whoever chooses.
-        gradient: dtype of gradients, where that is another.
-        scale: what has one scale.
-        block: elements that share a scale, where blocks have scales.
-        powers: scales are powers of two, so that scaling itself rounds nothing.
-        trains: False where the policy means autocast in graphs with gradients.
-        weight_gradients: False where the matmuls that give gradients of weights stay in the low dtype.
-        auto: CUDA devices that :data:`AUTO` means it for; empty: all devices that no row above is for; None: none.
-        evaluated: name of the level that stands for it where nothing is differentiated; empty: itself.
-        of_weights: there, name of the level by which weights are scaled; empty: itself.
-        implementations: how a product is computed; of equal costs the first counts.
-    """
-
-    name: str
-    dtype: torch.dtype
-    rate: str
-    policy: str = ""
-    about: str = ""
-    gradient: torch.dtype | None = None
+    name: str  # the key in LEVELS, which plans have
+    dtype: torch.dtype  # of operands
+    rate: str  # of a device profile, at which it multiplies
+    policy: str = ""  # base of the policy that chooses it; empty for those that op lists choose
+    about: str = ""  # one line for whoever chooses
+    gradient: torch.dtype | None = None  # dtype of gradients, where that is another
     scale: Scale = Scale.NONE
-    block: int | None = None
-    powers: bool = False
-    trains: bool = True
-    weight_gradients: bool = True
+    block: int | None = None  # elements that share a scale, where blocks have scales
+    powers: bool = False  # scales are powers of two, so that scaling itself rounds nothing
+    trains: bool = True  # False: the policy means autocast in graphs with gradients
+    weight_gradients: bool = True  # False: the matmuls that give gradients of weights stay in the low dtype
+    #: CUDA devices that AUTO means it for; empty: all devices that no row above is for; None: none
     auto: tuple[tuple[int, int], ...] | None = None
-    evaluated: str = ""
-    of_weights: str = ""
-    implementations: tuple[Implementation, ...] = ()
+    evaluated: str = ""  # the level that stands for it where nothing is differentiated; empty: itself
+    of_weights: str = ""  # there, the level by which weights are scaled; empty: itself
+    implementations: tuple[Implementation, ...] = ()  # of equal costs the first counts
 
     @property
     def by_row(self) -> bool:

@@ -63,16 +63,9 @@ _DTYPES = {
 
 
 def preset(text: str) -> tuple[str, dict[str, Any]] | None:
-    """What a text means as the name of a policy.
+    """A key of :data:`PRESETS`, or dtypes by name, as it is printed back, and its object form; None for another text.
 
-    Args:
-        text: a key of :data:`PRESETS`, or dtypes by name, ``"params=float32,compute=bfloat16,output=float32"``.
-
-    Returns:
-        The text as it is printed back, and the policy in its object form; None for another text.
-
-    Raises:
-        OptionsError: dtypes by name with an unknown name or a dtype that cannot be.
+    OptionsError for dtypes by name, ``"params=float32,compute=bfloat16"``, with an unknown name or one that cannot be.
     """
     if text in PRESETS:
         return text, PRESETS[text]

@@ -121,22 +121,18 @@ def block_scales(factors: Any, call: Emit) -> Any:
 
 
 class Product(NamedTuple):
-    """Two operands with scales, to be multiplied.
+    """Two operands with scales, to be multiplied."""
 
-    Attributes:
-        first: (rows, contracted), its rows in one piece each.
-        second: (contracted, columns), its columns in one piece each.
-        factors: of both: one, ``[rows, 1]`` and ``[1, columns]``, or :func:`block_scales`; or one of all the first, and
-            ``[columns, 1]``.
-        bias: one number for each column, or None.
-        dtype: of the result.
-        is_forward: False in the backward.
-    """
-
+    #: (rows, contracted), its rows in one piece each
     first: Any
+    #: (contracted, columns), its columns in one piece each
     second: Any
+    #: of both: one, ``[rows, 1]`` and ``[1, columns]``, or :func:`block_scales`; or one of all the first, and
+    #: ``[columns, 1]``
     factors: tuple[Any, Any]
+    #: one number for each column, or None
     bias: Any
+    #: of the result
     dtype: torch.dtype
     is_forward: bool
 

@@ -21,25 +21,20 @@ __all__ = ["DEVICES", "Device", "all_names", "check_op", "device_row", "lookup",
 
 @dataclass(frozen=True)
 class Device:
-    """A type of device.
-
-    Attributes:
-        name: ``torch.device.type``.
-        lists: of its autocast; a later one wins over an earlier one, and all of them over the common list.
-        has_rates: there are profiles of its devices, so that casts are weighed against faster arithmetic. Without them
-            every op that is listed as low runs low.
-        wide_results: its library returns the product of low operands in fp32, gradients of weights among them.
-        fuses_casts: casts of a convolution's bias, and of sums of gradients, are part of kernels that run anyway.
-        packs_weights: its library copies the weight of a matmul or convolution in fp32 before it multiplies.
-        one_query: attention of a single query in fp32 and in 16 bits, times the time that the rate of fp32 says.
-    """
+    """A type of device."""
 
     name: str
+    #: of its autocast; a later one wins over an earlier one, and all of them over the common list
     lists: tuple[tuple[OpGroup, ...], ...]
+    #: there are profiles of its devices, so that casts are weighed against faster arithmetic; else all listed runs low
     has_rates: bool = False
+    #: its library returns the product of low operands in fp32, gradients of weights among them
     wide_results: bool = False
+    #: casts of a convolution's bias, and of sums of gradients, are part of kernels that run anyway
     fuses_casts: bool = False
+    #: its library copies the weight of a matmul or convolution in fp32 before it multiplies
     packs_weights: bool = False
+    #: attention of a single query in fp32 and in 16 bits, times the time that the rate of fp32 says
     one_query: tuple[int, int] | None = None
 
 
@@ -57,13 +52,7 @@ DEVICES: Mapping[str, Device] = {
             # keys, 109 and 862 us at 1024; with 4 queries 16 bits take 1.5 times the time of fp32, from 32 on 1.2.
             one_query=(6, 40),
         ),
-        Device(
-            "cuda",
-            (CUDA_GROUPS, CUDNN_GROUPS),
-            has_rates=True,
-            wide_results=True,
-            fuses_casts=True,
-        ),
+        Device("cuda", (CUDA_GROUPS, CUDNN_GROUPS), has_rates=True, wide_results=True, fuses_casts=True),
         Device("mps", (CUDA_GROUPS, MPS_GROUPS)),
         *(Device(name, (CUDA_GROUPS,)) for name in ("hpu", "maia", "mtia", "xpu")),
     )
