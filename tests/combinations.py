@@ -68,17 +68,11 @@ _OPTIONS = ("weights", "profile", "policy", "fp8", "numerics", "dtype", "scaler"
 
 @dataclass(frozen=True)
 class Excluded:
-    """Values that do not go together.
+    """Values that do not go together."""
 
-    Attributes:
-        values: axis -> names of values. A row that has one of each is left out.
-        reason: why.
-        is_error: they are refused with an ``OptionsError``, which a test asks for.
-    """
-
-    values: Mapping[str, Sequence[str]]
+    values: Mapping[str, Sequence[str]]  # axis -> names; a row that has one of each is left out
     reason: str
-    is_error: bool = False
+    is_error: bool = False  # they are refused with an OptionsError, which a test asks for
 
 
 _FP8 = ("fp8", "fp8, rules")
@@ -128,11 +122,7 @@ def allowed_pairs() -> set[Pair]:
 
 
 def covering_rows(seed: int = 0) -> list[Row]:
-    """Rows in which every allowed pair occurs; the first ones cover most.
-
-    Args:
-        seed: of the choice among values that cover as much; other seeds give other rows.
-    """
+    """Rows in which every allowed pair occurs; the first ones cover most, and other seeds give others."""
     left, rows, chance = allowed_pairs(), [], random.Random(seed)
     # in the order of the table: sets have none
     order = [pair for pair in _pairs(AXES) if pair in left]

@@ -15,17 +15,16 @@ _WIDTH = 32
 
 
 class Model(nn.Module):
-    """Its layer ``first`` is what rules of the table are about.
-
-    Attributes:
-        rate: of its optimizer, so that a step shows.
-    """
+    """Its layer ``first`` is what rules of the table are about; the optimizer's rate is such that a step shows."""
 
     rate = 1.0
+    #: of one row of its input
+    shape: tuple[int, ...] = (_WIDTH,)
+    rows = 1
 
     def batch(self, size: int, seed: int) -> Tensor:
         """An input of so many rows."""
-        return torch.randn(size, _WIDTH, generator=torch.Generator().manual_seed(seed))
+        return torch.randn(size * self.rows, *self.shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Small(Model):
@@ -44,14 +43,11 @@ class Small(Model):
 class Large(Model):
     """Large enough that low matmuls pay on a CPU that has them."""
 
-    rate = 16.0
+    rate, rows, shape = 16.0, 16, (128,)
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128)
-
-    def batch(self, size: int, seed: int) -> Tensor:
-        return torch.randn(16 * size, 128, generator=torch.Generator().manual_seed(seed))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(F.gelu(self.middle(F.gelu(self.first(x)))))
@@ -60,15 +56,12 @@ class Large(Model):
 class Convolutions(Model):
     """Convolutions with BatchNorm, which inference folds, and a classifier."""
 
-    rate = 0.06
+    rate, shape = 0.06, (4, 8, 8)
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16)
         self.second, self.last = nn.Conv2d(16, 16, 3), nn.Linear(16, 8)
-
-    def batch(self, size: int, seed: int) -> Tensor:
-        return torch.randn(size, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.second(F.relu(self.norm(self.first(x)))).mean((2, 3)))
@@ -77,15 +70,12 @@ class Convolutions(Model):
 class Attention(Model):
     """One transformer layer with a fused qkv."""
 
-    rate = 1.5
+    rate, shape = 1.5, (16, _WIDTH)
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.first = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH)
         self.out, self.last = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
-
-    def batch(self, size: int, seed: int) -> Tensor:
-        return torch.randn(size, 16, _WIDTH, generator=torch.Generator().manual_seed(seed))
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape

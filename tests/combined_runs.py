@@ -49,16 +49,9 @@ class Seen:
 
 
 def check(row: Row, folder: Path, *, generate: bool = True) -> None:
-    """Runs a row, and once more from a warm cache.
+    """Runs a row, and once more from a warm cache; without generated code, graphs run op by op, and once.
 
-    Args:
-        row: of the table.
-        folder: for files that options name.
-        generate: whether code is generated; otherwise graphs run op by op, and once, as nothing is in a cache.
-
-    Raises:
-        AssertionError: a result is worse than eager autocast allows, or has another dtype, or is another one from a
-            warm cache.
+    Fails where a result is worse than eager autocast allows, has another dtype, or is another one from a warm cache.
     """
     options = with_files(row, folder)
     with contextlib.nullcontext() if generate else op_by_op():
@@ -79,11 +72,7 @@ def check(row: Row, folder: Path, *, generate: bool = True) -> None:
 
 
 def check_accuracy(row: Row, ours: Sequence[Seen]) -> None:
-    """Holds a session against fp64, beside eager autocast.
-
-    Raises:
-        AssertionError: a result is worse than eager autocast allows.
-    """
+    """Holds a session against fp64, beside eager autocast."""
     autocast, exact = session(row, _eagerly, _low_dtype(row)), session(row, _eagerly, dtype=torch.float64)
     for step, found, theirs, wanted in zip(STEPS, ours, autocast, exact, strict=True):
         errors, others = distances(found, wanted), distances(theirs, wanted)
@@ -93,12 +82,7 @@ def check_accuracy(row: Row, ours: Sequence[Seen]) -> None:
 
 
 def compiled(row: Row, options: Mapping[str, Any]) -> list[Seen]:
-    """The session through amp_fx, compiled anew.
-
-    Args:
-        row: of the table.
-        options: of :func:`with_files`.
-    """
+    """The session through amp_fx, compiled anew; options are those of :func:`with_files`."""
     torch._dynamo.reset()
     dynamic = AXES["dynamic"][row["dynamic"]]
 
@@ -111,14 +95,7 @@ def compiled(row: Row, options: Mapping[str, Any]) -> list[Seen]:
 def session(
     row: Row, prepare: Prepare, autocast: torch.dtype | None = None, dtype: torch.dtype = torch.float32
 ) -> list[Seen]:
-    """Calls a model at every step of :data:`STEPS`; its weights change after each call.
-
-    Args:
-        row: of the table.
-        prepare: compiles a model, or not.
-        autocast: of the program, around the model and its loss.
-        dtype: of parameters and batches.
-    """
+    """Calls a model at every step of :data:`STEPS`; its weights change after each call."""
     training = row["gradients"] == "train"
     model = make(row["model"]).to(dtype).train(training)
     program, scaler = prepare(model), _scaler(row, dtype)
@@ -144,12 +121,7 @@ def session(
 
 
 def with_files(row: Row, folder: Path) -> dict[str, Any]:
-    """The options of a row, with a device profile and a plan in files.
-
-    Args:
-        row: of the table.
-        folder: of the files.
-    """
+    """The options of a row, with a device profile and a plan in files."""
     options = options_of(row)
     if options.get("profile") == "a file":
         options["profile"] = str(folder / "profile.json")

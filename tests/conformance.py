@@ -75,21 +75,16 @@ _MOVES = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """One call to ask for.
+    """One call to ask for."""
 
-    Attributes:
-        source: ``"torch"`` for torch's own lists, ``"amp_fx"`` for the rows of the op lists.
-        expected: the dtype of the result that torch's list names, if it does.
-    """
-
-    source: str
+    source: str  # "torch" for torch's own lists, "amp_fx" for the rows of the op lists
     device: str
     low: torch.dtype
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    expected: torch.dtype | None = None
+    expected: torch.dtype | None = None  # of the result, where torch's list names it
 
 
 @dataclass(frozen=True)
@@ -167,11 +162,9 @@ class _Kernels(TorchDispatchMode):
 def answer(call: Call) -> Answer | None:
     """Asks autocast and amp_fx; None where autocast itself cannot run the call."""
     fake = None if call.device == "cpu" else FakeTensorMode(allow_non_fake_inputs=True)
-    args, kwargs = (
-        (call.args, call.kwargs)
-        if fake is None
-        else tree_map(_on(fake, call.device), (call.args, call.kwargs))
-    )
+    args, kwargs = call.args, call.kwargs
+    if fake is not None:
+        args, kwargs = tree_map(_on(fake, call.device), (args, kwargs))
     with warnings.catch_warnings():
         # ops on the lists are deprecated, random programs of torch's lists broadcast in losses
         warnings.simplefilter("ignore")
@@ -271,10 +264,7 @@ def table(answers: Sequence[Answer]) -> str:
         call = each.call
         key = call.source, call.device, str(call.low).removeprefix("torch.")
         groups.setdefault(key, []).append(each)
-    lines = [
-        "| source | device | low dtype | calls | agree | share |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| source | device | low dtype | calls | agree | share |", "|---|---|---|---|---|---|"]
     for key, members in groups.items():
         agree = sum(not each.differences for each in members)
         lines.append(f"| {' | '.join(key)} | {len(members)} | {agree} | {100 * agree / len(members):.1f} % |")
@@ -303,9 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     answers = [each for call in calls() if (each := answer(call)) is not None]
     for each in answers:
         if each.differences:
-            print(
-                f"{each.call.source} {each.call.device} {each.call.low} {each.call.name}: {each.differences}"
-            )
+            call = each.call
+            print(f"{call.source} {call.device} {call.low} {call.name}: {each.differences}")
     agreement = table(answers)
     print(agreement)
     if given.write:

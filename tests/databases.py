@@ -33,24 +33,17 @@ __all__ = ["EXPLAINED", "Sample", "modules", "ops", "outcome"]
 EACH = 2
 
 #: samples that differ on purpose, by name, and why
-EXPLAINED: dict[str, str] = {
-    **dict.fromkeys(
-        ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
-        "memory that nobody has written to",
-    ),
-}
+EXPLAINED = dict.fromkeys(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+    "memory that nobody has written to",
+)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call.
+    """One call; ``make`` returns a new program and its inputs, the same ones each time."""
 
-    Attributes:
-        name: of the op or module, with its number.
-        make: returns a new program and its inputs, the same ones each time.
-    """
-
-    name: str
+    name: str  # of the op or module, with its number
     make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 
 
@@ -218,10 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not sample.name.startswith(given.only):
                 continue
             found = outcome(sample)
-            counts[
-                "agree" if found == "agrees" else found if found.startswith("not asked") else "differ"
-            ] += 1
-            if found != "agrees" and not found.startswith("not asked"):
+            differs = found != "agrees" and not found.startswith("not asked")
+            counts["differ" if differs else found] += 1
+            if differs:
                 name = sample.name.rpartition(" ")[0]
                 unexplained += name not in EXPLAINED
                 print(f"{sample.name}: {found} [{EXPLAINED.get(name, 'unexplained')}]", flush=True)

@@ -48,135 +48,48 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 #: expressions; a name in braces is a value made before
 EXPRESSIONS = (
     # listed low
-    "torch.matmul({a}, {b})",
-    "torch.matmul({a}, {b})",
-    "F.linear({a}, {b})",
-    "F.linear({a}, {b}, {c})",
-    "torch.addmm({a}, {b}, {c})",
-    "torch.bmm({a}, {b})",
-    "torch.baddbmm({a}, {b}, {c})",
-    "torch.mv({a}, {b})",
-    "torch.dot({a}, {b})",
-    "torch.outer({a}, {b})",
-    "torch.einsum('...ij,...jk->...ik', {a}, {b})",
-    "F.conv1d({a}, {b})",
-    "F.scaled_dot_product_attention({a}, {b}, {c})",
+    "torch.matmul({a}, {b})", "torch.matmul({a}, {b})", "F.linear({a}, {b})", "F.linear({a}, {b}, {c})",
+    "torch.addmm({a}, {b}, {c})", "torch.bmm({a}, {b})", "torch.baddbmm({a}, {b}, {c})", "torch.mv({a}, {b})",
+    "torch.dot({a}, {b})", "torch.outer({a}, {b})", "torch.einsum('...ij,...jk->...ik', {a}, {b})",
+    "F.conv1d({a}, {b})", "F.scaled_dot_product_attention({a}, {b}, {c})",
     # listed fp32
-    "{a}.softmax(-1)",
-    "F.log_softmax({a}, -1)",
-    "F.layer_norm({a}, {a}.shape[-1:])",
-    "F.rms_norm({a}, {a}.shape[-1:])",
-    "F.mse_loss({a}, {b})",
-    "F.l1_loss({a}, {b})",
-    "{a}.cumsum(-1)",
-    "{a}.norm()",
-    "torch.cdist({a}, {b})",
-    "F.avg_pool1d({a}, 2)",
+    "{a}.softmax(-1)", "F.log_softmax({a}, -1)", "F.layer_norm({a}, {a}.shape[-1:])",
+    "F.rms_norm({a}, {a}.shape[-1:])", "F.mse_loss({a}, {b})", "F.l1_loss({a}, {b})", "{a}.cumsum(-1)",
+    "{a}.norm()", "torch.cdist({a}, {b})", "F.avg_pool1d({a}, 2)",
     # promote and pointwise
-    "{a} + {b}",
-    "{a} * {b}",
-    "{a} - 0.5 * {b}",
-    "{a} / ({b}.abs() + 1)",
-    "{a} * 0.3",
-    "{a} + 1e6",
-    "torch.cat([{a}, {b}])",
-    "torch.stack([{a}, {b}])",
-    "torch.where({a} > 0, {a}, {b})",
-    "torch.addcmul({a}, {b}, {c})",
-    "torch.lerp({a}, {b}, 0.3)",
-    "torch.maximum({a}, {b})",
-    "F.gelu({a})",
-    "{a}.tanh()",
-    "{a}.sigmoid()",
-    "{a}.exp()",
-    "{a}.pow(2)",
-    "({a}.abs() + 1e-8).rsqrt()",
-    "{a}.clamp(-1, 1)",
-    "{a}.sum(-1)",
-    "{a}.mean(-1, keepdim=True)",
-    "{a}.sum()",
-    "{a}.var(-1, correction=0)",
-    "{a}.masked_fill({a} > 0, -1e9)",
-    "{a}.masked_fill({a} > 0, torch.finfo({a}.dtype).min)",
+    "{a} + {b}", "{a} * {b}", "{a} - 0.5 * {b}", "{a} / ({b}.abs() + 1)", "{a} * 0.3", "{a} + 1e6",
+    "torch.cat([{a}, {b}])", "torch.stack([{a}, {b}])", "torch.where({a} > 0, {a}, {b})",
+    "torch.addcmul({a}, {b}, {c})", "torch.lerp({a}, {b}, 0.3)", "torch.maximum({a}, {b})", "F.gelu({a})",
+    "{a}.tanh()", "{a}.sigmoid()", "{a}.exp()", "{a}.pow(2)", "({a}.abs() + 1e-8).rsqrt()", "{a}.clamp(-1, 1)",
+    "{a}.sum(-1)", "{a}.mean(-1, keepdim=True)", "{a}.sum()", "{a}.var(-1, correction=0)",
+    "{a}.masked_fill({a} > 0, -1e9)", "{a}.masked_fill({a} > 0, torch.finfo({a}.dtype).min)",
     "torch.scatter_add({a}, 0, torch.zeros_like({a}, dtype=torch.int64), {a})",
     # follow
-    "{a}.relu()",
-    "-{a}",
-    "{a}.abs()",
-    "{a}.amax(-1)",
-    "{a}.max(-1)[0]",
-    "{a}.sort(-1)[0]",
-    "{a}.gather(-1, {a}.argmax(-1, keepdim=True))",
-    "{a}.tril()",
-    "{a}.roll(1, -1)",
-    "{a}.flip(-1)",
-    "F.pad({a}, (1, 1))",
-    "F.dropout({a}, 0.5, training=False)",
-    "{a}.repeat(2, *[1] * ({a}.ndim - 1))",
+    "{a}.relu()", "-{a}", "{a}.abs()", "{a}.amax(-1)", "{a}.max(-1)[0]", "{a}.sort(-1)[0]",
+    "{a}.gather(-1, {a}.argmax(-1, keepdim=True))", "{a}.tril()", "{a}.roll(1, -1)", "{a}.flip(-1)",
+    "F.pad({a}, (1, 1))", "F.dropout({a}, 0.5, training=False)", "{a}.repeat(2, *[1] * ({a}.ndim - 1))",
     "{a}.index_select(0, torch.tensor([1, 0]))",
     # views
-    "{a}.mT",
-    "{a}.view(-1)",
-    "{a}.reshape(4, -1)",
-    "{a}[0]",
-    "{a}[..., :2]",
-    "{a}[1:]",
-    "{a}.chunk(2)[0]",
-    "{a}.split(2, -1)[-1]",
-    "{a}.unbind(0)[1]",
-    "{a}.unsqueeze(0)",
-    "{a}.squeeze()",
-    "{a}.expand(2, *{a}.shape)",
-    "{a}.diagonal()",
-    "{a}.detach()",
-    "{a}.view_as({b})",
-    "{a}.as_strided((2, 2), (2, 1))",
-    "{a}.contiguous()",
-    "{a}.clone()",
+    "{a}.mT", "{a}.view(-1)", "{a}.reshape(4, -1)", "{a}[0]", "{a}[..., :2]", "{a}[1:]", "{a}.chunk(2)[0]",
+    "{a}.split(2, -1)[-1]", "{a}.unbind(0)[1]", "{a}.unsqueeze(0)", "{a}.squeeze()",
+    "{a}.expand(2, *{a}.shape)", "{a}.diagonal()", "{a}.detach()", "{a}.view_as({b})",
+    "{a}.as_strided((2, 2), (2, 1))", "{a}.contiguous()", "{a}.clone()",
     # dtypes named, read and copied
-    "{a}.to(torch.bfloat16)",
-    "{a}.half()",
-    "{a}.float()",
-    "{a}.double()",
-    "{a}.to({b}.dtype)",
-    "{a}.type_as({b})",
-    "{a}.to({b})",
-    "torch.zeros_like({a})",
-    "{a}.new_ones({b}.shape)",
-    "torch.empty_like({a}).copy_({b})",
-    "torch.full_like({a}, 0.25)",
-    "{a}.sum(-1, dtype=torch.float32)",
-    "({a} > {b})",
-    "{a}.argmax(-1)",
-    "{a}.long()",
-)
+    "{a}.to(torch.bfloat16)", "{a}.half()", "{a}.float()", "{a}.double()", "{a}.to({b}.dtype)",
+    "{a}.type_as({b})", "{a}.to({b})", "torch.zeros_like({a})", "{a}.new_ones({b}.shape)",
+    "torch.empty_like({a}).copy_({b})", "torch.full_like({a}, 0.25)", "{a}.sum(-1, dtype=torch.float32)",
+    "({a} > {b})", "{a}.argmax(-1)", "{a}.long()",
+)  # fmt: skip
 
 #: statements that write
 STATEMENTS = (
-    "{a}.add_({b})",
-    "{a} += {b}",
-    "{a}.mul_(0.5)",
-    "{a}.relu_()",
-    "{a}.copy_({b})",
-    "{a}.sub_({b}, alpha=0.5)",
-    "{a}.div_(2)",
-    "{a}.zero_()",
-    "{a}.fill_(0.25)",
-    "{a}.clamp_(-1, 1)",
-    "{a}.masked_fill_({a} > 0, 0.5)",
-    "{a}.index_copy_(0, torch.tensor([1]), {b}[:1])",
-    "{a}.index_add_(0, torch.tensor([1]), {b}[:1])",
-    "{a}.addcmul_({b}, {c})",
-    "{a}.lerp_({b}, 0.3)",
-    "{a}.transpose_(0, -1)",
-    "{a}[0] = {b}",
-    "{a}[..., :2] = {b}",
-    "{a}[1:] += {b}",
-    "{a}[{a} > 0] = 0.5",
-    "{a}.view(-1)[:2] = 0.25",
-    "{a}.mT.add_({b})",
+    "{a}.add_({b})", "{a} += {b}", "{a}.mul_(0.5)", "{a}.relu_()", "{a}.copy_({b})", "{a}.sub_({b}, alpha=0.5)",
+    "{a}.div_(2)", "{a}.zero_()", "{a}.fill_(0.25)", "{a}.clamp_(-1, 1)", "{a}.masked_fill_({a} > 0, 0.5)",
+    "{a}.index_copy_(0, torch.tensor([1]), {b}[:1])", "{a}.index_add_(0, torch.tensor([1]), {b}[:1])",
+    "{a}.addcmul_({b}, {c})", "{a}.lerp_({b}, 0.3)", "{a}.transpose_(0, -1)", "{a}[0] = {b}",
+    "{a}[..., :2] = {b}", "{a}[1:] += {b}", "{a}[{a} > 0] = 0.5", "{a}.view(-1)[:2] = 0.25", "{a}.mT.add_({b})",
     "torch.add({b}, {c}, out={a})",
-)
+)  # fmt: skip
 
 #: what may stand around a line
 BLOCKS = (
@@ -210,20 +123,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Program:
-    """A program and the way to call it.
+    """A program and the way to call it."""
 
-    Attributes:
-        inputs: its arguments, named x0, x1, ...
-        lines: its body.
-        outputs: names that it returns, repeats allowed.
-        ambient: dtype of the user's autocast around the call, or None.
-        options: that it is compiled with.
-    """
-
-    inputs: tuple[Input, ...]
+    inputs: tuple[Input, ...]  # named x0, x1, ...
     lines: tuple[str, ...]
-    outputs: tuple[str, ...]
-    ambient: torch.dtype | None
+    outputs: tuple[str, ...]  # names that it returns, repeats allowed
+    ambient: torch.dtype | None  # of the user's autocast around the call
     options: DrawnOptions = DEFAULTS
 
     @property
@@ -257,13 +162,7 @@ class Program:
         return scope["program"]
 
     def arguments(self, dtype: torch.dtype | None = None, jitter: float = 0.0, seed: int = 0) -> list[Tensor]:
-        """The arguments, the same numbers each time.
-
-        Args:
-            dtype: replaces every floating dtype.
-            jitter: relative size of a random error on top.
-            seed: of the errors.
-        """
+        """The arguments, the same numbers each time; ``jitter``: relative size of a random error on top."""
         numbers, errors = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
         made = []
         for given in self.inputs:
@@ -363,15 +262,9 @@ class _Run:
 
 
 def compare(program: Program, through: str = "eager") -> None:
-    """Runs a program in every way and compares.
+    """Runs a program in every way and compares; DisagreementError says how they differ.
 
-    Args:
-        program: runs eagerly.
-        through: what runs the rewritten graph: ``"eager"`` op by op, ``"aot_eager"`` after AOTAutograd.
-
-    Raises:
-        DisagreementError: they disagree; says how.
-        CaptureError, PassError: the program cannot be rewritten.
+    The rewritten graph runs op by op, through ``"eager"``, or after AOTAutograd, through ``"aot_eager"``.
     """
     function = program.function()
     with _quiet():
@@ -573,18 +466,7 @@ def _quiet() -> Iterator[None]:
 def search(
     cases: int, seed: int, report: Callable[[Program, Exception], None], through: str = "eager"
 ) -> Counter[str]:
-    """Runs random programs and goes on after findings.
-
-    Args:
-        cases: number of programs.
-        seed: of the generator.
-        report: called with each program that disagrees or cannot be rewritten, and the error.
-        through: see :func:`compare`.
-
-    Returns:
-        How many programs ``"agree"``, are ``"findings"``, were ``"not traced"`` by Dynamo, or ``"wrong without
-        amp_fx"``.
-    """
+    """Runs random programs, goes on after findings, which it reports, and counts what came out."""
     counts: Counter[str] = Counter()
 
     @hypothesis.seed(seed)

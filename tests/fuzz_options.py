@@ -16,22 +16,9 @@ __all__ = ["DEFAULTS", "DrawnOptions", "drawn_options"]
 
 #: ops that rules are about
 _OPS = (
-    *(
-        "add",
-        "bmm",
-        "cat",
-        "clone",
-        "einsum",
-        "exp",
-        "gelu",
-        "layer_norm",
-        "linear",
-        "matmul",
-        "mean",
-        "mse_loss",
-    ),
-    *("mul", "relu", "reshape", "softmax", "sum", "tanh", "to", "view", "where"),
-)
+    "add", "bmm", "cat", "clone", "einsum", "exp", "gelu", "layer_norm", "linear", "matmul", "mean",
+    "mse_loss", "mul", "relu", "reshape", "softmax", "sum", "tanh", "to", "view", "where",
+)  # fmt: skip
 
 #: rates by which every listed op gains, also where a cast costs more than it saves elsewhere
 _GAINS = DeviceProfile("gains", "cpu", {"float32": 1e6, "bfloat16": 1e9, "float16": 1e9}, 1e12, 1e-12)
@@ -49,21 +36,13 @@ _PROFILES: Mapping[str, str | DeviceProfile] = {
 
 @dataclass(frozen=True)
 class DrawnOptions:
-    """Options of a compilation.
+    """Options of a compilation."""
 
-    Attributes:
-        low: the low dtype where the program has no autocast of its own.
-        base: of the policy.
-        rules: of the policy: op and precision.
-        profile: a key of the table of profiles.
-        replayed: the program follows the plan that was made of it.
-    """
-
-    low: torch.dtype = torch.bfloat16
+    low: torch.dtype = torch.bfloat16  # where the program has no autocast of its own
     base: str = "autocast"
-    rules: tuple[tuple[str, str], ...] = ()
-    profile: str = "off"
-    replayed: bool = False
+    rules: tuple[tuple[str, str], ...] = ()  # op and precision
+    profile: str = "off"  # a key of _PROFILES
+    replayed: bool = False  # the program follows the plan that was made of it
 
     @property
     def is_autocast(self) -> bool:

