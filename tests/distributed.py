@@ -37,17 +37,7 @@ def on_two_processes(
 def on_processes(
     count: int, program: Callable[..., dict[str, Any]], folder: Path, *args: Any
 ) -> list[dict[str, Any]]:
-    """Runs a program of this file.
-
-    Args:
-        count: of processes.
-        program: called with ``args`` in each process, within a process group.
-        folder: where the processes meet and leave what they return.
-        *args: for the program.
-
-    Returns:
-        What each process returned, by rank.
-    """
+    """Runs a program of this file in processes that meet in a folder; returns what each returned, by rank."""
     spawn(_process, (count, str(folder), program, args), nprocs=count)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
@@ -107,8 +97,11 @@ def wrapped(kind: str, model: Blocks, options: dict[str, Any]) -> nn.Module:
         # a bucket a block: Dynamo cuts the graph there
         ddp = DistributedDataParallel(model, bucket_cap_mb=1)
         return torch.compile(ddp, backend="amp_fx", options=options)  # type: ignore[return-value]
+    return sharded(model, options, MixedPrecisionPolicy(reduce_dtype=torch.float32))
+
+
+def sharded(model: Blocks, options: dict[str, Any], precision: MixedPrecisionPolicy) -> Blocks:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for block in model.blocks:
         block.compile(backend="amp_fx", options=options)
         fully_shard(block, mesh=mesh, mp_policy=precision)
@@ -119,6 +112,13 @@ def wrapped(kind: str, model: Blocks, options: dict[str, Any]) -> nn.Module:
 def whole(parameter: Tensor) -> Tensor:
     """A parameter as it was before sharding."""
     return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()  # type: ignore[attr-defined]
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Parameters, and the dtypes of parameters and gradients."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    parameters = {name: whole(p) for name, p in model.named_parameters()}
+    return {"parameters": parameters, "dtypes": {p.dtype for p in (*model.parameters(), *gradients)}}
 
 
 @contextmanager
@@ -161,15 +161,8 @@ def scaled_training(kind: str, bad_step: int) -> dict[str, Any]:
         taken.append(scaler.step_taken(optimizer))
         scales.append(scaler.get_scale())
         reductions.append(sizes)
-    parameters = {name: whole(p) for name, p in model.named_parameters()}
-    return {
-        "graphs": graphs,
-        "taken": taken,
-        "scales": scales,
-        "reductions": reductions,
-        "names": names,
-        "parameters": parameters,
-    }
+    seen = {"graphs": graphs, "taken": taken, "scales": scales, "reductions": reductions, "names": names}
+    return {**seen, **state(model)}
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
@@ -209,9 +202,7 @@ def trained_and_resumed(kind: str) -> dict[str, Any]:
         "losses": losses,
         "resumed": resumed,
         "other": compressed() if kind == "ddp" else owned_by_fsdp(),
-        "parameters": {name: whole(p) for name, p in model.named_parameters()},
-        "dtypes": {p.dtype for p in model.parameters()}
-        | {p.grad.dtype for p in model.parameters() if p.grad is not None},
+        **state(model),
     }
 
 
@@ -236,12 +227,8 @@ def compressed() -> dict[str, Any]:
 
 def owned_by_fsdp() -> dict[str, Any]:
     """FSDP2 with a ``param_dtype`` of its own: weights come into the graphs in bf16."""
-    model = new_model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        block.compile(backend="amp_fx", options=BF16)
-        fully_shard(block, mesh=mesh, mp_policy=precision)
+    model = sharded(new_model(), BF16, precision)
     with record() as recording:
         losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), global_batches(3))
     inputs = [given for plan in recording.plans for given in plan.inputs if given.parameter]
@@ -284,7 +271,5 @@ def parallel_training(kind: str) -> dict[str, Any]:
         "linears": {row.dtype for plan in recording.plans for row in plans(plan, "linear")},
         "graphs": len(recording.plans),
         "fallbacks": [plan.fallback for plan in recording.plans],
-        "parameters": {name: whole(p) for name, p in model.named_parameters()},
-        "dtypes": {p.dtype for p in model.parameters()}
-        | {p.grad.dtype for p in model.parameters() if p.grad is not None},
+        **state(model),
     }

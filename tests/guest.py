@@ -160,16 +160,8 @@ def forked(backend: str) -> list[float]:
 
 
 PROGRAMS: tuple[Callable[[str], list[Any]], ...] = (
-    forward,
-    backward_inside,
-    whole_step,
-    compiled_optimizer,
-    compiled_autograd,
-    distributed,
-    swapped,
-    exported,
-    forked,
-)
+    forward, backward_inside, whole_step, compiled_optimizer, compiled_autograd, distributed, swapped, exported, forked,
+)  # fmt: skip
 
 
 def use_amp_fx() -> list[str]:

@@ -56,22 +56,19 @@ class Shared:
 
 @dataclass
 class Problem:
-    """What to minimise. Costs are non-negative integers in one unit.
+    """What to minimise. Costs are non-negative integers in one unit."""
 
-    Attributes:
-        unary: value -> (cost of HIGH, cost of LOW).
-        pins: values whose label is given.
-        shared: conversions and copies.
-        implies: pairs (a, b): a HIGH implies b HIGH.
-        equal: pairs with equal labels.
-        preferred: value -> its label in a tie; HIGH where nothing is said.
-    """
-
+    #: value -> (cost of HIGH, cost of LOW)
     unary: dict[Var, tuple[int, int]] = field(default_factory=dict)
+    #: values whose label is given
     pins: dict[Var, bool] = field(default_factory=dict)
+    #: conversions and copies
     shared: list[Shared] = field(default_factory=list)
+    #: pairs (a, b): a HIGH implies b HIGH
     implies: list[tuple[Var, Var]] = field(default_factory=list)
+    #: pairs with equal labels
     equal: list[tuple[Var, Var]] = field(default_factory=list)
+    #: value -> its label in a tie; HIGH where nothing is said
     preferred: dict[Var, bool] = field(default_factory=dict)
 
     def add_unary(self, var: Var, high: int, low: int) -> None:
@@ -110,8 +107,7 @@ def evaluate(problem: Problem, labels: Mapping[Var, bool]) -> int | None:
 def solve(problem: Problem) -> dict[Var, bool]:
     """A labelling of least cost; among those, the one with the most values as preferred.
 
-    Raises:
-        ContradictionError: no labelling satisfies pins, implications and equalities together.
+    ContradictionError where no labelling satisfies pins, implications and equalities together.
     """
     root = _union(problem.variables(), problem.equal)
     pins = _propagate(problem, root)

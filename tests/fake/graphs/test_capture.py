@@ -85,12 +85,8 @@ def test_traced_dtypes_of_outputs_are_recorded() -> None:
         return x.to(BF16), x.argmax(), x.double(), x + 1
 
     traced = captured(program, torch.randn(4))
-    assert traced.graph.output_node().meta[OUTPUT_META] == [
-        [BF16],
-        [torch.int64],
-        [torch.float64],
-        [torch.float32],
-    ]
+    expected = [[BF16], [torch.int64], [torch.float64], [torch.float32]]
+    assert traced.graph.output_node().meta[OUTPUT_META] == expected
 
 
 @pytest.mark.parametrize(
@@ -179,13 +175,11 @@ def test_regions_inside_the_program_become_facts_about_nodes() -> None:
     assert ops(traced) == ["aten::matmul"] * 5
     calls = [n for n in traced.graph.nodes if n.name.startswith("matmul")]
     regions = [n.meta[REGION_META]["cpu"] for n in calls]
-    assert [(r.enabled, r.by_user) for r in regions] == [
-        *((True, False), (True, True), (False, True), (True, True), (True, False))
-    ]
+    assert [r.enabled for r in regions] == [True, True, False, True, True]
+    assert [r.by_user for r in regions] == [False, True, True, True, False]
     assert [r.dtype for r in regions if r.enabled] == [BF16, FP16, FP16, BF16]
-    assert [n.meta["val"].dtype for n in calls] == [
-        *(torch.float32, FP16, torch.float32, FP16, torch.float32)
-    ]
+    wide = torch.float32
+    assert [n.meta["val"].dtype for n in calls] == [wide, FP16, wide, FP16, wide]
 
 
 def test_capturing_leaves_the_threads_autocast_state_alone() -> None:

@@ -1,16 +1,133 @@
-"""Which device a graph, and a call in it, is about."""
+"""Which device a graph or a call is about, and graphs on devices without a profile; none is here: values are fake."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 import torch.fx as fx
+import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import call_device, graph_device, graph_devices
+from amp_fx.placement.devices import builtin
+from amp_fx.placement.profile import ProfileError
+from amp_fx.policy.table import lookup, supported_devices
+from amp_fx.rewriting import rewrite
+from amp_fx.settings import Options
+from amp_fx.targets.tracing import move
+
+aten = torch.ops.aten
+
+OTHERS = sorted({*supported_devices()} - {"cpu", "cuda"})
 
 
-def graph(*given: tuple[str, str, tuple[int, ...]]) -> fx.GraphModule:
+def graph(device: str) -> fx.GraphModule:
+    """Two Linears around a norm, as Dynamo makes it, on a device."""
+    graphs: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, _: object) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    net = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU(), nn.Linear(512, 512))
+    torch.compile(net.requires_grad_(False), backend=keep)(torch.randn(256, 512))
+    return move(graphs[0], torch.device(device, 0))
+
+
+def rewritten(gm: fx.GraphModule, device: str, **options: Any) -> Any:
+    parsed = Options.parse(None, {"dtype": "float16", "weights": "cast", **options})
+    with torch.no_grad():
+        return rewrite(gm, ambient_regions({device: torch.float16}), parsed, training=False)
+
+
+@pytest.mark.parametrize("device", OTHERS)
+def test_every_listed_op_goes_low(device: str) -> None:
+    gm, plan = rewritten(graph(device), device)[:2]
+    dtypes = {
+        str(node.target): node.meta["val"].dtype for node in gm.graph.nodes if node.op == "call_function"
+    }
+    assert dtypes["aten.linear.default"] is torch.float16
+    assert dtypes["aten.layer_norm.default"] is torch.float32
+    assert plan.profile == ""
+
+
+def with_number(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph with its result multiplied by a 0-d CPU tensor, and raised to its power."""
+    (result,) = gm.graph.output_node().all_input_nodes
+    like = result.meta["example_value"]
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        number = gm.graph.placeholder("number")
+    with like.fake_mode:
+        number.meta["example_value"] = torch.empty(())
+    for target in (torch.mul, torch.pow):
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            call = gm.graph.call_function(target, (number, result))
+        call.meta["example_value"], result = like, call
+    gm.graph.output_node().args = ((result,),)
+    gm.recompile()
+    return gm
+
+
+@pytest.mark.parametrize("device", OTHERS)
+def test_a_number_on_the_cpu_changes_neither_rates_nor_lists(device: str) -> None:
+    opts = Options.parse(None, {"dtype": "float16", "weights": "cast"})
+    gm = with_number(graph(device))
+    devices = graph_devices(gm)
+    with torch.no_grad():
+        gm, plan = rewrite(gm, ambient_regions(dict.fromkeys(devices, torch.float16)), opts)
+    assert plan.profile == ""
+    assert {row.dtype for row in plan.nodes if row.op == "linear"} == {torch.float16}
+    power = lookup(aten.pow.Tensor_Tensor, device)
+    assert power is not None
+    assert [row.op_class for row in plan.nodes if row.op == "pow.Tensor_Tensor"] == [power.op_class]
+
+
+def test_a_profile_of_another_device_is_an_error(tmp_path: Any) -> None:
+    builtin("cpu").save(tmp_path / "cpu.json")
+    with pytest.raises(ProfileError, match=r"'xpu'.*'cpu', 'cuda'"):
+        rewritten(graph("xpu"), "xpu", profile=str(tmp_path / "cpu.json"))
+
+
+def test_each_call_of_a_graph_on_two_devices_has_the_lists_of_its_own() -> None:
+    graph, mode = fx.Graph(), FakeTensorMode()
+    returned = []
+    for device in ("cpu", "cuda"):
+        x, w = (graph.placeholder(f"{name}_{device}") for name in "xw")
+        with mode:
+            for node in (x, w):
+                node.meta["example_value"] = torch.empty(64, 64, device=device)
+        returned.append(graph.call_function(F.layer_norm, (graph.call_function(F.linear, (x, w)), (64,))))
+    graph.output(tuple(returned))
+    with torch.no_grad():
+        gm, _ = rewrite(
+            fx.GraphModule({}, graph),
+            ambient_regions({"cpu": torch.bfloat16, "cuda": torch.float16}),
+            Options.parse(None, {"profile": "off", "weights": "cast", "strict": True}),
+            training=False,
+        )[:2]
+    found = [
+        (node.target, node.meta["val"].device.type, node.meta["val"].dtype)
+        for node in gm.graph.nodes
+        if node.target in (aten.linear.default, aten.layer_norm.default)
+    ]
+    # layer_norm is on CUDA's list of fp32, and not on the CPU's
+    assert found == [
+        (aten.linear.default, "cpu", torch.bfloat16),
+        (aten.layer_norm.default, "cpu", torch.bfloat16),
+        (aten.linear.default, "cuda", torch.float16),
+        (aten.layer_norm.default, "cuda", torch.float32),
+    ]
+    assert {node.meta["val"].dtype for node in gm.graph.output_node().all_input_nodes} == {torch.float32}
+
+
+# ---- which device a graph is about ----
+
+
+def of_values(*given: tuple[str, str, tuple[int, ...]]) -> fx.GraphModule:
     """A graph whose nodes have one value each: op, device and shape."""
     made, mode = fx.Graph(), FakeTensorMode()
     for position, (op, device, shape) in enumerate(given):
@@ -23,18 +140,18 @@ def graph(*given: tuple[str, str, tuple[int, ...]]) -> fx.GraphModule:
 
 @pytest.mark.parametrize("device", ["xpu", "mps", "mtia", "cuda"])
 def test_a_number_on_the_cpu_says_nothing_about_the_device(device: str) -> None:
-    gm = graph(("placeholder", "cpu", ()), ("placeholder", device, (8,)), ("call_function", device, (8,)))
+    gm = of_values(("placeholder", "cpu", ()), ("placeholder", device, (8,)), ("call_function", device, (8,)))
     assert graph_devices(gm) == {device}
     assert graph_device(gm, {"cpu", device}) == device
 
 
 def test_a_graph_of_numbers_alone_is_about_the_cpu() -> None:
-    assert graph_devices(graph(("placeholder", "cpu", ()), ("call_function", "cpu", ()))) == {"cpu"}
+    assert graph_devices(of_values(("placeholder", "cpu", ()), ("call_function", "cpu", ()))) == {"cpu"}
 
 
 @pytest.mark.parametrize(("large", "small"), [("cpu", "cuda"), ("cuda", "cpu"), ("cpu", "xpu")])
 def test_a_graph_is_about_the_device_that_computes_most(large: str, small: str) -> None:
-    gm = graph(
+    gm = of_values(
         ("placeholder", small, (512,)), ("call_function", large, (64,)), ("call_function", small, (4,))
     )
     assert graph_devices(gm) == {large, small}
@@ -42,7 +159,7 @@ def test_a_graph_is_about_the_device_that_computes_most(large: str, small: str) 
 
 
 def test_a_graph_that_computes_nothing_is_about_one_of_its_devices() -> None:
-    gm = graph(("placeholder", "cpu", (8,)), ("placeholder", "xpu", (8,)))
+    gm = of_values(("placeholder", "cpu", (8,)), ("placeholder", "xpu", (8,)))
     assert graph_device(gm, {"cpu", "xpu"}) == "xpu"
     assert graph_device(gm, ()) == "cpu"
 

@@ -329,12 +329,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "a buffer that is updated": (
         Counting, lambda: (torch.randn(6, 4),), "", True, {"tolerance": ONE_ROUNDING}
     ),
-    "bf16 parameters": (
-        lambda: partly_low(BF16), lambda: (torch.randn(2, 4),), "", True, {"reference": FP32, "tolerance": ONE_ROUNDING}
-    ),
-    "fp16 parameters": (
-        lambda: partly_low(FP16), lambda: (torch.randn(2, 4),), "", True, {"reference": FP32, "tolerance": ONE_ROUNDING}
-    ),
+    **{
+        f"parameters in {dtype}": (
+            lambda dtype=dtype: partly_low(dtype),
+            lambda: (torch.randn(2, 4),),
+            *("", True, {"reference": FP32, "tolerance": ONE_ROUNDING}),
+        )
+        for dtype in (BF16, FP16)
+    },
     **{
         f"a cache in {dtype}": (
             lambda dtype=dtype: Cached(dtype),
@@ -427,10 +429,8 @@ def test_products_are_rounded_where_autocast_rounds_them(
 ) -> None:
     torch.manual_seed(0)
     (plan,) = agree(product, *map(torch.randn, shapes), ambient=ambient)
-    computed = [
-        row for row in plan.nodes if row.op_class.value in ("low", "promote") and row.op != "add.Tensor"
-    ]
-    assert [row.dtype for row in computed] == [BF16 if rounds else FP32]
+    rows = [row for row in plan.nodes if row.op_class.value in ("low", "promote") and row.op != "add.Tensor"]
+    assert [row.dtype for row in rows] == [BF16 if rounds else FP32]
 
 
 def test_a_checkpointed_block_is_recomputed_with_the_same_numbers() -> None:

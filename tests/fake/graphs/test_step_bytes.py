@@ -21,11 +21,8 @@ class Block(nn.Module):
     def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-        self.out, self.up, self.down = (
-            nn.Linear(width, width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.out, self.up = nn.Linear(width, width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)

@@ -98,16 +98,8 @@ def descent(net: Net, x: Tensor) -> object:
 
 
 STEPS = (
-    gradients,
-    backward,
-    accumulated,
-    of_a_low_value,
-    given_by_name,
-    used_again,
-    gradient_penalty,
-    unused,
-    descent,
-)
+    gradients, backward, accumulated, of_a_low_value, given_by_name, used_again, gradient_penalty, unused, descent,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -144,11 +136,8 @@ def taken(net: Net, x: Tensor, *, inside: bool, dtype: str = "bfloat16") -> list
 
 
 def error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    pairs = zip(got, exact, strict=True)
-    return (
-        sum(float((g.double() - e).square().sum()) for g, e in pairs)
-        / sum(float(e.square().sum()) for e in exact)
-    ) ** 0.5
+    wrong = sum(float((g.double() - e).square().sum()) for g, e in zip(got, exact, strict=True))
+    return (wrong / sum(float(e.square().sum()) for e in exact)) ** 0.5
 
 
 def test_gradients_are_as_exact_as_those_of_separate_graphs() -> None:
@@ -164,11 +153,8 @@ def test_a_scaler_that_cannot_scale_says_so() -> None:
     net, x = Net(gradients), torch.randn(16, 32)
     options = {**DEFAULTS, "dtype": "float16", "scaler": "inside"}
     step = torch.compile(net, backend="amp_fx", options=options)
-    with (
-        without_inductor(),
-        record() as recording,
-        pytest.warns(ScalingWarning, match="scaler='inside'"),
-    ):
+    warns = pytest.warns(ScalingWarning, match="scaler='inside'")
+    with without_inductor(), record() as recording, warns:
         step(x)
     assert {row.dtype for row in plans(recording.plans[0], "linear")} == {torch.float16}
 

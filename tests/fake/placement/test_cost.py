@@ -127,6 +127,11 @@ def test_traffic_is_in_bytes_and_training_doubles_it(training: bool, factor: int
     assert cost.cast_kernel(nodes["matmul"], BF16) == factor * 6 * N
 
 
+def unit(device: str, low: float = 1.0) -> DeviceProfile:
+    """One FLOP a second, one byte a second, and a second until a kernel starts."""
+    return DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": low}, 1.0, 1.0)
+
+
 class Weighted(torch.nn.Module):
     """One weight, read by one matmul or by two, as it is or in another shape."""
 
@@ -155,12 +160,8 @@ class Weighted(torch.nn.Module):
 def test_on_cuda_no_kernel_widens_the_gradient_of_a_weight(
     device: str, how: str, kernels: int, gradient: int
 ) -> None:
-    # one byte a second; a kernel takes a second to start
-    profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
-    cost, nodes = model(Weighted(how), x(), training=True, profile=profile, device=device)
-    reader = next(
-        node for node in nodes.values() if getattr(label_of(node), "op", "") in ("linear", "matmul")
-    )
+    cost, nodes = model(Weighted(how), x(), training=True, profile=unit(device), device=device)
+    reader = next(n for n in nodes.values() if getattr(label_of(n), "op", "") in ("linear", "matmul"))
     weight = reader.args[1]
     assert cost.cast_kernel(weight, BF16) == kernels * (6 * W + 1) * 10**12
     # the forward reads it, and the backward writes its gradient
@@ -172,11 +173,8 @@ def test_on_cuda_no_kernel_widens_the_gradient_of_a_weight(
 def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_cpu(
     device: str, rows: int, passes: int
 ) -> None:
-    # one FLOP a second, one byte a second
-    profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
-    cost, nodes = model(
-        lambda x, w: torch.nn.functional.linear(x, w), x()[:rows], w(torch.float32), profile=profile
-    )
+    linear = torch.nn.functional.linear
+    cost, nodes = model(linear, x()[:rows], w(torch.float32), profile=unit(device))
     high, low = cost.arithmetic(nodes["linear"], BF16) or (0, 0)
     assert low == 2 * rows * W * 10**12
     assert high - low == passes * 4 * W * 10**12
@@ -188,10 +186,9 @@ def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_c
 def test_attention_of_one_query_takes_longer_in_16_bits_on_a_cpu(
     device: str, queries: int, slower: bool
 ) -> None:
-    profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 2.0}, 1.0, 1.0)
     query, key = torch.randn(1, 2, queries, 8), torch.randn(1, 2, 16, 8)
     attention = torch.nn.functional.scaled_dot_product_attention
-    cost, nodes = model(attention, query, key, key, profile=profile)
+    cost, nodes = model(attention, query, key, key, profile=unit(device, low=2.0))
     high, low = cost.arithmetic(nodes["scaled_dot_product_attention"], BF16) or (0, 0)
     assert (low > high) is slower
 
@@ -208,18 +205,15 @@ def test_attention_of_one_query_takes_longer_in_16_bits_on_a_cpu(
 def test_an_fp32_convolution_lays_out_its_weight_on_a_cpu_which_a_cast_does_by_itself(
     device: str, kernel: int, layout: torch.memory_format, passes: int
 ) -> None:
-    profile = DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
     weight = torch.randn(256, 256, kernel, kernel).to(memory_format=layout)
-    cost, nodes = model(torch.nn.functional.conv2d, torch.randn(1, 256, 4, 4), weight, profile=profile)
+    cost, nodes = model(torch.nn.functional.conv2d, torch.randn(1, 256, 4, 4), weight, profile=unit(device))
     high, low = cost.arithmetic(nodes["conv2d"], BF16) or (0, 0)
     assert high - low == passes * 4 * weight.numel() * 10**12
 
 
 def test_symbolic_sizes_count_with_their_hint() -> None:
-    profile = DeviceProfile("unit", "cpu", {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0)
-    cost, nodes = model(
-        torch.nn.functional.linear, x().unflatten(0, (2, -1)), w(torch.float32), profile=profile, dynamic=True
-    )
+    linear, rows = torch.nn.functional.linear, x().unflatten(0, (2, -1))
+    cost, nodes = model(linear, rows, w(torch.float32), profile=unit("cpu"), dynamic=True)
     assert cost.traffic(nodes["linear"], 2) == 2 * N * 10**12
     _, low = cost.arithmetic(nodes["linear"], BF16) or (0, 0)
     assert low == 2 * N * WIDTH * 10**12

@@ -18,6 +18,7 @@ VALUES = 7
 values = st.integers(0, VALUES - 1)
 labels = st.sampled_from([HIGH, LOW])
 costs = st.integers(0, 6)
+readers = st.lists(values, min_size=1, max_size=4, unique=True).map(tuple)
 
 
 @st.composite
@@ -25,18 +26,7 @@ def problems(draw: st.DrawFn) -> Problem:
     """Random placements: unary costs, pins, shared conversions and copies, slots, groups, implications."""
     problem = Problem(
         pins=draw(st.dictionaries(values, labels, max_size=3)),
-        shared=draw(
-            st.lists(
-                st.builds(
-                    Shared,
-                    costs,
-                    labels,
-                    st.lists(values, min_size=1, max_size=4, unique=True).map(tuple),
-                    st.none() | values,
-                ),
-                max_size=12,
-            )
-        ),
+        shared=draw(st.lists(st.builds(Shared, costs, labels, readers, st.none() | values), max_size=12)),
         implies=draw(st.lists(st.tuples(values, values), max_size=3)),
         equal=draw(st.lists(st.tuples(values, values), max_size=2)),
         preferred=draw(st.dictionaries(values, labels)),

@@ -76,6 +76,10 @@ def convolve(x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
     return aten.convolution(x, weight, None, [1, 1], [1, 1], [1, 1], transposed, [0, 0], 1)
 
 
+def narrowed(value: Tensor) -> Tensor:
+    return prims.convert_element_type(value, torch.bfloat16)
+
+
 def targets(gm: fx.GraphModule) -> list[object]:
     gm.graph.lint()
     return [node.target for node in gm.graph.nodes if node.op == "call_function"]
@@ -86,11 +90,7 @@ LOW = {"dtype": torch.bfloat16}
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_cast_of_a_convolutions_weight_also_lays_it_out(transposed: bool) -> None:
-    gm = traced(
-        lambda x, w: convolve(x, prims.convert_element_type(w, torch.bfloat16), transposed),
-        (IMAGE, LOW),
-        (WEIGHT, {}),
-    )
+    gm = traced(lambda x, w: convolve(x, narrowed(w), transposed), (IMAGE, LOW), (WEIGHT, {}))
     LayOutWeights().call(gm, PassContext())
     assert targets(gm) == [convert_op(), aten.convolution.default]
     (cast,) = gm.graph.find_nodes(op="call_function", target=convert_op())
@@ -98,35 +98,26 @@ def test_the_cast_of_a_convolutions_weight_also_lays_it_out(transposed: bool) ->
     assert cast.meta["val"].is_contiguous(memory_format=CHANNELS_LAST)
 
 
-def untouched_weight(
-    program: Callable[..., Any], how: dict[str, Any], shape: tuple[int, ...] = WEIGHT
+@pytest.mark.parametrize(
+    ("program", "device", "inductor"),
+    [
+        (lambda x, w: convolve(x, narrowed(w * 2)), "cpu", {}),
+        (lambda x, w: (convolve(x, x[:, :, :3, :3]), narrowed(w)), "cpu", {}),
+        # the generated kernel lays it out
+        (lambda x, w: convolve(x, narrowed(w)), "cuda", {}),
+        (lambda x, w: convolve(x, narrowed(w)), "cpu", {"layout_optimization": False}),
+        (lambda x, w: convolve(x, narrowed(w)), "cpu", {"freezing": True}),
+    ],
+    ids=["a computed weight", "no weight", "on cuda", "layouts are kept", "weights are packed"],
+)
+def test_other_casts_are_left_alone(
+    program: Callable[..., Any], device: str, inductor: dict[str, Any]
 ) -> None:
-    gm = traced(program, (IMAGE, {**how, **LOW}), (shape, how))
+    gm = traced(program, (IMAGE, {"device": device, **LOW}), (WEIGHT, {"device": device}))
     before = targets(gm)
-    LayOutWeights().call(gm, PassContext())
+    with inductor_config.patch(inductor):
+        LayOutWeights().call(gm, PassContext())
     assert targets(gm) == before
-
-
-def test_weights_that_are_computed_are_left_to_the_kernel_that_computes_them() -> None:
-    untouched_weight(lambda x, w: convolve(x, prims.convert_element_type(w * 2, torch.bfloat16)), {})
-
-
-def test_casts_of_what_is_no_weight_are_left_alone() -> None:
-    untouched_weight(
-        lambda x, w: (convolve(x, x[:, :, :3, :3]), prims.convert_element_type(w, torch.bfloat16)), {}
-    )
-
-
-def test_on_cuda_the_generated_kernel_does_it() -> None:
-    untouched_weight(
-        lambda x, w: convolve(x, prims.convert_element_type(w, torch.bfloat16)), {"device": "cuda"}
-    )
-
-
-def test_where_inductor_keeps_layouts_or_packs_weights_nothing_is_laid_out() -> None:
-    for option in ({"layout_optimization": False}, {"freezing": True}):
-        with inductor_config.patch(option):
-            untouched_weight(lambda x, w: convolve(x, prims.convert_element_type(w, torch.bfloat16)), {})
 
 
 # --- Gradients ---
@@ -138,7 +129,7 @@ def backward(
     """A convolution and its backward, what becomes of the gradient of the weight."""
 
     def program(x: Tensor, w: Tensor, grad: Tensor) -> tuple[object, ...]:
-        low = prims.convert_element_type(w, torch.bfloat16)
+        low = narrowed(w)
         result = aten.convolution_backward(
             grad, x, low, [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
         )

@@ -38,11 +38,8 @@ def linears(draw: random.Random) -> Problem:
     cost = LevelCost.of(find_target("cuda:h100").profile, torch.bfloat16, LEVELS["rowwise"])
     assert cost is not None
     problem = Problem()
-    by_row, tokens, inner = (
-        draw.random() < 0.5,
-        draw.choice((512, 4096, 16384)),
-        draw.choice((512, 1024, 4096)),
-    )
+    by_row, tokens = draw.random() < 0.5, draw.choice((512, 4096, 16384))
+    inner = draw.choice((512, 1024, 4096))
     inputs = list[int]()
 
     def value(elements: int, stored: bool, itemsize: int, *readings: tuple[int, bool]) -> None:
@@ -93,9 +90,8 @@ def with_sensitivity(problem: Problem, draw: random.Random) -> tuple[Priced, dic
     """Sensitivity for each variable; some are infinite."""
     some = (0.0, 1e-6, 3e-5, 1e-3, math.inf)
     sensitivities = {m: draw.choice((draw.random(), draw.choice(some))) for m in problem.unary}
-    return Priced(
-        problem, [SensitivityTerm(sensitivity, LOW, m) for m, sensitivity in sensitivities.items()]
-    ), sensitivities
+    terms = [SensitivityTerm(sensitivity, LOW, m) for m, sensitivity in sensitivities.items()]
+    return Priced(problem, terms), sensitivities
 
 
 @pytest.mark.parametrize("draw_one", [anything, linears])
@@ -119,11 +115,7 @@ def test_with_sensitivity_the_cut_is_as_good_as_the_best_of_all_choices(draw_one
         weight = draw.choice((0.0, 10.0, 1e3, 1e7, 1e9, math.inf))
         found = priced.choose(weight)
         # an infinite sensitivity is never done, and with an infinite weight none is
-        free = [
-            m
-            for m, sensitivity in sensitivities.items()
-            if not sensitivity or max(sensitivity, weight) < math.inf
-        ]
+        free = [m for m, each in sensitivities.items() if not each or max(each, weight) < math.inf]
         price = 0.0 if math.isinf(weight) else weight
         costs = (
             total(problem, each) + sum(round(sensitivities[m] * price) for m in free if each[m] is LOW)

@@ -38,12 +38,8 @@ def corners(given_points: list[tuple[float, float]]) -> set[tuple[float, float]]
         if a[1] > b[1] and b[0] > a[0]
     }
     weights = sorted(slopes)
-    between = [
-        0.0,
-        *((a + b) / 2 for a, b in itertools.pairwise(weights)),
-        *(2 * w + 1 for w in weights[-1:]),
-    ]
-    found = [solve(weight) for weight in [*between, float("inf")]]
+    between = [(a + b) / 2 for a, b in itertools.pairwise(weights)]
+    found = [solve(weight) for weight in (0.0, *between, *(2 * w + 1 for w in weights[-1:]), float("inf"))]
     return {(choice.time, choice.sensitivity) for choice in found}
 
 

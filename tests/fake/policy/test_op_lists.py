@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -182,18 +183,14 @@ def assert_same(left: Any, right: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_follow_op_gives_the_same_numbers_rounded_before_or_after(low: torch.dtype) -> None:
     for name in FOLLOWERS:
-        check_follows(name, low)
-
-
-def check_follows(name: str, low: torch.dtype) -> None:
-    torch.manual_seed(0)
-    call = arguments(name, t)
-    rounded = cast(name, call, repeat(low, low))
-    before = run(name, rounded)
-    assert first_dtype(before) is low
-    assert_same(before, run(name, call), low)
-    widened = cast(name, rounded, repeat(torch.float32, torch.float32))
-    assert_same(before, run(name, widened), torch.float32)
+        torch.manual_seed(0)
+        call = arguments(name, t)
+        rounded = cast(name, call, repeat(low, low))
+        before = run(name, rounded)
+        assert first_dtype(before) is low, name
+        assert_same(before, run(name, call), low)
+        widened = cast(name, rounded, repeat(torch.float32, torch.float32))
+        assert_same(before, run(name, widened), torch.float32)
 
 
 # ---- (d) mixes means: widens inside
@@ -224,19 +221,13 @@ MIXERS = sorted(
 
 
 def test_an_op_that_mixes_dtypes_equals_widening_first() -> None:
-    for name in MIXERS:
-        check_widens(name)
-
-
-def check_widens(name: str) -> None:
-    torch.manual_seed(0)
     low, full = torch.bfloat16, torch.float32
-    call = arguments(name)
-    for first, rest in ((full, low), (low, full)):
-        mixed = cast(name, call, repeat(first, rest))
+    for name, (first, rest) in itertools.product(MIXERS, ((full, low), (low, full))):
+        torch.manual_seed(0)
+        mixed = cast(name, arguments(name), repeat(first, rest))
         result = run(name, mixed)
         expected = run(name, cast(name, mixed, repeat(full, full)))
-        assert first_dtype(result) is first_dtype(expected)
+        assert first_dtype(result) is first_dtype(expected), name
         assert_same(result, expected, full)
 
 
