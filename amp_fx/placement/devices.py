@@ -26,17 +26,11 @@ __all__ = ["builtin", "cuda_profile", "resolve"]
 
 
 def resolve(spec: str | DeviceProfile, device_type: str) -> DeviceProfile | None:
-    """The profile that an option value stands for.
+    """The profile that an option stands for on a device: ``"auto"``, ``"off"`` for none, the path of a file, or itself.
 
     With a file of a GPU, a graph on the CPU has the built-in profile: graph breaks leave such pieces. Device types that
-    have no profiles (XPU, MPS) have none with ``"auto"``: every listed op goes low.
-
-    Args:
-        spec: ``"auto"`` for the built-in one, ``"off"`` for none, or the path of a file; a profile is itself.
-        device_type: what the graph runs on.
-
-    Raises:
-        ProfileError: no such file, not a profile, or one of another device type.
+    have no profiles (XPU, MPS) have none with ``"auto"``: every listed op goes low. ProfileError where there is no such
+    file, or it is no profile, or one of another device type.
     """
     if spec in ("auto", "off") and device_type not in DEVICE_TYPES:
         return None
@@ -150,9 +144,8 @@ _CUDA_LAUNCH = 4e-6
 def builtin(device_type: str) -> DeviceProfile:
     """The table row of this machine's device; ProfileError for a device type without a table.
 
-    Read from what the device is (instruction flags and thread count, compute capability), never from what
-    it is doing; environment variables that hide instructions from libraries do not count. The one setting
-    that counts is what fp32 matmuls are allowed to be computed in: TF32, or bf16 on CPU.
+    Read from what the device is (instruction flags and thread count, compute capability), never from what it is doing.
+    The one setting that counts is what fp32 matmuls are allowed to be computed in: TF32, or bf16 on CPU.
     """
     if check_device_type(device_type) == "cuda":
         return cuda_profile(*_cuda_row())
@@ -172,12 +165,8 @@ def _cpu_row(flags: frozenset[str]) -> _Cpu:
 
 def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
     rate = row.float32 * threads
-    relaxed = max(1.0, row.bfloat16 * _CPU_FLOAT32_AS_BFLOAT16)
-    relative = {
-        "float32": _float32_rate("cpu", 1.0, relaxed),
-        "bfloat16": row.bfloat16,
-        "float16": row.float16,
-    }
+    exact = _float32_rate("cpu", 1.0, max(1.0, row.bfloat16 * _CPU_FLOAT32_AS_BFLOAT16))
+    relative = {"float32": exact, "bfloat16": row.bfloat16, "float16": row.float16}
     if row.int8 is not None:
         relative[INT8] = row.int8
     per_thread, socket = _CPU_BANDWIDTH

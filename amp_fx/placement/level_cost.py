@@ -97,11 +97,8 @@ class LevelCost:
 
     def cheapest(self, ways: Sequence[Implementation], sizes: Sequence[int | torch.SymInt]) -> Implementation:
         """The implementation that takes the least for a product of these sizes; of equal ones the first."""
-
-        def price(way: Implementation) -> int:
-            return self.packing(way, sizes) - (_ps(way.one_row) if _is_one(sizes[0]) else 0)
-
-        return min(ways, key=price)
+        gains = _is_one(sizes[0])
+        return min(ways, key=lambda way: self.packing(way, sizes) - gains * _ps(way.one_row))
 
 
 def _is_one(rows: int | torch.SymInt) -> bool:

@@ -113,18 +113,15 @@ def measure(
     spread = max(median(samples[name]) / best[name] for name in samples)
     if spread > _BUSY:
         say(f"warning: rounds differ {spread:.1f} times, so the machine is busy; measure again when idle")
+    device = torch.cuda.get_device_name() if device_type == "cuda" else builtin("cpu").name
     return DeviceProfile(
-        name=f"{_device_name(device_type)}, measured",
+        name=f"{device}, measured",
         device_type=device_type,
         peak={name: 1 / best[name] for name in makers},
         bandwidth=1 / best["bandwidth"],
         launch=best["launch"],
         calls={name: best[name] for name in calls},
     )
-
-
-def _device_name(device_type: str) -> str:
-    return torch.cuda.get_device_name() if device_type == "cuda" else builtin("cpu").name
 
 
 def _clock(task: _Task, device_type: str) -> float:
@@ -149,16 +146,11 @@ def _largest(tasks: Iterable[_Task], growth: int, share: float, device_type: str
 
 
 def _random(size: int, dtype: torch.dtype, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two square matrices of normal values: constant ones let a GPU clock higher than real data does."""
+    """Two square matrices of random values: constant ones let a GPU clock higher than real data does."""
     generator = torch.Generator(device_type).manual_seed(0)
     a, b = (torch.randn(size, size, device=device_type, generator=generator) for _ in range(2))
-    return a.to(dtype), b.to(dtype)
-
-
-def _random_integers(size: int, device_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator(device_type).manual_seed(0)
-    a, b = (torch.randint(-127, 128, (size, size), device=device_type, generator=generator) for _ in range(2))
-    return a.to(torch.int8), b.to(torch.int8)
+    scale = 1 if dtype.is_floating_point else 30
+    return (a * scale).to(dtype), (b * scale).to(dtype)
 
 
 def _gemm(size: int, dtype: torch.dtype, device_type: str) -> _Task:
@@ -192,13 +184,13 @@ def _scaled_gemm(size: int, device_type: str) -> _Task:
 
 def _int8_gemm(size: int) -> _Task:
     """A product of signed matrices on a GPU, summed in int32."""
-    a, b = _random_integers(size, "cuda")
+    a, b = _random(size, torch.int8, "cuda")
     return _Task(lambda: torch.ops.aten._int_mm.default(a, b.t()), 2 * size**3)
 
 
 def _packed_int8_gemm(size: int) -> _Task:
     """What Inductor makes of :func:`amp_fx.policy.scaled.packed_int8_mm`."""
-    a, b = _random_integers(size, "cpu")
+    a, b = _random(size, torch.int8, "cpu")
     unsigned = (a.short() + ZERO_POINT).to(torch.uint8)
     packed = torch.ops.onednn.qlinear_prepack(b, [size, size])
     scales, zeros = torch.ones(size), torch.zeros(size, dtype=torch.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 __all__ = [
     "OpClass", "OpGroup", "Origin", "composite", "follow", "fp32", "keep", "listed", "low", "promote",
@@ -77,28 +78,11 @@ class OpGroup:
     until: str | None = None
 
 
-def _row(
-    op_class: OpClass,
-    reason: str,
-    ops: str,
-    *,
-    own_dtype_slots: str = "",
-    mixes: bool = False,
-    unless_given: str = "",
-    since: str | None = None,
-    until: str | None = None,
-) -> OpGroup:
+def _row(op_class: OpClass, reason: str, ops: str, **settings: Any) -> OpGroup:
     """A row whose names stand in one string, with spaces between."""
-    return OpGroup(
-        op_class,
-        reason,
-        tuple(ops.split()),
-        own_dtype_slots=tuple(own_dtype_slots.split()),
-        mixes=mixes,
-        unless_given=tuple(unless_given.split()),
-        since=since,
-        until=until,
-    )
+    for names in settings.keys() & {"own_dtype_slots", "unless_given"}:
+        settings[names] = tuple(settings[names].split())
+    return OpGroup(op_class, reason, tuple(ops.split()), **settings)
 
 
 low = functools.partial(_row, OpClass.LOW)

@@ -39,20 +39,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 #: what JMP, FSDP and DeepSpeed call the dtypes -> why it can only be float32; only that of the computation may be low
-_PARAMETERS = "parameters stay as the model has them, which is what the optimizer sees"
-_OUTPUT = "a compiled model returns the dtypes that the eager program returns"
 _COMPUTE = ""
 _KEYS = {
-    "params": _PARAMETERS,
-    "p": _PARAMETERS,
-    "compute": _COMPUTE,
-    "c": _COMPUTE,
-    "output": _OUTPUT,
-    "o": _OUTPUT,
-    "param_dtype": _COMPUTE,
+    **dict.fromkeys(
+        ("params", "p"), "parameters stay as the model has them, which is what the optimizer sees"
+    ),
+    **dict.fromkeys(("compute", "c", "param_dtype"), _COMPUTE),
+    **dict.fromkeys(
+        ("output", "o", "output_dtype"), "a compiled model returns the dtypes that the eager program returns"
+    ),
     "reduce_dtype": "gradients leave in float32; FSDP's own reduce_dtype or a communication hook narrows what is sent",
     "buffer_dtype": "buffers stay as the model has them",
-    "output_dtype": _OUTPUT,
 }
 
 _DTYPES = {
