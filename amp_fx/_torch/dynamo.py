@@ -22,8 +22,8 @@ from amp_fx._torch.hooks import COMPILE_STARTS
 
 __all__ = [
     "breaks_since_reset", "compile_id", "copy_of", "given_up", "graph_break", "in_compiled_autograd",
-    "in_inference_mode", "is_left_out_in_place", "is_looked_up", "let_go", "log_artifact",
-    "note_inference_mode", "note_mode", "raised_by_backend", "speaks_to_dynamo", "unwrapped_errors",
+    "in_inference_mode", "is_left_out_in_place", "is_looked_up", "log_artifact",
+    "note_inference_mode", "note_mode", "raised_by_backend", "speaks_to_dynamo", "take_over", "unwrapped_errors",
 ]  # fmt: skip
 
 
@@ -69,25 +69,25 @@ def compile_id() -> str:
     return "graph" if current is None else str(current)
 
 
-def let_go(copied: fx.Graph) -> None:
-    """A copy of a graph of Dynamo's keeps no tensors of the program: Dynamo itself forgets them when it is done."""
-    for node in copied.find_nodes(op="placeholder"):
+def take_over(copied: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """Gives a copy of a graph of Dynamo's what AOTAutograd recognises and reads, and no tensors of the program."""
+    placeholders = (each.graph.find_nodes(op="placeholder") for each in (copied, gm))
+    for node, original in zip(*placeholders, strict=True):
+        # Dynamo itself forgets them when it is done
         node.meta.pop("grapharg", None)
+        if hasattr(original, "_dynamo_source"):
+            node._dynamo_source = original._dynamo_source
+    copied.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph of Dynamo's, with what AOTAutograd reads of it; Dynamo itself reads its own graph again."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    output = graph.graph_copy(gm.graph, copies)
-    graph.output(output).meta = dict(gm.graph.output_node().meta)
-    for node in gm.graph.find_nodes(op="placeholder"):
-        if hasattr(node, "_dynamo_source"):
-            copies[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
-    let_go(graph)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {})).meta = dict(gm.graph.output_node().meta)
     copied = fx.GraphModule(gm, graph)
-    copied.meta.update(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):
-        copied._param_name_to_source = gm._param_name_to_source
+    take_over(copied, gm)
     return copied
 
 

@@ -31,8 +31,8 @@ from amp_fx._torch import (
     OpOverload,
     enable_autocast,
     ignore_fresh_symbols,
-    let_go,
     make_fx,
+    take_over,
 )
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import output_nodes
@@ -89,10 +89,7 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
     traced.graph.output_node().meta[OUTPUT_META] = [
         [value.dtype for value in tensors(node.meta.get("val"))] for node in output_nodes(traced)
     ]
-    traced.meta.update(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):
-        # AOTAutograd recognises a Dynamo graph, and dedups its guards, by this attribute
-        traced._param_name_to_source = gm._param_name_to_source
+    take_over(traced, gm)
     logger.debug("captured %d Dynamo nodes as %d ATen nodes", len(gm.graph.nodes), len(traced.graph.nodes))
     return traced
 
@@ -186,7 +183,4 @@ def _restore_placeholders(traced: fx.GraphModule, originals: list[fx.Node]) -> N
         node.meta = {**original.meta, **node.meta}
         node.target = original.target
         node._rename(original.name)
-        if hasattr(original, "_dynamo_source"):
-            node._dynamo_source = original._dynamo_source  # type: ignore[attr-defined]  # Dynamo's own
-    let_go(traced.graph)
     traced.recompile()

@@ -55,20 +55,10 @@ def _aliased(value: Any) -> Any:
 
 
 def run_fake(node: fx.Node) -> Any:
-    """Runs a call on the fake values of its arguments, autocast and gradients off; VerifyError if it does not run.
-
-    With gradients, a write to a leaf that requires one would be refused, though the program makes it without.
-    """
+    """Runs a call on the fake values of its arguments, autocast and gradients off; VerifyError if it does not run."""
     args, kwargs, mode = fake_arguments(node)
     try:
-        with (
-            mode,
-            torch.no_grad(),
-            ignore_fresh_symbols(mode),
-            symbolic_kernels(),
-            autocast_disabled(),
-            _without_warning(node),
-        ):
+        with _on_fakes(mode, autocast_disabled()), _without_warning(node):
             return node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function node
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         dtypes = ", ".join(
@@ -86,15 +76,15 @@ def fake_values(node: fx.Node) -> list[Any]:
 def dtype_under_autocast(node: fx.Node, device_type: str, low: torch.dtype | None) -> torch.dtype:
     """The dtype in which torch.autocast returns the one result of a call; low None: as without autocast."""
     args, kwargs, mode = fake_arguments(node)
-    # with gradients, a write to a leaf that requires one would be refused, as a buffer does after a first write
-    with (
-        mode,
-        torch.no_grad(),
-        ignore_fresh_symbols(mode),
-        symbolic_kernels(),
-        enable_autocast(device_type, low is not None, low or torch.bfloat16),
-    ):
+    with _on_fakes(mode, enable_autocast(device_type, low is not None, low or torch.bfloat16)):
         return node.target(*args, **kwargs).dtype  # type: ignore[operator]  # a call_function node
+
+
+@contextlib.contextmanager
+def _on_fakes(mode: FakeTensorMode, autocast: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Calls on fake values. With gradients, a write to a leaf that requires one would be refused."""
+    with mode, torch.no_grad(), ignore_fresh_symbols(mode), symbolic_kernels(), autocast:
+        yield
 
 
 @contextlib.contextmanager
@@ -121,7 +111,7 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
 
     It runs under autocast to ``low``, where that is given, since traced dtypes of arguments need not agree.
     """
-    args, kwargs, fake_mode = fake_arguments(node)
+    args, kwargs, mode = fake_arguments(node)
     name = getattr(node.target, "__name__", "")
     if "scaled_dot_product" in name:
         # fused attention, whose kernels for CPU have no formula of their own
@@ -135,9 +125,10 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
     device = next((value.device.type for value in tensors((args, kwargs)) if is_eligible(value)), None)
     if device is None:
         return 0
+    # not _on_fakes: which kernels run, and so which formulas count, may depend on gradients
     with (
-        fake_mode,
-        ignore_fresh_symbols(fake_mode),
+        mode,
+        ignore_fresh_symbols(mode),
         symbolic_kernels(),
         autocast_disabled() if low is None else enable_autocast(device, True, low),
         FlopCounterMode(display=False) as counter,
