@@ -33,7 +33,7 @@ __all__ = ["EXPLAINED", "Sample", "modules", "ops", "outcome"]
 EACH = 2
 
 #: samples that differ on purpose, by name, and why
-EXPLAINED = dict.fromkeys(
+EXPLAINED: dict[str, str] = dict.fromkeys(
     ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
     "memory that nobody has written to",
 )
