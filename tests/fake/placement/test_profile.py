@@ -74,7 +74,7 @@ def test_a_wrong_field_is_named_with_its_value(change: dict[str, Any], message: 
 
 
 def test_no_field_may_be_missing() -> None:
-    for key in A_PROFILE.to_dict():
+    for key in ("name", "device_type", "peak", "bandwidth", "launch", "format", "version"):
         data = A_PROFILE.to_dict()
         del data[key]
         with pytest.raises(ProfileError, match=key):
