@@ -89,7 +89,7 @@ def test_a_model_of_torchs_own_that_is_compiled_in_place_is_told_at_the_first_st
 
 def test_training_what_is_compiled_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
     train(compiled_in_place(OwnSequential(nn.Linear(8, 8))), torch.randn(2, 8))
-    hooks.EXIT._call()
+    hooks.EXIT._call_listeners()
     assert warned(caplog) == []
 
 
@@ -159,5 +159,5 @@ def test_it_is_told_once_and_only_if_amp_fx_was_asked_for(
     model.compile(backend=backend)
     train(model, torch.ones(2, 4))
     for _ in range(2):
-        hooks.EXIT._call()
+        hooks.EXIT._call_listeners()
     assert len(warned(caplog)) == told
