@@ -37,15 +37,6 @@ def batch(bad: bool = False) -> Tensor:
     return x * INF if bad else x
 
 
-def step(scaler: Any, optimizer: torch.optim.Optimizer, loss: Tensor) -> bool:
-    """One step of the usual loop; whether it was taken."""
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return isinstance(scaler, GradScaler) and scaler.step_taken(optimizer)
-
-
 def weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 

@@ -35,10 +35,9 @@ from scaled import (
     new_scaler,
     same,
     sgd,
-    step,
     weights,
 )
-from small_models import Parts, UpDown
+from small_models import UpDown
 from versions import fails_in
 
 
@@ -105,6 +104,23 @@ def accumulation(
     scaler.step(optimizer)
 
 
+class NoScaler:
+    """The control's scaler."""
+
+    def __init__(self, skipping: bool) -> None:
+        self.skipping = skipping
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.skipping:
+            optimizer.step()
+
+
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("pattern", [plain, clipping, accumulation])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -114,12 +130,11 @@ def test_torchs_scaling_cases_end_where_eager_fp32_ends(
     ctor, kwargs = OPTIMIZERS[optimizer]
     case = torchs._create_scaling_case(device="cpu", optimizer_ctor=ctor, optimizer_kwargs=kwargs)
     control, scaling, opt_control, opt_scaling, data, loss_fn, skip = case
-    scaler, disabled = new_scaler(growth_interval=1), torch.amp.GradScaler("cpu", enabled=False)
+    scaler = new_scaler(growth_interval=1)
     model = compiled(scaling)
     for index, (x, y) in enumerate(data):
-        if index != skip:
-            opt_control.zero_grad()
-            pattern(x, y, control, opt_control, disabled, loss_fn, False)
+        opt_control.zero_grad()
+        pattern(x, y, control, opt_control, NoScaler(index == skip), loss_fn, False)
         opt_scaling.zero_grad()
         pattern(x, y, model, opt_scaling, scaler, loss_fn, index == skip)
         assert scaler.step_taken(opt_scaling) is (index != skip)
@@ -203,10 +218,13 @@ def test_tiny_gradients_arrive() -> None:
 def test_the_scale_may_change_at_every_step_without_another_compile() -> None:
     model, scaler = UpDown(), new_scaler(growth_interval=1)
     own, optimizer = compiled(model), sgd(model)
-    for index in range(4):
+    for step in range(4):
         counters.clear()
-        step(scaler, optimizer, loss_of(own, batch()))
-        assert index == 0 or not counters["stats"]["unique_graphs"]
+        scaler.scale(loss_of(own, batch())).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert step == 0 or not counters["stats"]["unique_graphs"]
     assert scaler.get_scale() == 128.0 * 2**4
 
 
@@ -272,7 +290,9 @@ def test_a_gradient_that_was_bad_before_an_update_is_still_bad_after_it() -> Non
         scaler.update()
     assert same(model, before)
     optimizer.zero_grad(set_to_none=False)
-    step(scaler, optimizer, loss_of(own, batch()))
+    scaler.scale(loss_of(own, batch())).backward()
+    scaler.step(optimizer)
+    scaler.update()
     assert not same(model, before)
 
 
@@ -328,7 +348,9 @@ def test_parameters_shared_with_eager_code_are_judged_by_both_uses() -> None:
     assert scaler.step_taken(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    assert not step(scaler, optimizer, both(own, model.up.weight, INF))
+    scaler.scale(both(own, model.up.weight, INF)).backward()
+    scaler.step(optimizer)
+    assert not scaler.step_taken(optimizer)
     assert scaler.first_nonfinite() == ["up.weight"]
 
 
@@ -357,9 +379,11 @@ def test_what_happened_can_be_asked() -> None:
 
 @pytest.mark.usefixtures("op_by_op")
 def test_only_the_bad_parameters_are_named() -> None:
-    parts = {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)}
-    model = Parts(lambda m, x: m.up(x[:, :8]).sum() + m.down(x[:, 8:]).sum(), **parts)
-    scaler = new_scaler()
+    class Two(UpDown):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x[:, :8]).sum() + self.down(x[:, 8:]).sum()
+
+    model, scaler = Two(), new_scaler()
     x = torch.randn(8, 16)
     x[3, 2] = INF
     scaler.scale(compiled(model)(x)).backward()
@@ -390,11 +414,13 @@ def test_calls_out_of_order_are_refused_with_torchs_errors() -> None:
 
 @pytest.mark.usefixtures("op_by_op")
 def test_graph_breaks() -> None:
-    def broken(x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return x.relu()
+    class Broken(UpDown):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x).relu()
+            torch._dynamo.graph_break()
+            return self.down(hidden)
 
-    model, x, scaler = UpDown(act=broken), batch(), new_scaler()
+    model, x, scaler = Broken(), batch(), new_scaler()
     optimizer = sgd(model)
     scaler.scale(loss_of(compiled(model), x)).backward()
     assert len(scaler._now.names) == 4
@@ -402,7 +428,8 @@ def test_graph_breaks() -> None:
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    step(scaler, optimizer, loss_of(compiled(model), x * INF))
+    scaler.scale(loss_of(compiled(model), x * INF)).backward()
+    scaler.step(optimizer)
     assert set(scaler.first_nonfinite()) == {"up.weight", "up.bias", "down.weight", "down.bias"}
 
 
@@ -413,7 +440,11 @@ def test_frozen_parameters() -> None:
     model.up.requires_grad_(False)
     optimizer = sgd(model)
     own = compiled(model)
-    assert step(scaler, optimizer, loss_of(own, x))
+    scaler.scale(loss_of(own, x)).backward()
+    scaler.step(optimizer)
+    assert scaler.step_taken(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
     # thawed in the middle of training
     model.up.requires_grad_(True)
     scaler.scale(loss_of(own, x)).backward()
@@ -462,11 +493,11 @@ def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torc
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("inside", [True, False])
 def test_checkpointing(inside: bool) -> None:
-    def checkpointed(m: Any, x: Tensor) -> Tensor:
-        return m.down(checkpoint(lambda value: m.up(value).relu(), x, use_reentrant=False))
+    class Checkpointed(UpDown):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(checkpoint(lambda value: self.up(value).relu(), x, use_reentrant=False))
 
-    parts = {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)}
-    model, x, scaler = Parts(checkpointed, **parts) if inside else UpDown(), batch(), new_scaler()
+    model, x, scaler = Checkpointed() if inside else UpDown(), batch(), new_scaler()
     own = compiled(model)
     called = own if inside else lambda value: checkpoint(own, value, use_reentrant=False)
     for bad in (False, True):
@@ -511,9 +542,12 @@ def test_a_small_gpt_in_fp16_reaches_the_loss_of_the_fp32_run() -> None:
     def final(own: nn.Module, scaler: Any) -> float:
         optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
         losses: list[float] = []
-        for index in range(60):
-            loss = own(*get_batch(corpus, index, batch=4, length=16))
-            step(scaler, optimizer, loss)
+        for step in range(60):
+            loss = own(*get_batch(corpus, step, batch=4, length=16))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
             losses.append(loss.item())
         return sum(losses[-20:]) / 20
 
@@ -532,7 +566,10 @@ def test_the_scale_never_falls_below_its_minimum() -> None:
     model, scaler = UpDown(), new_scaler(init_scale=4.0, min_scale=1.0)
     own, optimizer = compiled(model), sgd(model)
     for _ in range(4):
-        step(scaler, optimizer, loss_of(own, batch(bad=True)))
+        scaler.scale(loss_of(own, batch(bad=True))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
     assert scaler.get_scale() == 1.0
     scaler.scale(loss_of(own, batch())).backward()
     scaler.unscale_(optimizer)

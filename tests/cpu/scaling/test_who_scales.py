@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
-import scaled
 from amp_fx._torch import BEFORE_STEP
 from amp_fx.errors import ScalerError, ScalingWarning
 from scaled import (
@@ -38,8 +37,11 @@ def told_nothing() -> None:
 
 
 def step(model: nn.Module, scaler: Any, optimizer: torch.optim.Optimizer, run: Any = None) -> None:
+    """One step of the usual loop."""
     optimizer.zero_grad()
-    scaled.step(scaler, optimizer, loss_of(run or model, batch()))
+    scaler.scale(loss_of(model if run is None else run, batch())).backward()
+    scaler.step(optimizer)
+    scaler.update()
 
 
 # ---- two scalers ----
@@ -210,9 +212,9 @@ def test_under_an_fp16_autocast_of_the_users_scaling_is_theirs_and_a_scaler_is_o
     with caplog.at_level(logging.INFO, "amp_fx"):
         assert told(lambda: losses.append(forward())) == []
     assert ("is ignored" in caplog.text) is given
-    loss = scaler.scale(losses[0])
-    assert loss.item() == pytest.approx(128.0 * losses[0].item())
-    loss.backward()
+    scaled = scaler.scale(losses[0])
+    assert scaled.item() == pytest.approx(128.0 * losses[0].item())
+    scaled.backward()
     scaler.unscale_(optimizer)
     assert gradients_are(model, fp32_gradients(model, lambda m: loss_of(m, x)))
     scaler.step(optimizer)
