@@ -8,47 +8,72 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from small_models import Parts
-
-__all__ = ["cancelling", "kelvin", "large", "llama", "mean_square", "next_token"]
+__all__ = ["Cancelling", "Kelvin", "Large", "llama", "mean_square", "next_token"]
 
 
-def variance(_: nn.Module, x: Tensor) -> Tensor:
+class _Variance(nn.Module):
     """E[x^2] - E[x]^2."""
-    mean = x.mean(-1, keepdim=True)
-    return (x - mean) * ((x * x).mean(-1, keepdim=True) - mean * mean + 1e-6).rsqrt()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = (x * x).mean(-1, keepdim=True) - mean * mean
+        return (x - mean) * (variance + 1e-6).rsqrt()
 
 
-def mean_square_norm(_: nn.Module, x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+class Cancelling(nn.Module):
+    """A variance by cancellation, of values far from zero."""
+
+    culprit = "norm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(64, 64), _Variance(), nn.Linear(64, 16)
+        nn.init.constant_(self.up.bias, 16.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.up(x))))
 
 
-def attend(_: nn.Module, scores: Tensor, values: Tensor) -> Tensor:
-    return torch.softmax(scores, -1) @ values
+class _MeanSquare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
 
 
-def cancelling() -> nn.Module:
-    """A variance by cancellation, of values far from zero, in ``norm``."""
-    up, norm, head = nn.Linear(64, 64), Parts(variance), nn.Linear(64, 16)
-    nn.init.constant_(up.bias, 16.0)
-    return Parts(lambda m, x: m.head(torch.tanh(m.norm(m.up(x)))), up=up, norm=norm, head=head)
+class Large(nn.Module):
+    """A norm of activations whose squares leave the range of fp16."""
+
+    culprit = "norm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(64, 64), _MeanSquare(), nn.Linear(64, 16)
+        with torch.no_grad():
+            self.up.weight.mul_(800)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.up(x)))
 
 
-def large() -> nn.Module:
-    """A ``norm`` of activations whose squares leave the range of fp16."""
-    up, norm, head = nn.Linear(64, 64), Parts(mean_square_norm), nn.Linear(64, 16)
-    with torch.no_grad():
-        up.weight.mul_(800)
-    return Parts(lambda m, x: m.head(m.norm(m.up(x))), up=up, norm=norm, head=head)
+class _Attend(nn.Module):
+    def forward(self, scores: Tensor, values: Tensor) -> Tensor:
+        return torch.softmax(scores, -1) @ values
 
 
-def kelvin() -> nn.Module:
+class Kelvin(nn.Module):
     """A softmax of scores with an offset, which it takes away: in bf16, numbers near 290 are 2 apart."""
-    parts = {"score": nn.Linear(64, 32), "value": nn.Linear(64, 64), "attend": Parts(attend)}
-    nn.init.constant_(parts["score"].bias, 290.0)  # pyright: ignore[reportArgumentType]
-    with torch.no_grad():
-        parts["score"].weight.mul_(4)  # pyright: ignore
-    return Parts(lambda m, x: m.head(m.attend(m.score(x), m.value(x))), **parts, head=nn.Linear(64, 16))
+
+    culprit = "attend"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.value, self.attend = nn.Linear(64, 32), nn.Linear(64, 64), _Attend()
+        self.head = nn.Linear(64, 16)
+        nn.init.constant_(self.score.bias, 290.0)
+        with torch.no_grad():
+            self.score.weight.mul_(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attend(self.score(x), self.value(x)))
 
 
 def llama() -> nn.Module:
@@ -61,8 +86,9 @@ def llama() -> nn.Module:
         "intermediate_size": 64,
         "num_hidden_layers": 2,
     }
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
+    )
 
 
 def mean_square(outputs: Tensor) -> Tensor:
