@@ -8,7 +8,7 @@ Both keep scores and gradients of probabilities in fp32, and multiply probabilit
   caches, and each pass over them reads memory.
 
 Constants are fitted to 18 sizes on a Zen 4, torch 2.13, one thread (12 to 384 heads, 32 to 1024 queries): of the flash
-kernel's time, forward and backward, two products take 0.19 to 1.47; predicted is 0.8 to 1.3 times what was found.
+kernel's time, forward and backward, two products take 0.19 to 1.47; predicted is 0.75 to 1.3 times what was found.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ def read_object(
     read: Callable[[dict[str, Any]], T],
     error: type[AmpFxError],
     how: str = "",
+    most: int | None = None,
 ) -> T:
     """What a JSON file holds.
 
@@ -72,16 +73,18 @@ def read_object(
         read: makes it of the file's object.
         error: the class of what is raised.
         how: to write such a file, a sentence.
+        most: bytes that the file may have; None: as any other.
 
     Raises:
         AmpFxError: of that class; the file cannot be read, is longer, or holds something else.
     """
     name = f"{what.removeprefix('a ')} {os.fspath(path)!r}"
+    most = most or _MAX_FILE
     try:
         with open(path, "rb") as file:
-            data = file.read(_MAX_FILE + 1)
-        if len(data) > _MAX_FILE:
-            raise AmpFxError(f"has more than {_MAX_FILE} bytes.")
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise AmpFxError(f"has more than {most} bytes.")
         return read(parse_object(data.decode(), what))
     except OSError as caught:
         raise error(f"{in_words(caught)} {how}".rstrip()) from caught

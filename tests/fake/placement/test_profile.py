@@ -93,9 +93,10 @@ def test_no_field_may_be_missing() -> None:
         (b"{}", "None"),
         (b"[" * 60_000, "JSON"),
         (b'{"version": ' + b"9" * 50_000 + b"}", "JSON"),
+        (b" " * 70_000, "65536"),
         (b"\xff\xfe\x00", "utf-8"),
     ],
-    ids=["empty", "cut off", "list", "other object", "deep", "long number", "binary"],
+    ids=["empty", "cut off", "list", "other object", "deep", "long number", "huge", "binary"],
 )
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "broken.json"
