@@ -29,12 +29,10 @@ from amp_fx.graphs.keys import PRODUCTS_MARK, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
 from amp_fx.graphs.values import graph_devices
 from amp_fx.passes import (
-    JOINT,
     PARTITIONED,
     Pass,
     PlaceLevels,
     joint_passes,
-    partitioned_passes,
     run_keyed,
 )
 from amp_fx.passes.base import mark_because
@@ -201,7 +199,7 @@ def lower(
     joint = joint_passes(
         devices, opts.numerics, scale=scale, levels=place, wide_results=wide_results, products=products
     )
-    own = {**_hook(JOINT, joint, opts), **_hook(PARTITIONED, partitioned_passes(devices), opts)}
+    own = {**_hook("joint", joint, opts), **_hook("post_grad", PARTITIONED, opts)}
     if "cpu" in devices:
         # what the caches hand out may call it
         convert_op()
@@ -218,14 +216,11 @@ def lower_as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         return compile_with_inductor(gm, example_inputs, dict(opts.inductor))
 
 
-def _hook(graph: str, passes: tuple[Pass, ...], opts: Options) -> dict[str, Any]:
-    """The Inductor option that runs the passes on one of its graphs."""
-    if not passes:
-        return {}
+def _hook(stage: Literal["joint", "post_grad"], passes: tuple[Pass, ...], opts: Options) -> dict[str, Any]:
+    """The Inductor option that runs the passes on its joint graphs, or on what becomes of them."""
     # what they depend on: their source, their options, and the one setting of torch that is in no key by itself
     uuid = f"{_sources()} {passes} mkldnn={torch.backends.mkldnn.enabled}"
-    stage: Literal["joint", "post_grad"] = "joint" if graph == JOINT else "post_grad"
-    return graph_pass(stage, uuid, lambda gm: run_keyed(gm, passes, graph), opts.inductor)
+    return graph_pass(stage, uuid, lambda gm: run_keyed(gm, passes), opts.inductor)
 
 
 @cache_results()

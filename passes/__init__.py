@@ -1,8 +1,8 @@
-"""The compiler passes, and their order on each graph: three functions of plain ``if``s.
+"""The compiler passes, and their order on each graph, by plain ``if``s.
 
 Folders say which graph a pass runs on: ``forward/``, the captured graph, before AOTAutograd makes a backward of it;
-``joint/``, Inductor's joint graph, forward and backward together; ``levels/``, either of these; ``partitioned/``,
-Inductor's forward, backward and inference graphs, each by itself.
+``inductor/``, Inductor's joint graph, forward and backward together, or what it is partitioned into; ``levels/``,
+captured and joint graphs. A pass changes what its own pattern finds: no order says more of devices.
 
 What a pass is, the runner, and what a pass on Inductor's graphs may read of a node are in ``base.py``. Not here: op
 lists (``amp_fx.policy``), costs and the cut (``amp_fx.placement``). Open ``forward/place.py`` for the heart of it.
@@ -13,42 +13,37 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from amp_fx.passes.base import (
-    CAPTURED,
-    JOINT,
-    PARTITIONED,
-    Pass,
-    PassContext,
-    run_in_order,
-    run_keyed,
-    run_passes,
-)
+from amp_fx.passes.base import Pass, PassContext, run_in_order, run_keyed, run_passes
 from amp_fx.passes.forward.choose_attention import ChooseAttention
 from amp_fx.passes.forward.classify import Classify, PinDtypes
 from amp_fx.passes.forward.constrain import Constrain
 from amp_fx.passes.forward.fuse_casts import FuseCasts
 from amp_fx.passes.forward.insert_casts import InsertCasts
-from amp_fx.passes.forward.place import Place
+from amp_fx.passes.forward.place import Place, Replay
 from amp_fx.passes.forward.place_by_sensitivity import PlaceBySensitivity
-from amp_fx.passes.forward.replay import Replay
 from amp_fx.passes.forward.verify import Verify
 from amp_fx.passes.forward.weights import CacheWeights, FoldWeights, KeepWeights
-from amp_fx.passes.joint.attend import Attend
-from amp_fx.passes.joint.casts import KeepStatistics, LayOutGradients, SeparateOutputs
-from amp_fx.passes.joint.gemm_epilogue import GemmEpilogue
-from amp_fx.passes.joint.scale_backward import ScaleBackward
+from amp_fx.passes.inductor.attend import Attend
+from amp_fx.passes.inductor.casts import (
+    KeepStatistics,
+    LayOutGradients,
+    LayOutWeights,
+    SeparateOutputs,
+    WriteCasts,
+)
+from amp_fx.passes.inductor.gemm_epilogue import GemmEpilogue
+from amp_fx.passes.inductor.scale_backward import ScaleBackward
 from amp_fx.passes.levels.mark_matmuls import MarkMatmuls
 from amp_fx.passes.levels.place_levels import PlaceLevels
 from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
-from amp_fx.passes.partitioned.casts import LayOutWeights, WriteCasts
+from amp_fx.policy.table import device_row
 
 __all__ = [
-    "CAPTURED", "JOINT", "OUTLINE", "PARTITIONED", "PIPELINE", "Attend", "CacheWeights", "ChooseAttention",
-    "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "InsertCasts",
-    "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass",
-    "PassContext", "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "Replay",
-    "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",
-    "partitioned_passes", "run_in_order", "run_keyed", "run_passes",
+    "OUTLINE", "PARTITIONED", "PIPELINE", "Attend", "CacheWeights", "ChooseAttention", "Classify", "Constrain",
+    "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "InsertCasts", "KeepStatistics", "KeepWeights",
+    "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext", "PinDtypes", "Place",
+    "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "Replay", "ScaleBackward", "SeparateOutputs", "Verify",
+    "WriteCasts", "captured_passes", "joint_passes", "run_in_order", "run_keyed", "run_passes",
 ]  # fmt: skip
 
 #: what a plan is matched with: calls and their classes
@@ -57,22 +52,19 @@ OUTLINE: tuple[Pass, ...] = (PinDtypes(), Classify())
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """Passes on a captured graph whose fields the caller fills in. None: the pass does not run.
+    """Passes on a captured graph whose fields the caller fills in. None: the pass does not run."""
 
-    Attributes:
-        keep: in export, ops whose weights do not fit into the low dtype stay in fp32.
-        fold: in export, weights are stored as they are read.
-        place: by a plan or by measured sensitivity, instead of by the policy alone.
-        levels: without gradients, which matmuls run below 16 bits.
-        mark: in training, which matmuls may run below 16 bits.
-        caches_weights: low copies of weights live across calls, and are inputs of the graph.
-    """
-
+    #: in export, ops whose weights do not fit into the low dtype stay in fp32
     keep: KeepWeights | None = None
+    #: in export, weights are stored as they are read
     fold: FoldWeights | None = None
+    #: by a plan or by measured sensitivity, instead of by the policy alone
     place: PlaceBySensitivity | Replay | None = None
+    #: without gradients, which matmuls run below 16 bits
     levels: PlaceLevels | None = None
+    #: in training, which matmuls may run below 16 bits
     mark: MarkMatmuls | None = None
+    #: low copies of weights live across calls, and are inputs of the graph
     caches_weights: bool = False
 
 
@@ -128,26 +120,15 @@ def joint_passes(
     passes: list[Pass] = [] if scale is None else [scale]
     if levels is not None:
         passes += [levels, QuantiseMatmuls()]
-    known = "cpu" in devices or "cuda" in devices
-    if known:
+    is_measured = any(device_row(device).has_rates for device in devices)
+    if is_measured:
         passes.append(SeparateOutputs())
-    if "cpu" in devices:
-        if products:
-            passes.append(Attend(products))
-        passes.append(LayOutGradients())
-    if "cuda" in devices:
-        passes.append(GemmEpilogue(wide_results))
-    if known and numerics != "eager":
+    passes += [Attend(products), LayOutGradients(), GemmEpilogue(wide_results)]
+    if is_measured and numerics != "eager":
         # eager: bit for bit what the decompositions give, which do not know whether eager PyTorch rounds here
         passes.append(KeepStatistics())
     return tuple(passes)
 
 
-def partitioned_passes(devices: Collection[str]) -> tuple[Pass, ...]:
-    """The passes on each of Inductor's forward, backward and inference graphs, in order."""
-    passes: list[Pass] = []
-    if "cpu" in devices:
-        passes.append(LayOutWeights())
-    if "cuda" in devices:
-        passes.append(WriteCasts())
-    return tuple(passes)
+#: the passes on each of Inductor's forward, backward and inference graphs, in order
+PARTITIONED: tuple[Pass, ...] = (LayOutWeights(), WriteCasts())

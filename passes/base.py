@@ -1,8 +1,7 @@
 """What a pass is, and the runner that enforces it.
 
-A pass takes a GraphModule whose nodes carry a correct ``meta["val"]``, leaves it so, and says what it changed. It may
-assume what it ``needs`` and must establish what it ``ensures``; the runner checks the first, lints after every pass,
-and names the failing pass together with those that ran before it.
+A pass takes a GraphModule whose nodes carry a correct ``meta["val"]``, leaves it so, and says what it changed. The
+runner lints after every pass, and names the failing pass together with those that ran before it.
 
 On Inductor's graphs a pass reads only what the keys of the compile caches hold. AOTAutograd and Inductor find what they
 have compiled by a graph's code, the metadata of its inputs, their options and the uuids of passes. ``node.meta`` is in
@@ -14,10 +13,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch.fx as fx
 
@@ -33,15 +33,11 @@ from amp_fx.policy import Policy
 from amp_fx.policy.rules import Rule
 
 __all__ = [
-    "CAPTURED", "CUSTOM", "JOINT", "PARTITIONED", "Pass", "PassContext", "bodies", "mark", "mark_because",
-    "marked", "run_in_order", "run_keyed", "run_passes",
+    "CUSTOM", "Pass", "PassContext", "bodies", "mark", "mark_because", "marked", "run_in_order", "run_keyed",
+    "run_passes",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
-
-#: The graphs that passes run on: the captured one, Inductor's joint one with forward and backward together, and
-#: Inductor's forward, backward and inference graphs, each by itself. A pass on one of the last two needs it by name.
-CAPTURED, JOINT, PARTITIONED = "captured graph", "joint graph", "partitioned graph"
 
 #: node.meta key of what AOTAutograd copies to all that a call becomes, backward included
 CUSTOM = "custom"
@@ -77,14 +73,13 @@ class PassContext:
 class Pass(abc.ABC):
     """Base of all passes. Subclasses are frozen dataclasses; their fields are their options."""
 
-    #: kebab-case name in logs and errors
-    name: ClassVar[str]
-    #: facts that passes before this one establish, or the name of the one graph that it runs on
-    needs: ClassVar[frozenset[str]] = frozenset()
-    #: facts that hold afterwards
-    ensures: ClassVar[frozenset[str]] = frozenset()
     #: on Inductor's graphs: names of marked calls that the pass knows
     marks: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The class in kebab case, for logs and errors."""
+        return re.sub("(?<=[a-z])(?=[A-Z])", "-", type(self).__name__).lower()
 
     @abc.abstractmethod
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
@@ -123,28 +118,8 @@ def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassCont
     Raises:
         PassError: a pass failed; the cause is chained.
     """
-    _run(gm, pipeline, context, CAPTURED)
-    gm.recompile()
-
-
-def run_keyed(gm: fx.GraphModule, pipeline: Sequence[Pass], graph: str = JOINT) -> None:
-    """Runs passes on one of Inductor's graphs; what they read of a node is in the keys of the compile caches.
-
-    Raises:
-        PassError: a pass failed, or read more; the cause is chained.
-    """
-    with _only_keyed(gm, {name for step in pipeline for name in step.marks}):
-        _run(gm, pipeline, PassContext(), graph)
-    gm.recompile()
-
-
-def _run(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, graph: str) -> None:
-    facts = {graph}
     done: list[str] = []
     for step in pipeline:
-        missing = step.needs - facts
-        if missing:
-            raise PassError(f"pass {step.name!r} needs {sorted(missing)}, which no pass before it ensures")
         start = time.perf_counter()
         try:
             summary = step.call(gm, context)
@@ -155,10 +130,20 @@ def _run(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext, gra
             # chained: tests run strict, users get a named reason with the fallback
             what = f"pass {step.name!r} failed after {done or 'no other pass'}"
             raise PassError(f"{what}: {type(error).__name__}: {error}") from error
-        facts |= step.ensures
         done.append(step.name)
         milliseconds = 1e3 * (time.perf_counter() - start)
         logger.debug("%s%s: %s (%.1f ms)", context.path, step.name, summary, milliseconds)
+    gm.recompile()
+
+
+def run_keyed(gm: fx.GraphModule, pipeline: Sequence[Pass]) -> None:
+    """Runs passes on one of Inductor's graphs; what they read of a node is in the keys of the compile caches.
+
+    Raises:
+        PassError: a pass failed, or read more; the cause is chained.
+    """
+    with _only_keyed(gm, {name for step in pipeline for name in step.marks}):
+        run_in_order(gm, pipeline, PassContext())
 
 
 def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:

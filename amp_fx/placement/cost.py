@@ -6,7 +6,7 @@ What the model believes about Inductor, checked against its generated code by ``
   and writes its result. Everything else *fuses* with what feeds it, unless an external kernel stands between
   the two.
 * A value reaches memory only where its reader cannot fuse with it. A cast fused into a pointwise producer or
-  consumer costs nothing, nor does its gradient's (on CUDA by ``passes/partitioned/casts.py``); between two
+  consumer costs nothing, nor does its gradient's (on CUDA by ``passes/inductor/casts.py``); between two
   external kernels, or between a graph input and one, it is a kernel that reads and writes the whole value.
 * Views move nothing, and fuse where what they look at does. A cast behind a view handles the view's elements,
   not its base's.

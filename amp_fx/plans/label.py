@@ -85,7 +85,7 @@ class Kind(str, enum.Enum):
     STORED_TABLE = "stored-table"
 
 
-#: what :mod:`amp_fx.passes.forward.hazards` finds
+#: what :mod:`amp_fx.passes.forward.constrain` finds
 HAZARDS = frozenset({Kind.SCALAR_RANGE, Kind.TINY_EPS, Kind.EXP_SUM, Kind.POSITIONS, Kind.NO_KERNEL})
 
 #: what rounding a call costs in accuracy

@@ -30,8 +30,11 @@ class Device:
     has_rates: bool = False
     #: its library returns the product of low operands in fp32, gradients of weights among them
     wide_results: bool = False
-    #: casts of a convolution's bias, and of sums of gradients, are part of kernels that run anyway
+    #: casts of a convolution's bias, of sums of gradients and in front of views are part of kernels that run
+    #: anyway, and so is what scales the rows that a kernel adds up
     fuses_casts: bool = False
+    #: its norms take a low input with fp32 weights
+    mixes_norms: bool = False
     #: its library copies the weight of a matmul or convolution in fp32 before it multiplies
     packs_weights: bool = False
     #: attention of a single query in fp32 and in 16 bits, times the time that the rate of fp32 says
@@ -47,6 +50,7 @@ DEVICES: Mapping[str, Device] = {
             "cpu",
             (CPU_GROUPS,),
             has_rates=True,
+            mixes_norms=True,
             packs_weights=True,
             # 16 bits are multiplied in a loop. Measured with bf16 instructions, 8 heads of 64: 19 and 106 us at 128
             # keys, 109 and 862 us at 1024; with 4 queries 16 bits take 1.5 times the time of fp32, from 32 on 1.2.

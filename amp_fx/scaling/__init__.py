@@ -1,8 +1,8 @@
 """Loss scaling inside the compiled backward.
 
 Here: :class:`amp_fx.GradScaler`, what a step of it finds, and graphs that take a scale.
-Not here: the arithmetic in the backward (``passes/joint/scale_backward.py``). The scaler does not know graphs; a graph
-finds its scaler by name.
+Not here: the arithmetic in the backward (``passes/inductor/scale_backward.py``). The scaler does not know graphs; a
+graph finds its scaler by name.
 Open ``scaler.py`` first.
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -32,16 +31,12 @@ class ChooseAttention(Pass):
     3. a user's rule with ``"implementation"``.
     4. the one that takes fewer operations (:class:`amp_fx.placement.attention.Attention`).
 
-    The graph is not changed. :class:`amp_fx.passes.joint.attend.Attend` writes the products, forward and backward::
+    The graph is not changed. :class:`amp_fx.passes.inductor.attend.Attend` writes the products, forward and backward::
 
         scaled_dot_product_attention  low  two products ...: products take 0.42 of its time for 12 x 64 x 64 scores
     """
 
-    name: ClassVar[str] = "choose-attention"
-    needs: ClassVar[frozenset[str]] = frozenset({"dtypes"})
-
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         chosen = 0
         for node in gm.graph.find_nodes(
             op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -48,11 +47,7 @@ class PinDtypes(Pass):
         as_x = torch.ops.aten.to.dtype(y, torch.float32)
     """
 
-    name: ClassVar[str] = "pin-dtypes"
-    ensures: ClassVar[frozenset[str]] = frozenset({"explicit-dtypes"})
-
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         pinned = 0
         for node in gm.graph.nodes:
             value = node.meta.get("val")
@@ -95,12 +90,7 @@ class Classify(Pass):
         softmax     fp32   exponentials and their sum leave the low range
     """
 
-    name: ClassVar[str] = "classify"
-    needs: ClassVar[frozenset[str]] = frozenset({"explicit-dtypes"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"classes"})
-
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         counts: Counter[str] = Counter()
         for node in gm.graph.nodes:
             if node.op not in ("call_function", "call_method") or STEP_META in node.meta:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -41,11 +40,7 @@ class FuseCasts(Pass):
         mm = torch.ops.aten.matmul.default(x_bf16, w)
     """
 
-    name: ClassVar[str] = "fuse-casts"
-    needs: ClassVar[frozenset[str]] = frozenset({"casts"})
-
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         fusible = self._fusible_casts(gm.graph)
         modes = grad_modes(gm.graph)
         seen: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}

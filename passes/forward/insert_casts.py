@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -26,6 +25,7 @@ from amp_fx.graphs.values import (
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.plans.label import Kind, Label, Takes, label_of
 from amp_fx.policy import OpClass
+from amp_fx.policy.table import device_row
 
 __all__ = ["InsertCasts", "retyped_arguments"]
 
@@ -68,14 +68,9 @@ class InsertCasts(Pass):
         stored: the program is stored, for any runtime.
     """
 
-    name: ClassVar[str] = "insert-casts"
-    needs: ClassVar[frozenset[str]] = frozenset({"dtypes"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"casts"})
-
     stored: bool = False
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         # a kernel that takes both rounds as eager PyTorch does
         casts = _Casts(gm.graph, is_stored=self.stored and context.numerics != "eager")
         for node in list(gm.graph.nodes):
@@ -174,11 +169,9 @@ class _Casts:
 
     def _is_widened(self, node: fx.Node, plan: Label) -> bool:
         """True for a norm that is planned low, whose weights are not, where there may be no kernel for two dtypes."""
-        if self.is_stored:
-            takes_one = has_trait(node, Trait.NORM) or has_trait(node, Trait.BATCH_NORM)
-        else:
-            takes_one = has_trait(node, Trait.NORM) and tensors(node.meta["val"])[0].device.type != "cpu"
-        if not takes_one:
+        if not has_trait(node, Trait.NORM, *((Trait.BATCH_NORM,) if self.is_stored else ())):
+            return False
+        if not self.is_stored and device_row(tensors(node.meta["val"])[0].device.type).mixes_norms:
             return False
         own = [argument_value(node, name) for name in plan.own_dtype_slots]
         dtypes = {weight.meta["val"].dtype for weight in own if isinstance(weight, fx.Node)}

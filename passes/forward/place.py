@@ -1,33 +1,26 @@
-"""Choose the precision of every value, with one exact minimum cut."""
+"""Take the precision of every value from one exact minimum cut, or from a plan."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import arguments, is_cast, tensor_arguments, tensor_nodes
-from amp_fx.graphs.keys import MAY_ROUND
-from amp_fx.graphs.traits import op_row
-from amp_fx.graphs.values import in_place_target, is_eligible, written_arguments
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.passes.forward.classify import may_return_wide
+from amp_fx.passes.forward.network import Network, place_as_autocast, rounded
 from amp_fx.placement.cost import CostModel
-from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
-from amp_fx.plans.label import Kind, Label, Reason, Takes, label_of
+from amp_fx.placement.cut import HIGH, LOW, Var, solve
+from amp_fx.plans.label import Kind, Label, Reason, label_of
+from amp_fx.plans.plan import NodePlan
 from amp_fx.policy import OpClass
+from amp_fx.policy.table import device_row
 
-__all__ = [
-    "ALWAYS", "Network", "Place", "converts_alone", "is_stored_value", "is_summed", "named_arguments",
-    "place_as_autocast", "rounded",
-]  # fmt: skip
+__all__ = ["Place", "Replay"]
 
-#: variables of the cut whose label is known
-ALWAYS = {HIGH: ("always fp32",), LOW: ("always low",)}
+#: what a call takes from its row in a plan
+_DECIDED = ("op_class", "reasons", "dtype", "takes", "own_dtype_slots", "pinned", "levels")
 
 
 @dataclass(frozen=True)
@@ -60,12 +53,7 @@ class Place(Pass):
         mm = torch.ops.aten.matmul.default(q, e)                    # bf16
     """
 
-    name: ClassVar[str] = "place"
-    needs: ClassVar[frozenset[str]] = frozenset({"classes", "hazards-pinned"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
-
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         placed, low = place_as_autocast(gm.graph)
         moved = 0
         if context.numerics != "eager" and low is not None:
@@ -74,58 +62,6 @@ class Place(Pass):
             moved = _apply(solve(network.build()), placed, low)
         low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)
         return f"{low_nodes} nodes in the low dtype, {moved} moved by the cut"
-
-
-def place_as_autocast(graph: fx.Graph) -> tuple[list[tuple[fx.Node, Label]], torch.dtype | None]:
-    """Labels all calls as eager autocast would; returns them, and the low dtype if there is a single one."""
-    placed = [(node, plan) for node in graph.nodes if (plan := label_of(node)) is not None]
-    for node, plan in placed:
-        _assign_as_autocast(node, plan)
-    lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
-    return placed, lows.pop() if len(lows) == 1 else None
-
-
-def _assign_as_autocast(node: fx.Node, plan: Label) -> None:
-    if plan.op_class is OpClass.LOW:
-        plan.dtype = plan.low
-    elif plan.op_class is OpClass.FP32:
-        plan.dtype = torch.float32
-    elif plan.op_class is not OpClass.KEEP:
-        plan.dtype = _widest(node, plan)
-
-
-def _placed_dtype(node: fx.Node) -> torch.dtype | None:
-    """The dtype a value is stored in; None for values that are not floating tensors."""
-    plan = label_of(node)
-    if plan is not None and (plan.pinned or plan.dtype) is not None:
-        return plan.pinned or plan.dtype
-    value = node.meta.get("val")
-    return value.dtype if is_eligible(value) else None
-
-
-def _widest(node: fx.Node, plan: Label) -> torch.dtype | None:
-    """Native type promotion over the inputs: 0-d tensors count only where there is no other."""
-    target = in_place_target(node)
-    if target is not None:
-        return _placed_dtype(target)
-    inputs = [
-        (source, dtype) for _, source in _slots(node, plan) if (dtype := _placed_dtype(source)) is not None
-    ]
-    if not inputs:
-        return plan.traced
-    shaped = [dtype for source, dtype in inputs if _is_shaped(source)] or [dtype for _, dtype in inputs]
-    return functools.reduce(torch.promote_types, shaped)
-
-
-def _slots(node: fx.Node, plan: Label) -> list[tuple[str, fx.Node]]:
-    """(argument name, node) for every tensor argument whose dtype the node cares about."""
-    return [slot for slot in tensor_arguments(node) if slot[0] not in plan.own_dtype_slots]
-
-
-def _is_shaped(node: fx.Node) -> bool:
-    """False for 0-d tensors, which promote nothing."""
-    value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor) or value.ndim > 0
 
 
 def _apply(labels: dict[Var, bool], placed: list[tuple[fx.Node, Label]], low: torch.dtype) -> int:
@@ -155,219 +91,55 @@ def _why(plan: Label, dtype: torch.dtype) -> Reason:
     return Reason(Kind.NO_DEARER) if dtype is torch.float32 else Reason.of(Kind.STORED_LOW, low=dtype)
 
 
-def rounded(node: fx.Node) -> Var:
-    """The variable of a result that is computed in fp32 and may be rounded at once."""
-    return ("rounded", node)
+@dataclass(frozen=True)
+class Replay(Pass):
+    """Stands where ``place`` does when the user gives a plan.
 
+    Before (dtypes as autocast would have them)::
 
-class Network:
-    """Builds the cut's problem from a graph whose labels hold autocast's placement.
+        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # f32
 
-    Args:
-        graph: classified.
-        cost: of the graph.
-        low: the low dtype.
-        measured: the calls of which measured sensitivity decides, not the op lists; None: the op lists decide of all.
+    After, where the plan has bf16 for the call::
+
+        e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
+
+    A product whose result the plan has in fp32 runs in fp32 where no kernel reads low operands and returns that.
+
+    Attributes:
+        rows: node name in this graph, with the path of its body -> what the plan has decided about it.
+        stored: the program is stored, for any runtime: none has an op that returns such a result.
     """
 
-    def __init__(
-        self, graph: fx.Graph, cost: CostModel, low: torch.dtype, measured: AbstractSet[fx.Node] | None = None
-    ) -> None:
-        self._graph = graph
-        self._cost = cost
-        self._low = low
-        self._by_lists = measured is None
-        #: low products whose results may be rounded or not
-        self._wide = {node for node in measured or () if cost.is_external(node) and may_return_wide(node)}
-        self._problem = Problem(pins={var: label for label, var in ALWAYS.items()})
-        self._itemsize = {HIGH: torch.float32.itemsize, LOW: low.itemsize}
-        sizes = [
-            cost.cast_bytes(node, low)
-            for node in graph.nodes
-            if isinstance(node.meta.get("val"), torch.Tensor)
-        ]
-        # one unit of cost outweighs a cast of every value, and one cast outweighs all their bytes;
-        # the scale: units of the problem that are one unit of cost
-        self._per_cast = 2 * sum(sizes) + 1
-        self.scale = self._per_cast * (2 * len(graph.nodes) + 1)
+    rows: Mapping[str, NodePlan] = field(hash=False)
+    stored: bool = False
 
-    def build(self) -> Problem:
-        """The whole problem."""
-        for node in self._graph.nodes:
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+        followed = 0
+        for node in gm.graph.nodes:
             plan = label_of(node)
-            if plan is not None:
-                self._add_label(node, plan)
-        for node in self._graph.nodes:
-            if is_stored_value(node):
-                self._add_value(node)
-        return self._problem
-
-    def _add_label(self, node: fx.Node, plan: Label) -> None:
-        """What the node itself may be."""
-        if node in self._wide:
-            self._problem.implies.append((node, rounded(node)))
-        if plan.dtype is None:
-            return
-        if plan.takes == Takes.ANY and plan.op_class is OpClass.FOLLOW:
-            self._problem.equal.append((node, self.stored(node.all_input_nodes[0])))
-        elif (target := in_place_target(node)) is not None:
-            self._problem.equal.append((node, self.stored(target)))
-        elif plan.op_class is OpClass.LOW and (times := self._cost.arithmetic(node, self._low)):
-            self._add_cost(node, *times)
-        elif plan.dtype is torch.float32 and self._cost.accumulates_backward(node):
-            self._problem.pins[node] = HIGH
-        elif not self._is_free(node, plan):
-            self._problem.pins[node] = plan.dtype is not self._low
-        elif self._cost.is_view(node):
-            self._problem.preferred[node] = plan.dtype is not self._low
-
-    def _is_free(self, node: fx.Node, plan: Label) -> bool:
-        """True where the policy allows both dtypes."""
-        low_already = plan.op_class is OpClass.PROMOTE and plan.dtype is self._low
-        return plan.op_class is OpClass.FOLLOW or MAY_ROUND.of(node) or low_already
-
-    def stored(self, node: fx.Node) -> Var:
-        """The variable of the dtype a value is stored in: a pinned or given one, or its node's."""
-        if node in self._wide:
-            # what is computed in fp32 is stored so; what is multiplied low may be
-            return rounded(node)
-        plan = label_of(node)
-        if plan is not None and plan.pinned is None and plan.dtype is not None:
-            return rounded(node) if MAY_ROUND.of(node) and self._cost.accumulates_backward(node) else node
-        return ALWAYS[_placed_dtype(node) is not self._low]
-
-    def demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
-        """The variable whose label is the dtype in which ``reader`` wants ``value``; None: as it is."""
-        plan = label_of(reader)
-        if plan is not None and reader in self._wide and is_summed(plan, name):
-            # added to the sum as it is stored
-            return rounded(reader)
-        if plan is None or plan.takes == Takes.TRACED:
-            traced = value.meta.get("val")
-            return ALWAYS[traced.dtype is not self._low] if is_eligible(traced) else None
-        if name in plan.own_dtype_slots or plan.takes == Takes.ANY or _writes_into(reader, value):
-            return None
-        if plan.takes == Takes.MIXED and self._widens(reader, plan, value):
-            return None
-        return reader if plan.dtype is not None else None
-
-    def _widens(self, reader: fx.Node, plan: Label, value: fx.Node) -> bool:
-        """True where another input makes the kernel compute in fp32, so that ``value`` needs no cast."""
-        if in_place_target(reader) is not None or not _is_shaped(value):
-            return True
-        if not self._by_lists:
-            # what the other inputs are is not known before the cut
-            return False
-        others = [source for _, source in _slots(reader, plan) if source is not value and _is_shaped(source)]
-        return _placed_dtype(value) is self._low and any(_placed_dtype(o) is torch.float32 for o in others)
-
-    def _add_value(self, value: fx.Node) -> None:
-        """What it costs to store and convert one value."""
-        stored = self.stored(value)
-        slots = [
-            (user, name)
-            for user in value.users
-            for name, arg in named_arguments(user)
-            if value in tensor_nodes(arg)
-        ]
-        demands = [(reader, self.demand(reader, name, value)) for reader, name in slots]
-        self._add_exactness(value, demands)
-        folded = self._cost.is_folded(value)
-        if not folded:
-            self._add_casts(value, stored, [want for _, want in demands if want is not None])
-        if not isinstance(value.meta.get("val"), torch.Tensor):
-            return
-        in_memory = [(reader, want) for reader, want in demands if self._cost.reads_memory(reader, value)]
-        self._add_reads(value, stored, in_memory)
-        cost = self._cost
-        if cost.is_stored(value):
-            if cost.is_external(value):
-                self._add_cost(stored, *(cost.traffic(value, self._itemsize[label]) for label in (HIGH, LOW)))
-            external = [
-                want for reader, want in in_memory if want is not None and converts_alone(cost, reader)
-            ]
-            kernel = cost.cast_kernel(value, self._low) * self.scale
-            for label in () if folded else (HIGH, LOW):
-                self._add_shared(Shared(kernel, label, tuple(external), stored))
-        else:
-            if in_memory:
-                # what is in memory anyway is what the backward reads: a second precision would be saved
-                # beside it
-                in_memory += [(reader, want) for reader, want in demands if cost.saves_input(reader)]
-            self._add_rounding(value, stored, demands)
-            copies = [stored if want is None else want for _, want in in_memory]
-            for label in (HIGH, LOW):
-                write = cost.traffic(value, self._itemsize[label]) * self.scale
-                self._add_shared(Shared(write, label, tuple(copies)))
-
-    def _add_rounding(self, value: fx.Node, stored: Var, demands: list[tuple[fx.Node, Var | None]]) -> None:
-        """Case 4: rounding what a reader in the same kernel wants in fp32 saves nothing there.
-
-        Its gradient is rounded as well, which splits kernels of the backward: counted as one pass over it.
-        """
-        if MAY_ROUND.of(value):
-            fused = [
-                want
-                for reader, want in demands
-                if want is not None and not self._cost.reads_memory(reader, value)
-            ]
-            passed = self._cost.traffic(value, self._low.itemsize)
-            self._add_shared(Shared(passed * self.scale, HIGH, tuple(fused), stored))
-
-    def _add_exactness(self, value: fx.Node, demands: list[tuple[fx.Node, Var | None]]) -> None:
-        """Case 2: where autocast stores fp32, only readers that round anyway may get a rounded value."""
-        plan = label_of(value)
-        if plan is None or plan.dtype is not torch.float32 or MAY_ROUND.of(value):
-            return
-        for reader, want in demands:
-            if want is None and is_cast(reader) and reader.meta["val"].dtype is self._low:
+            if plan is None:
                 continue
-            if want is None and (other := label_of(reader)) and other.op_class is OpClass.FOLLOW:
+            row = self.rows.get(plan.name)
+            if row is None:
+                # what is about numbers has no row, nor has what only hands on
+                if plan.op_class is OpClass.FOLLOW and plan.traced is not None:
+                    plan.dtype = _dtype_of(node.all_input_nodes[0])
                 continue
-            self._problem.implies.append((ALWAYS[HIGH] if want is None else want, self.stored(value)))
+            for name in _DECIDED:
+                setattr(plan, name, getattr(row, name))
+            if row.is_because(Kind.WIDE_RESULT):
+                self._check_wide(plan, node.meta["val"].device.type)
+            followed += 1
+        return f"{followed} nodes as the plan has them"
 
-    def _add_casts(self, value: fx.Node, stored: Var, wants: list[Var]) -> None:
-        """The tie-break: fewer casts, then fewer bytes cast."""
-        is_tensor = isinstance(value.meta.get("val"), torch.Tensor)
-        size = self._per_cast + (self._cost.cast_bytes(value, self._low) if is_tensor else 0)
-        for label in (HIGH, LOW):
-            self._add_shared(Shared(size, label, tuple(wants), stored))
-
-    def _add_reads(self, value: fx.Node, stored: Var, readers: list[tuple[fx.Node, Var | None]]) -> None:
-        for reader, want in readers:
-            if self._cost.is_view(reader):
-                continue
-            converts_in_register = not self._cost.is_external(reader) or want is None
-            times = [self._cost.read(reader, value, self._itemsize[label]) for label in (HIGH, LOW)]
-            self._add_cost(stored if converts_in_register else want, *times)
-
-    def _add_cost(self, var: Var, high: int, low: int) -> None:
-        self._problem.add_unary(var, high * self.scale, low * self.scale)
-
-    def _add_shared(self, term: Shared) -> None:
-        if term.readers:
-            self._problem.shared.append(term)
+    def _check_wide(self, plan: Label, device: str) -> None:
+        where = "a program" if self.stored else device
+        if not device_row(where).wide_results:
+            why = Reason.of(Kind.NO_WIDE_RESULT, device=where, op=plan.op, low=plan.low)
+            others = [reason for reason in plan.reasons if reason.kind is not Kind.WIDE_RESULT]
+            plan.op_class, plan.dtype, plan.reasons = OpClass.FP32, torch.float32, (*others, why)
 
 
-def is_stored_value(node: fx.Node) -> bool:
-    """True for floating values that somebody reads."""
-    return _placed_dtype(node) is not None and bool(node.users)
-
-
-def converts_alone(cost: CostModel, reader: fx.Node) -> bool:
-    """True where a conversion in front of the reader is a kernel: nothing around it fuses with it."""
-    return cost.is_external(reader) or cost.is_view(reader)
-
-
-def is_summed(plan: Label, argument: str) -> bool:
-    """True for the bias of a matmul, and what it is added to."""
-    return argument in ("bias", op_row(plan.op).addend)
-
-
-def named_arguments(node: fx.Node) -> list[tuple[str, object]]:
-    """What a node reads, by name; what a graph returns is read as ``"output"``."""
-    return [("output", node.args[0])] if node.op == "output" else list(arguments(node))
-
-
-def _writes_into(reader: fx.Node, value: fx.Node) -> bool:
-    return any(target is value for _, target in written_arguments(reader))
+def _dtype_of(node: fx.Node) -> torch.dtype:
+    plan = label_of(node)
+    return node.meta["val"].dtype if plan is None or plan.dtype is None else plan.dtype

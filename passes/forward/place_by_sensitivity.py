@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -15,7 +14,8 @@ from amp_fx._torch import OpOverload
 from amp_fx.graphs.keys import MAY_ROUND, SENSITIVITY, TIED
 from amp_fx.graphs.values import in_place_target
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.passes.forward.place import ALWAYS, Network, Place, place_as_autocast, rounded
+from amp_fx.passes.forward.network import ALWAYS, Network, place_as_autocast, rounded
+from amp_fx.passes.forward.place import Place
 from amp_fx.passes.forward.sensitivity_terms import sensitivity_terms
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
@@ -186,16 +186,11 @@ class PlaceBySensitivity(Pass):
         placement: instead of a budget, where each call is, as :meth:`PricedGraph.placement` gave it.
     """
 
-    name: ClassVar[str] = "place-by-sensitivity"
-    needs: ClassVar[frozenset[str]] = frozenset({"classes", "hazards-pinned"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
-
     rows: Mapping[str, CallSensitivity] = field(hash=False)
     budget: float = 1.0
     placement: Placement | None = field(default=None, hash=False)
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         found = price(gm, context, self.rows)
         if found is None:
             return Place().call(gm, context)

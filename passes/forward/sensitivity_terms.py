@@ -25,7 +25,7 @@ import torch.fx as fx
 from amp_fx.graphs.calls import argument_value, is_parameter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import numel
-from amp_fx.passes.forward.place import (
+from amp_fx.passes.forward.network import (
     Network,
     converts_alone,
     is_stored_value,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.fx as fx
 
@@ -39,11 +39,7 @@ class Verify(Pass):
         VerifyError: mm (matmul) is planned as torch.bfloat16 but takes w in torch.float32 [train.py:7: x @ w]
     """
 
-    name: ClassVar[str] = "verify"
-    needs: ClassVar[frozenset[str]] = frozenset({"casts"})
-
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         checked = 0
         for node in gm.graph.nodes:
             plan, ran = label_of(node), node.meta.pop(RAN_META, None)

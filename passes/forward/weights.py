@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -47,11 +46,7 @@ class CacheWeights(Pass):
         linear = torch.ops.aten.linear.default(x_bf16, w_bfloat16)
     """
 
-    name: ClassVar[str] = "cache-weights"
-    needs: ClassVar[frozenset[str]] = frozenset({"casts"})
-
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         if context.path:
             return "a body has no weights of its own"
         written = storages_written_in(gm.graph)
@@ -132,14 +127,10 @@ class FoldWeights(Pass):
         tables: ``"tied"``, ``"low"`` or ``"keep"``: which tables of lookups are rounded.
     """
 
-    name: ClassVar[str] = "fold-weights"
-    needs: ClassVar[frozenset[str]] = frozenset({"casts"})
-
     weights: tuple[tuple[str, ...], ...]
     tables: str = "tied"
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         if context.path:
             return "a body has no weights of its own"
         inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
@@ -273,13 +264,9 @@ class KeepWeights(Pass):
         weights: names of graph inputs.
     """
 
-    name: ClassVar[str] = "keep-weights"
-    needs: ClassVar[frozenset[str]] = frozenset({"classes"})
-
     weights: tuple[str, ...]
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         moved = 0
         for node in gm.graph.find_nodes(op="placeholder"):
             if context.path or node.name not in self.weights:

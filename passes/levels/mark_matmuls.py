@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.fx as fx
 
@@ -40,13 +39,9 @@ class MarkMatmuls(Pass):
         planned: a plan that is followed says what runs below 16 bits.
     """
 
-    name: ClassVar[str] = "mark-matmuls"
-    needs: ClassVar[frozenset[str]] = frozenset({"dtypes"})
-
     planned: bool = False
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         marked = 0
         for node in gm.graph.nodes:
             if self._is_planned(node, context) if self.planned else may_run_below(node, context):

@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch.fx as fx
 
@@ -93,9 +92,6 @@ class PlaceLevels(Pass):
         sizes: matmuls in each graph that the pass has run on; empty where a cache had what was compiled.
     """
 
-    name: ClassVar[str] = "place-levels"
-    ensures: ClassVar[frozenset[str]] = frozenset({"levels-placed"})
-
     level: Level | None
     device: str
     cost: LevelCost | None = None
@@ -112,7 +108,6 @@ class PlaceLevels(Pass):
     sizes: list[int] = field(default_factory=list, repr=False, compare=False)
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         found = self._looked_at(gm, context)
         self.sizes.append(len(found))
         allowed = _implemented(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -74,13 +74,9 @@ class QuantiseMatmuls(Pass):
         joint: False on a captured graph.
     """
 
-    name: ClassVar[str] = "quantise-matmuls"
-    needs: ClassVar[frozenset[str]] = frozenset({"levels-placed"})
-
     joint: bool = True
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         work = _Quantiser(gm.graph) if self.joint else _CapturedQuantiser(gm.graph)
         matmuls = read_matmuls(gm, context, joint=self.joint)
         chosen = [(matmul, found) for matmul in matmuls if (found := LEVEL.of(matmul.node)) is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +24,6 @@ from levels import MLP, options
 @dataclass(frozen=True)
 class Reads(Pass):
     """Does with every call of a graph whatever a test wants."""
-
-    name: ClassVar[str] = "reads"
 
     do: Callable[[fx.Node], Any]
     marks: tuple[str, ...] = ()

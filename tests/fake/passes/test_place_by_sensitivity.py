@@ -28,7 +28,7 @@ from amp_fx.passes import (
     run_passes,
 )
 from amp_fx.passes.base import run_in_order
-from amp_fx.passes.forward.place import rounded
+from amp_fx.passes.forward.network import rounded
 from amp_fx.passes.forward.place_by_sensitivity import PricedGraph, price
 from amp_fx.placement.cut import HIGH, LOW, Problem, Var, evaluate
 from amp_fx.placement.profile import DeviceProfile

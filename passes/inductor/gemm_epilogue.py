@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -14,9 +14,10 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import JOINT, Pass, PassContext, marked
+from amp_fx.passes.base import Pass, PassContext, marked
 from amp_fx.passes.levels.matmuls import gradients_in
 from amp_fx.placement.layout import CAST
+from amp_fx.policy.table import device_row
 
 __all__ = ["GemmEpilogue"]
 
@@ -67,16 +68,12 @@ class GemmEpilogue(Pass):
         marks: names in the plan of the calls of case 5.
     """
 
-    name: ClassVar[str] = "gemm-epilogue"
-    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
-
     marks: tuple[str, ...] = ()
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         widened = _keep_sums(gm) if self.marks else 0
         for node in list(gm.graph.nodes):
-            if not (node.target in _WIDE or _returns_fp32(node)) or not _is_low_cuda(node):
+            if not (node.target in _WIDE or _returns_fp32(node)) or not _may_be_wide(node):
                 continue
             views, casts = _readers(node)
             if not casts:
@@ -104,9 +101,9 @@ def _returns_fp32(node: fx.Node) -> bool:
     )
 
 
-def _is_low_cuda(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES and value.device.type == "cuda"
+def _may_be_wide(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return value.dtype in LOW_DTYPES and device_row(value.device.type).wide_results
 
 
 def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

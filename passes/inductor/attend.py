@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -13,7 +13,7 @@ import torch.fx as fx
 from amp_fx.graphs.calls import argument_value
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import PRODUCTS_MARK
-from amp_fx.passes.base import JOINT, Pass, PassContext, marked
+from amp_fx.passes.base import Pass, PassContext, marked
 
 __all__ = ["Attend"]
 
@@ -55,13 +55,9 @@ class Attend(Pass):
         marks: names in the plan of the calls that are written so.
     """
 
-    name: ClassVar[str] = "attend"
-    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
-
     marks: tuple[str, ...] = ()
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         written = 0
         for flash in gm.graph.find_nodes(op="call_function", target=_FLASH):
             if not marked(flash, PRODUCTS_MARK):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -12,7 +12,8 @@ from amp_fx._torch import joint_roles, size_hint
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import op_row
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import JOINT, Pass, PassContext
+from amp_fx.passes.base import Pass, PassContext
+from amp_fx.policy.table import device_row
 
 __all__ = ["ScaleBackward"]
 
@@ -51,13 +52,9 @@ class ScaleBackward(Pass):
         scale: position of the scale among the graph's inputs.
     """
 
-    name: ClassVar[str] = "scale-backward"
-    needs: ClassVar[frozenset[str]] = frozenset({JOINT})
-
     scale: int
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        """See the class."""
         roles = joint_roles(gm)
         if roles is None or self.scale not in roles.inputs:
             return "no backward here"
@@ -150,7 +147,7 @@ def _added_rows(node: fx.Node) -> int | None:
         return None
     value = rows.meta["val"]
     # elsewhere the addition may be a kernel of its own, and the rows may have other readers
-    if value.device.type == "cuda" and not is_external:
+    if device_row(value.device.type).fuses_casts and not is_external:
         return position
     return position if size_hint(value.numel()) < size_hint(node.meta["val"].numel()) else None
 

@@ -1,0 +1,1 @@
+"""Passes on Inductor's graphs: the joint one, forward and backward together, and its parts after partitioning."""

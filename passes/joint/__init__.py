@@ -1,1 +1,0 @@
-"""Passes on Inductor's joint graph: forward and backward together, before they are partitioned."""
