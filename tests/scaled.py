@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,9 +11,44 @@ from torch import Tensor, nn
 
 from amp_fx import GradScaler
 from graphs import DEFAULTS
+from small_models import UpDown
 
 OPTIONS = {**DEFAULTS, "dtype": "float16", "scaler": "default"}
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
+
+
+class Loop:
+    """A model that is compiled for a scaler of its own, and the usual loop with an optimizer."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
+        name: str = "default",
+        **scaler: Any,
+    ) -> None:
+        self.model = UpDown() if model is None else model
+        self.scaler = new_scaler(name=name, **scaler)
+        self.run = compiled(self.model, scaler=name)
+        self.optimizer = (optimizer or torch.optim.SGD)(self.model.parameters())
+
+    def loss(self, bad: bool = False) -> Tensor:
+        return loss_of(self.run, batch(bad))
+
+    def backward(self, loss: Tensor | None = None, *, bad: bool = False) -> None:
+        self.scaler.scale(self.loss(bad) if loss is None else loss).backward()
+
+    def step(self, loss: Tensor | None = None, *, bad: bool = False) -> bool:
+        """From the loss to the update; whether the step was taken."""
+        self.backward(loss, bad=bad)
+        return self.end()
+
+    def end(self) -> bool:
+        """The same from the step of the optimizer on."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return self.scaler.step_taken(self.optimizer)
 
 
 def compiled(program: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -24,10 +59,6 @@ def new_scaler(**arguments: Any) -> GradScaler:
     return GradScaler("cpu", **{"init_scale": 128.0, **arguments})
 
 
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
-
 def loss_of(model: Callable[..., Tensor], x: Tensor) -> Tensor:
     return model(x).pow(2).mean()
 
@@ -35,6 +66,11 @@ def loss_of(model: Callable[..., Tensor], x: Tensor) -> Tensor:
 def batch(bad: bool = False) -> Tensor:
     x = torch.randn(8, 8)
     return x * INF if bad else x
+
+
+def gradient(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -50,7 +86,7 @@ def close(model: nn.Module, exact: nn.Module, error: float = 1e-3) -> bool:
     return all(torch.allclose(p, q, atol=error, rtol=1e-3) for p, q in pairs)
 
 
-def fp32_gradients(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[Tensor]:
+def fp32_gradients(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[Tensor]:
     own = copy.deepcopy(model)
     return list(torch.autograd.grad(loss(own), list(own.parameters())))
 

@@ -1,0 +1,361 @@
+"""Gradients of graphs that scale, of all kinds of programs: against eager fp32 without a scaler; and what it costs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
+
+from amp_fx._torch import FakeTensor, FakeTensorMode
+from amp_fx.scaling import ScaledGraph
+from gpt import GPT, GPTConfig, get_batch, make_corpus
+from scaled import (
+    INF,
+    OPTIONS,
+    Loop,
+    batch,
+    close,
+    compiled,
+    fp32_gradients,
+    gradient,
+    gradients_are,
+    loss_of,
+    new_scaler,
+)
+from small_models import Parts, UpDown
+from versions import fails_in
+
+# ---- torch's own cases ----
+
+
+@pytest.fixture(scope="module")
+def torchs() -> ModuleType:
+    """Where torch has its cases; takes seconds to import."""
+    from torch.testing._internal import common_cuda
+
+    return common_cuda
+
+
+def plain(x: Tensor, y: Tensor, model: Any, optimizer: Any, scaler: Any, loss_fn: Any, bad: bool) -> None:
+    scaler.scale(loss_fn(model(x), y)).backward()
+    if bad:
+        gradient(next(model.parameters())).fill_(INF)
+    scaler.step(optimizer)
+
+
+def clipping(x: Tensor, y: Tensor, model: Any, optimizer: Any, scaler: Any, loss_fn: Any, bad: bool) -> None:
+    scaler.scale(loss_fn(model(x * INF if bad else x), y)).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.2)
+    scaler.step(optimizer)
+
+
+def accumulation(
+    x: Tensor, y: Tensor, model: Any, optimizer: Any, scaler: Any, loss_fn: Any, bad: bool
+) -> None:
+    for part, (half, target) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+        scaler.scale(loss_fn(model(half * INF if bad and part == 0 else half), target) / 2).backward()
+    scaler.step(optimizer)
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize("pattern", [plain, clipping, accumulation])
+@pytest.mark.parametrize(
+    ("optimizer", "arguments"),
+    [(torch.optim.SGD, {"lr": 0.5}), (torch.optim.AdamW, {"lr": 1e-2, "fused": True})],
+    ids=["SGD", "fused AdamW"],
+)
+def test_torchs_scaling_cases_end_where_eager_fp32_ends(
+    torchs: Any, optimizer: Any, arguments: dict[str, Any], pattern: Callable[..., None]
+) -> None:
+    case = torchs._create_scaling_case(device="cpu", optimizer_ctor=optimizer, optimizer_kwargs=arguments)
+    control, scaling, opt_control, opt_scaling, data, loss_fn, skip = case
+    scaler, disabled = new_scaler(growth_interval=1), torch.amp.GradScaler("cpu", enabled=False)
+    model = compiled(scaling)
+    for index, (x, y) in enumerate(data):
+        if index != skip:
+            opt_control.zero_grad()
+            pattern(x, y, control, opt_control, disabled, loss_fn, False)
+        opt_scaling.zero_grad()
+        pattern(x, y, model, opt_scaling, scaler, loss_fn, index == skip)
+        assert scaler.step_taken(opt_scaling) is (index != skip)
+        scaler.update()
+    assert close(scaling, control, 5e-3)
+    # three steps taken, one skipped
+    assert scaler.get_scale() == 128.0 * 2**3 * 0.5
+    assert scaler.skipped_steps == 1
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_several_losses_models_and_optimizers_share_a_scaler(
+    torchs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch's own condition for retain_graph on compiled graphs
+    monkeypatch.setattr(functorch_config, "donated_buffer", False)
+    case, more = torchs._create_scaling_case, torchs._create_scaling_models_optimizers
+    control0, scaling0, opt_control0, opt_scaling0, data, loss_fn, skip = case(device="cpu")
+    control1, scaling1, opt_control1, opt_scaling1 = more(device="cpu")
+    scaler = new_scaler(growth_interval=1)
+    model0, model1 = compiled(scaling0), compiled(scaling1)
+
+    def losses(m0: Any, m1: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out0, out1 = m0(x), m1(x)
+        return loss_fn(0.3 * out0 + 0.7 * out1, y), loss_fn(0.6 * out0 - 0.4 * out1, y)
+
+    for index, (x, y) in enumerate(data):
+        for optimizer in (opt_control0, opt_control1, opt_scaling0, opt_scaling1):
+            optimizer.zero_grad()
+        for given in (losses(control0, control1, x, y), scaler.scale(losses(model0, model1, x, y))):
+            for retain, loss in zip((True, False), given, strict=True):
+                loss.backward(retain_graph=retain)
+        if index == skip:
+            gradient([*scaling1.parameters()][2]).fill_(INF)
+        else:
+            opt_control1.step()
+        opt_control0.step()
+        scaler.step(opt_scaling0)
+        scaler.step(opt_scaling1)
+        # only the optimizer whose own parameters are bad is skipped
+        assert [scaler.step_taken(o) for o in (opt_scaling0, opt_scaling1)] == [True, index != skip]
+        scaler.update()
+    assert close(scaling0, control0, 5e-3)
+    assert close(scaling1, control1, 5e-3)
+    assert scaler.get_scale() == 128.0 * 2**3 * 0.5
+
+
+# ---- what is compiled ----
+
+
+def test_gradients_are_true_to_scale_the_moment_backward_returns() -> None:
+    loop, x = Loop(), batch()
+    loss = loss_of(loop.run, x)
+    assert loop.scaler.scale(loss) is loss
+    loss.backward()
+    assert gradients_are(loop.model, fp32_gradients(loop.model, lambda m: loss_of(m, x)))
+    assert {gradient(p).dtype for p in loop.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_tiny_gradients_arrive() -> None:
+    torch.manual_seed(1)
+    loop, x = Loop(init_scale=2.0**24), batch()
+
+    def tiny(m: Callable[..., Tensor]) -> Tensor:
+        return m(x).pow(2).mean() * 1e-9
+
+    exact = fp32_gradients(loop.model, tiny)
+    assert max(value.abs().max() for value in exact) < 6e-8 / 10, "fp16 could hold these by itself"
+    unscaled = Loop(copy.deepcopy(loop.model), name="off", enabled=False)
+    for each in (loop, unscaled):
+        each.backward(tiny(each.run))
+    assert gradients_are(loop.model, exact, error=0.05)
+    assert not gradients_are(unscaled.model, exact, error=0.9), "without scaling they do not"
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_the_scale_may_change_at_every_step_without_another_compile() -> None:
+    loop = Loop(growth_interval=1)
+    loop.step()
+    counters.clear()
+    assert all(loop.step() for _ in range(3))
+    assert not counters["stats"]["unique_graphs"]
+    assert loop.scaler.get_scale() == 128.0 * 2**4
+
+
+def test_caches_hit_and_know_the_names_of_parameters() -> None:
+    for _ in range(2):
+        counters.clear()
+        torch._dynamo.reset()
+        loop = Loop()
+        loop.loss().backward()
+        assert list(loop.scaler._now.names.values()) == ["up.weight", "up.bias", "down.weight", "down.bias"]
+    found = counters["aot_autograd"]
+    assert (found["autograd_cache_hit"], found["autograd_cache_bypass"]) == (1, 0)
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_an_update_between_a_forward_and_its_backward_changes_neither_network() -> None:
+    loop, second, x = Loop(growth_interval=1), UpDown(), batch()
+    exact = [fp32_gradients(model, lambda m: loss_of(m, x)) for model in (loop.model, second)]
+    losses = [loss_of(run, x) for run in (loop.run, compiled(second))]
+    loop.backward(losses[0])
+    assert gradients_are(loop.model, exact[0])
+    assert loop.end()
+    assert loop.scaler.get_scale() == 256.0
+    loop.backward(losses[1])
+    assert gradients_are(second, exact[1])
+
+
+# ---- programs ----
+
+
+def plainly(m: Any, x: Tensor) -> Tensor:
+    return m.down(m.up(x).relu())
+
+
+def broken(m: Any, x: Tensor) -> Tensor:
+    hidden = m.up(x).relu()
+    torch._dynamo.graph_break()
+    return m.down(hidden)
+
+
+def checkpointed(m: Any, x: Tensor) -> Tensor:
+    return m.down(checkpoint(lambda value: m.up(value).relu(), x, use_reentrant=False))
+
+
+#: what a model calls, and what is called instead of what is compiled of it
+PROGRAMS: dict[str, tuple[Callable[..., Tensor], Callable[[Any], Any]]] = {
+    "a graph break": (broken, lambda run: run),
+    "checkpointed inside": (checkpointed, lambda run: run),
+    "checkpointed from outside": (plainly, lambda run: partial(checkpoint, run, use_reentrant=False)),
+}
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize(("program", "called"), PROGRAMS.values(), ids=PROGRAMS)
+def test_programs_of_several_graphs(program: Callable[..., Tensor], called: Callable[[Any], Any]) -> None:
+    loop, x = Loop(Parts(program, up=nn.Linear(8, 8), down=nn.Linear(8, 8))), batch()
+    loop.backward(loss_of(called(loop.run), x))
+    assert len(loop.scaler._now.names) == 4
+    assert gradients_are(loop.model, fp32_gradients(loop.model, lambda m: loss_of(m, x)))
+    assert loop.end()
+    assert not loop.step(loss_of(called(loop.run), x * INF))
+    assert set(loop.scaler.first_nonfinite()) == {"up.weight", "up.bias", "down.weight", "down.bias"}
+
+
+@pytest.mark.usefixtures("op_by_op")
+@fails_in("2.11", fault="no guard notices that a parameter is thawed")
+def test_frozen_parameters() -> None:
+    loop, x = Loop(), batch()
+    loop.model.up.requires_grad_(False)
+    assert loop.step()
+    # thawed in the middle of training
+    loop.model.up.requires_grad_(True)
+    loop.backward(loss_of(loop.run, x))
+    assert gradients_are(loop.model, fp32_gradients(loop.model, lambda m: loss_of(m, x)))
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
+    table = nn.Embedding(10, 8, sparse=True)
+    loop = Loop(optimizer=lambda own: torch.optim.SGD([*table.parameters(), *own], lr=0.1))
+    for factor in (1.0, INF):
+        loop.backward(loss_of(loop.run, table(torch.tensor([1, 1, 3])) * factor))
+        assert gradient(table.weight).is_sparse
+        assert loop.end() is (factor == 1.0)
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torchs_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, x, head = Loop(), batch().requires_grad_(), nn.Linear(8, 1)
+
+    def penalized(net: Callable[..., Tensor]) -> Tensor:
+        features = net(x).detach().requires_grad_()
+        (own,) = torch.autograd.grad(head(features).pow(2).sum(), features, create_graph=True)
+        return loss_of(net, x) + own.pow(2).sum()
+
+    loop.backward(penalized(loop.run))
+    assert gradients_are(loop.model, fp32_gradients(loop.model, penalized))
+    assert loop.end()
+    monkeypatch.setattr(functorch_config, "donated_buffer", False)
+    torch._dynamo.reset()
+    (own,) = torch.autograd.grad(loop.scaler.scale(loss_of(loop.run, x)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        own.pow(2).sum().backward()
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_dynamic_shapes() -> None:
+    model, scaler = UpDown(), new_scaler()
+    own = torch.compile(model, backend="amp_fx", dynamic=True, options=OPTIONS)
+    for rows in (4, 8):
+        x = torch.randn(rows, 8)
+        model.zero_grad()
+        scaler.scale(loss_of(own, x)).backward()
+        assert gradients_are(model, fp32_gradients(model, lambda m, x=x: loss_of(m, x)))
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_a_graph_without_parameters_hands_gradients_through() -> None:
+    scaler, x = new_scaler(), batch().requires_grad_()
+    eager = nn.Linear(8, 8)
+    own = compiled(lambda value: value @ value)
+    scaler.scale(own(eager(x)).mean()).backward()
+    assert gradients_are(eager, fp32_gradients(eager, lambda m: (m(x) @ m(x)).mean()))
+    scaler.step(torch.optim.SGD(eager.parameters()))
+
+
+@pytest.mark.slow
+def test_a_small_gpt_in_fp16_reaches_the_loss_of_the_fp32_run() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(context=16, layers=1, heads=2, width=16))
+    corpus = make_corpus(lines=500)
+
+    def final(own: nn.Module, scaler: Any) -> float:
+        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+        losses: list[float] = []
+        for step in range(60):
+            loss = own(*get_batch(corpus, step, batch=4, length=16))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return sum(losses[-20:]) / 20
+
+    fp32 = final(copy.deepcopy(model), torch.amp.GradScaler("cpu", enabled=False))
+    fp16 = copy.deepcopy(model)
+    fp16.compile(backend="amp_fx", options=OPTIONS)
+    scaler = new_scaler()
+    assert final(fp16, scaler) == pytest.approx(fp32, rel=0.01)
+    assert scaler.skipped_steps <= 3
+
+
+# ---- cost ----
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding"])
+def test_scaling_adds_no_kernel_and_next_to_no_bytes_to_the_graphs(kind: str) -> None:
+    from benchmarks.counts import counting
+
+    first = nn.Linear(256, 256) if kind == "linear" else nn.Embedding(2000, 256)
+    x = torch.randn(32, 256) if kind == "linear" else torch.randint(0, 2000, (32,))
+
+    def counts(scaler: str | None) -> tuple[int, int]:
+        torch._dynamo.reset()
+        model = nn.Sequential(first, nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+        with counting() as counter:
+            compiled(model, scaler=scaler)(x).sum().backward()
+        return counter.total.bytes_moved, counter.total.kernels
+
+    keep = new_scaler()
+    (moved, kernels), (stock, stock_kernels) = counts(keep.name), counts(None)
+    assert 0 < moved <= 1.001 * stock
+    assert kernels == stock_kernels
+
+
+def test_no_values_are_made_while_a_graph_is_compiled() -> None:
+    graph = fx.symbolic_trace(UpDown())
+    mode = FakeTensorMode()
+    for node in graph.graph.find_nodes(op="placeholder"):
+        node.meta["example_value"] = mode.from_tensor(batch())
+    parameter = nn.Parameter(torch.ones(8, 8))
+    extended, (_, scale) = ScaledGraph.of(graph, [parameter], "default").extend(graph, [parameter])
+    assert isinstance(scale, FakeTensor)
+    assert scale.fake_mode is mode
+    assert [n.name for n in extended.graph.find_nodes(op="placeholder")] == ["x", "amp_fx_scale"]
+    # nor are they looked for when it is called with fake values, as by DDPOptimizer and by targets
+    scaled = ScaledGraph("nobody's", 1, (), 0, (), torch.device("cpu"))
+    (_, scale) = scaled.bind(lambda *args: args)(mode.from_tensor(batch()))
+    assert scale.fake_mode is mode
