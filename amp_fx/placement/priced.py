@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import networkx as nx
 
-from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, evaluate, solve
+from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
 
 __all__ = ["Choice", "Labels", "Priced", "SensitivityTerm", "choice_of", "choose_all"]
 
@@ -119,10 +119,7 @@ class Priced:
 
     def time(self, labels: Labels) -> int:
         """Time of a placement, whether or not the constraints allow it; casts that tie are left out."""
-        unary = self.base.unary.items()
-        total = sum(high if labels.get(var, HIGH) is HIGH else low for var, (high, low) in unary)
-        total += sum(term.cost for term in self.base.shared if _is_paid(term, labels))
-        return total // self._scale - self._start
+        return self.base.cost(labels) // self._scale - self._start
 
     def sensitivity(self, labels: Labels) -> float:
         """What a placement adds to the squared relative error."""
@@ -132,11 +129,6 @@ class Priced:
         """The roundings of a placement, worst first."""
         done = [term for term in self.terms if term.is_done(labels)]
         return sorted(done, key=lambda term: -term.sensitivity)
-
-    def allows(self, labels: Labels) -> bool:
-        """True where a placement breaks no pin, no implication and no equality."""
-        complete = {var: labels.get(var, HIGH) for var in self.base.variables()}
-        return evaluate(self.base, complete) is not None
 
     def differing(self, first: Labels, second: Labels) -> set[Var]:
         """The variables in which two placements differ."""
@@ -160,7 +152,7 @@ class Priced:
             time += (high - low) if after[var] is HIGH else (low - high)
         copies = {id(term): term for var in group for term in self._shared_of.get(var, ())}
         terms = {id(term): term for var in group for term in self._terms_of.get(var, ())}
-        time += sum(term.cost * (_is_paid(term, after) - _is_paid(term, labels)) for term in copies.values())
+        time += sum(term.cost * (term.is_paid(after) - term.is_paid(labels)) for term in copies.values())
         sensitivity = sum(t.sensitivity * (t.is_done(after) - t.is_done(labels)) for t in terms.values())
         return time / self._scale, sensitivity
 
@@ -193,8 +185,3 @@ def _by_variable(rows: Iterable[tuple[T, tuple[Var | None, ...]]]) -> dict[Var, 
             if var is not None:
                 found.setdefault(var, []).append(term)
     return found
-
-
-def _is_paid(term: Shared, labels: Labels) -> bool:
-    wanted = any(labels.get(reader, HIGH) is term.label for reader in term.readers)
-    return wanted and (term.value is None or labels.get(term.value, HIGH) is not term.label)

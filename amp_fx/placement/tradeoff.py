@@ -102,7 +102,7 @@ def within(parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None
     """
     # a placement is within its own sensitivity
     limit *= 1 + 1e-9
-    if known is not None and not all(map(Priced.allows, parts, known)):
+    if known is not None and not all(part.base.allows(each) for part, each in zip(parts, known, strict=True)):
         known = None
     search = _Search(parts, limit, None if known is None else choice_of(parts, known))
     search.look([{} for _ in parts])
