@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,25 +85,6 @@ def test_a_matrix_that_is_joined_from_weights_is_packed() -> None:
         assert is_right(run(x), net, x)
         scale(net)
         assert is_right(run(x), net, x)
-
-
-_PROGRAM = """
-import sys, torch
-from torch import nn
-net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
-run, x = torch.compile(net, backend="amp_fx", options={"weights": sys.argv[1]}), torch.randn(4, 16)
-with torch.no_grad():
-    for _ in range(2):
-        assert torch.allclose(run(x), net(x), rtol=1e-5, atol=1e-5)
-        net[0].weight.data.mul_(2.0)
-"""
-
-
-@pytest.mark.slow
-def test_cold_and_warm_caches_of_another_process_give_the_same(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", _PROGRAM, "cache"], env=environment, check=True)
 
 
 # ---- weights with several readers ----

@@ -85,7 +85,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_element_of_each_piece_of_a_weight_is_sampled(layout: str) -> None:
+def test_one_element_of_each_piece_of_a_weight_is_sampled_and_compared_by_bits(layout: str) -> None:
     torch.manual_seed(0)
     weight = LAYOUTS[layout]()
     places = torch.arange(weight.numel()).reshape(weight.shape)
@@ -99,30 +99,12 @@ def test_one_element_of_each_piece_of_a_weight_is_sampled(layout: str) -> None:
         # where a piece ends within an element, that is of both
         bounds = np.arange(SAMPLED + 1) * weight.numel() / SAMPLED
         assert np.all((np.floor(bounds[:-1]) <= found) & (found < np.ceil(bounds[1:])))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_sampled_is_compared_by_bits(layout: str) -> None:
-    torch.manual_seed(0)
-    weight = LAYOUTS[layout]()
+    # and is compared by its bits
     fingerprint = Fingerprint([weight], [weight])
     assert fingerprint.matches([weight])
     if weight.numel():
         weight.data.copy_(torch.ones(weight.shape).mul_(-3.0))
         assert not fingerprint.matches([weight])
-
-
-def test_a_random_half_of_the_elements_is_never_missed() -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(4096)
-    fingerprint = Fingerprint([weight], [weight])
-    for _ in range(200):
-        half = torch.randperm(4096)[:2048]
-        before = weight.clone()
-        weight.data[half] += 1.0
-        assert not fingerprint.matches([weight])
-        weight.data.copy_(before)
-        assert fingerprint.matches([weight])
 
 
 def test_a_call_compares_all_weights_by_one_read_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,25 +126,14 @@ def test_a_call_compares_all_weights_by_one_read_of_memory(monkeypatch: pytest.M
 
 # ---- optimizers ----
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    name: getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
-        "Rprop", "SGD",
-    )
-}  # fmt: skip
+#: those of torch that take any parameters
+OPTIMIZERS = {
+    name
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+} - {"Optimizer", "LBFGS", "Muon", "SparseAdam"}
 FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 FUSED = {"Adagrad", "Adam", "AdamW", "SGD"}
-
-
-def test_all_optimizers_of_torch_are_here() -> None:
-    known = {
-        name
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-    }
-    # these have no forms, or take parameters of one kind only; they step below
-    assert known - set(OPTIMIZERS) == {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
 
 
 def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
@@ -173,50 +144,31 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> No
         p.grad = None
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [(name, form) for name in OPTIMIZERS for form in FORMS if form != "fused" or name in FUSED],
-)
-def test_a_step_of_an_optimizer_is_noticed(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_of_an_optimizer_is_noticed(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # not even the hook is needed, as every element moves
     monkeypatch.setattr(AFTER_STEP, "listen", lambda _: None)
-    parameters = new_weights()
-    copies = copies_for(len(parameters))
-    optimizer = OPTIMIZERS[name](parameters, lr=0.1, **FORMS[form])
-    for _ in range(3):
-        assert are_current(copies, parameters)
-        before = [p.detach().clone() for p in parameters]
-        step(optimizer, parameters)
-        assert not any(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
-    assert are_current(copies, parameters)
+    for name in OPTIMIZERS:
+        if form == "fused" and name not in FUSED:
+            continue
+        parameters = new_weights()
+        copies = copies_for(len(parameters))
+        optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **FORMS[form])
+        for _ in range(2):
+            assert are_current(copies, parameters)
+            step(optimizer, parameters)
+        assert are_current(copies, parameters), name
 
 
 # of torch 2.11, also where they are enabled
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
-@pytest.mark.parametrize("name", ["LBFGS", "Muon", "SparseAdam"])
-def test_a_step_of_the_other_optimizers_is_noticed(name: str) -> None:
-    parameters = new_weights()[:1]
-    copies = copies_for(1)
-    optimizer = getattr(torch.optim, name)(parameters, lr=0.1)
+def test_a_step_that_writes_to_some_rows_is_noticed() -> None:
+    parameters, copies = new_weights()[:1], copies_for(1)
+    optimizer = torch.optim.SparseAdam(parameters, lr=0.1)
     assert are_current(copies, parameters)
-    if name == "SparseAdam":
-        # some rows only
-        rows = torch.tensor([[7, 9]])
-        parameters[0].grad = torch.sparse_coo_tensor(
-            rows, torch.randn(2, 48), (64, 48), check_invariants=True
-        )
-        optimizer.step()
-    elif name == "LBFGS":
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = parameters[0].square().sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    else:
-        step(optimizer, parameters)
+    rows = torch.tensor([[7, 9]])
+    parameters[0].grad = torch.sparse_coo_tensor(rows, torch.randn(2, 48), (64, 48), check_invariants=True)
+    optimizer.step()
     assert are_current(copies, parameters)
 
 

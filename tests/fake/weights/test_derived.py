@@ -16,23 +16,14 @@ from derived import are_current, copies_for, new_weights
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx import compiling, weights
+from amp_fx import compiling
 from amp_fx.graphs.calls import is_cast
-from amp_fx.weights.derived import DerivedInputs, Input, WeightCache, derived_of
+from amp_fx.weights.derived import DerivedInputs, Input, WeightCache
 from amp_fx.weights.recipes import Cast
 from holding import Held
 
 #: seconds; more than any of this takes
 LONG = 20.0
-
-
-def test_copies_are_made_once(held: Held) -> None:
-    parameters = new_weights()
-    copies = copies_for(4)
-    first = copies.of(parameters)
-    assert are_current(copies, parameters)
-    assert copies.of(parameters) is first
-    assert held.bytes() == sum(2 * p.numel() for p in parameters)
 
 
 @pytest.mark.parametrize("asked", ["cache", "freeze"])
@@ -275,31 +266,3 @@ def test_modes_of_the_program_do_not_run_while_others_may_wait() -> None:
     with Seen():
         kept(Doubled("in a mode")).of([weight])
     assert not [op for op in ops if "mul" in op]
-
-
-def test_after_an_error_a_tensor_is_derived_again() -> None:
-    weight, errors = torch.ones(4), [ValueError("no memory")]
-
-    def fail() -> None:
-        if errors:
-            raise errors.pop()
-
-    derived = derived_of(Doubled("fails", fail), [weight])
-    with pytest.raises(ValueError, match="no memory"):
-        derived.update([weight])
-    assert derived.update([weight])
-    assert torch.equal(derived.tensors[0], weight * 2)
-
-
-def test_threads_see_current_copies() -> None:
-    parameters = new_weights()
-    copies = copies_for(4)
-    turns: list[bool] = []
-    assert all(
-        in_threads(
-            *[lambda: turns.extend(are_current(copies, parameters) for _ in range(100)) for _ in range(4)]
-        )
-    )
-    assert turns == [True] * 400
-    weights.clear()
-    assert are_current(copies, parameters)
