@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from amp_fx._torch import OpOverload, size_hint
 from amp_fx.graphs.calls import arguments, is_parameter
 from amp_fx.graphs.fake_runs import fake_arguments, matmul_flops
-from amp_fx.graphs.traits import LINEAR_OPS, Trait, has_trait
+from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import is_eligible, is_view, numel
 from amp_fx.placement.gpus import NOMINAL
 from amp_fx.placement.layout import is_convolution, is_relaid
@@ -74,14 +74,12 @@ class CostModel:
 
     def is_external(self, node: fx.Node) -> bool:
         """True for calls that Inductor does not fuse with their neighbours."""
+        plan = label_of(node)
         if self.is_input(node):
             return False
-        plan = label_of(node)
-        if plan is None:
+        if plan is None or plan.op_class is OpClass.LOW:
             return True
-        return plan.op_class is OpClass.LOW or (
-            plan.op_class is OpClass.KEEP and not isinstance(node.target, OpOverload)
-        )
+        return plan.op_class is OpClass.KEEP and not isinstance(node.target, OpOverload)
 
     def is_stored(self, node: fx.Node) -> bool:
         """True for what is in memory whoever reads it: inputs, external results, views of either."""
@@ -110,15 +108,13 @@ class CostModel:
 
         Moving the cast in front of such a lookup would sum gradients in 16 bits, which autocast does not.
         """
-        plan = label_of(node)
-        return self.training and plan is not None and has_trait(plan.op, Trait.LOOKUP)
+        return self.training and has_trait(node, Trait.LOOKUP)
 
     def saves_input(self, reader: fx.Node) -> bool:
         """True where the backward of ``reader`` needs the value it reads, so that it is kept in memory."""
         plan = label_of(reader)
-        if plan is None or plan.op_class in (OpClass.FOLLOW, OpClass.KEEP):
-            return False
-        return self.training and not has_trait(plan.op, Trait.LINEAR)
+        computes = plan is not None and plan.op_class not in (OpClass.FOLLOW, OpClass.KEEP)
+        return self.training and computes and not has_trait(reader, Trait.LINEAR)
 
     def traffic(self, node: fx.Node, itemsize: int) -> int:
         """Time to read or write the value once at ``itemsize`` bytes an element."""
@@ -130,9 +126,8 @@ class CostModel:
 
     def read(self, reader: fx.Node, value: fx.Node, itemsize: int) -> int:
         """Time for ``reader`` to read the value: all of it, or what a lookup picks."""
-        plan = label_of(reader)
-        picks = plan is not None and has_trait(plan.op, Trait.LOOKUP) and is_eligible(reader.meta.get("val"))
-        if self.has_wide_gradient(value):
+        picks = has_trait(reader, Trait.LOOKUP) and is_eligible(reader.meta.get("val"))
+        if self._has_wide_gradient(value):
             return self._time(numel(value.meta["val"]) * (itemsize + torch.float32.itemsize))
         return self.traffic(reader if picks else value, itemsize)
 
@@ -153,15 +148,13 @@ class CostModel:
             base = base.all_input_nodes[0]
         if not _fuses_casts(value) or not self.is_input(base):
             return True
-        readers = self._readers(base)
-        if len(readers) != 1:
+        if len(self._readers(base)) != 1:
             # several gradients are added, and cast by the kernel that does it
             return False
         # a library kernel leaves 16 bits, but for products and sums
-        [(reader, read)] = readers
-        plan = label_of(reader)
-        product = plan is not None and has_trait(plan.op, Trait.WIDE_GRADIENT)
-        return self.is_external(reader) and not product and not _is_bias(reader, read)
+        [(reader, read)] = self._readers(base)
+        adds_up_wide = has_trait(reader, Trait.WIDE_GRADIENT) or _is_bias(reader, read)
+        return self.is_external(reader) and not adds_up_wide
 
     def _readers(self, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """What reads a value, and the view of it that it reads."""
@@ -171,25 +164,18 @@ class CostModel:
             for found in (self._readers(user) if self.is_view(user) else [(user, value)])
         ]
 
-    def has_wide_gradient(self, value: fx.Node) -> bool:
+    def _has_wide_gradient(self, value: fx.Node) -> bool:
         """True for a weight whose gradient leaves a matmul in fp32, whatever the matmul multiplies.
 
         Where one matmul alone reads the weight: several gradients would be added up in the low dtype first.
         """
         if not self.training or len(value.users) != 1:
             return False
-        reader, base = next(iter(value.users)), value
-        plan = label_of(reader)
-        position = -1 if plan is None else LINEAR_OPS.get(plan.op, -1)
-        if not 0 <= position < len(reader.args) or reader.args[position] is not value:
+        (reader,), base, tensor = value.users, value, value.meta["val"]
+        if _matrix(reader) is not value:
             return False
-        while (
-            (plan := label_of(base)) is not None
-            and has_trait(plan.op, Trait.RESHAPES)
-            and len(base.users) == 1
-        ):
+        while has_trait(base, Trait.RESHAPES) and len(base.users) == 1:
             base = base.all_input_nodes[0]
-        tensor = value.meta["val"]
         is_weight = is_parameter(base) and len(base.users) == 1 and tensor.ndim == 2
         return is_weight and device_row(tensor.device.type).wide_results
 
@@ -200,9 +186,8 @@ class CostModel:
         flops = self._operations(node, low)
         if not flops:
             return None
-        high, fast = (
-            round(1e12 * self.profile.matmul_seconds(flops, name)) for name in ("float32", dtype_name(low))
-        )
+        seconds = (self.profile.matmul_seconds(flops, name) for name in ("float32", dtype_name(low)))
+        high, fast = (round(1e12 * each) for each in seconds)
         slower = device_row(self.profile.device_type).one_query
         if slower is not None and _is_one_query(node):
             high, fast = high * slower[0], fast * slower[1]
@@ -230,16 +215,14 @@ class CostModel:
         blocks in the cache. Measured with MKL, 2048 x 2048: 1 row takes 0.8 ms, 2 to 16 rows take 1.6 ms.
         Convolutions: weights are laid out channels last, by the casts for a low kernel (``amp_fx.placement.layout``).
         """
-        plan, value = label_of(node), node.meta["val"]
-        position = 1 if is_convolution(node) else -1 if plan is None else LINEAR_OPS.get(plan.op, -1)
-        weight = node.args[position] if 0 <= position < len(node.args) else None
-        if self.profile is None or not isinstance(weight, fx.Node):
-            return 0
-        if not device_row(self.profile.device_type).packs_weights:
+        weight = node.args[1] if is_convolution(node) else _matrix(node)
+        packs = self.profile is not None and device_row(self.profile.device_type).packs_weights
+        if not packs or not isinstance(weight, fx.Node):
             return 0
         if is_convolution(node):
             is_copied = is_relaid(weight.meta["val"])
         else:
+            value = node.meta["val"]
             rows = numel(value) // max(1, size_hint(value.shape[-1]))
             is_copied = weight.meta["val"].ndim == 2 and rows != 1
         return self.traffic(weight, 2 * torch.float32.itemsize) if is_copied else 0
@@ -249,15 +232,16 @@ class CostModel:
         return nbytes if self.profile is None else round(self.profile.bytes_seconds(nbytes) * 1e12)
 
 
+def _matrix(node: fx.Node) -> object:
+    """The matrix that a call multiplies rows by; None for other calls."""
+    form = op_row(node).linear
+    return None if form is None or form.weight >= len(node.args) else node.args[form.weight]
+
+
 def _is_one_query(node: fx.Node) -> bool:
     """True for attention of a single query, as in decoding."""
-    plan, query = label_of(node), node.args[0]
-    return (
-        plan is not None
-        and plan.op.startswith("scaled_dot_product_attention")
-        and isinstance(query, fx.Node)
-        and size_hint(query.meta["val"].shape[-2]) == 1
-    )
+    is_attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
+    return is_attention and size_hint(node.all_input_nodes[0].meta["val"].shape[-2]) == 1
 
 
 def _fuses_casts(value: fx.Node) -> bool:

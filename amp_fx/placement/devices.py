@@ -20,7 +20,7 @@ from amp_fx.placement.profile import (
     DeviceProfile,
     ProfileError,
     check_device_type,
-)
+)  # fmt: skip
 
 __all__ = ["builtin", "cuda_profile", "resolve"]
 
@@ -61,11 +61,10 @@ def _near_profile(spec: str) -> str:
     """A hint from the two words and from the JSON files where the path points."""
     path = Path(spec)
     try:
-        files = {str(found): found.name for found in path.parent.glob("*.json")}
+        files = [*map(str, path.parent.glob("*.json"))]
     except OSError:
-        files = {}
-    hint = did_you_mean(spec, ["auto", "off", *files])
-    return hint or did_you_mean(str(path.with_suffix(".json")), files)
+        files = []
+    return did_you_mean(spec, ["auto", "off", *files]) or did_you_mean(str(path.with_suffix(".json")), files)
 
 
 class _Cpu(NamedTuple):
@@ -75,9 +74,8 @@ class _Cpu(NamedTuple):
     bfloat16: float  # relative to float32
     float16: float  # relative to float32
     int8: float | None = None  # likewise: packed weights, products summed in int32; None: slower than bf16
-    flash: tuple[float, float] | None = (
-        None  # seconds of one thread for a pair of blocks, forward and backward
-    )
+    # seconds of one thread for a pair of blocks, forward and backward
+    flash: tuple[float, float] | None = None
 
 
 #: The first row whose flags the CPU has counts. The ratios matter, the rates less so: FLOP a cycle times a
@@ -145,7 +143,9 @@ def builtin(device_type: str) -> DeviceProfile:
     """The table row of this machine's device; ProfileError for a device type without a table.
 
     Read from what the device is (instruction flags and thread count, compute capability), never from what it is doing.
-    The one setting that counts is what fp32 matmuls are allowed to be computed in: TF32, or bf16 on CPU.
+    The one setting that counts is what fp32 matmuls are allowed to be computed in: TF32, or bf16 on CPU. It is in
+    ``fp32_precision``, which follows ``allow_tf32``, ``set_float32_matmul_precision`` and the global setting; the older
+    getters raise once a program has used both generations of the API.
     """
     if check_device_type(device_type) == "cuda":
         return cuda_profile(*_cuda_row())
@@ -165,20 +165,19 @@ def _cpu_row(flags: frozenset[str]) -> _Cpu:
 
 def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
     rate = row.float32 * threads
-    exact = _float32_rate("cpu", 1.0, max(1.0, row.bfloat16 * _CPU_FLOAT32_AS_BFLOAT16))
-    relative = {"float32": exact, "bfloat16": row.bfloat16, "float16": row.float16}
-    if row.int8 is not None:
-        relative[INT8] = row.int8
+    # oneDNN has no faster TF32 on today's CPUs, only bf16
+    may_round = torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]  # set by property
+    exact = max(1.0, row.bfloat16 * _CPU_FLOAT32_AS_BFLOAT16) if may_round else 1.0
+    relative = {"float32": exact, "bfloat16": row.bfloat16, "float16": row.float16, INT8: row.int8}
     per_thread, socket = _CPU_BANDWIDTH
+    blocks = (seconds / threads for seconds in row.flash or ())
     return DeviceProfile(
         name=f"{row.name}, {threads} threads",
         device_type="cpu",
-        peak={dtype: rate * times for dtype, times in relative.items()},
+        peak={dtype: rate * times for dtype, times in relative.items() if times is not None},
         bandwidth=min(per_thread * threads, socket),
         launch=_CPU_LAUNCH,
-        calls=dict(
-            zip((FLASH_BLOCK, FLASH_BLOCK_BACKWARD), (s / threads for s in row.flash or ()), strict=False)
-        ),
+        calls=dict(zip((FLASH_BLOCK, FLASH_BLOCK_BACKWARD), blocks, strict=False)),
     )
 
 
@@ -193,13 +192,10 @@ def _cuda_row() -> tuple[str, Gpu]:
 
 def cuda_profile(label: str, row: Gpu) -> DeviceProfile:
     """The profile of a card; the label says how it was found."""
+    float32 = row.tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else row.float32
     rates = {
-        "float32": _float32_rate("cuda", row.float32, row.tf32),
-        "bfloat16": row.bfloat16,
-        "float16": row.float16,
-        FLOAT8: row.float8,
-        INT8: row.int8,
-    }
+        "float32": float32, "bfloat16": row.bfloat16, "float16": row.float16, FLOAT8: row.float8, INT8: row.int8,
+    }  # fmt: skip
     return DeviceProfile(
         name=f"{label} ({row.name})",
         device_type="cuda",
@@ -207,15 +203,3 @@ def cuda_profile(label: str, row: Gpu) -> DeviceProfile:
         bandwidth=row.bandwidth * 1e9 * _SUSTAINED,
         launch=_CUDA_LAUNCH,
     )
-
-
-def _float32_rate(device_type: str, exact: float, relaxed: float) -> float:
-    """The rate of an fp32 matmul: ``relaxed`` if the user lets it be computed in less than fp32.
-
-    Read from ``fp32_precision``, which follows ``allow_tf32``, ``set_float32_matmul_precision`` and the
-    global setting; the older getters raise once a program has used both generations of the API.
-    """
-    if device_type == "cuda":
-        return relaxed if torch.backends.cuda.matmul.fp32_precision == "tf32" else exact
-    # oneDNN has no faster TF32 on today's CPUs, only bf16
-    return relaxed if torch.backends.mkldnn.matmul.fp32_precision == "bf16" else exact  # type: ignore[attr-defined]  # set by property

@@ -20,7 +20,7 @@ from amp_fx.placement.profile import (
     DeviceProfile,
     ProfileError,
     check_device_type,
-)
+)  # fmt: skip
 from amp_fx.policy.scaled import ZERO_POINT
 
 __all__ = ["measure"]
@@ -56,26 +56,20 @@ class _Task(NamedTuple):
 
 
 def measure(
-    device_type: str, seconds: float = 3.0, progress: Callable[[str], None] | None = None
+    device_type: str, seconds: float = 3.0, progress: Callable[[str], object] = lambda line: None
 ) -> DeviceProfile:
-    """Measures this machine.
+    """Measures this machine: ``"cpu"``, or the current device of ``"cuda"``, in about so many seconds.
 
     Everything is measured in turns, so that a falling clock hurts all numbers alike, and the best round counts: other
     processes only ever slow a round down. A matmul counts in the three layouts of a training step: a dtype without
     kernels of its own may be fast in one of them only. A matmul in fp8 has one layout, and adds up fast in the forward
-    only; one in int8 is that of an evaluation, with a packed weight on a CPU.
+    only; one in int8 is that of an evaluation, with a packed weight on a CPU. Less than a second means small sizes and
+    rough numbers. ``progress`` takes a line for each step, and a warning if the machine was busy.
 
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``, the current device.
-        seconds: about how long to take; less than 1 means small sizes and rough numbers.
-        progress: called with a line of text for each step, and with a warning if the machine was busy.
-
-    Raises:
-        ProfileError: there is no such device, or it is too busy for the numbers to mean anything.
+    ProfileError where there is no such device, or it is too busy for the numbers to mean anything.
     """
     if check_device_type(device_type) == "cuda" and not torch.cuda.is_available():
         raise ProfileError("there is no CUDA device here to measure; valid here: 'cpu'.")
-    say = progress or (lambda line: None)
     start = time.perf_counter()
     makers: dict[str, Callable[[int], _Task]] = {
         name: partial(_gemm, dtype=dtype, device_type=device_type) for name, dtype in DTYPES.items()
@@ -87,20 +81,16 @@ def measure(
     share = seconds / (_ROUNDS * (len(makers) + 2))
     tasks = {}
     for name, make in makers.items():
-        say(f"matmul {name}")
+        progress(f"matmul {name}")
         tasks[name] = _largest(map(make, _GEMM_SIZES), 8, share, device_type)
-    say("copy")
+    progress("copy")
     copies = (_copy(size, device_type) for size in _COPY_SIZES[device_type])
     tasks["bandwidth"] = _largest(copies, 4, share, device_type)
     tasks["launch"] = _launch(device_type)
-    calls: dict[str, _Task] = {}
-    if device_type == "cpu":
-        say("attention")
-        calls = _flash_blocks()
-
+    calls = _flash_blocks() if device_type == "cpu" else {}
     tasks |= calls
     samples: dict[str, list[float]] = {name: [] for name in tasks}
-    say("all of them in turns")
+    progress("all of them in turns")
     while len(samples["launch"]) < _ROUNDS or time.perf_counter() - start < seconds:
         for name, task in tasks.items():
             samples[name].append(_clock(task, device_type) / task.work)
@@ -112,7 +102,9 @@ def measure(
         )
     spread = max(median(samples[name]) / best[name] for name in samples)
     if spread > _BUSY:
-        say(f"warning: rounds differ {spread:.1f} times, so the machine is busy; measure again when idle")
+        progress(
+            f"warning: rounds differ {spread:.1f} times, so the machine is busy; measure again when idle"
+        )
     device = torch.cuda.get_device_name() if device_type == "cuda" else builtin("cpu").name
     return DeviceProfile(
         name=f"{device}, measured",

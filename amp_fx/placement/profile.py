@@ -26,16 +26,9 @@ from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.table import DEVICES
 
 __all__ = [
-    "DEVICE_TYPES",
-    "DTYPES",
-    "FLASH_BLOCK",
-    "FLASH_BLOCK_BACKWARD",
-    "FLOAT8",
-    "INT8",
-    "DeviceProfile",
-    "ProfileError",
+    "DEVICE_TYPES", "DTYPES", "FLASH_BLOCK", "FLASH_BLOCK_BACKWARD", "FLOAT8", "INT8", "DeviceProfile", "ProfileError",
     "check_device_type",
-]
+]  # fmt: skip
 
 #: device types that have profiles
 DEVICE_TYPES = tuple(device.name for device in DEVICES.values() if device.has_rates)
@@ -52,11 +45,11 @@ INT8 = "int8"
 #: what the flash kernel for attention on a CPU takes for a block of queries and one of keys, beside the products
 FLASH_BLOCK, FLASH_BLOCK_BACKWARD = "flash_block", "flash_block_backward"
 
-#: calls of libraries that take time beside their arithmetic
-_CALLS = (FLASH_BLOCK, FLASH_BLOCK_BACKWARD)
-
-#: what a profile may have a matmul rate for
-_RATES = tuple(dict.fromkeys(level.rate for level in LEVELS.values()))
+#: what a profile may have a matmul rate for, and which calls of libraries that take time beside their arithmetic
+_KEYS = {
+    "peak": tuple(dict.fromkeys(level.rate for level in LEVELS.values())),
+    "calls": (FLASH_BLOCK, FLASH_BLOCK_BACKWARD),
+}
 
 _FORMAT = "amp_fx device profile"
 _VERSION = 1
@@ -106,13 +99,8 @@ class DeviceProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form, with its format and version."""
-        return {
-            "format": _FORMAT,
-            "version": _VERSION,
-            **vars(self),
-            "peak": dict(self.peak),
-            "calls": dict(self.calls),
-        }
+        maps = {"peak": dict(self.peak), "calls": dict(self.calls)}
+        return {"format": _FORMAT, "version": _VERSION, **vars(self), **maps}
 
     def to_json(self) -> str:
         """The profile as indented JSON text."""
@@ -137,23 +125,22 @@ class DeviceProfile:
         except SchemaError as error:
             raise ProfileError(f"not a device profile: {error}") from error
         check_device_type(profile.device_type)
-        unknown = next((dtype for dtype in profile.peak if dtype not in _RATES), None)
-        if unknown is not None or "float32" not in profile.peak:
-            raise ProfileError(
-                f"device profile.peak has the dtypes {', '.join(map(_short, profile.peak)) or 'none'}; valid: "
-                f"{', '.join(_RATES)}, and float32 must be there." + did_you_mean(str(unknown)[:60], _RATES)
-            )
-        unknown = next((call for call in profile.calls if call not in _CALLS), None)
-        if unknown is not None:
-            raise ProfileError(
-                f"device profile.calls has {_short(unknown)}; valid: {', '.join(_CALLS)}."
-                + did_you_mean(str(unknown)[:60], _CALLS)
-            )
-        rates = {f"peak.{dtype}": rate for dtype, rate in profile.peak.items()}
-        rates |= {f"calls.{call}": seconds for call, seconds in profile.calls.items()}
-        for name, rate in {**rates, "bandwidth": profile.bandwidth, "launch": profile.launch}.items():
-            if not 0 < rate < math.inf:
-                raise ProfileError(f"device profile.{name} should be a positive number; got {_short(rate)}.")
+        if "float32" not in profile.peak:
+            raise ProfileError(f"device profile.peak has {_short([*profile.peak])}; float32 must be there.")
+        numbers = {"bandwidth": profile.bandwidth, "launch": profile.launch}
+        for name, valid in _KEYS.items():
+            for key, number in getattr(profile, name).items():
+                if key not in valid:
+                    raise ProfileError(
+                        f"device profile.{name} has {_short(key)}; valid: {', '.join(valid)}."
+                        + did_you_mean(str(key)[:60], valid)
+                    )
+                numbers[f"{name}.{key}"] = number
+        for name, number in numbers.items():
+            if not 0 < number < math.inf:
+                raise ProfileError(
+                    f"device profile.{name} should be a positive number; got {_short(number)}."
+                )
         return profile
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -23,15 +23,12 @@ import torch
 from amp_fx.policy.scaled import int8_mm, packed_int8_mm, scaled_mm
 
 __all__ = [
-    "AUTO", "FORWARD", "GRAIN", "INPUT", "LEVELS", "NARROW_DTYPES", "ROLES", "WEIGHT", "Implementation",
-    "Level", "Scale", "choices_of", "is_narrow", "level_named", "levels_of",
+    "AUTO", "FORWARD", "INPUT", "LEVELS", "NARROW_DTYPES", "ROLES", "WEIGHT", "Implementation", "Level", "Scale",
+    "choices_of", "is_narrow", "level_named", "levels_of",
 ]  # fmt: skip
 
 #: what a matmul is to a call of the forward: itself, or what gives the gradient of its first or second operand
 ROLES = FORWARD, INPUT, WEIGHT = "forward", "gradient of its input", "gradient of its weight"
-
-#: library kernels that multiply with scales take sizes that are multiples of it
-GRAIN = 16
 
 #: the option that leaves the choice to the device and to costs
 AUTO = "auto"
@@ -56,11 +53,10 @@ class Implementation:
     multiply: Callable[..., Any] = field(default=scaled_mm, repr=False)
     value: torch.dtype | None = None  # of what is multiplied by a weight, where that is not the level's
     device: str | None = None  # the only type of device that has it
-    capabilities: tuple[tuple[int, int], ...] | None = (
-        None  # CUDA devices that have it; None: all with the rate
-    )
+    # CUDA devices that have it; None: all with the rate
+    capabilities: tuple[tuple[int, int], ...] | None = None
     keeps_weights: bool = False  # it takes only weights of which copies live across calls
-    grain: int = GRAIN  # what divides the sizes that are contracted, and the columns
+    grain: int = 16  # what divides the sizes that are contracted, and the columns
     fewest: int = 1  # rows that a kernel of CUDA takes at least
     packs: bool = False  # the weight is laid out anew in each call of more than one row
     one_row: float = 0.0  # seconds that a call of a single row gains on the low dtype, beside the arithmetic
@@ -203,8 +199,8 @@ NARROW_DTYPES = frozenset(
 
 def levels_of(base: str, *, training: bool = False) -> dict[str, Level]:
     """The levels that a policy of this base chooses among, in training or not; none where it only has op lists."""
-    rows = [level for level in LEVELS.values() if base and level.policy == base]
-    return {level.name: level for level in rows if level.trains or not training}
+    rows = {name: level for name, level in LEVELS.items() if base and level.policy == base}
+    return {name: level for name, level in rows.items() if level.trains or not training}
 
 
 def choices_of(base: str) -> dict[str, str]:

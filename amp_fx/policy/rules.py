@@ -118,8 +118,8 @@ class Rule:
             )
         where = f"policy rule {dict(data)!r}"
         _check_keys(data, _RULE_KEYS, where)
-        op, module, result = data.get("op"), data.get("module"), data.get("result")
         precision = _one_of(PRECISIONS, data.get("precision"), "precision", where)
+        op, module, result, way = map(data.get, ("op", "module", "result", "implementation"))
         for key, value in (("op", op), ("module", module)):
             if value is not None and not isinstance(value, str):
                 raise OptionsError(f"{key!r} in {where} must be a string; got {value!r}.")
@@ -145,12 +145,8 @@ class Rule:
                 f"'result' in {where} is about products of low operands, not {precision}; say 'precision': 'low', or "
                 "drop it."
             )
-        way = data.get("implementation")
-        if (
-            way is not None
-            and _one_of(IMPLEMENTATIONS, way, "implementation", where)
-            and (precision != "low" or op is None or op.partition(".")[0] != _ATTENTION)
-        ):
+        of_attention = precision == "low" and op is not None and op.partition(".")[0] == _ATTENTION
+        if way is not None and _one_of(IMPLEMENTATIONS, way, "implementation", where) and not of_attention:
             raise OptionsError(
                 f"'implementation' in {where} is about attention in 16 bits; say 'op': {_ATTENTION!r} and "
                 "'precision': 'low', or drop it."

@@ -15,8 +15,8 @@ import torch
 from amp_fx._torch import quantised_ops
 
 __all__ = [
-    "TILE", "ZERO_POINT", "Emit", "Product", "block_scales", "int8_mm", "packed_int8_mm", "run", "scale_of",
-    "scaled", "scaled_mm",
+    "TILE", "ZERO_POINT", "Emit", "Product", "block_scales", "int8_mm", "packed_int8_mm", "run", "scale_of", "scaled",
+    "scaled_mm",
 ]  # fmt: skip
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -123,17 +123,13 @@ def block_scales(factors: Any, call: Emit) -> Any:
 class Product(NamedTuple):
     """Two operands with scales, to be multiplied."""
 
-    #: (rows, contracted), its rows in one piece each
-    first: Any
-    #: (contracted, columns), its columns in one piece each
-    second: Any
+    first: Any  # (rows, contracted), its rows in one piece each
+    second: Any  # (contracted, columns), its columns in one piece each
     #: of both: one, ``[rows, 1]`` and ``[1, columns]``, or :func:`block_scales`; or one of all the first, and
     #: ``[columns, 1]``
     factors: tuple[Any, Any]
-    #: one number for each column, or None
-    bias: Any
-    #: of the result
-    dtype: torch.dtype
+    bias: Any  # one number for each column, or None
+    dtype: torch.dtype  # of the result
     is_forward: bool
 
     def finished(self, product: Any, factors: Any, call: Emit) -> Any:

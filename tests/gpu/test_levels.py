@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.placement.measuring import measure
 from amp_fx.placement.profile import FLOAT8
-from amp_fx.plans.label import Kind
 from amp_fx.policy.levels import levels_of
-from benchmarks.cases import CASES
 from benchmarks.workloads import llama_512
 from levels import MLP, error, exact_gradients, gradients
 from small_models import GPT
@@ -126,49 +123,6 @@ def test_gradients_of_weights_are_not_rounded_to_16_bits(recipe: str) -> None:
 def test_the_profile_of_the_device_has_a_rate_for_fp8(tmp_path: Path) -> None:
     peak = measure("cuda", 2.0).peak
     assert peak[FLOAT8] > 1.2 * peak["bfloat16"]
-
-
-@pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.family == "linear"])
-def test_what_the_cut_puts_in_fp8_is_not_slower(name: str) -> None:
-    workload = CASES[name].workload("cuda")
-    args = [value.cuda() for value in workload.batch.values()]
-    steps = []
-    torch._dynamo.reset()
-    for options in ({"profile": "off"}, {"policy": "fp8"}):
-        model = copy.deepcopy(workload.model).cuda()
-        with amp_fx.record() as recording:
-            compiled = torch.compile(model, backend="amp_fx", options={"strict": True, **options})
-            compiled(*args).backward()
-        chosen = any(row.is_because(Kind.LEVEL) for row in recording.plans[0].nodes)
-        steps.append(_warm(compiled, args))
-    if not chosen:
-        pytest.skip("the cut leaves it in bf16")
-    bf16, fp8 = _times(steps)
-    assert bf16 / fp8 >= 0.98, f"bf16 {bf16:.3f} ms, fp8 {fp8:.3f} ms"
-
-
-def _warm(compiled: Callable[..., Tensor], args: Sequence[Tensor]) -> Callable[[], None]:
-    def step() -> None:
-        compiled(*args).backward()
-
-    for _ in range(5):
-        step()
-    return step
-
-
-def _times(steps: Sequence[Callable[[], None]], rounds: int = 30) -> list[float]:
-    """Milliseconds of each, in turns; medians."""
-    samples: list[list[float]] = [[] for _ in steps]
-    for _ in range(rounds):
-        for step, found in zip(steps, samples, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(start.elapsed_time(end))
-    return [statistics.median(found) for found in samples]
 
 
 class Net(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx._torch import FakeTensorMode
 from amp_fx.cli.entry import main
@@ -52,19 +50,13 @@ def test_times_are_work_over_rate_and_a_dtype_without_a_rate_is_named() -> None:
         ({"version": 99}, "99"),
         ({"format": "a cake"}, "'a cake'"),
         ({"launch": 0}, "launch .*0"),
-        ({"launch": -1.0}, "launch .*-1.0"),
-        ({"launch": True}, "launch .*True"),
-        ({"bandwidth": "fast"}, "bandwidth .*float.*'fast'"),
         ({"bandwidth": float("nan")}, "bandwidth .*nan"),
         ({"bandwidth": float("inf")}, "bandwidth .*inf"),
-        ({"bandwidth": 10**400}, "bandwidth .*float.* 1000"),
-        ({"peak": []}, r"peak .*object.*\[\]"),
         ({"peak": {"bfloat16": 1.0}}, "'bfloat16'.*float32"),
         ({"peak": {"float32": 1.0, "bfloat": 1.0}}, "'bfloat'.*'bfloat16'"),
-        ({"peak": {"float32": None}}, "peak.float32 .*float.*None"),
-        ({"name": 3}, "name .*str.*3"),
+        ({"peak": {"float32": -1.0}}, "peak.float32 .*-1.0"),
+        ({"calls": {"flash_blok": 1.0}}, "'flash_blok'.*'flash_block'"),
         ({"device_type": "cdua"}, "'cdua'.*'cpu', 'cuda'.*'cuda'"),
-        ({"device_type": ["cpu"]}, "device_type .*str"),
         ({"bandwith": 1.0}, "bandwith .*'bandwidth'"),
     ],
 )
@@ -73,56 +65,14 @@ def test_a_wrong_field_is_named_with_its_value(change: dict[str, Any], message: 
         DeviceProfile.from_dict({**A_PROFILE.to_dict(), **change})
 
 
-def test_no_field_may_be_missing() -> None:
-    for key in ("name", "device_type", "peak", "bandwidth", "launch", "format", "version"):
-        data = A_PROFILE.to_dict()
-        del data[key]
-        with pytest.raises(ProfileError, match=key):
-            DeviceProfile.from_dict(data)
-
-
-# --- files -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "JSON"),
-        (b"{", "JSON"),
-        (b"[1]", "list"),
-        (b"{}", "None"),
-        (b"[" * 60_000, "JSON"),
-        (b'{"version": ' + b"9" * 50_000 + b"}", "JSON"),
-        (b" " * 70_000, "65536"),
-        (b"\xff\xfe\x00", "utf-8"),
-    ],
-    ids=["empty", "cut off", "list", "other object", "deep", "long number", "huge", "binary"],
+    ("content", "message"), [(b"{", "JSON"), (b"{}", "None"), (b" " * 70_000, "65536"), (b"\xff", "utf-8")]
 )
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "broken.json"
     path.write_bytes(content)
-    with pytest.raises(ProfileError, match=message) as caught:
-        DeviceProfile.load(path)
-    assert "broken.json" in str(caught.value)
-    assert len(str(caught.value)) < 600
-
-
-def test_a_folder_is_no_profile(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=re.escape(str(tmp_path))):
-        resolve(str(tmp_path), "cpu")
-
-
-def test_a_crash_while_saving_leaves_the_old_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = saved.read_bytes()
-
-    def crash(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", crash)
-    with pytest.raises(KeyboardInterrupt):
-        DeviceProfile("another", "cpu", {"float32": 1.0}, 1.0, 1.0).save(saved)
-    assert saved.read_bytes() == before
-    assert list(saved.parent.iterdir()) == [saved]
+    with pytest.raises(ProfileError, match=rf"broken\.json.*{message}"):
+        resolve(str(path), "cpu")
 
 
 # --- the option ------------------------------------------------------------------------------------
@@ -319,24 +269,9 @@ def test_fp8_is_measured_where_the_library_takes_it(
 def test_the_library_takes_what_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     # there is no generator without the device
     monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda seed: None))
-    with FakeTensorMode(), CountMatmuls() as counts:
-        task = measuring._scaled_gemm(128, "cuda")
-        task.run()
-    assert counts.fast == [True, False, False]
-    assert task.work == 3 * 2 * 128**3
-
-
-class CountMatmuls(TorchDispatchMode):
-    """Sees scaled matmuls; fake CUDA tensors check their layouts as the library does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fast: list[bool] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._scaled_mm.default:
-            self.fast.append(len(args) > 7 and args[7])
-        return func(*args, **(kwargs or {}))
+    with FakeTensorMode():
+        # fake CUDA tensors check their layouts as the library does
+        measuring._scaled_gemm(128, "cuda").run()
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,11 +321,3 @@ def test_the_command_writes_a_file_that_the_option_reads_or_prints_json_alone(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert "missing" in last
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["profile", "--help"], ["--version"]])
-def test_help_and_version_exit_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 0
-    assert "amp_fx" in capsys.readouterr().out

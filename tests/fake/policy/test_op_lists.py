@@ -308,9 +308,3 @@ def test_pointwise_ops_that_no_list_names_run_in_the_dtype_of_their_inputs() -> 
 )
 def test_writes_unknown_ops_and_other_namespaces_have_no_row(op: torch._ops.OpOverload) -> None:
     assert table.lookup(op, "cuda") is None
-
-
-def test_op_names_outside_aten_keep_their_namespace() -> None:
-    assert op_name(torch.ops.aten.linear.default) == "linear"
-    assert op_name(torch.ops.aten.softmax.int) == "softmax.int"
-    assert op_name(torch.ops.prims.add.default) == "prims::add"

@@ -99,14 +99,6 @@ def test_a_rule_by_op_and_module_needs_both_and_the_last_that_matches_wins() -> 
     assert set(linears(one, everything).values()) == {"float32"}
 
 
-def test_a_rule_shows_in_the_plan_as_the_reason() -> None:
-    rewritten = rewrite(attention(), torch.randn(2, 8), options=rules({"op": "matmul", "precision": "fp32"}))
-    assert rewritten.one("matmul").reasons == (
-        Reason(Kind.RULE, {"rule": '{"op": "matmul", "precision": "fp32"}'}),
-    )
-    assert Policy.parse(rewritten.plan.policy) == Policy(rules=(Rule("fp32", op="matmul"),))
-
-
 def test_a_rule_does_not_reach_the_programs_own_casts_and_integers() -> None:
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.to(torch.float16), x.argmax()
@@ -167,13 +159,6 @@ def test_a_rule_that_asks_for_int8_is_about_linears_and_under_that_policy_only()
     ):
         with pytest.raises(OptionsError, match="int8"):
             Policy.parse(bad)
-
-
-@pytest.mark.parametrize(
-    ("path", "matches"), [("bert.layer.1.attention", True), ("bert.layer.11.attention", False), ("", False)]
-)
-def test_module_patterns_are_searched_for_anywhere(path: str, matches: bool) -> None:
-    assert Rule.parse({"module": r"layer\.1\.", "precision": "fp32"}).matches("mm", path) is matches
 
 
 @pytest.mark.parametrize(
@@ -239,17 +224,6 @@ def test_any_policy_goes_through_text_and_json_unchanged(given_rules: list[Rule]
     policy = Policy(rules=tuple(given_rules))
     assert Policy.parse(str(policy)) == policy
     assert Policy.parse(json.loads(json.dumps(policy.to_dict()))) == policy
-
-
-_BY_MODULE = st.builds(
-    Rule, precision=st.sampled_from(["fp32", "low"]), module=st.sampled_from([".*", "layers", r"\.0", "head"])
-)
-
-
-@given(st.lists(_BY_MODULE, max_size=5), st.sampled_from(["layers.0.head", "layers.1", "head", ""]))
-def test_the_deciding_rule_is_the_last_that_matches(given_rules: list[Rule], path: str) -> None:
-    matching = [rule for rule in given_rules if rule.matches("linear", path)]
-    assert Policy(rules=tuple(given_rules)).rule_for("linear", path) == (matching[-1] if matching else None)
 
 
 # ---- results in fp32 ----
