@@ -16,8 +16,7 @@ from amp_fx._torch import stock_inductor
 from amp_fx.backend import amp_fx
 from amp_fx.errors import OptionsError
 from amp_fx.policy.levels import levels_of
-from amp_fx.targets.compiling import InnerCompile, compile_graph
-from amp_fx.targets.tracing import Tracer
+from amp_fx.targets.tracing import InnerCompile, Tracer, compile_graph
 from benchmarks.workloads import Batch, Workload
 
 __all__ = ["ARMS", "MODES", "Arm", "Prepared", "arms_for", "compile_for_target", "prepare"]

@@ -13,8 +13,7 @@ import torch.fx as fx
 
 from amp_fx._torch import lower_with_inductor
 from amp_fx.targets._torch import pretended
-from amp_fx.targets.compiling import compile_graph
-from amp_fx.targets.tracing import TracedGraph
+from amp_fx.targets.tracing import TracedGraph, compile_graph
 from targets import arm
 
 __all__ = ["Code", "cubins", "sources"]

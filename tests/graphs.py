@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import amp_fx.compiling
 import amp_fx.rewriting
-from amp_fx import record
+from amp_fx import Calibration, Point, record
 from amp_fx._torch import autocast_disabled, enable_autocast, replace_inner_compile
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions
@@ -40,6 +40,8 @@ __all__ = [
     "check",
     "checked",
     "dynamo_graph",
+    "known",
+    "low_calls",
     "on_cuda",
     "op_by_op",
     "plans",
@@ -386,6 +388,16 @@ def casts_of(gm: fx.GraphModule) -> dict[tuple[str, str], int]:
 def plans(plan: Plan, op: str) -> list[NodePlan]:
     """The plans of an op's calls, ``"softmax"`` or ``"softmax.int"``."""
     return [row for row in plan.nodes if op in (row.op, row.op.partition(".")[0])]
+
+
+def low_calls(plans: Sequence[Plan]) -> list[str]:
+    """The calls in the low dtype."""
+    return [row.name for plan in plans for row in plan.nodes if row.dtype is row.low is not None]
+
+
+def known(cal: Calibration, name: str) -> Point:
+    """A placement that has a name: ``"autocast"``."""
+    return next(point for point in cal.frontier() if point.name == name)
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from amp_fx.errors import AmpFxError
 from amp_fx.graphs.values import storage_of
 from amp_fx.reports.casts import cast_kernels
 from amp_fx.reports.lowered import autocast_backend
-from amp_fx.targets.compiling import Backend, compile_graph
 from amp_fx.targets.process import TargetProcess
-from amp_fx.targets.tracing import TracedGraph, Tracer
+from amp_fx.targets.tracing import Backend, TracedGraph, Tracer, compile_graph
 from benchmarks import counts
 from benchmarks.arms import ARMS
 from benchmarks.counts import Counter, Counts, Row

@@ -32,11 +32,12 @@ from amp_fx.plans.plan_files import counterparts, moved_nodes
 from amp_fx.plans.sensitivity import GRADIENTS, OF, OUTPUTS, GraphSensitivity, Sensitivity, combined
 from amp_fx.policy.levels import Level, levels_of
 from amp_fx.policy.table import supported_devices
-from amp_fx.reports.step import Step
+from amp_fx.reports.step import Step, apart
 from amp_fx.scaling import find_scaler
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
+from amp_fx.targets.tracing import Tracer
 
 __all__ = ["FIRST_SCALE", "calibrate", "loss_scale"]
 
@@ -119,22 +120,20 @@ def calibrate(
     ]
     if not steps:
         raise AmpFxError("calibrate needs at least one batch; got none.")
-    process = None if target is None else TargetProcess(target)
-    graphs = _Graphs(opts, low, process, training=training)
-    _run(steps, graphs, scale, probes, seed)
-    graphs.take_means()
-    rows = (row for graph in graphs.found for row in graph.outline.nodes)
+    graphs = _Graphs(opts, low, None if target is None else TargetProcess(target), training=training)
+    graphs.run(steps, scale, probes)
+    found = graphs.sensitivities()
     # a value is continuous where its derivative jumps
-    kinks = sum(has_trait(row.op, Trait.KINK) for row in rows) if training else 0
+    jumps = [row for graph in found for row in graph.outline.nodes if has_trait(row.op, Trait.KINK)]
     sensitivity = Sensitivity(
         type(program).__name__,
         low,
         scale,
         len(steps),
-        kinks=kinks,
+        kinks=len(jumps) if training else 0,
         of=GRADIENTS if training else OUTPUTS,
         level="" if graphs.level is None else graphs.level.name,
-        graphs=graphs.found,
+        graphs=found,
     )
     return Calibration(sensitivity, graphs.traced, opts, steps)
 
@@ -145,85 +144,84 @@ class _Graphs:
     def __init__(
         self, opts: Options, low: torch.dtype, process: TargetProcess | None, *, training: bool
     ) -> None:
-        self._opts = opts
-        self._process = process
-        self._measured: list[Plan] = []
-        self.low = low
-        self.training = training
+        self._opts, self._low, self._process, self._training = opts, low, process, training
         self.level = levels_of(opts.policy.base).get(opts.level)
         #: one a step
-        self.meters: list[Meter] = []
-        #: the graphs, and their calls, on the device that is planned for
+        self._meters: list[Meter] = []
+        #: the graphs, and their calls here and there, on the device that is planned for
         self.traced: list[MeasuredGraph] = []
-        self.found: list[GraphSensitivity] = []
+        self._outlines: list[tuple[Plan, Plan]] = []
 
-    def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def run(self, steps: Sequence[Step], scale: float, probes: int) -> None:
+        """Runs every step with each value observed; scale is that of the loss."""
+        with apart(), unwrapped_errors(AmpFxError):
+            # a function: Lightning's torch.compile copies what it is given, and would copy a method's graphs
+            compiled = torch.compile(
+                steps[0].model, backend=lambda *given: self._backend(*given), dynamic=False
+            )
+            for step in _progress(steps):
+                meter = Meter(self._low, scale, of_outputs=not self._training, level=self.level)
+                self._meters.append(meter)
+                measure(step, meter, compiled, probes)
+        if not self.traced:
+            raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was measured.")
+
+    def sensitivities(self) -> list[GraphSensitivity]:
+        """The means over the steps, by the names that calls have where they are planned."""
+        found = []
+        for number, (measured, outline) in enumerate(self._outlines):
+            rows = combined([meter.rows(number) for meter in self._meters], fmean)
+            calls = GraphSensitivity(measured, rows).renamed(outline)
+            found.append(GraphSensitivity(outline, calls))
+        return found
+
+    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A backend of ``torch.compile`` that observes each value."""
         devices = graph_devices(gm).intersection(supported_devices())
         if reason := not_ours(gm, devices):
             logger.debug("graph is not measured: %s", reason)
             return gm.forward
-        ambient = ambient_regions(dict.fromkeys(devices, self.low))
+        ambient = ambient_regions(dict.fromkeys(devices, self._low))
         try:
             captured = capture(gm, ambient)
         except CaptureError as error:
             logger.warning("graph %s is not measured: %s", compile_id(), error)
             return gm.forward
-        measured = run_passes(captured, OUTLINE, PassContext(self._opts.policy, training=self.training))
-        measured.graph, measured.training = compile_id(), self.training
+        measured = run_passes(captured, OUTLINE, PassContext(self._opts.policy, training=self._training))
+        measured.graph, measured.training = compile_id(), self._training
         measured.graph_break = graph_break(gm)
-        number = len(self.found)
-        graph, outline = MeasuredGraph(gm, ambient, measured.graph, self.training), measured
+        number = len(self.traced)
+        graph, outline = MeasuredGraph(gm, ambient, measured.graph, self._training), measured
         if self._process is not None and "cuda" not in devices:
-            graph = TargetGraph.of(gm, example_inputs, self.low, self._process, training=self.training)
+            tracer = Tracer()
+            tracer(gm, example_inputs)
+            (traced,) = tracer.graphs
+            graph = TargetGraph(
+                traced.gm,
+                {},
+                traced.name,
+                self._training,
+                traced=traced,
+                process=self._process,
+                low=self._low,
+            )
             outline = graph.outline(self._opts)
             outline.graph_break = measured.graph_break
-            _check_same(measured, outline)
+            if moved := moved_nodes(measured, outline):
+                raise TargetError(
+                    f"graph {measured.graph} has other calls on the target than here, where it is measured: "
+                    f"{'; '.join(moved[:4])}. Calibrate on that device, or leave target out."
+                )
         asks = (value.requires_grad for value in example_inputs if isinstance(value, torch.Tensor))
-        if self.level is not None and (not self.training or any(asks)):
+        if self.level is not None and (not self._training or any(asks)):
             names = {here.name: row.name for here, row in counterparts(measured, outline)}
-            cost = _cost(resolve(self._opts.profile, graph.device_type), self.low, self.level)
+            cost = _cost(resolve(self._opts.profile, graph.device_type), self._low, self.level)
             graph.below = read_matmuls(
-                gm, example_inputs, ambient, self._opts, cost, names, training=self.training
+                gm, example_inputs, ambient, self._opts, cost, names, training=self._training
             )
-        self._measured.append(measured)
-        self.found.append(GraphSensitivity(outline, []))
         self.traced.append(graph)
-        return lambda *args: run_measured(captured, self.meters[-1], number, args)
-
-    def take_means(self) -> None:
-        """Sensitivities are those of the steps on average, by the names that calls have where they are planned."""
-        for number, (graph, measured) in enumerate(zip(self.found, self._measured, strict=True)):
-            rows = GraphSensitivity(measured, combined([meter.rows(number) for meter in self.meters], fmean))
-            graph.calls = rows.renamed(graph.outline)
-
-
-def _run(steps: Sequence[Step], graphs: _Graphs, scale: float, probes: int, seed: int) -> None:
-    """Runs every step under a backend that observes each value; scale is that of the loss, seed that of the signs."""
-    torch.compiler.reset()
-    try:
-        with unwrapped_errors(AmpFxError):
-            # a function: Lightning's torch.compile copies what it is given, and would copy a method's graphs
-            compiled = torch.compile(
-                steps[0].model, backend=lambda *given: graphs.backend(*given), dynamic=False
-            )
-            for number, step in enumerate(_progress(steps)):
-                meter = Meter(graphs.low, scale, of_outputs=not graphs.training, level=graphs.level)
-                graphs.meters.append(meter)
-                measure(step, meter, compiled, seed + number, probes)
-    finally:
-        torch.compiler.reset()
-    if not graphs.found:
-        raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was measured.")
-
-
-def _check_same(measured: Plan, outline: Plan) -> None:
-    """Refuses a graph of which other calls were measured than there are on the device that is planned for."""
-    if moved := moved_nodes(measured, outline):
-        raise TargetError(
-            f"graph {measured.graph} has other calls on the target than here, where it is measured: "
-            f"{'; '.join(moved[:4])}. Calibrate on that device, or leave target out."
-        )
+        self._outlines.append((measured, outline))
+        return lambda *args: run_measured(captured, self._meters[-1], number, args)
 
 
 def _each(batches: Any) -> list[Any]:

@@ -15,15 +15,14 @@ from amp_fx.calibration.cuts import Cuts, Placed
 from amp_fx.calibration.frontier import CalibratedPlan, Point, blame_lines, save_frontier
 from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
-from amp_fx.errors import OptionsError, PlanError, did_you_mean
+from amp_fx.errors import OptionsError, did_you_mean
 from amp_fx.placement.level_cost import multiplies
 from amp_fx.placement.priced import Choice
 from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.plan_files import load_plans
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy import Policy
-from amp_fx.policy.levels import LEVELS, Level
+from amp_fx.policy.levels import LEVELS
 from amp_fx.reports.step import Step
 from amp_fx.settings import Options
 
@@ -146,17 +145,10 @@ class Calibration:
             plan: a :class:`Plan`, a list of them, what :meth:`plan` returned, or the path of a plan file.
 
         Raises:
+            OptionsError: it is no plan.
             PlanError: it is not about this model; the message names what has moved.
         """
-        plans: object = [plan] if isinstance(plan, Plan) else plan
-        if isinstance(plan, CalibratedPlan):
-            plans = plan.plans
-        elif isinstance(plan, (str, os.PathLike)):
-            plans = load_plans(plan)
-        if not isinstance(plans, (list, tuple)) or not all(isinstance(each, Plan) for each in plans):
-            raise PlanError(
-                f"predict takes a plan, a list of plans or the path of a plan file; got {plan!r}."
-            )
+        plans = Options.parse(None, {"plan": plan}).plan or ()
         return self._cuts.point(None, self._cuts.placed(plans), list).error
 
     def plan(
@@ -190,28 +182,23 @@ class Calibration:
             raise OptionsError("plan takes one of budget, error and time.")
         if time is not None and minimise != TIME:
             raise OptionsError(f"plan(time=...) has the least error; minimise={minimise!r} is for a budget.")
-        if verify and self.sensitivity.level:
-            self._check_that_it_runs(LEVELS[self.sensitivity.level])
+        level, device = self.sensitivity.level, next(self._steps[0].model.parameters()).device.type
+        if verify and level and not multiplies(LEVELS[level], device):
+            # a compiled step runs where the model is, whatever device is planned for
+            raise OptionsError(
+                f"a {device} does not multiply in {level!r}, so that no compiled step can check a plan; give "
+                "verify=False."
+            )
         within = functools.partial(self._cuts.within, aim=_aim(minimise))
         with torch.enable_grad():
             if time is not None:
-                chosen = self._within_time(_positive("time", time))
-                return self._finish(chosen, None, verify, within)
+                return self._finish(self._within_time(_positive("time", time)), None, verify, within)
             if error is not None:
                 limit = _positive("error", error)
             else:
                 factor = 1.0 if budget in (None, "autocast") else _positive("budget", budget)
                 limit = factor * self.autocast_error
             return self._finish(within(limit**2), limit, verify, within)
-
-    def _check_that_it_runs(self, level: Level) -> None:
-        """A compiled step runs where the model is, whatever device is planned for."""
-        device = next(self._steps[0].model.parameters()).device.type
-        if not multiplies(level, device):
-            raise OptionsError(
-                f"a {device} does not multiply in {level.name!r}, so that no compiled step can check a plan; give "
-                "verify=False."
-            )
 
     def _within_time(self, time: float) -> Choice[Placed]:
         if not self._cuts.is_timed:
@@ -252,7 +239,7 @@ class Calibration:
         below = None
         if self.sensitivity.level:
             plans = self._known[LEVELS[self.sensitivity.level].policy].plan.plans
-            below = self._cuts.blame_below(self._cuts.placed(plans))
+            below = self._cuts.blame(self._cuts.placed(plans))
         return "\n".join(blame_lines(self.sensitivity, self._cuts.blame(), self._known, below))
 
     def save(self, path: str | os.PathLike[str]) -> Path:

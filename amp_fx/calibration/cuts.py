@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from amp_fx.calibration.frontier import Point
-from amp_fx.calibration.traced import MeasuredGraph, PricedMatmuls
+from amp_fx.calibration.traced import Below, MeasuredGraph
 from amp_fx.errors import PlanError
 from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph
 from amp_fx.passes.levels.place_levels import with_choice
-from amp_fx.placement.cut import HIGH, LOW, Var
+from amp_fx.placement.cut import HIGH, LOW, Problem, Var
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.priced import Choice, Labels, Priced, SensitivityTerm, choose_all
 from amp_fx.placement.profile import DeviceProfile
@@ -24,7 +25,7 @@ from amp_fx.placement.tradeoff import BYTES, hull, within
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
-from amp_fx.plans.sensitivity import GraphSensitivity, Sensitivity
+from amp_fx.plans.sensitivity import CallSensitivity, GraphSensitivity, Sensitivity, as_number
 from amp_fx.policy.levels import LEVELS
 from amp_fx.settings import Options
 
@@ -39,6 +40,13 @@ class Placed:
     labels: list[Labels]
     #: of the second, for each graph
     below: list[Labels]
+
+
+class PricedMatmuls(NamedTuple):
+    """The second cut of one graph: times and bytes are those that the level takes more, so negative where it gains."""
+
+    priced: Priced
+    by_bytes: Priced
 
 
 class Cuts:
@@ -88,11 +96,12 @@ class Cuts:
     def _below(self, labels: Sequence[Labels]) -> list[PricedMatmuls]:
         """What may run below 16 bits in each graph, given the first cut."""
         rows = zip(self._graphs, self._sensitivity.graphs, self.placements(labels), strict=True)
-        found: list[PricedMatmuls] = []
-        for graph, measured, placement in rows:
-            low = {name for name, at in placement.items() if at == (LOW, LOW)}
-            found.append(graph.below.priced({row.name: row for row in measured.calls}, low))
-        return found
+        return [
+            _price_matmuls(
+                graph.below, found.calls, {call for call, at in placed.items() if at == (LOW, LOW)}
+            )
+            for graph, found, placed in rows
+        ]
 
     def point(self, name: str | None, placed: Placed, make: Callable[[], list[Plan]]) -> Point:
         """A placement with what it costs, and what makes its plans."""
@@ -170,18 +179,17 @@ class Cuts:
         """What the rows of a plan run below 16 bits in one graph."""
         known = {(row.name, role) for row in measured.calls for role in row.roles}
         found: dict[Var, bool] = {}
-        for name, role, level in (
-            (name, role, level) for name, row in rows.items() for role, level in row.levels_below.items()
-        ):
-            what = f"the plan runs {name} in {level.name}, {role}"
-            if level.name != self._sensitivity.level:
-                raise PlanError(
-                    f"{what}; measured was {self._sensitivity.level or 'no such level'}. Calibrate with "
-                    f"policy={level.policy!r} and {level.policy}={level.name!r}."
-                )
-            if (name, role) not in known:
-                raise PlanError(f"{what}, which was not measured; calibrate again.")
-            found[name, role] = LOW
+        for name, row in rows.items():
+            for role, level in row.levels_below.items():
+                what = f"the plan runs {name} in {level.name}, {role}"
+                if level.name != self._sensitivity.level:
+                    raise PlanError(
+                        f"{what}; measured was {self._sensitivity.level or 'no such level'}. Calibrate with "
+                        f"policy={level.policy!r} and {level.policy}={level.name!r}."
+                    )
+                if (name, role) not in known:
+                    raise PlanError(f"{what}, which was not measured; calibrate again.")
+                found[name, role] = LOW
         return found
 
     def by_policy(self, placed: Placed) -> Placed:
@@ -211,16 +219,45 @@ class Cuts:
                 rows[name] = replace(rows[name], levels=levels, reasons=reasons)
             plan.nodes = [*rows.values()]
 
-    def blame(self) -> list[SensitivityTerm]:
-        """The roundings of torch.autocast, worst first."""
-        terms = [term for part in self._parts for term in part.priced.blame(part.autocast)]
+    def blame(self, placed: Placed | None = None) -> list[SensitivityTerm]:
+        """The roundings of torch.autocast, or what a placement adds below 16 bits by operand, worst first."""
+        parts: list[tuple[Priced, Labels]] = [(part.priced, part.autocast) for part in self._parts]
+        if placed is not None:
+            priced = [part.priced for part in self._below(placed.labels)]
+            parts = list(zip(priced, placed.below, strict=True))
+        terms = [term for part, labels in parts for term in part.blame(labels)]
         return sorted(terms, key=lambda term: -term.sensitivity)
 
-    def blame_below(self, placed: Placed) -> list[SensitivityTerm]:
-        """What a placement adds below 16 bits, operand by operand, worst first."""
-        pairs = zip(self._below(placed.labels), placed.below, strict=True)
-        terms = [term for part, labels in pairs for term in part.priced.blame(labels)]
-        return sorted(terms, key=lambda term: -term.sensitivity)
+
+def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collection[str]) -> PricedMatmuls:
+    """The second cut with measured sensitivity, of calls that run in the low dtype; others read no copies.
+
+    What was not measured is never placed below.
+    """
+    terms = [
+        SensitivityTerm(
+            as_number(sensitivity), LOW, (row.name, role), call=row.name, slot=f"{role}: {operand}"
+        )
+        for row in calls
+        for role, operands in row.roles.items()
+        for operand, sensitivity in operands.items()
+    ]
+
+    def is_low(var: Var) -> bool:
+        name, _ = var  # type: ignore[misc]  # as PlaceLevels names them
+        return name in low
+
+    def only_low(problem: Problem) -> Problem:
+        kept = Problem({var: times for var, times in problem.unary.items() if is_low(var)})
+        for term in problem.shared:
+            if readers := tuple(filter(is_low, term.readers)):
+                kept.shared.append(replace(term, readers=readers))
+        return kept
+
+    time, by_bytes = map(only_low, below)
+    unknown = time.unary.keys() - {term.var for term in terms}
+    terms += [SensitivityTerm(math.inf, LOW, var) for var in time.unary if var in unknown]
+    return PricedMatmuls(Priced(time, terms, relative=True), Priced(by_bytes, terms, relative=True))
 
 
 def _prices(parts: Sequence[PricedGraph | PricedMatmuls], aim: str) -> list[Priced]:

@@ -185,6 +185,7 @@ def blame_lines(
     """
     calls = {row.name: row for graph in sensitivity.graphs for row in graph.outline.nodes}
     measured = sum(len(graph.calls) for graph in sensitivity.graphs)
+    shown = _SHOWN if below is None else _SHOWN_EACH
     lines = [
         f"{sensitivity.model} in {dtype_name(sensitivity.dtype)}: {measured} calls, graphs: "
         f"{len(sensitivity.graphs)}, batches: {sensitivity.batches}"
@@ -195,37 +196,32 @@ def blame_lines(
         *(f"  {_point(point)}" for point in known.values()),
         "",
         "what torch.autocast's error is made of",
+        *_shares(terms, calls, shown),
     ]
-    rows = [
-        (term, f"{'gradient of ' * term.backward}{calls[term.call].op} {term.slot or 'result'}")
-        for term in terms
-    ]
-    shown = _SHOWN if below is None else _SHOWN_EACH
-    lines += _shares(rows, calls, shown)
     if below is not None:
         policy = LEVELS[sensitivity.level].policy
         lines += ["", f"what policy {policy} adds ({sensitivity.level})"]
-        rows = [(term, term.slot) for term in below]
-        lines += _shares(rows, calls, shown) or [f"  nothing: it would run nothing in {policy}"]
+        lines += _shares(below, calls, shown) or [f"  nothing: it would run nothing in {policy}"]
     return [*lines, "", *_notes(sensitivity, known)]
 
 
-def _shares(
-    rows: Sequence[tuple[SensitivityTerm, str]], calls: Mapping[str, NodePlan], shown: int
-) -> list[str]:
-    """Roundings, with what is rounded, worst first -> lines."""
+def _shares(terms: Sequence[SensitivityTerm], calls: Mapping[str, NodePlan], shown: int) -> list[str]:
+    """Roundings, worst first -> lines."""
 
-    def finite(rows: Sequence[tuple[SensitivityTerm, str]]) -> float:
-        return sum(term.sensitivity for term, _ in rows if math.isfinite(term.sensitivity))
+    def finite(terms: Sequence[SensitivityTerm]) -> float:
+        return sum(term.sensitivity for term in terms if math.isfinite(term.sensitivity))
 
-    total, lines = finite(rows) or 1, []
-    for term, what in rows[:shown]:
+    total, lines = finite(terms) or 1, []
+    for term in terms[:shown]:
         call = calls[term.call]
+        # below 16 bits the slot says of which matmul, too
+        of_call = f"{'gradient of ' * term.backward}{call.op} {term.slot or 'result'}"
+        what = term.slot if ": " in term.slot else of_call
         share = "overflow" if math.isinf(term.sensitivity) else f"{term.sensitivity / total:.1%}"
         line = f"  {share:>8}  {what:<36.36}  {call.module_path:<24.24}  {short_source(call.source)}"
         lines.append(line.rstrip())
-    if len(rows) > shown:
-        lines.append(f"  {finite(rows[shown:]) / total:>8.1%}  {len(rows) - shown} other roundings")
+    if len(terms) > shown:
+        lines.append(f"  {finite(terms[shown:]) / total:>8.1%}  {len(terms) - shown} other roundings")
     return lines
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.calibration.meter import Key, Meter
-from amp_fx.calibration.operands import attend, multiply, read_below
+from amp_fx.calibration.operands import attend, multiply
 from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form
 from amp_fx.graphs.values import is_eligible, is_view, storage_of, written_storages
 from amp_fx.plans.label import Label, label_of
@@ -86,7 +86,11 @@ class _Measured(fx.Interpreter):
         if n.op == "placeholder":
             return self._leaf(n, super().run_node(n))
         if isinstance(n.target, HigherOrderOperator) and n.target.name() in _CALLS_BODY:
-            return self._note(n, self._body(n))
+            # a checkpoint runs its body, whose calls are observed like others
+            body, *operands = n.args
+            inner = getattr(self.module, str(body.target))  # type: ignore[union-attr]  # a get_attr node
+            given = fx.map_arg(operands, self.env.__getitem__)
+            return self._note(n, run_measured(inner, self._meter, self._graph, given))
         if not isinstance(n.target, OpOverload):
             return self._note(n, super().run_node(n))
         plan = label_of(n)
@@ -129,12 +133,8 @@ class _Measured(fx.Interpreter):
             return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]  # an OpOverload
 
     def _linear(self, plan: Label, linear: LinearForm, args: Any) -> Tensor:
-        call, operands = (self._graph, plan.name), (args[linear.input], args[linear.weight])
-        if self._meter.of_outputs:
-            left, right = read_below(self._meter, call, *operands, by_rows=linear.by_rows)
-            result = left @ (right.mT if linear.by_rows else right)
-        else:
-            result = multiply(self._meter, call, *operands, by_rows=linear.by_rows)
+        operands = args[linear.input], args[linear.weight]
+        result = multiply(self._meter, (self._graph, plan.name), *operands, by_rows=linear.by_rows)
         bias = args[linear.bias] if linear.bias is not None and linear.bias < len(args) else None
         return result if bias is None else result + bias
 
@@ -190,20 +190,13 @@ class _Measured(fx.Interpreter):
             return value
         return value.detach() if value.requires_grad else value
 
-    def _body(self, n: fx.Node) -> Any:
-        """Case: ``checkpoint(body, x)`` runs the body, whose calls are observed like others."""
-        body, *operands = n.args
-        inner = getattr(self.module, str(body.target))  # type: ignore[union-attr]  # a get_attr node
-        return run_measured(inner, self._meter, self._graph, fx.map_arg(operands, self.env.__getitem__))
-
 
 def _laid_out(result: Any, like: Any) -> Any:
-    """The result with its dimensions in memory in the order of the kernel's that was traced, whose views come next."""
-    if not isinstance(result, Tensor) or not isinstance(like, Tensor):
+    """The result laid out in memory as that of the kernel that was traced, whose views come next."""
+    if not isinstance(result, Tensor) or not isinstance(like, Tensor) or result.stride() == like.stride():
         return result
-    order = sorted(range(like.ndim), key=lambda dim: -int(like.stride(dim)))
-    back = [order.index(dim) for dim in range(like.ndim)]
-    return result.permute(order).contiguous().permute(back)
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=result.dtype, device=result.device)
+    return empty.copy_(result)
 
 
 def smoothed(node: fx.Node, x: Tensor, sigma: float) -> Tensor:
@@ -225,20 +218,16 @@ def noise(gm: fx.GraphModule, low: torch.dtype, args: Sequence[Any]) -> dict[fx.
     written = frozenset[int]().union(*map(written_storages, gm.graph.nodes))
     inputs = list(zip(gm.graph.find_nodes(op="placeholder"), args, strict=True))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-
-    def read(dtype: torch.dtype) -> dict[fx.Node, Tensor]:
+    wide, narrow = (_Rounded(gm, dtype) for dtype in (torch.float32, low))
+    for run in (wide, narrow):
         given = [
             arg.clone() if isinstance(arg, Tensor) and storage_of(node) in written else arg
             for node, arg in inputs
         ]
-        rounded = _Rounded(gm, dtype)
         # what is dropped in one of the two is dropped in the other
         with torch.random.fork_rng(devices), torch.no_grad():
-            rounded.run(*given)
-        return rounded.read
-
-    wide, narrow = read(torch.float32), read(low)
-    return {node: (narrow[node] - exact).square().mean().sqrt().item() for node, exact in wide.items()}
+            run.run(*given)
+    return {node: (narrow.read[node] - x).square().mean().sqrt().item() for node, x in wide.read.items()}
 
 
 class _Rounded(fx.Interpreter):

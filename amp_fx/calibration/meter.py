@@ -90,31 +90,41 @@ class Meter:
 
     def observe_value(self, value: Tensor, key: Key) -> None:
         """Measures what rounding the value costs."""
-        self.values.setdefault(key, 0.0)
         error, stride = self.rounding(value)
+        self.weigh(value, self.values, key, error, stride)
         largest = torch.linalg.vector_norm(value.detach(), math.inf) if value.numel() else torch.zeros(())
         if largest.isfinite() and largest.to(self.low).isinf():
             self.values[key] = math.inf
 
-        def hook(gradient: Tensor) -> None:
-            if self.phase == 2:
-                self.add(self.values, key, gradient, error, stride)
-
-        value.register_hook(hook)
-
     def observe_gradient(self, value: Tensor, key: Key) -> None:
         """Measures what rounding the gradient of the value costs."""
-        if self.of_outputs:
-            return
+
+        def observe(alias: Tensor) -> None:
+            self.weigh(alias, self.gradients, key, *self.rounding(alias, self.scale))
+
+        self.with_gradient(value, observe)
+
+    def with_gradient(self, value: Tensor, observe: Callable[[Tensor], object]) -> None:
+        """Gives an alias of the gradient of a value to a function, where that can be differentiated again."""
 
         def hook(gradient: Tensor) -> Tensor | None:
             if self.phase != 1 or not gradient.requires_grad:
                 return None
-            error, stride = self.rounding(gradient, self.scale)
             alias = gradient.view_as(gradient)
-            alias.register_hook(lambda second: self.add(self.gradients, key, second, error, stride))
+            observe(alias)
             return alias
 
+        value.register_hook(hook)
+
+    def weigh(self, value: Tensor, table: dict[K, float], key: K, error: Tensor, stride: int) -> None:
+        """Adds up the rounding of a value, see :meth:`rounding`, when its gradient in the last pass is known."""
+
+        def hook(sensitivity: Tensor | None) -> None:
+            # None where nothing depends on what the backward reads
+            if self.phase == 2 and sensitivity is not None:
+                self.add(table, key, sensitivity, error, stride)
+
+        table.setdefault(key, 0.0)
         value.register_hook(hook)
 
     def rounding(self, value: Tensor, scale: float = 1.0) -> tuple[Tensor, int]:
@@ -144,15 +154,12 @@ class Meter:
             number, name, slot = key
             if number != graph:
                 continue
-            row = found.setdefault(name, CallSensitivity(name))
-            known = self.known(key)
-            pair = ReadSensitivity(
-                *(_finite(table.get(known, 0.0)) for table in (self.values, self.gradients))
-            )
+            row, known = found.setdefault(name, CallSensitivity(name)), self.known(key)
+            pair = [_finite(table.get(known, 0.0)) for table in (self.values, self.gradients)]
             if slot:
-                row.reads[slot] = pair
+                row.reads[slot] = ReadSensitivity(*pair)
             else:
-                row.value, row.gradient = pair.value, pair.gradient
+                row.value, row.gradient = pair
         for (number, name, role, operand), sensitivity in self.roles.items():
             if number == graph:
                 row = found.setdefault(name, CallSensitivity(name))
@@ -174,10 +181,10 @@ def sample_stride(shape: Sequence[int], most: int = SAMPLES) -> int:
     return stride
 
 
-def measure(step: Step, meter: Meter, program: Callable[..., Any], seed: int, probes: int) -> None:
+def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) -> None:
     """Runs a step once: forward, backward and double backward of a program whose graphs ``run_measured`` runs.
 
-    ``probes`` vectors of random signs are drawn from the seed; what they find is averaged.
+    ``probes`` vectors of random signs are drawn from the seed of the step; what they find is averaged.
     """
     parameters = [*step.parameters.values()]
     with _differentiable(), step.returned(program) as returned, torch.enable_grad():
@@ -194,7 +201,7 @@ def measure(step: Step, meter: Meter, program: Callable[..., Any], seed: int, pr
                     f"the gradient of the loss has norm {norm}: calibrate on a step whose gradient is finite and not "
                     "zero."
                 )
-        _probe(meter, used, norm, [*parameters, *meter.leaves], seed, probes)
+        _probe(meter, used, norm, [*parameters, *meter.leaves], step.seed or 0, probes)
     for graph in meter.returned - meter.reached:
         logger.warning(
             "what graph number %d of the program returns reaches no output by code that is traced: what it rounds is "

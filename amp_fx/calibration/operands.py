@@ -31,7 +31,7 @@ from amp_fx.plans.sensitivity import PROBABILITIES, RESULT, SCORES
 from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT, Level, Scale
 from amp_fx.policy.scaled import run, scale_of, scaled
 
-__all__ = ["attend", "multiply", "read_below", "scaled_error"]
+__all__ = ["attend", "multiply", "scaled_error"]
 
 #: number of the graph, name of the call
 Call = tuple[int, str]
@@ -95,37 +95,23 @@ def _observe_stored(meter: Meter, call: Call, scores: Tensor, probabilities: Ten
         if meter.phase == 1:
             gradients.append(gradient.detach())
 
-    def observe(gradient: Tensor) -> Tensor | None:
-        if meter.phase != 1 or not gradient.requires_grad:
-            return None
-        alias = gradient.view_as(gradient)
-        alias.register_hook(add)
-        return alias
-
     def add(second: Tensor) -> None:
         row = (second.detach() * probabilities).sum(-1, keepdim=True)
         meter.add(meter.values, (*call, RESULT), row * gradients[0], error, stride)
 
     result.register_hook(keep)
-    scores.register_hook(observe)
+    meter.with_gradient(scores, lambda alias: alias.register_hook(add))
 
 
 def multiply(meter: Meter, call: Call, x: Tensor, weight: Tensor, *, by_rows: bool) -> Tensor:
     """``x @ weight.T`` if the rows of the weight are contracted, else ``x @ weight``; can be differentiated twice."""
+    x_here = _observed(meter, call, x, FORWARD, "input", in_rows=True)
+    weight_here = _observed(meter, call, weight, FORWARD, "weight", in_rows=by_rows)
+    if meter.of_outputs:
+        return x_here @ (weight_here.mT if by_rows else weight_here)
     x_back = _observed(meter, call, x, WEIGHT, "input", in_rows=False)
     weight_back = _observed(meter, call, weight, INPUT, "weight", in_rows=not by_rows)
-    x, weight = read_below(meter, call, x, weight, by_rows=by_rows)
-    return _Product.apply(x, weight, x_back, weight_back, (meter, call), by_rows)  # type: ignore[no-any-return]
-
-
-def read_below(
-    meter: Meter, call: Call, x: Tensor, weight: Tensor, *, by_rows: bool
-) -> tuple[Tensor, Tensor]:
-    """Both operands of the matmul of the forward, observed as copies below 16 bits would be read there."""
-    return (
-        _observed(meter, call, x, FORWARD, "input", in_rows=True),
-        _observed(meter, call, weight, FORWARD, "weight", in_rows=by_rows),
-    )
+    return _Product.apply(x_here, weight_here, x_back, weight_back, (meter, call), by_rows)  # type: ignore[no-any-return]
 
 
 class _Product(torch.autograd.Function):
@@ -160,21 +146,11 @@ class _Product(torch.autograd.Function):
 
 def _observed(meter: Meter, call: Call, value: Tensor, role: str, operand: str, *, in_rows: bool) -> Tensor:
     """An operand of one matmul, by itself: its gradient tells what a copy of it would cost there."""
-    if meter.level is None:
-        raise AssertionError("a meter without a level measures nothing below 16 bits")
-    alias, key, level = value.view_as(value), (*call, role, operand), meter.level
-    if role == WEIGHT and not level.weight_gradients:
-        return alias
-    dtype = level.dtype_of(is_gradient=operand == "gradient")
-    error, stride = scaled_error(value, dtype, level, in_rows=in_rows)
-
-    def hook(sensitivity: Tensor | None) -> None:
-        # None where nothing depends on what the backward reads
-        if meter.phase == 2 and sensitivity is not None:
-            meter.add(meter.roles, key, sensitivity, error, stride)
-
-    meter.roles.setdefault(key, 0.0)
-    alias.register_hook(hook)
+    alias, level = value.view_as(value), meter.level
+    if level is not None and (role != WEIGHT or level.weight_gradients):
+        dtype = level.dtype_of(is_gradient=operand == "gradient")
+        error, stride = scaled_error(value, dtype, level, in_rows=in_rows)
+        meter.weigh(alias, meter.roles, (*call, role, operand), error, stride)
     return alias
 
 

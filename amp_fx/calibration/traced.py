@@ -5,8 +5,7 @@ With a policy below 16 bits, what it multiplies that may run so is read off the 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,74 +29,25 @@ from amp_fx.passes import (
 from amp_fx.passes.base import bodies
 from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph, price
 from amp_fx.passes.levels.place_levels import level_problem
-from amp_fx.placement.cut import LOW, Problem, Var
+from amp_fx.placement.cut import Problem
 from amp_fx.placement.level_cost import BYTES, LevelCost
-from amp_fx.placement.priced import Priced, SensitivityTerm
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan
-from amp_fx.plans.sensitivity import CallSensitivity, as_number
+from amp_fx.plans.sensitivity import CallSensitivity
 from amp_fx.policy.levels import AUTO, LEVELS
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
-from amp_fx.targets import tracing
 from amp_fx.targets.process import TargetProcess
+from amp_fx.targets.tracing import TracedGraph, on_target
 from amp_fx.weights.graphs import weight_inputs
 
-__all__ = ["MeasuredGraph", "PricedMatmuls", "TargetGraph", "read_matmuls", "there"]
+__all__ = ["Below", "MeasuredGraph", "TargetGraph", "read_matmuls", "there"]
 
 Ambient = Mapping[str, Region]
 
-
-@dataclass(frozen=True)
-class PricedMatmuls:
-    """The second cut of one graph: time, or bytes moved, and sensitivity of any placement.
-
-    Times and bytes are those that the level takes more, so negative where it gains.
-    """
-
-    priced: Priced
-    by_bytes: Priced
-
-
-@dataclass(frozen=True)
-class MatmulsBelow:
-    """The matmuls of one graph that may run below 16 bits, where autocast's list is low.
-
-    Both problems have the variables (name of the call, role); one is of time, one of bytes moved.
-    """
-
-    problem: Problem = field(default_factory=Problem)
-    by_bytes: Problem = field(default_factory=Problem)
-
-    def priced(self, rows: Mapping[str, CallSensitivity], low: Collection[str]) -> PricedMatmuls:
-        """The cut with measured sensitivity, by the call's name; what was not measured is never placed below.
-
-        Only calls of ``low`` run in the low dtype.
-        """
-        terms = [
-            SensitivityTerm(as_number(sensitivity), LOW, (name, role), call=name, slot=f"{role}: {operand}")
-            for name, row in rows.items()
-            for role, operands in row.roles.items()
-            for operand, sensitivity in operands.items()
-        ]
-        known = {term.var for term in terms}
-        time, by_bytes = (_only(problem, low) for problem in (self.problem, self.by_bytes))
-        terms += [SensitivityTerm(math.inf, LOW, var) for var in time.unary if var not in known]
-        return PricedMatmuls(Priced(time, terms, relative=True), Priced(by_bytes, terms, relative=True))
-
-
-def _only(problem: Problem, calls: Collection[str]) -> Problem:
-    """The problem where all other calls run in fp32, and read no copies."""
-
-    def is_kept(var: Var) -> bool:
-        name, _ = var  # type: ignore[misc]  # as PlaceLevels names them
-        return name in calls
-
-    kept = Problem({var: times for var, times in problem.unary.items() if is_kept(var)})
-    for term in problem.shared:
-        if readers := tuple(filter(is_kept, term.readers)):
-            kept.shared.append(replace(term, readers=readers))
-    return kept
+#: the cut of the matmuls that may run below 16 bits, where autocast's list is low: by time, and by bytes moved. Its
+#: variables are (name of the call, role)
+Below = tuple[Problem, Problem]
 
 
 def read_matmuls(
@@ -109,7 +59,7 @@ def read_matmuls(
     names: Mapping[str, str],
     *,
     training: bool,
-) -> MatmulsBelow:
+) -> Below:
     """Rewrites a graph as the policy has it without the level, and reads what may run in that; no code is generated.
 
     It is Dynamo's graph with real inputs, in a call of a backend. In training, forward and backward are traced
@@ -119,14 +69,14 @@ def read_matmuls(
     plain = replace(opts, profile="off", plan=None, sensitivity=None)
     level = LEVELS[opts.level]
     placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training, keeps_weights=not training)
-    found: list[MatmulsBelow] = []
+    found: list[Below] = []
 
     def read(graph: fx.GraphModule, context: PassContext) -> None:
         matmuls = {
             replace(matmul, name=names[matmul.name]): way
             for matmul, way in placed.allowed(graph, context).items()
         }
-        found.append(MatmulsBelow(*(level_problem(matmuls, level, each) for each in (cost, BYTES))))
+        found.append((level_problem(matmuls, level, cost), level_problem(matmuls, level, BYTES)))
 
     if not training:
         # policies below 16 bits differ from autocast in the level alone
@@ -139,7 +89,7 @@ def read_matmuls(
     # nobody runs the code
     with replace_inner_compile(lambda gm, example_inputs, **_: gm.forward), autocast_shield():
         compile_with_inductor(rewritten, inputs, joint)
-    return found[0] if found else MatmulsBelow()
+    return found[0] if found else (Problem(), Problem())
 
 
 @dataclass
@@ -151,8 +101,8 @@ class MeasuredGraph:
     name: str
     #: False where what is planned is called without gradients, with weights of which copies are kept
     training: bool = True
-    #: the matmuls that may run below 16 bits; none under other policies
-    below: MatmulsBelow = field(default_factory=MatmulsBelow)
+    #: none under policies that are not about levels
+    below: Below = field(default_factory=lambda: (Problem(), Problem()))
 
     @property
     def device_type(self) -> str:
@@ -183,7 +133,7 @@ class MeasuredGraph:
         return plan
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """A function of Dynamo's graph and the autocast state, where the device is."""
+        """A function of this module, of Dynamo's graph and the autocast state, where the device is."""
         return function(self.gm, self.ambient, *args)
 
 
@@ -194,25 +144,9 @@ class TargetGraph(MeasuredGraph):
     What is done with it is done where :func:`amp_fx.explain` does it: in the process that compiles for the target.
     """
 
-    traced: tracing.TracedGraph = field(kw_only=True)
+    traced: TracedGraph = field(kw_only=True)
     process: TargetProcess = field(kw_only=True)
     low: torch.dtype = field(kw_only=True)
-
-    @classmethod
-    def of(
-        cls,
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        low: torch.dtype,
-        process: TargetProcess,
-        *,
-        training: bool,
-    ) -> TargetGraph:
-        """A graph of Dynamo's on the CPU, with real inputs, in a call of a backend."""
-        tracer = tracing.Tracer()
-        tracer(gm, inputs)
-        (traced,) = tracer.graphs
-        return cls(traced.gm, {}, traced.name, training, traced=traced, process=process, low=low)
 
     @property
     def device_type(self) -> str:
@@ -220,25 +154,18 @@ class TargetGraph(MeasuredGraph):
         return "cuda"
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """As above, with what can be sent from process to process.
-
-        Raises:
-            TargetError: the graph cannot be sent.
-        """
-        found = self.process.call(f"{__name__}:there", function.__name__, self.traced, self.low, *args)
-        return found.gm if isinstance(found, tracing.TracedGraph) else found
+        """As above, by way of :func:`there`. TargetError: the graph cannot be sent."""
+        found = self.process.call(f"{__name__}:there", function, self.traced, self.low, *args)
+        return found.gm if isinstance(found, TracedGraph) else found
 
 
-def there(name: str, traced: tracing.TracedGraph, low: torch.dtype, *args: Any) -> Any:
+def there(function: Callable[..., Any], traced: TracedGraph, low: torch.dtype, *args: Any) -> Any:
     """The part of :class:`TargetGraph` in the process that compiles for the target."""
-    # late: only the other process needs Inductor
-    from amp_fx.targets.compiling import on_target
-
     with on_target(traced) as (gm, inputs, _):
         for value in tensors(inputs):
             # what is sent back is read where autograd would ask for the device, and there is none
             value.requires_grad_(False)
-        found = globals()[name](gm, ambient_regions({"cuda": low}), *args)
+        found = function(gm, ambient_regions({"cuda": low}), *args)
         return replace(traced, gm=found) if isinstance(found, fx.GraphModule) else found
 
 

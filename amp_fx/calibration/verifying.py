@@ -12,7 +12,7 @@ import torch
 
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Plan, dtype_name
-from amp_fx.reports.step import Results, Step
+from amp_fx.reports.step import Results, Step, apart
 from amp_fx.settings import Options
 
 __all__ = ["SLACK", "Verifier"]
@@ -33,11 +33,6 @@ _ROUNDING = 1e-5
 
 #: times what fp32 rounds that compiled code, which adds up in another order, may be from fp64
 _ROUNDED_OTHERWISE = 3.0
-
-#: nothing is low
-_FP32 = {"policy": {"rules": [{"module": ".*", "precision": "fp32"}]}, "profile": "off"}
-
-_AUTOCAST = {"policy": "autocast", "profile": "off"}
 
 #: bytes of parameters up to which a copy in fp64 is made
 _MOST_FP64 = 2**30
@@ -82,11 +77,12 @@ class Verifier:
 
     @functools.cached_property
     def _autocast(self) -> float:
-        return self.compiled(_AUTOCAST)
+        return self.compiled({"policy": "autocast", "profile": "off"})
 
     @functools.cached_property
     def _fp32(self) -> float:
-        return self.compiled(_FP32)
+        rules = [{"module": ".*", "precision": "fp32"}]
+        return self.compiled({"policy": {"rules": rules}, "profile": "off"})
 
     def doubt(self, limit: float) -> str:
         """Why no compiled step would say whether a plan keeps a limit, or an empty string.
@@ -98,10 +94,12 @@ class Verifier:
 
     def doubt_compiled(self, limit: float) -> str:
         """The same, from a step that is compiled in float32, beside what float32 itself rounds."""
-        if self._fp32 <= _ROUNDED_OTHERWISE * max(state.rounded for state in self._states):
+        apart = self._fp32
+        if apart <= _ROUNDED_OTHERWISE * max(state.rounded for state in self._states):
             return ""
-        apart = f"a step that is compiled in float32 is {self._fp32:.1e} from the uncompiled one"
-        return _said(apart, self._fp32, limit)
+        return _said(
+            f"a step that is compiled in float32 is {apart:.1e} from the uncompiled one", apart, limit
+        )
 
 
 class _State:
@@ -112,13 +110,9 @@ class _State:
         self._scale = scale
 
     def error(self, options: dict[str, Any]) -> float:
-        torch.compiler.reset()
-        try:
-            with only_looking():
-                program = torch.compile(self._steps[0].model, backend="amp_fx", options=options)
-                found = [step.results(program, self._scale) for step in self._steps]
-        finally:
-            torch.compiler.reset()
+        with apart(), only_looking():
+            program = torch.compile(self._steps[0].model, backend="amp_fx", options=options)
+            found = [step.results(program, self._scale) for step in self._steps]
         rows = zip(self._steps, found, self._known, strict=True)
         squares = [step.error(results, exact or plain) ** 2 for step, results, (exact, plain, _) in rows]
         return math.sqrt(sum(squares) / len(squares))
@@ -139,21 +133,15 @@ class _State:
         """What each step gives in fp64, if that is known, and in fp32, and how far that of an equal step is apart."""
         found = []
         for step in self._steps:
-            plain = step.results()
-            found.append((_in_fp64(step), plain, step.error(step.results(), plain)))
+            plain, exact = step.results(), None
+            if sum(p.numel() * p.element_size() for p in step.model.parameters()) <= _MOST_FP64:
+                try:
+                    exact = step.exact()
+                except RuntimeError as error:
+                    # the program makes tensors of fp32 itself
+                    logger.debug("the model does not run in float64: %s", error)
+            found.append((exact, plain, step.error(step.results(), plain)))
         return found
-
-
-def _in_fp64(step: Step) -> Results | None:
-    """What a copy of the model gives, if that fits and runs."""
-    if sum(p.numel() * p.element_size() for p in step.model.parameters()) > _MOST_FP64:
-        return None
-    try:
-        return step.exact()
-    except RuntimeError as error:
-        # the program makes tensors of fp32 itself
-        logger.debug("the model does not run in float64: %s", error)
-        return None
 
 
 def _said(what: str, apart: float, limit: float) -> str:

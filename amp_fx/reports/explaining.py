@@ -37,7 +37,7 @@ from amp_fx.reports.report import Report, record
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
-from amp_fx.targets.tracing import TracedGraph, Tracer, on_meta, without_data
+from amp_fx.targets.tracing import TracedGraph, Tracer, compile_graph, on_meta, without_data
 
 __all__ = ["compiled_graphs", "explain", "progress"]
 
@@ -203,8 +203,6 @@ def _on_target(call: _Call, target: str) -> Report:
 
 def compiled_graphs(graphs: Sequence[TracedGraph], options: Mapping[str, Any]) -> Report:
     """The part of a report in the process that compiles for a target."""
-    # late: only the other process needs Inductor
-    from amp_fx.targets.compiling import compile_graph
 
     def lower(backend: Backend) -> LoweredGraphs:
         found = LoweredGraphs()

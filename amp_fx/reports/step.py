@@ -23,7 +23,7 @@ from amp_fx._torch import autocast_disabled
 from amp_fx.errors import AmpFxError
 from amp_fx.reports.calling import plain, untouched
 
-__all__ = ["NoLossError", "Results", "Step", "loss_of", "relative_error"]
+__all__ = ["NoLossError", "Results", "Step", "apart", "loss_of", "relative_error"]
 
 #: gradients of parameters by name, or outputs by place: fp32, or fp64 where the model is
 Results = dict[str, Tensor]
@@ -113,6 +113,16 @@ class Step:
             return relative_error(results, reference)
         errors = [relative_error({name: results[name]}, {name: each}) for name, each in reference.items()]
         return math.sqrt(sum(error**2 for error in errors) / max(len(errors), 1))
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Inside, nothing is found that was compiled outside, nor outside what was compiled inside."""
+    torch.compiler.reset()
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
 
 
 def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import AmpFxError, OptionsError, Plan, PlanError
@@ -22,7 +21,7 @@ from amp_fx.plans.plan import dtype_name
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.viz import html
 from amp_fx.viz.model import drawing
-from graphs import without_inductor
+from graphs import known, low_calls, without_inductor
 from small_models import GPT, Parts, SpreadNorm, tokens, train
 
 #: rates at which small matmuls gain
@@ -51,10 +50,6 @@ def seconds(point: amp_fx.Point) -> float:
     return point.time
 
 
-def low_calls(plans: list[Plan]) -> list[str]:
-    return [row.name for plan in plans for row in plan.nodes if row.dtype is row.low is not None]
-
-
 def test_the_frontier_trades_time_for_error_and_knows_the_usual_placements(cal: amp_fx.Calibration) -> None:
     points = cal.frontier()
     named = {point.name: point for point in points if point.name}
@@ -81,7 +76,7 @@ def test_plans_keep_their_budget(cal: amp_fx.Calibration) -> None:
         assert plan.point.error <= limit * (1 + 1e-6)
         assert cal.predict(plan) == pytest.approx(plan.point.error)
         assert plan.budget == pytest.approx(limit)
-    autocast = next(point for point in cal.frontier() if point.name == "autocast")
+    autocast = known(cal, "autocast")
     cheap = cal.plan(verify=False).point
     assert seconds(cheap) <= seconds(autocast)
     within = cal.plan(time=seconds(autocast) * 20, verify=False).point
@@ -96,7 +91,7 @@ def test_what_is_minimised_is_time_or_bytes(cal: amp_fx.Calibration) -> None:
     assert seconds(fast) < seconds(small)
     assert small.bytes_moved < fast.bytes_moved
     assert small.error <= cal.autocast_error * (1 + 1e-6)
-    autocast = next(point for point in cal.frontier() if point.name == "autocast")
+    autocast = known(cal, "autocast")
     assert small.bytes_moved <= autocast.bytes_moved
     moved = [point.bytes_moved for point in cal.frontier("bytes")]
     assert moved == sorted(moved)
@@ -162,33 +157,16 @@ def test_calibration_leaves_no_trace() -> None:
     assert model.norm.weight.grad is None
 
 
-def sensitivities(found: amp_fx.Calibration) -> list[float]:
-    """Of every call, in the order of names and sizes."""
-    return sorted(
-        call.value + call.gradient  # pyright: ignore[reportOperatorIssue]
-        for graph in found.sensitivity.graphs
-        for call in graph.calls
-    )
-
-
 def test_graph_breaks_and_a_loss_of_the_caller_are_measured_as_one_model(tmp_path: Path) -> None:
     def broken(m: Any, x: Tensor) -> dict[str, Tensor]:
         h = torch.tanh(m.first(x))
         torch._dynamo.graph_break()
         return {"logits": m.second(h)}
 
-    torch.manual_seed(0)
-    layers, x = {"first": nn.Linear(16, 16), "second": nn.Linear(16, 4)}, torch.randn(32, 16)
-    model = Parts(broken, **layers)
-    joined = Parts(lambda m, x: {"logits": m.second(torch.tanh(m.first(x)))}, **layers)
-    cal, whole = (
-        amp_fx.calibrate(each, (x,), lambda out: out["logits"].square().mean(), profile="off")
-        for each in (model, joined)
-    )
+    model, x = Parts(broken, first=nn.Linear(16, 16), second=nn.Linear(16, 4)), torch.randn(32, 16)
+    cal = amp_fx.calibrate(model, (x,), lambda out: out["logits"].square().mean(), profile="off")
     assert len(cal.sensitivity.graphs) == 2
     assert all(any(call.value for call in graph.calls) for graph in cal.sensitivity.graphs)
-    # the break does not change what rounding does
-    assert sensitivities(cal) == pytest.approx(sensitivities(whole), rel=1e-3)
     plan = cal.plan(0.5, verify=False)
     plan.save(tmp_path / "plan.json")
     assert cal.predict(tmp_path / "plan.json") == pytest.approx(plan.point.error)
@@ -197,18 +175,6 @@ def test_graph_breaks_and_a_loss_of_the_caller_are_measured_as_one_model(tmp_pat
         torch.compile(model, backend="amp_fx", options=options)(x)["logits"].sum().backward()
     torch.compiler.reset()
     assert low_calls(recording.plans) == low_calls(plan.plans)
-
-
-def test_what_is_checkpointed_is_measured_too() -> None:
-    torch.manual_seed(0)
-    body, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), torch.randn(32, 16)
-    layers = {"body": body, "out": nn.Linear(16, 1)}
-    plain = Parts(lambda m, x: m.out(m.body(x)).square().mean(), **layers)
-    again = Parts(lambda m, x: m.out(checkpoint(m.body, x, use_reentrant=False)).square().mean(), **layers)
-    found = [amp_fx.calibrate(model, x, profile="off") for model in (plain, again)]
-    assert sensitivities(found[0]) == pytest.approx(sensitivities(found[1]), rel=1e-3)
-    # what a body is given and hands back is in memory: a little more is rounded
-    assert found[0].autocast_error == pytest.approx(found[1].autocast_error, rel=0.1)
 
 
 def test_blame_fits_one_screen_and_names_op_operand_module_and_line() -> None:
@@ -242,10 +208,13 @@ def test_fp16_where_autocast_overflows_has_a_finite_plan() -> None:
     hot = Parts(program, up=nn.Linear(64, 64), down=nn.Linear(64, 1))
     nn.init.constant_(hot.up.bias, 1e5)  # type: ignore[union-attr, arg-type]  # a linear
     cal = amp_fx.calibrate(hot, torch.randn(32, 64), dtype="float16", scale=1024.0, profile="off")
-    named = {point.name: point for point in cal.frontier() if point.name}
-    assert math.isinf(named["autocast"].error)
-    plan = cal.plan(verify=False)
+    assert math.isinf(known(cal, "autocast").error)
+    assert math.isinf(cal._verifier.compiled({"policy": "autocast", "profile": "off"}))
+    plan = cal.plan()
     assert plan.point.error < 1e-2
+    # op by op, more is rounded than in fused kernels
+    assert plan.measured is not None
+    assert plan.measured < 2e-2
     assert low_calls(plan.plans)
     assert "linear" not in low_calls(plan.plans)
     assert "overflow" in str(cal)
@@ -298,26 +267,25 @@ def test_wrong_arguments_are_named(gpt: nn.Module, cal: amp_fx.Calibration, tmp_
     ):
         with pytest.raises(AmpFxError, match=message):
             str(amp_fx.calibrate(gpt, batch, **given))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(AmpFxError, match="function"):
-        amp_fx.calibrate(lambda x: x, batch)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(AmpFxError, match="batch"):
-        amp_fx.calibrate(gpt, [])
-    with pytest.raises(AmpFxError, match="loss"):
-        amp_fx.calibrate(nn.Linear(4, 4), torch.randn(2, 4))
-    with pytest.raises(AmpFxError, match="0"):
-        amp_fx.calibrate(nn.Linear(4, 1), torch.zeros(1, 4), lambda out: (out * 0).sum())
-    with pytest.raises(OptionsError, match="budget"):
-        cal.plan(0.5, error=1e-3)
-    with pytest.raises(OptionsError, match=r"minimise .*'time'.*'bytes'.*'byte'"):
-        cal.plan(minimise="byte")
-    with pytest.raises(OptionsError, match="'bytes'"):
-        cal.plan(time=1.0, minimise="bytes")
-    for bad in (-1.0, math.inf, math.nan, "autocas", True):
-        with pytest.raises(OptionsError, match=r"budget .*'autocast'"):
-            cal.plan(bad)
+    for arguments, message in (
+        ((lambda x: x, batch), "function"),
+        ((gpt, []), "batch"),
+        ((nn.Linear(4, 4), torch.randn(2, 4)), "loss"),
+        ((nn.Linear(4, 1), torch.zeros(1, 4), lambda out: (out * 0).sum()), "0"),
+    ):
+        with pytest.raises(AmpFxError, match=message):
+            amp_fx.calibrate(*arguments)  # pyright: ignore[reportArgumentType]
+    for given, message in (
+        ({"budget": 0.5, "error": 1e-3}, "budget"),
+        ({"minimise": "byte"}, r"minimise .*'time'.*'bytes'.*'byte'"),
+        ({"time": 1.0, "minimise": "bytes"}, "'bytes'"),
+        *(({"budget": bad}, r"budget .*'autocast'") for bad in (-1.0, math.inf, math.nan, "autocas", True)),
+    ):
+        with pytest.raises(OptionsError, match=message):
+            cal.plan(**given)  # pyright: ignore[reportArgumentType]
     with pytest.raises(PlanError):
         cal.predict(Plan())
-    with pytest.raises(PlanError, match="predict"):
+    with pytest.raises(OptionsError, match=r"plan must be .*7"):
         cal.predict(7)
     with pytest.raises(AmpFxError, match=r"\.json, \.html"):
         cal.save(tmp_path / "frontier.docx")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,23 +18,18 @@ from amp_fx.calibration.measuring import noise, smoothed
 from amp_fx.passes import Classify, PassContext, PinDtypes
 from amp_fx.passes.base import run_in_order
 from graphs import captured
+from small_models import Parts
 
 
-class Net(nn.Module):
+def net(in_place: bool) -> nn.Module:
     """Convolutions, BatchNorm and ReLU, with the choice of the one in place."""
 
-    def __init__(self, in_place: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.in_place = in_place
-        self.convolutions = nn.ModuleList(nn.Conv2d(c, 16, 3, padding=1) for c in (3, 16, 16))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(3))
-        self.head = nn.Linear(16, 4)
+    def program(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(m.head(m.body(x).mean((2, 3))), labels)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            x = F.relu(norm(convolution(x)), self.in_place)
-        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+    torch.manual_seed(0)
+    parts = ((nn.Conv2d(c, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(in_place)) for c in (3, 16, 16))
+    return Parts(program, body=nn.Sequential(*itertools.chain(*parts)), head=nn.Linear(16, 4))
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +57,7 @@ def true_error(model: nn.Module) -> float:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_flips_of_a_relu_are_predicted_in_magnitude(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net(in_place)
+    model = net(in_place)
     before = copy.deepcopy(model.state_dict())
     batches = [batch(seed) for seed in range(2)]
     with_flips = amp_fx.calibrate(model, batches, profile="off").autocast_error

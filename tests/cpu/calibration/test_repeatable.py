@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,24 +15,20 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx.calibration import verifying
 from amp_fx.reports.step import Step
+from small_models import Parts
 
 
-class Noisy(nn.Module):
+def net(
+    hidden: Callable[[Tensor], Tensor] = lambda h: h, given: Callable[[Tensor], Tensor] = lambda x: x
+) -> Any:
+    torch.manual_seed(0)
+    layers = {"up": nn.Linear(32, 64), "down": nn.Linear(64, 8)}
+    return Parts(lambda m, x: m.down(hidden(F.gelu(m.up(given(x))))), **layers)
+
+
+def noisy(h: Tensor) -> Tensor:
     """Draws random numbers in the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.dropout(F.gelu(self.up(x)), 0.3)
-        return self.down(h + 0.1 * torch.randn_like(h))
-
-
-class Plain(Noisy):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+    return F.dropout(h, 0.3) + 0.1 * torch.randn_like(h)
 
 
 def noisy_loss(out: Tensor) -> Tensor:
@@ -52,7 +49,7 @@ def states() -> tuple[Any, ...]:
 
 
 def test_dropout_and_random_losses_are_the_same_in_all_steps_that_are_compared() -> None:
-    model = Noisy()
+    model = net(noisy)
     before = states()
     cal = amp_fx.calibrate(model, [X, X + 1], noisy_loss, profile="off")
     plan = cal.plan()
@@ -74,7 +71,7 @@ def test_a_loss_that_differs_from_run_to_run_is_told_and_nothing_is_compiled(
     def loss(out: Tensor) -> Tensor:
         return (out - torch.randn(out.shape, generator=generator)).square().mean()
 
-    cal = amp_fx.calibrate(Plain(), X, loss, profile="off")
+    cal = amp_fx.calibrate(net(), X, loss, profile="off")
     monkeypatch.setattr(verifying._State, "error", lambda *_: pytest.fail("something is compiled"))
     plan = cal.plan()
     assert plan.measured is None
@@ -86,7 +83,7 @@ def test_a_loss_that_differs_from_run_to_run_is_told_and_nothing_is_compiled(
 
 
 def test_compiled_code_that_differs_from_the_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    cal = amp_fx.calibrate(Plain(), X, square, profile="off")
+    cal = amp_fx.calibrate(net(), X, square, profile="off")
     seen: list[Any] = []
 
     def error(self: object, options: dict[str, Any]) -> float:
@@ -102,13 +99,12 @@ def test_compiled_code_that_differs_from_the_program_is_told(monkeypatch: pytest
 
 
 def test_a_program_that_does_not_run_in_fp64_is_judged_in_fp32() -> None:
-    class Own(Plain):
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.zeros(64, 32)
-            h[:32] = x[:32]
-            return super().forward(h)
+    def own(x: Tensor) -> Tensor:
+        h = torch.zeros(64, 32)
+        h[:32] = x[:32]
+        return h
 
-    step = Step(Own(), ((X,), {}), square)
+    step = Step(net(given=own), ((X,), {}), square)
     with pytest.raises(RuntimeError, match="dtype"):
         step.exact()
     state = verifying._State([step], 1.0)

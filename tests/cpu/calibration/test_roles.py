@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import amp_fx
 from amp_fx.calibration.meter import SAMPLES
 from amp_fx.calibration.operands import scaled_error
+from amp_fx.plans.sensitivity import as_number
 from amp_fx.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT, Level, Scale, levels_of
 from amp_fx.policy.scaled import run, scale_of, scaled
+from graphs import known
 from levels import FP8_CPU, MLP, emulating_blocks, error, exact_gradients, gradients, options
 from levels import gpt as gpt_256
 from levels import llama as llama_256
@@ -194,9 +196,16 @@ def test_every_way_to_write_a_product_with_a_matrix_is_measured_and_no_other() -
         assert all(row.below(role) < 0.1 for role in row.roles)
 
 
-def sensitivities(cal: amp_fx.Calibration) -> list[float]:
+def below(cal: amp_fx.Calibration) -> list[float]:
+    """Of every matmul."""
     rows = [row for graph in cal.sensitivity.graphs for row in graph.calls]
     return [row.below(role) for row in rows for role in sorted(row.roles)]
+
+
+def of_low(cal: amp_fx.Calibration) -> list[float]:
+    """Of every call in the low dtype."""
+    rows = [row for graph in cal.sensitivity.graphs for row in graph.calls]
+    return [as_number(row.value) + as_number(row.gradient) for row in rows]
 
 
 def test_loss_scale_and_low_dtype_do_not_change_what_fp8_costs() -> None:
@@ -205,8 +214,8 @@ def test_loss_scale_and_low_dtype_do_not_change_what_fp8_costs() -> None:
         amp_fx.calibrate(model, (x,), policy="fp8", profile="off", dtype=dtype, scale=1024.0)
         for dtype in ("bfloat16", "float16")
     )
-    assert len(sensitivities(bf16)) == 9
-    assert sensitivities(bf16) == pytest.approx(sensitivities(fp16), rel=1e-3)
+    assert len(below(bf16)) == 9
+    assert below(bf16) == pytest.approx(below(fp16), rel=1e-3)
 
 
 def test_what_overflows_or_was_not_measured_never_runs_below() -> None:
@@ -235,29 +244,29 @@ def test_graph_breaks_checkpoints_and_batches_change_nothing() -> None:
     found: dict[str, amp_fx.Calibration] = {}
     for way in ("", "checkpoint", "break"):
         model = Parts(partial(program, way), **layers)
-        found[way] = amp_fx.calibrate(model, [(x,), (x,)], policy="fp8", profile="off")
-        assert sorted(sensitivities(found[way])) == pytest.approx(sorted(sensitivities(found[""])), rel=1e-3)
-        plan = found[way].plan(1e3, verify=False)
+        cal = found[way] = amp_fx.calibrate(model, [(x,), (x,)], policy="fp8", profile="off")
+        for kind in (below, of_low):
+            assert sorted(kind(cal)) == pytest.approx(sorted(kind(found[""])), rel=1e-3)
+        # what a body is given and hands back is in memory: a little more is rounded
+        assert cal.autocast_error == pytest.approx(found[""].autocast_error, rel=0.1)
+        plan = cal.plan(1e3, verify=False)
         roles = [role for plan in plan.plans for row in plan.nodes for role in row.levels_below]
         # behind a break, what a graph returns is no last linear of the model, but of the graph
         assert roles.count(FORWARD) == (1 if way == "break" else 2)
     assert len(found["break"].sensitivity.graphs) == 2
 
 
-def test_of_several_states_a_plan_keeps_its_budget_in_each() -> None:
-    torch.manual_seed(0)
+def test_of_several_states_the_larger_sensitivity_of_each_operand_counts() -> None:
     x = torch.randn(64, 32)
-    first, second = (
-        amp_fx.calibrate(MLP(32, 64, 64, 16), x, policy="fp8", fp8="rowwise", profile="off") for _ in range(2)
+    first, second, other = (
+        amp_fx.calibrate(MLP(32, 64, 64, 16), x, policy="fp8", fp8=level, profile="off")
+        for level in ("rowwise", "rowwise", "tensorwise")
     )
-    worst = amp_fx.Calibration.worst(first, second)
-    # of each operand the larger: of a matmul's two, one may be of the first state and one of the second
-    for *pair, both in zip(*map(sensitivities, (first, second, worst)), strict=True):
+    # of a matmul's two operands, one may be of the first state and one of the second
+    for *pair, both in zip(
+        *map(below, (first, second, amp_fx.Calibration.worst(first, second))), strict=True
+    ):
         assert max(pair) <= both <= sum(pair)
-    plan = worst.plan(4, verify=False)
-    assert any(row.levels_below for row in plan.plans[0].nodes)
-    assert max(first.predict(plan), second.predict(plan)) <= plan.point.error
-    other = amp_fx.calibrate(MLP(32, 64, 64, 16), x, policy="fp8", fp8="tensorwise", profile="off")
     with pytest.raises(amp_fx.PlanError, match="tensorwise"):
         amp_fx.Calibration.worst(first, other)
 
@@ -268,16 +277,12 @@ def test_of_several_states_a_plan_keeps_its_budget_in_each() -> None:
 @pytest.fixture(scope="module")
 def gpt() -> nn.Module:
     torch.manual_seed(0)
-    return train(GPT(), tokens, 20)
+    return train(GPT(layers=1), tokens, 20)
 
 
 @pytest.fixture(scope="module")
 def cal(gpt: nn.Module) -> amp_fx.Calibration:
     return amp_fx.calibrate(gpt, tokens(0), policy="fp8", fp8="rowwise", profile=FP8_CPU)
-
-
-def known(cal: amp_fx.Calibration, name: str) -> amp_fx.Point:
-    return next(point for point in cal.frontier() if point.name == name)
 
 
 def test_the_error_of_policy_fp8_is_the_predicted_one(
@@ -308,8 +313,8 @@ def test_a_budget_decides_how_many_and_the_step_keeps_it(gpt: nn.Module, cal: am
             found = error(gradients(gpt, tokens(0), {"plan": plan.plans, "strict": True}), exact)
             print(f"predicted {plan.point.error:.2e}, found {found:.2e}")
             assert plan.point.error == pytest.approx(found, rel=0.15)
-    # all of four linears in two blocks, and none within autocast's own error
-    assert counts[0] == 0 < counts[1] < counts[2] < counts[3] == 24
+    # all of the block's four linears, and none within autocast's own error
+    assert counts[0] == 0 < counts[1] < counts[2] < counts[3] == 12
     assert cal.plan(16, verify=False).point.error == pytest.approx(known(cal, "fp8").error)
 
 
@@ -323,7 +328,7 @@ def test_the_frontier_goes_on_from_autocast_to_fp8(cal: amp_fx.Calibration) -> N
     fastest = cal.plan(time=corners[0].time, verify=False)
     assert fastest.point.error == pytest.approx(known(cal, "fp8").error)
     roles = [role for plan in known(cal, "fp8").plan.plans for row in plan.nodes for role in row.levels_below]
-    assert len(roles) == 24
+    assert len(roles) == 12
 
 
 def test_the_figure_and_the_blame_know_fp8(cal: amp_fx.Calibration, tmp_path: Path) -> None:
@@ -344,7 +349,7 @@ def test_without_times_operations_count(gpt: nn.Module) -> None:
     fp8 = known(cal, "fp8")
     assert fp8.time is None
     # where no rates are known, the policy puts all that may into fp8, which moves more for matrices as small as these
-    assert sum(len(row.levels_below) for row in fp8.plan.plans[0].nodes) == 24
+    assert sum(len(row.levels_below) for row in fp8.plan.plans[0].nodes) == 12
     assert fp8.bytes_moved > known(cal, "autocast").bytes_moved
     # as many operations as the budget allows
     plans = [cal.plan(budget, verify=False).plans[0] for budget in (2, 4, 16)]

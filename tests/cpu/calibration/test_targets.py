@@ -16,6 +16,7 @@ from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy.levels import ROLES
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
+from graphs import known
 from levels import MLP
 from small_models import GPT, Parts, tokens, train
 
@@ -41,18 +42,14 @@ def pair() -> tuple[amp_fx.Calibration, amp_fx.Calibration]:
     return here, amp_fx.calibrate(net(), BATCH, target="cuda:h100")
 
 
-def dtypes(point: amp_fx.Point) -> dict[str, torch.dtype | None]:
-    return {row.name: row.dtype for plan in point.plan.plans for row in plan.nodes}
-
-
-def known(cal: amp_fx.Calibration, name: str = "autocast") -> amp_fx.Point:
-    return next(point for point in cal.frontier() if point.name == name)
+def dtypes(plan: amp_fx.Plan) -> dict[str, torch.dtype | None]:
+    return {row.name: row.dtype for row in plan.nodes}
 
 
 def test_a_targets_op_lists_and_rates_count(pair: tuple[amp_fx.Calibration, amp_fx.Calibration]) -> None:
-    here, there = map(known, pair)
-    assert dtypes(here)["softplus"] is torch.bfloat16
-    assert dtypes(there)["softplus"] is torch.float32
+    here, there = (known(cal, "autocast") for cal in pair)
+    assert dtypes(here.plan.plans[0])["softplus"] is torch.bfloat16
+    assert dtypes(there.plan.plans[0])["softplus"] is torch.float32
     assert here.time is None
     assert there.time is not None
     # no kernel of an H100 is started in less
@@ -106,13 +103,12 @@ def test_a_plan_for_a_target_is_replayed_there_and_its_sensitivity_serves_explai
     cal.save(tmp_path / "sensitivity.json")
     options = {"plan": str(tmp_path / "plan.json"), "strict": True}
     report = amp_fx.explain(model, *batch, target="cuda:h100", options=options, sensitivity=cal)
-    placed = {row.name: row.dtype for row in plan.plans[0].nodes}
-    assert {row.name: row.dtype for row in report.plan.nodes} == placed
+    assert dtypes(report.plan) == dtypes(plan.plans[0])
     assert report.sensitivities[report.plan.graph]
     # the same file under a policy: the cut is solved in the process that compiles
     policy = {"base": "autocast", "sensitivity": str(tmp_path / "sensitivity.json"), "budget": 1.0}
     again = amp_fx.explain(model, *batch, target="cuda:h100", options={"policy": policy, "strict": True})
-    assert {row.name: row.dtype for row in again.plan.nodes} == placed
+    assert dtypes(again.plan) == dtypes(plan.plans[0])
     assert Sensitivity.load(tmp_path / "sensitivity.json") == cal.sensitivity
 
 
@@ -140,12 +136,11 @@ def test_programs_that_index_and_unpack_are_planned_for_a_target() -> None:
     assert plan.measured is not None
     assert plan.measured < 1e-5
     assert cal.predict(plan) == 0
-    autocast = known(cal)
+    autocast = known(cal, "autocast")
     assert autocast.error > 1e-4
-    report = amp_fx.explain(
-        Indexing(), x, target="cuda:h100", options={"plan": autocast.plan.plans, "strict": True}
-    )
-    assert {row.name: row.dtype for row in report.plan.nodes} == dtypes(autocast)
+    options = {"plan": autocast.plan.plans, "strict": True}
+    report = amp_fx.explain(Indexing(), x, target="cuda:h100", options=options)
+    assert dtypes(report.plan) == dtypes(autocast.plan.plans[0])
 
 
 def test_a_graph_with_other_calls_on_the_target_is_refused() -> None:
@@ -170,7 +165,7 @@ def test_a_plan_with_fp8_for_a_target_is_followed_there() -> None:
     cal = amp_fx.calibrate(model, x, policy="fp8", target="cuda:h100")
     # what an H100 is best at
     assert cal.sensitivity.level == "rowwise"
-    autocast, fp8 = known(cal), known(cal, "fp8")
+    autocast, fp8 = known(cal, "autocast"), known(cal, "fp8")
     assert autocast.time is not None
     assert fp8.time is not None
     assert fp8.time < autocast.time
