@@ -1,6 +1,7 @@
 """Times amp_fx beside what a user would pick instead, in one run.
 
     python -m benchmarks [--only CASE ...] [--arms ARM ...] [--minutes N] [--device cuda] [--json FILE]
+    python -m benchmarks --only engines   # inference beside OpenVINO and others, those that are installed
 
 Every arm has processes of its own, several one after the other, and all arms take turns, round by round, so that
 what else the machine does, and where memory happens to lie, meets all of them alike. Cases come in the order of
@@ -12,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
+
+import torch
 
 from benchmarks.arms import ARMS
 from benchmarks.cases import CASES
@@ -24,9 +28,16 @@ from benchmarks.worker import CLOCKS
 
 __all__ = ["case_table", "main"]
 
+#: the arm that others are compared with beside autocast
+_ENGINE = "openvino"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
+    if args.threads:
+        # of this process, which says how many in the header, and of the arms'
+        torch.set_num_threads(args.threads)
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
     settings = Settings(
         device=args.device,
         arms=args.arms,
@@ -59,6 +70,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments("benchmarks", __doc__)
     parser.add_argument("--only", nargs="+", metavar="CASE", help="cases or families of them; default: all")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
+    parser.add_argument("--threads", type=int, help="default: those of torch")
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     processes = "that an arm's rounds are spread over; default: %(default)s"
     parser.add_argument("--processes", type=int, default=3, help=processes)
@@ -83,13 +95,21 @@ def case_table(rows: Sequence[TimingRow]) -> str:
     first = rows[0]
     sizes = ", ".join(f"{name} {value}" for name, value in first.sizes.items())
     lines = [f"{first.workload}, {first.mode}: {sizes}"]
-    lines.append(f"{'':24}{'ms':>28}{'x autocast':>20}{'cold s':>10}{'peak MB':>10}")
+    titles = f"{'':24}{'ms':>28}{'x autocast':>20}{'cold s':>10}{'peak MB':>10}"
+    has_errors = any(row.error is not None for row in rows)
+    beside = _ENGINE if any(row.arm == _ENGINE and row.times for row in rows) else ""
+    lines.append(titles + f"{'error':>10}" * has_errors + (f"{f'x {beside}':>20}" if beside else ""))
     for row in rows:
         if row.times:
             ratio = _quartiles(relative(rows, row.arm))
             compiled = "-" if row.compile_cold is None else f"{row.compile_cold:.1f}"
             peak = "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}"
-            lines.append(f"{row.arm:24}{_quartiles(row.time, 1e3):>28}{ratio:>20}{compiled:>10}{peak:>10}")
+            line = f"{row.arm:24}{_quartiles(row.time, 1e3):>28}{ratio:>20}{compiled:>10}{peak:>10}"
+            if has_errors:
+                line += f"{'-' if row.error is None else f'{row.error:.1e}':>10}"
+            if beside:
+                line += f"{_quartiles(relative(rows, row.arm, beside)):>20}"
+            lines.append(line)
     lines += [f"note: {row.arm}: {note}" for row in rows for note in row.notes]
     return "\n".join(lines)
 

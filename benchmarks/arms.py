@@ -17,6 +17,7 @@ from amp_fx.backend import amp_fx
 from amp_fx.errors import OptionsError
 from amp_fx.policy.levels import levels_of
 from amp_fx.targets.tracing import InnerCompile, Tracer, compile_graph
+from benchmarks import engines
 from benchmarks.workloads import Batch, Workload
 
 __all__ = ["ARMS", "MODES", "Arm", "Prepared", "arms_for", "compile_for_target", "prepare"]
@@ -37,6 +38,8 @@ class Arm:
         modes: where it makes sense, as ``devices``.
         named_only: only cases that name it run it.
         torchao: the configuration of ``torchao.quantization`` that the model is quantized with.
+        engine: a function in :mod:`benchmarks.engines` that runs the model instead of ``torch.compile``.
+        needs: libraries without which it is left out.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Arm:
     devices: tuple[str, ...] = ("cpu", "cuda")
     named_only: bool = False
     torchao: str = ""
+    engine: str = ""
+    needs: tuple[str, ...] = ()
 
 
 _FP16 = torch.float16
@@ -71,7 +76,18 @@ def _ours(name: str, options: Mapping[str, Any], **others: Any) -> Arm:
 
 
 def _torchao(name: str, config: str) -> Arm:
-    return Arm(f"torchao_{name}", env=_FREEZING, modes=_INFERENCE, devices=_CPU, torchao=config)
+    return Arm(
+        f"torchao_{name}",
+        env=_FREEZING,
+        modes=_INFERENCE,
+        devices=_CPU,
+        torchao=config,
+        needs=("torchao",),
+    )
+
+
+def _engine(name: str, *needs: str, **others: Any) -> Arm:
+    return Arm(name, engine=name, needs=needs, modes=_INFERENCE, devices=_CPU, named_only=True, **others)
 
 
 _ALL = (
@@ -89,6 +105,10 @@ _ALL = (
     _ours("int8_all", {"policy": _ALL_INT8}, modes=_INFERENCE, devices=_CPU),
     _torchao("dynamic", "Int8DynamicActivationInt8WeightConfig"),
     _torchao("weights", "Int8WeightOnlyConfig"),
+    _engine("openvino", "openvino"),
+    _engine("openvino_int8", "openvino", "nncf"),
+    _engine("onnxruntime_int8", "onnx", "onnxruntime"),
+    _engine("x86_int8", "torchao", env=_FREEZING),
     _ours("fp8", _FP8, devices=_GPU),
     _ours("fp8_by_cost", {"policy": "fp8"}, devices=_GPU, named_only=True),
     *(
@@ -114,8 +134,8 @@ ARMS = {arm.name: arm for arm in _ALL}
 
 
 def arms_for(mode: str, device: str) -> list[str]:
-    """Names of the arms that make sense in a mode on a device, and whose library is installed."""
-    there = [arm for arm in ARMS.values() if not arm.torchao or importlib.util.find_spec("torchao")]
+    """Names of the arms that make sense in a mode on a device, and whose libraries are installed."""
+    there = [arm for arm in ARMS.values() if all(map(importlib.util.find_spec, arm.needs))]
     return [arm.name for arm in there if mode in arm.modes and device in arm.devices]
 
 
@@ -162,6 +182,9 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
         output = model(**batch)
         return output if isinstance(output, Tensor) else output.loss
 
+    if arm.engine:
+        run = getattr(engines, arm.engine)(model, batch)
+        return Prepared(arm, mode, device, model, batch, lambda _, batch: run(batch))
     if arm.backend is None:
         return Prepared(arm, mode, device, model, batch, loss)
     options = None if arm.options is None else dict(arm.options)
@@ -172,7 +195,7 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
 
 def compile_for_target(workload: Workload, arm: Arm, mode: str, inner_compile: InnerCompile) -> None:
     """Compiles a workload as an arm does, for this process's target, as far as ``inner_compile`` goes."""
-    if arm.backend is None or arm.env:
+    if arm.backend is None or arm.env or arm.engine:
         raise OptionsError(f"arm {arm.name!r} needs a device.")
     tracer = Tracer()
     prepare(workload, replace(arm, backend=tracer, options=None, autocast=False), mode).forward()

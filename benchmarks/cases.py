@@ -17,6 +17,11 @@ _CONVOLVING = (workloads.resnet, workloads.gan)
 #: what compares bf16 and fp8
 _OF_FP8 = ("autocast", "amp_fx", "off", *(name for name in ARMS if name.startswith("fp8")))
 
+#: what compares engines
+_OF_ENGINES = (
+    "autocast", "freezing", "amp_fx", "int8", "int8_all", *(arm.name for arm in ARMS.values() if arm.engine),
+)  # fmt: skip
+
 #: one block of Llama-3-8B, of 32 heads and 8 for keys and values, with a small embedding and head
 _LLAMA_8B = {"layers": 1, "width": 4096, "hidden": 14336, "head": 128, "groups": 4}
 
@@ -178,8 +183,29 @@ _REST = {
     },
 }
 
+#: beside other engines
+_ENGINES = {
+    **{f"linears_{batch}": (workloads.linears, {"batch": batch, "width": 2048}) for batch in (1, 16, 128)},
+    "bert_1x128": (workloads.served(workloads.bert), {"batch": 1, "length": 128, "layers": 6, "width": 768}),
+    "bert_8x64": (workloads.served(workloads.bert), {"batch": 8, "length": 64, "layers": 6, "width": 384}),
+    "vit": (
+        workloads.served(workloads.vit),
+        {"batch": 2, "image": 224, "patch": 16, "layers": 6, "width": 384},
+    ),
+    "resnet18": (workloads.served(workloads.resnet), {"batch": 4, "image": 160, **_RESNET}),
+    "convnext": (workloads.served(workloads.convnext), {"batch": 2, "image": 160, "width": 48}),
+    "llama": (
+        workloads.llama_decode,
+        {"batch": 1, "context": 128, "layers": 4, "width": 1024, "hidden": 2752, "vocab": 4096},
+    ),
+}
+_BESIDE_ENGINES = {
+    f"engines_{name}": Case(_INFERENCE, build, sizes, family="engines", arms=_OF_ENGINES)
+    for name, (build, sizes) in _ENGINES.items()
+}
+
 #: those that matter most first
 CASES = {
     name: replace(case, name=name, family=case.family or name)
-    for name, case in {**_TRAINED, **_SERVED, **_MORE_TRAINED, **_REST}.items()
+    for name, case in {**_TRAINED, **_SERVED, **_MORE_TRAINED, **_REST, **_BESIDE_ENGINES}.items()
 }

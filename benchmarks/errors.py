@@ -19,7 +19,7 @@ from benchmarks.arms import ARMS, Arm, prepare
 from benchmarks.results import arguments, describe, write
 from benchmarks.workloads import WORKLOADS, Workload, make
 
-__all__ = ["Row", "measure"]
+__all__ = ["EXACT", "Row", "distance", "measure"]
 
 #: the large rows say nothing here that the small ones do not, and take minutes in fp64
 _DEFAULT = ("bert", "gpt2", "llama", "vit", "resnet", "rms_norm")
@@ -36,22 +36,23 @@ class Row:
 
 
 #: what the others are compared with
-_EXACT = Arm("fp64", None, whole=True, dtype=torch.float64)
+EXACT = Arm("fp64", None, whole=True, dtype=torch.float64)
 
 
 def measure(workload: Workload, arms: Sequence[Arm], device: str = "cpu") -> list[Row]:
-    exact_loss, exact = _step(workload, _EXACT, device)
+    exact_loss, exact = _step(workload, EXACT, device)
     rows = []
     for arm in arms:
         loss, gradients = _step(workload, arm, device)
-        error = _distance([gradients[name] for name in exact], list(exact.values()))
-        rows.append(Row(workload.name, arm.name, _distance([loss], [exact_loss]), error))
+        error = distance([gradients[name] for name in exact], list(exact.values()))
+        rows.append(Row(workload.name, arm.name, distance([loss], [exact_loss]), error))
     return rows
 
 
-def _distance(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
-    distance = sum((v - r).square().sum().item() for v, r in zip(values, references, strict=True))
-    return (distance / sum(r.square().sum().item() for r in references)) ** 0.5
+def distance(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
+    """Relative L2, over all."""
+    squares = sum((v - r).square().sum().item() for v, r in zip(values, references, strict=True))
+    return (squares / sum(r.square().sum().item() for r in references)) ** 0.5
 
 
 def _step(workload: Workload, arm: Arm, device: str) -> tuple[Tensor, dict[str, Tensor]]:

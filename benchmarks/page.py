@@ -20,7 +20,7 @@ from benchmarks.cases import CASES
 from benchmarks.long_runs import draw, read_runs, table
 from benchmarks.results import TimingRow, read, read_timings, relative
 
-__all__ = ["main", "sections", "speed", "written"]
+__all__ = ["beside", "main", "sections", "speed", "written"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGE = _ROOT / "docs" / "benchmarks.md"
@@ -49,18 +49,31 @@ _TIMED = {
     },
 }
 
+#: arms beside other engines -> columns; the last two columns compare the first with the others there
+_BESIDE = {
+    "amp_fx": "amp_fx bf16",
+    "freezing": "freezing",
+    "openvino": "OpenVINO bf16",
+    "int8": "amp_fx int8",
+    "int8_all": "int8, all linears",
+    "openvino_int8": "OpenVINO int8",
+    "onnxruntime_int8": "ONNX Runtime int8",
+    "x86_int8": "torchao x86 int8",
+}
+
 
 def sections(folder: Path) -> dict[str, str]:
     """Name of a section -> what stands in it, as Markdown."""
     paths = {
         kind: sorted(folder.glob(f"{kind}_*.jsonl"))
-        for kind in ("counts_cpu", "counts_cuda", "errors", "timings", "learning")
+        for kind in ("counts_cpu", "counts_cuda", "errors", "timings", "engines", "learning")
     }
     found = {
         "counts": [_counts(*read(path)) for path in paths["counts_cpu"]],
         "target": [_target(*read(path)) for path in paths["counts_cuda"]],
         "errors": [_errors(read(path)[1]) for path in paths["errors"]],
         "speed": [speed(*group) for group in _joined(paths["timings"])],
+        "engines": [beside(*read_timings(path)) for path in paths["engines"]],
         "learning": [table(read_runs(path)) for path in paths["learning"]],
     }
     return {name: "\n\n".join(several) for name, several in found.items()}
@@ -153,6 +166,30 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     depth = [row for row in rows if row.family == "depth"]
     if depth:
         lines += ["", _depth(depth)]
+    return "\n".join(lines)
+
+
+def beside(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
+    """Times of inference beside other engines, with the errors, and two ratios of amp_fx in bf16."""
+    titles = [*_BESIDE.values(), "amp_fx / freezing", "amp_fx / OpenVINO"]
+    lines = [
+        f"Milliseconds, and relative error against fp64. {head['processor']}, threads: {head['threads']}, torch "
+        f"{head['torch']}; reproduce with `python -m benchmarks --only engines --threads {head['threads']}`.",
+        "",
+        "| model | " + " | ".join(titles) + " |",
+        "|---" * (1 + len(titles)) + "|",
+    ]
+    for workload in dict.fromkeys(row.workload for row in rows):
+        found = {row.arm: row for row in rows if row.workload == workload and row.times}
+        cells = [
+            f"{1e3 * found[arm].time.median:.2f}, {found[arm].error or math.nan:.0e}" if arm in found else "-"
+            for arm in _BESIDE
+        ]
+        ratios = [
+            relative(list(found.values()), "amp_fx", other).median for other in ("freezing", "openvino")
+        ]
+        cells += ["-" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in ratios]
+        lines.append(f"| {workload.partition('_')[2]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -58,6 +58,7 @@ class TimingRow:
         times: seconds of a step, one number per round; rounds of one case belong together across arms.
         compile_cold: seconds of the first step beyond a later one, with empty caches.
         peak_bytes: what a step needs beyond what is there between steps: activations, gradients, casts.
+        error: relative L2 error of what inference on a CPU returns, against fp64.
         notes: reasons that the row does not measure what its name says, or is not there.
     """
 
@@ -69,6 +70,7 @@ class TimingRow:
     times: tuple[float, ...] = ()
     compile_cold: float | None = None
     peak_bytes: int | None = None
+    error: float | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -52,7 +52,7 @@ class Settings:
             its times by several percent.
         clock: a name in ``benchmarks.worker.CLOCKS``.
         malloc: a name in :data:`MALLOCS`.
-        deadline: of ``time.monotonic``; after it rounds are cut short and memory is not measured.
+        deadline: of ``time.monotonic``; after it rounds are cut short, and memory and errors are not measured.
     """
 
     device: str = "cpu"
@@ -161,7 +161,9 @@ def measure(case: Case, settings: Settings) -> list[TimingRow]:
                 _rounds(running, range(done, until), settings)
                 done = until
             for worker in running:
-                _memory(worker, settings)
+                _last(worker, "memory", settings)
+                if case.mode == "inference" and settings.device == "cpu":
+                    _last(worker, "error", settings)
         finally:
             for worker in workers:
                 worker.stop()
@@ -210,11 +212,12 @@ def _rounds(workers: list[_Worker], indices: range, settings: Settings) -> None:
                 workers.remove(worker)
 
 
-def _memory(worker: _Worker, settings: Settings) -> None:
+def _last(worker: _Worker, what: str, settings: Settings) -> None:
+    """Asks for what is measured once: ``memory``, ``error``."""
     if settings.late:
-        worker.notes.append("no time for memory")
+        worker.notes.append(f"no time for {what}")
         return
     try:
-        worker.fields.update(worker.ask("memory"))
+        worker.fields.update(worker.ask(what))
     except _StoppedError as reason:
-        worker.notes.append(f"memory {reason}")
+        worker.notes.append(f"{what} {reason}")

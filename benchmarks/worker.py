@@ -28,6 +28,7 @@ from amp_fx.errors import FallbackWarning
 from benchmarks.arms import ARMS, Arm, Prepared, prepare
 from benchmarks.cases import CASES, Case
 from benchmarks.counts import counting
+from benchmarks.errors import EXACT, distance
 
 __all__ = ["CLOCKS", "Trial", "main", "peak_bytes", "seconds"]
 
@@ -98,13 +99,13 @@ class Trial:
     """One case and arm: compiled once, stepped as often as asked."""
 
     def __init__(self, case: Case, arm: Arm, device: str) -> None:
-        self.arm, self.device = arm, device
+        self.case, self.arm, self.device = case, arm, device
         if arm.backend is not None:
             # what compiling imports and sets up once is nobody's compile time
             with counting():
                 torch.compile(torch.sin)(torch.zeros(8))
-        prepared = prepare(case.workload(device), arm, case.mode, device)
-        self.step = _Training(prepared) if case.mode == "training" else prepared.forward
+        self.prepared = prepare(case.workload(device), arm, case.mode, device)
+        self.step = _Training(self.prepared) if case.mode == "training" else self.prepared.forward
 
     def first(self) -> dict[str, Any]:
         """Compiles. Seconds of the first step beyond a later one, seconds of a later one, and notes."""
@@ -112,8 +113,9 @@ class Trial:
             warnings.simplefilter("always", FallbackWarning)
             [first] = seconds(self.step, self.device, 1)
         later = median(seconds(self.step, self.device, 3))
+        compiles = self.arm.backend is not None and not self.arm.engine
         notes = [str(w.message) for w in caught if issubclass(w.category, FallbackWarning)]
-        return {"compile": None if self.arm.backend is None else first - later, "step": later, "notes": notes}
+        return {"compile": first - later if compiles else None, "step": later, "notes": notes}
 
     def round(self, steps: int, clock: str) -> dict[str, Any]:
         """Seconds of so many steps."""
@@ -122,6 +124,13 @@ class Trial:
     def memory(self) -> dict[str, Any]:
         """What a step needs beyond what is there between steps."""
         return {"peak_bytes": peak_bytes(self.step, self.device)}
+
+    def error(self) -> dict[str, Any]:
+        """How far what inference returns is from fp64."""
+        found = self.prepared.forward().double()
+        # forgets what was compiled
+        exact = prepare(self.case.workload(self.device), EXACT, self.case.mode, self.device)
+        return {"error": distance([found], [exact.forward().double()])}
 
 
 class _Training:

@@ -277,6 +277,33 @@ def vit(
     return model, {"pixel_values": torch.randn(batch, 3, image, image), "labels": _tokens(batch, vocab=4)}
 
 
+def convnext(batch: int, image: int, width: int) -> tuple[nn.Module, Batch]:
+    """Depthwise convolutions and linears over the channels, in four stages."""
+    model = hugging_face.convnext(hidden=[width * 2**stage for stage in range(4)], depths=[2] * 4)
+    return model, {"pixel_values": torch.randn(batch, 3, image, image), "labels": _tokens(batch, vocab=4)}
+
+
+class _Served(nn.Module):
+    """A model of transformers that returns its logits, in fp32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.model(**batch).logits.float()
+
+
+def served(build: Build) -> Build:
+    """Without labels, as what is served: the model returns logits."""
+
+    def without_labels(**sizes: int) -> tuple[nn.Module, Batch]:
+        model, batch = build(**sizes)
+        return _Served(model), {name: value for name, value in batch.items() if name != "labels"}
+
+    return without_labels
+
+
 # --- Named pieces ---
 
 

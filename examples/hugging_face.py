@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["bert", "gpt2", "llama", "padding_mask", "resnet", "t5", "vit"]
+__all__ = ["bert", "convnext", "gpt2", "llama", "padding_mask", "resnet", "t5", "vit"]
 
 
 def _config(config_class: Callable[..., Any], **settings: Any) -> Any:
@@ -136,6 +136,14 @@ def resnet(*, width: int, hidden: Sequence[int], depths: Sequence[int]) -> nn.Mo
         num_labels=4,
     )
     return ResNetForImageClassification(config)
+
+
+def convnext(*, hidden: Sequence[int], depths: Sequence[int]) -> nn.Module:
+    """Depthwise convolutions, each with two linears over the channels, 4 classes."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = _config(ConvNextConfig, hidden_sizes=list(hidden), depths=list(depths), num_labels=4)
+    return ConvNextForImageClassification(config)
 
 
 def vit(*, layers: int, width: int, heads: int, hidden: int, image: int, patch: int) -> nn.Module:

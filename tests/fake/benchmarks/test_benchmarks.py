@@ -65,6 +65,15 @@ def test_a_table_has_a_line_per_arm_and_the_reasons_of_those_that_are_missing() 
     assert lines[-1] == "note: freezing: failed: ValueError"
 
 
+def test_where_openvino_ran_errors_and_ratios_to_it_are_shown() -> None:
+    rows = [row("openvino", QUIET, error=4e-3), row("amp_fx", scaled(1.25), error=None)]
+    lines = [line.split() for line in case_table(rows).splitlines()]
+    assert lines[1][-3:] == ["error", "x", "openvino"]
+    assert lines[2][-3:] == ["4.0e-03", "1.00", "(1.00-1.00)"]
+    assert lines[3][-3:] == ["-", "1.25", "(1.25-1.25)"]
+    assert "| - | 1250.00, nan | - |".replace("- | ", "", 1) in page.beside(WHERE, rows)
+
+
 # --- files ---
 
 

@@ -1,0 +1,91 @@
+"""Engines for inference on a CPU that a user would pick instead of PyTorch, or of bf16, each on the exported model.
+
+In int8 all have static scales but ONNX Runtime, which finds them in each call: one batch calibrates, the one that is
+timed. What is not in int8 is bf16 in OpenVINO, fp32 in the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workloads import Batch
+
+__all__ = ["Call", "onnxruntime_int8", "openvino", "openvino_int8", "x86_int8"]
+
+Call = Callable[[Batch], Tensor]
+
+
+def _converted(model: nn.Module, batch: Batch) -> Any:
+    """OpenVINO's model, at the sizes of the batch, as an engine has them that compiles for what it is given."""
+    from openvino import convert_model
+
+    with torch.no_grad():
+        converted = convert_model(torch.export.export(model, (), batch))
+    converted.reshape({name: list(value.shape) for name, value in batch.items()})
+    return converted
+
+
+def _compiled(converted: Any) -> Call:
+    from openvino import compile_model
+
+    settings = {
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+    }
+    compiled = compile_model(converted, "CPU", settings)
+    return lambda batch: torch.from_numpy(compiled(_arrays(batch))[0])
+
+
+def _arrays(batch: Batch) -> dict[str, Any]:
+    return {name: value.numpy() for name, value in batch.items()}
+
+
+def openvino(model: nn.Module, batch: Batch) -> Call:
+    """bf16."""
+    return _compiled(_converted(model, batch))
+
+
+def openvino_int8(model: nn.Module, batch: Batch) -> Call:
+    """Quantised by NNCF."""
+    import nncf
+
+    nncf.set_log_level(logging.ERROR)
+    converted = _converted(model, batch)
+    attends = any(op.get_type_name() == "ScaledDotProductAttention" for op in converted.get_ops())
+    kind = nncf.ModelType.TRANSFORMER if attends else None
+    return _compiled(nncf.quantize(converted, nncf.Dataset([_arrays(batch)]), model_type=kind, subset_size=1))
+
+
+def onnxruntime_int8(model: nn.Module, batch: Batch) -> Call:
+    """Dynamically quantised."""
+    import onnxruntime
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        wide, low = Path(folder) / "wide.onnx", Path(folder) / "low.onnx"
+        torch.onnx.export(model, (), wide, kwargs=batch, dynamo=True, verbose=False)
+        quantize_dynamic(wide, low, weight_type=QuantType.QUInt8)
+        session = onnxruntime.InferenceSession(low, options, providers=["CPUExecutionProvider"])
+    return lambda batch: torch.from_numpy(session.run(None, _arrays(batch))[0])
+
+
+def x86_int8(model: nn.Module, batch: Batch) -> Call:
+    """torchao's quantizer for x86, compiled by Inductor, which reads its setting ``freezing`` from the environment."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    prepared = prepare_pt2e(torch.export.export(model, (), batch).module(), quantizer)
+    prepared(**batch)
+    compiled = torch.compile(convert_pt2e(prepared), dynamic=False, fullgraph=True)
+    return lambda batch: compiled(**batch)
