@@ -173,8 +173,8 @@ def beside(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     """Times of inference beside other engines, with the errors, and two ratios of amp_fx in bf16."""
     titles = [*_BESIDE.values(), "amp_fx / freezing", "amp_fx / OpenVINO"]
     lines = [
-        f"Milliseconds, and relative error against fp64. {head['processor']}, threads: {head['threads']}, torch "
-        f"{head['torch']}; reproduce with `python -m benchmarks --only engines --threads {head['threads']}`.",
+        f"Milliseconds, and relative error against fp64. {head['processor']}, torch {head['torch']};",
+        f"reproduce with `python -m benchmarks --only engines --threads {head['threads']}`.",
         "",
         "| model | " + " | ".join(titles) + " |",
         "|---" * (1 + len(titles)) + "|",
