@@ -109,13 +109,8 @@ def joint_passes(
 ) -> tuple[Pass, ...]:
     """The passes on Inductor's joint graph, in order.
 
-    Args:
-        devices: types of the devices that Inductor compiles for.
-        numerics: ``"compiled"`` or ``"eager"``.
-        scale: with a loss scaler.
-        levels: which matmuls run below 16 bits, where a policy or a plan has such.
-        wide_results: marked calls whose results a rule has in fp32.
-        products: marked calls of attention that are two products around a softmax.
+    ``wide_results`` and ``products`` are marked calls: whose results a rule has in fp32, and attention that is written
+    as two products around a softmax.
     """
     passes: list[Pass] = [] if scale is None else [scale]
     if levels is not None:

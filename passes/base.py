@@ -87,14 +87,7 @@ class Pass(abc.ABC):
 
 
 def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> Plan:
-    """Runs passes on a captured graph and on the bodies inside it.
-
-    Returns:
-        The plan of graph and bodies.
-
-    Raises:
-        PassError: a pass failed; the cause is chained.
-    """
+    """Runs passes on a captured graph and on the bodies inside it; returns the plan of all of them."""
     plan = Plan(policy=str(context.policy), unused_rules=[r.to_dict() for r in context.policy.users_rules])
     for name, body in bodies(gm):
         within = replace(context, path=f"{context.path}{name}.", folded=frozenset())
@@ -113,11 +106,7 @@ def run_passes(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContex
 
 
 def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> None:
-    """Runs passes on one captured graph, bodies left out.
-
-    Raises:
-        PassError: a pass failed; the cause is chained.
-    """
+    """Runs passes on one captured graph, bodies left out. PassError, with its cause, where one fails."""
     done: list[str] = []
     for step in pipeline:
         start = time.perf_counter()
@@ -137,11 +126,7 @@ def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassCont
 
 
 def run_keyed(gm: fx.GraphModule, pipeline: Sequence[Pass]) -> None:
-    """Runs passes on one of Inductor's graphs; what they read of a node is in the keys of the compile caches.
-
-    Raises:
-        PassError: a pass failed, or read more; the cause is chained.
-    """
+    """Runs passes on one of Inductor's graphs; PassError where one reads what is in no key of the compile caches."""
     with _only_keyed(gm, {name for step in pipeline for name in step.marks}):
         run_in_order(gm, pipeline, PassContext())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,26 +21,18 @@ def call_of(program: Callable[..., Any], batch: Any) -> Arguments:
     What the program does not take apart is its only argument as it is: ``forward(self, pair)`` takes a pair. InputError
     for what it takes in no way.
     """
-    whole: Arguments = ((batch,), {})
+    calls: list[Arguments] = [((batch,), {})]
     if isinstance(batch, Mapping):
-        apart: Arguments = ((), {str(name): value for name, value in batch.items()})
+        calls.insert(0, ((), {str(name): value for name, value in batch.items()}))
     elif isinstance(batch, (tuple, list)):
-        apart = (tuple(batch), {})
-    else:
-        apart = whole
-    for call in (apart, whole):
-        if _refusal(program, call) is None:
-            return call
-    raise _not_taken(program, apart)
+        calls.insert(0, (tuple(batch), {}))
+    return _first_taken(program, calls)
 
 
 def arguments_of(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The call that arguments stand for: as they are given, or the one batch among them, see :func:`call_of`."""
-    if len(args) == 1 and not kwargs:
-        return call_of(program, args[0])
-    if _refusal(program, (args, kwargs)) is not None:
-        raise _not_taken(program, (args, kwargs))
-    return args, kwargs
+    is_batch = len(args) == 1 and not kwargs
+    return call_of(program, args[0]) if is_batch else _first_taken(program, [(args, kwargs)])
 
 
 def inputs_of(program: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None) -> Arguments:
@@ -48,28 +40,24 @@ def inputs_of(program: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] 
     return arguments_of(program, tuple(args), dict(kwargs)) if kwargs else call_of(program, args)
 
 
-def _signature(program: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(program.forward if isinstance(program, nn.Module) else program)
-
-
-def _refusal(program: Callable[..., Any], call: Arguments) -> str | None:
-    """Why a signature does not take a call; None if it does, or where there is no signature."""
-    try:
-        signature = _signature(program)
-    except (TypeError, ValueError):
-        return None
-    try:
-        signature.bind(*call[0], **call[1])
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def _not_taken(program: Callable[..., Any], call: Arguments) -> InputError:
-    args, kwargs = call
+def _first_taken(program: Callable[..., Any], calls: Sequence[Arguments]) -> Arguments:
+    """The first call that the program's signature takes, or where it has none; else an error about the first."""
+    errors: list[TypeError] = []
+    for args, kwargs in calls:
+        try:
+            signature = inspect.signature(program.forward if isinstance(program, nn.Module) else program)
+        except (TypeError, ValueError):
+            return args, kwargs
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            errors.append(error)
+        else:
+            return args, kwargs
+    args, kwargs = calls[0]
     given = ", ".join([*(type(value).__name__ for value in args), *(f"{name}=" for name in kwargs)])
     name = getattr(program, "__name__", type(program).__name__)
-    return InputError(
-        f"{name} takes {_signature(program)}, not ({given}): {_refusal(program, call)}. A batch is a "
-        "tuple of positional arguments, a mapping of keyword arguments, or the only argument."
+    raise InputError(
+        f"{name} takes {signature}, not ({given}): {errors[0]}. A batch is a tuple of positional arguments, a mapping "
+        "of keyword arguments, or the only argument."
     )

@@ -65,19 +65,11 @@ _COMPOSITES = {op: _parts(op) for op in (aten.lstm_cell.default, aten.gru_cell.d
 
 
 def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
-    """Captures a Dynamo graph as pre-dispatch ATen. ``gm`` is not changed.
+    """A Dynamo graph as pre-dispatch ATen, given the autocast state at graph entry; ``gm`` is not changed.
 
-    Args:
-        gm: the graph Dynamo hands to a backend.
-        ambient: autocast state at graph entry per device type.
-
-    Returns:
-        A new GraphModule with the same placeholders and their metadata. Every node has ``meta["val"]`` (fake tensors,
-        traced dtypes), ``meta[REGION_META]``, ``nn_module_stack`` and ``stack_trace``; so have bodies of higher-order
-        ops, which are child GraphModules.
-
-    Raises:
-        CaptureError: the graph cannot be traced; the cause is chained and the source line named.
+    Placeholders keep their metadata. Every node has ``meta["val"]`` (fake, traced dtypes), ``meta[REGION_META]``,
+    ``nn_module_stack`` and ``stack_trace``; so have bodies of higher-order ops, which are child GraphModules.
+    CaptureError, with cause and source line, for a graph that cannot be traced.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     if any("example_value" not in node.meta for node in placeholders):

@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -93,7 +92,7 @@ def _runs(gm: fx.GraphModule) -> bool:
     """True if the graph runs on its own fake inputs."""
     fakes = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), contextlib.nullcontext())
-    trial = _Trial(gm)
+    trial = fx.Interpreter(gm, garbage_collect_values=False)
     try:
         with mode, symbolic_kernels(), torch.no_grad(), enable_autocast("cpu", False, torch.bfloat16):
             trial.run(*fakes)
@@ -101,27 +100,10 @@ def _runs(gm: fx.GraphModule) -> bool:
         # this is the question asked, not an error of ours: autocast does not work on this graph
         return False
     finally:
-        trial.close()
+        # within a region that a failure left open, eager autocast would keep old casts of weights
+        ran = [node for node in gm.graph.nodes if node in trial.env]
+        left = {node.args[0] for node in ran if node.target is _exit_autocast}
+        for node in reversed(ran):
+            if node.target is _enter_autocast and node not in left:
+                _exit_autocast(trial.env[node])
     return True
-
-
-class _Trial(fx.Interpreter):
-    """Runs a graph that may fail inside a region of autocast."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self._open: list[Any] = []
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs one call, and notes the regions that it enters and leaves."""
-        result = super().call_function(target, args, kwargs)
-        if target is _enter_autocast:
-            self._open.append(result)
-        elif target is _exit_autocast:
-            self._open.remove(args[0])
-        return result
-
-    def close(self) -> None:
-        """Leaves the regions that a failure left open. Within one, eager autocast would keep old casts of weights."""
-        while self._open:
-            _exit_autocast(self._open.pop())

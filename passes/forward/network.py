@@ -87,11 +87,7 @@ def rounded(node: fx.Node) -> Var:
 class Network:
     """Builds the cut's problem from a graph whose labels hold autocast's placement.
 
-    Args:
-        graph: classified.
-        cost: of the graph.
-        low: the low dtype.
-        measured: the calls of which measured sensitivity decides, not the op lists; None: the op lists decide of all.
+    ``measured`` are the calls of which measured sensitivity decides, not the op lists; None: op lists decide of all.
     """
 
     def __init__(

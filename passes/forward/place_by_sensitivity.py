@@ -35,21 +35,15 @@ Placement = Mapping[str, tuple[bool, bool]]
 
 @dataclass(frozen=True)
 class PricedGraph:
-    """A graph with its prices.
-
-    Attributes:
-        graph: classified, hazards pinned; its labels hold autocast's placement.
-        low: the low dtype.
-        priced: time and sensitivity of any placement: in picoseconds with a device profile; without, in bytes moved
-            and what could be moved during the arithmetic.
-        autocast: the labels of torch.autocast: every listed op low, values where a cut over bytes puts them.
-        make_by_bytes: makes the same with bytes for time.
-    """
+    """A classified graph whose labels hold autocast's placement, with its prices."""
 
     graph: fx.Graph
     low: torch.dtype
+    #: in picoseconds with a device profile; without, in bytes moved and what could be moved during the arithmetic
     priced: Priced
+    #: the labels of torch.autocast: every listed op low, values where a cut over bytes puts them
     autocast: Labels
+    #: prices with bytes for time
     make_by_bytes: Callable[[], Priced]
 
     def placement(self, labels: Labels) -> Placement:
@@ -95,12 +89,9 @@ class PricedGraph:
 def price(
     gm: fx.GraphModule, context: PassContext, rows: Mapping[str, CallSensitivity]
 ) -> PricedGraph | None:
-    """Prices a graph; None where it has no single low dtype to choose.
+    """Prices a classified graph, given what was measured of its calls; None where there is no single low dtype.
 
-    Args:
-        gm: classified, hazards pinned. Its labels are given autocast's placement.
-        context: of the passes.
-        rows: what was measured, by the call's name.
+    Its labels are given autocast's placement.
     """
     placed, low = place_as_autocast(gm.graph)
     if low is None:

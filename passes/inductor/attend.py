@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import argument_value
+from amp_fx.graphs.calls import argument_value, readers
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import PRODUCTS_MARK
 from amp_fx.passes.base import Pass, PassContext, marked
@@ -62,9 +62,9 @@ class Attend(Pass):
         for flash in gm.graph.find_nodes(op="call_function", target=_FLASH):
             if not marked(flash, PRODUCTS_MARK):
                 continue
-            readers = _readers_of_sums(flash)
-            if all(reader.target is _FLASH_BACKWARD for reader in readers):
-                _write(flash, readers)
+            backwards = _readers_of_sums(flash)
+            if all(reader.target is _FLASH_BACKWARD for reader in backwards):
+                _write(flash, backwards)
                 written += 1
         return f"{written} calls of attention are two products around a softmax"
 
@@ -91,17 +91,10 @@ def _write(flash: fx.Node, backwards: list[fx.Node]) -> None:
     for item in flash.users:
         if item.args[1] == 0:
             item.replace_all_uses_with(out)
-    for node in reversed([flash, *_all_readers(flash)]):
+    # results, aliases, backwards
+    gone = {flash, *readers(flash, lambda reader: True)}
+    for node in [node for node in reversed(flash.graph.nodes) if node in gone]:
         flash.graph.erase_node(node)
-
-
-def _all_readers(flash: fx.Node) -> list[fx.Node]:
-    """What still reads the kernel, directly or not, in the order of the graph: results, aliases, backwards."""
-    found = dict.fromkeys([flash])
-    for node in flash.graph.nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found[node] = None
-    return list(found)[1:]
 
 
 def _tensors(call: fx.Node, count: int) -> list[fx.Node]:
@@ -126,13 +119,10 @@ class _Writer:
             node.meta["val"] = run_fake(node) if node.all_input_nodes else target(*args, **kwargs)
         return node
 
-    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    def cast(self, node: fx.Node, dtype: torch.dtype = torch.float32) -> fx.Node:
         return (
             node if node.meta["val"].dtype is dtype else self(prims.convert_element_type.default, node, dtype)
         )
-
-    def wide(self, node: fx.Node) -> fx.Node:
-        return self.cast(node, torch.float32)
 
     def matrices(self, node: fx.Node) -> fx.Node:
         """``[batch * heads, rows, columns]`` of ``[batch, heads, rows, columns]``, or of a head for several."""
@@ -158,7 +148,7 @@ class _Writer:
         shared = node.meta["val"].shape[0] // (batch * heads)
         if shared > 1:
             # a head that several have read: their gradients are added in fp32
-            parts = self(aten.view.default, self.wide(node), [batch, heads, shared, *matrix])
+            parts = self(aten.view.default, self.cast(node), [batch, heads, shared, *matrix])
             node = self.cast(self(aten.sum.dim_IntList, parts, [2]), like.dtype)
         node = self(aten.view.default, node, list(like.shape))
         order = sorted(range(like.ndim), key=lambda dim: (-like.stride(dim), dim))
@@ -176,12 +166,12 @@ def _forward(flash: fx.Node) -> tuple[fx.Node, fx.Node]:
     mask, scale = argument_value(flash, "attn_mask"), argument_value(flash, "scale")
     shape = query.meta["val"].shape
     factor = 1 / math.sqrt(shape[-1]) if scale is None else scale
-    scaled = write(aten.mul.Tensor, write.wide(query), factor)
-    scores = write.bmm(write.matrices(scaled), write.turned(write.matrices(write.wide(key))))
+    scaled = write(aten.mul.Tensor, write.cast(query), factor)
+    scores = write.bmm(write.matrices(scaled), write.turned(write.matrices(write.cast(key))))
     keys = key.meta["val"].shape[-2]
     if mask is not None:
         four = write(aten.view.default, scores, [*shape[:-1], keys])
-        four = write(aten.add.Tensor, four, write.wide(mask))
+        four = write(aten.add.Tensor, four, write.cast(mask))
         scores = write(aten.view.default, four, [math.prod(shape[:-2]), shape[-2], keys])
     if argument_value(flash, "is_causal"):
         device = query.meta["val"].device
@@ -216,12 +206,12 @@ def _backward(backward: fx.Node, probabilities: fx.Node, out: fx.Node) -> list[f
     low = value.meta["val"].dtype
     g = write.matrices(gradient)
     of_value = write.bmm(write.turned(probabilities), g)
-    wide = write.wide(gradient)
-    of_probabilities = write.bmm(write.matrices(wide), write.turned(write.matrices(write.wide(value))))
-    row = write(aten.sum.dim_IntList, write(aten.mul.Tensor, wide, write.wide(out)), [-1], True)
+    wide = write.cast(gradient)
+    of_probabilities = write.bmm(write.matrices(wide), write.turned(write.matrices(write.cast(value))))
+    row = write(aten.sum.dim_IntList, write(aten.mul.Tensor, wide, write.cast(out)), [-1], True)
     row = write(aten.view.default, row, [*of_probabilities.meta["val"].shape[:2], 1])
     difference = write(aten.sub.Tensor, of_probabilities, row)
-    of_scores = write(aten.mul.Tensor, write.wide(probabilities), difference)
+    of_scores = write(aten.mul.Tensor, write.cast(probabilities), difference)
     of_scores = write.cast(write(aten.mul.Tensor, of_scores, factor), low)
     of_query = write.bmm(of_scores, write.matrices(key))
     of_key = write.bmm(write.turned(of_scores), write.matrices(query))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,7 +80,6 @@ class _Work:
 
     graph: fx.Graph
     scale: fx.Node
-    added: list[fx.Node] = field(default_factory=list)
 
     def call(self, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
         node = self.graph.call_function(target, args)
@@ -88,7 +87,6 @@ class _Work:
         if like is not None and "stack_trace" in like.meta:
             node.meta["stack_trace"] = like.meta["stack_trace"]
         node.meta["val"] = run_fake(node)
-        self.added.append(node)
         return node
 
     def enter(self, tangent: fx.Node) -> None:
@@ -108,11 +106,11 @@ class _Work:
     def leave(self, node: fx.Node) -> fx.Node:
         """Cases 2 and 3."""
         position = _added_rows(node)
-        if position is not None:
-            with self.graph.inserting_before(node):
-                node.update_arg(position, self._divide(node.args[position]))  # type: ignore[arg-type]  # a node
-            return node
-        return self._divide(node)
+        if position is None:
+            return self._divide(node)
+        with self.graph.inserting_before(node):
+            node.update_arg(position, self._divide(node.args[position]))  # type: ignore[arg-type]  # a node
+        return node
 
     def _divide(self, node: fx.Node) -> fx.Node:
         dtype = node.meta["val"].dtype
