@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from amp_fx.comparison.comparison import (
     module_errors,
     verdict,
 )
-from amp_fx.comparison.judging import Culprit, Distances, Judge, distances, remedy
+from amp_fx.comparison.judging import Culprit, Distances, distances, findings, remedy
 from amp_fx.comparison.running import (
     Compiled,
     Observed,
@@ -40,7 +40,7 @@ from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Plan, dtype_name
-from amp_fx.reports.step import Step, loss_of, relative_error
+from amp_fx.reports.step import Step, apart, loss_of, relative_error
 from amp_fx.settings import Options
 
 __all__ = ["AGAINST", "compare"]
@@ -112,27 +112,35 @@ def compare(
     setting = _Setting(step, dynamic, options or {}, against, first_scale, scale is None)
     with only_looking(), unwrapped_errors(AmpFxError):
         first = _at_boundaries(setting)
-        inside = _inside(setting, first, calls=calls)
-    culprit, call = first.culprit, inside.call
+        call, mended, every, calls_disturbance = None, {}, (), 0.0
+        if first.culprit is not None or calls:
+            with apart():
+                traced, reference = setting.traced(every_call=True)
+                if first.culprit is not None:
+                    call, mended = _inside(first.culprit, setting, first, traced, reference)
+            if calls:
+                every, calls_disturbance = _of_calls(setting, first, traced.graphs, reference)
+    culprit = first.culprit
     not_finite = [each.module for each in first.findings if math.isinf(each.error)]
     if call is not None and math.isinf(call.error):
         not_finite.append(call.module)
-    not_finite += [name.rpartition(".")[0] for name in first.not_finite]
-    is_disturbed = first.disturbance > _DISTURBED
+    # a gradient is that of a module's parameter, a result that of the model
+    not_finite += ["" if step.of_outputs else name.rpartition(".")[0] for name in first.not_finite]
+    moved = first.disturbance if first.disturbance > _DISTURBED else 0.0
     return Comparison(
         title=type(step.model).__name__,
         against=against if isinstance(against, str) else f"options={dict(against)}",
         worst=module_errors(step.model, first.graphs, first.plans, first.found),
-        calls=inside.calls,
+        calls=every,
         first_nonfinite=not_finite[0] if not_finite else None,
         culprit=None if culprit is None else culprit.module,
         culprit_call=call,
-        healthy=culprit is None and not is_disturbed and not not_finite,
-        verdict=verdict(culprit, call, first.not_finite, first.disturbance if is_disturbed else 0.0),
-        remedy=inside.remedy,
+        healthy=culprit is None and not moved and not not_finite,
+        verdict=verdict(culprit, call, first.not_finite, moved, of_outputs=step.of_outputs),
+        remedy=mended,
         result_error=first.result_error,
         disturbance=first.disturbance,
-        calls_disturbance=inside.disturbance,
+        calls_disturbance=calls_disturbance,
         loss_scale=first.scale,
         left_out=first.left_out,
         plans=tuple(first.plans),
@@ -211,9 +219,9 @@ class _Setting:
         """The model op by op, and what the reference computes so; of other options, what one in fp32 does."""
         traced = OneByOne(self.step, every_call=every_call, dynamic=self.dynamic)
         if not isinstance(self.against, str) or self.against == "fp32":
-            return traced, traced.run(None)
+            return traced, traced.run_with(None)
         autocast = replace(Options(), dtype=self.opts.dtype, numerics="eager", profile="off")
-        return traced, traced.run(autocast, as_written=self.against == "eager")
+        return traced, traced.run_with(autocast, as_written=self.against == "eager")
 
     def compiled(self, opts: Options, graphs: Sequence[ProgramGraph]) -> Compiled:
         """The model compiled with options."""
@@ -251,14 +259,14 @@ class _Boundaries:
 def _at_boundaries(setting: _Setting) -> _Boundaries:
     """Compares reference and run, and the run once more without observing anything."""
     step, scale = setting.step, setting.scale
-    with _apart():
+    with apart():
         traced, reference = setting.traced(every_call=False)
     if not traced.graphs:
         raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was compared.")
     if isinstance(setting.against, Mapping):
-        with _apart():
+        with apart():
             reference = setting.compiled(without_scaler(setting.against), traced.graphs).run(scale)
-    with _apart():
+    with apart():
         compiled = setting.compiled(setting.opts, traced.graphs)
         run = compiled.run(scale)
         while setting.adapts and scale > 1 and _overflows(run):
@@ -269,7 +277,7 @@ def _at_boundaries(setting: _Setting) -> _Boundaries:
             f"Dynamo made {len(traced.graphs)} graphs of the model, and of an equal call {len(compiled.plans)}: "
             "nothing can be compared. The model should do the same twice: keep no state outside it."
         )
-    with _apart():
+    with apart():
         plain = unobserved(step, setting.opts, scale, dynamic=setting.dynamic)
     found = distances(run, reference)
     observed = {graph for graph, _ in found}
@@ -283,7 +291,7 @@ def _at_boundaries(setting: _Setting) -> _Boundaries:
         graphs=traced.graphs,
         plans=compiled.plans,
         found=found,
-        findings=list(Judge(compiled.plans, found).findings()),
+        findings=list(findings(compiled.plans, found)),
         scale=scale,
         result_error=relative_error(plain, exact),
         disturbance=relative_error(run.results, plain),
@@ -296,55 +304,36 @@ def _at_boundaries(setting: _Setting) -> _Boundaries:
     )
 
 
-@dataclass(frozen=True)
-class _Inside:
-    """What was found of all calls."""
-
-    #: of the module that stands out
-    call: CallError | None = None
-    remedy: dict[str, Any] = field(default_factory=dict)
-    #: of the compiled run, each with its error; empty unless asked for
-    calls: tuple[CallError, ...] = ()
-    #: by how much observing all of them has moved the results
-    disturbance: float = 0.0
+def _inside(
+    culprit: Culprit, setting: _Setting, first: _Boundaries, traced: OneByOne, reference: Observed
+) -> tuple[CallError | None, dict[str, Any]]:
+    """The call of the module that stands out, op by op, and what mends it."""
+    mended = remedy(culprit, setting.options, traced, reference, first.scale)
+    found = distances(traced.run_with(setting.opts, first.scale), reference)
+    return _culprit_call(culprit, first.plans, found), mended
 
 
-def _inside(setting: _Setting, first: _Boundaries, *, calls: bool) -> _Inside:
-    """Compares all calls: op by op where something stands out, and as compiled where that is asked for."""
-    culprit, found = first.culprit, _Inside()
-    if culprit is None and not calls:
-        return found
-    with _apart():
-        traced, reference = setting.traced(every_call=True)
-        if culprit is not None:
-            mended = remedy(culprit, setting.options, traced, reference, first.scale)
-            run = traced.run(setting.opts, first.scale)
-            call = _culprit_call(culprit, first.plans, distances(run, reference))
-            found = replace(found, call=call, remedy=mended)
-    if not calls:
-        return found
-    with _apart():
-        compiled = setting.compiled(setting.opts, traced.graphs)
+def _of_calls(
+    setting: _Setting, first: _Boundaries, graphs: Sequence[ProgramGraph], reference: Observed
+) -> tuple[tuple[CallError, ...], float]:
+    """Every call of the compiled run with its error, and by how much observing all of them has moved the results."""
+    with apart():
+        compiled = setting.compiled(setting.opts, graphs)
         run = compiled.run(first.scale)
-    with _apart():
+    with apart():
         plain = unobserved(setting.step, setting.opts, first.scale, dynamic=setting.dynamic)
     rows = call_errors(compiled.plans, distances(run, reference))
-    return replace(found, calls=rows, disturbance=relative_error(run.results, plain))
+    return rows, relative_error(run.results, plain)
 
 
 def _culprit_call(culprit: Culprit, plans: Sequence[Plan], found: Distances) -> CallError | None:
     """The call that is the first not to be finite, or at which the error grows most; none where a gradient is wrong."""
-    if culprit.of != "result":
-        return None
-    inside = [
-        each
-        for each in Judge(plans, found).findings()
-        if (each.graph, each.module, each.of) == (culprit.graph, culprit.module, "result")
-    ]
-    rows = {row.name: row for row in plans[culprit.graph].nodes}
+    here = culprit.graph, culprit.module, "result"
+    inside = [each for each in findings(plans, found) if (each.graph, each.module, each.of) == here]
     first = [each for each in inside if math.isinf(each.error)][:1]
     call = max(first or inside, key=lambda each: each.growth, default=None)
-    if call is None or call.value not in rows:
+    rows = {row.name: row for row in plans[culprit.graph].nodes}
+    if culprit.of != "result" or call is None or call.value not in rows:
         return None
     return call_error(rows[call.value], found[call.graph, call.value])
 
@@ -358,13 +347,3 @@ def _overflows(run: Observed) -> bool:
     gradients = [sample.largest for sample in run.gradients.values()] + [*run.results.values()]
     are_values_finite = all(_is_finite(sample.largest) for sample in run.values.values())
     return are_values_finite and not all(map(_is_finite, gradients))
-
-
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """Inside, nothing is found that was compiled outside, nor outside what was compiled inside."""
-    torch.compiler.reset()
-    try:
-        yield
-    finally:
-        torch.compiler.reset()

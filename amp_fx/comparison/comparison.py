@@ -8,7 +8,7 @@ import os
 import pprint
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from amp_fx.comparison.judging import Culprit, Distance, Distances
 from amp_fx.comparison.running import ProgramGraph
 from amp_fx.graphs.calls import short_source
-from amp_fx.plans.files import write_text
+from amp_fx.plans.files import as_data, write_text
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 from amp_fx.reports.report import Report
 from amp_fx.viz.words import short_dtype
@@ -157,15 +157,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form, without the plans; an infinite error is None."""
         own = {key: value for key, value in vars(self).items() if key not in ("plans", "errors")}
-        rows = {key: [_finite(asdict(row)) for row in own[key]] for key in ("worst", "calls")}
-        call = None if self.culprit_call is None else _finite(asdict(self.culprit_call))
-        return {
-            "version": _VERSION,
-            **_finite(own),
-            **rows,
-            "culprit_call": call,
-            "left_out": list(self.left_out),
-        }
+        return {"version": _VERSION, **_finite(as_data(own))}
 
     def to_json(self) -> str:
         """The same as indented JSON text."""
@@ -196,10 +188,13 @@ class _Picture(Report):
         return self.screen
 
 
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: None if isinstance(value, float) and math.isinf(value) else value for key, value in row.items()
-    }
+def _finite(data: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_finite(value) for value in data]
+    return None if data == math.inf else data
 
 
 def _named(module: str) -> str:
@@ -238,13 +233,9 @@ def module_errors(
 
 def call_errors(plans: Sequence[Plan], found: Distances) -> tuple[CallError, ...]:
     """The calls whose results were observed, largest error first."""
-    rows = [
-        (row, here)
-        for number, plan in enumerate(plans)
-        for row in plan.nodes
-        if (here := found.get((number, row.name))) is not None
-    ]
-    return tuple(call_error(row, here) for row, here in sorted(rows, key=lambda row: -row[1].worst))
+    calls = {(number, row.name): row for number, plan in enumerate(plans) for row in plan.nodes}
+    ranked = sorted(found.items(), key=lambda item: -item[1].worst)
+    return tuple(call_error(calls[key], here) for key, here in ranked if key in calls)
 
 
 def call_error(row: NodePlan, here: Distance) -> CallError:
@@ -258,8 +249,18 @@ def _precision(row: NodePlan | None) -> str:
     return "" if row is None or row.computed is None else dtype_name(row.computed)
 
 
-def verdict(culprit: Culprit | None, call: CallError | None, not_finite: Sequence[str], moved: float) -> str:
+def verdict(
+    culprit: Culprit | None,
+    call: CallError | None,
+    not_finite: Sequence[str],
+    moved: float,
+    *,
+    of_outputs: bool,
+) -> str:
     """What is wrong, in one sentence: at a call of the culprit, in results, or because observing ``moved`` these."""
+    if culprit is None and not_finite and of_outputs:
+        place = f" at {not_finite[0]}" if not_finite[0] else ""
+        return f"What the model returns{place} is not finite, though all values between modules are."
     if culprit is None and not_finite:
         return f"The gradient of {not_finite[0]} is not finite, though all values and their gradients are."
     if culprit is None and moved:

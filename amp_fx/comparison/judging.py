@@ -28,7 +28,7 @@ from amp_fx.policy.rules import Rule
 from amp_fx.reports.step import relative_error
 from amp_fx.settings import Options
 
-__all__ = ["Culprit", "Distance", "Distances", "Judge", "distances", "remedy"]
+__all__ = ["Culprit", "Distance", "Distances", "distances", "findings", "remedy"]
 
 #: times the error that is expected from which on a value, and a gradient, stands out: of models that train well, values
 #: were at most at 1.5, gradients at 77 where they cancel
@@ -168,57 +168,91 @@ class Culprit:
         return self.error > _LEAST_GRADIENT and self.weighs and (grown or self.underflows)
 
 
-class Judge:
-    """Knows of which values a value is computed, by the plans of the graphs of a run, in order."""
+def findings(plans: Sequence[Plan], found: Distances) -> Iterator[Culprit]:
+    """Every value in order of execution, then every gradient in that of the backward; plans of the graphs, in order."""
+    heaviest = max((each.weight for each in found.values()), default=0.0)
+    graphs = [_Graph(number, plan, found) for number, plan in enumerate(plans)]
+    for graph in graphs:
+        yield from (graph.of_result(name) for name in graph.names if name in graph.found)
+    for graph in reversed(graphs):
+        for name in reversed(graph.names):
+            if name in graph.found and (error := graph.found[name].gradient_error) is not None:
+                yield graph.of_gradient(name, error, heaviest)
 
-    def __init__(self, plans: Sequence[Plan], distances: Distances) -> None:
-        self._distances = distances
-        self._taken: dict[int, set[str]] = {number: set() for number in range(len(plans))}
-        for number, name in distances:
-            self._taken[number].add(name)
-        self._graphs = [_Graph(plan) for plan in plans]
-        self._heaviest = max((each.weight for each in distances.values()), default=0.0)
 
-    def findings(self) -> Iterator[Culprit]:
-        """Every value in order of execution, then every gradient in that of the backward."""
-        for graph, rows in enumerate(self._graphs):
-            for name in rows.names:
-                if (graph, name) in self._distances:
-                    yield self._of_result(graph, name)
-        for graph, rows in reversed(list(enumerate(self._graphs))):
-            for name in reversed(rows.names):
-                here = self._distances.get((graph, name))
-                if here is not None and here.gradient_error is not None:
-                    yield self._of_gradient(graph, name, here.gradient_error)
+class _Graph:
+    """The calls of one graph, who reads whom, and what was found of them; casts are no calls."""
 
-    def _of_result(self, graph: int, name: str) -> Culprit:
-        rows, here = self._graphs[graph], self._distances[graph, name]
-        before, calls = rows.walk(name, rows.sources, self._taken[graph])
-        errors = [self._distances[graph, each].error for each in before]
-        own = [rows.calls[name]] if name in rows.calls else []
+    def __init__(self, number: int, plan: Plan, found: Distances) -> None:
+        self._number = number
+        self.found = {name: here for (graph, name), here in found.items() if graph == number}
+        casts = {cast.name: cast.value for cast in plan.casts if cast.inserted}
+        self._calls = {row.name: row for row in plan.nodes}
+        self.names = [*(given.name for given in plan.inputs), *self._calls]
+        aliases = {given.name: given.alias for given in plan.inputs if given.alias}
+        self._sources: dict[str, list[str]] = {}
+        self._readers: dict[str, list[str]] = {}
+        for row in plan.nodes:
+            for read in row.inputs:
+                while read in casts or read in aliases:
+                    read = casts.get(read) or aliases[read]
+                self._sources.setdefault(row.name, []).append(read)
+                self._readers.setdefault(read, []).append(row.name)
+
+    def of_result(self, name: str) -> Culprit:
+        """A value, by the values that it is computed from."""
+        here, own = self.found[name], self._own(name)
+        before, calls = self._nearest(name, self._sources)
         module = own[0].module_path if own else ""
+        errors = [self.found[each].error for each in before]
         expected = max(errors, default=0.0) + _rounded([*own, *calls])
-        feeds = rows.low_modules(before, module)
-        return Culprit(graph, name, "result", module, here.error, expected, 0.0, not here.single, feeds)
+        feeds = self._low_modules(before, module)
+        return Culprit(
+            self._number, name, "result", module, here.error, expected, 0.0, not here.single, feeds
+        )
 
-    def _of_gradient(self, graph: int, name: str, error: float) -> Culprit:
-        rows = self._graphs[graph]
-        after, calls = rows.walk(name, rows.readers, self._taken[graph])
-        calls += [rows.calls[each] for each in after if each in rows.calls]
-        known = [self._distances[graph, each] for each in (name, *after)]
-        errors = [each.error for each in known]
-        errors += [each.gradient_error for each in known[1:] if each.gradient_error is not None]
+    def of_gradient(self, name: str, error: float, heaviest: float) -> Culprit:
+        """The gradient of a value, by those that it is computed from."""
+        here, own = self.found[name], self._own(name)
+        after, calls = self._nearest(name, self._readers)
+        calls += [call for each in after for call in self._own(each)]
+        errors = [self.found[each].error for each in (name, *after)]
+        errors += [self.found[each].gradient_error or 0.0 for each in after]
         # what it reads besides has errors, too
         for call in calls:
-            beside, _ = rows.walk(call.name, rows.sources, self._taken[graph])
-            errors += [self._distances[graph, each].error for each in beside]
-        own = rows.calls[name].module_path if name in rows.calls else ""
-        module = next((call.module_path for call in calls if call.module_path != own), own)
+            errors += [self.found[each].error for each in self._nearest(call.name, self._sources)[0]]
+        path = own[0].module_path if own else ""
+        module = next((call.module_path for call in calls if call.module_path != path), path)
         expected = max(errors, default=0.0) + _rounded(calls)
-        feeds = rows.low_modules([name, *after], module)
-        narrow = name in rows.calls and rows.calls[name].computed is torch.float16
-        lost, weighs = known[0].lost * narrow, known[0].weight >= _WEIGHS * self._heaviest
-        return Culprit(graph, name, "gradient", module, error, expected, lost, weighs, feeds)
+        feeds = self._low_modules([name, *after], module)
+        lost = here.lost if own and own[0].computed is torch.float16 else 0.0
+        weighs = here.weight >= _WEIGHS * heaviest
+        return Culprit(self._number, name, "gradient", module, error, expected, lost, weighs, feeds)
+
+    def _own(self, name: str) -> list[NodePlan]:
+        """The call of a value; none of an input."""
+        return [self._calls[name]] if name in self._calls else []
+
+    def _nearest(self, name: str, edges: Mapping[str, Sequence[str]]) -> tuple[list[str], list[NodePlan]]:
+        """The nearest values that were observed along the edges, and the calls on the way to them."""
+        observed, passed = dict[str, None](), dict[str, None]()
+        pending = list(edges.get(name, ()))
+        while pending:
+            each = pending.pop()
+            if each in observed or each in passed or each == name:
+                continue
+            if each in self.found:
+                observed[each] = None
+                continue
+            passed[each] = None
+            pending += edges.get(each, ())
+        return list(observed), [call for each in passed for call in self._own(each)]
+
+    def _low_modules(self, names: Sequence[str], but: str) -> tuple[str, ...]:
+        """Modules that compute these values in a low dtype, but for one."""
+        rows = [call for name in names for call in self._own(name)]
+        low = [row.module_path for row in rows if row.low is not None and row.computed is row.low]
+        return tuple(dict.fromkeys(path for path in low if path != but))
 
 
 def _rounded(calls: Sequence[NodePlan]) -> float:
@@ -230,47 +264,6 @@ def _rounded(calls: Sequence[NodePlan]) -> float:
 def _unit(dtype: torch.dtype) -> float:
     """The largest relative error of one rounding."""
     return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 2.0**-7
-
-
-class _Graph:
-    """The calls of one graph, and who reads whom; casts are no calls."""
-
-    def __init__(self, plan: Plan) -> None:
-        casts = {cast.name: cast.value for cast in plan.casts if cast.inserted}
-        self.calls = {row.name: row for row in plan.nodes}
-        self.names = [*(given.name for given in plan.inputs), *self.calls]
-        aliases = {given.name: given.alias for given in plan.inputs if given.alias}
-        self.sources: dict[str, list[str]] = {}
-        self.readers: dict[str, list[str]] = {}
-        for row in plan.nodes:
-            for read in row.inputs:
-                while read in casts or read in aliases:
-                    read = casts.get(read) or aliases[read]
-                self.sources.setdefault(row.name, []).append(read)
-                self.readers.setdefault(read, []).append(row.name)
-
-    def walk(
-        self, name: str, edges: Mapping[str, Sequence[str]], until: set[str]
-    ) -> tuple[list[str], list[NodePlan]]:
-        """The nearest values among ``until`` along the edges, and the calls on the way to them."""
-        found, passed = dict[str, None](), dict[str, None]()
-        pending = list(edges.get(name, ()))
-        while pending:
-            each = pending.pop()
-            if each in found or each in passed or each == name:
-                continue
-            if each in until:
-                found[each] = None
-                continue
-            passed[each] = None
-            pending += edges.get(each, ())
-        return list(found), [self.calls[each] for each in passed if each in self.calls]
-
-    def low_modules(self, names: Sequence[str], but: str) -> tuple[str, ...]:
-        """Modules that compute these values in a low dtype, but for one."""
-        rows = [self.calls[name] for name in names if name in self.calls]
-        low = [row.module_path for row in rows if row.low is not None and row.computed is row.low]
-        return tuple(dict.fromkeys(path for path in low if path != but))
 
 
 def remedy(
@@ -291,14 +284,14 @@ def remedy(
         error = here.error if culprit.of == "result" else here.gradient_error
         return math.inf if error is None else error
 
-    if error(distances(traced.run(opts, scale), reference)) < _SEEN * wrong:
+    if error(distances(traced.run_with(opts, scale), reference)) < _SEEN * wrong:
         # op by op it does not go wrong, so that nothing can be tried
         return {}
     best, least = dict[str, Any](), _LEFT * wrong
     for changed, at in _candidates(culprit, opts, scale):
         mended = {key: value for key, value in {**options, **changed}.items() if value is not None}
-        found = distances(traced.run(without_scaler(mended), at), reference)
-        if not any(each.stands_out for each in Judge(traced.plans, found).findings()):
+        found = distances(traced.run_with(without_scaler(mended), at), reference)
+        if not any(each.stands_out for each in findings(traced.plans, found)):
             return mended
         if (left := error(found)) < least:
             best, least = mended, left

@@ -99,8 +99,9 @@ class _Run:
     """A step whose graphs are made by :meth:`_backend`, which a subclass has."""
 
     def __init__(self, step: Step, *, dynamic: bool) -> None:
-        self._step = step
-        self._observed = Observed()
+        self.step = step
+        #: of the last run, or of the one that goes on
+        self.observed = Observed()
         self._compiled = torch.compile(
             step.model, backend=lambda *given: self._backend(*given), dynamic=dynamic
         )
@@ -108,10 +109,11 @@ class _Run:
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         raise NotImplementedError
 
-    def _run(self, scale: float) -> Observed:
-        self._observed = observed = Observed(scale=scale)
-        with self._step.returned(self._compiled) as returned:
-            observed.results = self._step.judged(returned, scale, observed.zeros)
+    def run(self, scale: float = 1.0) -> Observed:
+        """What one step computes; ``scale`` of the loss is taken out again."""
+        self.observed = observed = Observed(scale=scale)
+        with self.step.returned(self._compiled) as returned:
+            observed.results = self.step.judged(returned, scale, observed.zeros)
         observed.zeros.clear()
         return observed
 
@@ -134,14 +136,13 @@ class OneByOne(_Run):
         self._plans: dict[int, Plan] = {}
         self._tapped: dict[int, tuple[fx.GraphModule, Taps]] = {}
 
-    def run(self, opts: Options | None, scale: float = 1.0, *, as_written: bool = False) -> Observed:
+    def run_with(self, opts: Options | None, scale: float = 1.0, *, as_written: bool = False) -> Observed:
         """What one step computes with options of the backend; None: no call is rounded, whatever autocast says.
 
-        ``scale`` of the loss is taken out again. ``as_written``: only the program's own autocast counts, and what is on
-        around the call.
+        ``as_written``: only the program's own autocast counts, and what is on around the call.
         """
         self._opts, self._as_written, self._tapped = opts, as_written, {}
-        return self._run(scale)
+        return self.run(scale)
 
     @property
     def plans(self) -> list[Plan]:
@@ -166,11 +167,11 @@ class OneByOne(_Run):
     def _call(self, number: int, args: Sequence[Any]) -> Any:
         if number not in self._tapped:
             graph, rewritten = self.graphs[number], self._rewritten(number)
-            gradients = graph.training and not self._step.of_outputs
+            gradients = graph.training and not self.step.of_outputs
             self._tapped[number] = rewritten, tap(rewritten, graph.results, args, gradients=gradients)
         rewritten, taps = self._tapped[number]
         with autocast_disabled():
-            return self._observed.call(number, taps, rewritten, args)
+            return self.observed.call(number, taps, rewritten, args)
 
     def _rewritten(self, number: int) -> fx.GraphModule:
         graph = self.graphs[number]
@@ -192,13 +193,9 @@ class Compiled(_Run):
 
     def __init__(self, step: Step, opts: Options, graphs: Sequence[ProgramGraph], *, dynamic: bool) -> None:
         super().__init__(step, dynamic=dynamic)
-        self._opts, self._graphs = opts, graphs
+        self._opts, self.graphs = opts, graphs
         #: of the graphs, in order
         self.plans: list[Plan] = []
-
-    def run(self, scale: float = 1.0) -> Observed:
-        """What one step computes; ``scale`` of the loss is taken out again."""
-        return self._run(scale)
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         # late: it listens to Dynamo as soon as it is loaded
@@ -217,31 +214,23 @@ class Compiled(_Run):
             self.plans.append(Plan(compile_id()))
         return compiled
 
-    def tap(self, call: Call, rewritten: fx.GraphModule, plan: Plan) -> tuple[int, Taps]:
-        """The next graph returns its values; returns its number and what it takes and returns besides."""
-        number = len(self.plans)
-        self.plans.append(plan)
-        names = self._graphs[number].results if number < len(self._graphs) else ()
-        gradients = call.training and not self._step.of_outputs
-        return number, tap(rewritten, names, call.example_inputs, gradients=gradients)
-
-    def call(self, graph: int, taps: Taps, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Calls a compiled graph, and keeps what is observed."""
-        return self._observed.call(graph, taps, compiled, args)
-
 
 class _Tapping:
-    """Of one graph; see :class:`amp_fx.compiling.Watch`."""
+    """The next graph of a run returns its values, and they are kept; see :class:`amp_fx.compiling.Watch`."""
 
-    def __init__(self, owner: Compiled) -> None:
-        self._owner = owner
+    def __init__(self, run: Compiled) -> None:
+        self._run = run
 
     def add(self, call: Call, rewritten: fx.GraphModule, plan: Plan) -> Sequence[Tensor]:
-        self._number, self._taps = self._owner.tap(call, rewritten, plan)
+        run, self._number = self._run, len(self._run.plans)
+        run.plans.append(plan)
+        names = run.graphs[self._number].results if self._number < len(run.graphs) else ()
+        gradients = call.training and not run.step.of_outputs
+        self._taps = tap(rewritten, names, call.example_inputs, gradients=gradients)
         return list(self._taps.zeros.values())
 
     def bind(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: self._owner.call(self._number, self._taps, compiled, args)
+        return lambda *args: self._run.observed.call(self._number, self._taps, compiled, args)
 
 
 def _devices(gm: fx.GraphModule) -> frozenset[str]:

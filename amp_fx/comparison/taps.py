@@ -156,13 +156,11 @@ def _results(graph: fx.Graph, value: fx.Node, stride: int) -> tuple[fx.Node, fx.
     wide = _call(graph, aten.detach.default, value)
     if value.meta["val"].dtype is not torch.float32:
         wide = _call(graph, aten.to.dtype, wide, torch.float32)
-    flat = _call(graph, aten.reshape.default, wide, [-1])
+    every = flat = _call(graph, aten.reshape.default, wide, [-1])
     if stride > 1:
-        flat = _call(graph, aten.slice.Tensor, flat, 0, 0, sys.maxsize, stride)
+        every, flat = wide, _call(graph, aten.slice.Tensor, flat, 0, 0, sys.maxsize, stride)
     sample = _call(graph, aten.clone.default, flat)
-    return sample, _call(
-        graph, aten.amax.default, _call(graph, aten.abs.default, flat if stride == 1 else wide)
-    )
+    return sample, _call(graph, aten.amax.default, _call(graph, aten.abs.default, every))
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:

@@ -187,6 +187,20 @@ def test_without_a_loss_results_are_compared_in_the_mode_of_the_caller(op_by_op:
     assert 0 < found.result_error < 0.02
 
 
+@torch.compiler.disable()  # called, as the types of torch want it
+def lost_by_rounding(x: Tensor) -> Tensor:
+    return 1 / (x - x.bfloat16())
+
+
+def test_a_result_that_alone_is_not_finite_is_named(op_by_op: None) -> None:
+    torch.manual_seed(0)
+    model = Parts(lambda m, x: {"ratio": lost_by_rounding(m.up(x).float())}, up=nn.Linear(16, 16))
+    with torch.no_grad():
+        found = amp_fx.compare(model, torch.randn(4, 16), options=OFF)
+    assert (found.healthy, found.culprit, found.first_nonfinite) == (False, None, "")
+    assert found.verdict.startswith("What the model returns at ['ratio'] is not finite")
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_sizes_may_be_symbols(dynamic: bool, op_by_op: None) -> None:
     found = compared(Net(), torch.randn(6, 16), dynamic=dynamic)

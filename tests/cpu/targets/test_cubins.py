@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,23 +11,16 @@ from torch import Tensor, nn
 
 import zoo
 from amp_fx.targets.tracing import TracedGraph
+from small_models import Parts
 from targets import OFF, needs_a_target, process, trace_case, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
 
-class Block(nn.Module):
-    """A norm, a convolution, a residual add and a loss: kernels of every kind that amp_fx casts in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(8, 8, 3, padding=1)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        x = (x + F.gelu(self.conv(x))).mean((2, 3))
-        return F.cross_entropy(self.head(self.norm(x)), labels)
+def block(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """A convolution, a residual add, a norm and a loss: kernels of every kind that amp_fx casts in."""
+    x = (x + F.gelu(m.conv(x))).mean((2, 3))
+    return F.cross_entropy(m.head(m.norm(x)), labels)
 
 
 def sizes(graphs: list[TracedGraph], architectures: tuple[int, ...]) -> dict[str, dict[int, int]]:
@@ -34,7 +29,9 @@ def sizes(graphs: list[TracedGraph], architectures: tuple[int, ...]) -> dict[str
 
 
 def test_kernels_of_a_small_net_compile_for_hopper() -> None:
-    found = sizes(traced(Block(), torch.randn(4, 8, 16, 16), torch.randint(16, (4,))), (90,))
+    layers = {"conv": nn.Conv2d(8, 8, 3, padding=1), "norm": nn.LayerNorm(8), "head": nn.Linear(8, 16)}
+    graphs = traced(Parts(block, **layers), torch.randn(4, 8, 16, 16), torch.randint(16, (4,)))
+    found = sizes(graphs, (90,))
     assert len(found) >= 6
     assert all(size > 1000 for by_architecture in found.values() for size in by_architecture.values())
 

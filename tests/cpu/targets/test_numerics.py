@@ -27,6 +27,7 @@ from amp_fx.plans.label import Kind
 from amp_fx.targets.tracing import Tracer
 from examples.gpt import GPT, GPTConfig
 from generated import Code
+from small_models import Parts
 from targets import needs_a_target, one_process, process
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
@@ -36,30 +37,16 @@ OFF = {"profile": "off", "strict": True}
 SCALE = 2.0**12
 
 
-class ConvNet(nn.Module):
+def conv_net(m: Any, x: Tensor, labels: Tensor) -> Tensor:
     """A convolution, BatchNorm, a residual add and a biased head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, 8)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        x = x + F.relu(self.norm(self.conv(x)))
-        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+    x = x + F.relu(m.norm(m.conv(x)))
+    return F.cross_entropy(m.head(x.mean((2, 3))), labels)
 
 
-class Mlp(nn.Module):
+def mlp(m: Any, x: Tensor, labels: Tensor | None = None) -> Tensor:
     """Two biased linears, a GELU and a norm between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 48), nn.LayerNorm(48), nn.Linear(48, 8)
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        y = self.down(self.norm(F.gelu(self.up(x))))
-        return y if labels is None else F.cross_entropy(y, labels)
+    y = m.down(m.norm(F.gelu(m.up(x))))
+    return y if labels is None else F.cross_entropy(y, labels)
 
 
 def make(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -70,8 +57,14 @@ def make(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
             config = GPTConfig(vocab=32, context=16, layers=1, heads=2, width=32)
             return GPT(config), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         if name == "conv_net":
-            return ConvNet(), (torch.randn(4, 4, 8, 8), torch.randint(8, (4,)))
-        return Mlp(), (torch.randn(24, 16), torch.randint(8, (24,)))
+            layers = {
+                "conv": nn.Conv2d(4, 4, 3, padding=1),
+                "norm": nn.BatchNorm2d(4),
+                "head": nn.Linear(4, 8),
+            }
+            return Parts(conv_net, **layers), (torch.randn(4, 4, 8, 8), torch.randint(8, (4,)))
+        layers = {"up": nn.Linear(16, 48), "norm": nn.LayerNorm(48), "down": nn.Linear(48, 8)}
+        return Parts(mlp, **layers), (torch.randn(24, 16), torch.randint(8, (24,)))
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from amp_fx.targets.tracing import TracedGraph
 from examples.gpt import GPT, GPTConfig
+from small_models import Parts
 from targets import MADE, OFF, Facts, needs_a_target, process, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
@@ -23,31 +24,22 @@ def compiled(graphs: list[TracedGraph], options: dict[str, Any] | None) -> Facts
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated")
 def test_what_a_program_makes_is_made_on_the_target() -> None:
-    class Makes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
+    def makes(m: Any, x: Tensor) -> Tensor:
+        hidden = m.linear(x)
+        return torch.cat([make(hidden).flatten() for make in MADE.values()]).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.linear(x)
-            return torch.cat([make(hidden).flatten() for make in MADE.values()]).sum()
-
-    assert compiled(traced(Makes(), torch.randn(4, 8)), OFF).wide == ("gradient",)
+    model = Parts(makes, linear=nn.Linear(8, 8))
+    assert compiled(traced(model, torch.randn(4, 8)), OFF).wide == ("gradient",)
 
 
 def test_a_result_whose_gradient_has_other_strides_is_differentiated() -> None:
-    class Heads(nn.Module):
+    def heads(m: Any, x: Tensor) -> Tensor:
         """What attention leaves in a cache: the transposed view and, joined with nothing, a copy of it."""
+        values = m.linear(x).view(4, 2, 4).transpose(0, 1)
+        return torch.cat([torch.tensor([], dtype=x.dtype, device=x.device), values], dim=-2)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            values = self.linear(x).view(4, 2, 4).transpose(0, 1)
-            return torch.cat([torch.tensor([], dtype=x.dtype, device=x.device), values], dim=-2)
-
-    assert compiled(traced(Heads(), torch.randn(4, 8)), OFF).counts.extern_kernels == 2
+    model = Parts(heads, linear=nn.Linear(8, 8))
+    assert compiled(traced(model, torch.randn(4, 8)), OFF).counts.extern_kernels == 2
 
 
 @torch.library.custom_op("amp_fx_targets::doubled", mutates_args=())
@@ -60,32 +52,21 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return doubled(x)
-
-
 def test_a_custom_op_of_a_module_compiles() -> None:
     with torch.no_grad():
-        graphs = traced(nn.Sequential(nn.Linear(8, 8), Doubled()), torch.randn(4, 8))
+        graphs = traced(Parts(lambda m, x: doubled(m.linear(x)), linear=nn.Linear(8, 8)), torch.randn(4, 8))
     assert compiled(graphs, OFF).counts.extern_kernels == 2
-
-
-class Head(nn.Module):
-    """A biased Linear whose result is read in fp32 alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(64, 64)
-        self.head = nn.Linear(64, 32)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(F.gelu(self.body(x))), labels)
 
 
 @pytest.fixture(scope="module")
 def head() -> list[TracedGraph]:
-    return traced(Head(), torch.randn(128, 64), torch.randint(32, (128,)))
+    """A biased Linear whose result is read in fp32 alone."""
+
+    def program(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(m.head(F.gelu(m.body(x))), labels)
+
+    model = Parts(program, body=nn.Linear(64, 64), head=nn.Linear(64, 32))
+    return traced(model, torch.randn(128, 64), torch.randint(32, (128,)))
 
 
 def test_the_backward_runs_in_the_thread_that_asks(head: list[TracedGraph]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from amp_fx.targets.tracing import TracedGraph
 from generated import Code
+from small_models import Parts
 from targets import OFF, needs_a_target, process, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
@@ -20,16 +21,15 @@ pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 _WIDE_CALL = re.compile(r"extern_kernels\.b?mm_dtype\(|extern_kernels\.b?mm\(.*out_dtype=torch\.float32")
 
 
-class Head(nn.Module):
-    """Logits and their loss, with a bias and two batch dimensions."""
+def logits_and_loss(m: Any, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """With a bias and two batch dimensions."""
+    logits = m.head(m.up(x))
+    return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.head = nn.Linear(128, 128), nn.Linear(128, 256)
 
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.up(x))
-        return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+def graphs() -> list[TracedGraph]:
+    model = Parts(logits_and_loss, up=nn.Linear(128, 128), head=nn.Linear(128, 256))
+    return traced(model, torch.randn(4, 32, 128), torch.randint(256, (4, 32)))
 
 
 def options(precision: str = "low", **more: str) -> dict[str, Any]:
@@ -39,11 +39,11 @@ def options(precision: str = "low", **more: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def head() -> list[TracedGraph]:
-    return traced(Head(), torch.randn(4, 32, 128), torch.randint(256, (4, 32)))
+    return graphs()
 
 
-def sources(graphs: list[TracedGraph], given: dict[str, Any]) -> list[Code]:
-    return process().call("generated:sources", graphs, given)
+def sources(traced_graphs: list[TracedGraph], given: dict[str, Any]) -> list[Code]:
+    return process().call("generated:sources", traced_graphs, given)
 
 
 def test_the_forward_multiplies_low_operands_and_returns_fp32(head: list[TracedGraph]) -> None:
@@ -53,10 +53,9 @@ def test_the_forward_multiplies_low_operands_and_returns_fp32(head: list[TracedG
     assert len(_WIDE_CALL.findall(backward)) == 2
 
 
-def test_without_gradients_it_returns_fp32_too(head: list[TracedGraph]) -> None:
+def test_without_gradients_it_returns_fp32_too() -> None:
     with torch.no_grad():
-        graphs = traced(Head(), torch.randn(4, 32, 128), torch.randint(256, (4, 32)))
-    [code] = sources(graphs, options(result="fp32"))
+        [code] = sources(graphs(), options(result="fp32"))
     assert len(_WIDE_CALL.findall(code.text)) == 1
 
 

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import zoo
 from amp_fx.errors import WeightsError
 from amp_fx.targets.tracing import TracedGraph
-from targets import OFF, Facts, needs_a_target, process, trace_case
+from small_models import Parts
+from targets import OFF, Facts, needs_a_target, process, trace_case, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
@@ -88,23 +89,14 @@ def test_weights_without_values_cannot_be_folded() -> None:
         compiled(graphs, {**OFF, "weights": "freeze"})
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+def test_checkpointing_compiles() -> None:
+    def program(m: Any, x: Tensor) -> Tensor:
+        for layer in (m.first, m.second):
             x = x + checkpoint(layer, x, use_reentrant=False)
         return x.square().mean()
 
-
-def test_checkpointing_compiles() -> None:
-    case = zoo.Case(
-        "checkpointed",
-        Checkpointed(),
-        lambda seed: {"x": torch.randn(32, 64)},
-        lambda outputs, batch: outputs,
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2))
+    graphs = traced(
+        Parts(program, **dict(zip(("first", "second"), layers, strict=True))), torch.randn(32, 64)
     )
-    graphs = trace_case(case, "train")
     assert_no_worse(compiled(graphs, OFF), compiled_by_autocast(graphs))
