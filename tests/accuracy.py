@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
+from amp_fx.reports.calling import plain
+from amp_fx.reports.step import relative_error
 from zoo import Case
 
-__all__ = ["AMP_FX", "AUTOCAST", "EAGER_AUTOCAST", "FP32", "FP64", "Arm", "Comparison", "Error", "Run"]
-__all__ += ["compare", "error_of", "run"]
+__all__ = ["AMP_FX", "AUTOCAST", "EAGER_AUTOCAST", "FP32", "Comparison", "Mode", "Run", "compare", "run"]
 
 Mode = Literal["train", "no_grad", "inference_mode"]
 
@@ -80,19 +82,13 @@ class Comparison:
     amp_fx_error: Error
 
 
-def compare(case: Case, mode: Mode, arm: Arm = AMP_FX, baseline: Arm = AUTOCAST, seed: int = 0) -> Comparison:
-    """Runs a case in fp64 and fp32 eagerly, in ``baseline`` and in ``arm``."""
-    reference, fp32, low, ours = (run(case, each, mode, seed) for each in (FP64, FP32, baseline, arm))
-    return Comparison(
-        fp32=fp32,
-        amp_fx=ours,
-        fp32_error=error_of(fp32, reference),
-        autocast_error=error_of(low, reference),
-        amp_fx_error=error_of(ours, reference),
-    )
+def compare(case: Case, mode: Mode, baseline: Arm) -> Comparison:
+    """Runs a case in fp64 and fp32 eagerly, in ``baseline`` and by amp_fx."""
+    exact, *runs = (run(case, arm, mode) for arm in (FP64, FP32, baseline, AMP_FX))
+    return Comparison(runs[0], runs[2], *(_error(each, exact) for each in runs))
 
 
-def run(case: Case, arm: Arm, mode: Mode, seed: int = 0) -> Run:
+def run(case: Case, arm: Arm, mode: Mode) -> Run:
     """One step of a copy of the model: forward, loss and backward, or the forward alone in eval mode."""
     # Dynamo shares compiled code between all instances of a class, so that without a reset
     # an arm could run the code that another arm compiled.
@@ -100,7 +96,7 @@ def run(case: Case, arm: Arm, mode: Mode, seed: int = 0) -> Run:
     model = copy.deepcopy(case.model).to(arm.dtype).train(mode == "train")
     batch = {
         name: value.to(arm.dtype) if value.is_floating_point() else value
-        for name, value in case.inputs(seed).items()
+        for name, value in case.inputs(0).items()
     }
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
 
@@ -110,22 +106,13 @@ def run(case: Case, arm: Arm, mode: Mode, seed: int = 0) -> Run:
         loss = case.loss_fn(outputs, batch)
     if mode == "train":
         loss.backward()
+    leaves = tree_leaves_with_path(plain(outputs))
     return Run(
         loss=loss.double().item(),
-        outputs={name: value.detach() for name, value in _named_tensors(outputs)},
+        outputs={keystr(path): leaf.detach() for path, leaf in leaves if isinstance(leaf, Tensor)},
         gradients={name: p.grad for name, p in parameters.items() if p.grad is not None},
         parameters=parameters,
         buffers=buffers,
-    )
-
-
-def error_of(result: Run, reference: Run) -> Error:
-    """The errors of a run against the fp64 one."""
-    return Error(
-        loss=abs(result.loss - reference.loss) / max(abs(reference.loss), 1e-12),
-        outputs=_relative_l2(_without_scalars(result.outputs), _without_scalars(reference.outputs)),
-        gradients=_relative_l2(result.gradients, reference.gradients),
-        buffers=_relative_l2(result.buffers, reference.buffers),
     )
 
 
@@ -139,29 +126,15 @@ def _compiled(case: Case, model: nn.Module, arm: Arm) -> nn.Module:
     return model
 
 
-def _named_tensors(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested dicts (Hugging Face's ModelOutput is one) and sequences, with a name for each."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _named_tensors(item, f"{name}.{key}")
-    elif isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            yield from _named_tensors(item, f"{name}.{index}")
+def _error(found: Run, exact: Run) -> Error:
+    def far(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+        assert ours.keys() == theirs.keys()
+        # a returned loss is far larger than small logits and would hide their error; it has its own field
+        return relative_error(ours, {name: value for name, value in theirs.items() if value.dim()})
 
-
-def _without_scalars(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A returned loss is far larger than small logits and would hide their error; it has its own field."""
-    return {name: tensor for name, tensor in tensors.items() if tensor.dim()}
-
-
-def _relative_l2(values: Mapping[str, Tensor], references: Mapping[str, Tensor]) -> float:
-    if values.keys() != references.keys():
-        raise AssertionError(f"not the same tensors: {sorted(values.keys() ^ references.keys())}")
-    if not values:
-        return 0.0
-    pairs = [(values[name].double(), reference.double()) for name, reference in references.items()]
-    distance = sum((value - reference).square().sum() for value, reference in pairs)
-    norm = sum(reference.square().sum() for _, reference in pairs)
-    return (torch.as_tensor(distance) / torch.as_tensor(norm)).sqrt().item()
+    return Error(
+        loss=abs(found.loss - exact.loss) / max(abs(exact.loss), 1e-12),
+        outputs=far(found.outputs, exact.outputs),
+        gradients=far(found.gradients, exact.gradients),
+        buffers=far(found.buffers, exact.buffers),
+    )

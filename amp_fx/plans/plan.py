@@ -232,10 +232,7 @@ class Plan:
         Raises:
             KeyError: no such node.
         """
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        raise KeyError(name)
+        return {node.name: node for node in self.nodes}[name]
 
     @property
     def matmuls(self) -> list[NodePlan]:
@@ -308,10 +305,9 @@ class Plan:
             PlanError: the text is not JSON or not a plan.
         """
         try:
-            data = parse_object(text, "a plan")
+            return cls.from_dict(parse_object(text, "a plan"))
         except SchemaError as error:
             raise PlanError(str(error)) from error
-        return cls.from_dict(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file that ``options={"plan": path}`` replays: all of it, or the old file stays.

@@ -187,15 +187,12 @@ def unused_rules(plans: Sequence[Plan]) -> list[str]:
     """
     # no rule holds where torch.autocast decides, and gradients have none of their own
     forward = [plan for plan in plans if plan.phase == "forward" and not plan.fallback]
-    found: dict[str, list[dict[str, str]]] = {}
-    for plan in forward:
-        left = found.setdefault(plan.policy, plan.unused_rules)
-        found[plan.policy] = [rule for rule in left if rule in plan.unused_rules]
-    return [
-        _unused_rule(rule, [plan for plan in forward if plan.policy == policy])
-        for policy, rules in found.items()
-        for rule in rules
-    ]
+    found: list[str] = []
+    for policy in dict.fromkeys(plan.policy for plan in forward):
+        alike = [plan for plan in forward if plan.policy == policy]
+        unused = [rule for rule in alike[0].unused_rules if all(rule in plan.unused_rules for plan in alike)]
+        found += [_unused_rule(rule, alike) for rule in unused]
+    return found
 
 
 def _unused_rule(rule: dict[str, str], plans: Sequence[Plan]) -> str:

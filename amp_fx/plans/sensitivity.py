@@ -131,23 +131,23 @@ class Sensitivity:
         """
         last = sensitivities[-1]
         for what, each in (
-            ("levels", [found.level or "none" for found in sensitivities]),
-            ("things that are judged", [found.of for found in sensitivities]),
-            ("low dtypes", [dtype_name(found.dtype) for found in sensitivities]),
+            ("levels", {found.level or "none" for found in sensitivities}),
+            ("things that are judged", {found.of for found in sensitivities}),
+            ("low dtypes", {dtype_name(found.dtype) for found in sensitivities}),
         ):
-            if len({*each}) > 1:
+            if len(each) > 1:
                 raise PlanError(
-                    f"sensitivities of different {what} ({', '.join(sorted({*each}))}) are not comparable; calibrate "
-                    "with one of them."
+                    f"sensitivities of different {what} ({', '.join(sorted(each))}) are not comparable; calibrate with "
+                    "one of them."
                 )
-        batches, states = (
-            sum(getattr(each, name) for each in sensitivities) for name in ("batches", "states")
-        )
         graphs = []
         for outline in (graph.outline for graph in last.graphs):
             measured = [each.graph(outline).renamed(outline) for each in sensitivities]
             graphs.append(GraphSensitivity(outline, combined(measured, max)))
-        return replace(last, batches=batches, states=states, graphs=graphs)
+        batches = sum(each.batches for each in sensitivities)
+        return replace(
+            last, batches=batches, states=sum(each.states for each in sensitivities), graphs=graphs
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form."""
@@ -253,7 +253,9 @@ def add_sensitivities(plans: Sequence[Plan], sensitivity: Sensitivity) -> dict[s
         rows = {row.name: at for at, row in enumerate(plan.nodes)}
         errors = found.setdefault(plan.graph, {})
         for call in sensitivity.graph(plan).renamed(plan):
-            error = errors[call.name] = _total_error(call)
+            parts = [call, *call.reads.values()]
+            total = sum(as_number(part.value) + as_number(part.gradient) for part in parts)
+            error = errors[call.name] = None if math.isinf(total) else math.sqrt(total)
             row = plan.nodes[at := rows[call.name]]
             if row.is_because(*SENSITIVITY):
                 continue
@@ -261,10 +263,3 @@ def add_sensitivities(plans: Sequence[Plan], sensitivity: Sensitivity) -> dict[s
             why = Reason(Kind.ROUNDING_OVERFLOWS) if error is None else adds
             plan.nodes[at] = replace(row, reasons=(*row.reasons, why))
     return found
-
-
-def _total_error(call: CallSensitivity) -> float | None:
-    """Of all that may be rounded in a call; None where something overflows."""
-    parts = [call, *call.reads.values()]
-    total = sum(as_number(part.value) + as_number(part.gradient) for part in parts)
-    return None if math.isinf(total) else math.sqrt(total)

@@ -6,8 +6,8 @@ import contextlib
 import copy
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -68,8 +68,7 @@ _FACTORIES = frozenset(
 _LITERALS = frozenset({torch.as_tensor, torch.asarray, torch.tensor})
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """Dynamo's name of an input, without the guards that belong to it."""
 
     name: str
@@ -100,16 +99,11 @@ class TracedGraph:
         # late, here and below: it imports Inductor, which takes over a second
         from amp_fx.targets._torch import graph_to_bytes
 
-        calls = [
-            node
-            for module in self.gm.modules()
-            if isinstance(module, fx.GraphModule)
-            for node in module.graph.nodes
-        ]
+        graphs = [module.graph for module in self.gm.modules() if isinstance(module, fx.GraphModule)]
+        calls = [node for graph in graphs for node in graph.nodes]
         definers = {defining_module(node.target) for node in calls} - {"", "__main__"}
-        gm = graph_to_bytes(self.gm)
         rest = self.grad, self.inference, self.autocast, self.graph_break
-        return _unpickled, (sorted(definers), self.name, gm, *rest)
+        return _unpickled, (sorted(definers), self.name, graph_to_bytes(self.gm), *rest)
 
 
 def _unpickled(definers: Sequence[str], name: str, gm: bytes, *rest: Any) -> TracedGraph:
@@ -120,17 +114,12 @@ def _unpickled(definers: Sequence[str], name: str, gm: bytes, *rest: Any) -> Tra
     return TracedGraph(name, graph_from_bytes(gm), *rest)
 
 
-@dataclass
 class Tracer:
-    """A backend of ``torch.compile`` that keeps the graphs, and runs them op by op where the program is.
+    """A backend of ``torch.compile`` that keeps the graphs, and runs them op by op where the program is."""
 
-    Attributes:
-        graphs: in the order in which Dynamo made them.
-    """
-
-    graphs: list[TracedGraph] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        #: in the order in which Dynamo made them
+        self.graphs: list[TracedGraph] = []
         note_inference_mode()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -171,13 +160,7 @@ def without_data(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     copies: dict[int, Any] = {}
     for value in _held(program, args, kwargs):
-        with mode:
-            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-        is_parameter = isinstance(value, nn.Parameter)
-        requires_grad = value.requires_grad
-        copies[id(value)] = (
-            nn.Parameter(fake, requires_grad) if is_parameter else fake.requires_grad_(requires_grad)
-        )
+        copies[id(value)] = _like(value, mode, torch.device("cpu"))
     try:
         return copy.deepcopy((program, args, kwargs), copies)
     except Exception as error:  # of the user's classes
@@ -202,12 +185,10 @@ def _as_data(node: fx.Node) -> None:
             key: (path, class_name(kind)) for key, (path, kind) in meta["nn_module_stack"].items()
         }
     if "source_fn_stack" in meta:
-        meta["source_fn_stack"] = [(name, _name(function)) for name, function in meta["source_fn_stack"]]
+        meta["source_fn_stack"] = [
+            (name, getattr(function, "__name__", str(function))) for name, function in meta["source_fn_stack"]
+        ]
     node.meta = meta
-
-
-def _name(value: Any) -> str:
-    return value if isinstance(value, str) else getattr(value, "__name__", str(value))
 
 
 def move(gm: fx.GraphModule, device: torch.device) -> fx.GraphModule:
@@ -217,12 +198,15 @@ def move(gm: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     higher-order ops move, too. Each value has a storage of its own: inputs that are views of each other are not.
     """
 
+    def there(value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type == "cpu":
+            return device
+        return device.type if isinstance(value, str) and value == "cpu" else value
+
     def change(node: fx.Node) -> None:
         if SOURCE_META in node.meta:
             node._dynamo_source = _Source(node.meta[SOURCE_META])  # type: ignore[attr-defined]  # Dynamo's own
-        node.args, node.kwargs = fx.node.map_aggregate(  # type: ignore[assignment]  # as they were
-            (node.args, node.kwargs), lambda value: _there(value, device)
-        )
+        node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), there)  # type: ignore[assignment]
         if node.op == "call_function":
             _make_there(node, device)
         if "example_value" in node.meta:
@@ -250,17 +234,14 @@ def _rebuild(gm: fx.GraphModule, change: Callable[[fx.Node], None]) -> fx.GraphM
 def _fresh(value: FakeTensor, device: torch.device | None = None) -> torch.Tensor:
     """A fake tensor like another, with a storage of its own; one on the CPU moves to ``device``."""
     there = device if device is not None and value.device.type == "cpu" else value.device
-    with value.fake_mode:
-        new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=there)
-    if isinstance(value, torch.nn.Parameter):
-        return torch.nn.Parameter(new, value.requires_grad)
-    return new.requires_grad_(value.requires_grad)
+    return _like(value, value.fake_mode, there)
 
 
-def _there(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.device) and value.type == "cpu":
-        return device
-    return device.type if isinstance(value, str) and value == "cpu" else value
+def _like(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    with mode:
+        new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    is_parameter = isinstance(value, nn.Parameter)
+    return nn.Parameter(new, value.requires_grad) if is_parameter else new.requires_grad_(value.requires_grad)
 
 
 def _make_there(node: fx.Node, device: torch.device) -> None:

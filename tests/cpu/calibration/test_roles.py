@@ -256,21 +256,6 @@ def test_graph_breaks_checkpoints_and_batches_change_nothing() -> None:
     assert len(found["break"].sensitivity.graphs) == 2
 
 
-def test_of_several_states_the_larger_sensitivity_of_each_operand_counts() -> None:
-    x = torch.randn(64, 32)
-    first, second, other = (
-        amp_fx.calibrate(MLP(32, 64, 64, 16), x, policy="fp8", fp8=level, profile="off")
-        for level in ("rowwise", "rowwise", "tensorwise")
-    )
-    # of a matmul's two operands, one may be of the first state and one of the second
-    for *pair, both in zip(
-        *map(below, (first, second, amp_fx.Calibration.worst(first, second))), strict=True
-    ):
-        assert max(pair) <= both <= sum(pair)
-    with pytest.raises(amp_fx.PlanError, match="tensorwise"):
-        amp_fx.Calibration.worst(first, other)
-
-
 # --- whole steps ---
 
 

@@ -67,7 +67,6 @@ def make(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return Parts(mlp, **layers), (torch.randn(24, 16), torch.randint(8, (24,)))
 
 
-@dataclass
 class Keeper(Tracer):
     """Keeps the values that a graph came with as well."""
 

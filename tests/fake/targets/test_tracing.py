@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,16 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx.targets.tracing import TracedGraph, Tracer, move
-from targets import MADE
+from amp_fx.targets.tracing import Tracer, move
+from small_models import Parts
+from targets import MADE, traced
 
 CUDA = torch.device("cuda", 0)
-
-
-def traced(program: Callable[..., Any], *args: Any, **settings: Any) -> list[TracedGraph]:
-    tracer = Tracer()
-    torch.compile(program, backend=tracer, **settings)(*args)
-    return tracer.graphs
 
 
 def values(gm: fx.GraphModule) -> list[Any]:
@@ -32,20 +26,18 @@ def devices(gm: fx.GraphModule) -> set[str]:
     return {v.device.type for graph in graphs for v in values(graph) if isinstance(v, Tensor)}
 
 
-class Local(nn.Module):
+def local() -> nn.Module:
     """Makes tensors in every way that names a device, or none."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def program(m: Any, x: Tensor) -> Tensor:
         mask = torch.ones(8, 8).tril() + torch.zeros(8, device="cpu") + torch.full((8,), 2.0, device=x.device)
-        return self.linear(x) @ mask + torch.arange(8) * torch.tensor(2.0).to("cpu")
+        return m.linear(x) @ mask + torch.arange(8) * torch.tensor(2.0).to("cpu")
+
+    return Parts(program, linear=nn.Linear(8, 8))
 
 
 def test_everything_of_a_graph_moves() -> None:
-    (graph,) = traced(Local(), torch.randn(4, 8))
+    (graph,) = traced(local(), torch.randn(4, 8))
     moved = move(graph.gm, CUDA)
     assert devices(graph.gm) == {"cpu"}
     assert devices(moved) == {"cuda"}
@@ -83,7 +75,7 @@ def test_inputs_know_whether_they_are_parameters_and_require_gradients() -> None
 
 
 def test_inputs_keep_the_names_that_parameters_have_in_the_program() -> None:
-    (graph,) = traced(Local(), torch.randn(4, 8))
+    (graph,) = traced(local(), torch.randn(4, 8))
     moved = move(pickle.loads(pickle.dumps(graph)).gm, CUDA)
     names = [str(node._dynamo_source.name) for node in moved.graph.find_nodes(op="placeholder")]  # type: ignore[attr-defined]
     assert sum("linear" in name and "weight" in name for name in names) == 1
@@ -104,11 +96,8 @@ def test_bodies_of_checkpoints_move_with_the_graph() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_graph_survives_the_way_to_another_process(dynamic: bool) -> None:
-    class Net(Local):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x).flatten()[: x.shape[0]] * x.shape[0]
-
-    (graph,) = traced(Net(), torch.randn(4, 8), dynamic=dynamic)
+    model = Parts(lambda m, x: m.linear(x).flatten()[: x.shape[0]] * x.shape[0], linear=nn.Linear(8, 8))
+    (graph,) = traced(model, torch.randn(4, 8), dynamic=dynamic)
     copy = pickle.loads(pickle.dumps(graph))
     assert str(copy.gm.graph) == str(graph.gm.graph)
     assert [copy.name, copy.grad, copy.autocast] == [graph.name, True, None]
