@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from amp_fx.plans.diff import Diff, keyed
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, NodePlan, Plan, dtype_name
+from amp_fx.plans.plan_files import Diff, keyed
 from amp_fx.viz.graph import Drawing, Edge, Graph, Marked, Node, levels
 from amp_fx.viz.style import measured
 from amp_fx.viz.words import because, more_bytes

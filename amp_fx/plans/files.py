@@ -65,18 +65,9 @@ def read_object(
     how: str = "",
     most: int | None = None,
 ) -> T:
-    """What a JSON file holds.
+    """What ``read`` makes of the object in a JSON file, which has at most ``most`` bytes; ``error`` where that fails.
 
-    Args:
-        path: of the file.
-        what: it should be, for messages: ``"a plan"``.
-        read: makes it of the file's object.
-        error: the class of what is raised.
-        how: to write such a file, a sentence.
-        most: bytes that the file may have; None: as any other.
-
-    Raises:
-        AmpFxError: of that class; the file cannot be read, is longer, or holds something else.
+    Messages say ``what`` it should be, ``"a plan"``, and ``how`` to write such a file, in a sentence.
     """
     name = f"{what.removeprefix('a ')} {os.fspath(path)!r}"
     most = most or _MAX_FILE
@@ -138,16 +129,10 @@ def as_data(value: Any) -> Any:
 
 
 def decode(hint: type[T], value: object, where: str) -> T:
-    """Builds a value of an annotated type from what ``json.loads`` gave.
+    """Builds a value of an annotated type from what ``json.loads`` gave; messages call it ``where``: ``"plan"``.
 
-    Args:
-        hint: a dataclass of dataclasses, lists, tuples, mappings, dtypes, enums and plain values; a class inside that
-            has ``from_dict`` is read by it.
-        value: in JSON-like form.
-        where: name of the value in messages: ``"plan"``.
-
-    Raises:
-        SchemaError: a field is missing, unknown or of another type.
+    The type is a dataclass of dataclasses, lists, tuples, mappings, dtypes, enums and plain values; a class inside that
+    has ``from_dict`` is read by it. SchemaError: a field is missing, unknown or of another type.
     """
     return _object(hint, value, where) if is_dataclass(hint) else _decode(hint, value, where)
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from amp_fx.errors import AmpFxError, did_you_mean
-from amp_fx.plans.diff import Diff, diff_plans
 from amp_fx.plans.files import SchemaError, as_data, decode, read_object, write_text
 from amp_fx.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, Plan, dtype_name
+from amp_fx.plans.plan_files import Diff, diff_plans
 from amp_fx.plans.reading import listen
 from amp_fx.reports import text
 from amp_fx.reports.advice import Advice, advise, kept_casts, kept_data, kept_lines

@@ -8,6 +8,6 @@ Open ``tracing.py`` first.
 
 from __future__ import annotations
 
-from amp_fx.targets.device import TARGETS, Target, find_target
+from amp_fx.targets.process import TARGETS, Target, find_target
 
 __all__ = ["TARGETS", "Target", "find_target"]

@@ -34,7 +34,7 @@ from torch.utils import _triton as triton_facts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.errors import TargetError
-from amp_fx.targets.device import Target, find_target, load_library
+from amp_fx.targets.process import Target, find_target, load_library
 
 __all__ = ["compile_contexts", "enter", "graph_from_bytes", "graph_to_bytes", "pretended"]
 

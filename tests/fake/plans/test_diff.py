@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from amp_fx import Plan
-from amp_fx.plans.diff import Change, diff_plans
 from amp_fx.plans.label import Kind
+from amp_fx.plans.plan_files import Change, diff_plans
 from graphs import rewrite
 
 
