@@ -49,23 +49,14 @@ _WIDE, _LOW = (1, 1), (1, 3)
 
 @dataclass(frozen=True)
 class Attention:
-    """The sizes of one call.
+    """The sizes of one call."""
 
-    Attributes:
-        heads: of all sequences of the batch together.
-        queries: in a sequence.
-        keys: in a sequence.
-        width: of a head.
-        causal: a query reads no later key.
-        training: the call is differentiated, so that both take a backward, too.
-    """
-
-    heads: int
-    queries: int
+    heads: int  # of all sequences of the batch together
+    queries: int  # in a sequence
     keys: int
-    width: int
-    causal: bool = False
-    training: bool = False
+    width: int  # of a head
+    causal: bool = False  # a query reads no later key
+    training: bool = False  # the call is differentiated, so that both take a backward, too
 
     def flash(self, profile: DeviceProfile) -> float | None:
         """Seconds of the flash kernel, and of its backward; None where the profile does not know."""

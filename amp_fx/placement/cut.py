@@ -35,8 +35,8 @@ HIGH = True
 LOW = False
 
 Var = Hashable
-_SOURCE = ("source",)
-_SINK = ("sink",)
+_SOURCE: Var = ("source",)
+_SINK: Var = ("sink",)
 
 
 class ContradictionError(AmpFxError):
@@ -157,25 +157,31 @@ def _arcs(problem: Problem) -> tuple[Counter[tuple[Var, Var]], nx.DiGraph]:
     for pair in problem.equal:
         nx.add_cycle(ties, pair)
     wishes = ((var, problem.preferred.get(var, HIGH)) for var in problem.variables())
-    costs = Counter((_SOURCE, var) if label is HIGH else (var, _SINK) for var, label in wishes)
+    costs = Counter[tuple[Var, Var]](
+        (_SOURCE, var) if label is HIGH else (var, _SINK) for var, label in wishes
+    )
     # one unit for each wish breaks ties
     scale = len(costs) + 1
     for var, (for_high, for_low) in problem.unary.items():
         costs[var, _SINK] += for_high * scale
         costs[_SOURCE, var] += for_low * scale
     for number, term in enumerate(problem.shared):
-        value = term.value
-        if value is None:
-            value = _SOURCE if term.label is LOW else _SINK
         if not term.readers:
             continue
-        gadget, *others = term.readers
+        gadget: Var
+        value, (gadget, *others) = term.value, term.readers
+        if value is None:
+            value = _SOURCE if term.label is LOW else _SINK
         if others:
             gadget = ("gadget", number)
-            pairs = [(gadget, reader) for reader in term.readers]
-            ties.add_edges_from(pairs if term.label is LOW else [pair[::-1] for pair in pairs])
-        costs[(value, gadget) if term.label is LOW else (gadget, value)] += term.cost * scale
+            ties.add_edges_from(_towards(term.label, gadget, reader) for reader in term.readers)
+        costs[_towards(term.label, value, gadget)] += term.cost * scale
     return costs, ties
+
+
+def _towards(label: bool, a: Var, b: Var) -> tuple[Var, Var]:
+    """The arc from a to b where readers are LOW, and back where they are HIGH."""
+    return (a, b) if label is LOW else (b, a)
 
 
 def _low_side(arcs: list[tuple[Var, Var, float]]) -> set[Var]:

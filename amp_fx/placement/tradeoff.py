@@ -98,111 +98,88 @@ def _gap(cheap: Choice[T], exact: Choice[T], corners: list[Choice[T]]) -> float:
 def within(parts: Sequence[Priced], limit: float, known: Sequence[Labels] | None = None) -> Placement:
     """The cheapest placement found of several graphs within ``limit``; if none is, that of least sensitivity.
 
-    The limit is of the sum of their sensitivities; ``known``: a placement of each that may be within.
+    The limit is of the sum of their sensitivities; ``known``: a placement of each that may be within. Branch and bound:
+    what may hold a cheaper placement is halved, the lowest bound first.
     """
     # a placement is within its own sensitivity
     limit *= 1 + 1e-9
-    if known is not None and not all(part.base.allows(each) for part, each in zip(parts, known, strict=True)):
-        known = None
-    search = _Search(parts, limit, None if known is None else choice_of(parts, known))
-    search.look([{} for _ in parts])
-    if search.best is None:
+    is_known = known is not None and all(
+        part.base.allows(each) for part, each in zip(parts, known, strict=True)
+    )
+    goals = [choice_of(parts, known)] if known is not None and is_known else []
+    best: Placement | None = None
+    count = itertools.count()
+    #: (bound, number, pins, the corner beyond the limit, the one within it)
+    halves: list[tuple[float, int, list[dict[Var, bool]], Placement, Placement]] = []
+
+    def look(pins: list[dict[Var, bool]]) -> Placement | None:
+        """Finds the corners around the limit where some variables have given labels; the best placement so far."""
+        beyond, inside = bracket(lambda weight: choose_all(parts, weight, pins), limit)
+        found = [inside]
+        if beyond is not None and inside.sensitivity <= limit:
+            found += [_towards(parts, limit, beyond, goal) for goal in (inside, *goals)]
+            slope = (inside.time - beyond.time) / (beyond.sensitivity - inside.sensitivity)
+            bound = beyond.time + slope * (beyond.sensitivity - limit)
+            heapq.heappush(halves, (bound, next(count), pins, beyond, inside))
+        fitting = [each for each in (best, *found) if each is not None and each.sensitivity <= limit]
+        return min(fitting, key=lambda each: (each.time, each.sensitivity), default=None)
+
+    best = look([{} for _ in parts])
+    if best is None:
         return choose_all(parts, math.inf)
     size = sum(len(part.base.variables()) for part in parts)
-    search.run(min(_HALVES, _VARIABLES // (size + 1)))
-    return search.best
+    for _ in range(min(_HALVES, _VARIABLES // (size + 1))):
+        # times are whole numbers
+        if not halves or halves[0][0] > best.time - 1:
+            break
+        _, _, pins, beyond, inside = heapq.heappop(halves)
+        at, var = _dearest(parts, beyond, inside)
+        for label in (True, False):
+            best = (
+                look([{**each, var: label} if part == at else each for part, each in enumerate(pins)]) or best
+            )
+    return best
 
 
-class _Search:
-    """Branch and bound; ``best`` is the cheapest placement within the limit so far."""
+def _dearest(parts: Sequence[Priced], beyond: Placement, inside: Placement) -> tuple[int, Var]:
+    """The variable by which the sensitivity of two placements differs most."""
+    pairs = zip(parts, beyond.placement, inside.placement, strict=True)
+    changes = [
+        (abs(part.flipped(first, {var})[1]), number, str(var), var)
+        for number, (part, first, second) in enumerate(pairs)
+        for var in part.differing(first, second)
+    ]
+    _, at, _, var = max(changes, key=lambda change: change[:3])
+    return at, var
 
-    def __init__(self, parts: Sequence[Priced], limit: float, known: Placement | None) -> None:
-        self.best: Placement | None = None
-        self._known = known
-        self._parts = parts
-        self._limit = limit
-        self._count = itertools.count()
-        #: (bound, number, pins, the corner beyond the limit, the one within it)
-        self._halves: list[tuple[float, int, list[dict[Var, bool]], Placement, Placement]] = []
 
-    def look(self, pins: list[dict[Var, bool]]) -> None:
-        """Finds the corners around the limit where some variables have the labels that they are given."""
-        beyond, inside = bracket(lambda weight: choose_all(self._parts, weight, pins), self._limit)
-        self._keep(inside)
-        if beyond is None or inside.sensitivity > self._limit:
-            return
-        for goal in (inside, self._known):
-            if goal is not None:
-                self._keep(self._towards(beyond, goal))
-        slope = (inside.time - beyond.time) / (beyond.sensitivity - inside.sensitivity)
-        bound = beyond.time + slope * (beyond.sensitivity - self._limit)
-        heapq.heappush(self._halves, (bound, next(self._count), pins, beyond, inside))
+def _towards(parts: Sequence[Priced], limit: float, start: Placement, goal: Placement) -> Placement:
+    """From one placement towards another, until it is within the limit, the best rate first.
 
-    def run(self, most: int) -> None:
-        """Halves what may hold a cheaper placement, the lowest bound first."""
-        while self._halves and most > 0:
-            bound, _, pins, beyond, inside = heapq.heappop(self._halves)
-            # times are whole numbers
-            if self.best is not None and bound > self.best.time - 1:
-                return
-            at, var = self._dearest(beyond, inside)
-            for label in (True, False):
-                self.look([{**each, var: label} if part == at else each for part, each in enumerate(pins)])
-            most -= 1
+    Then, as far as the limit allows, back again: first what gains the most time for its sensitivity.
+    """
+    state = [dict(labels) for labels in start.placement]
+    total = start.sensitivity
+    moves = [
+        (at, group) for at, part in enumerate(parts) for group in part.groups(state[at], goal.placement[at])
+    ]
 
-    def _keep(self, found: Placement) -> None:
-        best = self.best
-        if found.sensitivity <= self._limit and (
-            best is None or (found.time, found.sensitivity) < (best.time, best.sensitivity)
-        ):
-            self.best = found
+    def change(move: tuple[int, set[Var]]) -> tuple[float, float]:
+        at, group = move
+        return parts[at].flipped(state[at], group)
 
-    def _dearest(self, beyond: Placement, inside: Placement) -> tuple[int, Var]:
-        """The variable by which the sensitivity of two placements differs most."""
-        pairs = zip(self._parts, beyond.placement, inside.placement, strict=True)
-        changes = [
-            (abs(part.flipped(first, {var})[1]), number, str(var), var)
-            for number, (part, first, second) in enumerate(pairs)
-            for var in part.differing(first, second)
-        ]
-        _, at, _, var = max(changes, key=lambda change: change[:3])
-        return at, var
+    def sensitivity_for_time(move: tuple[int, set[Var]]) -> float:
+        time, sensitivity = change(move)
+        return sensitivity / max(time, 1e-3)
 
-    def _towards(self, start: Placement, goal: Placement) -> Placement:
-        """From one placement towards another, until it is within the limit, the best rate first.
+    def time_for_sensitivity(move: tuple[int, set[Var]]) -> float:
+        time, sensitivity = change(move)
+        return time / max(sensitivity, 1e-30)
 
-        Then, as far as the limit allows, back again: first what gains the most time for its sensitivity.
-        """
-        state = [dict(labels) for labels in start.placement]
-        moves = [
-            (at, group)
-            for at, part in enumerate(self._parts)
-            for group in part.groups(state[at], goal.placement[at])
-        ]
-
-        def change(at: int, group: set[Var]) -> tuple[float, float]:
-            return self._parts[at].flipped(state[at], group)
-
-        def flip(at: int, group: set[Var]) -> None:
-            state[at].update({var: not state[at].get(var, HIGH) for var in group})
-
-        def sensitivity_for_time(move: tuple[int, set[Var]]) -> float:
-            time, sensitivity = change(*move)
-            return sensitivity / max(time, 1e-3)
-
-        def time_for_sensitivity(move: tuple[int, set[Var]]) -> float:
-            time, sensitivity = change(*move)
-            return time / max(sensitivity, 1e-30)
-
-        total = start.sensitivity
-        for move in sorted(moves, key=sensitivity_for_time):
-            if total <= self._limit:
-                break
-            total += change(*move)[1]
-            flip(*move)
-        for move in sorted(moves, key=time_for_sensitivity):
-            time, sensitivity = change(*move)
-            if time < 0 and total + sensitivity <= self._limit:
+    for back, rate in enumerate((sensitivity_for_time, time_for_sensitivity)):
+        for at, group in sorted(moves, key=rate):
+            time, sensitivity = change((at, group))
+            if (time < 0 and total + sensitivity <= limit) if back else total > limit:
                 total += sensitivity
-                flip(*move)
-        return choice_of(self._parts, state)
+                state[at].update({var: not state[at].get(var, HIGH) for var in group})
+    return choice_of(parts, state)

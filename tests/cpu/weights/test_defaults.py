@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from writes import WRITES, new_layer
 
 from amp_fx.weights import touch
 from holding import Compiles, Held
+from small_models import Parts
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
@@ -48,12 +50,11 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
 
 
-@pytest.mark.parametrize("mode", ["cache", "freeze"])
 def test_linears_in_fp32_are_packed_and_follow_their_weights(
-    mode: str, held: Held, monkeypatch: pytest.MonkeyPatch
+    held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, compiles = mlp(), Compiles(monkeypatch)
-    run = compiled(net, weights=mode)
+    run = compiled(net, weights="cache")
     with torch.no_grad():
         for rows in (4, 16, 3):
             x = torch.randn(rows, 16)
@@ -66,20 +67,11 @@ def test_linears_in_fp32_are_packed_and_follow_their_weights(
     assert 0 < held.bytes() < 100_000
 
 
-class Joined(nn.Module):
-    """Multiplies by two matrices, one of them twice, in one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.cat([self.one, self.other, self.one], 1)
-
-
 @pytest.mark.usefixtures("op_by_op")
 def test_a_matrix_that_is_joined_from_weights_is_packed() -> None:
-    net, x = Joined(), torch.randn(16, 64)
+    matrices = {name: nn.Linear(64, 64, bias=False) for name in ("one", "other")}
+    net = Parts(lambda m, x: x @ torch.cat([m.one.weight, m.other.weight, m.one.weight], 1), **matrices)
+    x = torch.randn(16, 64)
     run = compiled(net)
     with torch.inference_mode():
         assert is_right(run(x), net, x)
@@ -90,58 +82,33 @@ def test_a_matrix_that_is_joined_from_weights_is_packed() -> None:
 # ---- weights with several readers ----
 
 
-class Shared(nn.Module):
-    """Two linears with one weight."""
+def two_linears(tie: Callable[[nn.Parameter], nn.Parameter], *, returns: bool = False) -> nn.Module:
+    """A low and an fp32 linear; ``returns``: also a view of the weight, whose memory a caller may write to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.low, self.wide = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.wide.weight = self.low.weight
+    def forward(m: Any, x: Tensor) -> Any:
+        x = m.wide(F.gelu(m.low(x)))
+        return (x, m.low.weight.t()) if returns else x
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wide(F.gelu(self.low(x)))
-
-
-class OneMemory(Shared):
-    """Two linears with two parameters in the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide.weight = nn.Parameter(self.low.weight.data)
+    low, wide = nn.Linear(64, 64), nn.Linear(64, 64)
+    wide.weight = tie(low.get_parameter("weight"))
+    return Parts(forward, low=low, wide=wide)
 
 
-class Returned(Shared):
-    """Gives back a view of the weight, whose memory a caller may write to."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.low.weight.t()
-
-
-class OfBoth(nn.Module):
+def of_both() -> nn.Module:
     """A convolution, and a linear that reads a view of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = nn.Conv2d(64, 64, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.low(x).relu().mean((2, 3)), self.low.weight.flatten(1))
+    return Parts(
+        lambda m, x: F.linear(m.low(x).relu().mean((2, 3)), m.low.weight.flatten(1)), low=nn.Conv2d(64, 64, 1)
+    )
 
 
-#: models with a low and an fp32 reader of one weight, what they take, and their options
-READERS: dict[str, tuple[type[nn.Module], Callable[[int], Tensor], dict[str, Any]]] = {
-    "a convolution and a linear": (OfBoth, lambda rows: torch.randn(rows, 64, 4, 4), {}),
-    **{
-        name: (
-            model,
-            lambda rows: torch.randn(rows, 64),
-            {
-                "profile": "off",
-                "policy": {"rules": [{"module": "wide", "op": "linear", "precision": "fp32"}]},
-            },
-        )
-        for name, model in (("two linears", Shared), ("two parameters", OneMemory), ("its user", Returned))
-    },
+WIDE = {"profile": "off", "policy": {"rules": [{"module": "wide", "op": "linear", "precision": "fp32"}]}}
+
+#: models with a low and an fp32 reader of one weight, the shape of a row, and their options
+READERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
+    "a convolution and a linear": (of_both, (64, 4, 4), {}),
+    "two linears": (lambda: two_linears(lambda weight: weight), (64,), WIDE),
+    "two parameters": (lambda: two_linears(lambda weight: nn.Parameter(weight.data)), (64,), WIDE),
+    "its user": (lambda: two_linears(lambda weight: weight, returns=True), (64,), WIDE),
 }
 
 
@@ -150,32 +117,25 @@ READERS: dict[str, tuple[type[nn.Module], Callable[[int], Tensor], dict[str, Any
 def test_a_weight_with_a_low_and_an_fp32_reader_is_followed(
     readers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, make_input, options = READERS[readers]
-    net, compiles = model().eval(), Compiles(monkeypatch)
+    make, row, options = READERS[readers]
+    net, compiles = make().eval(), Compiles(monkeypatch)
     run = compiled(net, **options)
     with torch.inference_mode():
         for rows in (4, 16):
-            x = make_input(rows)
+            x = torch.randn(rows, *row)
             for _ in range(2):
                 got = run(x)
                 assert is_right(first(got), net, x)
-                if isinstance(net, Returned):
-                    assert got[1].data_ptr() == net.low.weight.data_ptr()
+                if isinstance(got, tuple):
+                    assert got[1].data_ptr() == net.get_parameter("low.weight").data_ptr()
                 scale(net)
     assert compiles.count == 2
 
 
-class Gives(nn.Module):
-    """Returns what follows from weights alone: rows of a table, and with it a weight in low if asked to."""
-
-    def __init__(self, *, low: bool) -> None:
-        super().__init__()
-        self.table, self.head, self.low = nn.Embedding(16, 64), nn.Linear(64, 64), low
-        self.register_buffer("ids", torch.arange(8))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        found = self.head(x), self.table(self.get_buffer("ids"))
-        return (*found, self.head.weight.bfloat16()) if self.low else found
+def gives(m: Any, x: Tensor, *, low: bool) -> tuple[Tensor, ...]:
+    """What follows from weights alone: rows of a table, and with it a weight in low if asked to."""
+    found = m.head(x), m.table(torch.arange(8))
+    return (*found, m.head.weight.bfloat16()) if low else found
 
 
 @pytest.mark.parametrize(
@@ -185,7 +145,8 @@ class Gives(nn.Module):
 )
 @pytest.mark.usefixtures("op_by_op")
 def test_what_was_returned_stays_as_it_was_when_weights_change(low: bool, options: dict[str, Any]) -> None:
-    net, x = Gives(low=low).eval(), torch.randn(16, 64)
+    parts = {"table": nn.Embedding(16, 64), "head": nn.Linear(64, 64)}
+    net, x = Parts(functools.partial(gives, low=low), **parts).eval(), torch.randn(16, 64)
     run = compiled(net, **options)
     with torch.inference_mode():
         before = run(x)
