@@ -35,9 +35,16 @@ from amp_fx.policy.levels import AUTO, Implementation, Level, level_named, level
 from amp_fx.state import cache_results
 
 __all__ = [
-    "BYTES", "NARROW", "OPERATIONS", "LevelCost", "Meaning", "auto_level", "copy_traffic", "meaning",
+    "BYTES",
+    "NARROW",
+    "OPERATIONS",
+    "LevelCost",
+    "Meaning",
+    "auto_level",
+    "copy_traffic",
+    "meaning",
     "multiplies",
-]  # fmt: skip
+]
 
 logger = logging.getLogger(__name__)
 
@@ -127,12 +134,9 @@ BYTES = LevelCost(low=math.inf, below=math.inf, bandwidth=1e12, launch=0.0)
 class Meaning:
     """What a policy means on a device."""
 
-    #: for the reader of a plan: the level's name, or why there is none
-    text: str
-    #: None: the policy means autocast
-    level: Level | None = None
-    #: None: everything that may run in the level does
-    cost: LevelCost | None = None
+    text: str  # for the reader of a plan: the level's name, or why there is none
+    level: Level | None = None  # None: the policy means autocast
+    cost: LevelCost | None = None  # None: everything that may run in the level does
 
 
 def meaning(
@@ -145,9 +149,7 @@ def meaning(
     """
     if not levels_of(base, training=training):
         return _as_autocast("it is about graphs without gradients", base)
-    hardware = profile
-    if hardware is None and device in DEVICE_TYPES:
-        hardware = builtin(device)
+    hardware = profile or (builtin(device) if device in DEVICE_TYPES else None)
     name = device if hardware is None else f"{device} {hardware.name}"
     level = auto_level(base, choice, device)
     if hardware is None or level.rate not in hardware.peak:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -17,27 +18,27 @@ from amp_fx.weights.folding import Constant, split
 aten = torch.ops.aten
 
 
-def values_of(graph: fx.Graph, *nodes: fx.Node, layout: bytes = b"") -> DerivedInputs:
-    return split(fx.GraphModule(nn.Module(), graph), [Constant(node, layout) for node in nodes])
+def derived(program: Callable[..., Sequence[fx.Node]], *names: str, **about: Any) -> DerivedInputs:
+    """What a program makes of inputs of these names; it gets the function that adds a call, and the inputs."""
+    graph = fx.Graph()
+    nodes = program(lambda target, *args: graph.call_function(target, args), *map(graph.placeholder, names))
+    graph.output(tuple(nodes))
+    return split(fx.GraphModule(nn.Module(), graph), [Constant(node, **about) for node in nodes])
 
 
 def doubled_and_summed() -> DerivedInputs:
-    """``2 * a`` and ``a + b``."""
-    graph = fx.Graph()
-    a, b = graph.placeholder("a"), graph.placeholder("b")
-    nodes = [graph.call_function(aten.mul.Tensor, (a, 2)), graph.call_function(aten.add.Tensor, (a, b))]
-    graph.output(tuple(nodes))
-    return values_of(graph, *nodes)
+    return derived(lambda call, a, b: [call(aten.mul.Tensor, a, 2), call(aten.add.Tensor, a, b)], "a", "b")
 
 
 def packed(batch: int) -> DerivedInputs:
     """A matrix in bf16, packed for a batch size."""
-    graph = fx.Graph()
-    low = graph.call_function(aten.to.dtype, (graph.placeholder("weight"), torch.bfloat16))
-    node = graph.call_function(torch.ops.mkldnn._reorder_linear_weight.default, (low, batch))
-    graph.output((node,))
-    layout = packed_layout(torch.ops.mkldnn._reorder_linear_weight(torch.empty(64, 64).bfloat16(), batch))
-    return values_of(graph, node, layout=layout)
+    pack = torch.ops.mkldnn._reorder_linear_weight
+    layout = packed_layout(pack(torch.empty(64, 64).bfloat16(), batch))
+    return derived(
+        lambda call, weight: [call(pack.default, call(aten.to.dtype, weight, torch.bfloat16), batch)],
+        "weight",
+        layout=layout,
+    )
 
 
 def values(*numbers: float) -> list[Tensor]:
@@ -79,15 +80,8 @@ def test_graphs_that_compute_the_same_share_it() -> None:
 
 
 def test_the_order_of_the_inputs_does_not_matter_their_roles_do() -> None:
-    graph = fx.Graph()
-    b, a = graph.placeholder("b"), graph.placeholder("a")
-    node = graph.call_function(aten.sub.Tensor, (a, b))
-    graph.output((node,))
-    swapped = values_of(graph, node)
-    graph = fx.Graph()
-    node = graph.call_function(aten.sub.Tensor, (graph.placeholder("a"), graph.placeholder("b")))
-    graph.output((node,))
-    straight = values_of(graph, node)
+    swapped = derived(lambda call, b, a: [call(aten.sub.Tensor, a, b)], "b", "a")
+    straight = derived(lambda call, a, b: [call(aten.sub.Tensor, a, b)], "a", "b")
     a, b = values(5.0, 3.0)
     keep = straight.derive([a, b])
     assert tensors_of(swapped, [b, a])[0] is tensors_of(straight, [a, b])[0]
@@ -103,11 +97,8 @@ def test_what_is_packed_alike_for_two_batch_sizes_is_one_tensor() -> None:
 
 
 def test_autocast_and_inference_mode_of_the_caller_do_not_matter() -> None:
-    graph = fx.Graph()
-    product = graph.call_function(aten.mm.default, (graph.placeholder("a"), graph.placeholder("b")))
-    graph.output((product,))
     weights = [torch.randn(4, 4), torch.randn(4, 4)]
-    constants = values_of(graph, product)
+    constants = derived(lambda call, a, b: [call(aten.mm.default, a, b)], "a", "b")
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         [value] = tensors_of(constants, weights)
     assert torch.equal(value, weights[0] @ weights[1])
@@ -115,11 +106,9 @@ def test_autocast_and_inference_mode_of_the_caller_do_not_matter() -> None:
 
 
 def test_what_a_caller_may_have_is_not_written_to() -> None:
-    graph = fx.Graph()
-    node = graph.call_function(aten.neg.default, (graph.placeholder("a"),))
-    turned = graph.call_function(aten.permute.default, (node, [0]))
-    graph.output((turned,))
-    constants = split(fx.GraphModule(nn.Module(), graph), [Constant(turned, is_returned=True)])
+    constants = derived(
+        lambda call, a: [call(aten.permute.default, call(aten.neg.default, a), [0])], "a", is_returned=True
+    )
     [weight] = values(1.0)
     # what a graph has keeps the derived tensors, which could be written to
     kept = constants.derive([weight])
@@ -129,12 +118,12 @@ def test_what_a_caller_may_have_is_not_written_to() -> None:
 
 
 def test_a_view_of_what_is_derived_takes_no_memory() -> None:
-    graph = fx.Graph()
-    low = graph.call_function(aten.to.dtype, (graph.placeholder("weight"), torch.bfloat16))
-    nodes = [graph.call_function(aten.t.default, (low,)), low]
-    graph.output(tuple(nodes))
+    def low_and_turned(call: Callable[..., fx.Node], weight: fx.Node) -> list[fx.Node]:
+        low = call(aten.to.dtype, weight, torch.bfloat16)
+        return [call(aten.t.default, low), low]
+
     weight, before = torch.randn(8, 4), held_bytes()
-    kept = values_of(graph, *nodes).derive([weight])
+    kept = derived(low_and_turned, "weight").derive([weight])
     assert held_bytes() == before + 2 * 8 * 4
     assert kept.value[0].data_ptr() == kept.value[1].data_ptr()
     assert all(map(torch.equal, kept.value, (weight.t().bfloat16(), weight.bfloat16())))
