@@ -195,7 +195,7 @@ def _laid_out(result: Any, like: Any) -> Any:
     """The result laid out in memory as that of the kernel that was traced, whose views come next."""
     if not isinstance(result, Tensor) or not isinstance(like, Tensor) or result.stride() == like.stride():
         return result
-    empty = torch.empty_strided(like.shape, like.stride(), dtype=result.dtype, device=result.device)
+    empty = torch.empty_strided(result.shape, like.stride(), dtype=result.dtype, device=result.device)
     return empty.copy_(result)
 
 

@@ -33,14 +33,13 @@ from amp_fx.comparison.running import (
     Observed,
     OneByOne,
     ProgramGraph,
-    unobserved,
     without_scaler,
 )
 from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import Plan, dtype_name
-from amp_fx.reports.step import Step, apart, loss_of, relative_error
+from amp_fx.reports.step import Results, Step, apart, loss_of, relative_error
 from amp_fx.settings import Options
 
 __all__ = ["AGAINST", "compare"]
@@ -227,6 +226,16 @@ class _Setting:
         """The model compiled with options."""
         return Compiled(self.step, opts, graphs, dynamic=self.dynamic)
 
+    def unobserved(self, scale: float) -> Results:
+        """What a compiled step gives of which nothing is observed."""
+        # late: it listens to Dynamo as soon as it is loaded
+        from amp_fx.backend import compile_graph
+
+        backend = lambda gm, given: compile_graph(gm, given, self.opts)  # noqa: E731  # a function to torch.compile
+        with apart():
+            program = torch.compile(self.step.model, backend=backend, dynamic=self.dynamic)
+            return self.step.results(program, scale)
+
 
 @dataclass(frozen=True)
 class _Boundaries:
@@ -258,7 +267,7 @@ class _Boundaries:
 
 def _at_boundaries(setting: _Setting) -> _Boundaries:
     """Compares reference and run, and the run once more without observing anything."""
-    step, scale = setting.step, setting.scale
+    scale = setting.scale
     with apart():
         traced, reference = setting.traced(every_call=False)
     if not traced.graphs:
@@ -277,8 +286,7 @@ def _at_boundaries(setting: _Setting) -> _Boundaries:
             f"Dynamo made {len(traced.graphs)} graphs of the model, and of an equal call {len(compiled.plans)}: "
             "nothing can be compared. The model should do the same twice: keep no state outside it."
         )
-    with apart():
-        plain = unobserved(step, setting.opts, scale, dynamic=setting.dynamic)
+    plain = setting.unobserved(scale)
     found = distances(run, reference)
     observed = {graph for graph, _ in found}
     silent = [
@@ -320,10 +328,8 @@ def _of_calls(
     with apart():
         compiled = setting.compiled(setting.opts, graphs)
         run = compiled.run(first.scale)
-    with apart():
-        plain = unobserved(setting.step, setting.opts, first.scale, dynamic=setting.dynamic)
     rows = call_errors(compiled.plans, distances(run, reference))
-    return rows, relative_error(run.results, plain)
+    return rows, relative_error(run.results, setting.unobserved(first.scale))
 
 
 def _culprit_call(culprit: Culprit, plans: Sequence[Plan], found: Distances) -> CallError | None:

@@ -26,7 +26,7 @@ from amp_fx.reports.step import Results, Step
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 
-__all__ = ["Compiled", "Observed", "OneByOne", "ProgramGraph", "unobserved", "without_scaler"]
+__all__ = ["Compiled", "Observed", "OneByOne", "ProgramGraph", "without_scaler"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +71,6 @@ def without_scaler(options: Mapping[str, Any]) -> Options:
     """Options of a run outside a training: the loss is scaled from outside, and random numbers are eager PyTorch's."""
     given = {key: value for key, value in options.items() if key != "scaler"}
     return Options.parse(None, {**given, "fallback_random": True})
-
-
-def unobserved(step: Step, opts: Options, scale: float, *, dynamic: bool) -> Results:
-    """What a compiled step gives of which nothing is observed."""
-    # late: it listens to Dynamo as soon as it is loaded
-    from amp_fx.backend import compile_graph
-
-    backend = lambda gm, given: compile_graph(gm, given, opts)  # noqa: E731  # a function to torch.compile
-    return step.results(torch.compile(step.model, backend=backend, dynamic=dynamic), scale)
 
 
 @dataclass(frozen=True)
