@@ -26,7 +26,9 @@ from amp_fx.policy.rules import BASES
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DTYPES", "LEVEL_OPTIONS", "NUMERICS", "WEIGHTS", "OptionNames", "Options", "compile", "options"]
+__all__ = [
+    "DTYPES", "LEVEL_OPTIONS", "NUMERICS", "WEIGHTS", "OptionNames", "Options", "compile", "one_of", "options",
+]  # fmt: skip
 
 #: accepted spellings of the low dtype
 DTYPES: dict[str, torch.dtype | None] = {
@@ -125,7 +127,7 @@ class Options:
         inductor = {_inductor_name(key): value for key, value in given.items() if key not in _OWN}
         policy = Policy.parse(values.get("policy", "autocast"))
         dtype = _parse_dtype(values.get("dtype", "auto"), policy)
-        numerics = _one_of("numerics", NUMERICS, values.get("numerics", "compiled"))
+        numerics = one_of("numerics", NUMERICS, values.get("numerics", "compiled"))
         level = _parse_level(values, policy)
         parsed = cls(
             dtype=dtype,
@@ -134,7 +136,7 @@ class Options:
             profile=_of_kind("profile", str, "'auto', 'off' or a file's path", values.get("profile", "auto")),
             plan=_parse_plan(values.get("plan")),
             scaler=_parse_scaler(values.get("scaler"), dtype),
-            weights=_one_of("weights", WEIGHTS, values.get("weights", "auto")),
+            weights=one_of("weights", WEIGHTS, values.get("weights", "auto")),
             strict=_of_kind("strict", bool, "True or False", values.get("strict", False)),
             inductor={**_mode_options(mode), **inductor},
             sensitivity=_load_sensitivity(policy, dtype, level),
@@ -210,7 +212,8 @@ def compile(
     return compiled
 
 
-def _one_of(option: str, valid: Collection[str], value: object) -> str:
+def one_of(option: str, valid: Collection[str], value: object) -> str:
+    """The value of an option; OptionsError if it is none of the valid ones."""
     if isinstance(value, str) and value in valid:
         return value
     raise OptionsError(
@@ -273,7 +276,7 @@ def _parse_scaler(value: object, dtype: torch.dtype | None) -> str | None:
 
 def _parse_level(values: Mapping[str, object], policy: Policy) -> str:
     """The level below 16 bits by name; an error if there is none, or for one of another policy."""
-    asked = {base: _one_of(base, valid, values.get(base, AUTO)) for base, valid in LEVEL_OPTIONS.items()}
+    asked = {base: one_of(base, valid, values.get(base, AUTO)) for base, valid in LEVEL_OPTIONS.items()}
     for base, level in asked.items():
         if base != policy.base and level != AUTO:
             raise OptionsError(

@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch._dynamo.utils import counters
 import amp_fx
 from combinations import AXES, Row, covering_rows, options_of, words
 from combined_models import Model, make
-from graphs import op_by_op
+from graphs import autocast_in, op_by_op
 from levels import FP8_CPU
 
 __all__ = ["STEPS", "Seen", "check", "check_accuracy", "compiled", "distances", "session", "with_files"]
@@ -104,7 +104,7 @@ def session(
     for step, size in enumerate(STEPS.values()):
         batch = model.batch(size, seed=size)
         batch = batch.to(dtype) if batch.is_floating_point() else batch
-        with AXES["gradients"][row["gradients"]](), _autocast(autocast):
+        with AXES["gradients"][row["gradients"]](), autocast_in(autocast):
             outputs = program(batch)
             loss = outputs.to(dtype).square().mean()
         if training:
@@ -129,7 +129,7 @@ def with_files(row: Row, folder: Path) -> dict[str, Any]:
     if options.pop("plan", None) is not None:
         model, path = make(row["model"]).train(row["gradients"] == "train"), folder / "report.json"
         torch._dynamo.reset()
-        with AXES["gradients"][row["gradients"]](), _autocast(AXES["autocast"][row["autocast"]]):
+        with AXES["gradients"][row["gradients"]](), autocast_in(AXES["autocast"][row["autocast"]]):
             amp_fx.explain(model, model.batch(4, seed=0), options=options).save(path)
         options["plan"] = str(path)
     return options
@@ -205,12 +205,6 @@ def _distance(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 def _tensors(seen: Seen) -> list[Tensor]:
     return [*seen.outputs, *seen.gradients, *seen.buffers]
-
-
-@contextlib.contextmanager
-def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
-        yield
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Torch's own databases of ops and modules through the backend, beside eager autocast.
 
 ``python tests/databases.py`` asks every op of ``op_db`` and every module of ``module_db`` (some minutes), with the
-first samples that torch has of each; ``tests/fake/test_databases.py`` asks a part. A sample is compiled by the
+first samples that torch has of each; ``tests/fake/test_conformance.py`` asks a part. A sample is compiled by the
 backend, with AOTAutograd instead of Inductor, and asked twice: in the user's ``torch.autocast``, where it has to
 return what eager autocast does (or stock ``aot_eager``, where AOTAutograd's own formulas make a difference),
 and by itself, where it has to return the dtypes of eager fp32 and be no further from fp64 than autocast.

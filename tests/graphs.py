@@ -31,24 +31,10 @@ from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 from amp_fx.settings import Options
 
 __all__ = [
-    "Block",
-    "Rewritten",
-    "agree",
-    "calls_text",
-    "captured",
-    "casts_of",
-    "check",
-    "checked",
-    "dynamo_graph",
-    "known",
-    "low_calls",
-    "on_cuda",
-    "op_by_op",
-    "plans",
-    "rewrite",
-    "run_until",
+    "Block", "Rewritten", "agree", "autocast_in", "calls_text", "captured", "casts_of", "check", "checked",
+    "dynamo_graph", "known", "low_calls", "on_cuda", "op_by_op", "plans", "rewrite", "run_until",
     "without_inductor",
-]
+]  # fmt: skip
 
 Program = Callable[..., Any]
 
@@ -121,7 +107,7 @@ def dynamo_graph(
         graphs.append(gm)
         return gm.forward
 
-    with _autocast(ambient):
+    with autocast_in(ambient):
         torch.compile(program, backend=keep, fullgraph=True, dynamic=dynamic)(*args)
     assert len(graphs) == 1
     return graphs[0]
@@ -211,7 +197,7 @@ def rewrite(
         return run
 
     try:
-        with _autocast(ambient):
+        with autocast_in(ambient):
             outputs = torch.compile(program, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
     except BackendCompilerFailed as error:
         raise error.inner_exception from None
@@ -258,13 +244,6 @@ def check(
 
     got = _run(program, args, compiled)
     rewritten = result[0]
-    eager = _run(program, args, _under(ambient))
-    exact = _run(program, args, _under(None), dtype=reference)
-    try:
-        autocast = _run(program, args, _under(low))
-    except RuntimeError:
-        autocast = None
-
     assert casts_of(rewritten.gm) == dict(casts), casts_of(rewritten.gm)
     assert casts_of(rewritten.gm) == Counter(
         (dtype_name(cast.from_dtype), dtype_name(cast.to_dtype)) for cast in rewritten.plan.casts
@@ -274,7 +253,7 @@ def check(
         assert rows, f"{key!r} is neither a node nor an op; ops: {sorted(rewritten.plan.ops_by_dtype())}"
         planned = [dtype_name(row.dtype) if row.dtype else "none" for row in rows]
         assert planned == ([wanted] * len(rows) if isinstance(wanted, str) else list(wanted)), (key, planned)
-    _assert_same(got, eager, exact, autocast, tolerance)
+    _assert_same(got, program, args, ambient, low, reference, tolerance)
     return rewritten
 
 
@@ -321,13 +300,7 @@ def agree(
 
     with without_inductor(), record() as recording:
         got = _run(program, args, compiled)
-    eager = _run(program, args, _under(ambient))
-    exact = _run(program, args, _under(None), dtype=reference)
-    try:
-        autocast = _run(program, args, _under(low))
-    except RuntimeError:
-        autocast = None
-    _assert_same(got, eager, exact, autocast, tolerance)
+    _assert_same(got, program, args, ambient, low, reference, tolerance)
     return recording.plans
 
 
@@ -413,7 +386,7 @@ def _under(dtype: torch.dtype | None) -> Callable[[Program], Program]:
 
     def arm(of: Program) -> Program:
         def call(*inputs: Any) -> Any:
-            with _autocast(dtype):
+            with autocast_in(dtype):
                 return of(*inputs)
 
         return call
@@ -421,8 +394,21 @@ def _under(dtype: torch.dtype | None) -> Callable[[Program], Program]:
     return arm
 
 
-def _assert_same(got: _Run, eager: _Run, exact: _Run, autocast: _Run | None, tolerance: float) -> None:
-    """Equal dtypes and aliases; an error of at most 1.25 times that of autocast, and the tolerance."""
+def _assert_same(
+    got: _Run,
+    program: Program,
+    args: tuple[Any, ...],
+    ambient: torch.dtype | None,
+    low: torch.dtype,
+    reference: torch.dtype,
+    tolerance: float,
+) -> None:
+    """Dtypes and aliases of the eager program; at most 1.25 times the error of autocast, and the tolerance."""
+    eager, exact = _run(program, args, _under(ambient)), _run(program, args, _under(None), dtype=reference)
+    try:
+        autocast = _run(program, args, _under(low))
+    except RuntimeError:
+        autocast = None
     assert {name: value.dtype for name, value in got.values.items()} == {
         name: value.dtype for name, value in eager.values.items()
     }
@@ -506,7 +492,8 @@ def _regions(gm: fx.GraphModule, opts: Options) -> Mapping[str, Any]:
 
 
 @contextlib.contextmanager
-def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
+def autocast_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Under autocast in a dtype, or as it is."""
     with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
         yield
 

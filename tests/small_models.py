@@ -20,16 +20,19 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Parts(nn.Module):
-    """Modules by name, and a function of the module itself and of what it is called with.
+    """Modules and buffers by name, and a function of the module itself and of what it is called with.
 
     ``Parts(lambda m, x: x + m.up(x), up=nn.Linear(8, 8))``
     """
 
-    def __init__(self, call: Callable[..., Any], **parts: nn.Module) -> None:
+    def __init__(self, call: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
         super().__init__()
         self._call = call
         for name, part in parts.items():
-            self.add_module(name, part)
+            if isinstance(part, Tensor):
+                self.register_buffer(name, part)
+            else:
+                self.add_module(name, part)
 
     def forward(self, *args: Any) -> Any:
         return self._call(self, *args)

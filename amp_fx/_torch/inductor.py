@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch._functorch import config as _functorch_config
 
-from amp_fx._torch.autocast import autocast_disabled
+from amp_fx._torch.tracing import autocast_disabled
 
 __all__ = [
     "JointRoles", "compile_package", "compile_with_inductor", "graph_pass", "inductor_mode_options",

@@ -16,16 +16,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-
-from amp_fx._torch.tracing import is_wrapper, wrapped_tensors
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 __all__ = [
-    "StorageRef", "borrowed", "find_nonfinite_", "largest_magnitudes", "modes_disabled", "storage_ref",
-    "update_scale", "words_of_memory",
+    "StorageRef", "borrowed", "find_nonfinite_", "is_wrapper", "largest_magnitudes", "modes_disabled",
+    "storage_ref", "update_scale", "words_of_memory", "wrapped_tensors",
 ]  # fmt: skip
 
 StorageRef = weakref.ref[torch.UntypedStorage]
+
+
+def is_wrapper(value: torch.Tensor) -> bool:
+    """True for tensors that consist of others, such as DTensors."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def wrapped_tensors(value: Any) -> list[torch.Tensor]:
+    """What a tensor that :func:`is_wrapper` consists of on this process."""
+    if hasattr(value, "trigger_wait"):
+        # a collective may still be writing it
+        return [value.trigger_wait()]
+    parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+    # a DTensor has its mesh among them
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def storage_ref(value: Tensor, freed: Callable[[Any], object] | None = None) -> StorageRef:

@@ -1,4 +1,4 @@
-"""Values, calls and ops as they are met while a program is traced."""
+"""Values, calls and ops as they are met while a program is traced; autocast's state, and what it does with an op."""
 
 # what is imported here is private on purpose
 # pyright: reportPrivateImportUsage=false
@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C._autograd import (
+    _saved_tensors_hooks_is_enabled,  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+)
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._library.custom_ops import OPDEFS
@@ -21,14 +24,18 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "defining_module",
-    "disable_proxy_modes_tracing", "get_proxy_mode", "ignore_fresh_symbols", "is_functorch_wrapped",
-    "is_hooks_switch", "is_wrapper", "known_sizes", "make_fx", "nesting_change", "op_name", "quantised_ops",
-    "registered_ops", "size_hint", "size_with", "symbolic_kernels", "track_tensor_tree", "wrapped_tensors",
+    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "autocast_disabled",
+    "autocast_shield", "defining_module", "disable_proxy_modes_tracing", "enable_autocast",
+    "get_proxy_mode", "has_autocast_rule", "has_low_lstm", "ignore_fresh_symbols", "is_functorch_wrapped",
+    "is_hooks_switch", "known_sizes", "make_fx", "nesting_change", "op_name", "quantised_ops",
+    "registered_ops", "saved_tensors_shield", "size_hint", "size_with", "symbolic_kernels",
+    "track_tensor_tree",
 ]  # fmt: skip
+
+#: a device type no graph of ours runs on: see autocast_shield
+_UNUSED_DEVICE = "xla"
 
 #: functorch levels are opened and closed by these calls in a Dynamo graph (torch/_functorch/predispatch.py)
 _NESTING = {"_increment_nesting": 1, "_decrement_nesting": -1, "_enter_dual_level": 1, "_exit_dual_level": -1}
@@ -89,21 +96,6 @@ def size_with(size: int | torch.SymInt, known: Mapping[Any, int]) -> int:
     return size if isinstance(size, int) else int(size.node.expr.xreplace(known))
 
 
-def is_wrapper(value: torch.Tensor) -> bool:
-    """True for tensors that consist of others, such as DTensors."""
-    return is_traceable_wrapper_subclass(value)
-
-
-def wrapped_tensors(value: Any) -> list[torch.Tensor]:
-    """What a tensor that :func:`is_wrapper` consists of on this process."""
-    if hasattr(value, "trigger_wait"):
-        # a collective may still be writing it
-        return [value.trigger_wait()]
-    parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
-    # a DTensor has its mesh among them
-    return [part for part in parts if isinstance(part, torch.Tensor)]
-
-
 def op_name(op: OpOverload) -> str:
     """The name of an op in op lists: ``"linear"``, ``"softmax.int"``; of other namespaces ``"mylib::op"``."""
     name = op._schema.name.removeprefix("aten::")
@@ -122,3 +114,65 @@ def quantised_ops() -> Any:
 def registered_ops() -> frozenset[str]:
     """Every overload by name, ``"aten::softmax.int"``; a default overload is its op's name alone."""
     return frozenset(torch._C._dispatch_get_all_op_names())
+
+
+def autocast_disabled() -> contextlib.AbstractContextManager[None]:
+    """Switches autocast off for every device type."""
+    return torch._C._DisableAutocast()
+
+
+@contextlib.contextmanager
+def autocast_shield() -> Iterator[None]:
+    """Compiles with autocast off, so that the result also *runs* with autocast off, forward and backward.
+
+    A graph whose casts are explicit must never meet autocast again (pytorch#194329: fallback kernels then return
+    garbage). AOTAutograd wraps its callables in ``_DisableAutocast`` only if some autocast was on when it compiled
+    (``_is_any_autocast_enabled`` in ``graph_compile.py``), so it is on for a device type that no tensor here lives on.
+    """
+    with autocast_disabled():
+        torch.set_autocast_enabled(_UNUSED_DEVICE, True)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled(_UNUSED_DEVICE, False)
+
+
+@contextlib.contextmanager
+def saved_tensors_shield() -> Iterator[None]:
+    """Keeps what a trace saves for backward from the program's saved-tensor hooks.
+
+    ``torch.utils.checkpoint`` counts what its hooks see: tensors saved by a trace would be missing when the region is
+    computed again.
+    """
+    if not _saved_tensors_hooks_is_enabled():
+        # the program forbids hooks
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value):
+        yield
+
+
+@contextlib.contextmanager
+def enable_autocast(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    """Sets autocast's state for a device type, also where that device is not, and ``torch.autocast`` does nothing."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, enabled)
+    torch.set_autocast_dtype(device_type, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+
+
+def has_autocast_rule(op: OpOverload, device_type: str) -> bool:
+    """Whether somebody registered what autocast does with an op: ``torch.library.register_autocast``."""
+    key = f"Autocast{device_type.upper()}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op._schema.name, key)
+
+
+def has_low_lstm(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has an LSTM in a 16-bit dtype for this CPU; where it has none it raises when it runs."""
+    if dtype is torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from amp_fx.errors import AmpFxError, OptionsError, did_you_mean
-from amp_fx.exporting.program import narrow_ends, new_program
-from amp_fx.exporting.stored import beyond_range, store_low, stored_weights, tied
+from amp_fx.exporting.program import (
+    beyond_range,
+    narrow_ends,
+    new_program,
+    store_low,
+    stored_weights,
+    tied,
+)
 from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
@@ -34,7 +40,7 @@ from amp_fx.policy import OpClass
 from amp_fx.policy.levels import levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import replay
-from amp_fx.settings import LEVEL_OPTIONS, Options
+from amp_fx.settings import LEVEL_OPTIONS, Options, one_of
 
 __all__ = ["CHOICES", "REPORT_FILE", "convert", "export", "extra_files"]
 
@@ -74,12 +80,12 @@ def export(
         OptionsError: bad options, or weights beyond the range of the low dtype.
         CaptureError, PassError: the program cannot be rewritten.
     """
-    opts = _parse(options)
+    opts, own = _parse(options)
     given, named = inputs_of(model, args, kwargs)
     # plans of graphs that are called without gradients are about what is traced so
-    with torch.set_grad_enabled(torch.is_grad_enabled() and opts.shared.plan is None):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and opts.plan is None):
         program = torch.export.export(model, given, named, dynamic_shapes=dynamic_shapes)
-    return _convert(program, opts, keep_io_dtypes)
+    return _convert(program, opts, own, keep_io_dtypes)
 
 
 def convert(
@@ -110,7 +116,7 @@ def convert(
         OptionsError: bad options, or weights beyond the range of the low dtype.
         CaptureError, PassError: the program cannot be rewritten.
     """
-    return _convert(ep, _parse(options), keep_io_dtypes)
+    return _convert(ep, *_parse(options), keep_io_dtypes)
 
 
 def extra_files(ep: torch.export.ExportedProgram) -> dict[str, str]:
@@ -131,23 +137,9 @@ def extra_files(ep: torch.export.ExportedProgram) -> dict[str, str]:
     return {REPORT_FILE: plan.to_json()}
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The options of export: those that the backend has, too, and its own."""
-
-    shared: Options
-    weights_beyond_range: str = "raise"
-    tables: str = "tied"
-
-
-def _parse(options: Mapping[str, Any]) -> _Options:
-    own = {key: value for key, value in options.items() if key in CHOICES}
-    for key, value in own.items():
-        if value not in CHOICES[key]:
-            raise OptionsError(
-                f"Unknown {key} {value!r}; valid: {', '.join(map(repr, CHOICES[key]))}."
-                + did_you_mean(str(value), CHOICES[key])
-            )
+def _parse(options: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
+    """The options that the backend has, too, and those of :data:`CHOICES`."""
+    own = {key: one_of(key, valid, options.get(key, valid[0])) for key, valid in CHOICES.items()}
     shared = {key: value for key, value in options.items() if key not in own}
     valid = sorted((*_SHARED_OPTIONS, *CHOICES, "keep_io_dtypes"))
     for key in shared:
@@ -170,33 +162,33 @@ def _parse(options: Mapping[str, Any]) -> _Options:
             f"'result' in policy rule {wide} is for torch.compile: no op that every runtime has multiplies low "
             "operands and returns fp32. Use 'precision': 'fp32' for the call."
         )
-    return _Options(parsed, **own)
+    return parsed, own
 
 
 def _convert(
-    ep: torch.export.ExportedProgram, opts: _Options, keep_io_dtypes: bool
+    ep: torch.export.ExportedProgram, opts: Options, own: Mapping[str, str], keep_io_dtypes: bool
 ) -> torch.export.ExportedProgram:
-    gm, regions = _open(ep, opts.shared)
+    gm, regions = _open(ep, opts)
     device = graph_device(gm, regions)
-    low = regions[device].dtype if regions else opts.shared.low_dtype(device)
+    low = regions[device].dtype if regions else opts.low_dtype(device)
     narrowed = {} if keep_io_dtypes else narrow_ends(gm, ep.graph_signature, low)
     weights = stored_weights(ep)
     groups = tied(weights)
-    kept = beyond_range(weights, low) if opts.weights_beyond_range == "keep" else []
+    kept = beyond_range(weights, low) if own["weights_beyond_range"] == "keep" else []
     fold = FoldWeights(
         tuple(tuple(weight.name for weight in group) for group in groups),
-        "keep" if opts.shared.numerics == "eager" else opts.tables,
+        "keep" if opts.numerics == "eager" else own["tables"],
     )
-    profile = resolve(opts.shared.profile, device)
+    profile = resolve(opts.profile, device)
     context = PassContext(
-        opts.shared.policy, opts.shared.numerics, profile, folded=frozenset(weight.name for weight in weights)
+        opts.policy, opts.numerics, profile, folded=frozenset(weight.name for weight in weights)
     )
     given, means = Given(keep=KeepWeights(tuple(w.name for w in kept)), fold=fold), ""
-    if opts.shared.plan is not None:
-        plan = replay(gm, opts.shared, device, given, context)
+    if opts.plan is not None:
+        plan = replay(gm, opts, device, given, context)
     else:
-        if levels_of(opts.shared.policy.base):
-            levels, means = policy_levels(opts.shared, profile, device, low, training=False)
+        if levels_of(opts.policy.base):
+            levels, means = policy_levels(opts, profile, device, low, training=False)
             given = replace(given, levels=levels)
         plan = run_passes(gm, captured_passes(given), context)
         plan.meaning = means
@@ -204,7 +196,7 @@ def _convert(
         replace(given, parameter=not context.folded.isdisjoint((given.name, given.copy_of)))
         for given in plan.inputs
     ]
-    program = new_program(ep, gm, store_low(gm, groups, opts.weights_beyond_range), narrowed)
+    program = new_program(ep, gm, store_low(gm, groups, own["weights_beyond_range"]), narrowed)
     program.graph_module.meta[PLAN_META] = plan
     for text in unused_rules([plan]):
         logger.warning("%s", text)

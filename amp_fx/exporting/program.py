@@ -1,10 +1,10 @@
-"""A rewritten graph and its weights become an exported program, on request with inputs and outputs in the low dtype."""
+"""A rewritten graph becomes an exported program: its weights, and on request inputs and outputs, in the low dtype."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,114 @@ from torch.export.graph_signature import (
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from amp_fx.errors import InputError
-from amp_fx.exporting.stored import scale_target
+from amp_fx.errors import InputError, OptionsError
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.keys import CAST_META, COPY_META, NODE_KEYS, OUTPUT_META, RECIPE_META, REGION_META
 from amp_fx.graphs.values import is_eligible, storage_of, tensors, written_storages
+from amp_fx.policy.levels import LEVELS
+from amp_fx.weights.recipes import Scaled
+from amp_fx.widened import identity
 
-__all__ = ["narrow_ends", "new_program"]
+__all__ = ["Weight", "beyond_range", "narrow_ends", "new_program", "store_low", "stored_weights", "tied"]
+
+_WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One input of the graph that is stored with the program."""
+
+    name: str
+    target: str
+    value: torch.Tensor
+
+
+def stored_weights(ep: torch.export.ExportedProgram) -> list[Weight]:
+    """Floating tensors that are stored with the program and that it does not write to."""
+    signature = ep.graph_signature
+    written = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
+    found = []
+    for spec in signature.input_specs:
+        if spec.kind not in _WEIGHT_KINDS or spec.target is None or spec.target in written:
+            continue
+        value = ep.state_dict.get(spec.target, ep.constants.get(spec.target))
+        if is_eligible(value):
+            found.append(Weight(spec.arg.name, spec.target, value))
+    return found
+
+
+def tied(weights: Iterable[Weight]) -> list[list[Weight]]:
+    """The weights, those that are one tensor together."""
+    groups: dict[tuple[Any, ...], list[Weight]] = {}
+    for weight in weights:
+        groups.setdefault(identity(weight.value), []).append(weight)
+    return list(groups.values())
+
+
+def beyond_range(weights: Iterable[Weight], low: torch.dtype) -> list[Weight]:
+    """Weights with finite values that the low dtype cannot hold."""
+    return [weight for weight in weights if bool(_overflows(weight.value.detach(), low).any())]
+
+
+def _overflows(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
+    """Where a finite value is infinite in the low dtype."""
+    return value.isfinite() & value.to(low).isinf()
+
+
+def store_low(
+    gm: fx.GraphModule, groups: Iterable[Sequence[Weight]], when_beyond: str
+) -> dict[str, dict[str, torch.Tensor]]:
+    """What takes the place of weights, by their names in the state dict or among the constants.
+
+    Below 16 bits, a weight's factors are beside it. The inputs of ``gm`` have the dtypes to store, in ``groups`` tied
+    weights are together, ``when_beyond`` is the option ``weights_beyond_range``.
+
+    Raises:
+        OptionsError: values that the low dtype cannot hold.
+    """
+    inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    scaled = {
+        node.meta[COPY_META] for node in inputs.values() if node.meta.get(RECIPE_META, (None, 0))[1] == 1
+    }
+    stored: dict[str, dict[str, torch.Tensor]] = {}
+    refused: list[str] = []
+    for group in groups:
+        node, value = inputs[group[0].name], group[0].value.detach()
+        dtype, (recipe, _) = node.meta["val"].dtype, node.meta.get(RECIPE_META, (None, 0))
+        if recipe is None and value.dtype is dtype:
+            continue
+        # what is stored, by what is behind the weight's name
+        if recipe is not None:
+            parts = dict(zip(("", _scale_suffix(recipe)), recipe.made(value), strict=True))
+        elif (beyond := _overflows(value, dtype)).any():
+            names = " = ".join(weight.target for weight in group)
+            refused.append(f"{names} (largest magnitude {value[beyond].abs().max().item():g})")
+            parts = {
+                "": torch.where(beyond, value.sign().to(dtype) * torch.finfo(dtype).max, value.to(dtype))
+            }
+        else:
+            parts = {"": value.to(dtype)}
+        for weight in group:
+            kept = {
+                weight.target + suffix: part
+                for suffix, part in parts.items()
+                if not suffix or weight.name in scaled
+            }
+            if isinstance(weight.value, torch.nn.Parameter):
+                learns = recipe is None and weight.value.requires_grad
+                kept = {name: torch.nn.Parameter(part, learns) for name, part in kept.items()}
+            stored[weight.target] = kept
+    if refused and when_beyond == "raise":
+        raise OptionsError(
+            f"weights beyond the range of the low dtype: {', '.join(refused)}. Use dtype='bfloat16', or say what to do "
+            "with weights_beyond_range='clamp' or 'keep' (in fp32, with the ops that read them)."
+        )
+    return stored
+
+
+def _scale_suffix(recipe: Scaled) -> str:
+    """Behind the name of a weight below 16 bits, it names its factors."""
+    return f"_{LEVELS[recipe.level].policy}_scale"
 
 
 def narrow_ends(
@@ -158,7 +259,7 @@ def _input_specs(gm: fx.GraphModule, signature: ExportGraphSignature) -> list[In
         if spec is None:
             weight = specs[node.meta[COPY_META]]
             recipe, _ = node.meta[RECIPE_META]
-            target = scale_target(str(weight.target), recipe)
+            target = f"{weight.target}{_scale_suffix(recipe)}"
             spec = replace(weight, arg=TensorArgument(node.name), target=target)
         found.append(spec)
     return found

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,25 @@ from amp_fx.errors import ScalerError, did_you_mean
 from amp_fx.scaling.findings import Step, any_of, look, names_of, parameters_of
 
 __all__ = ["GradScaler", "find_scaler"]
+
+
+@dataclass
+class _Here:
+    """What no checkpoint has: a copy and a pickle begin it anew."""
+
+    process_group: dist.ProcessGroup | None = None
+    now: Step = field(default_factory=Step)
+    last: Step = field(default_factory=Step)
+    #: a graph uses this scaler; for good, as in-graph and outside scaling must not change sides in a step
+    in_graph: bool = False
+    #: a loss of this step was scaled before any graph used the scaler: the step goes on as it began
+    scaled_outside: bool = False
+    #: one has stepped what its graphs have scaled, and asked it before
+    is_asked: bool = False
+    #: what the last step of each optimizer found, and the last step in all; how many steps were skipped
+    found: weakref.WeakKeyDictionary[Optimizer, Tensor] = field(default_factory=weakref.WeakKeyDictionary)
+    last_found: Tensor | None = None
+    skipped: Tensor | None = None
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -80,23 +100,8 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._name = name
         self._min_scale = min_scale
-        self._process_group = process_group
-        self._forget()
+        self._here = _Here(process_group)
         _register(self, replace=True)
-
-    def _forget(self) -> None:
-        """State that no checkpoint has."""
-        self._now, self._last = Step(), Step()
-        #: a graph uses this scaler; for good, as in-graph and outside scaling must not change sides in a step
-        self._in_graph = False
-        #: a loss of this step was scaled before any graph used the scaler: the step goes on as it began
-        self._scaled_outside = False
-        #: one has stepped what its graphs have scaled, and asked it before
-        self._is_asked = False
-        #: what the last step of each optimizer found, and the last step in all; how many steps were skipped
-        self._found: weakref.WeakKeyDictionary[Optimizer, Tensor] = weakref.WeakKeyDictionary()
-        self._last_found: Tensor | None = None
-        self._skipped: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -112,11 +117,11 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
-        if not self._in_graph:
-            self._in_graph = True
+        if not self._here.in_graph:
+            self._here.in_graph = True
             BEFORE_STEP.listen(_check_step)
-        self._now.enter(names, leaves)
-        if self._scaled_outside:
+        self._here.now.enter(names, leaves)
+        if self._here.scaled_outside:
             return torch.ones((), device=device)
         # The backward may come after an update, with another network in flight. It multiplies and divides by the
         # value of that moment, so nothing is wrong with it; .data keeps autograd's version check out of it.
@@ -128,7 +133,7 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Returns losses as they are if a compiled graph uses this scaler, else as ``torch.amp.GradScaler`` does."""
         if not self._by_graphs:
-            self._scaled_outside = self._enabled
+            self._here.scaled_outside = self._enabled
             return super().scale(outputs)
         if isinstance(outputs, Tensor):
             return outputs
@@ -182,17 +187,18 @@ class GradScaler(torch.amp.GradScaler):
         result = super().step(optimizer, *args, **kwargs)
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if found and self._scale is not None:
-            skipped = self._found[optimizer] = any_of([*found.values()], self._scale.device)
-            self._skipped = skipped if self._skipped is None else self._skipped + skipped
+            here = self._here
+            skipped = here.found[optimizer] = any_of([*found.values()], self._scale.device)
+            here.skipped = skipped if here.skipped is None else here.skipped + skipped
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapts the scale to what the steps found, on its device; ``new_scale`` sets it instead, as in torch."""
         if not self._enabled:
             return
-        found = self._all_found()
+        here, found = self._here, self._all_found()
         if found:
-            self._last_found = any_of(found, found[0].device)
+            here.last_found = any_of(found, found[0].device)
         if new_scale is None and found:
             scale, growth_tracker = self._check_scale_growth_tracker("update")
             factors = self._growth_factor, self._backoff_factor
@@ -201,20 +207,15 @@ class GradScaler(torch.amp.GradScaler):
             self._per_optimizer_states.clear()
         else:
             super().update(new_scale)
-        self._scaled_outside = False
-        self._now.leaves.clear()
-        self._now, self._last = Step(), self._now
+        here.scaled_outside = False
+        here.now.leaves.clear()
+        here.now, here.last = Step(), here.now
 
     # ---- what torch's methods ask ----
 
     @property
     def _by_graphs(self) -> bool:
-        return self._enabled and self._in_graph and not self._scaled_outside
-
-    def _has_looked_at(self, optimizer: Optimizer) -> bool:
-        """True if inf and nan were looked for in the optimizer's gradients since the last ``update``."""
-        state = self._per_optimizer_states.get(id(optimizer))
-        return bool(state and state["found_inf_per_device"])
+        return self._enabled and self._here.in_graph and not self._here.scaled_outside
 
     def _stage(self, optimizer: Optimizer) -> OptState:
         return self._per_optimizer_states[id(optimizer)]["stage"]
@@ -232,16 +233,16 @@ class GradScaler(torch.amp.GradScaler):
         low = [p for p in parameters if p.dtype is torch.float16]
         if low:
             self._refuse_fp16(low, optimizer)
-        self._now.looks.append((weakref.ref(optimizer), look(parameters, found)))
+        self._here.now.looks.append((weakref.ref(optimizer), look(parameters, found)))
         if self._is_distributed():
             # one process may have none of the parameters
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._process_group)
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._here.process_group)
         elif not parameters:
             return {}
         return {found.device: found}
 
     def _refuse_fp16(self, low: Sequence[Tensor], optimizer: Optimizer) -> None:
-        names = {**names_of(optimizer), **self._now.names}
+        names = {**names_of(optimizer), **self._here.now.names}
         listed = ", ".join(names[id(p)] for p in low[:5]) + (", ..." if len(low) > 5 else "")
         raise ScalerError(
             f"Attempting to unscale FP16 gradients: {len(low)} parameters are float16 themselves: {listed}. "
@@ -251,7 +252,7 @@ class GradScaler(torch.amp.GradScaler):
     def _is_distributed(self) -> bool:
         if not dist.is_available() or not dist.is_initialized():
             return False
-        return dist.get_world_size(self._process_group) > 1
+        return dist.get_world_size(self._here.process_group) > 1
 
     # ---- what happened ----
 
@@ -266,13 +267,13 @@ class GradScaler(torch.amp.GradScaler):
     def last_found_inf(self) -> Tensor:
         """1.0 if the step in progress, or else the last one, has found inf or nan; fp32, 0-d, on the device."""
         found = self._all_found() if self._enabled else []
-        last = any_of(found, found[0].device) if found else self._last_found
+        last = any_of(found, found[0].device) if found else self._here.last_found
         return torch.zeros(()) if last is None else last
 
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps that were skipped since the scaler was made. Reading it waits for the device."""
-        return 0 if self._skipped is None else int(self._skipped.item())
+        return 0 if self._here.skipped is None else int(self._here.skipped.item())
 
     def step_taken(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's last ``step`` was taken; waits for the device.
@@ -286,7 +287,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return True
-        found = self._found.get(optimizer)
+        found = self._here.found.get(optimizer)
         return found is not None and not found.item()
 
     def first_nonfinite(self) -> list[str]:
@@ -295,35 +296,22 @@ class GradScaler(torch.amp.GradScaler):
         The step in progress, or the last one if there is none; what this process found, not what others did.
         Between ``backward`` and ``unscale_`` or ``step``, gradients are looked at here. Waits for the device.
         """
-        in_progress = self._now.looks or self._now.leaves
-        return (self._now if in_progress else self._last).nonfinite()
+        now = self._here.now
+        return (now if now.looks or now.leaves else self._here.last).nonfinite()
 
     # ---- checkpoints ----
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {key: value for key, value in state.items() if key not in _OF_THIS_PROCESS}
+        del state["_here"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._process_group = None
-        self._forget()
+        self._here = _Here()
         # a copy does not take the place of the living
         _register(self, replace=False)
 
-
-#: what a copy and a pickle begin anew
-_OF_THIS_PROCESS = {
-    "_found",
-    "_in_graph",
-    "_is_asked",
-    "_last",
-    "_last_found",
-    "_now",
-    "_process_group",
-    "_scaled_outside",
-    "_skipped",
-}
 
 _lock = threading.Lock()
 _scalers: weakref.WeakValueDictionary[str, GradScaler] = weakref.WeakValueDictionary()
@@ -357,17 +345,18 @@ def find_scaler(name: str) -> GradScaler:
 def _scalers_of(optimizer: Optimizer) -> list[GradScaler]:
     """The living scalers whose graphs were called with parameters of the optimizer since their last ``update``."""
     keys = set(map(id, parameters_of(optimizer)))
-    return [scaler for scaler in list(_scalers.values()) if not keys.isdisjoint(scaler._now.leaves)]
+    return [scaler for scaler in list(_scalers.values()) if not keys.isdisjoint(scaler._here.now.leaves)]
 
 
 def _check_step(optimizer: Optimizer, *_: object) -> None:
     """Before the first step of what a scaler's graphs have scaled: that scaler has to have looked at the gradients."""
     scalers = _scalers_of(optimizer)
-    if scalers and not any(scaler._has_looked_at(optimizer) for scaler in scalers):
+    states = [scaler._per_optimizer_states.get(id(optimizer)) for scaler in scalers]
+    if scalers and not any(state and state["found_inf_per_device"] for state in states):
         _refuse(scalers[0], "something else, another scaler or the loop itself,")
     for scaler in scalers:
-        scaler._is_asked = True
-    if all(scaler._is_asked for scaler in list(_scalers.values()) if scaler._in_graph):
+        scaler._here.is_asked = True
+    if all(scaler._here.is_asked for scaler in list(_scalers.values()) if scaler._here.in_graph):
         BEFORE_STEP.leave(_check_step)
 
 

@@ -7,10 +7,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +23,8 @@ import amp_fx.rewriting
 from amp_fx import FallbackWarning, Plan, record
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import Region
-from graphs import DEFAULTS, Block, dynamo_graph, without_inductor
+from graphs import DEFAULTS, Block, dynamo_graph
+from small_models import UpDown
 from versions import fails_in
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -92,63 +93,33 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True)
-class Outside:
-    """What two processes that only know the backend's name say; the second also logs and traces."""
-
-    first: Mapping[str, Any]
-    second: Mapping[str, Any]
-    log: str
-    trace: str
-
-
-@pytest.fixture(scope="module")
-def outside(tmp_path_factory: pytest.TempPathFactory) -> Outside:
-    caches, traces = (tmp_path_factory.mktemp(name) for name in ("caches", "traces"))
-    first = run_python(_SCRIPT, TORCHINDUCTOR_CACHE_DIR=str(caches))
-    second = run_python(
-        _SCRIPT, TORCHINDUCTOR_CACHE_DIR=str(caches), TORCH_LOGS="+amp_fx", TORCH_TRACE=str(traces)
-    )
-    trace = "\n".join(path.read_text(encoding="utf-8") for path in traces.glob("*.log"))
-    return Outside(json.loads(first.stdout), json.loads(second.stdout), second.stderr, trace)
-
-
-@pytest.mark.xdist_group("outside")
-def test_the_backend_works_by_name_with_nothing_imported(outside: Outside) -> None:
-    facts = {key: value for key, value in outside.first.items() if key != "counters"}
-    assert facts == {
+def test_the_backend_works_by_name_with_nothing_imported_and_caches_hit_in_the_next_process(
+    tmp_path: Path,
+) -> None:
+    caches, traces = str(tmp_path / "caches"), tmp_path / "traces"
+    first = json.loads(run_python(_SCRIPT, TORCHINDUCTOR_CACHE_DIR=caches).stdout)
+    variables = {"TORCH_LOGS": "+amp_fx", "TORCH_TRACE": str(traces)}
+    done = run_python(_SCRIPT, TORCHINDUCTOR_CACHE_DIR=caches, **variables)
+    before, after = first.pop("counters"), json.loads(done.stdout)["counters"]
+    assert first == {
         "imported before": False,
         "listed": True,
         "output": "torch.bfloat16",  # the model's own region is around its last layer
         "gradients": ["torch.float32"],
     }
-
-
-@pytest.mark.xdist_group("outside")
-def test_both_compile_caches_hit_in_a_second_process(outside: Outside) -> None:
-    first, second = outside.first["counters"], outside.second["counters"]
-    # forward and backward
-    assert (first["autograd_cache_miss"], first["autograd_cache_saved"], first["fxgraph_cache_miss"]) == (
-        1,
-        1,
-        2,
-    )
-    assert second["autograd_cache_hit"] == 1
-    assert second["fxgraph_cache_hit"] >= 1
-    assert not [key for key in second if key.endswith(("_cache_miss", "_cache_bypass"))]
-
-
-@pytest.mark.xdist_group("outside")
-def test_torch_logs_shows_each_pass_and_the_overhead(outside: Outside) -> None:
+    # of Inductor's, forward and backward
+    wanted = {"autograd_cache_miss": 1, "autograd_cache_saved": 1, "fxgraph_cache_miss": 2}
+    assert wanted.items() <= before.items()
+    assert after["autograd_cache_hit"] == 1
+    assert after["fxgraph_cache_hit"] >= 1
+    assert not [key for key in after if key.endswith(("_cache_miss", "_cache_bypass"))]
+    # the log has each pass and the overhead, the trace the graph at every stage and the plan
     for words in ("captured", "classify:", "place:", "insert-casts:", "verify:", "rewrote", "casts"):
-        assert words in outside.log
-
-
-@pytest.mark.xdist_group("outside")
-def test_torch_trace_shows_the_graph_at_every_stage_and_the_plan(outside: Outside) -> None:
+        assert words in done.stderr
+    trace = "\n".join(path.read_text(encoding="utf-8") for path in traces.glob("*.log"))
     for name in ("amp_fx_dynamo", "amp_fx_captured", "amp_fx_rewritten", "amp_fx_plan"):
-        assert f'"name": "{name}"' in outside.trace
-    assert "torch.ops.aten.linear.default" in outside.trace
+        assert f'"name": "{name}"' in trace
+    assert "torch.ops.aten.linear.default" in trace
 
 
 # ---- ways to ask for it ----
@@ -182,45 +153,50 @@ def test_it_can_be_the_default_backend() -> None:
     assert len(recording.plans) == 1
 
 
+@dataclass
+class Asked:
+    """What Inductor is asked for, of which nothing is compiled: the graph runs as it is."""
+
+    graphs: list[fx.GraphModule] = field(default_factory=list)
+    #: of Inductor's config, beside the passes of ours
+    patches: list[dict[str, Any]] = field(default_factory=list)
+    #: whether autocast is on, for the CPU and for any device
+    autocast: list[tuple[bool, bool]] = field(default_factory=list)
+
+    def __call__(self, gm: fx.GraphModule, _: Any, patches: Mapping[str, Any]) -> Callable[..., Any]:
+        self.graphs.append(gm)
+        self.patches.append({key: value for key, value in patches.items() if "custom" not in key})
+        self.autocast.append((torch.is_autocast_enabled("cpu"), torch._C._is_any_autocast_enabled()))
+        return gm.forward
+
+
 @pytest.fixture
-def patches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What would reach Inductor's config; the graph runs as it is."""
-    seen: list[dict[str, Any]] = []
-
-    def run_eagerly(
-        gm: fx.GraphModule, inputs: Sequence[Any], config_patches: dict[str, Any]
-    ) -> Callable[..., Any]:
-        # beside the passes of ours
-        seen.append({key: value for key, value in config_patches.items() if "custom" not in key})
-        return gm.forward
-
-    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", run_eagerly)
-    return seen
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    asked = Asked()
+    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", asked)
+    return asked
 
 
-def test_the_mode_reaches_inductor(patches: list[dict[str, Any]]) -> None:
+def test_mode_options_and_numerics_reach_inductor(asked: Asked) -> None:
     torch.compile(lambda x: x @ x, backend="amp_fx", mode="reduce-overhead")(torch.randn(4, 4))
-    assert patches == [{"triton.cudagraphs": True}]
-
-
-def test_inductor_options_and_numerics_reach_inductor(patches: list[dict[str, Any]]) -> None:
     compiled(lambda x: x @ x, numerics="eager", max_autotune=True)(torch.randn(4, 4))
-    assert patches == [{"max_autotune": True, "emulate_precision_casts": True}]
+    assert asked.patches == [
+        {"triton.cudagraphs": True},
+        {"max_autotune": True, "emulate_precision_casts": True},
+    ]
 
 
-def test_inductor_gets_a_graph_that_meets_autocast_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    states: list[tuple[bool, object]] = []
-
-    def look(gm: fx.GraphModule, inputs: Sequence[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
-        states.append((torch.is_autocast_enabled("cpu"), torch._C._is_any_autocast_enabled()))
-        return gm.forward
-
-    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", look)
+def test_inductor_gets_a_graph_that_meets_autocast_never_again(asked: Asked) -> None:
     with torch.autocast("cpu", BF16):
         compiled(lambda x: x @ x)(torch.randn(4, 4))
     # off for this device, on for one that does not exist: AOTAutograd then guards the run time too
-    assert states == [(False, True)]
+    assert asked.autocast == [(False, True)]
     assert not torch._C._is_any_autocast_enabled()
+
+
+def test_a_graph_with_nothing_to_cast_is_compiled_as_dynamo_made_it(asked: Asked) -> None:
+    compiled(lambda x: x.exp() + 1)(torch.randn(4))
+    assert [node.op for node in asked.graphs[0].graph.nodes].count("call_method") == 1
 
 
 # ---- inference ----
@@ -306,23 +282,18 @@ def test_dynamic_shapes_compile_once_for_all_sizes() -> None:
 
 @pytest.mark.usefixtures("without_inductor")
 def test_graph_breaks_make_graphs_that_agree_on_dtypes() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.seen: torch.dtype | None = None
+    seen = list[torch.dtype]()
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            torch._dynamo.graph_break()
-            self.seen = h.dtype
-            return self.last(h)
+    def broken(h: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        seen.append(h.dtype)
+        return h
 
-    model, x = Broken(), torch.randn(4, 8)
+    model, x = UpDown(act=broken), torch.randn(4, 8)
     expected = model(x)
     with record() as recording:
         got = compiled(model)(x)
-    assert (got.dtype, model.seen) == (torch.float32, torch.float32)
+    assert {got.dtype, *seen} == {torch.float32}
     assert close(got, expected)
     got.sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
@@ -331,25 +302,12 @@ def test_graph_breaks_make_graphs_that_agree_on_dtypes() -> None:
 
 @pytest.mark.usefixtures("without_inductor")
 def test_threads_compile_side_by_side() -> None:
-    results: dict[int, tuple[Tensor, Tensor]] = {}
-    errors: list[BaseException] = []
+    def work(index: int) -> bool:
+        x = torch.randn(8, 8)
+        return close(compiled(lambda y: torch.matmul(y, y) + index)(x), x @ x + index)
 
-    def work(index: int) -> None:
-        try:
-            x = torch.randn(8, 8)
-            own = compiled(lambda y: torch.matmul(y, y) + index)
-            results[index] = own(x), x @ x + index
-        except BaseException as error:
-            errors.append(error)
-
-    with record() as recording:
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not errors
-    assert all(close(got, expected) for got, expected in results.values())
+    with record() as recording, ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(work, range(3)))
     assert len(recording.plans) >= 1
     assert all(low_ops([plan]) == {"matmul"} for plan in recording.plans)
 
@@ -376,18 +334,6 @@ def test_graphs_without_anything_to_lower_pass_through(
     assert recording.plans == []
     assert got.dtype is program(value).dtype
     torch.testing.assert_close(got, program(value))
-
-
-def test_a_graph_with_nothing_to_cast_is_compiled_as_dynamo_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs: list[fx.GraphModule] = []
-
-    def look(gm: fx.GraphModule, inputs: Sequence[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
-        graphs.append(gm)
-        return gm.forward
-
-    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", look)
-    compiled(lambda x: x.exp() + 1)(torch.randn(4))
-    assert [node.op for node in graphs[0].graph.nodes].count("call_method") == 1
 
 
 @pytest.mark.usefixtures("without_inductor")
@@ -455,36 +401,18 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
 
-@pytest.fixture(scope="module")
-def fallen_back() -> tuple[Tensor, tuple[Tensor, Tensor], list[Plan], list[warnings.WarningMessage]]:
-    torch._dynamo.reset()
+@pytest.mark.usefixtures("without_inductor")
+def test_a_graph_that_cannot_be_rewritten_runs_as_autocast_would_with_one_warning() -> None:
     x, w = inputs()
-    with warnings.catch_warnings(record=True) as caught, without_inductor(), record() as recording:
-        warnings.simplefilter("always")
+    with pytest.warns(FallbackWarning) as caught, record() as recording:
         got = compiled(in_autocast, strict=False)(x, w)
-    return got, (x, w), recording.plans, [each for each in caught if each.category is FallbackWarning]
-
-
-@pytest.mark.xdist_group("fallback")
-def test_a_graph_that_cannot_be_rewritten_runs_as_autocast_would(fallen_back: Any) -> None:
-    got, (x, w), _, _ = fallen_back
     expected = in_autocast(x, w)
     assert got.dtype is expected.dtype
     assert close(got, expected)
-
-
-@pytest.mark.xdist_group("fallback")
-def test_one_warning_names_the_reason_the_line_and_the_option(fallen_back: Any) -> None:
-    *_, caught = fallen_back
-    (warning,) = caught
+    (text,) = [str(each.message) for each in caught if each.category is FallbackWarning]
     named = ("autograd_function_apply", "test_backend.py", "the line to name", "options={'strict': True}")
-    assert all(each in str(warning.message) for each in named)
-
-
-@pytest.mark.xdist_group("fallback")
-def test_a_fallback_is_in_the_recording(fallen_back: Any) -> None:
-    _, _, plans, _ = fallen_back
-    (plan,) = plans
+    assert all(each in text for each in named)
+    (plan,) = recording.plans
     assert "autograd_function_apply" in plan.fallback
     assert plan.nodes == []
 

@@ -1,7 +1,8 @@
-"""Options together, each pair of their values in some row of a table, on eight small models.
+"""Options together, each pair of their values in some row of a table, on eight small models; and each by itself.
 
 Rows run as programs do (``combined_runs.py``). A sample of the table is fast enough for every day, most of it op by op;
-all of it, down to code, is slow.
+all of it, down to code, is slow. By itself, a feature has no other option: no ``profile="off"``, no ``strict``.
+A fallback is a warning, and so an error here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import amp_fx
 from amp_fx import OptionsError
 from amp_fx.settings import Options
 from combinations import (
@@ -29,14 +31,14 @@ from combinations import (
     sample,
     words,
 )
-from combined_models import MODELS
+from combined_models import MODELS, Model, make
 from combined_runs import check, distances, session
 
 DEFAULTS: Row = {axis: next(iter(values)) for axis, values in AXES.items()}
 ROWS = covering_rows()
 EVERY_DAY = sample(ROWS, 12)
 #: of these, code is generated every day
-GENERATED = EVERY_DAY[:3]
+GENERATED = EVERY_DAY[:2]
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,62 @@ def test_weights_that_are_not_followed_are_found(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch, "compile", lambda model, **_: copy.deepcopy(model))
     with pytest.raises(AssertionError, match="after weights have changed: outputs"):
         check({**DEFAULTS, "gradients": "no_grad"}, tmp_path)
+
+
+# ---- each feature by itself ----
+
+#: feature -> the row of its only option: on a model that gains by default, on convolutions with a classifier in fp32,
+#: on an embedding whose weight is the head's; and whether code is generated. What others decide is in the graph
+ALONE: dict[str, tuple[Row, bool]] = {
+    "training": ({"model": "large"}, True),
+    "training with policy fast": ({"model": "large", "policy": "fast"}, False),
+    "training with rules": ({"model": "large", "policy": "autocast, rules"}, False),
+    "training in fp16 with a scaler": ({"model": "large", "dtype": "float16", "scaler": "default"}, True),
+    "training by a plan": ({"model": "large", "plan": "replayed"}, False),
+    "training with eager numerics": ({"model": "large", "numerics": "eager"}, False),
+    "training in fp8": ({"model": "large", "policy": "fp8"}, False),
+    "weights cast in each call": ({"model": "tied", "gradients": "no_grad"}, False),
+    "weights kept": ({"model": "convolutions", "gradients": "no_grad", "weights": "cache"}, True),
+    "weights frozen": ({"model": "convolutions", "gradients": "no_grad", "weights": "freeze"}, False),
+    "inference mode": ({"model": "tied", "gradients": "inference_mode"}, True),
+    "inference in fp8": ({"model": "tied", "gradients": "no_grad", "policy": "fp8"}, False),
+}
+
+
+@pytest.mark.parametrize(("row", "generate"), ALONE.values(), ids=ALONE)
+def test_a_feature_by_itself(row: Row, generate: bool, tmp_path: Path) -> None:
+    check({**DEFAULTS, **row}, tmp_path, generate=generate)
+
+
+@pytest.fixture(params=["tied", "convolutions"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return make(request.param)
+
+
+def test_explain(model: Model) -> None:
+    batch = model.batch(4, 0)
+    report = amp_fx.explain(model, batch)
+    assert [plan.fallback for plan in report.plans] == [""] * len(report.plans)
+    assert {plan.phase for plan in report.plans} == {"forward", "backward"}
+    assert "casts" in str(report)
+
+
+def test_export(model: Model) -> None:
+    batch = model.eval().batch(4, 0)
+    found = amp_fx.export(model, (batch,)).module()(batch)
+    wanted = model.double()(batch.double() if batch.is_floating_point() else batch)
+    assert found.dtype is torch.float32
+    assert (found - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+def test_histogram(model: Model) -> None:
+    found = amp_fx.histogram(model, model.batch(4, 0), lambda outputs: outputs.square().mean())
+    assert "gradient" in str(found)
+
+
+def test_calibrate() -> None:
+    model = make("large")
+    found = amp_fx.calibrate(model, model.batch(4, 0), lambda outputs: outputs.square().mean())
+    plan = found.plan(budget=0.5)
+    assert plan.point.error <= 0.5 * found.autocast_error
+    assert plan.measured is not None

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from memory import peak_bytes
 from spoiled import Cancelling, Kelvin, Large, llama, mean_square, next_token
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from amp_fx.cli import main
 from amp_fx.reports.step import NoLossError
 from documents import Net
 from graphs import without_inductor
+from holding import peak_bytes
 from small_models import GPT, Parts, tokens
 
 OFF = {"profile": "off"}

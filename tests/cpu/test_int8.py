@@ -19,29 +19,25 @@ from amp_fx.placement.devices import builtin
 from amp_fx.plans.label import Kind
 from graphs import without_inductor
 from holding import Held
+from small_models import Parts
 
 #: all that may run in int8 does, whether it pays or not
 OPTIONS = {"policy": "int8", "profile": "off", "strict": True}
 
 
-class Net(nn.Module):
-    """Odd sizes, linears that share what they read, a tied embedding, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.out = nn.Embedding(24, 35), nn.Linear(35, 24, bias=False)
-        self.out.weight = self.embed.weight
-        self.gate, self.up, self.down = nn.Linear(35, 67), nn.Linear(35, 67), nn.Linear(67, 35)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        return self.out(self.down(F.silu(self.gate(x)) * self.up(x)))
-
-
 @pytest.fixture(scope="module")
-def model() -> Net:
+def model() -> Any:
+    """Odd sizes, linears that share what they read, a tied embedding, and a head."""
     torch.manual_seed(0)
-    return Net().eval()
+    embed, out = nn.Embedding(24, 35), nn.Linear(35, 24, bias=False)
+    out.weight = embed.weight
+    parts = {"gate": nn.Linear(35, 67), "up": nn.Linear(35, 67), "down": nn.Linear(67, 35)}
+
+    def call(m: Any, ids: Tensor) -> Tensor:
+        x = m.embed(ids)
+        return m.out(m.down(F.silu(m.gate(x)) * m.up(x)))
+
+    return Parts(call, embed=embed, out=out, **parts).eval()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +46,7 @@ def ids() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def run(model: Net) -> Callable[..., Tensor]:
+def run(model: Any) -> Callable[..., Tensor]:
     torch._dynamo.reset()
     return torch.compile(model, backend="amp_fx", options=OPTIONS)
 
@@ -86,7 +82,7 @@ def planned(run: Callable[..., Any], *args: Tensor) -> dict[str, str]:
 
 
 def test_results_are_as_near_to_fp64_as_8_bits_let_them_and_follow_weights_and_sizes(
-    model: Net, ids: Tensor, run: Callable[..., Tensor]
+    model: Any, ids: Tensor, run: Callable[..., Tensor]
 ) -> None:
     with torch.autocast("cpu"):
         low = wrong(model(ids), model, ids)
@@ -100,40 +96,22 @@ def test_results_are_as_near_to_fp64_as_8_bits_let_them_and_follow_weights_and_s
     assert wrong(run(ids[:, :5]), model, ids[:, :5]) < 0.03
 
 
-def test_linears_but_the_last_run_in_int8_and_rules_are_followed(model: Net, ids: Tensor) -> None:
+def test_linears_but_the_last_run_in_int8_and_rules_are_followed(model: Any, ids: Tensor) -> None:
     def levels(policy: Any) -> dict[str, str]:
         torch._dynamo.reset()
         return planned(torch.compile(model, backend="amp_fx", options={**OPTIONS, "policy": policy}), ids)
 
-    assert levels("int8") == {
-        "gate": "int8_packed",
-        "up": "int8_packed",
-        "down": "int8_packed",
-        "out": "torch.bfloat16",
-    }
-    rules = [
-        {"module": "up", "precision": "fp32"},
-        {"module": "down", "precision": "low"},
-        {"module": "out", "precision": "int8"},
-    ]
+    packed, low = "int8_packed", "torch.bfloat16"
+    assert levels("int8") == {"gate": packed, "up": packed, "down": packed, "out": low}
+    wanted = {"up": "fp32", "down": "low", "out": "int8"}
+    rules = [{"module": module, "precision": precision} for module, precision in wanted.items()]
     found = levels({"base": "int8", "rules": rules})
-    assert found == {
-        "gate": "int8_packed",
-        "up": "torch.float32",
-        "down": "torch.bfloat16",
-        "out": "int8_packed",
-    }
+    assert found == {"gate": packed, "up": "torch.float32", "down": low, "out": packed}
 
 
 @pytest.mark.usefixtures("op_by_op")
 def test_a_single_row_is_multiplied_without_packing() -> None:
-    model, run = small()
-    assert planned(run, torch.randn(1, 32))["0"] == "int8_unpacked"
-    torch._dynamo.reset()
-    x = torch.randn(1, 32)
-    assert wrong(run(x), model, x) < 0.03
-    for options, rows in (({"dtype": "float16"}, 1), ({"int8": "int8_unpacked"}, 6)):
-        torch._dynamo.reset()
+    for options, rows in (({}, 1), ({"dtype": "float16"}, 1), ({"int8": "int8_unpacked"}, 6)):
         model, run = small(**options)
         x = torch.randn(rows, 32)
         assert planned(run, x)["0"] == "int8_unpacked"
@@ -152,12 +130,7 @@ def test_rows_of_zeros_stay_zeros_and_an_infinity_makes_nan_of_its_row() -> None
     assert got.isnan().all(1).tolist() == [False, True, True, False]
     fine = [0, 3]
     assert wrong(got[fine], model, x[fine]) < 0.03
-
-
-@pytest.mark.usefixtures("op_by_op")
-def test_a_batch_without_rows_has_results_without_rows() -> None:
-    _, run = small()
-    assert run(torch.empty(0, 32)).shape == (0, 16)
+    assert run(torch.empty(0, 32)).shape == (0, 16), "of no rows"
 
 
 @pytest.mark.usefixtures("op_by_op")
@@ -202,7 +175,7 @@ def test_with_gradients_the_policy_means_autocast_and_says_so_once(caplog: pytes
     assert len([row for row in caplog.records if "int8" in row.getMessage()]) <= 1
 
 
-def test_what_contradicts_it_is_refused(model: Net, ids: Tensor) -> None:
+def test_what_contradicts_it_is_refused(model: Any, ids: Tensor) -> None:
     with pytest.raises(Exception, match="numerics='eager'") as info:
         small(numerics="eager")[1](torch.randn(2, 32))
     assert isinstance(getattr(info.value, "inner_exception", info.value), OptionsError)
@@ -222,7 +195,7 @@ def test_an_exported_program_multiplies_integers_without_amp_fx() -> None:
 
 @pytest.mark.usefixtures("op_by_op")
 def test_what_explain_reports_is_counted_and_followed(
-    model: Net, ids: Tensor, run: Callable[..., Tensor]
+    model: Any, ids: Tensor, run: Callable[..., Tensor]
 ) -> None:
     options: dict[str, Any] = {"policy": "int8", "profile": "off", "weights": "cache", "strict": True}
     report = amp_fx.explain(model, ids, options=options)
@@ -230,15 +203,10 @@ def test_what_explain_reports_is_counted_and_followed(
     below = [row.levels for row in plan.nodes if row.levels_below]
     assert below == [{"forward": "int8"}] * 3
     assert (report.costs["amp_fx"].moved or 0) > 0
-    before = replace(
-        plan, nodes=[replace(row, levels=before_implementations(row.levels)) for row in plan.nodes]
-    )
+    # as plans had it when a level was one implementation
+    packed = {"forward": "int8_packed"}
+    before = replace(plan, nodes=[replace(row, levels=row.levels and packed) for row in plan.nodes])
     for followed in (report, before):
         torch._dynamo.reset()
         options = {"plan": followed, "weights": "cache", "strict": True}
         assert torch.equal(torch.compile(model, backend="amp_fx", options=options)(ids), run(ids))
-
-
-def before_implementations(levels: dict[str, str]) -> dict[str, str]:
-    """As plans had it when a level was one implementation."""
-    return {role: name.replace("int8", "int8_packed") for role, name in levels.items()}

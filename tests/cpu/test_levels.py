@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -148,49 +144,16 @@ def test_level_and_costs_are_part_of_the_key_of_the_caches() -> None:
     assert " at 0x" not in keys[0]
 
 
-#: prints the errors of a step's gradients, beside fp64, one for each policy
-_SCRIPT = """
-import json, sys, torch
-from levels import MLP, error, exact_gradients, gradients
-torch.manual_seed(0)
-model, x = MLP(32, 64, 16), torch.randn(32, 32)
-exact = exact_gradients(model, [x])
-for given in map(json.loads, sys.argv[1:]):
-    print(error(gradients(model, [x], given, generate=True), exact))
-"""
-
-_RULED = {"base": "fp8", "rules": [{"module": "layers", "precision": "low"}]}
-
-
-def errors(*given: dict[str, Any], folder: Path) -> list[float]:
-    """What a process of its own finds, with compile caches in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, *map(json.dumps, given)],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [float(line) for line in done.stdout.split()]
-
-
+# in another process: test_cold_and_warm.py
 def test_a_rule_that_is_added_counts_though_the_graph_is_in_the_cache(tmp_path: Path) -> None:
     model, x, plain = MLP(32, 64, 16), torch.randn(32, 32), options(tmp_path, "rowwise")
     exact = exact_gradients(model, [x])
+    policy = {"base": "fp8", "rules": [{"module": "layers", "precision": "low"}]}
     in_fp8, ruled = (
         error(gradients(model, [x], given, generate=True), exact)
-        for given in (plain, {**plain, "policy": _RULED})
+        for given in (plain, {**plain, "policy": policy})
     )
     assert ruled < 0.01 < 0.02 < in_fp8
-
-
-@pytest.mark.slow
-def test_a_rule_that_is_added_counts_in_the_next_process(tmp_path: Path) -> None:
-    plain = options(tmp_path, "rowwise")
-    (in_fp8,) = errors(plain, folder=tmp_path / "cache")
-    ruled, again = errors({**plain, "policy": _RULED}, plain, folder=tmp_path / "cache")
-    assert ruled < 0.01 < 0.02 < in_fp8
-    assert again == in_fp8
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ def test_copies_of_weights_take_half_of_what_they_take_in_bf16_and_follow_their_
     assert held.bytes() == IN_FP8 + FACTORS + others
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_frozen_weights_are_folded_and_folded_again(model: Net, x: Tensor, tmp_path: Path) -> None:
     model = copy.deepcopy(model)
     run, in_each_call = (compiled(model, tmp_path, "rowwise", each) for each in ("freeze", "cast"))

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import hypothesis
 import pytest
 import torch
+from fuzz_programs import DEFAULTS, DrawnOptions, Input, Program, programs
 from torch import Tensor
 
 import amp_fx.rewriting
 import fuzz
 from amp_fx import Plan
-from fuzz_options import DEFAULTS, DrawnOptions
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BUDGET = hypothesis.settings(
@@ -25,8 +25,8 @@ BUDGET = hypothesis.settings(
 
 
 @BUDGET
-@hypothesis.given(fuzz.programs())
-def test_random_programs_do_what_they_do_eagerly(program: fuzz.Program) -> None:
+@hypothesis.given(programs())
+def test_random_programs_do_what_they_do_eagerly(program: Program) -> None:
     try:
         fuzz.compare(program)
     except fuzz.UNTRACED:
@@ -39,10 +39,10 @@ def two(
     outputs: tuple[str, ...] = ("y2",),
     ambient: torch.dtype | None = None,
     options: DrawnOptions = DEFAULTS,
-) -> fuzz.Program:
+) -> Program:
     """A program of two fp32 matrices."""
-    matrices = fuzz.Input((4, 4), FP32, False), fuzz.Input((4, 4), FP32, True)
-    return fuzz.Program(matrices, lines, outputs, ambient, options)
+    matrices = Input((4, 4), FP32, False), Input((4, 4), FP32, True)
+    return Program(matrices, lines, outputs, ambient, options)
 
 
 def test_programs_are_compiled_with_the_options_that_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

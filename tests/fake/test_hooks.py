@@ -1,7 +1,8 @@
-"""What is hooked into torch comes with the first compile, and calls whoever listens."""
+"""What is hooked into torch calls whoever listens; what is kept in a process is forgotten by one call."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch.optim.optimizer as optimizers
 from torch import nn
 
 import amp_fx.backend
-from amp_fx import notices
+from amp_fx import notices, state
 from amp_fx._torch import hooks
+from amp_fx.policy import table
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +81,35 @@ def test_dynamo_traces_what_models_are_made_of_and_nothing_else_of_amp_fx() -> N
     assert {"scaling", "notices.py"} <= set(ours)
     assert {"widened.py", "integrations"}.isdisjoint(ours)
     assert len(set(ours)) == len(ours), "hooked in once"
+
+
+# ---- what is kept ----
+
+#: these cache what is not forgotten, or say what is said once in another way
+LEFT = {"state.py", "layout.py"}
+
+
+def test_results_are_cached_in_one_way() -> None:
+    files = list((Path(__file__).parents[2] / "amp_fx").rglob("*.py"))
+    found = {
+        path.name
+        for path in files
+        if re.search(r"\b(lru_cache|functools\.cache)\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(files) > 100
+    assert found <= LEFT
+
+
+def test_what_is_kept_is_forgotten() -> None:
+    notices._told.add("something")
+    rows = table._table("cpu")
+    assert table._table("cpu") is rows
+    amp_fx.reset()
+    assert not notices._told
+    assert table._table("cpu") is not rows
+
+
+def test_everything_is_registered_under_a_name_of_its_own() -> None:
+    names = state.registered()
+    assert "tensors derived from weights" in names
+    assert "results of amp_fx.policy.table._table" in names

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from memory import peak_bytes
 from torch import nn
 
 import amp_fx
+from holding import peak_bytes
 from small_models import GPT, tokens
 
 BATCH = tokens(0, 8, 128)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -23,54 +22,33 @@ from amp_fx.cli.entry import main
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.sensitivity import Sensitivity
 from graphs import rewrite
+from small_models import Parts, UpDown
 
 aten = torch.ops.aten
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 #: torch.export copies its own call graph by deepcopy, which warns
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-
-
-class Own(nn.Module):
-    """A function of its parts and its input."""
-
-    cache: Tensor
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            if isinstance(part, Tensor):
-                self.register_buffer(name, part, persistent=name != "constant")
-            else:
-                setattr(self, name, part)
-        self._function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._function(self, x)
 
 
 def linears(*names: str) -> dict[str, nn.Module]:
     return {name: nn.Linear(16, 16) for name in names}
 
 
-def mlp() -> Own:
-    return Own(
-        lambda m, x: m.second(F.relu(m.norm(m.first(x)))),
-        first=nn.Linear(16, 32),
-        norm=nn.LayerNorm(32),
-        second=nn.Linear(32, 8),
-    )
-
-
-def tied() -> Own:
+def tied() -> Parts:
     """An embedding tied to the head, beside a table of its own."""
     head, table = nn.Linear(16, 32, bias=False), nn.Embedding(32, 16)
     head.weight = table.weight
-    return Own(
+    return Parts(
         lambda m, x: m.head(m.embedding(x) + m.positions(torch.arange(x.shape[1]))),
         embedding=table,
         positions=nn.Embedding(8, 16),
         head=head,
     )
+
+
+def mlp() -> UpDown:
+    return UpDown(16, 32, 8, norm=True)
 
 
 def converted(model: nn.Module, *args: Any, **options: Any) -> ExportedProgram:
@@ -104,24 +82,15 @@ def error(got: Tensor, exact: Tensor) -> float:
     return float((got.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
 
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
 def test_weights_of_matmuls_are_stored_low_and_their_casts_are_gone() -> None:
     model = mlp()
     ep = converted(model, torch.randn(4, 16))
-    assert stored_dtypes(ep) == {
-        "first.weight": BF16,
-        "first.bias": BF16,
-        "norm.weight": FP32,
-        "norm.bias": FP32,
-        "second.weight": BF16,
-        "second.bias": BF16,
-    }
-    assert casts(ep) == {(FP32, BF16): 2, (BF16, FP32): 2}, (
-        "for the input, for the output, and around the norm"
-    )
-    assert all(value.dtype is FP32 for value in model.parameters()), "the model itself is not changed"
+    kept = {"norm.weight": FP32, "norm.bias": FP32}
+    low = ("up.weight", "up.bias", "down.weight", "down.bias")
+    assert stored_dtypes(ep) == {**dict.fromkeys(low, BF16), **kept}
+    # for the input, for the output, and around the norm
+    assert casts(ep) == {(FP32, BF16): 2, (BF16, FP32): 2}
+    assert {value.dtype for value in model.parameters()} == {FP32}, "the model itself is not changed"
 
 
 @pytest.mark.parametrize("numerics", ["compiled", "eager"])
@@ -161,18 +130,19 @@ def test_a_converted_program_is_accurate_validates_decomposes_and_survives_a_fil
     assert stored_dtypes(loaded) == stored_dtypes(ep)
     plan = Plan.from_json(files["amp_fx.json"])
     assert plan.ops_by_dtype()["linear"] == {"bfloat16": 2}
-    assert {given.name: given.dtype for given in plan.inputs if given.parameter}["p_first_weight"] is BF16
+    assert {given.name: given.dtype for given in plan.inputs if given.parameter}["p_up_weight"] is BF16
     assert [given.name for given in plan.inputs if not given.parameter] == ["x"]
-
-
-def test_a_program_without_a_report_says_so() -> None:
+    # as well if it was decomposed before
+    stock = torch.export.export(model, (x,))
+    decomposed = amp_fx.convert(stock.run_decompositions(), profile="off")
+    assert stored_dtypes(decomposed)["up.weight"] is BF16
+    assert_as_accurate_as_autocast(decomposed, model, x)
     with pytest.raises(AmpFxError, match=r"amp_fx\.export"):
-        amp_fx.extra_files(torch.export.export(mlp(), (torch.randn(4, 16),)))
+        amp_fx.extra_files(stock)
 
 
 def test_low_precision_ends_on_request() -> None:
-    x = torch.randn(4, 16)
-    model = mlp()
+    x, model = torch.randn(4, 16), mlp()
     ep = converted(model, x, keep_io_dtypes=False)
     assert casts(ep) == {(BF16, FP32): 1, (FP32, BF16): 1}, "around the norm"
     result = ep.module()(x.bfloat16())
@@ -204,13 +174,8 @@ def test_a_low_input_that_is_given_in_fp32_is_named_with_the_fix() -> None:
 
 
 def test_an_input_that_the_program_writes_to_stays_fp32_beside_low_ones() -> None:
-    class Adds(nn.Module):
-        def forward(self, total: Tensor, x: Tensor) -> Tensor:
-            total.add_(x @ x)
-            return total * 2
-
     total, x = torch.zeros(4, 4), torch.randn(4, 4)
-    ep = converted(Adds(), total, x, keep_io_dtypes=False)
+    ep = converted(Parts(lambda _, total, x: total.add_(x @ x) * 2), total, x, keep_io_dtypes=False)
     assert ep.example_inputs is not None
     assert [value.dtype for value in ep.example_inputs[0]] == [FP32, BF16]
     assert ep.module()(total, x.bfloat16()).dtype is BF16
@@ -232,11 +197,8 @@ def test_tables_are_rounded_where_they_are_tied_or_all_or_none(
 ) -> None:
     tokens, model = torch.randint(32, (2, 8)), tied()
     ep = converted(model, tokens, **options)
-    assert stored_dtypes(ep) == {
-        "embedding.weight": embedding,
-        "positions.weight": positions,
-        "head.weight": embedding,
-    }
+    names = ("embedding.weight", "positions.weight", "head.weight")
+    assert stored_dtypes(ep) == dict(zip(names, (embedding, positions, embedding), strict=True))
     assert ep.state_dict["embedding.weight"].data_ptr() == ep.state_dict["head.weight"].data_ptr()
     assert error(ep.module()(tokens), model(tokens)) < 0.02
     if embedding is FP32:
@@ -246,16 +208,16 @@ def test_tables_are_rounded_where_they_are_tied_or_all_or_none(
 
 def test_weights_beyond_fp16_are_refused_by_name_clamped_or_kept_with_their_op() -> None:
     model, x = mlp(), torch.randn(4, 16)
-    model.second.weight.data[3, 4] = -1e5  # type: ignore[union-attr, operator]
-    with pytest.raises(OptionsError, match=r"second\.weight .*100000.*bfloat16.*'clamp'"):
+    model.down.weight.data[3, 4] = -1e5
+    with pytest.raises(OptionsError, match=r"down\.weight .*100000.*bfloat16.*'clamp'"):
         converted(model, x, dtype="float16")
-    assert converted(model, x, dtype="bfloat16").state_dict["second.weight"].dtype is BF16
+    assert converted(model, x, dtype="bfloat16").state_dict["down.weight"].dtype is BF16
     kept = converted(model, x, dtype="float16", weights_beyond_range="keep")
-    assert stored_dtypes(kept)["second.weight"] is FP32
-    assert stored_dtypes(kept)["first.weight"] is FP16
+    assert stored_dtypes(kept)["down.weight"] is FP32
+    assert stored_dtypes(kept)["up.weight"] is FP16
     assert error(kept.module()(x), model(x)) < 0.01
-    model.second.weight.data[0, 0] = float("inf")  # type: ignore[union-attr, operator]
-    clamped = converted(model, x, dtype="float16", weights_beyond_range="clamp").state_dict["second.weight"]
+    model.down.weight.data[0, 0] = float("inf")
+    clamped = converted(model, x, dtype="float16", weights_beyond_range="clamp").state_dict["down.weight"]
     assert clamped[3, 4].item() == torch.finfo(FP16).min
     assert clamped[0, 0].item() == float("inf"), "what was infinite stays so"
 
@@ -274,7 +236,7 @@ def regions(m: Any, x: Tensor) -> Tensor:
 
 
 def test_autocast_inside_forward_is_honoured_and_leaves_no_higher_order_op() -> None:
-    x, model = torch.randn(4, 16), Own(regions, **linears("a", "b", "c"))
+    x, model = torch.randn(4, 16), Parts(regions, **linears("a", "b", "c"))
     stock = torch.export.export(model.eval(), (x,))
     names = {str(node.target) for node in stock.graph.nodes}
     assert {"wrap_with_autocast", "wrap_with_set_grad_enabled"} <= names, "or there is nothing to test"
@@ -296,11 +258,11 @@ def test_an_export_under_autocast_computes_what_the_model_computes_there() -> No
         result = ep.module()(x)
         assert result.dtype is expected.dtype is FP16
         assert error(result, expected) < 1e-3
-        assert stored_dtypes(ep)["first.weight"] is FP16
+        assert stored_dtypes(ep)["up.weight"] is FP16
     plain = torch.export.export(model, (x,))
     with torch.autocast("cpu", FP16):
         ep = amp_fx.convert(plain, profile="off")
-    assert stored_dtypes(ep)["first.weight"] is BF16, "what surrounds convert says nothing"
+    assert stored_dtypes(ep)["up.weight"] is BF16, "what surrounds convert says nothing"
 
 
 def test_metadata_that_no_autocast_explains_is_refused_with_the_fix() -> None:
@@ -320,7 +282,9 @@ def counting(m: Any, x: Tensor) -> Tensor:
 def test_buffers_constants_and_what_is_not_saved_survive() -> None:
     x = torch.randn(4, 16)
     buffers = {"calls": torch.zeros(1), "constant": torch.full((16, 16), 0.3)}
-    ep = converted(Own(counting, **linears("linear"), **buffers), x)
+    model = Parts(counting, **linears("linear"), **buffers)
+    model._non_persistent_buffers_set.add("constant")
+    ep = converted(model, x)
     assert ep.state_dict["calls"].dtype is FP32
     constant = ep.constants["constant"]
     assert isinstance(constant, Tensor)
@@ -397,7 +361,7 @@ def test_a_model_that_writes_is_exported_with_gradients_on(
     write: Callable[[Any, Tensor], Tensor], strict: bool
 ) -> None:
     x = torch.randn(4, 16)
-    model = Own(write, **linears("linear"), cache=torch.ones(4, 16))
+    model = Parts(write, **linears("linear"), cache=torch.ones(4, 16))
     stock = torch.export.export(model, (x,), strict=strict)
     # in a file, what a program writes to is named otherwise
     ep = amp_fx.convert(saved(stock) if write is views else stock, profile="off")
@@ -420,7 +384,7 @@ def partly(m: Any, x: Tensor) -> Tensor:
 
 
 def test_no_gradient_leaves_a_region_without_gradients() -> None:
-    model, x = Own(partly, **linears("a", "b", "c")), torch.randn(4, 16)
+    model, x = Parts(partly, **linears("a", "b", "c")), torch.randn(4, 16)
     module = amp_fx.export(model, (x,), profile="off").module()
     exact = copy.deepcopy(model).double()
     module(x).sum().backward()
@@ -449,20 +413,12 @@ def branches(m: Any, x: Tensor) -> Tensor:
 
 
 def test_branches_of_cond_are_rewritten_and_return_their_dtypes() -> None:
-    x, model = torch.rand(4, 16), Own(branches, **linears("linear"))
+    x, model = torch.rand(4, 16), Parts(branches, **linears("linear"))
     ep = converted(model, x)
     assert [row.dtype for row in report(ep).nodes if row.op == "linear"] == [BF16]
     assert ep.module()(x).dtype is FP32
     assert error(ep.module()(x), model(x)) < 0.02
     assert torch.equal(ep.module()(-x), (-x).sin())
-
-
-def test_a_decomposed_program_is_converted_too() -> None:
-    x = torch.randn(4, 16)
-    model = mlp().eval()
-    ep = amp_fx.convert(torch.export.export(model, (x,)).run_decompositions(), profile="off")
-    assert stored_dtypes(ep)["first.weight"] is BF16
-    assert error(ep.module()(x), model(x)) < 0.02
 
 
 @pytest.fixture
@@ -482,27 +438,20 @@ def test_weights_cost_no_cast_when_the_profile_decides(fast_bf16: str) -> None:
     assert plan.ops_by_dtype()["linear"] == {"float32": 1}
 
 
-class Both(nn.ModuleDict):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self["small"](x), self["large"](y)
-
-
 def test_what_a_profile_keeps_in_fp32_is_counted(fast_bf16: str, caplog: pytest.LogCaptureFixture) -> None:
     ep = amp_fx.export(nn.Linear(2, 2).eval(), (torch.randn(2, 2),), profile=fast_bf16)
     assert stored_dtypes(ep)["weight"] is FP32
     assert all(each in caplog.text for each in ("1 of 1", "torch.bfloat16", "made up", "profile='off'"))
     caplog.clear()
     # two inputs: the small one would pay for a cast of its own
-    both = Both({"small": nn.Linear(2, 2), "large": nn.Linear(512, 512)})
+    both = Parts(lambda m, x, y: (m.small(x), m.large(y)), small=nn.Linear(2, 2), large=nn.Linear(512, 512))
     ep = amp_fx.export(both.eval(), (torch.randn(2, 2), torch.randn(512, 512)), profile=fast_bf16)
     assert {BF16, FP32} <= set(stored_dtypes(ep).values())
     assert "1 of 2" in caplog.text
 
 
 def test_this_machines_profile_decides_nothing_unless_asked() -> None:
-    model, x = nn.Linear(2, 2).eval(), torch.randn(2, 2)
-    assert stored_dtypes(amp_fx.export(model, (x,)))["weight"] is BF16
-    assert stored_dtypes(amp_fx.convert(torch.export.export(model, (x,))))["weight"] is BF16
+    assert stored_dtypes(amp_fx.export(nn.Linear(2, 2).eval(), (torch.randn(2, 2),)))["weight"] is BF16
 
 
 @pytest.mark.parametrize(
@@ -531,18 +480,18 @@ def test_what_no_profile_has_decided_is_blamed_on_none(
         ({"max_autotune": True}, r"aoti_compile_and_package"),
         ({"tables": "lo"}, r"tables 'lo'.*'tied', 'low', 'keep'"),
         ({"weights_beyond_range": "ignore"}, r"'ignore'.*'raise', 'clamp', 'keep'"),
+        # refused, not ignored
+        ({"policy": {"base": "autocast", "sensitivity": "sensitivity.json"}}, "sensitivity"),
+        ({"fp8": "rowwise"}, "policy='fp8'"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_named(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Sensitivity("MLP", BF16).save("sensitivity.json")
     with pytest.raises(OptionsError, match=message):
         amp_fx.export(mlp(), (torch.randn(4, 16),), **options)
-
-
-def test_measured_sensitivity_is_refused_not_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "sensitivity.json"
-    Sensitivity("MLP", BF16).save(path)
-    with pytest.raises(OptionsError, match="sensitivity"):
-        amp_fx.export(mlp(), (torch.randn(4, 16),), policy={"base": "autocast", "sensitivity": str(path)})
 
 
 SCRIPT = """

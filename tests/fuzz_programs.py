@@ -1,0 +1,289 @@
+"""Random programs: a few lines of Python that each run eagerly, with their inputs and the options of a compilation."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.settings import Options
+from graphs import autocast_in
+
+__all__ = ["DEFAULTS", "DrawnOptions", "Input", "Program", "programs", "quiet"]
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# ---- options ----
+
+#: ops that rules are about
+_OPS = (
+    "add", "bmm", "cat", "clone", "einsum", "exp", "gelu", "layer_norm", "linear", "matmul", "mean",
+    "mse_loss", "mul", "relu", "reshape", "softmax", "sum", "tanh", "to", "view", "where",
+)  # fmt: skip
+
+#: rates by which every listed op gains, also where a cast costs more than it saves elsewhere
+_GAINS = DeviceProfile("gains", "cpu", {"float32": 1e6, "bfloat16": 1e9, "float16": 1e9}, 1e12, 1e-12)
+
+#: rates by which some gain and others do not
+_MIXED = DeviceProfile("mixed", "cpu", {"float32": 1e9, "bfloat16": 2e9, "float16": 2e9}, 1e10, 1e-9)
+
+_PROFILES: Mapping[str, str | DeviceProfile] = {
+    "off": "off",
+    "auto": "auto",
+    "gains": _GAINS,
+    "mixed": _MIXED,
+}
+
+
+@dataclass(frozen=True)
+class DrawnOptions:
+    """Options of a compilation."""
+
+    low: torch.dtype = torch.bfloat16  # where the program has no autocast of its own
+    base: str = "autocast"
+    rules: tuple[tuple[str, str], ...] = ()  # op and precision
+    profile: str = "off"  # a key of _PROFILES
+    replayed: bool = False  # the program follows the plan that was made of it
+
+    @property
+    def is_autocast(self) -> bool:
+        """True where every op runs in the dtype that autocast has for it."""
+        return self.base == "autocast" and not self.rules and self.profile == "off"
+
+    def options(self, numerics: str) -> Options:
+        """The options as the backend takes them."""
+        rules: list[dict[str, Any]] = [{"op": op, "precision": precision} for op, precision in self.rules]
+        policy = {"base": self.base, "rules": rules}
+        given = Options.parse(
+            None, {"dtype": self.low, "policy": policy, "numerics": numerics, "strict": True}
+        )
+        return replace(given, profile=_PROFILES[self.profile])
+
+
+DEFAULTS = DrawnOptions()
+
+
+def drawn_options() -> st.SearchStrategy[DrawnOptions]:
+    """Options, the defaults as often as not."""
+    rule = st.tuples(st.sampled_from(_OPS), st.sampled_from(["fp32", "low"]))
+    drawn = st.builds(
+        DrawnOptions,
+        low=st.sampled_from([torch.bfloat16, torch.float16]),
+        base=st.sampled_from(["autocast", "fast"]),
+        rules=st.lists(rule, max_size=3).map(tuple),
+        profile=st.sampled_from(list(_PROFILES)),
+        replayed=st.booleans(),
+    )
+    return st.one_of(st.just(DEFAULTS), drawn)
+
+
+# ---- programs ----
+
+#: expressions; a name in braces is a value made before
+EXPRESSIONS = (
+    # listed low
+    "torch.matmul({a}, {b})", "torch.matmul({a}, {b})", "F.linear({a}, {b})", "F.linear({a}, {b}, {c})",
+    "torch.addmm({a}, {b}, {c})", "torch.bmm({a}, {b})", "torch.baddbmm({a}, {b}, {c})", "torch.mv({a}, {b})",
+    "torch.dot({a}, {b})", "torch.outer({a}, {b})", "torch.einsum('...ij,...jk->...ik', {a}, {b})",
+    "F.conv1d({a}, {b})", "F.scaled_dot_product_attention({a}, {b}, {c})",
+    # listed fp32
+    "{a}.softmax(-1)", "F.log_softmax({a}, -1)", "F.layer_norm({a}, {a}.shape[-1:])",
+    "F.rms_norm({a}, {a}.shape[-1:])", "F.mse_loss({a}, {b})", "F.l1_loss({a}, {b})", "{a}.cumsum(-1)",
+    "{a}.norm()", "torch.cdist({a}, {b})", "F.avg_pool1d({a}, 2)",
+    # promote and pointwise
+    "{a} + {b}", "{a} * {b}", "{a} - 0.5 * {b}", "{a} / ({b}.abs() + 1)", "{a} * 0.3", "{a} + 1e6",
+    "torch.cat([{a}, {b}])", "torch.stack([{a}, {b}])", "torch.where({a} > 0, {a}, {b})",
+    "torch.addcmul({a}, {b}, {c})", "torch.lerp({a}, {b}, 0.3)", "torch.maximum({a}, {b})", "F.gelu({a})",
+    "{a}.tanh()", "{a}.sigmoid()", "{a}.exp()", "{a}.pow(2)", "({a}.abs() + 1e-8).rsqrt()", "{a}.clamp(-1, 1)",
+    "{a}.sum(-1)", "{a}.mean(-1, keepdim=True)", "{a}.sum()", "{a}.var(-1, correction=0)",
+    "{a}.masked_fill({a} > 0, -1e9)", "{a}.masked_fill({a} > 0, torch.finfo({a}.dtype).min)",
+    "torch.scatter_add({a}, 0, torch.zeros_like({a}, dtype=torch.int64), {a})",
+    # follow
+    "{a}.relu()", "-{a}", "{a}.abs()", "{a}.amax(-1)", "{a}.max(-1)[0]", "{a}.sort(-1)[0]",
+    "{a}.gather(-1, {a}.argmax(-1, keepdim=True))", "{a}.tril()", "{a}.roll(1, -1)", "{a}.flip(-1)",
+    "F.pad({a}, (1, 1))", "F.dropout({a}, 0.5, training=False)", "{a}.repeat(2, *[1] * ({a}.ndim - 1))",
+    "{a}.index_select(0, torch.tensor([1, 0]))",
+    # views
+    "{a}.mT", "{a}.view(-1)", "{a}.reshape(4, -1)", "{a}[0]", "{a}[..., :2]", "{a}[1:]", "{a}.chunk(2)[0]",
+    "{a}.split(2, -1)[-1]", "{a}.unbind(0)[1]", "{a}.unsqueeze(0)", "{a}.squeeze()",
+    "{a}.expand(2, *{a}.shape)", "{a}.diagonal()", "{a}.detach()", "{a}.view_as({b})",
+    "{a}.as_strided((2, 2), (2, 1))", "{a}.contiguous()", "{a}.clone()",
+    # dtypes named, read and copied
+    "{a}.to(torch.bfloat16)", "{a}.half()", "{a}.float()", "{a}.double()", "{a}.to({b}.dtype)",
+    "{a}.type_as({b})", "{a}.to({b})", "torch.zeros_like({a})", "{a}.new_ones({b}.shape)",
+    "torch.empty_like({a}).copy_({b})", "torch.full_like({a}, 0.25)", "{a}.sum(-1, dtype=torch.float32)",
+    "({a} > {b})", "{a}.argmax(-1)", "{a}.long()",
+)  # fmt: skip
+
+#: statements that write
+STATEMENTS = (
+    "{a}.add_({b})", "{a} += {b}", "{a}.mul_(0.5)", "{a}.relu_()", "{a}.copy_({b})", "{a}.sub_({b}, alpha=0.5)",
+    "{a}.div_(2)", "{a}.zero_()", "{a}.fill_(0.25)", "{a}.clamp_(-1, 1)", "{a}.masked_fill_({a} > 0, 0.5)",
+    "{a}.index_copy_(0, torch.tensor([1]), {b}[:1])", "{a}.index_add_(0, torch.tensor([1]), {b}[:1])",
+    "{a}.addcmul_({b}, {c})", "{a}.lerp_({b}, 0.3)", "{a}.transpose_(0, -1)", "{a}[0] = {b}",
+    "{a}[..., :2] = {b}", "{a}[1:] += {b}", "{a}[{a} > 0] = 0.5", "{a}.view(-1)[:2] = 0.25", "{a}.mT.add_({b})",
+    "torch.add({b}, {c}, out={a})",
+)  # fmt: skip
+
+#: what may stand around a line
+BLOCKS = (
+    "with torch.autocast('cpu', enabled=False):",
+    "with torch.autocast('cpu', torch.bfloat16):",
+    "with torch.autocast('cpu', torch.float16):",
+    "with torch.no_grad():",
+)
+
+#: words of lines that decide on a value: an error below may flip them, so no bound holds for what follows
+_DECIDES = (">", "max", "sort", "long", "relu", "clamp")
+
+#: words of lines that name a dtype
+_CONVERTS = ("dtype", ".to(", "float()", "half()", "double()", "type_as", "long()")
+
+_SHAPES = ((4, 4), (4, 4), (4, 4), (4,), (2, 4, 4), (), (0, 4), (1, 4))
+_DTYPES = (FP32, FP32, FP32, FP32, FP32, BF16, FP16, FP64)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One argument: normal random numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and the way to call it."""
+
+    inputs: tuple[Input, ...]  # named x0, x1, ...
+    lines: tuple[str, ...]
+    outputs: tuple[str, ...]  # names that it returns, repeats allowed
+    ambient: torch.dtype | None  # of the user's autocast around the call
+    options: DrawnOptions = DEFAULTS
+
+    @property
+    def low(self) -> torch.dtype:
+        """The low dtype."""
+        return self.ambient or self.options.low
+
+    @property
+    def source(self) -> str:
+        """The program as Python."""
+        arguments = ", ".join(f"x{index}" for index in range(len(self.inputs)))
+        body = "\n".join(f"    {line}" for part in self.lines for line in part.split("\n"))
+        return f"def program({arguments}):\n{body}\n    return ({', '.join(self.outputs)},)\n"
+
+    @property
+    def decides(self) -> bool:
+        """True where a value decides what is computed: no error bound holds."""
+        return any(word in line for line in self.lines for word in _DECIDES)
+
+    @property
+    def names_dtypes(self) -> bool:
+        """True where fp64 inputs make another program: ``x.float()`` copies an fp64 ``x``, and is an fp32 one."""
+        return any(word in line for line in self.lines for word in _CONVERTS)
+
+    def function(self) -> Callable[..., tuple[Any, ...]]:
+        """The program, compiled from its source, which tracebacks show."""
+        name = f"<program {abs(hash(self.source))}>"
+        linecache.cache[name] = len(self.source), None, self.source.splitlines(True), name
+        scope: dict[str, Any] = {"torch": torch, "F": F}
+        exec(compile(self.source, name, "exec"), scope)
+        return scope["program"]
+
+    def arguments(self, dtype: torch.dtype | None = None, jitter: float = 0.0, seed: int = 0) -> list[Tensor]:
+        """The arguments, the same numbers each time; ``jitter``: relative size of a random error on top."""
+        numbers, errors = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+        made = []
+        for given in self.inputs:
+            value = torch.randn(given.shape, generator=numbers, dtype=FP64).to(given.dtype)
+            value = value.to(dtype or given.dtype)
+            if jitter:
+                value = value * (1 + jitter * torch.randn(given.shape, generator=errors, dtype=FP64)).to(
+                    value.dtype
+                )
+            made.append(value.requires_grad_(given.requires_grad))
+        return made
+
+    def __str__(self) -> str:
+        return f"# autocast: {self.ambient}\n# {self.options}\n# {self.inputs}\n{self.source}"
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Programs that run eagerly, each line tried while it is drawn."""
+    ambient = draw(st.sampled_from([None, None, BF16, FP16]))
+    inputs = []
+    for index in range(draw(st.integers(2, 4))):
+        # the first two can always be multiplied
+        shape = (4, 4) if index < 2 else draw(st.sampled_from(_SHAPES))
+        dtype = FP32 if index == 0 else draw(st.sampled_from(_DTYPES))
+        inputs.append(Input(shape, dtype, draw(st.booleans())))
+    started = Program(tuple(inputs), (), (), ambient)
+    scope: dict[str, Any] = {"torch": torch, "F": F}
+    names = [f"x{index}" for index in range(len(inputs))]
+    scope.update(zip(names, started.arguments(), strict=True))
+    lines: list[str] = []
+    for index in range(draw(st.integers(3, 10))):
+        # something low to begin with
+        line, result = _draw_line(draw, names) if index else (f"y{len(names)} = x0 @ x1", f"y{len(names)}")
+        if _works(line, result, scope, ambient):
+            lines.append(line)
+            if result not in names and result:
+                names.append(result)
+    results = names[len(inputs) :]
+    hypothesis.assume(results)
+    outputs = [results[-1], *draw(st.lists(st.sampled_from(names), max_size=2))]
+    return Program(tuple(inputs), tuple(lines), tuple(outputs), ambient, draw(drawn_options()))
+
+
+def _draw_line(draw: st.DrawFn, names: Sequence[str]) -> tuple[str, str]:
+    """One line, and the name that it binds."""
+    # the newest values most: chains find more than bushes
+    operands = {key: names[-1 - draw(st.integers(0, len(names) - 1).map(_closer))] for key in "abc"}
+    block = draw(st.sampled_from(BLOCKS)) if draw(st.integers(0, 3)) == 0 else ""
+    if draw(st.integers(0, 3)) == 0:
+        line, result = draw(st.sampled_from(STATEMENTS)).format(**operands), ""
+    else:
+        result = f"y{len(names)}"
+        line = f"{result} = {draw(st.sampled_from(EXPRESSIONS)).format(**operands)}"
+    return (f"{block}\n    {line}" if block else line), result
+
+
+def _closer(back: int) -> int:
+    return back // 2
+
+
+def _works(line: str, result: str, scope: dict[str, Any], ambient: torch.dtype | None) -> bool:
+    """Runs a line; True if it works and makes nothing large."""
+    before = scope.get(result)
+    with quiet(), autocast_in(ambient):
+        try:
+            exec(line, scope)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            # the line does not fit the values that were drawn for it
+            return False
+    value = scope.get(result) if result else None
+    if isinstance(value, Tensor) and (value.numel() > 256 or value.ndim > 4):
+        scope[result] = before
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Random programs do things that torch warns about: broadcasting in a loss, resizing an ``out=``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
