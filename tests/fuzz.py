@@ -25,7 +25,6 @@ from typing import Any
 import hypothesis
 import torch
 import torch._dynamo
-from fuzz_programs import FP64, Program, programs, quiet
 from torch import Tensor, fx
 from torch._dynamo.exc import InternalTorchDynamoError, Unsupported, UserError
 
@@ -33,6 +32,7 @@ import amp_fx.rewriting
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices
 from amp_fx.plans.plan import Plan
+from fuzz_programs import FP64, Program, programs, quiet
 from graphs import autocast_in
 
 __all__ = ["UNTRACED", "DisagreementError", "compare", "search"]

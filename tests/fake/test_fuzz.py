@@ -7,12 +7,12 @@ from collections.abc import Callable
 import hypothesis
 import pytest
 import torch
-from fuzz_programs import DEFAULTS, DrawnOptions, Input, Program, programs
 from torch import Tensor
 
 import amp_fx.rewriting
 import fuzz
 from amp_fx import Plan
+from fuzz_programs import DEFAULTS, DrawnOptions, Input, Program, programs
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BUDGET = hypothesis.settings(
