@@ -1,14 +1,13 @@
 """The zoo through ``backend="amp_fx"``: eager's dtypes, at least autocast's accuracy, really low precision.
 
-A model compiles twice (autocast, amp_fx) for training and once for inference; all tests of a fixture share that on
-one worker. Of most models code is generated in the slow tests alone: otherwise their graphs run op by op.
+Of most models code is generated in the slow tests alone: otherwise their graphs run op by op.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 
 import amp_fx
 import zoo
-from accuracy import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP32, Comparison, Mode, Run, compare, run
+from accuracy import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP32, compare, run
 from amp_fx._torch import has_low_lstm
 from gpt import GPT, GPTConfig, get_batch, make_corpus
 from graphs import without_inductor
@@ -27,124 +26,66 @@ GENERATED = ("mlp",)
 
 #: attention spelled out differs in what its backward saves
 IN_INFERENCE = [name for name in zoo.CASES if not name.endswith("_eager_attention")]
-IN_INFERENCE_MODE = ["conv_net", "gpt2", "mlp"]
 
 
-def _models(mode: Mode, names: list[str]) -> list[object]:
-    """Parameters for a fixture: a model, and whether code is generated for it.
-
-    One xdist group per model and mode keeps what is compiled on one worker.
-    """
-    return [
-        pytest.param(
-            (name, generate),
-            id=name if generate else f"{name}-op by op",
-            marks=[
-                pytest.mark.xdist_group(f"{name}-{mode}"),
-                *([pytest.mark.slow] if generate and name not in GENERATED else ()),
-            ],
-        )
-        for name in names
-        for generate in ((True,) if name in GENERATED else (False, True))
+def _models(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Each model op by op, and with generated code."""
+    cases = [
+        pytest.param(name, id=name, marks=() if name in GENERATED else pytest.mark.slow) for name in names
     ]
+    cases += [pytest.param(name, id=f"{name}-op by op") for name in names if name not in GENERATED]
+    return pytest.mark.parametrize("name", cases)
 
 
-def _compiler(generate: bool) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if generate else without_inductor()
+@pytest.fixture
+def generate(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether code is generated in a test of :func:`_models`."""
+    generates = "op by op" not in request.node.name
+    with contextlib.nullcontext() if generates else without_inductor():
+        yield generates
 
 
-@pytest.fixture(scope="module", params=_models("train", list(zoo.CASES)))
-def training(request: pytest.FixtureRequest) -> Comparison:
-    name, generate = request.param
-    with _compiler(generate):
-        return compare(zoo.make(name), "train", baseline=AUTOCAST if generate else EAGER_AUTOCAST)
+@_models(zoo.CASES)
+def test_training_keeps_dtypes_reaches_every_parameter_and_is_as_accurate_as_autocast(
+    name: str, generate: bool
+) -> None:
+    found = compare(zoo.make(name), "train", baseline=AUTOCAST if generate else EAGER_AUTOCAST)
+    ours, fp32 = found.amp_fx, found.fp32
+    assert _dtypes(ours.outputs) == _dtypes(fp32.outputs)
+    assert _dtypes(ours.parameters) == _dtypes(fp32.parameters)
+    assert _dtypes(ours.buffers) == _dtypes(fp32.buffers)
+    assert set(_dtypes(ours.gradients).values()) == {torch.float32}
+    assert ours.gradients.keys() == fp32.gradients.keys()
+    assert all(gradient.isfinite().all() for gradient in ours.gradients.values())
+    # buffers are running statistics
+    for part in ("loss", "outputs", "gradients", "buffers"):
+        assert getattr(found.amp_fx_error, part) <= _allowed(getattr(found.autocast_error, part)), part
+    assert found.amp_fx_error.gradients > _explained_by_fp32(found.fp32_error.gradients)
 
 
-@pytest.fixture(scope="module", params=_models("no_grad", IN_INFERENCE))
-def inference(request: pytest.FixtureRequest) -> tuple[zoo.Case, Comparison]:
-    name, generate = request.param
+@_models(IN_INFERENCE)
+def test_inference_keeps_dtypes_and_values_and_is_as_accurate_as_autocast(name: str, generate: bool) -> None:
     if name == "lstm" and not has_low_lstm(torch.bfloat16):
         pytest.skip("nn.LSTM under autocast raises on this CPU")
     case = zoo.make(name)
-    with _compiler(generate):
-        return case, compare(case, "no_grad", baseline=EAGER_AUTOCAST)
-
-
-@pytest.fixture(scope="module", params=_models("inference_mode", IN_INFERENCE_MODE))
-def inference_mode(request: pytest.FixtureRequest) -> tuple[Run, Run, Run]:
-    """The model under inference_mode twice, eagerly and compiled, and compiled under no_grad."""
-    name, generate = request.param
-    case = zoo.make(name)
-    with _compiler(generate):
-        return (
-            run(case, FP32, "inference_mode"),
-            run(case, AMP_FX, "inference_mode"),
-            run(case, AMP_FX, "no_grad"),
-        )
-
-
-def test_training_returns_the_dtypes_of_the_eager_program(training: Comparison) -> None:
-    assert _dtypes(training.amp_fx.outputs) == _dtypes(training.fp32.outputs)
-
-
-def test_training_leaves_parameters_gradients_and_buffers_in_their_dtypes(training: Comparison) -> None:
-    assert set(_dtypes(training.amp_fx.gradients).values()) == {torch.float32}
-    assert _dtypes(training.amp_fx.parameters) == _dtypes(training.fp32.parameters)
-    assert _dtypes(training.amp_fx.buffers) == _dtypes(training.fp32.buffers)
-
-
-def test_training_reaches_every_parameter(training: Comparison) -> None:
-    assert training.amp_fx.gradients.keys() == training.fp32.gradients.keys()
-    assert all(gradient.isfinite().all() for gradient in training.amp_fx.gradients.values())
-
-
-def test_training_is_at_least_as_accurate_as_autocast(training: Comparison) -> None:
-    assert training.amp_fx_error.loss <= _allowed(training.autocast_error.loss)
-    assert training.amp_fx_error.outputs <= _allowed(training.autocast_error.outputs)
-    assert training.amp_fx_error.gradients <= _allowed(training.autocast_error.gradients)
-
-
-def test_training_really_runs_in_low_precision(training: Comparison) -> None:
-    assert training.amp_fx_error.gradients > _explained_by_fp32(training.fp32_error.gradients)
-
-
-def test_training_updates_running_statistics_as_autocast_does(training: Comparison) -> None:
-    assert training.amp_fx_error.buffers <= _allowed(training.autocast_error.buffers)
-
-
-def test_inference_returns_the_dtypes_of_the_eager_program(inference: tuple[zoo.Case, Comparison]) -> None:
-    _, result = inference
-    assert _dtypes(result.amp_fx.outputs) == _dtypes(result.fp32.outputs)
-
-
-def test_inference_is_at_least_as_accurate_as_autocast(inference: tuple[zoo.Case, Comparison]) -> None:
-    _, result = inference
-    assert result.amp_fx_error.loss <= _allowed(result.autocast_error.loss)
-    assert result.amp_fx_error.outputs <= _allowed(result.autocast_error.outputs)
-
-
-def test_inference_really_runs_in_low_precision(inference: tuple[zoo.Case, Comparison]) -> None:
-    case, result = inference
+    found = compare(case, "no_grad", baseline=EAGER_AUTOCAST)
+    ours, fp32 = found.amp_fx, found.fp32
+    assert _dtypes(ours.outputs) == _dtypes(fp32.outputs)
+    for part in ("loss", "outputs"):
+        assert getattr(found.amp_fx_error, part) <= _allowed(getattr(found.autocast_error, part)), part
     if case.low_in_eval:
-        assert result.amp_fx_error.outputs > _explained_by_fp32(result.fp32_error.outputs)
+        assert found.amp_fx_error.outputs > _explained_by_fp32(found.fp32_error.outputs)
+    torch.testing.assert_close(ours.parameters, fp32.parameters, rtol=0, atol=0)
+    torch.testing.assert_close(ours.buffers, fp32.buffers, rtol=0, atol=0)
 
 
-def test_inference_leaves_parameters_and_buffers_as_they_were(inference: tuple[zoo.Case, Comparison]) -> None:
-    _, result = inference
-    for before, after in (
-        (result.fp32.parameters, result.amp_fx.parameters),
-        (result.fp32.buffers, result.amp_fx.buffers),
-    ):
-        assert before.keys() == after.keys()
-        for name, value in before.items():
-            torch.testing.assert_close(after[name], value, rtol=0, atol=0)
-
-
-def test_inference_mode_gives_what_no_grad_gives(inference_mode: tuple[Run, Run, Run]) -> None:
-    eager, compiled, under_no_grad = inference_mode
+@_models(["conv_net", "gpt2", "mlp"])
+@pytest.mark.usefixtures("generate")
+def test_inference_mode_gives_what_no_grad_gives(name: str) -> None:
+    case = zoo.make(name)
+    eager, compiled = run(case, FP32, "inference_mode"), run(case, AMP_FX, "inference_mode")
     assert _dtypes(compiled.outputs) == _dtypes(eager.outputs)
-    for name, value in under_no_grad.outputs.items():
-        torch.testing.assert_close(compiled.outputs[name], value, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(compiled.outputs, run(case, AMP_FX, "no_grad").outputs, rtol=1e-2, atol=1e-2)
 
 
 def test_training_with_dropout_drops_as_often_as_eager_does() -> None:
