@@ -30,24 +30,14 @@ def test_the_defaults() -> None:
     assert Options.parse(None, {"scaler": "default"}).scaler == "default"
 
 
-@pytest.mark.parametrize(
-    ("spelling", "dtype"),
-    [
-        ("auto", None),
-        ("bfloat16", BF16),
-        ("bf16", BF16),
-        ("torch.bfloat16", BF16),
-        (torch.bfloat16, BF16),
-        ("float16", FP16),
-        ("fp16", FP16),
-        ("half", FP16),
-        ("torch.float16", FP16),
-        (torch.float16, FP16),
-        (torch.half, FP16),
-    ],
-)
-def test_spellings_of_the_dtype(spelling: object, dtype: torch.dtype | None) -> None:
-    assert Options.parse(None, {"dtype": spelling}).dtype is dtype
+def test_spellings_of_the_dtype() -> None:
+    spellings: dict[torch.dtype | None, tuple[object, ...]] = {
+        None: ("auto",),
+        BF16: ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16),
+        FP16: ("float16", "fp16", "half", "torch.float16", torch.float16, torch.half),
+    }
+    for dtype, names in spellings.items():
+        assert {Options.parse(None, {"dtype": name}).dtype for name in names} == {dtype}
 
 
 #: neither of the two low dtypes
@@ -97,25 +87,14 @@ def test_numerics_eager_switches_on_inductors_rounding() -> None:
         Options.parse(None, {"numerics": "eager", "emulate_precision_casts": False})
 
 
-def test_inductor_options_by_their_own_names() -> None:
+def test_inductor_options_by_their_own_names_and_those_of_modes() -> None:
     options = Options.parse(None, {"max_autotune": True, "triton.cudagraphs": False, "shape-padding": True})
     assert options.inductor == {"max_autotune": True, "triton.cudagraphs": False, "shape_padding": True}
-    # and over a mode
+    assert Options.parse("default").inductor == {}
+    assert Options.parse("reduce-overhead").inductor == {"triton.cudagraphs": True}
+    # over a mode
     cudagraphs = {"triton.cudagraphs": False}
     assert Options.parse("reduce-overhead", cudagraphs).inductor == cudagraphs
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        (None, {}),
-        ("default", {}),
-        ("reduce-overhead", {"triton.cudagraphs": True}),
-        ("max-autotune-no-cudagraphs", {"max_autotune": True, "coordinate_descent_tuning": True}),
-    ],
-)
-def test_modes_are_inductors(mode: str | None, expected: dict[str, Any]) -> None:
-    assert Options.parse(mode).inductor == expected
 
 
 @pytest.mark.parametrize(
