@@ -204,8 +204,11 @@ def test_what_explain_reports_is_counted_and_followed(
     assert below == [{"forward": "int8"}] * 3
     assert (report.costs["amp_fx"].moved or 0) > 0
     # as plans had it when a level was one implementation
-    packed = {"forward": "int8_packed"}
-    before = replace(plan, nodes=[replace(row, levels=row.levels and packed) for row in plan.nodes])
+    levels = [
+        {role: name.replace("int8", "int8_packed") for role, name in row.levels.items()} for row in plan.nodes
+    ]
+    nodes = [replace(row, levels=own) for row, own in zip(plan.nodes, levels, strict=True)]
+    before = replace(plan, nodes=nodes)
     for followed in (report, before):
         torch._dynamo.reset()
         options = {"plan": followed, "weights": "cache", "strict": True}
