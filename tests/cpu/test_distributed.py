@@ -12,6 +12,7 @@ from distributed import (
     global_batches,
     new_model,
     on_processes,
+    on_two_processes,
     parallel_training,
     scaled_training,
     trained_and_resumed,
@@ -40,7 +41,7 @@ def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_an_overflow_on_one_process_skips_the_step_on_both(kind: str, tmp_path: Path) -> None:
-    first, second = on_processes(2, scaled_training, tmp_path, kind, 1)
+    first, second = on_two_processes(scaled_training, tmp_path, kind, 1)
     for each in (first, second):
         # one for each of DDP's buckets; one of the first block, whose input has no gradient, and one of the others
         assert each["graphs"] == {"ddp": 3, "fsdp2": 2}[kind]
@@ -74,7 +75,7 @@ def losses_on_one_process(steps: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_train_as_one_does_and_resume_where_they_were(kind: str, tmp_path: Path) -> None:
-    first, second = on_processes(2, trained_and_resumed, tmp_path, kind)
+    first, second = on_two_processes(trained_and_resumed, tmp_path, kind)
     expected = losses_on_one_process(4)
     # bf16 has 8 bits; the loss falls by far more
     assert first["losses"] == pytest.approx(expected, rel=5e-3)

@@ -6,20 +6,15 @@ Of most models code is generated in the slow tests alone: otherwise their graphs
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import pytest
 import torch
 
-import amp_fx
 import zoo
 from accuracy import AMP_FX, AUTOCAST, EAGER_AUTOCAST, FP32, compare, run
 from amp_fx._torch import has_low_lstm
-from gpt import GPT, GPTConfig, get_batch, make_corpus
 from graphs import without_inductor
-from versions import IS_2_11
 
 #: of these code is generated in every run
 GENERATED = ("mlp",)
@@ -95,41 +90,6 @@ def test_training_with_dropout_drops_as_often_as_eager_does() -> None:
     assert outputs.dtype == torch.float32
     assert (outputs == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-#: of the curve; the last ones are averaged: single steps are as noisy as their batches
-_STEPS, _TAIL = 300, 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"dtype": "float16", "scaler": "default"}], ids=["bf16", "fp16"])
-def test_a_small_gpt_reaches_the_loss_of_the_fp32_run(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(context=64, layers=2, heads=4, width=64))
-    corpus = make_corpus(lines=5_000)
-    fp32 = _final_loss(copy.deepcopy(model), corpus, torch.amp.GradScaler("cpu", enabled=False))
-    model.compile(backend="amp_fx", options=options)
-    scaler = amp_fx.GradScaler("cpu", enabled=bool(options))
-    low = _final_loss(model, corpus, scaler)
-    assert fp32 < 1.4, "the fp32 run did not learn: the comparison would say nothing"
-    # in torch 2.11 autocast's loss, and that of compiling in fp32, moves by up to 2.5 %, too
-    assert low == pytest.approx(fp32, rel=0.03 if IS_2_11 else 0.01)
-    assert low != fp32, "the run was not in low precision"
-    assert scaler.skipped_steps <= 3
-
-
-def _final_loss(model: torch.nn.Module, corpus: torch.Tensor, scaler: torch.amp.GradScaler) -> float:
-    """Trains on the same batches each time; the smoothed loss at the end."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(_STEPS):
-        loss = model(*get_batch(corpus, step, batch=16, length=64))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return sum(losses[-_TAIL:]) / _TAIL
 
 
 def _dtypes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
