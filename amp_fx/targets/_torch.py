@@ -249,37 +249,26 @@ def _driver(target: Target) -> Any:
     }
     major, minor = target.gpu.capability
 
-    class Driver(DriverBase):
-        utils = SimpleNamespace(get_device_properties=lambda device: facts)
+    def nothing_is_timed(self: Any) -> Any:
+        raise TargetError("nothing can be timed on a device that is not there.")
 
-        @classmethod
-        def is_active(cls) -> bool:
-            return True
+    def cpp_type(self: Any, ty: str) -> str:
+        from triton.backends.nvidia.driver import ty_to_cpp
 
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", 10 * major + minor, 32)
+        return ty_to_cpp(ty)
 
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cuda", 0)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int = 0) -> int:
-            return 0
-
-        def get_device_interface(self) -> Any:
-            return torch.cuda
-
-        def get_benchmarker(self) -> Any:
-            raise TargetError("nothing can be timed on a device that is not there.")
-
-        def map_python_to_cpp_type(self, ty: str) -> str:
-            from triton.backends.nvidia.driver import ty_to_cpp
-
-            return ty_to_cpp(ty)
-
-    return Driver()
+    answers = {
+        "utils": SimpleNamespace(get_device_properties=lambda device: facts),
+        "is_active": classmethod(lambda cls: True),
+        "get_current_target": lambda self: GPUTarget("cuda", 10 * major + minor, 32),
+        "get_active_torch_device": lambda self: torch.device("cuda", 0),
+        "get_current_device": lambda self: 0,
+        "get_current_stream": lambda self, device=0: 0,
+        "get_device_interface": lambda self: torch.cuda,
+        "get_benchmarker": nothing_is_timed,
+        "map_python_to_cpp_type": cpp_type,
+    }
+    return type("Driver", (DriverBase,), answers)()
 
 
 def _forget() -> None:
