@@ -111,15 +111,16 @@ def compare(
     setting = _Setting(step, dynamic, options or {}, against, first_scale, scale is None)
     with only_looking(), unwrapped_errors(AmpFxError):
         first = _at_boundaries(setting)
-        call, mended, every, calls_disturbance = None, {}, (), 0.0
-        if first.culprit is not None or calls:
+        culprit, call, mended, every, calls_disturbance = first.culprit, None, {}, (), 0.0
+        if culprit is not None or calls:
             with apart():
                 traced, reference = setting.traced(every_call=True)
-                if first.culprit is not None:
-                    call, mended = _inside(first.culprit, setting, first, traced, reference)
+                if culprit is not None:
+                    mended = remedy(culprit, setting.options, traced, reference, first.scale)
+                    run = traced.run_with(setting.opts, first.scale)
+                    call = _culprit_call(culprit, first.plans, distances(run, reference))
             if calls:
                 every, calls_disturbance = _of_calls(setting, first, traced.graphs, reference)
-    culprit = first.culprit
     not_finite = [each.module for each in first.findings if math.isinf(each.error)]
     if call is not None and math.isinf(call.error):
         not_finite.append(call.module)
@@ -310,15 +311,6 @@ def _at_boundaries(setting: _Setting) -> _Boundaries:
             if not _is_finite(each) and (name not in exact or _is_finite(exact[name]))
         ],
     )
-
-
-def _inside(
-    culprit: Culprit, setting: _Setting, first: _Boundaries, traced: OneByOne, reference: Observed
-) -> tuple[CallError | None, dict[str, Any]]:
-    """The call of the module that stands out, op by op, and what mends it."""
-    mended = remedy(culprit, setting.options, traced, reference, first.scale)
-    found = distances(traced.run_with(setting.opts, first.scale), reference)
-    return _culprit_call(culprit, first.plans, found), mended
 
 
 def _of_calls(

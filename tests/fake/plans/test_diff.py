@@ -68,6 +68,11 @@ def test_new_nodes_and_nodes_that_are_gone_are_told(before: Plan) -> None:
     assert str(gone).endswith("bfloat16 -> gone")
 
 
+def test_equal_calls_of_one_module_are_told_apart_by_their_turn(before: Plan) -> None:
+    (new,) = diff_plans([before], [replace(before, nodes=[*before.nodes, before.nodes[0]])]).changes
+    assert (new.module_path, new.op, new.before) == ("0.0", "linear", "")
+
+
 def test_forward_and_backward_are_not_confused(before: Plan) -> None:
     found = diff_plans([before], [replace(before, phase="backward")])
     assert {row.phase for row in found.changes} == {"forward", "backward"}

@@ -31,7 +31,7 @@ def local() -> nn.Module:
 
     def program(m: Any, x: Tensor) -> Tensor:
         mask = torch.ones(8, 8).tril() + torch.zeros(8, device="cpu") + torch.full((8,), 2.0, device=x.device)
-        return m.linear(x) @ mask + torch.arange(8) * torch.tensor(2.0).to("cpu")
+        return m.linear(x) @ mask.to(torch.device("cpu")) + torch.arange(8) * torch.tensor(2.0).to("cpu")
 
     return Parts(program, linear=nn.Linear(8, 8))
 
@@ -41,6 +41,8 @@ def test_everything_of_a_graph_moves() -> None:
     moved = move(graph.gm, CUDA)
     assert devices(graph.gm) == {"cpu"}
     assert devices(moved) == {"cuda"}
+    assert "cpu" in str(graph.gm.graph)
+    assert "cpu" not in str(moved.graph)
 
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated")
