@@ -23,7 +23,7 @@ from amp_fx.graphs.values import LOW_DTYPES, graph_devices
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.table import supported_devices
-from amp_fx.reports.calling import entry_of
+from amp_fx.reports.step import entry_of
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 from amp_fx.weights.graphs import copied_weights

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from amp_fx._torch import Lowered, lower_with_inductor, program_outputs, replace_inner_compile, size_hint
 from amp_fx.errors import FallbackWarning, OptionsError, TargetError
-from amp_fx.reports.casts import cost_of
+from amp_fx.reports.lowered import cost_of
 from amp_fx.targets import TARGETS, find_target
 from amp_fx.targets._torch import enter
 from benchmarks.arms import ARMS, MODES, Arm, compile_for_target, prepare

@@ -25,8 +25,7 @@ from amp_fx._torch import program_outputs, size_hint, stock_inductor
 from amp_fx.backend import amp_fx
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.values import storage_of
-from amp_fx.reports.casts import cast_kernels
-from amp_fx.reports.lowered import autocast_backend
+from amp_fx.reports.lowered import autocast_backend, cast_kernels
 from amp_fx.targets.process import TargetProcess
 from amp_fx.targets.tracing import Backend, TracedGraph, Tracer, compile_graph
 from benchmarks import counts

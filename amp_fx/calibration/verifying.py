@@ -110,8 +110,11 @@ class _State:
         self._scale = scale
 
     def error(self, options: dict[str, Any]) -> float:
+        # late: it listens to Dynamo as soon as it is loaded. By its name, the program would seem to have asked for it
+        from amp_fx.backend import amp_fx
+
         with apart(), only_looking():
-            program = torch.compile(self._steps[0].model, backend="amp_fx", options=options)
+            program = torch.compile(self._steps[0].model, backend=amp_fx, options=options)
             found = [step.results(program, self._scale) for step in self._steps]
         rows = zip(self._steps, found, self._known, strict=True)
         squares = [step.error(results, exact or plain) ** 2 for step, results, (exact, plain, _) in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,7 @@ class Counts:
 
     #: e -> number of values with ``2**e < abs(value) <= 2**(e + 1)``: with the upper end included, exactly the values
     #: below an exponent are those that round to zero
-    exponents: dict[int, int] = field(default_factory=dict)
+    exponents: Counter[int] = field(default_factory=Counter)
     zeros: int = 0
     #: infinities and NaN
     nonfinite: int = 0
@@ -50,7 +51,7 @@ class Counts:
     @property
     def nonzero(self) -> int:
         """Number of finite values that are not zero."""
-        return sum(self.exponents.values())
+        return self.exponents.total()
 
     @property
     def total(self) -> int:
@@ -72,15 +73,12 @@ class Counts:
         mantissa, exponent = torch.frexp(magnitude)
         bins = exponent.long() - 1 - (mantissa == 0.5).long()
         found = torch.bincount(bins - _FIRST, minlength=_LAST - _FIRST).tolist()
-        for place, count in enumerate(found):
-            if count:
-                self.exponents[place + _FIRST] = self.exponents.get(place + _FIRST, 0) + count
+        self.exponents.update({exponent: count for exponent, count in enumerate(found, _FIRST) if count})
 
-    def merge(self, other: Counts) -> Counts:
+    def __add__(self, other: Counts) -> Counts:
         """The values of both."""
-        keys = sorted({*self.exponents, *other.exponents})
         return Counts(
-            {e: self.exponents.get(e, 0) + other.exponents.get(e, 0) for e in keys},
+            self.exponents + other.exponents,
             self.zeros + other.zeros,
             self.nonfinite + other.nonfinite,
             max(self.largest, other.largest),
@@ -112,7 +110,7 @@ class Counts:
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form, with the shares in every format."""
         return {
-            "exponents": {str(e): self.exponents[e] for e in sorted(self.exponents)},
+            "exponents": {str(e): count for e, count in sorted(self.exponents.items())},
             "zeros": self.zeros,
             "nonfinite": self.nonfinite,
             "largest": self.largest,

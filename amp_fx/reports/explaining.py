@@ -22,18 +22,24 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from amp_fx._torch import replace_inner_compile, unwrapped_errors
+from amp_fx._torch import (
+    breaks_since_reset,
+    given_up,
+    is_left_out_in_place,
+    replace_inner_compile,
+    unwrapped_errors,
+)
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.graphs.values import tensors
 from amp_fx.notices import only_looking
+from amp_fx.plans.plan import Plan
 from amp_fx.plans.sensitivity import Sensitivity, add_sensitivities
 from amp_fx.policy.table import supported_devices
-from amp_fx.reports.advice import layout_advice, scaling_advice, weight_advice
-from amp_fx.reports.calling import NotCompiled, entry_of, left_out_advice, plain, untouched
-from amp_fx.reports.casts import casts_by_module
-from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
+from amp_fx.reports.advice import NOT_COMPILED, Advice, layout_advice, scaling_advice, weight_advice
+from amp_fx.reports.lowered import LoweredGraphs, autocast_backend, casts_by_module
 from amp_fx.reports.report import Report, record
+from amp_fx.reports.step import entry_of, plain, untouched
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
@@ -43,6 +49,24 @@ __all__ = ["compiled_graphs", "explain", "progress"]
 
 #: seconds until the line of :func:`progress` appears
 _PATIENCE = 5.0
+
+#: What Dynamo cannot take, by the beginning of its message, and what to do. Its own hint for recurrent layers is
+#: torch._dynamo.config.allow_rnn, with which Inductor fails on an LSTM in training (torch 2.13, CPU).
+_REMEDIES = {
+    "Attempted to wrap RNN, GRU, or LSTM": (
+        "Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
+    ),
+}
+
+#: one line of the first screen, whole
+_IN_PLACE_REMEDY = (
+    "Use torch.compile(module, backend='amp_fx') instead, or a subclass with a forward of your own"
+)
+
+_NO_REASON = (
+    "Dynamo makes no graph of it and gives no reason: look for torch.compiler.disable, torch.compiler.set_stance and"
+    " TORCHDYNAMO_DISABLE"
+)
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -103,7 +127,7 @@ def explain(
     with progress("explain: compiling as far as fusion, with amp_fx and with torch.autocast"):
         report = _here(call) if target is None else _on_target(call, target)
     plans, weights = report.plans, call.parameters
-    notes = left_out_advice(program, plans, call.not_compiled)
+    notes = call.left_out(plans)
     notes += weight_advice(plans, weights) + layout_advice(plans, weights)
     if parsed.scaler is None:
         notes += scaling_advice(plans)
@@ -124,7 +148,10 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: Mapping[str, Any]
-    not_compiled: NotCompiled = field(default_factory=NotCompiled)
+    #: why Dynamo gave up functions as a whole, or from some line on
+    given_up: list[str] = field(default_factory=list)
+    #: every graph break, also where there was no graph yet
+    breaks: list[str] = field(default_factory=list)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -134,6 +161,49 @@ class _Call:
     def device(self) -> str:
         given = [*tensors((self.args, self.kwargs)), *self.parameters.values()]
         return next((value.device.type for value in given if value.device.type != "cpu"), "cpu")
+
+    @contextlib.contextmanager
+    def traced_anew(self) -> Iterator[None]:
+        """Inside, Dynamo compiles everything anew, and forgets it afterwards; what it does not compile is noted."""
+        torch.compiler.reset()
+        before = given_up()
+        try:
+            yield
+            self.breaks.extend(breaks_since_reset())
+            self.given_up.extend(text for text, times in given_up().items() if times > before.get(text, 0))
+        finally:
+            torch.compiler.reset()
+
+    def left_out(self, plans: Sequence[Plan]) -> list[Advice]:
+        """A note for everything that runs eagerly although it was to be compiled."""
+        found = [*_in_place(self.program), *map(_not_compiled, dict.fromkeys(self.given_up))]
+        # before a break without a graph there was nothing to compile; it counts where it is all that is known
+        early = [] if plans or self.given_up else dict.fromkeys(self.breaks)
+        if not plans and not found and not early:
+            found.append(Advice(NOT_COMPILED, _NO_REASON))
+        return [*found, *(Advice("graph break", text) for text in early)]
+
+
+def _not_compiled(message: str) -> Advice:
+    """Reads a message of Dynamo's: the cause is its first line, hints have lines of their own."""
+    lines = [line.strip() for line in message.strip().splitlines()]
+    cause = lines[0].rstrip(".")
+    known = [text for start, text in _REMEDIES.items() if cause.startswith(start)]
+    hints = [line.removeprefix("Hint: ").rstrip(".") for line in lines if line.startswith("Hint: ")]
+    return Advice(NOT_COMPILED, cause, remedy=[*known, *hints, ""][0])
+
+
+def _in_place(program: Callable[..., Any]) -> Iterator[Advice]:
+    """Modules of torch's own that were compiled in place, by class."""
+    names: dict[str, list[str]] = {}
+    for name, module in program.named_modules() if isinstance(program, nn.Module) else ():
+        if entry_of(module) is not module and is_left_out_in_place(module):
+            names.setdefault(type(module).__name__, []).append(name)
+    for kind, paths in names.items():
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        where = next((f" ({path}{more})" for path in paths if path), "")
+        text = f"{kind}.compile(){where} compiles nothing: Dynamo skips functions of torch's own modules"
+        yield Advice(NOT_COMPILED, text, remedy=_IN_PLACE_REMEDY)
 
 
 def _compared(
@@ -172,7 +242,7 @@ def _here(call: _Call) -> Report:
                 raise
 
         with (
-            call.not_compiled.listen(),
+            call.traced_anew(),
             untouched(call.program, call.args, call.kwargs) as (given, named),
             replace_inner_compile(found.inner_compile),
         ):
@@ -196,7 +266,7 @@ def _on_target(call: _Call, target: str) -> Report:
         else:
             program, context = call.program, untouched(*whole)
         entry = entry_of(program)
-        with only_looking(), call.not_compiled.listen(), context as (given, named):
+        with only_looking(), call.traced_anew(), context as (given, named):
             torch.compile(entry, backend=tracer)(*given, **named)
         return process.call("amp_fx.reports.explaining:compiled_graphs", tracer.graphs, dict(call.options))
 

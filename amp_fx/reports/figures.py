@@ -55,9 +55,7 @@ def histogram_figure(
     figure = new_figure(10, 7.5)
     figure.suptitle(f"{title}: magnitudes by exponent")
     panels = figure.subplots(2, 1)
-    total = Counts()
-    for counts in gradients.values():
-        total = total.merge(counts)
+    total = sum(gradients.values(), Counts())
     scale = total.loss_scale()
     exponents = _axis([*gradients.values(), *activations.values()], scale or 0)
     _panel(panels[0], "gradients", gradients, exponents)
@@ -90,8 +88,7 @@ def _axis(series: Sequence[Counts], scale: int) -> range:
 
 def _ghost(axes: Axes, counts: Counts, scale: int, exponents: range) -> None:
     """The outline of the gradients where the suggested loss scale moves them."""
-    every = max(counts.total, 1)
-    heights = [100 * counts.exponents.get(e - scale, 0) / every for e in exponents]
+    heights = [100 * counts.exponents[e - scale] / max(counts.total, 1) for e in exponents]
     axes.stairs(
         heights, [*exponents, exponents[-1] + 1], color="#444444", linestyle="--", linewidth=1.2,
         label=f"all gradients at a loss scale of 2^{scale}",
@@ -105,7 +102,7 @@ def _panel(axes: Axes, what: str, series: Mapping[str, Counts], exponents: range
     bottom = [0.0] * len(exponents)
     present = {label: counts for label, counts in series.items() if counts.total}
     for colour, (label, counts) in zip(_COLOURS, present.items(), strict=False):
-        heights = [100 * counts.exponents.get(e, 0) / total for e in exponents]
+        heights = [100 * counts.exponents[e] / total for e in exponents]
         zeros = f" ({counts.zeros / max(counts.total, 1):.1%} are zero)"
         axes.bar(
             [e + 0.5 for e in exponents], heights, 1.0, bottom, color=colour, label=label + zeros,

@@ -24,10 +24,9 @@ from amp_fx.errors import AmpFxError
 from amp_fx.graphs.batches import call_of
 from amp_fx.graphs.values import tensors
 from amp_fx.plans.files import as_data, write_text
-from amp_fx.reports.calling import plain
 from amp_fx.reports.counting import FORMATS, Counts
 from amp_fx.reports.figures import histogram_figure, save_figure
-from amp_fx.reports.step import Step
+from amp_fx.reports.step import Step, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,11 +59,10 @@ class Histogram:
 
     def total(self, *kinds: str) -> Counts:
         """Counts of all modules, by keys of :data:`KINDS`; none means both kinds of gradients."""
-        found = Counts()
-        for rows in self.modules.values():
-            for kind in kinds or _GRADIENTS:
-                found = found.merge(rows.get(kind, Counts()))
-        return found
+        wanted = kinds or _GRADIENTS
+        return sum(
+            (rows[kind] for rows in self.modules.values() for kind in wanted if kind in rows), Counts()
+        )
 
     @property
     def loss_scale(self) -> float | None:

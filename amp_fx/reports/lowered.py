@@ -1,15 +1,22 @@
-"""Every graph of a call as Inductor would compile it: costs, which casts are kernels, and plans of the backward."""
+"""Every graph of a call as Inductor would compile it: plans of the backward, which casts are kernels, what they cost.
+
+The graphs of amp_fx and of torch.autocast are counted in the same way: what Inductor is given, and what is left of it
+after fusion.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
 from amp_fx._torch import (
+    Lowered,
     OpOverload,
     autocast_shield,
     compile_id,
@@ -21,17 +28,22 @@ from amp_fx.graphs.calls import arguments, module_path, source_line, tensor_node
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import ambient_regions
-from amp_fx.graphs.values import graph_devices, is_eligible, is_view, tensors
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import cast_bytes, graph_devices, is_eligible, is_view, tensors
+from amp_fx.placement.layout import is_convert
 from amp_fx.plans.label import Kind, Label, Reason
-from amp_fx.plans.plan import Cost, Plan, dtype_name
+from amp_fx.plans.plan import CastSum, Cost, ModuleCasts, Plan, dtype_name
 from amp_fx.plans.reading import cast_plan, conversion, input_plan, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
 from amp_fx.policy.table import supported_devices
-from amp_fx.reports.casts import LoweredGraph, cost_of, is_move
+from amp_fx.reports.advice import starred
 from amp_fx.settings import Options
 
-__all__ = ["LoweredGraphs", "autocast_backend"]
+__all__ = ["LoweredGraphs", "autocast_backend", "cast_kernels", "casts_by_module", "cost_of"]
+
+#: what a kernel may do beside converting and still be a cast
+_MOVES = Trait.MOVES, Trait.RESHAPES, Trait.UNCHANGED
 
 
 def autocast_backend(options: Mapping[str, Any] | None) -> Callable[..., Callable[..., Any]]:
@@ -53,11 +65,25 @@ def autocast_backend(options: Mapping[str, Any] | None) -> Callable[..., Callabl
     return compile_graph
 
 
+@dataclass(frozen=True)
+class _LoweredGraph:
+    """One graph with Dynamo's id."""
+
+    name: str
+    phase: str
+    lowered: Lowered
+
+    @property
+    def kernels(self) -> set[fx.Node]:
+        """The casts that are kernels of their own."""
+        return {node for casts, _ in cast_kernels(self.lowered) for node in casts}
+
+
 @dataclass
 class LoweredGraphs:
     """Forward and backward graphs in the order of compilation; no code is generated."""
 
-    graphs: list[LoweredGraph] = field(default_factory=list)
+    graphs: list[_LoweredGraph] = field(default_factory=list)
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
@@ -65,7 +91,7 @@ class LoweredGraphs:
         """Stands in for Inductor's; see :func:`amp_fx._torch.replace_inner_compile`."""
         lowered = lower_with_inductor(gm, example_inputs, **options)
         phase = "backward" if options.get("is_backward") else "forward"
-        self.graphs.append(LoweredGraph(compile_id(), phase, lowered))
+        self.graphs.append(_LoweredGraph(compile_id(), phase, lowered))
         return lowered.call
 
     def complete(self, plans: list[Plan]) -> None:
@@ -91,7 +117,7 @@ class LoweredGraphs:
         return cost_of(graph.lowered for graph in self.graphs)
 
 
-def _backward_plan(graph: LoweredGraph, forward: Sequence[Plan]) -> Plan:
+def _backward_plan(graph: _LoweredGraph, forward: Sequence[Plan]) -> Plan:
     """What the backward computes in which dtype: nothing is decided there, it mirrors the forward."""
     origin = next((plan for plan in forward if plan.graph == graph.name), Plan(graph.name))
     low = next((node.low for node in origin.nodes if node.low is not None), None)
@@ -117,7 +143,7 @@ def _backward_class(node: fx.Node, dtype: torch.dtype | None, low: torch.dtype |
         return OpClass.KEEP
     if is_matmul(node):
         return OpClass.LOW if dtype is low else OpClass.FP32
-    return OpClass.FOLLOW if is_view(node) or is_move(node) else OpClass.PROMOTE
+    return OpClass.FOLLOW if is_view(node) or _is_move(node) else OpClass.PROMOTE
 
 
 def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Level]) -> Label:
@@ -160,3 +186,146 @@ def _level(node: fx.Node, levels: Sequence[Level]) -> Level | None:
     if not is_matmul(node):
         return None
     return next((level for level in (*levels, *LEVELS.values()) if level.dtype in read), None)
+
+
+# --- casts of lowered graphs ---
+
+
+def _is_move(node: fx.Node) -> bool:
+    """True for calls whose result has the values of their only tensor in another order or shape."""
+    return has_trait(node, *_MOVES) and len(node.all_input_nodes) == 1
+
+
+def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:
+    """Kernels that convert and move values and compute nothing: the conversions in each, and the bytes it moves."""
+    generated = []
+    for origins, size in lowered.generated:
+        calls = [node for node in origins if node.op == "call_function"]
+        casts = frozenset(node for node in calls if has_trait(node, Trait.CAST))
+        if casts and all(has_trait(node, Trait.CAST, *_MOVES) for node in calls):
+            generated.append((casts, size))
+    called = [
+        (frozenset({node}), cast_bytes(before, after.dtype))
+        for node, before, after in _conversions(lowered.after)
+        if is_convert(node)
+    ]
+    return generated + called
+
+
+def cost_of(graphs: Iterable[Lowered]) -> Cost:
+    """What the casts of some graphs cost."""
+    graphs = list(graphs)
+    casts = [
+        cast_bytes(before, after.dtype) for graph in graphs for _, before, after in _conversions(graph.after)
+    ]
+    kernels = [size for graph in graphs for _, size in cast_kernels(graph)]
+    return Cost(
+        len(casts), sum(casts), len(kernels), sum(kernels), sum(graph.bytes_moved for graph in graphs)
+    )
+
+
+def casts_by_module(
+    graphs: Mapping[str, Sequence[_LoweredGraph]], plans: Sequence[Plan]
+) -> list[ModuleCasts]:
+    """Casts by module, in the order of the program; ``graphs`` are those of ``"amp_fx"`` and ``"torch.autocast"``.
+
+    The plans of the forward tell parameters from other inputs, which lowered graphs do not, and what a module computes
+    in: lowered graphs say what is in a kernel's registers.
+    """
+    weights = {given.shape for plan in plans for given in plan.inputs if given.parameter}
+    dtypes: dict[str, dict[str, str]] = {"torch.autocast": {}, "amp_fx": {}}
+    for plan in plans:
+        if plan.phase == "forward":
+            dtypes["torch.autocast"] |= plan.autocast_dtypes
+            dtypes["amp_fx"] |= plan.module_dtypes
+    known = {path for found in dtypes.values() for path in found}
+    forward = [graph.lowered for found in graphs.values() for graph in found if graph.phase == "forward"]
+    order = [path for graph in forward for path in map(module_path, _calls(graph.after)) if path in known]
+    # module -> kind of cast -> casts, bytes, kernels, and what these move
+    sums: dict[str, dict[tuple[Any, ...], tuple[int, ...]]] = {}
+    for name, found in graphs.items():
+        for graph in found:
+            for path, kind, counts in _casts(graph, weights):
+                order.append(path)
+                rows = sums.setdefault(starred(path), {})
+                kind = name, graph.phase, *kind
+                rows[kind] = tuple(map(add, rows.get(kind, (0, 0, 0, 0)), counts))
+    paths: dict[str, list[str]] = {}
+    for path in dict.fromkeys(order):
+        paths.setdefault(starred(path), []).append(path)
+    return [
+        ModuleCasts(
+            module=module,
+            times=len(same),
+            dtypes={name: found[path] for name, found in dtypes.items() for path in same if path in found},
+            casts=[CastSum(*kind, *counts) for kind, counts in sums.get(module, {}).items()],
+        )
+        for module, same in paths.items()
+    ]
+
+
+def _casts(
+    graph: _LoweredGraph, weights: set[tuple[int, ...]]
+) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
+    """Every cast of a graph: its module's path, what is cast from and to which dtype, and its counts."""
+    moved: dict[fx.Node, int] = {}
+    for nodes, size in cast_kernels(graph.lowered):
+        # several casts in one kernel share what it moves
+        for place, node in enumerate(sorted(nodes, key=lambda node: node.name)):
+            moved[node] = size * (place + 1) // len(nodes) - size * place // len(nodes)
+    for node, before, after in _conversions(graph.lowered.after):
+        kind = _what(node, graph.phase, weights), before.dtype, after.dtype
+        yield (
+            _module(node),
+            kind,
+            (1, cast_bytes(before, after.dtype), int(node in moved), moved.get(node, 0)),
+        )
+
+
+def _what(node: fx.Node, phase: str, weights: set[tuple[int, ...]]) -> str:
+    """What is cast, by where it comes from and where it goes, through views and copies."""
+    source = _moved(node)
+    is_input = source.op == "placeholder" and not source.name.startswith("tangents")
+    if is_input and _shape(source) in weights:
+        return "weight"
+    if phase == "forward":
+        return "activation"
+    reader = node
+    while len(reader.users) == 1 and _is_move(next(iter(reader.users))):
+        reader = next(iter(reader.users))
+    leaves = any(user.op == "output" for user in reader.users)
+    return "weight gradient" if leaves and _shape(reader) in weights else "gradient"
+
+
+def _moved(cast: fx.Node) -> fx.Node:
+    """What a cast reads, views and copies left out."""
+    source = cast.all_input_nodes[0]
+    while _is_move(source):
+        source = source.all_input_nodes[0]
+    return source
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _module(node: fx.Node) -> str:
+    """The module of a cast: of a graph input, its reader's; else its own, or that of a neighbour."""
+    source = _moved(node)
+    readers = [next(iter(user.users), user) if _is_move(user) else user for user in node.users]
+    neighbours = (*readers, node) if source.op == "placeholder" else (node, *readers, source)
+    return next((path for path in map(module_path, neighbours) if path), "")
+
+
+def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The calls of a graph, bodies of higher-order ops included."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from (node for node in module.graph.nodes if node.op == "call_function")
+
+
+def _conversions(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Tensor, Tensor]]:
+    for node in _calls(gm):
+        if (values := conversion(node)) is not None:
+            yield node, *values

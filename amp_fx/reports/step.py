@@ -1,7 +1,7 @@
 """One measured step of a user's model: what ``calibrate``, ``compare`` and ``histogram`` run, each in its own ways.
 
 A step is a model, a call of it, the way to a loss, and a seed. Parameters, buffers, gradients, attributes and the
-states of the random generators are afterwards what they were (``untouched.py``).
+states of the random generators are afterwards what they were.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 from amp_fx._torch import autocast_disabled
 from amp_fx.errors import AmpFxError
-from amp_fx.reports.calling import plain, untouched
 
-__all__ = ["NoLossError", "Results", "Step", "apart", "loss_of", "relative_error"]
+__all__ = ["NoLossError", "Results", "Step", "apart", "entry_of", "loss_of", "plain", "relative_error", "untouched"]
 
 #: gradients of parameters by name, or outputs by place: fp32, or fp64 where the model is
 Results = dict[str, Tensor]
@@ -165,6 +165,63 @@ def loss_of(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if not value.requires_grad:
         raise AmpFxError("the loss depends on no parameter that requires a gradient.")
     return value
+
+
+@contextlib.contextmanager
+def untouched(
+    program: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yields copies of the arguments; afterwards the model and the random generators are as they were."""
+    modules = list(program.modules()) if isinstance(program, nn.Module) else []
+    tables: list[dict[str, Any]] = []
+    for each in modules:
+        tables += vars(each), each._buffers, each._parameters
+    before = [(table, dict(table)) for table in tables]
+    # parameters too: spectral norm and the like write to them
+    held = dict.fromkeys(
+        value for each in modules for value in (*each.parameters(False), *each.buffers(False))
+    )
+    values = [(value, value.detach().clone(), value.grad) for value in held]
+    python, arrays = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    for module in modules:
+        # what Module.compile() made runs elsewhere: here every module is as it was before
+        vars(module).pop("_compiled_call_impl", None)
+    # a reducer that waits for gradients would refuse the next step
+    alone = program.no_sync() if isinstance(program, DistributedDataParallel) else contextlib.nullcontext()
+    try:
+        with torch.random.fork_rng(devices), alone:
+            yield tree_map(_copy, (args, dict(kwargs)))
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        for table, entries in before:
+            table.clear()
+            table.update(entries)
+        for value, original, gradient in values:
+            # a value that is not equal to itself is not a number: written back, it is what it was
+            if not torch.equal(value, original):
+                with torch.no_grad():
+                    value.copy_(original)
+            value.grad = gradient
+
+
+def entry_of(program: Callable[..., Any]) -> Callable[..., Any]:
+    """What to give to ``torch.compile`` so that a module is compiled as its own ``compile`` method does it."""
+    in_place = getattr(program, "_compiled_call_impl", None) is not None
+    return program._call_impl if in_place else program  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def plain(value: Any) -> Any:
+    """Model outputs of transformers and data classes are mappings that pytree does not know."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    # caches of transformers and other objects that a call may write to
+    return copy.deepcopy(value)
 
 
 def _wide(value: Tensor) -> Tensor:

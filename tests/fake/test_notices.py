@@ -100,6 +100,17 @@ def test_explaining_tells_nothing_and_counts_for_nothing(caplog: pytest.LogCaptu
     assert len(warned(caplog)) == 1
 
 
+def test_a_plan_that_is_checked_by_a_compiled_step_tells_nothing_when_the_process_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # looked up by other tests
+    monkeypatch.delitem(registry._COMPILER_FNS, "amp_fx", raising=False)
+    found = amp_fx.calibrate(nn.Linear(8, 8), torch.randn(2, 8), torch.sum)
+    found.plan()
+    hooks.EXIT._call_listeners()
+    assert not [text for text in warned(caplog) if "no graph has reached" in text]
+
+
 @pytest.mark.parametrize("way", ["torch.compile", "wrap_top_frame", "subclass"])
 def test_the_remedies_that_are_named_compile_a_model_of_torchs_own(way: str) -> None:
     kind: Callable[..., nn.Module] = OwnSequential if way == "subclass" else nn.Sequential

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,8 @@ def test_values_are_counted_by_exponent() -> None:
     infinite, nan = float("inf"), float("nan")
     counts = counted(torch.tensor([[0.75, -0.6, 1.0], [3.0, 0.0, infinite]]), torch.tensor([nan, 3.5]))
     # the upper end belongs to the exponent below
-    assert counts == Counts({-1: 3, 1: 2}, zeros=1, nonfinite=2, largest=3.5)
-    assert counts.merge(Counts({1: 1}, largest=4.0)) == Counts({-1: 3, 1: 3}, 1, 2, 4.0)
+    assert counts == Counts(Counter({-1: 3, 1: 2}), zeros=1, nonfinite=2, largest=3.5)
+    assert counts + Counts(Counter({1: 1}), largest=4.0) == Counts(Counter({-1: 3, 1: 3}), 1, 2, 4.0)
     assert Counts().lost() == 0.0
 
 
