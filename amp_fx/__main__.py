@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from amp_fx.cli.entry import main
+from amp_fx.cli import main
 
 sys.exit(main())

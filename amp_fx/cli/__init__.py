@@ -1,12 +1,60 @@
 """The command line: ``amp-fx COMMAND`` and ``python -m amp_fx COMMAND``.
 
+Results go to stdout, progress and errors to stderr. Colours on a terminal only, and not with NO_COLOR.
+Exit codes: 0 done, 1 an error (told in one line), 2 wrong usage.
+
 Here: one file for each group of commands, and how a model is named on the command line.
 Not here: anything that a Python user would miss; commands only call the public functions.
-Open ``entry.py`` first.
+Open ``report_commands.py`` first.
 """
 
 from __future__ import annotations
 
-from amp_fx.cli.entry import main
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import amp_fx
+from amp_fx.cli import making_commands, report_commands
+from amp_fx.errors import AmpFxError, did_you_mean
+from amp_fx.plans.files import in_words
 
 __all__ = ["main"]
+
+#: how the program is started without its script, and the script that pip installs
+_MODULE, _SCRIPT = "python -m amp_fx", "amp-fx"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; ``argv`` is that of the process, without the program's name.
+
+    Raises:
+        SystemExit: for ``--help``, ``--version`` and wrong usage, as argparse does.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    program = _SCRIPT if Path(sys.argv[0]).stem == _SCRIPT else _MODULE
+    parser = argparse.ArgumentParser(
+        prog=program, description="Tools for the amp_fx backend of torch.compile."
+    )
+    parser.add_argument("--version", action="version", version=f"amp_fx {amp_fx.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    report_commands.add_to(commands)
+    making_commands.add_to(commands)
+    valid = commands.choices
+    if argv and not argv[0].startswith("-") and argv[0] not in valid:
+        parser.error(f"no command {argv[0]!r}; valid: {', '.join(valid)}.{did_you_mean(argv[0], valid)}")
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # whoever reads has seen enough, as in `| head`; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (AmpFxError, OSError) as error:
+        # one line, whatever an error of another library holds
+        text = " ".join(in_words(error).split())
+        print(f"error: {text.replace(_MODULE, program)}", file=sys.stderr)
+        return 1
+    return 0

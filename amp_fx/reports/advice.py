@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,17 +123,15 @@ def weight_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) ->
         largest = float(values.max())
         # half of the smallest subnormal, and everything below, rounds to zero
         lost = float(((values > 0) & (values <= limits.smallest_normal * limits.eps / 2)).float().mean())
-        text = ""
         # NaN is not within the limit
         if not largest <= limits.max:
             text = f"{name} holds {largest:.3g}, beyond fp16's {limits.max:.0f}"
         elif lost > _LOST:
             text = f"{lost:.1%} of {name} becomes zero in fp16"
-        if text:
-            module = re.escape(name.rpartition(".")[0])
-            found.append(
-                Advice("weights", text, _with_rule(plans, {"module": f"^{module}$", "precision": "fp32"}))
-            )
+        else:
+            continue
+        rule = {"module": f"^{re.escape(name.rpartition('.')[0])}$", "precision": "fp32"}
+        found.append(Advice("weights", text, _with_rule(plans, rule)))
     return found
 
 
@@ -144,17 +142,37 @@ def kept_casts(plans: Sequence[Plan]) -> dict[str, list[CastPlan]]:
     """
     found: dict[str, list[CastPlan]] = {}
     for plan in plans:
-        for cast, why in _kept_of(plan):
+        rows: dict[str, NodePlan | InputPlan] = {row.name: row for row in (*plan.inputs, *plan.nodes)}
+        casts = {cast.name: cast for cast in plan.casts}
+        read = {name for row in plan.nodes for name in row.inputs}
+        for cast in filter(lambda cast: cast.kernel, plan.casts):
+            source = rows.get(_origin(cast.value, casts))
+            # views left out
+            while (
+                isinstance(source, NodePlan) and source.op_class is OpClass.FOLLOW and len(source.inputs) == 1
+            ):
+                source = rows.get(_origin(source.inputs[0], casts))
+            why = ""
+            if isinstance(source, InputPlan) and source.parameter and plan.phase == "forward":
+                why = _WEIGHT if plan.training else _WEIGHT_EACH_CALL
+            elif isinstance(source, InputPlan):
+                why = _GIVEN
+            elif cast.to_dtype is torch.float32 and ("output" in cast.users or cast.name not in read):
+                why = _GRADIENT if plan.phase == "backward" else _RETURNED
             found.setdefault(why, []).append(cast)
-    return dict(sorted(found.items(), key=lambda row: -_bytes(row[1])))
+    return dict(sorted(found.items(), key=lambda row: -sum(cast.bytes for cast in row[1])))
 
 
 def kept_data(kept: dict[str, list[CastPlan]]) -> list[dict[str, Any]]:
     """Each reason in JSON-like form; the example is what the first of its casts converts, and for whom."""
-    return [
-        {"why": why, "kernels": len(casts), "bytes": _bytes(casts), "example": _described(casts[0])}
-        for why, casts in kept.items()
-    ]
+    found = []
+    for why, casts in kept.items():
+        cast, size = casts[0], sum(cast.bytes for cast in casts)
+        place = f" [{cast.source}]" if cast.source else ""
+        readers = ", ".join(cast.users) or "the caller"
+        example = f"{cast.value} to {dtype_name(cast.to_dtype)} for {readers}{place}"
+        found.append({"why": why, "kernels": len(casts), "bytes": size, "example": example})
+    return found
 
 
 def kept_lines(kept: dict[str, list[CastPlan]]) -> list[str]:
@@ -268,41 +286,3 @@ def _small(plans: Sequence[Plan]) -> list[Advice]:
     where = small[0].module_path or small[0].op
     text = f"{len(small)} matmuls stay in fp32, too small to gain here ({where}, ...); to lower them anyway"
     return [Advice("small", text, {"profile": "off"})]
-
-
-def _kept_of(plan: Plan) -> Iterator[tuple[CastPlan, str]]:
-    """The casts of one plan that are kernels, each with the reason."""
-    rows: dict[str, NodePlan | InputPlan] = {row.name: row for row in (*plan.inputs, *plan.nodes)}
-    casts = {cast.name: cast for cast in plan.casts}
-    read = {name for row in plan.nodes for name in row.inputs}
-    for cast in plan.casts:
-        if cast.kernel:
-            source = _source(cast.value, rows, casts)
-            is_returned = "output" in cast.users or cast.name not in read
-            why = ""
-            if isinstance(source, InputPlan) and source.parameter and plan.phase == "forward":
-                why = _WEIGHT if plan.training else _WEIGHT_EACH_CALL
-            elif isinstance(source, InputPlan):
-                why = _GIVEN
-            elif cast.to_dtype is torch.float32 and is_returned:
-                why = _GRADIENT if plan.phase == "backward" else _RETURNED
-            yield cast, why
-
-
-def _source(
-    name: str, rows: Mapping[str, NodePlan | InputPlan], casts: Mapping[str, CastPlan]
-) -> NodePlan | InputPlan | None:
-    """What made a value, views and casts left out."""
-    row = rows.get(_origin(name, casts))
-    while isinstance(row, NodePlan) and row.op_class is OpClass.FOLLOW and len(row.inputs) == 1:
-        row = rows.get(_origin(row.inputs[0], casts))
-    return row
-
-
-def _bytes(casts: Sequence[CastPlan]) -> int:
-    return sum(cast.bytes for cast in casts)
-
-
-def _described(cast: CastPlan) -> str:
-    place = f" [{cast.source}]" if cast.source else ""
-    return f"{cast.value} to {dtype_name(cast.to_dtype)} for {', '.join(cast.users) or 'the caller'}{place}"

@@ -310,6 +310,9 @@ def progress(text: str) -> Iterator[None]:
         while not done.wait(wait):
             print(f"\r{text}, {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
             wait = 1.0
+        if wait == 1.0:
+            # the line goes
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()
@@ -318,6 +321,3 @@ def progress(text: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        if time.monotonic() - start > _PATIENCE:
-            # the line goes
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from amp_fx.plans.reading import listen
 from amp_fx.reports import text
 from amp_fx.reports.advice import Advice, advise, kept_casts, kept_data, kept_lines
 from amp_fx.viz import beside, dot, html, model
+from amp_fx.viz.style import DTYPES
 from amp_fx.viz.words import because
 
 __all__ = ["SUFFIXES", "Recording", "Report", "check_suffix", "record"]
@@ -150,17 +152,6 @@ class Report:
         copies = (given for plan in self.plans for given in plan.inputs if given.copy_of)
         return list({(given.name, given.bytes): given for given in copies}.values())
 
-    def calls(self) -> tuple[list[str], list[tuple[str, Counter[str]]]]:
-        """Dtypes in use, and for every op its calls by dtype."""
-        calls: dict[str, Counter[str]] = {}
-        for plan in self.plans:
-            for op, dtypes in plan.ops_by_dtype().items():
-                calls.setdefault(op, Counter()).update(dtypes)
-        first = ["int8", "float8_e4m3fn", "float16", "bfloat16", "float32"]
-        found = {dtype for row in calls.values() for dtype in row}
-        columns = [dtype for dtype in first if dtype in found] + sorted(found.difference(first))
-        return columns, sorted(calls.items(), key=lambda item: (-item[1].total(), item[0]))
-
     def __str__(self) -> str:
         head = [text.heading(self.title, self.plans)]
         if self.plans:
@@ -174,16 +165,23 @@ class Report:
 
     def table(self) -> str:
         """Calls by op and dtype, forward and backward together, most frequent op first."""
-        return text.table(*self.calls())
+        calls: dict[str, Counter[str]] = {}
+        for plan in self.plans:
+            for op, dtypes in plan.ops_by_dtype().items():
+                calls.setdefault(op, Counter()).update(dtypes)
+        found = {dtype for row in calls.values() for dtype in row}
+        columns = [dtype for dtype in DTYPES if dtype in found] + sorted(found.difference(DTYPES))
+        return text.table(columns, dict(sorted(calls.items(), key=lambda item: (-item[1].total(), item[0]))))
 
     def to_markdown(self) -> str:
         """First screen, calls by op and dtype, all advice, and every cast, as Markdown."""
         return text.markdown(self.title, str(self), self.table(), self.advice, self.plans)
 
     def _repr_html_(self) -> str:
-        title = text.heading(self.title, self.plans)
-        page = text.notebook(title, str(self), self.shares(), *self.calls())
-        return page + (self._beside() if self.modules else "")
+        calls = (
+            f"<details><summary>calls by op and dtype</summary><pre>{escape(self.table())}</pre></details>"
+        )
+        return f"<pre>{escape(str(self))}</pre>{calls}{self._beside() if self.modules else ''}"
 
     def diff(self, other: Report) -> Diff:
         """What ``other`` changes against this report.

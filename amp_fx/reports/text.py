@@ -1,4 +1,4 @@
-"""The words of a report: the blocks of its first screen, tables, Markdown, and HTML for notebooks."""
+"""The words of a report: the blocks of its first screen, tables, and Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from html import escape
 
 import torch
 
@@ -15,17 +14,7 @@ from amp_fx.plans.plan import Cost, InputPlan, Plan, dtype_name
 from amp_fx.reports.advice import NOT_COMPILED, UNUSED_RULE, Advice
 from amp_fx.viz.words import more_bytes
 
-__all__ = [
-    "cost_lines",
-    "findings",
-    "heading",
-    "markdown",
-    "notebook",
-    "screen",
-    "share_lines",
-    "table",
-    "verdict",
-]
+__all__ = ["cost_lines", "findings", "heading", "markdown", "screen", "share_lines", "table", "verdict"]
 
 #: the first screen: lines, and characters in a line where there is no terminal that has fewer
 _LINES, _WIDTH = 25, 118
@@ -39,12 +28,6 @@ _SAME = 0.0005
 _BASELINE = "autocast made to return the same dtypes, backward traced without it"
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-#: dtype -> share of "flops" and "bytes"
-Shares = Mapping[str, Mapping[str, float]]
-
-#: op -> calls by dtype
-Calls = Sequence[tuple[str, Counter[str]]]
 
 
 def screen(head: Sequence[str], blocks: Sequence[Sequence[str]]) -> str:
@@ -84,8 +67,8 @@ def verdict(plans: Sequence[Plan], costs: Mapping[str, Cost], device: str) -> li
     return textwrap.wrap(f"{text[0].upper()}{text[1:]}.", _columns())
 
 
-def share_lines(shares: Shares) -> list[str]:
-    """A line for each dtype, with bars."""
+def share_lines(shares: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A line for each dtype, with bars; ``shares`` are those of ``"flops"`` and ``"bytes"``."""
     lines = [f"{'':16}{'FLOPs':>8}{'':{_BAR + 1}}{'bytes of results':>18}"]
     for dtype, share in shares.items():
         flops, size = (
@@ -158,11 +141,11 @@ def _block(title: str, rows: Sequence[str], most: int) -> list[str]:
     return [f"{title}{shown}", *(f"  {row}" for row in rows[:most])]
 
 
-def table(columns: Sequence[str], calls: Calls) -> str:
+def table(columns: Sequence[str], calls: Mapping[str, Counter[str]]) -> str:
     """Calls by op and dtype."""
-    width = max([len("op"), *(len(op) for op, _ in calls)])
+    width = max(map(len, ["op", *calls]))
     lines = [f"{'op':<{width}}" + "".join(f"{column:>10}" for column in columns)]
-    for op, row in calls:
+    for op, row in calls.items():
         cells = "".join(f"{row[column] or '':>10}" for column in columns)
         lines.append(f"{op:<{width}}{cells}".rstrip())
     return "\n".join(lines)
@@ -185,28 +168,6 @@ def markdown(title: str, first: str, calls: str, advice: Sequence[Advice], plans
         cells = (cast.value, *dtypes, str(cast.bytes), ", ".join(cast.users), cast.source)
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join([*lines, ""])
-
-
-def notebook(title: str, first: str, shares: Shares, columns: Sequence[str], calls: Calls) -> str:
-    """HTML that loads nothing: shares by dtype, and folded the first screen and the calls."""
-    by_dtype = [[dtype, f"{share['flops']:.1%}", f"{share['bytes']:.1%}"] for dtype, share in shares.items()]
-    by_op = [[op, *(str(row[column] or "") for column in columns)] for op, row in calls]
-    return (
-        '<div style="font-family:monospace">'
-        + _html_table(title, ["dtype", "FLOPs", "bytes of results"], by_dtype)
-        + f"<details><summary>the report</summary><pre>{escape(first)}</pre></details>"
-        + "<details><summary>calls by op and dtype</summary>"
-        + _html_table("", ["op", *columns], by_op)
-        + "</details></div>"
-    )
-
-
-def _html_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [f"<th>{'</th><th>'.join(map(escape, columns))}</th>"]
-    cells += [f"<td>{'</td><td>'.join(map(escape, row))}</td>" for row in rows]
-    look = "text-align:left;white-space:nowrap"
-    title = f'<caption style="{look}">{escape(caption)}</caption>' if caption else ""
-    return f"<table>{title}{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def _columns() -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.cli.entry import main
+from amp_fx.cli import main
 from amp_fx.reports.report import Report
 from amp_fx.targets import find_target
 from amp_fx.viz.model import drawing

@@ -19,7 +19,7 @@ from torch import nn
 
 import amp_fx
 from amp_fx import Report
-from amp_fx.cli.entry import main
+from amp_fx.cli import main
 from amp_fx.cli.inputs import literal, paint
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.targets import TARGETS

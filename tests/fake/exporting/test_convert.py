@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 
 import amp_fx
 from amp_fx import AmpFxError, CaptureError, InputError, OptionsError, Plan
-from amp_fx.cli.entry import main
+from amp_fx.cli import main
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.sensitivity import Sensitivity
 from graphs import rewrite

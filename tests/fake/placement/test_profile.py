@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from amp_fx._torch import FakeTensorMode
-from amp_fx.cli.entry import main
+from amp_fx.cli import main
 from amp_fx.placement import devices as tables
 from amp_fx.placement import measuring
 from amp_fx.placement.devices import builtin, cuda_profile, resolve
