@@ -44,11 +44,8 @@ class Drawable(Protocol):
     sensitivities: dict[str, dict[str, float | None]]
     #: what that is: a key of :data:`amp_fx.viz.style.MEASURED`
     measured: str
-
-    @property
-    def modules(self) -> Sequence[ModuleCasts]:
-        """Casts by module, of what is compared."""
-        ...
+    #: casts by module, of what is compared
+    modules: list[ModuleCasts]
 
     def compared(self) -> Mapping[str, Cost]:
         """Costs by name, of amp_fx first."""
@@ -152,9 +149,11 @@ class _Builder:
         if alone:
             # a box around a single call says no more than its name does
             path, label = path[:-1], f"{path[-1]}: {row.op}"
-        value = row.name, label, "call", self._group(path), _dtype(row), row.shape, row.bytes, because(row)
         op_class = "user" if row.is_because(Kind.RULE) else row.op_class.value
-        node = Node(*value, op_class, row.module_path, row.op, row.source, row.flops)
+        node = Node(
+            row.name, label, "call", self._group(path), _dtype(row), row.shape, row.bytes, because(row),
+            op_class, row.module_path, row.op, row.source, row.flops,
+        )  # fmt: skip
         if self.earlier is not None:
             before = self.earlier.dtypes.get(self.names[id(row)], "new")
             node.was = before if before != node.dtype else ""
@@ -185,10 +184,10 @@ class _Builder:
         match = _GIVEN.search(given.copy_of or given.name)
         label = match.group(1) if match else given.name
         home = self.graph.nodes[reader].group
-        if given.copy_of and given.dtype is torch.float32:
-            return self._add_value(given, "parameter", f"{label} scales", home, "scales of a copy")
         if given.copy_of:
-            return self._add_value(given, "parameter", label, home, "a low copy, kept across calls")
+            scales = given.dtype is torch.float32
+            reason = "scales of a copy" if scales else "a low copy, kept across calls"
+            return self._add_value(given, "parameter", f"{label} scales" if scales else label, home, reason)
         is_gradient = given.name.startswith("tangents")
         if not given.parameter and self._is_backward and not is_gradient:
             return self._add_value(given, "input", "saved value", home, "saved by the forward")

@@ -10,18 +10,8 @@ from amp_fx.plans.plan import CastPlan, Cost
 from amp_fx.viz.graph import Drawing, Graph, Group, Marked, Node
 from amp_fx.viz.words import short_dtype
 
-__all__ = ["CLASSES", "COLOURS", "DTYPES", "HEAT", "MEASURED", "Border", "Face"]
-__all__ += [
-    "cast_lines",
-    "cost_text",
-    "group_face",
-    "is_hot",
-    "kernel_bytes",
-    "legend",
-    "measured",
-    "node_face",
-]
-__all__ += ["per_cent", "size"]
+__all__ = ["CLASSES", "COLOURS", "DTYPES", "HEAT", "MEASURED", "Border", "Face", "cast_lines", "cost_text"]
+__all__ += ["group_face", "is_hot", "kernel_bytes", "legend", "measured", "node_face", "per_cent", "size"]
 
 #: name -> in a light window, in a dark one. The first are fills by compute dtype: low precision is dark, fp32 light, so
 #: that they differ in print, too; ``on-`` is text on these. Casts to a narrower and to a wider dtype are Okabe-Ito's

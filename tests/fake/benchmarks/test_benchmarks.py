@@ -32,21 +32,16 @@ def scaled(factor: float) -> tuple[float, ...]:
 # --- statistics ---
 
 
-def test_the_quartiles_of_five_values_are_three_of_them() -> None:
-    assert (spread([5, 1, 4, 2, 3]).low, spread([5, 1, 4, 2, 3]).median) == (2, 3)
-    assert spread([5, 1, 4, 2, 3]).high == 4
+def test_ratios_are_quartiles_over_the_rounds_that_both_arms_have() -> None:
+    found = spread([5, 1, 4, 2, 3])
+    assert (found.low, found.median, found.high) == (2, 3, 4)
     assert spread([7]).low == spread([7]).high == 7
-    assert math.isnan(spread([]).median)
-
-
-def test_a_drift_that_all_arms_share_leaves_the_ratio_alone() -> None:
+    # a drift that all arms share leaves the ratio alone
     drifting = (1.0, 2.0, 4.0, 8.0)
     rows = [row("autocast", drifting), row("amp_fx", tuple(0.5 * time for time in drifting))]
     found = relative(rows, "amp_fx")
     assert (found.low, found.median, found.high) == (0.5, 0.5, 0.5)
-
-
-def test_an_arm_that_stopped_early_is_compared_over_the_rounds_it_has() -> None:
+    # one has stopped early, and one at once
     rows = [row("autocast", (1.0, 1.0, 100.0)), row("amp_fx", (2.0, 2.0)), row("fp32", ())]
     assert relative(rows, "amp_fx").high == 2
     assert math.isnan(relative(rows, "fp32").median)
@@ -98,21 +93,14 @@ def test_a_page_without_a_place_for_a_section_is_refused() -> None:
         page.written("<!-- errors:begin --><!-- errors:end -->", {"errors": "", "speed": ""})
 
 
-def test_the_section_names_ratios_and_where_they_are_from() -> None:
-    rows = [row("autocast", QUIET), row("amp_fx", scaled(0.5)), row("fp32", scaled(2))]
-    text = page.speed(WHERE, rows)
+def test_sections_have_ratios_how_compiling_grows_and_no_case_that_was_cut_short() -> None:
+    text = page.speed(WHERE, [row("autocast", QUIET), row("amp_fx", scaled(0.5)), row("fp32", scaled(2))])
     assert "toy" in text
     assert "| mlp | 1000.0 | 2.00 | 0.50 |" in text
-
-
-def test_the_page_says_how_compiling_grows_with_depth() -> None:
     autocast = TimingRow("depth_layers6", "depth", "training", "autocast", {"layers": 6}, QUIET, 10.0)
     text = page.speed(WHERE, [autocast, replace(autocast, arm="off", compile_cold=12.0)])
     assert re.search(r"\b6 layers\b.*\b10 s\b.*\b1\.20 times", text)
     assert "Training:" not in text
-
-
-def test_a_case_that_time_cut_short_is_not_on_the_page() -> None:
     rows = [row("autocast", QUIET, notes=("time was up before round 6",)), row("amp_fx", QUIET)]
     assert "| mlp" not in page.speed(WHERE, rows)
 

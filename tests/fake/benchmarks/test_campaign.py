@@ -26,32 +26,21 @@ def two_steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return found
 
 
-def test_each_step_leaves_its_file_and_what_is_missing_is_said(
+def test_steps_leave_files_in_time_and_a_second_call_does_what_is_left(
     two_steps: list[Step], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "first.txt").read_text() == "one"
-    assert (tmp_path / "second.txt").read_text() == "two"
-    said = capsys.readouterr().out
-    assert "third.txt: skipped, as there is no no_such_package" in said
-    assert "fourth.txt: failed with code 3" in said
-
-
-def test_a_second_call_does_only_what_is_left(
-    two_steps: list[Step], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "first.txt").write_text("from an earlier call")
-    main(["--device", "cpu", "--out", str(tmp_path)])
-    assert (tmp_path / "first.txt").read_text() == "from an earlier call"
-    assert "first.txt" not in capsys.readouterr().out
-
-
-def test_no_step_is_begun_late(
-    two_steps: list[Step], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["--device", "cpu", "--out", str(tmp_path), "--minutes", "0"])
+    call = ["--device", "cpu", "--out", str(tmp_path)]
+    assert main([*call, "--minutes", "0"]) == 0
     assert not list(tmp_path.glob("*.txt"))
     assert "3 steps are left: run it again" in capsys.readouterr().out
+    (tmp_path / "first.txt").write_text("from an earlier call")
+    assert main(call) == 0
+    assert (tmp_path / "first.txt").read_text() == "from an earlier call"
+    assert (tmp_path / "second.txt").read_text() == "two"
+    said = capsys.readouterr().out
+    assert "first.txt" not in said
+    assert "third.txt: skipped, as there is no no_such_package" in said
+    assert "fourth.txt: failed with code 3" in said
 
 
 def test_a_step_that_takes_too_long_is_ended_and_leaves_no_file(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from benchmarks import counts
 from benchmarks.arms import ARMS
 from benchmarks.counts import Counter, Counts, Row, counting
 from benchmarks.workloads import Workload
+from small_models import Parts
 
 ROWS, INNER, COLUMNS = 64, 32, 16
 #: elements of the operands and of the result of the product that most tests use
@@ -80,66 +81,50 @@ def test_a_fused_cast_is_a_conversion_and_no_cast() -> None:
     )
 
 
-def test_inputs_and_their_views_are_not_saved_bytes() -> None:
-    x = torch.randn(ROWS, INNER, requires_grad=True)
-    counter = run(lambda x: F.gelu(x[: ROWS // 2].view(-1)).sin(), x)
-    assert [kind for kind, _ in counter.graphs] == ["forward", "backward"]
-    assert counter.total.saved_bytes == 0
+def gated(x: Tensor, w: Tensor) -> Tensor:
+    first, second = (x @ w).chunk(2, dim=-1)
+    return first.sin() * second
 
 
-@pytest.mark.parametrize(("function", "itemsize"), [(F.gelu, FP32), (F.relu, 1)])
-def test_an_activation_saves_its_input_or_a_mask(function: Callable[[Tensor], Tensor], itemsize: int) -> None:
+def broken(x: Tensor, w: Tensor) -> Tensor:
+    y = F.gelu(x @ w)
+    torch._dynamo.graph_break()
+    return F.gelu(y @ w.t())
+
+
+@pytest.mark.parametrize(
+    ("function", "autocast", "saved", "products"),
+    [
+        (lambda x, w: F.gelu(x @ w), False, RESULT * FP32, (1, 2)),
+        # a mask
+        (lambda x, w: F.relu(x @ w), False, RESULT, (1, 2)),
+        # the narrowed operands
+        (product, True, (LEFT + RIGHT) * BF16, (1, 2)),
+        # one storage, twice
+        (gated, False, RESULT * FP32, (1, 2)),
+        # inputs and their views are there anyway
+        (lambda x, w: F.gelu(x[: ROWS // 2].view(-1)).sin(), False, 0, (0, 0)),
+        # the second graph gets y as an input
+        (broken, False, (ROWS * COLUMNS + ROWS * INNER) * FP32, (2, 4)),
+    ],
+    ids=["gelu", "relu", "autocast", "chunks", "views", "break"],
+)
+def test_saved_bytes_are_what_the_backward_reads_and_inputs_are_not(
+    function: Callable[..., Tensor], autocast: bool, saved: int, products: tuple[int, int]
+) -> None:
     x, w = operands(requires_grad=True)
-    counter = run(lambda x, w: function(x @ w), x, w)
-    assert counter.total.saved_bytes == RESULT * itemsize
-    assert [kind for kind, _ in counter.graphs] == ["forward", "backward"]
-    assert counter.forward.extern_kernels == 1
-    assert counter.backward.extern_kernels == 2
-
-
-def test_under_autocast_the_narrowed_operands_are_saved() -> None:
-    counter = run(product, *operands(requires_grad=True), autocast=True)
-    assert counter.total.saved_bytes == (LEFT + RIGHT) * BF16
-
-
-def test_a_storage_that_is_saved_twice_counts_once() -> None:
-    def gated(x: Tensor, w: Tensor) -> Tensor:
-        first, second = (x @ w).chunk(2, dim=-1)
-        return first.sin() * second
-
-    counter = run(gated, *operands(requires_grad=True))
-    assert counter.total.saved_bytes == RESULT * FP32
+    counter = run(function, x, w, autocast=autocast)
+    assert counter.total.saved_bytes == saved
+    assert {kind for kind, _ in counter.graphs} == {"forward", "backward"}
+    assert (counter.forward.extern_kernels, counter.backward.extern_kernels) == products
+    if not autocast:
+        # what is counted still computes
+        (expected,) = torch.autograd.grad(function(x, w).sum(), x)
+        torch.testing.assert_close(x.grad, expected)
 
 
 def test_a_constant_in_the_graph_survives() -> None:
-    def shifted(x: Tensor) -> Tensor:
-        y = x.clone()
-        y[:, 0] = 3
-        return y.sin()
-
-    assert run(shifted, torch.randn(8, 8)).total.generated_kernels == 1
-
-
-def test_a_graph_break_adds_up() -> None:
-    def broken(x: Tensor, w: Tensor) -> Tensor:
-        y = F.gelu(x @ w)
-        torch._dynamo.graph_break()
-        return F.gelu(y @ w.t())
-
-    counter = run(broken, *operands(requires_grad=True))
-    assert [kind for kind, _ in counter.graphs].count("forward") == 2
-    assert counter.forward.extern_kernels == 2
-    # the second graph gets y as an input
-    assert counter.total.saved_bytes == (ROWS * COLUMNS + ROWS * INNER) * FP32
-
-
-def test_what_is_counted_still_computes() -> None:
-    x, w = operands(requires_grad=True)
-    run(lambda x, w: F.gelu(x @ w), x, w)
-    got = x.grad
-    x.grad = None
-    F.gelu(x @ w).sum().backward()
-    torch.testing.assert_close(got, x.grad)
+    assert run(lambda x: x.sin() * torch.tensor([3.0, 4.0]), torch.randn(8, 2)).total.generated_kernels == 1
 
 
 def test_nothing_stays_replaced() -> None:
@@ -150,35 +135,19 @@ def test_nothing_stays_replaced() -> None:
     assert (compile_fx.compile_fx, config.force_disable_caches) == before
 
 
-def test_counts_do_not_depend_on_the_run() -> None:
-    workload = Workload("tiny", _Tiny(), {"x": torch.randn(8, 16)})
+def test_a_workload_is_counted_in_each_arm() -> None:
+    model = Parts(lambda m, x: m.linear(x).square().mean(), linear=nn.Linear(16, 16))
+    workload = Workload("tiny", model, {"x": torch.randn(8, 16)})
     rows = [counts.count(workload, ARMS["autocast"], "training")[0] for _ in range(2)]
     assert rows[0] == rows[1]
     assert rows[0].total.casts > 0
-    assert all(parameter.grad is None for parameter in workload.model.parameters())
-
-
-class _Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).square().mean()
-
-
-def test_the_whole_model_arm_is_in_bf16() -> None:
-    workload = Workload("tiny", _Tiny(), {"x": torch.randn(8, 16)})
+    assert all(parameter.grad is None for parameter in model.parameters())
     _, counter = counts.count(workload, ARMS["bf16"], "inference")
     inputs = counter.graphs[0][1].before.graph.find_nodes(op="placeholder")
     assert {node.meta["val"].dtype for node in inputs} == {torch.bfloat16}
-
-
-def test_one_graph_is_counted_where_amp_fx_compiles_one_per_mode() -> None:
-    workload = Workload("tiny", _Tiny(), {"x": torch.randn(8, 16)})
+    # amp_fx compiles one graph for each mode; the input, the weight and the bias are narrowed in it
     row, counter = counts.count(workload, ARMS["off"], "inference")
     assert len(counter.graphs) == 1
-    # the input, the weight and the bias are narrowed in it
     assert row.total.conversions >= 3
 
 
