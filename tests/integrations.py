@@ -1,28 +1,18 @@
-"""What the tests of other libraries share, and the table "library, version, what works" of docs/integrations.md.
-
-    python tests/integrations.py --write
-
-The command runs the tests, with the libraries that are installed, and writes the table with their versions. Without
-``--write`` it prints it. A test that fails ends the command; what is skipped is in the table as not tested.
-"""
+"""What the tests of other libraries share, and which of them shows what docs/integrations.md says works."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import amp_fx
 
-__all__ = ["CLAIMS", "DOCUMENT", "FOLDER", "INF", "batches", "low", "moved", "table", "weights", "with_table"]
+__all__ = ["CLAIMS", "DOCUMENT", "FOLDER", "INF", "batches", "low", "moved", "weights"]
 
 INF = float("inf")
 
@@ -49,8 +39,6 @@ def low(recording: amp_fx.Recording) -> set[torch.dtype | None]:
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "integrations.md"
 FOLDER = Path(__file__).parent / "cpu" / "integrations"
-
-START, END = "<!-- works: start -->", "<!-- works: end -->"
 
 #: library -> what works -> file and function of the test that shows it
 CLAIMS: dict[str, dict[str, str]] = {
@@ -115,62 +103,3 @@ CLAIMS: dict[str, dict[str, str]] = {
     "timm": {"`NativeScaler`, fp16": "test_recipes.py::test_timms_native_scaler_skips_a_bad_step"},
     "torchtitan": {"the `compile` section": "test_recipes.py::test_torchtitan_compiles_the_blocks"},
 }
-
-
-class _Outcomes:
-    """A pytest plugin: what became of each test, parameters together."""
-
-    def __init__(self) -> None:
-        self.skipped: dict[str, bool] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.partition("[")[0].rpartition("/")[2]
-        if report.when == "call" or report.skipped:
-            self.skipped[name] = report.skipped
-
-
-def table(skipped: Mapping[str, bool]) -> list[str]:
-    """The lines of the table; ``skipped`` says of each file and function whether its test was."""
-    lines = ["| library | version | what works | shown by |", "|---|---|---|---|"]
-    for library, claims in CLAIMS.items():
-        what = "; ".join(claim + " (not tested here)" * skipped[test] for claim, test in claims.items())
-        files = ", ".join(
-            f"`{file}`" for file in sorted({test.partition("::")[0] for test in claims.values()})
-        )
-        lines.append(f"| {library} | {_version(library)} | {what} | {files} |")
-    return lines
-
-
-def with_table(text: str, lines: Sequence[str]) -> str:
-    """A document with the table in its place."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return "\n".join([before + START, *lines, END + after])
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "-"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
-    arguments = parser.parse_args(argv)
-    tests = sorted({str(FOLDER / test) for claims in CLAIMS.values() for test in claims.values()})
-    outcomes = _Outcomes()
-    if pytest.main(["-q", "-n", "0", *tests], plugins=[outcomes]) != pytest.ExitCode.OK:
-        print("a test failed: no table", file=sys.stderr)
-        return 1
-    lines = table(outcomes.skipped)
-    if arguments.write:
-        DOCUMENT.write_text(with_table(DOCUMENT.read_text(encoding="utf-8"), lines), encoding="utf-8")
-    else:
-        print("\n".join(lines))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

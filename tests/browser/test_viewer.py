@@ -130,20 +130,6 @@ def test_the_first_view_is_that_of_the_other_writers(viewer: Viewer, phase: int)
     assert drawn == {(tail, head) for tail, head in edges if tail != head}
 
 
-def test_the_page_says_policy_totals_legend_and_folds(viewer: Viewer) -> None:
-    viewer.show(blocks(12, policy="fast"))
-    page = viewer.find("aside").text
-    for text in (
-        "policy: fast",
-        "50 casts, 4.8 kB",
-        "computes in bf16",
-        "low: on the low-precision list",
-        "cast to a wider dtype",
-    ):
-        assert text.replace("\n", " ") in page.replace("\n", " "), text
-    assert viewer.named("layers.11 \N{MULTIPLICATION SIGN}12").text
-
-
 def test_a_module_opens_on_click_and_closes_on_its_name(viewer: Viewer) -> None:
     viewer.show(blocks(3))
     before = viewer.boxes()
@@ -209,10 +195,6 @@ def test_the_hint_beside_the_pointer_does_not_repeat_the_panel(viewer: Viewer) -
     assert viewer.hover(viewer.named("head")) == ""
     assert "2 casts inside" in viewer.named("layers.0").text
     assert "casts inside: fp32 \N{RIGHTWARDS ARROW} bf16" in viewer.hover(viewer.named("layers.0"))
-
-
-def test_hovering_over_a_cast_tells_direction_and_bytes(viewer: Viewer) -> None:
-    viewer.show(blocks(3))
     label = viewer.all(".edge.cast rect")[-1]
     assert "cast_out: bf16 \N{RIGHTWARDS ARROW} fp32, 96 B" in viewer.hover(label)
 
@@ -262,15 +244,6 @@ def test_a_report_without_graphs_shows_an_empty_page(viewer: Viewer) -> None:
     viewer.show(Report(title="nothing"))
     assert viewer.find("#title").text == "nothing"
     assert viewer.boxes() == {}
-
-
-def test_the_screenshot_is_a_picture(viewer: Viewer) -> None:
-    viewer.show(blocks(3))
-    image = Image.open(BytesIO(viewer.driver.get_screenshot_as_png())).convert("RGB")
-    counts = {colour: count for count, colour in image.getcolors(maxcolors=1 << 20) or []}
-    for colour, _ in (COLOURS["bfloat16"], COLOURS["float32"], COLOURS["lower"]):
-        assert counts.get(ImageColor.getrgb(colour), 0) > 50, colour
-    assert counts[255, 255, 255] < 0.98 * image.width * image.height
 
 
 def test_a_graph_of_5000_nodes_is_searched_and_opened_in_parts(viewer: Viewer) -> None:
@@ -402,9 +375,11 @@ def _window_after(browser: Viewer) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_window_after")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("width", "height"), [(1600, 1100), (1000, 700), (400, 800)])
-def test_every_window_shows_the_sentence_and_the_picture(
+@pytest.mark.parametrize(
+    ("width", "height", "scheme"),
+    [(1600, 1100, "light"), (1000, 700, "dark"), (400, 800, "light"), (400, 800, "dark")],
+)
+def test_every_window_shows_the_sentence_and_the_picture_in_its_colours(
     viewer: Viewer, width: int, height: int, scheme: str
 ) -> None:
     window(viewer, width, height, scheme)
@@ -418,38 +393,13 @@ def test_every_window_shows_the_sentence_and_the_picture(
     assert picture["height"] > 0.5 * height
     wider = "return document.documentElement.scrollWidth > innerWidth"
     assert not viewer.driver.execute_script(wider)
-    image = Image.open(BytesIO(viewer.driver.get_screenshot_as_png())).convert("L")
+    image = Image.open(BytesIO(viewer.driver.get_screenshot_as_png())).convert("RGB")
     # most of a page is paper
-    assert sorted(image.resize((60, 60)).tobytes())[1800] > 200 if scheme == "light" else True
-    assert sorted(image.resize((60, 60)).tobytes())[1800] < 60 if scheme == "dark" else True
-
-
-@pytest.mark.usefixtures("_window_after")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_on_boxes_can_be_read(viewer: Viewer, scheme: str) -> None:
-    window(viewer, 1400, 1000, scheme)
-    viewer.show(blocks(2, odd=[1]))
-    deepest(viewer)
-    script = """
-      const of = (e) => getComputedStyle(e).fill.match(/[\\d.]+/g).slice(0, 3).map(Number);
-      const boxes = [...document.querySelectorAll('#scene .box')];
-      return boxes.map((b) => [of(b.querySelector('.face')), of(b.querySelector('text'))]);
-    """
-    found = viewer.driver.execute_script(script)
-    assert len(found) > 8
-    assert all(contrast(fill, ink) > 4.5 for fill, ink in found)
-
-
-def contrast(one: list[float], other: list[float]) -> float:
-    """The ratio of the Web Content Accessibility Guidelines, 1 to 21."""
-
-    def luminance(colour: list[float]) -> float:
-        parts = [c / 255 for c in colour]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
+    paper = sorted(image.convert("L").resize((60, 60)).tobytes())[1800]
+    assert paper > 200 if scheme == "light" else paper < 60
+    counts = {colour: count for count, colour in image.getcolors(maxcolors=1 << 20) or []}
+    for name in ("float32", "lower"):
+        assert counts.get(ImageColor.getrgb(COLOURS[name][scheme == "dark"]), 0) > 50, name
 
 
 #: the open modules of a name: where they are on the screen
@@ -461,8 +411,7 @@ FRAMES = """
 
 
 @pytest.mark.usefixtures("_window_after")
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize(("phase", "width"), [(0, 1280), (1, 400)])
 def test_modules_stand_below_each_other_at_a_size_that_can_be_read(
     viewer: Viewer, phase: int, width: int
 ) -> None:

@@ -65,15 +65,12 @@ def test_a_mode_becomes_options(by_environment: bool, monkeypatch: pytest.Monkey
     torch.compile(UpDown(), **kwargs)
 
 
-def test_bad_options_are_errors_before_anything_is_compiled() -> None:
-    with pytest.raises(amp_fx.OptionsError, match=r"'polcy'.*'policy'"):
-        AmpFxPlugin(options={"polcy": "fast"})
-
-
-def test_the_plugin_is_plain_data() -> None:
+def test_the_plugin_is_plain_data_and_bad_options_are_errors_before_anything_is_compiled() -> None:
     plugin = AmpFxPlugin(options=FP16, dynamic=True)
     for twin in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
         assert twin.to_kwargs() == plugin.to_kwargs()
+    with pytest.raises(amp_fx.OptionsError, match=r"'polcy'.*'policy'"):
+        AmpFxPlugin(options={"polcy": "fast"})
 
 
 def test_regional_compilation_compiles_the_repeated_blocks() -> None:
@@ -136,6 +133,7 @@ def test_gradients_are_true_to_scale_and_clipped_as_in_fp32() -> None:
     plain = copy.deepcopy(own)
     model: Any = accelerator.prepare(own)
     x = torch.randn(4, 8)
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is own
     accelerator.backward(model(x).square().mean())
     norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
     plain(x).square().mean().backward()
@@ -184,9 +182,3 @@ def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
     assert again.scaler.state_dict() == state
     optimizer.step()
     assert not again.optimizer_step_was_skipped
-
-
-def test_the_unwrapped_model_is_the_model() -> None:
-    own = UpDown()
-    accelerator = fp16()
-    assert accelerator.unwrap_model(accelerator.prepare(own), keep_torch_compile=False) is own

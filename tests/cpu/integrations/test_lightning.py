@@ -100,57 +100,40 @@ def test_a_module_that_is_compiled_already_stays_as_it_is(lit: Any, tmp_path: Pa
     assert plugin.scaler.get_scale() == 64.0
 
 
-def test_what_calls_itself_is_one_graph_and_stays_out_of_checkpoints(lit: Any, tmp_path: Path) -> None:
-    class CallsItself(lit.LitNet):
+@pytest.mark.parametrize(
+    ("parts", "step", "graphs"),
+    [
+        # itself: one graph
+        ({"net": UpDown}, lambda m, x: m(x), 1),
+        # modules of torch itself: nn.Sequential(...).compile() compiles nothing
+        (
+            {"net": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()), "head": lambda: nn.Linear(8, 8)},
+            lambda m, x: m.head(m.net(x)),
+            2,
+        ),
+        ({"net": lambda: nn.ModuleList([UpDown()])}, lambda m, x: m.net[0](x), 1),
+    ],
+    ids=["itself", "of torch", "in a list"],
+)
+def test_what_a_step_calls_is_compiled_and_stays_out_of_checkpoints(
+    lit: Any, tmp_path: Path, parts: dict[str, Any], step: Any, graphs: int
+) -> None:
+    class Net(lit.LitNet):
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self(batch).square().mean()
+            return step(self, batch).square().mean()
 
-    model, plugin = CallsItself(), lit.fp16()
+    model, plugin = Net(), lit.fp16()
+    for name, make in parts.items():
+        model.add_module(name, make())
+    keys = list(model.state_dict())
     with amp_fx.record() as recording:
         lit.trainer(tmp_path, plugins=[plugin]).fit(model, lit.batches(0))
-    assert len(recording.plans) == 1
+    assert len(recording.plans) == graphs
     assert plugin.scaler.get_scale() == 64.0
-
-
-def test_modules_of_torch_itself_are_compiled(lit: Any, tmp_path: Path) -> None:
-    # Dynamo skips functions of torch: nn.Sequential(...).compile() compiles nothing
-    class OfTorch(lit.LitNet):
-        def __init__(self) -> None:
-            super().__init__(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
-            self.head = nn.Linear(8, 8)
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.head(self.net(batch)).square().mean()
-
-    model, plugin = OfTorch(), lit.fp16()
-    with amp_fx.record() as recording:
-        lit.trainer(tmp_path, plugins=[plugin]).fit(model, lit.batches(0))
-    assert len(recording.plans) == 2
-    assert plugin.scaler.get_scale() == 64.0
-    assert list(copy.deepcopy(model).state_dict()) == [
-        "net.0.weight",
-        "net.0.bias",
-        "head.weight",
-        "head.bias",
-    ]
-
-
-def test_modules_in_lists_are_compiled(lit: Any, tmp_path: Path) -> None:
-    class InList(lit.LitNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nets = nn.ModuleList([self.net])
-            del self.net
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.nets[0](batch).square().mean()
-
-    plugin = lit.fp16()
-    lit.trainer(tmp_path, plugins=[plugin]).fit(InList(), lit.batches(0))
-    assert plugin.scaler.get_scale() == 64.0
+    assert list(copy.deepcopy(model).state_dict()) == keys
 
 
 def test_the_default_scaler_is_ours(lit: Any) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import counts
 from benchmarks.arms import ARMS
 from benchmarks.counts import Counter, Counts, Row, counting
 from benchmarks.workloads import Workload
-from small_models import Parts
+from small_models import UpDown
 
 ROWS, INNER, COLUMNS = 64, 32, 16
 #: elements of the operands and of the result of the product that most tests use
@@ -136,8 +136,8 @@ def test_nothing_stays_replaced() -> None:
 
 
 def test_a_workload_is_counted_in_each_arm() -> None:
-    model = Parts(lambda m, x: m.linear(x).square().mean(), linear=nn.Linear(16, 16))
-    workload = Workload("tiny", model, {"x": torch.randn(8, 16)})
+    model = UpDown(16, 16, out=1)
+    workload = Workload("tiny", model, {"x": torch.randn(1, 16)})
     rows = [counts.count(workload, ARMS["autocast"], "training")[0] for _ in range(2)]
     assert rows[0] == rows[1]
     assert rows[0].total.casts > 0
@@ -145,7 +145,7 @@ def test_a_workload_is_counted_in_each_arm() -> None:
     _, counter = counts.count(workload, ARMS["bf16"], "inference")
     inputs = counter.graphs[0][1].before.graph.find_nodes(op="placeholder")
     assert {node.meta["val"].dtype for node in inputs} == {torch.bfloat16}
-    # amp_fx compiles one graph for each mode; the input, the weight and the bias are narrowed in it
+    # amp_fx compiles one graph for each mode; the input, weights and biases are narrowed in it
     row, counter = counts.count(workload, ARMS["off"], "inference")
     assert len(counter.graphs) == 1
     assert row.total.conversions >= 3

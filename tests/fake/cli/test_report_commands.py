@@ -191,6 +191,8 @@ def test_explain_and_diff_count_the_casts_of_a_report_alike(
         ("no_such_module:build", "'no_such_module'"),
         ("user_models:buidl", "'build'"),
         ("user_models:wrong", "(model, args)"),
+        # a path of a module is taken as its name
+        ("user_models.py:nothing", "no callable 'nothing'"),
         ("none.pt2", "'none.pt2'"),
         ("user_models.py.pt2", "torch.export.save"),
         ("none.json", "'none.json'"),
@@ -203,31 +205,31 @@ def test_a_model_that_is_not_there_is_told_in_one_line(
 ) -> None:
     (tmp_path / "user_models.py.pt2").write_text("no archive")
     assert named in error_of(capsys, "explain", model)
-
-
-def test_bad_options_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'policy'" in error_of(capsys, "explain", "user_models:build", "--options", '{"polcy": 1}')
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("argv", "named"),
     [
-        [],
-        ["explain"],
-        ["diff", "a.json"],
-        ["nonsense"],
-        ["explain", "m:f", "--options", "3"],
-        ["explain", "m:f", "-x"],
-        ["profile", "--seconds", "0"],
-        ["profile", "--seconds", "x"],
-        ["profile", "--device", "tpu"],
+        ("", "COMMAND"),
+        ("explain", "MODEL"),
+        ("diff a.json", "AFTER"),
+        ("nonsense", "'nonsense'"),
+        ("exlpain m:f", "'explain'"),
+        ("explain m:f --options 3", "'3'"),
+        ("explain m:f -x", "-x"),
+        ("profile --seconds 0", "positive"),
+        ("profile --seconds x", "'x'"),
+        ("profile --device tpu", "'tpu'"),
     ],
 )
-def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2(argv: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
-        main(argv)
+        main(argv.split())
     assert exit.value.code == 2
-    assert "usage: " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "usage: " in error
+    assert named in error
 
 
 @pytest.mark.parametrize("command", ["explain", "draw", "histogram", "diff"])
@@ -319,28 +321,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert "user_models" not in sys.modules
 
 
-def test_every_target_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_targets_have_a_line_each_and_profiles_that_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["targets"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["target", "architecture", "SMs", "memory", "bandwidth", "float32", "bfloat16"]
     assert [line.split()[0] for line in lines] == list(TARGETS)
     assert any("cuda:h100" in line and "sm_90" in line and "3350 GB/s" in line for line in lines)
-
-
-def test_json_of_targets_has_profiles_that_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["targets", "--json"]) == 0
     for row in json.loads(capsys.readouterr().out):
         assert DeviceProfile.from_dict(row["profile"]) == TARGETS[row["name"]].profile
-
-
-def test_a_path_of_a_module_is_taken_as_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no callable 'nothing'" in error_of(capsys, "explain", "user_models.py:nothing")
-
-
-def test_a_command_that_is_misspelt_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["exlpain", "user_models:build"])
-    assert "'explain'" in capsys.readouterr().err
 
 
 def test_the_program_finds_modules_in_the_working_directory_and_a_reader_may_have_seen_enough() -> None:

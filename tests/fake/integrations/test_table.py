@@ -29,13 +29,3 @@ def test_the_document_has_every_claim() -> None:
         if not any(cell.removesuffix(" (not tested here)") == what for cell in written[library])
     ]
     assert missing == []
-
-
-def test_a_table_is_put_in_its_place() -> None:
-    text = f"a\n{integrations.START}\nold\n{integrations.END}\nb\n"
-    new = integrations.with_table(text, ["| new |"])
-    assert new == f"a\n{integrations.START}\n| new |\n{integrations.END}\nb\n"
-    skipped = dict.fromkeys((test for _, _, test in CLAIMS), True)
-    text = "\n".join(integrations.table(skipped))
-    assert text.count("(not tested here)") == len(CLAIMS)
-    assert "(not tested here)" not in "\n".join(integrations.table(dict.fromkeys(skipped, False)))

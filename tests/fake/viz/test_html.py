@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from amp_fx.reports.report import Report
-from amp_fx.viz import html
+from amp_fx.viz import html, style
 from amp_fx.viz.model import drawing
 from pictures import NASTY, blocks, compared, nasty
 
@@ -82,10 +82,38 @@ def test_the_licence_of_the_layout_library_is_in_the_page() -> None:
     assert "Permission is hereby granted" in text
 
 
-def test_bars_are_what_casts_move_of_all_that_kernels_move() -> None:
+def test_the_page_says_policy_totals_bars_and_legend() -> None:
+    text = html.render(drawing(blocks(12, policy="fast")))
+    for said in (
+        "policy: fast", "50 casts, 4.8 kB", "computes in bf16", "low: on the low-precision list",
+        "cast to a wider dtype",
+    ):  # fmt: skip
+        assert said in text
     text = html.render(drawing(compared()))
+    # what casts move of all that kernels move
     widths = re.findall(r'class="(casts|rest)" style="width:([\d.]+)%"', text)
     assert widths == [("casts", "6"), ("rest", "91"), ("casts", "9"), ("rest", "91")]
+
+
+@pytest.mark.parametrize("dark", [0, 1])
+def test_text_on_boxes_can_be_read(dark: int) -> None:
+    pairs = [
+        *((name, f"on-{name}") for name in style.DTYPES),
+        *((name, "ink") for name in ("plain", "paper", "tinted")),
+    ]
+    colours = [(style.COLOURS[fill][dark], style.COLOURS[ink][dark]) for fill, ink in pairs]
+    colours += [(fill, style._INK_ON_HEAT) for _, fill in style.HEAT]
+    assert all(contrast(fill, ink) > 4.5 for fill, ink in colours)
+
+
+def contrast(*colours: str) -> float:
+    """The ratio of the Web Content Accessibility Guidelines, 1 to 21."""
+    found = []
+    for colour in colours:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        found.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(found) + 0.05) / (min(found) + 0.05)
 
 
 def test_the_title_is_escaped() -> None:
