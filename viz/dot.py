@@ -117,20 +117,16 @@ class _Picture:
 
 def _look(face: Face) -> dict[str, str]:
     border = CLASSES[face.op_class]
+    # a closed module: white to its tint
+    strength = 0.75 * min(face.share, 1.0) ** 0.5
+    tint = (round(255 - strength * (255 - part)) for part in bytes.fromhex(_LIGHT["tint"][1:]))
     return {
-        "fillcolor": _LIGHT.get(face.fill, face.fill) or _tint(face.share),
+        "fillcolor": _LIGHT.get(face.fill, face.fill) or f"#{''.join(f'{mixed:02x}' for mixed in tint)}",
         "fontcolor": _LIGHT.get(face.ink, face.ink),
         "style": f"filled,{border.dot}",
         "penwidth": str(max(border.width, 3.0) if face.changed else border.width),
         "color": _LIGHT["changed" if face.changed else "border"],
     }
-
-
-def _tint(share: float) -> str:
-    """White to the tint of closed modules."""
-    strength = 0.75 * min(share, 1.0) ** 0.5
-    channels = (int(_LIGHT["tint"][at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(255 + strength * (channel - 255)):02x}" for channel in channels)
 
 
 def _cast_look(casts: Sequence[Marked], dearest: int) -> dict[str, str]:

@@ -60,7 +60,7 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
     """Makes a report's picture; ``against`` an earlier one, it says which dtypes and casts changed."""
     totals = report.compared()
     moved = {name: cost.moved for name, cost in totals.items()}
-    names = _names(report.plans)
+    names = {id(row): key for key, row in keyed(report.plans).items()}
     earlier = None if against is None else _Earlier(against)
     return Drawing(
         title=report.title or "amp_fx",
@@ -75,16 +75,13 @@ def drawing(report: Drawable, against: Drawable | None = None) -> Drawing:
     )
 
 
-def _names(plans: Sequence[Plan]) -> dict[int, _Name]:
-    return {id(row): key for key, row in keyed(plans).items()}
-
-
 class _Earlier:
     """The report that a drawing is compared with: dtypes of calls, and casts by both ends."""
 
     def __init__(self, report: Drawable) -> None:
-        self.dtypes = {key: _dtype(row) for key, row in keyed(report.plans).items()}
-        names = _names(report.plans)
+        rows = keyed(report.plans)
+        self.dtypes = {key: _dtype(row) for key, row in rows.items()}
+        names = {id(row): key for key, row in rows.items()}
         self.casts: dict[tuple[_Name, _Name], list[CastPlan]] = {}
         for plan in report.plans:
             builder = _Builder(plan, names, report)
@@ -207,7 +204,9 @@ class _Builder:
         done = {cast.name for edge in self.graph.edges for cast, _ in edge.casts}
         done |= {cast.value for cast in self._casts.values()}
         for cast in self._casts.values():
-            if cast.name in done or not self._leaves(cast):
+            # what only calls read that are not drawn does not leave
+            aside = cast.users and all(user in self._rows and user not in self._drawn for user in cast.users)
+            if cast.name in done or aside:
                 continue
             producer, _ = self._origin(cast.name)
             row = self._rows.get(producer)
@@ -217,10 +216,6 @@ class _Builder:
             head = self._add_value(given, "result", label, group, "leaves the graph")
             self._add_edge(cast.name, head, ("result", self.plan.phase, self._name(producer)))
 
-    def _leaves(self, cast: CastPlan) -> bool:
-        """False for what only calls read that are not drawn."""
-        return not cast.users or any(user not in self._rows or user in self._drawn for user in cast.users)
-
     def _add_edge(self, name: str, head: int, head_name: _Name) -> None:
         """Draws the value ``name`` on its way to ``head``."""
         producer, on_the_way = self._origin(name)
@@ -228,17 +223,15 @@ class _Builder:
         casts = list(self._marked(on_the_way, ends))
         if producer not in self._drawn:
             given = self._inputs.get(producer)
+            if given is None:
+                return
             # parameters are drawn where they are cast; of what a backward is given, what is cast or new
-            if given is None or not (casts or self._is_shown(given)):
+            is_kept = given.parameter or _BUFFER in given.name
+            if not casts and (is_kept or (self._is_backward and not given.name.startswith("tangents"))):
                 return
             self._drawn[producer] = self._add_input(given, head)
         self.graph.edges.append(Edge(self._drawn[producer], head, casts))
         self.ends.append(ends)
-
-    def _is_shown(self, given: InputPlan) -> bool:
-        if given.parameter or _BUFFER in given.name:
-            return False
-        return not self._is_backward or given.name.startswith("tangents")
 
     def _name(self, producer: str) -> _Name:
         row = self._rows.get(producer)

@@ -24,7 +24,7 @@ from amp_fx._torch import (
     lower_with_inductor,
     op_name,
 )
-from amp_fx.graphs.calls import arguments, module_path, source_line, tensor_nodes
+from amp_fx.graphs.calls import module_path, source_line
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import ambient_regions
@@ -137,31 +137,24 @@ def _backward_plan(graph: _LoweredGraph, forward: Sequence[Plan]) -> Plan:
     return plan
 
 
-def _backward_class(node: fx.Node, dtype: torch.dtype | None, low: torch.dtype | None) -> OpClass:
-    """What a call that no list has decided about does with its arguments."""
-    if dtype is None:
-        return OpClass.KEEP
-    if is_matmul(node):
-        return OpClass.LOW if dtype is low else OpClass.FP32
-    return OpClass.FOLLOW if is_view(node) or _is_move(node) else OpClass.PROMOTE
-
-
 def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Level]) -> Label:
+    """What a call of the backward reads, computes in, and does with its arguments; no list has decided about it."""
     results = [value for value in tensors(node.meta.get("val")) if is_eligible(value)]
-    dtypes = {
-        source.meta["val"].dtype
-        for _, value in arguments(node)
-        for source in tensor_nodes(value)
-        if is_eligible(source.meta.get("val"))
-    }
-    dtype = results[0].dtype if results else None
-    level = _level(node, levels)
-    if level is not None:
-        # the others are scales
-        dtypes = {level.dtype}
-    elif is_matmul(node) and len(dtypes) == 1:
-        # a weight's gradient leaves a 16-bit matmul in fp32
-        (dtype,) = dtypes
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    dtypes = {value.dtype for value in values if is_eligible(value)}
+    dtype, level, op_class = results[0].dtype if results else None, None, OpClass.PROMOTE
+    if is_matmul(node):
+        narrow = {value.dtype for value in values if is_narrow(value)}
+        level = next((level for level in (*levels, *LEVELS.values()) if level.dtype in narrow), None)
+        if level is not None:
+            # the others are scales
+            dtypes = {level.dtype}
+        elif len(dtypes) == 1:
+            # a weight's gradient leaves a 16-bit matmul in fp32
+            (dtype,) = dtypes
+        op_class = OpClass.LOW if dtype is low else OpClass.FP32
+    elif is_view(node) or _is_move(node):
+        op_class = OpClass.FOLLOW
     origin = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
     what = f"gradient of {getattr(origin[-1][1], '__name__', origin[-1][1])}" if origin else "gradient"
     read = ", ".join(sorted(map(dtype_name, dtypes))) or "nothing floating"
@@ -170,7 +163,7 @@ def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Lev
         name=node.name,
         op=op_name(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target)),
         module_path=module_path(node),
-        op_class=_backward_class(node, dtype, low),
+        op_class=OpClass.KEEP if dtype is None else op_class,
         reasons=(Reason.of(Kind.GRADIENT, of=what, dtypes=read),),
         source=source_line(node),
         traced=dtype,
@@ -178,14 +171,6 @@ def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Lev
         dtype=dtype,
         levels={} if level is None else {FORWARD: level.name},
     )
-
-
-def _level(node: fx.Node, levels: Sequence[Level]) -> Level | None:
-    """The level in which a matmul of the backward multiplies, as those of the forward; None where it is low."""
-    read = {value.dtype for source in node.all_input_nodes if is_narrow(value := source.meta.get("val"))}
-    if not is_matmul(node):
-        return None
-    return next((level for level in (*levels, *LEVELS.values()) if level.dtype in read), None)
 
 
 # --- casts of lowered graphs ---
