@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import amp_fx
+from small_models import Parts, UpDown
 
 __all__ = ["APART", "BEFORE", "ELSEWHERE", "FENCE", "NOT_RUN", "ROOT", "SETUPS", "blocks", "pages"]
 
@@ -56,38 +57,20 @@ def blocks(page: Path) -> Iterator[tuple[int, str]]:
             yield text.count("\n", 0, found.start()) + 2, found.group(2)
 
 
-class Net(nn.Module):
-    """Three layers, under names that the docs use."""
+#: inputs of the model
+ROWS: Any = [torch.randn(16) for _ in range(8)]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.norm(self.up(x))))
+#: three layers, under names that the docs use
+Net = functools.partial(UpDown, 16, 32, norm=True, act=F.gelu)
 
 
-class Rows(Dataset[Tensor]):
-    """Eight inputs of the model."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randn(16)
-
-
-class LossNet(nn.Module):
+def loss_net() -> nn.Module:
     """Returns its loss. Blocks of a class of its own, as FSDP2 wants them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Net() for _ in range(2))
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return functools.reduce(lambda x, block: x + block(x), m.blocks, x).square().mean()
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+    return Parts(loss, blocks=nn.ModuleList(Net() for _ in range(2)))
 
 
 def common() -> dict[str, Any]:
@@ -136,7 +119,7 @@ def recipes() -> dict[str, Any]:
     given = common()
     return {
         **given,
-        "model": LossNet(),
+        "model": loss_net(),
         "loss": given["model"](given["batch"]).sum(),
         "batches": [given["batch"]],
         "generator": Net(),
@@ -151,7 +134,7 @@ def recipes() -> dict[str, Any]:
 
 
 def profiling() -> dict[str, Any]:
-    return {**common(), "model": LossNet()}
+    return {**common(), "model": loss_net()}
 
 
 def scaling() -> dict[str, Any]:
@@ -181,7 +164,7 @@ def integrations() -> dict[str, Any]:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
         def train_dataloader(self) -> Any:
-            return DataLoader(Rows(), batch_size=4)
+            return DataLoader(ROWS, batch_size=4)
 
     class Run:
         """As wandb's."""
@@ -192,7 +175,7 @@ def integrations() -> dict[str, Any]:
     given = common()
     given |= {
         "scaler": amp_fx.GradScaler("cpu"),
-        "loader": DataLoader(Rows(), batch_size=4),
+        "loader": DataLoader(ROWS, batch_size=4),
         "Fabric": Fabric,
         "LitModel": LitModel,
         "data": [{"x": torch.randn(16)}],

@@ -25,17 +25,14 @@ from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import ConvertFrame
 from torch._dynamo.utils import counters
 
+from small_models import UpDown
+
 PACKAGE = Path(__file__).resolve().parents[1] / "amp_fx"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.up(x).relu()))
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return UpDown(16, 32, 8, norm=True)
 
 
 def batch() -> Tensor:
@@ -51,7 +48,7 @@ def gradients(model: nn.Module) -> list[float]:
 
 
 def forward(backend: str) -> list[float]:
-    model, x = Net(), batch()
+    model, x = net(), batch()
     compiled = torch.compile(model, backend=backend)
     with torch.inference_mode():
         modes = [compiled(x).sum().item()]
@@ -60,7 +57,7 @@ def forward(backend: str) -> list[float]:
 
 
 def backward_inside(backend: str) -> list[float]:
-    model = Net()
+    model = net()
 
     def step(x: Tensor) -> Tensor:
         loss = loss_of(model, x)
@@ -72,7 +69,7 @@ def backward_inside(backend: str) -> list[float]:
 
 
 def whole_step(backend: str) -> list[float]:
-    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(x: Tensor) -> Tensor:
@@ -88,7 +85,7 @@ def whole_step(backend: str) -> list[float]:
 
 
 def compiled_optimizer(backend: str) -> list[float]:
-    model = Net()
+    model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = torch.compile(optimizer.step, backend=backend)
     for _ in range(2):
@@ -98,7 +95,7 @@ def compiled_optimizer(backend: str) -> list[float]:
 
 
 def compiled_autograd(backend: str) -> list[float]:
-    model = Net()
+    model = net()
     with torch._dynamo.config.patch(compiled_autograd=True):
         compiled = torch.compile(lambda x: loss_of(model, x).backward(), backend=backend)
         for _ in range(2):
@@ -112,7 +109,7 @@ def distributed(backend: str) -> list[float]:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
-            model = nn.parallel.DistributedDataParallel(Net())
+            model = nn.parallel.DistributedDataParallel(net())
             compiled = torch.compile(model, backend=backend)
             for _ in range(2):
                 loss_of(compiled, batch()).backward()
@@ -122,7 +119,7 @@ def distributed(backend: str) -> list[float]:
 
 
 def swapped(backend: str) -> list[float]:
-    model, other, x = Net(), Net(), batch()
+    model, other, x = net(), net(), batch()
     compiled = torch.compile(model, backend=backend)
     loss_of(compiled, x).backward()
     model.zero_grad()
@@ -138,13 +135,13 @@ def swapped(backend: str) -> list[float]:
 
 
 def exported(_: str) -> list[Any]:
-    model, x = Net(), batch()
+    model, x = net(), batch()
     programs = [torch.export.export(model, (x,), strict=strict) for strict in (False, True)]
     return [part for ep in programs for part in (str(ep.graph), ep.module()(x).sum().item())]
 
 
 def forked(backend: str) -> list[float]:
-    model, x = Net(), batch()
+    model, x = net(), batch()
     compiled = torch.compile(model, backend=backend)
     here = loss_of(compiled, x).item()
     with tempfile.TemporaryDirectory() as folder:
@@ -181,7 +178,7 @@ def use_amp_fx() -> list[str]:
         return convert(self, frame, *args, **kwargs)
 
     options = {"profile": "off", "numerics": "eager", "dtype": "float16"}
-    scaler, trained, kept, x = amp_fx.GradScaler("cpu"), Net(), Net(), batch()
+    scaler, trained, kept, x = amp_fx.GradScaler("cpu"), net(), net(), batch()
     optimizer = torch.optim.AdamW(trained.parameters())
 
     def step(x: Tensor) -> None:
