@@ -14,7 +14,6 @@ from amp_fx.cli.inputs import Loaded, import_callable, literal, load_model, load
 from amp_fx.comparison.comparing import AGAINST
 from amp_fx.errors import AmpFxError
 from amp_fx.reports.report import SUFFIXES, Report, check_suffix
-from amp_fx.reports.step import NoLossError
 
 __all__ = ["add_command", "add_to"]
 
@@ -141,17 +140,7 @@ def histogram(args: argparse.Namespace) -> None:
     writable(args.output)
     loaded = _load(args.model)
     loss = import_callable(args.loss) if args.loss else None
-    try:
-        found = amp_fx.histogram(loaded.model, loaded.batch("histogram"), loss)
-    except NoLossError as error:
-        if args.loss:
-            text = f"--loss {args.loss} must return a tensor with one element; got {error.found}."
-        else:
-            text = (
-                f"no loss: {args.model} returns {error.found}. Name a function that makes a tensor with one element "
-                "of it: --loss package.module:callable."
-            )
-        raise AmpFxError(text) from error
+    found = amp_fx.histogram(loaded.model, loaded.batch("histogram"), loss)
     _print(str(found), found.to_dict(), args.json)
     if args.output:
         say(f"wrote {found.save(args.output)}")

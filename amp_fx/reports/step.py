@@ -23,7 +23,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 from amp_fx._torch import autocast_disabled
 from amp_fx.errors import AmpFxError
 
-__all__ = ["NoLossError", "Results", "Step", "apart", "entry_of", "loss_of", "plain", "relative_error", "untouched"]
+__all__ = ["Results", "Step", "apart", "entry_of", "loss_of", "plain", "relative_error", "untouched"]
 
 #: gradients of parameters by name, or outputs by place: fp32, or fp64 where the model is
 Results = dict[str, Tensor]
@@ -144,24 +144,18 @@ def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> 
     return math.inf if math.isnan(ratio) else ratio
 
 
-class NoLossError(AmpFxError):
-    """There is no loss to differentiate; ``found`` is what there is instead, ``"a tensor of shape (6, 4)"``."""
-
-    def __init__(self, found: str) -> None:
-        self.found = found
-        super().__init__(
-            f"no loss: it should be a tensor with one element, got {found}. Pass loss=lambda outputs: ..., or a model"
-            " that returns its loss."
-        )
-
-
 def loss_of(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     """The loss in what a model returned; AmpFxError where there is none, or it depends on no parameter."""
     value = getattr(result, "loss", result) if loss is None else loss(result)
-    if not isinstance(value, Tensor):
-        raise NoLossError(type(value).__name__)
-    if value.numel() != 1:
-        raise NoLossError(f"a tensor of shape {tuple(value.shape)}")
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = (
+            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        )
+        raise AmpFxError(
+            f"no loss: it should be a tensor with one element, got {found}. Take a model that returns its loss, or pass"
+            " loss, a function that makes it of what the model returns: on the command line, --loss"
+            " package.module:callable."
+        )
     if not value.requires_grad:
         raise AmpFxError("the loss depends on no parameter that requires a gradient.")
     return value

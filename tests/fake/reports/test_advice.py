@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from amp_fx import Plan
 from amp_fx.reports.advice import Advice, advise, layout_advice, scaling_advice, weight_advice
@@ -49,12 +49,9 @@ def test_dimensions_that_are_no_multiple_of_8_are_named_once() -> None:
     assert [row.text.partition(";")[0] for row in rows] == [
         f"*.{name} linear x3: dimension 30 is no multiple of 8" for name in ("up", "down")
     ]
-    assert "dimensions" not in kinds(rewrite(stack(), torch.randn(5, 16)).plan)
-
-
-def test_channels_count_in_convolutions() -> None:
-    plan = rewrite(nn.Sequential(nn.Conv1d(8, 12, 3)), torch.randn(2, 8, 9)).plan
-    (row,) = kinds(plan)["dimensions"]
+    assert not {"dimensions", "torch.func"} & kinds(rewrite(stack(), torch.randn(5, 16)).plan).keys()
+    # of convolutions, channels count
+    (row,) = kinds(rewrite(nn.Sequential(nn.Conv1d(8, 12, 3)), torch.randn(2, 8, 9)).plan)["dimensions"]
     assert ": dimension 12 is no multiple of 8; 16 would run" in row.text
 
 
@@ -131,19 +128,15 @@ def test_training_in_fp16_wants_a_scaler() -> None:
     assert scaling_advice([rewrite(stack(), torch.randn(4, 16)).plan]) == []
 
 
-def test_fallbacks_and_graph_breaks_are_told() -> None:
+def test_fallbacks_graph_breaks_and_what_vmap_leaves_are_told() -> None:
     rows = advise([Plan("0/0", fallback="no trace"), Plan("1/0", graph_break="print [a.py:1]")])
     assert [(row.kind, row.options) for row in rows] == [("fallback", {}), ("graph break", {})]
     assert "no trace" in rows[0].text
     assert "print [a.py:1]" in rows[1].text
-
-
-def test_how_much_vmap_and_torch_func_leave_is_told() -> None:
-    def program(m: Any, x: Tensor) -> Tensor:
-        gradient = torch.func.vmap(torch.func.grad(lambda point: m.net(point).squeeze(-1)))
-        return gradient(m.encoder(x)).square().mean()
-
-    pinn = Parts(program, encoder=nn.Linear(16, 16), net=nn.Linear(16, 1))
+    pinn = Parts(
+        lambda m, x: torch.func.vmap(torch.func.grad(lambda p: m.net(p).squeeze(-1)))(m.encoder(x)).mean(),
+        encoder=nn.Linear(16, 16),
+        net=nn.Linear(16, 1),
+    )
     (row,) = kinds(rewrite(pinn, torch.randn(4, 16)).plan)["torch.func"]
     assert row.text.startswith("1 of 2 matmuls are inside vmap or torch.func (net, ...): left as written")
-    assert "torch.func" not in kinds(rewrite(stack(), torch.randn(4, 16)).plan)

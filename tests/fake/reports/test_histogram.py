@@ -70,12 +70,8 @@ def test_the_loss_scale_is_the_smallest_that_loses_least_and_does_not_overflow(v
             lost[scale] = int(((cast == 0) & (values != 0)).sum())
     best = min(lost.values())
     assert counts.loss_scale() == min(scale for scale, n in lost.items() if n == best)
-
-
-def test_no_scale_helps_a_gradient_that_overflows() -> None:
-    counts = counted(torch.tensor([70000.0, 1e-9]))
-    assert counts.overflows()
-    assert counts.loss_scale() is None
+    # none helps a gradient that overflows
+    assert counted(torch.tensor([70000.0, 1e-9])).loss_scale() is None
 
 
 def net() -> nn.Module:
@@ -144,7 +140,7 @@ def test_batches_and_losses_come_in_several_forms() -> None:
 
 def test_what_is_no_loss_is_refused() -> None:
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
-    with pytest.raises(AmpFxError, match=r"\(3, 4\).*loss="):
+    with pytest.raises(AmpFxError, match=r"\(3, 4\).*loss,"):
         amp_fx.histogram(model, x)
     with pytest.raises(AmpFxError, match="dict"):
         amp_fx.histogram(model, x, lambda outputs: {})  # type: ignore[arg-type,return-value]
@@ -198,22 +194,18 @@ def test_the_figure_shows_where_the_suggested_scale_moves_the_gradients() -> Non
     assert not [patch for patch in activations.patches if "loss scale" in str(patch.get_label())]
 
 
-def test_every_entry_of_the_legend_can_be_seen() -> None:
-    found = Histogram({"up": {"weight_gradients": counts(-10)}}, "Net")
-    for axes in found.figure().axes:
-        legend = axes.get_legend()
-        labels = [] if legend is None else [text.get_text() for text in legend.get_texts()]
-        # what nothing was counted of has none, and a faint area says itself what it is
-        assert not [label for label in labels if "outputs" in label or label == "zero in fp16"]
-
-
 def test_the_axis_leaves_out_the_rarest_values_and_no_part_of_fp16() -> None:
     rare = counts(-5)
     rare.add(torch.full((1,), 2.0**-100))
     for found in (rare, counts(-5)):
-        first, last = Histogram({"": {"weight_gradients": found}}, "Net").figure().axes[0].get_xlim()
-        assert -35 < first <= -25
-        assert last >= 16
+        for axes in Histogram({"": {"weight_gradients": found}}, "Net").figure().axes:
+            first, last = axes.get_xlim()
+            assert -35 < first <= -25
+            assert last >= 16
+            legend = axes.get_legend()
+            labels = [] if legend is None else [text.get_text() for text in legend.get_texts()]
+            # what nothing was counted of has no entry, and a faint area says itself what it is
+            assert not [label for label in labels if "outputs" in label or label == "zero in fp16"]
 
 
 def test_without_matplotlib_the_error_says_how_to_get_it(

@@ -80,26 +80,19 @@ def test_equal_blocks_of_a_real_model_are_drawn_as_one(gpt: Plan) -> None:
     assert titles(graph, depth=1).count(first.title) == 1
 
 
-def test_a_block_that_differs_is_drawn_apart() -> None:
+def test_what_differs_or_is_no_list_is_drawn_apart() -> None:
     graph = drawing(blocks(4, odd=[2])).graphs[0]
     assert titles(graph) == [folded("layers.0", "layers.3", 3), "layers.2"]
     assert [g.times for g in graph.groups if g.label.startswith("layers")] == [3, 3, 1, 3]
-
-
-def test_modules_of_like_names_that_are_no_list_do_not_fold() -> None:
     nodes = [call(f"{m}_{i}", op="relu", module=m) for m in ("conv1", "conv2") for i in range(2)]
     assert titles(drawn(*nodes), depth=1) == ["conv1", "conv2"]
 
 
-def test_modules_are_closed_below_depth_two_and_open_on_demand() -> None:
+def test_modules_are_closed_below_depth_two_and_know_the_casts_inside() -> None:
     graph = drawing(blocks()).graphs[0]
     assert {graph.groups[group].depth for group in closed(graph)} == {2}
-    assert not closed(graph, depth=9)
-
-
-def test_a_closed_module_knows_the_casts_inside_it() -> None:
-    graph = drawing(blocks()).graphs[0]
     assert set(graph.groups[closed(graph)[0]].casts) == {"cast_0", "castw_0"}
+    assert not closed(graph, depth=9)
 
 
 def test_an_open_folded_block_shows_one_block_and_nothing_leads_back() -> None:
@@ -111,11 +104,8 @@ def test_an_open_folded_block_shows_one_block_and_nothing_leads_back() -> None:
     assert [row.cast.name for row in edges["norm_0", "linear_0"]] == ["cast_0"]
     assert ("add_0", "norm_0") not in edges
     assert "cast_1" not in {row.cast.name for rows in edges.values() for row in rows}
-
-
-def test_casts_between_folded_blocks_are_drawn() -> None:
-    graph = drawing(blocks()).graphs[1]
-    between = shown_edges(graph)["sum_2", "mm_2"]
+    # those between blocks are drawn
+    between = shown_edges(drawing(blocks()).graphs[1])["sum_2", "mm_2"]
     assert [row.cast.name for row in between] == ["low_1", "low_0"]
 
 
@@ -182,7 +172,7 @@ def test_a_closed_module_says_what_the_casts_move_that_are_kernels() -> None:
     assert "2 casts inside, fused" in dot.source(drawing(report)).source
 
 
-def test_a_chain_of_casts_is_on_one_edge_in_order() -> None:
+def test_casts_in_a_chain_and_behind_views_are_on_one_edge_in_order() -> None:
     graph = drawn(
         call("a", dtype=HIGH),
         call("b", "up", dtype=HIGH),
@@ -190,9 +180,6 @@ def test_a_chain_of_casts_is_on_one_edge_in_order() -> None:
     )
     assert [[row.cast.name for row in edge.casts] for edge in graph.edges] == [["down", "up"]]
     assert not [node for node in graph.nodes if node.kind == "result"]
-
-
-def test_views_and_elements_are_not_drawn_but_the_casts_behind_them_are() -> None:
     follow = OpClass.FOLLOW
     graph = drawn(
         call("a", dtype=HIGH),
@@ -306,14 +293,11 @@ def test_what_a_rule_changed_is_marked_against_the_earlier_report() -> None:
     assert odd.casts == {}
 
 
-def test_a_module_with_one_listed_call_is_named_after_it() -> None:
+def test_a_module_is_named_after_its_only_listed_call_and_nothing_can_be_drawn() -> None:
     graph = drawing(blocks()).graphs[0]
     (first, *_) = [group for group in graph.groups if group.label == "mlp"]
     assert first.main is not None
     assert first.main.op == "linear"
-
-
-def test_a_model_without_graphs_and_a_graph_without_calls_can_be_drawn() -> None:
     assert drawing(Report()).graphs == []
     graph = drawing(Report([Plan()])).graphs[0]
     assert (graph.nodes, graph.edges) == ([], [])
@@ -340,7 +324,10 @@ def measured() -> Report:
 
 
 def test_boxes_say_what_rounding_costs_where_that_was_measured_and_unlike_blocks_do_not_fold() -> None:
-    model = drawing(measured())
+    report = measured()
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))).sensitivities == report.sensitivities
+    assert "sensitivities" not in blocks(3).to_dict()
+    model = drawing(report)
     forward, backward = model.graphs
     nodes = {node.name: node for node in forward.nodes}
     linears = [nodes[f"linear_{index}"] for index in range(3)]
@@ -352,12 +339,6 @@ def test_boxes_say_what_rounding_costs_where_that_was_measured_and_unlike_blocks
     colours = {colour for _, colour in HEAT}
     assert len(colours & {fill for _, fill, _ in legend(model)}) == 4
     assert not colours & {fill for _, fill, _ in legend(drawing(blocks(3)))}
-
-
-def test_sensitivities_come_back_from_a_saved_report() -> None:
-    report = measured()
-    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))).sensitivities == report.sensitivities
-    assert "sensitivities" not in blocks(3).to_dict()
 
 
 def test_a_picture_in_dot_is_coloured_by_sensitivity_where_that_was_measured(

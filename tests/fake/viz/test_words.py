@@ -57,6 +57,8 @@ def test_matmuls_are_counted_by_dtype_with_the_casts() -> None:
     plan = rewrite(net(), torch.randn(4, 16)).plan
     assert summary(plan) == f"3 of 3 matmuls in bf16, {len(plan.casts)} casts"
     assert line({"dtype": "float16"}).startswith("3 of 3 matmuls in fp16, ")
+    assert summary(Plan()) == "no matmuls, 0 casts"
+    assert summary(Plan(fallback="no trace")) == "not rewritten: no trace"
 
 
 def test_layers_too_small_to_gain_are_named_with_the_device_and_the_way_to_force_them() -> None:
@@ -84,9 +86,6 @@ def test_more_bytes_than_under_autocast_have_their_cause() -> None:
     assert "rules keep 1 of 3 matmuls" in more_bytes([ruled], 1_050_000, 1_000_000)
     low = rewrite(net(), torch.randn(4, 16)).plan
     assert "because" not in more_bytes([low], 1_050_000, 1_000_000)
-
-
-def test_nothing_is_said_of_as_many_bytes_or_fewer() -> None:
     for ours, theirs in ((1_000_000, 1_000_000), (900_000, 1_000_000), (None, 1_000_000), (1_000_000, None)):
         assert more_bytes([Plan()], ours, theirs) == ""
 
@@ -105,11 +104,6 @@ def test_matmuls_inside_vmap_and_torch_func_are_counted_as_left() -> None:
     assert summary(plan) == (
         f"1 of 3 matmuls in bf16, {len(plan.casts)} casts; 2 inside vmap or torch.func: left as written"
     )
-
-
-def test_graphs_without_matmuls_and_those_that_fall_back_say_so() -> None:
-    assert summary(Plan()) == "no matmuls, 0 casts"
-    assert summary(Plan(fallback="no trace")) == "not rewritten: no trace"
 
 
 def test_the_log_has_one_line_for_each_compiled_graph(
