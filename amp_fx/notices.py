@@ -72,7 +72,7 @@ def graph_arrived() -> None:
 
 
 def _warn_of_none(event: str, *_: object) -> None:
-    # torch.compile may have been given other backends only
+    # torch.compile may have been given other backends only: what amp_fx compiles for itself names none
     if is_looked_up("amp_fx"):
         graph_arrived()
         logger.warning(

@@ -75,10 +75,7 @@ class Node:
 
 @dataclass
 class Edge:
-    """A value on its way from one node to another, with its casts in order.
-
-    ``repeated`` where the drawn one of several equal groups says enough.
-    """
+    """A value on its way, with its casts in order; ``repeated`` where one of several equal groups shows it."""
 
     tail: int
     head: int

@@ -76,10 +76,7 @@ CLASSES = {
 
 
 class Face(NamedTuple):
-    """What a box says and how it looks; ``fill`` and ``ink`` are names of colours, or colours.
-
-    ``share`` is that of a closed module in the bytes that casts of its graph move: it tints the module.
-    """
+    """What a box says and how it looks; its ``share`` of the bytes that casts move tints a closed module."""
 
     lines: list[str]
     fill: str

@@ -28,11 +28,7 @@ _MODULE, _SCRIPT = "python -m amp_fx", "amp-fx"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code; ``argv`` is that of the process, without the program's name.
-
-    Raises:
-        SystemExit: for ``--help``, ``--version`` and wrong usage, as argparse does.
-    """
+    """Runs a command and returns its exit code; help and wrong usage raise SystemExit, as argparse does."""
     argv = sys.argv[1:] if argv is None else argv
     program = _SCRIPT if Path(sys.argv[0]).stem == _SCRIPT else _MODULE
     parser = argparse.ArgumentParser(

@@ -88,10 +88,7 @@ def scaling_advice(plans: Sequence[Plan]) -> list[Advice]:
 
 
 def layout_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) -> list[Advice]:
-    """Convolutions in 16 bits run channels last: weights that are not are laid out again in every training step.
-
-    ``weights`` are parameters by name, and those that the graphs of the plans read.
-    """
+    """Convolutions in 16 bits run channels last: ``weights``, by name, that are not are laid out in every step."""
     rows = [row for plan in _trained(plans) for row in plan.nodes if _is_low(row)]
     if not any(row.op.startswith("conv") and len(row.shape) == 4 for row in rows):
         return []
@@ -111,7 +108,7 @@ def layout_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) ->
 
 
 def weight_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) -> list[Advice]:
-    """What does not fit fp16 among the weights; nothing where fp16 is not in use. ``weights`` as above."""
+    """What does not fit fp16 among the weights; nothing where fp16 is not in use."""
     if all(node.low is not torch.float16 for plan in plans for node in plan.nodes):
         return []
     limits = torch.finfo(torch.float16)

@@ -100,10 +100,7 @@ class Counts:
         return self.largest * 2.0**scale > FORMATS[dtype].largest
 
     def loss_scale(self, dtype: str = "float16") -> int | None:
-        """Exponent of the loss scale: the smallest that loses least of all that do not overflow.
-
-        None where even a scale of 1 overflows.
-        """
+        """Exponent of the loss scale: of those that do not overflow, the smallest that loses least; or None."""
         fitting = [s for s in range(_LARGEST_SCALE + 1) if not self.overflows(dtype, s)]
         return min(fitting, key=lambda s: (self.lost(dtype, s), s), default=None)
 

@@ -48,10 +48,7 @@ def save_figure(figure: Figure, path: Path, *also: str) -> None:
 def histogram_figure(
     title: str, gradients: Mapping[str, Counts], activations: Mapping[str, Counts]
 ) -> Figure:
-    """Magnitudes by exponent: gradients above, activations below, the ranges of the formats underneath each.
-
-    Both are what is counted -> counts, which are drawn on top of each other.
-    """
+    """Gradients above, activations below, each what is counted -> counts, and the formats' ranges underneath."""
     figure = new_figure(10, 7.5)
     figure.suptitle(f"{title}: magnitudes by exponent")
     panels = figure.subplots(2, 1)

@@ -95,10 +95,7 @@ class LoweredGraphs:
         return lowered.call
 
     def complete(self, plans: list[Plan]) -> None:
-        """Adds the plans of the backward graphs, and says of each cast whether it is a kernel of its own.
-
-        Casts in bodies of higher-order ops are not found among the kernels.
-        """
+        """Adds the plans of the backward graphs; says of casts, but in bodies, whether they are kernels."""
         backward = [_backward_plan(graph, plans) for graph in self.graphs if graph.phase == "backward"]
         for graph in self.graphs:
             # the plan has the names of what AOTAutograd traced
