@@ -11,7 +11,7 @@ from importlib import resources
 
 from amp_fx.plans.plan import CastSum, Cost, ModuleCasts
 from amp_fx.viz.graph import Drawing
-from amp_fx.viz.style import COLOURS, per_cent, size
+from amp_fx.viz.style import COLOURS, cost_text, size
 from amp_fx.viz.words import short_dtype
 
 __all__ = ["STYLE", "SUFFIX", "drawn", "headline", "render", "variables"]
@@ -59,10 +59,10 @@ def render(drawing: Drawing) -> str:
 
 
 def headline(totals: Mapping[str, Cost]) -> str:
-    """What is gained, in one line: ``"225 of 450 cast kernels gone: casts move 45 GB, not 90.1 GB"``."""
+    """What is gained, in one line: ``"225 of 450 cast kernels gone: casts move 45 GB, torch.autocast's 90.1 GB"``."""
     ours, theirs = totals.get(_OURS), totals.get(_THEIRS)
     if ours is None or theirs is None or ours.kernels is None or theirs.kernels is None:
-        return "what torch.autocast would cost is not known"
+        return "" if ours is None else cost_text(ours)
     now, before = ours.kernels, theirs.kernels
     moved = f"casts move {size(ours.kernel_bytes or 0)}"
     both = f"{moved}, torch.autocast's {size(theirs.kernel_bytes or 0)}"
@@ -117,10 +117,7 @@ def _head(drawing: Drawing) -> Iterator[str]:
     for name, x in _COLUMNS.items():
         cost = drawing.totals[name]
         yield _text(x, 116, name, "name")
-        if cost.kernels is not None:
-            moved = cost.kernel_bytes or 0
-            share = f", {per_cent(moved, cost.moved)} of all bytes" if cost.moved else ""
-            yield _text(x, 134, f"{cost.kernels} cast kernels, {size(moved)}{share}", "sub")
+        yield _text(x, 134, cost_text(cost), "sub")
 
 
 def _chosen(rows: Sequence[ModuleCasts]) -> tuple[list[ModuleCasts], list[ModuleCasts]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from amp_fx.viz import beside, style
 from amp_fx.viz.graph import DEPTH, Drawing, Graph, Group, Marked, Node
-from amp_fx.viz.style import COLOURS, Border, Face, per_cent, size
+from amp_fx.viz.style import COLOURS, Border, Face, size
 from amp_fx.viz.words import short_dtype
 
 __all__ = ["data", "render"]
@@ -31,7 +31,7 @@ def render(drawing: Drawing) -> str:
         "style": _asset("viewer.css") + beside.STYLE,
         "tabs": "".join(_tabs(drawing)),
         "beside": beside.drawn(drawing),
-        "sentence": _sentence(drawing),
+        "sentence": escape(beside.headline(drawing.totals)),
         "bars": "".join(_bars(drawing)),
         "more": escape(drawing.more),
         "policy": escape(drawing.policy),
@@ -71,16 +71,6 @@ def _tabs(drawing: Drawing) -> Iterator[str]:
         yield f'<button role="tab" data-graph="{index}" title="{why}">{escape(text)}</button>'
     if beside.drawn(drawing):
         yield '<button role="tab" data-beside="">beside autocast</button>'
-
-
-def _sentence(drawing: Drawing) -> str:
-    ours = next(iter(drawing.totals.values()), None)
-    if ours is None:
-        return ""
-    if not ours.moved or ours.kernel_bytes is None:
-        return f"{ours.casts} casts in the graph, {size(ours.cast_bytes)} if none is fused."
-    share = per_cent(ours.kernel_bytes, ours.moved)
-    return f"Casts move {size(ours.kernel_bytes)} of {size(ours.moved)}, {share}."
 
 
 def _bars(drawing: Drawing) -> Iterator[str]:
