@@ -298,26 +298,6 @@ def test_bad_options_and_plans_of_other_models_are_raised_as_they_are() -> None:
 
 
 @pytest.mark.usefixtures("op_by_op")
-def test_plan_files_are_replayed_by_torch_compile(tmp_path: Path) -> None:
-    model, x = UpDown(8, 16).requires_grad_(False), torch.randn(4, 8)
-    rules = {"rules": [{"module": "down", "precision": "fp32"}]}
-    files = {"both": tmp_path / "both.json", "up": tmp_path / "up.json"}
-    amp_fx.explain(model, x, options=OFF).plan.save(files["both"])
-    amp_fx.explain(model, x, options={**OFF, "policy": rules}).save(files["up"])
-    results = {}
-    for name, low in {"both": {"up", "down"}, "up": {"up"}}.items():
-        torch._dynamo.reset()
-        with amp_fx.record() as recording:
-            # no profile is given: by its own plan, so small a model stays in fp32
-            results[name] = torch.compile(model, backend="amp_fx", options={"plan": str(files[name])})(x)
-        (report,) = recording.reports
-        assert report.plan is recording.plans[0]
-        assert {row.module_path for row in rows(report, op="linear") if row.dtype is torch.bfloat16} == low
-        assert results[name].dtype is torch.float32
-    assert not torch.equal(results["both"], results["up"])
-
-
-@pytest.mark.usefixtures("op_by_op")
 def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
     def decisions(plan: Plan) -> list[tuple[Any, ...]]:
         return [(row.module_path, row.op, row.op_class, row.dtype, row.reasons) for row in plan.nodes]
