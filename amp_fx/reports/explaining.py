@@ -39,7 +39,7 @@ from amp_fx.policy.table import supported_devices
 from amp_fx.reports.advice import NOT_COMPILED, Advice, layout_advice, scaling_advice, weight_advice
 from amp_fx.reports.lowered import LoweredGraphs, autocast_backend, casts_by_module
 from amp_fx.reports.report import Report, record
-from amp_fx.reports.step import entry_of, plain, untouched
+from amp_fx.reports.step import apart, entry_of, plain, untouched
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
@@ -165,14 +165,11 @@ class _Call:
     @contextlib.contextmanager
     def traced_anew(self) -> Iterator[None]:
         """Inside, Dynamo compiles everything anew, and forgets it afterwards; what it does not compile is noted."""
-        torch.compiler.reset()
-        before = given_up()
-        try:
+        with apart():
+            before = given_up()
             yield
             self.breaks.extend(breaks_since_reset())
             self.given_up.extend(text for text, times in given_up().items() if times > before.get(text, 0))
-        finally:
-            torch.compiler.reset()
 
     def left_out(self, plans: Sequence[Plan]) -> list[Advice]:
         """A note for everything that runs eagerly although it was to be compiled."""

@@ -1,10 +1,12 @@
-"""What is told once: that no graph has reached amp_fx. Of what Dynamo does not compile, Dynamo tells."""
+"""What is told: once, that no graph has reached amp_fx; on a terminal, that something takes long."""
 
 from __future__ import annotations
 
 import logging
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +18,7 @@ import amp_fx
 import amp_fx.backend
 from amp_fx import notices
 from amp_fx._torch import hooks
+from amp_fx.reports import explaining
 
 
 @pytest.fixture(autouse=True)
@@ -172,3 +175,28 @@ def test_it_is_told_once_and_only_if_amp_fx_was_asked_for(
     for _ in range(2):
         hooks.EXIT._call_listeners()
     assert len(warned(caplog)) == told
+
+
+def test_a_terminal_sees_a_line_that_goes_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(explaining, "_PATIENCE", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    before = threading.active_count()
+    with explaining.progress("counting"):
+        time.sleep(0.2)
+    said = capsys.readouterr().err
+    assert "counting" in said
+    assert said.endswith("\033[K")
+    assert threading.active_count() == before
+
+
+def test_what_is_quick_or_no_terminal_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with explaining.progress("counting"):
+        pass
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with explaining.progress("counting"):
+        pass
+    assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Long runs: what is trained, and how what came out is shown."""
+"""Programs whose numbers the pages have, run on less than what the pages show."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import long_runs
+from benchmarks import budgets, held_out, learning, long_runs
+from benchmarks.__main__ import main
 from benchmarks.arms import ARMS
 from benchmarks.learning import TASKS
 from benchmarks.long_runs import SHOWN, Run
+from benchmarks.results import read_timings
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -52,3 +54,42 @@ def test_a_run_in_each_arm_learns() -> None:
     assert losses["fp32"] < 1.5
     for arm, loss in losses.items():
         assert loss == pytest.approx(losses["fp32"], rel=0.05), arm
+
+
+def test_a_run_measures_an_arm_in_processes_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.jsonl"
+    # it is not compiled, so that the test takes seconds
+    wanted = ["--only", "linears_batch1", "--arms", "eager_autocast", "--rounds", "3", "--processes", "1"]
+    assert main([*wanted, "--json", str(path)]) == 0
+    header, rows = read_timings(path)
+    assert (header["rounds"], header["processes"]) == (3, 1)
+    [row] = rows
+    assert (row.arm, row.compile_cold, row.notes) == ("eager_autocast", None, ())
+    assert len(row.times) == 3
+    assert min(row.times) > 0
+    assert row.peak_bytes is not None
+    assert "linears_batch1, inference: batch 1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_budget_in_bytes_moves_less_than_autocast_at_no_more_error() -> None:
+    row = budgets.measure("digits_vit", 1.0, 30, None)
+    assert row.moved < 0.95
+    assert row.predicted <= 1
+    assert row.measured < 1.3
+
+
+@pytest.mark.slow
+def test_held_out_text_is_read_in_bf16_in_int8_and_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "_HELD_OUT_BYTES", 5000)
+    monkeypatch.setattr(held_out, "_BUDGETS", (1.2,))
+    rows = {row.arm: row for row in held_out.measure(2, 1)}
+    assert rows["bf16"].in_int8 == 0 < rows["int8"].in_int8 < rows["all linears"].in_int8
+    assert 0 < rows["bf16"].divergence < rows["int8"].divergence
+    assert rows["int8"].loss == pytest.approx(rows["bf16"].loss, rel=0.01)
+    held_out.draw(list(rows.values()), tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import page, running
+from benchmarks import campaign, page, running
 from benchmarks.__main__ import case_table, main
 from benchmarks.arms import ARMS, MODES, arms_for
+from benchmarks.campaign import Step, steps
 from benchmarks.cases import CASES
 from benchmarks.results import TimingRow, describe, read_timings, relative, spread, write
+from benchmarks.workloads import WORKLOADS
 
 QUIET = (1.0, 1.01, 0.99, 1.0, 1.02)
 WHERE = {"hardware": "toy", "processor": "abacus", "torch": "9", "threads": 3, "clock": "wall"}
@@ -155,3 +157,53 @@ def test_an_unknown_case_is_refused_with_the_known_ones(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["--only", "mlpp"])
     assert "unknown case 'mlpp'; valid: gpt2, mlp" in capsys.readouterr().err
+
+
+WRITES = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
+
+
+@pytest.fixture
+def two_steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    found = [
+        Step("first.txt", ("-c", WRITES, "{out}", "one")),
+        Step("second.txt", ("-c", WRITES, "{out}", "two")),
+        Step("third.txt", ("-c", WRITES, "{out}", "three"), needs=("no_such_package",)),
+        Step("fourth.txt", ("-c", "raise SystemExit(3)")),
+    ]
+    monkeypatch.setattr(campaign, "steps", lambda device, minutes: found)
+    return found
+
+
+def test_steps_leave_files_in_time_and_a_second_call_does_what_is_left(
+    two_steps: list[Step], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["--device", "cpu", "--out", str(tmp_path)]
+    assert campaign.main([*call, "--minutes", "0"]) == 0
+    assert not list(tmp_path.glob("*.txt"))
+    assert "3 steps are left: run it again" in capsys.readouterr().out
+    (tmp_path / "first.txt").write_text("from an earlier call")
+    assert campaign.main(call) == 0
+    assert (tmp_path / "first.txt").read_text() == "from an earlier call"
+    assert (tmp_path / "second.txt").read_text() == "two"
+    said = capsys.readouterr().out
+    assert "first.txt" not in said
+    assert "third.txt: skipped, as there is no no_such_package" in said
+    assert "fourth.txt: failed with code 3" in said
+
+
+def test_a_step_that_takes_too_long_is_ended_and_leaves_no_file(tmp_path: Path) -> None:
+    step = Step("slow.txt", ("-c", "import time; time.sleep(60)"))
+    assert "took longer than 1 s" in campaign.run(step, tmp_path, 1.0)
+    assert not (tmp_path / "slow.txt").exists()
+
+
+def test_the_campaign_of_a_gpu_has_its_tests_its_rates_every_case_and_every_model() -> None:
+    found = {step.name: step for step in steps("cuda", 9.0)}
+    assert list(found)[:2] == ["tests.xml", "profile.json"]
+    timings = {f"timings_{c.name}.jsonl" for c in CASES.values() if "cuda" in c.sizes}
+    models = {f"{kind}_{name}.jsonl" for kind in ("errors", "counts") for name in WORKLOADS}
+    assert set(found) == {"tests.xml", "profile.json"} | timings | models
+    assert (
+        found["timings_bert_inference.jsonl"].needs == found["errors_llama.jsonl"].needs == ("transformers",)
+    )
+    assert found["timings_mlp.jsonl"].needs == found["counts_gpt_512.jsonl"].needs == ()

@@ -1,4 +1,4 @@
-"""The counters of benchmarks/counts.py on functions whose counts can be worked out by hand."""
+"""The counters of benchmarks/counts.py and scaler.py on what can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks import counts
 from benchmarks.arms import ARMS
 from benchmarks.counts import Counter, Counts, Row, counting
+from benchmarks.scaler import beside, launches
 from benchmarks.workloads import Workload
 from small_models import UpDown
 
@@ -171,3 +172,37 @@ def test_what_the_program_returns_is_not_counted_as_saved() -> None:
         torch.compile(lambda x, w: program(x, w)[1])(*operands(requires_grad=True)).backward()
     # the backward of sin reads the product
     assert (returned.total.saved_bytes, kept.total.saved_bytes) == (0, RESULT * FP32)
+
+
+CHUNK = 65536
+SMALL = [64 * 64, 64] * 3
+LARGE = [4096 * 4096] * 30
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ([], 0),
+        ([1], 1),
+        ([8] * 110, 1),
+        ([8] * 111, 2),
+        # 320 blocks of 65536 elements fill a launch
+        ([320 * CHUNK], 1),
+        ([320 * CHUNK + 1], 2),
+        ([319 * CHUNK, CHUNK, CHUNK], 2),
+        # a tensor that goes on in the next launch is one of its tensors, too
+        ([321 * CHUNK] + [8] * 109, 2),
+        ([321 * CHUNK] + [8] * 110, 3),
+    ],
+)
+def test_a_launch_takes_so_many_tensors_and_blocks(sizes: list[int], count: int) -> None:
+    assert launches(sizes) == count
+
+
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+def test_a_step_takes_no_more_kernels_than_torchs_scaler_and_half_the_bytes(sizes: list[int]) -> None:
+    (our_kernels, our_bytes), (kernels, moved) = beside(True, sizes), beside(False, sizes)
+    assert our_kernels <= kernels
+    # every gradient is read once, and one number for each; torch writes them, too
+    assert our_bytes == 4 * sum(sizes) + 8 * len(sizes)
+    assert moved == 8 * sum(sizes)
