@@ -43,7 +43,7 @@ from amp_fx.reports.step import apart, entry_of, plain, untouched
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
-from amp_fx.targets.tracing import TracedGraph, Tracer, compile_graph, on_meta, without_data
+from amp_fx.targets.tracing import Backend, TracedGraph, Tracer, compile_graph, on_meta, without_data
 
 __all__ = ["compiled_graphs", "explain", "progress"]
 
@@ -67,8 +67,6 @@ _NO_REASON = (
     "Dynamo makes no graph of it and gives no reason: look for torch.compiler.disable, torch.compiler.set_stance and"
     " TORCHDYNAMO_DISABLE"
 )
-
-Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def explain(
@@ -244,8 +242,12 @@ def _here(call: _Call) -> Report:
             replace_inner_compile(found.inner_compile),
         ):
             result = torch.compile(entry, backend=compile_or_forget)(*given, **named)
-            # the caller's autocast has nothing to do with the backward, as in a training loop
-            _differentiate(call, given, named, result)
+            # the backward, whose graphs are compiled only then; the caller's autocast has nothing to do with it
+            outputs = [value for value in tensors(plain(result)) if value.requires_grad]
+            inputs = [*tensors((given, named)), *call.parameters.values()]
+            leaves = [value for value in inputs if value.requires_grad]
+            if outputs and leaves:
+                torch.autograd.grad(outputs, leaves, list(map(torch.ones_like, outputs)), allow_unused=True)
         return found
 
     return _compared(lower, call.options, with_autocast=call.device in supported_devices())
@@ -282,16 +284,6 @@ def compiled_graphs(graphs: Sequence[TracedGraph], options: Mapping[str, Any]) -
     for plan in report.plans:
         plan.graph_break = breaks[plan.graph] if plan.phase == "forward" else ""
     return report
-
-
-def _differentiate(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Runs the backward, whose graphs are compiled only then; gradients are dropped."""
-    outputs = [value for value in tensors(plain(result)) if value.requires_grad]
-    given = [*tensors((args, kwargs)), *call.parameters.values()]
-    leaves = [value for value in given if value.requires_grad]
-    if outputs and leaves:
-        seeds = [torch.ones_like(value) for value in outputs]
-        torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
 
 
 @contextlib.contextmanager
