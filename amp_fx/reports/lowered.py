@@ -99,10 +99,7 @@ class LoweredGraphs:
         backward = [_backward_plan(graph, plans) for graph in self.graphs if graph.phase == "backward"]
         for graph in self.graphs:
             # the plan has the names of what AOTAutograd traced
-            origins = [
-                node.meta["from_node"][-1] if node.meta.get("from_node") else node for node in graph.kernels
-            ]
-            names = {origin.name for origin in origins}
+            names = {(node.meta.get("from_node") or [node])[-1].name for node in graph.kernels}
             for plan in plans:
                 if (graph.name, graph.phase) == (plan.graph, plan.phase):
                     plan.casts = [replace(cast, kernel=cast.name in names) for cast in plan.casts]
@@ -257,11 +254,8 @@ def _casts(
             moved[node] = size * (place + 1) // len(nodes) - size * place // len(nodes)
     for node, before, after in _conversions(graph.lowered.after):
         kind = _what(node, graph.phase, weights), before.dtype, after.dtype
-        yield (
-            _module(node),
-            kind,
-            (1, cast_bytes(before, after.dtype), int(node in moved), moved.get(node, 0)),
-        )
+        counts = 1, cast_bytes(before, after.dtype), int(node in moved), moved.get(node, 0)
+        yield _module(node), kind, counts
 
 
 def _what(node: fx.Node, phase: str, weights: set[tuple[int, ...]]) -> str:
