@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from amp_fx.reports.calling import plain
-from amp_fx.reports.step import relative_error
+from amp_fx.reports.step import plain, relative_error
 from zoo import Case
 
 __all__ = ["AMP_FX", "AUTOCAST", "EAGER_AUTOCAST", "FP32", "Comparison", "Mode", "Run", "compare", "run"]
