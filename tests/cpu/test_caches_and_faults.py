@@ -40,38 +40,22 @@ def cache_events(**options: Any) -> tuple[int, int]:
     return found["autograd_cache_hit"], found["autograd_cache_miss"]
 
 
-@pytest.fixture(scope="module")
-def events() -> dict[str, tuple[int, int]]:
-    found = {}
+def test_the_same_options_share_an_entry_and_different_decisions_never_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missed, hit = (0, 1), (1, 0)
+    policy = {"base": "autocast", "rules": [{"op": "tanh", "precision": "fp32"}]}
+    lookup = classify.lookup
     with fresh_cache():
-        found["first"] = cache_events()
-        found["again"] = cache_events()
-        found["other policy"] = cache_events(
-            policy={"base": "autocast", "rules": [{"op": "tanh", "precision": "fp32"}]}
-        )
-        found["other dtype"] = cache_events(dtype="float16")
-        lookup = classify.lookup
-        with pytest.MonkeyPatch.context() as patch:
+        assert cache_events() == missed
+        assert cache_events() == hit
+        assert cache_events(policy=policy) == missed
+        assert cache_events(dtype="float16") == missed
+        with monkeypatch.context() as patch:
             # an op list that does not know matmul
-            patch.setattr(
-                classify, "lookup", lambda op, device: None if "matmul" in str(op) else lookup(op, device)
-            )
-            found["other list"] = cache_events()
-        found["the first again"] = cache_events()
-    return found
-
-
-@pytest.mark.xdist_group("caches")
-def test_the_same_options_share_an_entry(events: dict[str, tuple[int, int]]) -> None:
-    assert events["first"] == (0, 1)
-    assert events["again"] == (1, 0)
-    assert events["the first again"] == (1, 0)
-
-
-@pytest.mark.xdist_group("caches")
-@pytest.mark.parametrize("what", ["other policy", "other dtype", "other list"])
-def test_different_decisions_never_share_an_entry(events: dict[str, tuple[int, int]], what: str) -> None:
-    assert events[what] == (0, 1)
+            patch.setattr(classify, "lookup", lambda op, d: None if "matmul" in str(op) else lookup(op, d))
+            assert cache_events() == missed
+        assert cache_events() == hit
 
 
 # ---- faults ----
@@ -182,19 +166,15 @@ def test_10_000_inference_calls_do_not_grow_the_process() -> None:
 @pytest.mark.parametrize("scaled", [False, True], ids=["bf16", "fp16 with a scaler"])
 def test_a_dropped_model_is_freed(scaled: bool) -> None:
     model = nn.Linear(4, 4)
-    scaler = GradScaler("cpu") if scaled else None
+    scaler = GradScaler("cpu") if scaled else torch.amp.GradScaler("cpu", enabled=False)
     options = {"dtype": "float16", "scaler": "default"} if scaled else {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with without_inductor(), record() as recording:
         own = torch.compile(model, backend="amp_fx", options={**DEFAULTS, **options})
         loss = own(torch.randn(2, 4)).square().mean()
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
     gone = [weakref.ref(value) for value in (model, model.weight)]
     del model, own, loss, optimizer
     torch._dynamo.reset()
@@ -202,4 +182,4 @@ def test_a_dropped_model_is_freed(scaled: bool) -> None:
     # the scaler and the plans outlive the model, and do not hold it
     assert [value() for value in gone] == [None, None]
     assert len(recording.plans) == 1
-    assert scaler is None or scaler.get_scale() > 0
+    assert scaler.get_scale() > 0

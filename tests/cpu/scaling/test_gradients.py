@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_fx._torch import FakeTensor, FakeTensorMode
 from amp_fx.scaling import ScaledGraph
+from gpt import GPT, GPTConfig, get_batch, make_corpus
 from scaled import (
     INF,
     OPTIONS,
@@ -298,6 +299,32 @@ def test_a_graph_without_parameters_hands_gradients_through() -> None:
     scaler.scale(own(eager(x)).mean()).backward()
     assert gradients_are(eager, fp32_gradients(eager, lambda m: (m(x) @ m(x)).mean()))
     scaler.step(torch.optim.SGD(eager.parameters()))
+
+
+@pytest.mark.slow
+def test_a_small_gpt_in_fp16_reaches_the_loss_of_the_fp32_run() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(context=16, layers=1, heads=2, width=16))
+    corpus = make_corpus(lines=500)
+
+    def final(own: nn.Module, scaler: Any) -> float:
+        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+        losses: list[float] = []
+        for step in range(60):
+            loss = own(*get_batch(corpus, step, batch=4, length=16))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return sum(losses[-20:]) / 20
+
+    fp32 = final(copy.deepcopy(model), torch.amp.GradScaler("cpu", enabled=False))
+    fp16 = copy.deepcopy(model)
+    fp16.compile(backend="amp_fx", options=OPTIONS)
+    scaler = new_scaler()
+    assert final(fp16, scaler) == pytest.approx(fp32, rel=0.01)
+    assert scaler.skipped_steps <= 3
 
 
 # ---- cost ----
