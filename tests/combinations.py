@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from amp_fx.settings import OptionNames
 from combined_models import MODELS
 
 __all__ = [
@@ -63,7 +64,7 @@ AXES: Mapping[str, Mapping[str, Any]] = {
 }
 
 #: axes that are keys of ``options``
-_OPTIONS = ("weights", "profile", "policy", "fp8", "numerics", "dtype", "scaler", "plan")
+_OPTIONS = OptionNames.__annotations__.keys() & AXES.keys()
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ EXCLUDED = (
 
 def options_of(row: Row) -> dict[str, Any]:
     """The row's ``options``; files are still to be put in."""
-    chosen = {axis: AXES[axis][row[axis]] for axis in _OPTIONS}
+    chosen = {axis: AXES[axis][row[axis]] for axis in AXES if axis in _OPTIONS}
     given = {axis: value for axis, value in chosen.items() if value is not LEFT_OUT}
     return {**given, **(AXES["mode"][row["mode"]] or {})}
 

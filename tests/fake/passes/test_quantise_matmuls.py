@@ -15,12 +15,13 @@ from torch import Tensor, fx, nn
 import amp_fx
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
-from amp_fx.policy.levels import NARROW_DTYPES
+from amp_fx.policy.levels import NARROW_DTYPES, levels_of
 from levels import MLP, Step, calls, emulating_blocks, lowered, options
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-LEVELS = ["rowwise", "tensorwise", "rowwise_gw_hp"]
+#: those whose scales are not of blocks, which no CPU multiplies
+LEVELS = {name: level for name, level in levels_of("fp8").items() if level.block is None}
 
 # tests share steps
 pytestmark = pytest.mark.xdist_group("quantise")
@@ -66,14 +67,14 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Step]:
 def test_operands_lie_as_library_kernels_want_them(step: Callable[[str], Step], level: str) -> None:
     forward, backward = step(level).scaled()
     assert len(forward) == 4
-    assert len(backward) == (4 if level == "rowwise_gw_hp" else 8)
+    assert len(backward) == (8 if LEVELS[level].weight_gradients else 4)
     for node in (*forward, *backward):
         first, second, *scales = (arg.meta["val"] for arg in node.args[:4])  # type: ignore[union-attr]
         # row-major, column-major
         assert first.stride() == (first.shape[1], 1)
         assert second.stride() == (1, second.shape[0])
         by_row = [(first.shape[0], 1), (1, second.shape[1])]
-        assert [scale.shape for scale in scales] == ([(), ()] if level == "tensorwise" else by_row)
+        assert [scale.shape for scale in scales] == (by_row if LEVELS[level].by_row else [(), ()])
         assert all(scale.dtype is torch.float32 and scale.is_contiguous() for scale in scales)
 
 

@@ -266,15 +266,10 @@ def test_a_device_list_wins_over_the_common_one() -> None:
     assert row("cpu", "max_pool3d").op_class is OpClass.FP32
 
 
-@pytest.mark.parametrize("device", ["xpu", "mtia", "maia"])
-def test_devices_with_the_macros_of_cuda_have_its_lists(device: str) -> None:
-    assert autocast_names(device) == registered(device)
-    assert autocast_names("cuda") - autocast_names(device) == {
-        "cudnn_convolution",
-        "cudnn_convolution_transpose",
-    }
+@pytest.mark.parametrize("device", sorted({*table.supported_devices()} - LOW.keys()))
+def test_a_device_has_the_ops_that_its_autocast_registers(device: str) -> None:
     # hpu's are registered by a package that is not here
-    assert table.all_names("hpu") == table.all_names(device)
+    assert registered(device) in (autocast_names(device), set())
 
 
 def test_the_reason_of_a_row_names_the_autocast_of_its_device() -> None:
