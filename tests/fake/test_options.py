@@ -17,6 +17,8 @@ from amp_fx import OptionsError, Plan, Policy, Rule
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy.levels import AUTO, levels_of
 from amp_fx.settings import LEVEL_OPTIONS, NUMERICS, WEIGHTS, OptionNames, Options
+from combinations import AXES
+from documents import ROOT
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -193,10 +195,15 @@ def test_errors_come_where_options_are_written(given: dict[str, Any]) -> None:
         amp_fx.compile(nn.Linear(2, 2), **given)
 
 
-def test_the_keywords_name_the_values_that_are_valid() -> None:
-    hints = get_type_hints(OptionNames)
+def test_keywords_the_page_and_the_combinations_have_every_option_and_its_values() -> None:
+    hints, page = get_type_hints(OptionNames), (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", page.partition("\n## ")[0], re.MULTILINE))
+    assert rows.keys() == hints.keys() - {"inductor"}
+    # every row of the combinations is strict
+    assert hints.keys() - AXES.keys() == {"inductor", "int8", "strict"}
     for name, valid in {"numerics": NUMERICS, "weights": WEIGHTS, **LEVEL_OPTIONS}.items():
         assert set(hints[name].__args__) == set(valid)
+        assert [value for value in valid if f'"{value}"' not in rows[name]] == []
 
 
 def test_compile_is_torch_compile_with_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_instruction_flags_choose_the_row(flags: str, name: str) -> None:
         ((9, 0), "NVIDIA H200", "H200"),
         ((9, 0), "NVIDIA GH200 480GB", "H100"),
         ((8, 9), "NVIDIA L4", "L4"),
-        ((8, 9), "NVIDIA L40S", "RTX 4090"),
+        ((8, 9), "NVIDIA L4000", "RTX 4090"),
         ((8, 9), "NVIDIA GeForce RTX 4090", "RTX 4090"),
     ],
 )
