@@ -14,14 +14,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from amp_fx.passes.base import Pass, PassContext, run_in_order, run_keyed, run_passes
+from amp_fx.passes.forward.after_casts import FuseCasts, Verify
 from amp_fx.passes.forward.choose_attention import ChooseAttention
 from amp_fx.passes.forward.classify import Classify, PinDtypes
 from amp_fx.passes.forward.constrain import Constrain
-from amp_fx.passes.forward.fuse_casts import FuseCasts
 from amp_fx.passes.forward.insert_casts import InsertCasts
 from amp_fx.passes.forward.place import Place, Replay
 from amp_fx.passes.forward.place_by_sensitivity import PlaceBySensitivity
-from amp_fx.passes.forward.verify import Verify
 from amp_fx.passes.forward.weights import CacheWeights, FoldWeights, KeepWeights
 from amp_fx.passes.inductor.attend import Attend
 from amp_fx.passes.inductor.casts import (

@@ -1,4 +1,4 @@
-"""The user's own autocast around, or inside, what amp_fx places otherwise than autocast would."""
+"""The user's own autocast as facts, and around, or inside, what amp_fx places otherwise than autocast would."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from amp_fx import Plan
-from graphs import agree, rewrite
+from amp_fx._torch import enable_autocast
+from amp_fx.graphs.regions import Region, ambient_regions, node_regions
+from graphs import agree, dynamo_graph, rewrite
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+OURS = Region(True, BF16, by_user=False)
 
 #: what a user gets who names no option: matmuls as small as these stay in fp32
 NO_OPTION: Mapping[str, Any] = {"profile": "auto", "strict": False}
@@ -129,3 +132,45 @@ def test_what_copies_a_dtype_has_the_one_that_autocast_gives_where_nothing_is_ca
 
     plans = agree(program, tensor(4, 8), tensor(8, 8), options=NO_OPTION, ambient=BF16)
     assert dtypes(plans, "linear") == [FP32]
+
+
+# ---- facts about nodes ----
+
+
+def regions_of(gm: fx.GraphModule, ambient: Region = OURS) -> list[Region]:
+    """The CPU region of every matmul, in order."""
+    found = node_regions(gm.graph.nodes, {"cpu": ambient})
+    return [found[n]["cpu"] for n in gm.graph.nodes if n.target is torch.matmul]
+
+
+def test_devices_have_regions_of_their_own() -> None:
+    with enable_autocast("cuda", True, FP16):
+        assert ambient_regions({"cpu": BF16, "cuda": BF16}) == {
+            "cpu": OURS,
+            "cuda": Region(True, FP16, by_user=True),
+        }
+
+
+def test_an_ambient_autocast_that_is_disabled_is_no_autocast() -> None:
+    with torch.autocast("cpu", enabled=False):
+        assert ambient_regions({"cpu": BF16}) == {"cpu": OURS}
+
+
+def test_a_region_without_a_dtype_has_the_devices_autocast_dtype() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return torch.matmul(x, w)
+
+    gm = dynamo_graph(program, torch.randn(4, 4), torch.randn(4, 4))
+    assert regions_of(gm, Region(True, FP16, by_user=False)) == [Region(True, BF16, by_user=True)]
+
+
+def test_a_region_of_another_device_leaves_this_one_alone() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    mode = graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cuda", FP16, True, None))
+    product = graph.call_function(torch.matmul, (x, x))
+    graph.call_function(torch.amp.autocast_mode._exit_autocast, (mode,))
+    graph.output(product)
+    found = node_regions(graph.nodes, {"cpu": OURS})
+    assert found[product] == {"cpu": OURS, "cuda": Region(True, FP16, by_user=True)}

@@ -3,200 +3,204 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from amp_fx.graphs.keys import TIED
-from amp_fx.passes import Classify
+from amp_fx.passes import Classify, PinDtypes
 from amp_fx.plans.label import Kind, Takes
-from amp_fx.plans.plan import NodePlan
 from amp_fx.policy import OpClass
-from graphs import Rewritten, run_until
+from graphs import Rewritten, check, plans, run_until
 
 BF16, FP16 = torch.bfloat16, torch.float16
+X, W = torch.randn(4, 4), torch.randn(4, 4)
+
+Program = Callable[..., Any]
 
 
-def classified(program: Callable[..., object], *args: Tensor, **how: object) -> Rewritten:
-    return run_until(Classify, program, *args, **how)  # pyright: ignore[reportArgumentType]
+def classified(program: Program, *args: Tensor, **how: Any) -> Rewritten:
+    return run_until(Classify, program, *args, **how)
 
 
-def label(program: Callable[..., object], op: str, *args: Tensor, **how: object) -> NodePlan:
-    return classified(program, *args, **how).one(op)
+def in_an_island(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return torch.matmul(x, w)
 
 
-def square() -> Tensor:
-    return torch.randn(4, 4)
+def written(x: Tensor, w: Tensor) -> Tensor:
+    y = torch.matmul(x, w)
+    y.add_(x)
+    y.clamp_(min=0)
+    return y
 
 
-# ---- case 1: not ours ----
+FP32_EVERYWHERE = {"policy": {"rules": [{"module": ".*", "precision": "fp32"}]}}
+
+#: what it is about -> program, op, its arguments, how else it is captured
+CASES: dict[str, tuple[Program, str, tuple[Tensor, ...], dict[str, Any]]] = {
+    "an element of a call": (lambda x: x.topk(2)[0], "getitem", (X,), {}),
+    "a cast": (lambda x: x.to(BF16), "to", (X,), {}),
+    "a cast by name": (lambda x: x.half(), "to", (X,), {}),
+    "a cast like another": (lambda x: x.type_as(torch.ones((), dtype=BF16)), "to", (X,), {}),
+    "a sum in fp32": (lambda x: x.sum(dtype=torch.float32), "sum", (X,), {}),
+    "a softmax in fp32": (lambda x: F.softmax(x, -1, dtype=torch.float32), "softmax", (X,), {}),
+    "the same on CUDA": (lambda x: F.softmax(x, -1, dtype=torch.float32), "softmax", (X,), {"device": "cuda"}),
+    "a softmax on CUDA": (lambda x: F.softmax(x, -1), "softmax", (X,), {"device": "cuda"}),
+    "zeros like another": (lambda x: torch.zeros_like(x), "zeros_like", (X,), {}),
+    "zeros": (lambda x: torch.zeros(4) + x, "zeros", (X,), {}),
+    "ones after another": (lambda x: x.new_ones(3), "new_ones", (X,), {}),
+    "an island": (in_an_island, "matmul", (X, W), {}),
+    "a product that the program lowered": (lambda x, w: x.to(FP16) @ w.to(FP16), "matmul", (X, W), {}),
+    "a norm that it lowered": (lambda x: F.layer_norm(x.to(FP16), (4,)), "layer_norm", (X,), {}),
+    "one argument in fp32": (lambda x, w: x.to(BF16) * w, "mul", (X, W), {}),
+    "low values in the user's autocast": (
+        lambda x, w: F.mse_loss(x.to(BF16), w.to(BF16)), "mse_loss", (X, W), {"ambient": BF16}
+    ),
+    "a write by a kernel that promotes": (written, "add_", (X, W), {}),
+    "a write by one that does not": (written, "clamp_", (X, W), {}),
+    "a write that a rule is about": (
+        lambda x, w: torch.matmul(x, w).relu_(), "relu_", (X, W), {"options": FP32_EVERYWHERE}
+    ),
+    "an op of no list": (lambda x: torch.unique(x, dim=0), "unique_dim", (X,), {}),
+    "a listed op": (lambda x, w: torch.matmul(x, w), "matmul", (X, W), {}),
+}  # fmt: skip
+
+
+def test_the_class_of_a_call_and_why() -> None:
+    found = []
+    for name, (program, op, args, how) in CASES.items():
+        row = plans(classified(program, *args, **how).plan, op)[0]
+        kinds = ", ".join(reason.kind.value for reason in row.reasons)
+        found.append(f"{name}: {row.op_class.value}, takes {row.takes}, {row.dtype}, {kinds}")
+    expecttest.assert_expected_inline(
+        "\n".join(found).replace("torch.", ""),
+        """\
+an element of a call: follow, takes any, None, element
+a cast: keep, takes any, bfloat16, cast
+a cast by name: keep, takes any, float16, cast
+a cast like another: keep, takes any, bfloat16, cast
+a sum in fp32: keep, takes any, float32, names-dtype
+a softmax in fp32: keep, takes any, float32, names-dtype
+the same on CUDA: keep, takes any, float32, names-dtype
+a softmax on CUDA: fp32, takes dtype, None, listed
+zeros like another: keep, takes any, float32, names-dtype
+zeros: keep, takes any, float32, names-dtype
+ones after another: keep, takes any, float32, names-dtype
+an island: keep, takes traced, float32, autocast-disabled
+a product that the program lowered: keep, takes traced, float16, low-already
+a norm that it lowered: keep, takes traced, float16, low-already
+one argument in fp32: promote, takes mixed, None, listed
+low values in the user's autocast: fp32, takes dtype, None, listed
+a write by a kernel that promotes: promote, takes mixed, None, writes-in-place
+a write by one that does not: promote, takes self, None, writes-in-place
+a write that a rule is about: promote, takes self, None, writes-in-place
+an op of no list: keep, takes traced, float32, unlisted
+a listed op: low, takes dtype, None, listed""",
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex64, torch.bool])
 def test_tensors_that_autocast_may_not_retype_are_kept(dtype: torch.dtype) -> None:
-    def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([x, x]), y.exp()
-
-    row = label(program, "cat", torch.ones(4, dtype=dtype), torch.ones(4))
+    row = classified(
+        lambda x, y: (torch.cat([x, x]), y.exp()), torch.ones(4, dtype=dtype), torch.ones(4)
+    ).one("cat")
     assert (row.op_class, row.dtype, row.traced) == (OpClass.KEEP, None, None)
 
 
-def test_python_arithmetic_on_sizes_is_kept() -> None:
-    def program(x: Tensor) -> Tensor:
-        return x * (x.shape[0] // 2)
-
-    found = classified(program, torch.randn(6, 2))
-    assert all(row.op_class is OpClass.KEEP for row in found.plan.nodes if row.op != "mul.Tensor")
-
-
-def test_an_element_of_a_call_follows_the_call() -> None:
-    def program(x: Tensor) -> Tensor:
-        values, _ = x.topk(2)
-        return values
-
-    rows = classified(program, square()).plan.nodes
-    assert [(row.op, row.op_class, row.takes) for row in rows][1:2] == [
-        ("getitem", OpClass.FOLLOW, Takes.ANY)
+def test_what_is_written_is_tied_to_what_it_writes_to() -> None:
+    assert [node.name for node in classified(written, X, W).gm.graph.nodes if TIED.of(node)] == [
+        "add_",
+        "clamp_",
     ]
 
 
-# ---- case 2: the program names the dtype ----
-
-
-@pytest.mark.parametrize(
-    ("program", "op"),
-    [
-        (lambda x: x.to(BF16), "to"),
-        (lambda x: x.half(), "to"),
-        (lambda x: x.sum(dtype=torch.float32), "sum"),
-        (lambda x: F.softmax(x, -1, dtype=torch.float32), "softmax"),
-        (lambda x: torch.zeros_like(x), "zeros_like"),
-        (lambda x: torch.zeros(4) + x, "zeros"),
-        (lambda x: x.new_ones(3), "new_ones"),
-        (lambda x: x.type_as(torch.ones((), dtype=BF16)), "to"),
-    ],
-)
-def test_a_dtype_that_the_program_names_stays(program: Callable[[Tensor], Tensor], op: str) -> None:
-    row = label(program, op, square())
-    assert (row.op_class, row.takes) == (OpClass.KEEP, Takes.ANY)
-    assert row.dtype is row.traced
-
-
-# ---- case 3: islands ----
-
-
-def test_an_island_keeps_what_its_nodes_were_traced_with() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return torch.matmul(x, w)
-
-    row = label(program, "matmul", square(), square())
-    assert (row.op_class, row.takes, row.dtype) == (OpClass.KEEP, Takes.TRACED, torch.float32)
-    assert row.is_because(Kind.REGION)
-
-
-# ---- case 4: what the user lowered ----
-
-
-def test_a_program_in_low_precision_stays_as_written() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return F.layer_norm(x.to(FP16) @ w.to(FP16), (4,))
-
-    found = classified(program, square(), square())
-    assert found.one("matmul").op_class is OpClass.KEEP
-    assert found.one("matmul").dtype is FP16
-    assert found.one("layer_norm").is_because(Kind.LOW_ALREADY)
-
-
-def test_a_call_with_one_fp32_argument_is_ours_again() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return x.to(BF16) * w
-
-    assert label(program, "mul", square(), square()).op_class is OpClass.PROMOTE
-
-
-def test_under_the_users_autocast_low_values_are_listed_ops_too() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return F.mse_loss(x.to(BF16), w.to(BF16))
-
-    row = label(program, "mse_loss", square(), square(), ambient=BF16)
-    assert row.op_class is OpClass.FP32
-
-
-# ---- case 5: writes ----
-
-
-def test_a_write_runs_in_the_dtype_of_what_it_writes_to() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        y = torch.matmul(x, w)
-        y.add_(x)
-        y.clamp_(min=0)
-        return y
-
-    found = classified(program, square(), square())
-    # add's kernel promotes its other operand; clamp's takes one dtype
-    assert (found.one("add_.Tensor").op_class, found.one("add_.Tensor").takes) == (
-        OpClass.PROMOTE,
-        Takes.MIXED,
-    )
-    assert (found.one("clamp_").op_class, found.one("clamp_").takes) == (OpClass.PROMOTE, Takes.SELF)
-    assert [TIED.of(node) for node in found.gm.graph.nodes if node.name == "add_"] == [True]
-
-
-def test_no_rule_reaches_a_write() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return torch.matmul(x, w).relu_()
-
-    options = {"policy": {"rules": [{"module": ".*", "precision": "fp32"}]}}
-    row = label(program, "relu_", square(), square(), options=options)
-    assert row.op_class is OpClass.PROMOTE
-
-
 def test_batch_norm_writes_its_statistics_and_is_still_a_listed_op() -> None:
-    def program(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-        return F.batch_norm(x, mean, var, training=True)
-
-    found = classified(program, torch.randn(4, 8, 2), torch.zeros(8), torch.ones(8))
+    found = classified(
+        lambda x, mean, var: F.batch_norm(x, mean, var, training=True),
+        *(torch.randn(4, 8, 2), torch.zeros(8), torch.ones(8)),
+    )
     row = found.one("batch_norm")
     assert row.op_class is OpClass.PROMOTE
     assert not any(map(TIED.of, found.gm.graph.nodes))
     assert row.own_dtype_slots == ("weight", "bias", "running_mean", "running_var")
 
 
-# ---- case 6: the lists ----
-
-
-def test_an_op_that_no_list_names_is_left_as_traced() -> None:
-    def program(x: Tensor) -> Tensor:
-        return torch.unique(x, dim=0)
-
-    row = classified(program, square()).plan.nodes[0]
-    assert (row.op_class, row.dtype) == (OpClass.KEEP, torch.float32)
-    assert row.is_because(Kind.UNLISTED)
-
-
-def test_a_row_that_the_arguments_switch_off_does_not_count() -> None:
-    def plain(x: Tensor) -> Tensor:
-        return F.softmax(x, -1)
-
-    def named(x: Tensor) -> Tensor:
-        return F.softmax(x, -1, dtype=torch.float32)
-
-    assert label(plain, "softmax", square(), device="cuda").op_class is OpClass.FP32
-    assert label(named, "softmax", square(), device="cuda").op_class is OpClass.KEEP
-
-
 def test_a_plan_row_says_where_it_comes_from() -> None:
     def program(x: Tensor, w: Tensor) -> Tensor:
         return torch.matmul(x, w)  # this line
 
-    row = label(program, "matmul", square(), square())
-    assert row.low is BF16
-    assert row.traced is torch.float32
-    assert row.dtype is None
+    row = classified(program, X, W).one("matmul")
+    assert (row.low, row.traced, row.dtype, row.takes) == (BF16, torch.float32, None, Takes.DTYPE)
     assert row.source.endswith("return torch.matmul(x, w)  # this line")
     (reason,) = row.reasons
     assert reason.kind is Kind.LISTED
     assert "listed by CPU autocast" in reason.values["why"]
+
+
+# ---- before that, what a program only implies about dtypes is written down ----
+
+WIDE = torch.randn(4, dtype=torch.float64)
+PINNED: dict[str, tuple[Program, tuple[Tensor, ...]]] = {
+    "zeros_like": (lambda x: torch.zeros_like(x), (X,)),
+    "ones_like": (lambda x: torch.ones_like(x), (X,)),
+    "empty_like": (lambda x: torch.empty_like(x), (X,)),
+    "rand_like": (lambda x: torch.rand_like(x), (X,)),
+    "randn_like": (lambda x: torch.randn_like(x), (X,)),
+    "full_like": (lambda x: torch.full_like(x, 2.0), (X,)),
+    "randint_like": (lambda x: torch.randint_like(x, 9), (X,)),
+    "new_zeros": (lambda x: x.new_zeros(3), (X,)),
+    "new_ones": (lambda x: x.new_ones(3), (X,)),
+    "new_full": (lambda x: x.new_full((3,), 1.5), (X,)),
+    "new_empty": (lambda x: x.new_empty(3), (X,)),
+    "with a dtype": (lambda x: torch.zeros_like(x, dtype=BF16), (X,)),
+    "of integers": (lambda x: torch.zeros_like(x), (torch.ones(4, dtype=torch.int64),)),
+    "type_as": (lambda y, x: y.type_as(x), (WIDE, X)),
+    "to a dtype": (lambda y, x: y.to(x.dtype), (WIDE, X)),
+    "float": (lambda y, x: y.float(), (WIDE, X)),
+    "type": (lambda y, x: y.type(torch.float32), (WIDE, X)),
+    "to another tensor": (lambda y, x: y.to(x), (WIDE, X)),
+}
+
+
+def test_creation_after_a_tensor_and_conversions_name_their_dtype() -> None:
+    found = []
+    for name, (program, args) in PINNED.items():
+        gm = run_until(PinDtypes, program, *args).gm
+        (node,) = gm.graph.output_node().all_input_nodes
+        dtypes = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)]
+        found.append(f"{name}: {node.target}, {', '.join(map(str, dtypes)) or 'none'}")
+    expecttest.assert_expected_inline(
+        "\n".join(found).replace("torch.", ""),
+        """\
+zeros_like: aten.zeros_like.default, float32
+ones_like: aten.ones_like.default, float32
+empty_like: aten.empty_like.default, float32
+rand_like: aten.rand_like.default, float32
+randn_like: aten.randn_like.default, float32
+full_like: aten.full_like.default, float32
+randint_like: aten.randint_like.default, float32
+new_zeros: aten.new_zeros.default, float32
+new_ones: aten.new_ones.default, float32
+new_full: aten.new_full.default, float32
+new_empty: aten.new_empty.default, float32
+with a dtype: aten.zeros_like.default, bfloat16
+of integers: aten.zeros_like.default, none
+type_as: aten.to.dtype, float32
+to a dtype: aten.to.dtype, float32
+float: aten.to.dtype, float32
+type: aten.to.dtype, float32
+to another tensor: aten.to.device, float32""",
+    )
+
+
+def test_what_follows_a_retyped_tensor_keeps_its_traced_dtype() -> None:
+    def program(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.matmul(x, w)
+        return torch.zeros_like(h), y.to(torch.float64).type_as(h)
+
+    check(program, X, W, X, casts={("float32", "bfloat16"): 2}, reference=torch.float32)

@@ -1,0 +1,214 @@
+"""The passes on casts in Inductor's graphs, on what AOTAutograd hands to it. End to end: tests/cpu/targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import amp_fx.compiling
+from amp_fx._torch import FakeTensorMode
+from amp_fx.notices import only_looking
+from amp_fx.passes import PassContext, WriteCasts
+from graphs import DEFAULTS, op_by_op
+
+aten, prims = torch.ops.aten, torch.ops.prims
+LOWS = torch.bfloat16, torch.float16
+ROWS, CLASSES = 12, 40
+X, W, SCALE = torch.randn(ROWS, 16), torch.randn(16, 16) / 4, torch.rand(16) + 0.5
+HEAD, LABELS = torch.randn(16, CLASSES) / 4, torch.arange(ROWS)
+
+
+def compiled(
+    program: Callable[..., Any], *args: Tensor, **options: Any
+) -> tuple[list[fx.GraphModule], list[Tensor]]:
+    """Graphs after partitioning; and results and gradients of the last one's sum, computed op by op."""
+    torch._dynamo.reset()
+    leaves = [arg.clone().requires_grad_() for arg in args]
+    with op_by_op() as found, only_looking():
+        results = torch.compile(program, backend="amp_fx", options={**DEFAULTS, **options})(*leaves)
+        results[-1].sum().backward()
+    return found, [*results, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def kept(forward: fx.GraphModule, size: int) -> list[torch.dtype]:
+    """Dtypes of what a forward graph returns, or keeps for the backward, and has this number of elements."""
+    values = [node.meta["val"] for node in forward.graph.output_node().all_input_nodes]
+    return [value.dtype for value in values if value.numel() == size]
+
+
+def without_passes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(amp_fx.compiling, "joint_passes", lambda *_args, **_given: ())
+
+
+# ---- statistics of norms stay in fp32: a number a row, beside the norm's input all that is kept of it ----
+
+
+def layer_norm(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return ((F.layer_norm(x @ w, (16,), scale, None) @ w).float().square(),)
+
+
+def group_norm(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    h = F.group_norm((x @ w).unflatten(0, (3, 4)), 4, scale[:4], None).flatten(0, 1)
+    return ((h @ w).float().square(),)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("program", [layer_norm, group_norm])
+def test_a_low_norm_keeps_its_statistics_in_fp32(program: Callable[..., Any], dtype: str) -> None:
+    graphs, (_, *gradients) = compiled(program, X, W, SCALE, dtype=dtype, policy="fast")
+    assert kept(graphs[0], ROWS) == [torch.float32] * 2
+    for gm in graphs:
+        gm.graph.lint()
+    # the norm itself did run low
+    casts = graphs[0].graph.find_nodes(op="call_function", target=prims.convert_element_type.default)
+    assert any(cast.meta["val"].dtype in LOWS and cast.meta["val"].numel() > ROWS for cast in casts)
+    exact = [arg.double().requires_grad_() for arg in (X, W, SCALE)]
+    program(*exact)[-1].sum().backward()
+    for found, true in zip(gradients, exact, strict=True):
+        assert true.grad is not None
+        assert (found - true.grad).norm() < 0.02 * true.grad.norm()
+
+
+def test_without_the_pass_the_statistics_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_passes(monkeypatch)
+    (forward, _), _ = compiled(layer_norm, X, W, SCALE, policy="fast")
+    assert set(kept(forward, ROWS)) == {torch.bfloat16}
+
+
+def test_a_statistic_that_the_program_rounds_itself_stays_rounded() -> None:
+    def by_hand(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        h = F.layer_norm(x @ w, (16,), scale, None) @ w
+        mean = h.mean(-1, keepdim=True).to(torch.bfloat16)
+        return (((h - mean) * mean).float().square(),)
+
+    (forward, _), _ = compiled(by_hand, X, W, SCALE, policy="fast")
+    assert sorted(map(str, kept(forward, ROWS))) == ["torch.bfloat16", "torch.float32", "torch.float32"]
+
+
+# ---- what is returned is kept apart from what the graph reads ----
+
+
+def logits_and_loss(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    logits = x @ w
+    return logits, F.cross_entropy(logits, LABELS)
+
+
+@pytest.mark.parametrize("numerics", ["compiled", "eager"])
+def test_a_loss_reads_the_low_logits_and_so_does_the_backward(
+    numerics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (forward, backward), results = compiled(logits_and_loss, X, HEAD, numerics=numerics)
+    assert kept(forward, ROWS * CLASSES) == [torch.float32, torch.bfloat16]
+    inputs = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder") if "tangents" not in n.name]
+    assert torch.float32 not in {value.dtype for value in inputs if value.numel() == ROWS * CLASSES}
+    without_passes(monkeypatch)
+    (forward, _), before = compiled(logits_and_loss, X, HEAD, numerics=numerics)
+    assert kept(forward, ROWS * CLASSES) == [torch.float32]
+    assert all(map(torch.equal, results, before))
+
+
+def test_a_matmul_in_fp32_reads_what_is_returned() -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x @ w
+        return hidden, torch.addmm(X[:, :1], hidden, w.t())
+
+    rules = {"rules": [{"op": "addmm", "precision": "fp32"}]}
+    (forward, _), _ = compiled(program, X, HEAD, policy=rules)
+    assert kept(forward, ROWS * CLASSES) == [torch.float32]
+
+
+def test_results_that_share_memory_still_do() -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = x @ w
+        return logits, logits.view(-1, 2), F.cross_entropy(logits, LABELS)
+
+    (forward, _), (logits, pairs, *_) = compiled(program, X, HEAD)
+    assert logits.untyped_storage().data_ptr() == pairs.untyped_storage().data_ptr()
+    # nor is the memory written twice
+    casts = forward.graph.find_nodes(op="call_function", target=prims.convert_element_type.default)
+    wide = [cast.meta["val"] for cast in casts if cast.meta["val"].dtype is torch.float32]
+    assert [value.numel() for value in wide].count(ROWS * CLASSES) == 1
+
+
+# ---- on CUDA, casts are written before they are viewed ----
+
+STREAM, WEIGHT = (2, 4, 8), (8, 8)
+
+
+def low(x: Tensor) -> Tensor:
+    return prims.convert_element_type.default(x, torch.bfloat16)
+
+
+def rows(x: Tensor) -> Tensor:
+    return aten.view.default(x, [8, 8])
+
+
+def copies(x: Tensor) -> Tensor:
+    return aten.clone.default(aten.expand.default(low(aten.unsqueeze.default(x, 1)), [2, 3, 4, 8]))
+
+
+def gradient(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A stream's gradient is multiplied by the weight and by what the forward saved, and goes on in fp32."""
+    total = x + 1
+    viewed = rows(low(total))
+    return viewed @ w, aten.permute.default(viewed, [1, 0]) @ w, total * 2
+
+
+def test_which_casts_are_written_before_they_are_viewed() -> None:
+    #: programs of a stream in fp32, unless said, and a weight in bf16
+    cases: dict[str, Callable[[Tensor, Tensor], object]] = {
+        "a low copy of what goes on in fp32": gradient,
+        "what is repeated": lambda x, w: copies(x + 1),
+        "not shared": lambda x, w: rows(low(x + 1)) @ w,
+        "an input": lambda x, w: (rows(low(x)) @ w, x * 2),
+        "no view": lambda x, w: (aten.bmm.default(low(total := x + 1), w.expand(2, 8, 8)), total * 2),
+        "not multiplied": lambda x, w: (rows(low(total := x + 1)) * 2, total * 2),
+        "also read as it is": lambda x, w: (rows(cast := low(total := x + 1)) @ w, cast * 2, total * 2),
+        "not contiguous": lambda x, w: (
+            aten.reshape.default(low(total := x.mT + 1), [8, 8]) @ w,
+            total * 2,
+        ),
+        "repeated in registers": lambda x, w: (
+            aten.expand.default(low(aten.slice.Tensor(x, 1, 0, 1) + 1), list(STREAM)) * 2
+        ),
+        "a repeated input": lambda x, w: copies(x),
+        "a widening cast of a bf16 stream": lambda x, w: (
+            rows((total := x + 1).float()) @ w.float(),
+            total * 2,
+        ),
+        "a low copy, on a CPU": gradient,
+    }
+    found = []
+    for name, program in cases.items():
+        device = "cpu" if "CPU" in name else "cuda"
+        dtype = torch.bfloat16 if "bf16" in name else torch.float32
+        with FakeTensorMode():
+            weight = torch.empty(WEIGHT, dtype=torch.bfloat16, device=device)
+            gm = make_fx(program)(torch.empty(STREAM, dtype=dtype, device=device), weight)
+        code, before = gm.graph.python_code("self").src, {node: {*node.meta} for node in gm.graph.nodes}
+        WriteCasts().call(gm, PassContext())
+        assert gm.graph.python_code("self").src == code
+        found.append(f"{name}: {sum(node.meta.keys() != keys for node, keys in before.items())}")
+    expecttest.assert_expected_inline(
+        "\n".join(found),
+        """\
+a low copy of what goes on in fp32: 1
+what is repeated: 1
+not shared: 0
+an input: 0
+no view: 0
+not multiplied: 0
+also read as it is: 0
+not contiguous: 0
+repeated in registers: 0
+a repeated input: 0
+a widening cast of a bf16 stream: 0
+a low copy, on a CPU: 0""",
+    )
