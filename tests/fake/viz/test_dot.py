@@ -14,7 +14,7 @@ from amp_fx import AmpFxError
 from amp_fx.viz import dot
 from amp_fx.viz.graph import Drawing
 from amp_fx.viz.model import drawing
-from amp_fx.viz.style import CLASSES, COLOURS, DTYPES
+from amp_fx.viz.style import CLASSES, COLOURS, DTYPES, Face
 from pictures import NASTY, blocks, nasty
 
 needs_dot = pytest.mark.skipif(
@@ -126,3 +126,8 @@ def test_casts_that_inductor_fuses_are_dashed_and_say_so() -> None:
     ]
     assert sum("style=dashed" in line and ", fused" in line for line in lines) == 1
     assert any("style=solid" in line and "fused" not in line for line in lines)
+
+
+def test_a_closed_module_is_the_redder_the_more_bytes_its_casts_move() -> None:
+    fills = [dot._look(Face([], "", "ink", "keep", False, share))["fillcolor"] for share in (0, 0.25, 1, 2)]
+    assert fills == ["#ffffff", "#eebbc2", "#dc7684", "#dc7684"]
