@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from amp_fx.placement import tradeoff
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
 from amp_fx.placement.level_cost import LevelCost, copy_traffic
 from amp_fx.placement.priced import Priced, SensitivityTerm
@@ -136,6 +137,14 @@ def test_several_graphs_share_one_limit() -> None:
     for limit, expected in ((0.5, 0), (1.0, 0b010), (2.0, 0b110), (4.0, 0b011), (5.0, 0b111)):
         chosen = within(parts, limit).placement
         assert sum((each["mm"] is LOW) << at for at, each in enumerate(chosen)) == expected
+
+
+def test_without_halves_what_the_limit_leaves_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tradeoff, "_HALVES", 0)
+    # both gain as much for their sensitivity: first both are given up, then the small one comes back
+    problem, terms = Problem({"one": (2, 0), "two": (20, 0)}), [SensitivityTerm(1.0, LOW, "one")]
+    found = within([Priced(problem, [*terms, SensitivityTerm(10.0, LOW, "two")])], 6.0)
+    assert found.placement == [{"one": LOW, "two": HIGH}]
 
 
 def test_a_known_placement_that_breaks_a_pin_is_not_taken() -> None:

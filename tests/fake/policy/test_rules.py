@@ -180,6 +180,8 @@ def test_a_rule_that_asks_for_int8_is_about_linears_and_under_that_policy_only()
         ({"module": "head", "precision": "low", "result": True}, r"True .*fp32"),
         ({"module": "head", "precision": "fp32", "result": "fp32"}, r"'result' .*fp32.*'low'"),
         ({"module": "head", "result": "fp32"}, r"precision None"),
+        ({"op": "linear", "precision": "low", "implementation": "flash"}, r"'implementation' .*attention"),
+        ({"module": "head", "precision": "low", "implementation": "flash"}, r"'implementation' .*attention"),
     ],
 )
 def test_bad_rules_are_named(rule: object, message: str) -> None:
