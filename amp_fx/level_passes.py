@@ -102,8 +102,15 @@ def planned_levels(
         _check(LEVELS[name], opts, device, len(planned))
     if not planned:
         return None
+    scales = tuple((name, row.scales["input"]) for name, row in rows.items() if "input" in row.scales)
     return PlaceLevels(
-        None, device, planned=planned, choice=opts.level, joint=training, keeps_weights=keeps_weights
+        None,
+        device,
+        planned=planned,
+        scales=() if training else scales,
+        choice=opts.level,
+        joint=training,
+        keeps_weights=keeps_weights,
     )
 
 

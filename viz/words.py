@@ -67,6 +67,7 @@ _SENTENCES = {
     Kind.OTHER_DEVICE: "it does not run on {device}",
     Kind.UNKNOWN_ROWS: "{level} has no scales for a number of rows that is not known",
     Kind.NO_COPY: "{level} multiplies by weights of which copies are kept",
+    Kind.NO_SCALE: "the plan has no scale for it",
     Kind.NOT_A_WEIGHT: "{policy} multiplies by weights",
     Kind.NO_ROWS: "it has no rows",
     Kind.FEW_ROWS: "{level} multiplies {fewest} rows or more",

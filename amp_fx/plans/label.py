@@ -74,6 +74,7 @@ class Kind(str, enum.Enum):
     OTHER_DEVICE = "other-device"
     UNKNOWN_ROWS = "unknown-rows"
     NO_COPY = "no-copy"
+    NO_SCALE = "no-scale"
     NOT_A_WEIGHT = "not-a-weight"
     NO_ROWS = "no-rows"
     FEW_ROWS = "few-rows"
@@ -137,6 +138,7 @@ class Label:
     own_dtype_slots: tuple[str, ...] = ()
     pinned: torch.dtype | None = None
     levels: dict[str, str] = field(default_factory=dict)
+    scales: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def is_because(self, *kinds: Kind) -> bool:
         """True where a reason of one of these kinds is given."""

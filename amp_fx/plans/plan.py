@@ -53,6 +53,8 @@ class NodePlan(Label):
         levels: of a matmul where a policy below 16 bits has chosen: role (:data:`amp_fx.policy.levels.ROLES`) -> name
             of the level (:data:`amp_fx.policy.levels.LEVELS`) in which it multiplies, ``{"forward": "rowwise",
             "gradient of its input": "bfloat16", ...}``; else empty. A plan of training is followed in these, too.
+        scales: of a matmul in int8 whose scales were measured: ``{"input": (scale, zero point)}``, so that a value is
+            ``(byte - zero point) * scale``; else empty, and every row has the scale that it needs.
     """
 
     shape: tuple[int, ...] = ()

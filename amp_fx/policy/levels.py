@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from amp_fx.policy.scaled import int8_mm, packed_int8_mm, scaled_mm
+from amp_fx.policy.scaled import int8_mm, measured_int8_mm, packed_int8_mm, scaled_mm
 
 __all__ = [
     "AUTO", "FORWARD", "INPUT", "LEVELS", "NARROW_DTYPES", "ROLES", "WEIGHT", "Implementation", "Level", "Scale",
@@ -45,7 +45,7 @@ class Scale(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """A way to compute a product in a level; all of a level give the same numbers, but for the order of roundings."""
+    """A way to compute a product in a level; those that measure nothing differ in the order of roundings alone."""
 
     name: str  # what an option and the reason in a plan call it
     about: str = ""  # one line for whoever chooses
@@ -58,6 +58,7 @@ class Implementation:
     keeps_weights: bool = False  # it takes only weights of which copies live across calls
     grain: int = 16  # what divides the sizes that are contracted, and the columns
     fewest: int = 1  # rows that a kernel of CUDA takes at least
+    measured: bool = False  # values have one scale, which a plan has
     packs: bool = False  # the weight is laid out anew in each call of more than one row
     one_row: float = 0.0  # seconds that a call of a single row gains on the low dtype, beside the arithmetic
 
@@ -66,6 +67,16 @@ _SCALED_MM = Implementation(name="scaled_mm")
 # B200 and GB200, B300 and GB300: cuBLAS takes scales of blocks; torch._scaled_mm passes them on from torch 2.7 on
 _BLOCK_SCALED_MM = Implementation(name="scaled_mm", capabilities=((10, 0), (10, 3)))
 _INT8_MM = (
+    Implementation(
+        name="int8_measured",
+        about="as int8_packed, with scales of values that were measured before",
+        multiply=measured_int8_mm,
+        value=torch.uint8,
+        device="cpu",
+        keeps_weights=True,
+        grain=1,
+        measured=True,
+    ),
     Implementation(
         name="int8_packed",
         about="values are unsigned, which oneDNN has fast kernels for on all CPUs, and weights packed",

@@ -15,8 +15,8 @@ import torch
 from amp_fx._torch import quantised_ops
 
 __all__ = [
-    "TILE", "ZERO_POINT", "Emit", "Product", "block_scales", "int8_mm", "packed_int8_mm", "run", "scale_of", "scaled",
-    "scaled_mm",
+    "TILE", "ZERO_POINT", "Emit", "Product", "block_scales", "int8_mm", "measured_int8_mm", "packed_int8_mm",
+    "quantised", "run", "scale_of", "scaled", "scaled_mm",
 ]  # fmt: skip
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -87,6 +87,11 @@ def scaled(value: Any, scale: Any, dtype: torch.dtype, call: Emit) -> tuple[Any,
     if dtype is torch.uint8:
         data = call(aten.add.Tensor, data, ZERO_POINT)
     return call(prims.convert_element_type.default, data, dtype), factors
+
+
+def quantised(value: Any, scale: float, zero_point: int, call: Emit) -> Any:
+    """A value in uint8 by a scale that was measured; what is beyond its range saturates."""
+    return call(quantised_ops().quantize_per_tensor.default, value, scale, zero_point, 0, 255, torch.uint8)
 
 
 def _largest(dtype: torch.dtype) -> float:
@@ -188,6 +193,22 @@ def packed_int8_mm(given: Product, call: Emit) -> Any:
     value = call(ops.dequantize_per_tensor.default, given.first, 1.0, ZERO_POINT, 0, 255, torch.uint8)
     weight = call(ops.dequantize_per_channel.default, weight, scales, zeros, 0, -128, 127, torch.int8)
     return given.finished(call(aten.linear.default, value, weight), given.factors[0], call)
+
+
+def measured_int8_mm(given: Product, call: Emit) -> Any:
+    """The product of a matrix from :func:`quantised` and one in int8, for Inductor on a CPU; sums are exact.
+
+    The calls of a quantised model in bf16 as PyTorch exports it: what follows, activation, addition and the rounding of
+    the result to uint8, becomes part of one call of oneDNN.
+    """
+    ops, (scale, zero_point) = quantised_ops(), given.factors[0]
+    weight = call(aten.permute.default, given.second, [1, 0])
+    scales = call(aten.view.default, given.factors[1], [-1])
+    zeros = call(aten.zeros_like.default, scales, dtype=torch.int64)
+    value = call(ops.dequantize_per_tensor.default, given.first, scale, zero_point, 0, 255, torch.uint8)
+    weight = call(ops.dequantize_per_channel.default, weight, scales, zeros, 0, -128, 127, torch.int8)
+    low = (call(prims.convert_element_type.default, each, given.dtype) for each in (value, weight))
+    return call(aten.linear.default, *low, given.bias)
 
 
 def _value(value: Any) -> torch.Tensor:

@@ -83,6 +83,7 @@ class PlaceLevels(Pass):
         cost: of the device, or None.
         budget: measured sensitivity and how much is allowed, or None.
         planned: what a plan has below 16 bits: (name in the plan, role, name of the level).
+        scales: of values that calls of the plan read: (name in the plan, (scale, zero point)).
         choice: the name of an implementation where an option has one.
         joint: False on a captured graph.
         keeps_weights: copies of weights live across calls.
@@ -97,6 +98,7 @@ class PlaceLevels(Pass):
     cost: LevelCost | None = None
     budget: Budget | None = None
     planned: tuple[tuple[str, str, str], ...] = ()
+    scales: tuple[tuple[str, tuple[float, int]], ...] = ()
     choice: str = AUTO
     joint: bool = True
     keeps_weights: bool = False
@@ -115,7 +117,8 @@ class PlaceLevels(Pass):
         for matmul, way in found.items():
             level = self._wanted(matmul) if matmul in chosen else None
             if level is not None:
-                LEVEL.set(matmul.node, (level, way))
+                scale = dict(self.scales).get(matmul.name) if way.measured else None
+                LEVEL.set(matmul.node, (level, way, scale))
             why = self._why(matmul, level, way)
             self.choices[matmul.variable] = level, why
             if (row := label_of(matmul.node)) is not None:
@@ -183,6 +186,8 @@ class PlaceLevels(Pass):
             return Reason.of(Kind.OTHER_DEVICE, device=way.device)
         if way.keeps_weights and not (self.keeps_weights and matmul.operands[1].is_folded):
             return Reason.of(Kind.NO_COPY, level=way.name)
+        if way.measured and matmul.name not in dict(self.scales):
+            return Reason(Kind.NO_SCALE)
         if self.device == "cuda" and not (isinstance(rows, int) and rows >= way.fewest):
             return Reason.of(Kind.FEW_ROWS, level=level.name, fewest=way.fewest)
         sizes = matmul.sizes if matmul.role == WEIGHT else (contracted, columns)

@@ -16,7 +16,7 @@ from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.place_levels import level_of
 from amp_fx.placement.layout import CAST
 from amp_fx.policy.levels import FORWARD, Implementation, Level, Scale
-from amp_fx.policy.scaled import Product, block_scales, scale_of, scaled
+from amp_fx.policy.scaled import Product, block_scales, quantised, scale_of, scaled
 from amp_fx.weights.recipes import Scaled
 from amp_fx.widened import held_pair
 
@@ -80,8 +80,11 @@ class QuantiseMatmuls(Pass):
         work = _Quantiser(gm.graph) if self.joint else _CapturedQuantiser(gm.graph)
         matmuls = read_matmuls(gm, context, joint=self.joint)
         chosen = [(matmul, found) for matmul in matmuls if (found := LEVEL.of(matmul.node)) is not None]
-        for matmul, (level, way) in chosen:
-            work.multiply(matmul, level, way)
+        for matmul, (level, way, scale) in chosen:
+            if scale is None:
+                work.multiply(matmul, level, way)
+            else:
+                work.multiply_measured(matmul, level, way, scale)
         if chosen:
             work.tidy()
         return f"{len(chosen)} scaled matmuls read {len(work.copies)} copies"
@@ -286,6 +289,25 @@ class _CapturedQuantiser(_Quantiser):
     def tidy(self) -> None:
         """Erases what nothing reads."""
         erase_unread(self._graph)
+
+    def multiply_measured(
+        self, matmul: Matmul, level: Level, way: Implementation, scale: tuple[float, int]
+    ) -> None:
+        """The same with the scale and zero point that a plan has for the value, which keeps its dimensions."""
+        node, (operand, matrix) = matmul.node, matmul.operands
+        self._like = node
+        with self._graph.inserting_before(node):
+            key = operand.source, scale
+            if key not in self.copies or self._is_written(operand.source):
+                data = quantised(operand.source, *scale, self._call)
+                self.copies[key] = _WithScale(data, data)
+            copy = self._copy(matrix, level, way)
+            columns = self._call(aten.permute.default, self._matrix(copy, matrix, level), [1, 0])
+            factors = scale, self._factor(copy, level, [1, -1])
+            given = Product(
+                self.copies[key].data, columns, factors, matmul.bias, node.meta["val"].dtype, True
+            )
+            super()._become(matmul, way.multiply(given, self._call))
 
     def _become(self, matmul: Matmul, final: fx.Node) -> None:
         """The call becomes the view that has its shape, so its name and its row in the plan stay."""
