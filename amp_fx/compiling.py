@@ -25,7 +25,7 @@ from amp_fx._torch import (
 )
 from amp_fx.errors import PassError
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
-from amp_fx.graphs.keys import PRODUCTS_MARK, RESULT_MARK
+from amp_fx.graphs.keys import LEVEL, PRODUCTS_MARK, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
 from amp_fx.graphs.values import graph_devices
 from amp_fx.passes import (
@@ -130,7 +130,8 @@ def _is_frozen(call: Call, rewritten: fx.GraphModule) -> bool:
     # folding BatchNorm does not round where eager autocast rounds
     packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not has_narrow
     # by default only what takes the place of a low copy, or of a weight that is stored low
-    low = copied_weights(rewritten) or widenings(call.gm)
+    below = any(LEVEL.of(node) for node in rewritten.graph.nodes)
+    low = below or copied_weights(rewritten) or widenings(call.gm)
     asked = opts.weights == "cache" or (opts.weights == "auto" and bool(low))
     return opts.weights == "freeze" or (packs and asked)
 

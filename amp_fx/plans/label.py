@@ -75,6 +75,7 @@ class Kind(str, enum.Enum):
     UNKNOWN_ROWS = "unknown-rows"
     NO_COPY = "no-copy"
     NO_SCALE = "no-scale"
+    NOT_A_PRODUCT = "not-a-product"
     NOT_A_WEIGHT = "not-a-weight"
     NO_ROWS = "no-rows"
     FEW_ROWS = "few-rows"

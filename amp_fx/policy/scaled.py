@@ -15,8 +15,8 @@ import torch
 from amp_fx._torch import quantised_ops
 
 __all__ = [
-    "TILE", "ZERO_POINT", "Emit", "Product", "block_scales", "int8_mm", "measured_int8_mm", "packed_int8_mm",
-    "quantised", "run", "scale_of", "scaled", "scaled_mm",
+    "TILE", "ZERO_POINT", "Emit", "Product", "block_scales", "dequantised", "int8_mm", "measured_int8_mm",
+    "packed_int8_mm", "quantised", "run", "scale_of", "scaled", "scaled_mm",
 ]  # fmt: skip
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -201,14 +201,22 @@ def measured_int8_mm(given: Product, call: Emit) -> Any:
     The calls of a quantised model in bf16 as PyTorch exports it: what follows, activation, addition and the rounding of
     the result to uint8, becomes part of one call of oneDNN.
     """
-    ops, (scale, zero_point) = quantised_ops(), given.factors[0]
     weight = call(aten.permute.default, given.second, [1, 0])
-    scales = call(aten.view.default, given.factors[1], [-1])
-    zeros = call(aten.zeros_like.default, scales, dtype=torch.int64)
-    value = call(ops.dequantize_per_tensor.default, given.first, scale, zero_point, 0, 255, torch.uint8)
-    weight = call(ops.dequantize_per_channel.default, weight, scales, zeros, 0, -128, 127, torch.int8)
-    low = (call(prims.convert_element_type.default, each, given.dtype) for each in (value, weight))
-    return call(aten.linear.default, *low, given.bias)
+    pair = dequantised(given.first, given.factors[0], weight, given.factors[1], given.dtype, call)
+    return call(aten.linear.default, *pair, given.bias)
+
+
+def dequantised(
+    value: Any, scale: tuple[float, int], weight: Any, factors: Any, dtype: torch.dtype, call: Emit
+) -> tuple[Any, Any]:
+    """A value from :func:`quantised`, and a weight in int8 with a factor for each row, in a low dtype again."""
+    ops, factors = quantised_ops(), call(aten.view.default, factors, [-1])
+    # made of the weight, so that it is a constant where that is one
+    zeros = call(aten.zeros_like.default, factors, dtype=torch.int64)
+    wide = call(ops.dequantize_per_tensor.default, value, *scale, 0, 255, torch.uint8)
+    weight = call(ops.dequantize_per_channel.default, weight, factors, zeros, 0, -128, 127, torch.int8)
+    first, second = (call(prims.convert_element_type.default, each, dtype) for each in (wide, weight))
+    return first, second
 
 
 def _value(value: Any) -> torch.Tensor:

@@ -81,6 +81,7 @@ class Matmul:
         operands: first and second.
         sizes: rows, contracted, columns; symbolic sizes as they are.
         bias: one number for each column, in the dtype of the result, or None.
+        norm: of a convolution the BatchNorm in inference that alone reads it, and may be folded into it.
     """
 
     node: fx.Node
@@ -89,6 +90,12 @@ class Matmul:
     operands: tuple[Operand, Operand]
     sizes: tuple[int | torch.SymInt, int | torch.SymInt, int | torch.SymInt]
     bias: fx.Node | None
+    norm: fx.Node | None = None
+
+    @property
+    def is_convolution(self) -> bool:
+        """True for a convolution: its weight has one matrix row for each channel of the result."""
+        return self.node.target is aten.conv2d.default
 
     @property
     def variable(self) -> tuple[str, str]:
@@ -151,6 +158,8 @@ def may_run_below(node: fx.Node, context: PassContext) -> bool:
 
 def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:
     """The product that a call is; None where it is none of 16-bit values and a matrix."""
+    if node.target is aten.conv2d.default:
+        return _convolution(node, context)
     row, factors, form = label_of(node), _factors(node), op_row(node).linear
     if row is None or factors is None or form is None:
         return None
@@ -161,6 +170,31 @@ def captured_matmul(node: fx.Node, context: PassContext) -> Matmul | None:
     contracted, columns = reversed(size) if form.by_rows else size
     sizes = math.prod(value.meta["val"].shape[:-1]), contracted, columns
     return Matmul(node, row.name, FORWARD, (first, second), sizes, bias)
+
+
+def _convolution(node: fx.Node, context: PassContext) -> Matmul | None:
+    """A convolution in 16 bits over two dimensions, with what may be folded into it."""
+    row, (value, matrix, bias, *_) = label_of(node), (*node.args, None)
+    if row is None or not isinstance(value, fx.Node) or not isinstance(matrix, fx.Node):
+        return None
+    if node.kwargs or value.meta["val"].ndim != 4 or node.meta["val"].dtype not in LOW_DTYPES:
+        return None
+    columns, *window = matrix.meta["val"].shape
+    batch, _, *places = node.meta["val"].shape
+    first = Operand(value, value, "", True, frozenset(value.users))
+    second = _weight(matrix, context.folded, in_rows=True)
+    sizes = batch * math.prod(places), math.prod(window), columns
+    return Matmul(node, row.name, FORWARD, (first, second), sizes, bias, _norm_after(node))  # type: ignore[arg-type]  # a node or None
+
+
+def _norm_after(node: fx.Node) -> fx.Node | None:
+    """The only reader of a convolution, if that is a BatchNorm with statistics and parameters that are inputs."""
+    reader = next(iter(node.users), None)
+    if len(node.users) != 1 or reader is None or reader.target is not aten.batch_norm.default:
+        return None
+    parameters, training = reader.args[1:5], reader.args[5]
+    are_inputs = all(isinstance(each, fx.Node) and each.op == "placeholder" for each in parameters)
+    return reader if are_inputs and not training else None
 
 
 def _weight(matrix: fx.Node, folded: frozenset[str], *, in_rows: bool) -> Operand:

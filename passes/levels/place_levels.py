@@ -186,8 +186,10 @@ class PlaceLevels(Pass):
             return Reason.of(Kind.OTHER_DEVICE, device=way.device)
         if way.keeps_weights and not (self.keeps_weights and matmul.operands[1].is_folded):
             return Reason.of(Kind.NO_COPY, level=way.name)
-        if way.measured and matmul.name not in dict(self.scales):
+        if (way.measured or matmul.is_convolution) and matmul.name not in dict(self.scales):
             return Reason(Kind.NO_SCALE)
+        if matmul.is_convolution and not way.measured:
+            return Reason.of(Kind.NOT_A_PRODUCT, level=way.name)
         if self.device == "cuda" and not (isinstance(rows, int) and rows >= way.fewest):
             return Reason.of(Kind.FEW_ROWS, level=level.name, fewest=way.fewest)
         sizes = matmul.sizes if matmul.role == WEIGHT else (contracted, columns)

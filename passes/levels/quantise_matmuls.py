@@ -16,7 +16,7 @@ from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.place_levels import level_of
 from amp_fx.placement.layout import CAST
 from amp_fx.policy.levels import FORWARD, Implementation, Level, Scale
-from amp_fx.policy.scaled import Product, block_scales, quantised, scale_of, scaled
+from amp_fx.policy.scaled import Product, block_scales, dequantised, quantised, scale_of, scaled
 from amp_fx.weights.recipes import Scaled
 from amp_fx.widened import held_pair
 
@@ -301,13 +301,38 @@ class _CapturedQuantiser(_Quantiser):
             if key not in self.copies or self._is_written(operand.source):
                 data = quantised(operand.source, *scale, self._call)
                 self.copies[key] = _WithScale(data, data)
+            value, dtype = self.copies[key].data, node.meta["val"].dtype
+            if matmul.is_convolution:
+                weight, factors, bias = self._convolved(matmul, level)
+                pair = dequantised(value, scale, weight, factors, dtype, self._call)
+                node.args = (*pair, bias, *node.args[3:])
+                return
             copy = self._copy(matrix, level, way)
             columns = self._call(aten.permute.default, self._matrix(copy, matrix, level), [1, 0])
             factors = scale, self._factor(copy, level, [1, -1])
-            given = Product(
-                self.copies[key].data, columns, factors, matmul.bias, node.meta["val"].dtype, True
-            )
+            given = Product(value, columns, factors, matmul.bias, dtype, True)
             super()._become(matmul, way.multiply(given, self._call))
+
+    def _convolved(self, matmul: Matmul, level: Level) -> tuple[fx.Node, fx.Node, Any]:
+        """The weight of a convolution in the level with a factor for each channel, and the bias, BatchNorm folded in.
+
+        The BatchNorm becomes an alias of the result, so its name and its row in the plan stay.
+        """
+        weight, bias = matmul.operands[1].source, matmul.bias
+        if matmul.norm is not None:
+            gain, shift, mean, variance, *_, epsilon, _ = matmul.norm.args[1:]
+            spread = self._call(aten.rsqrt.default, self._call(aten.add.Tensor, variance, epsilon))
+            gain = self._call(aten.mul.Tensor, gain, spread)
+            bias = mean if bias is None else self._call(aten.sub.Tensor, mean, bias)
+            bias = self._call(aten.sub.Tensor, shift, self._call(aten.mul.Tensor, bias, gain))
+            bias = self._call(CAST, bias, matmul.node.meta["val"].dtype)
+            weight = self._call(aten.mul.Tensor, weight, self._call(aten.view.default, gain, [-1, 1, 1, 1]))
+            matmul.norm.target, matmul.norm.args = aten.alias.default, (matmul.node,)
+        rows = self._call(aten.view.default, weight, [weight.meta["val"].shape[0], -1])
+        is_wide = rows.meta["val"].dtype is torch.float32
+        scale = scale_of(rows, level.dtype, [[-1]], self._call, powers=level.powers, is_wide=is_wide)
+        data, factors = scaled(rows, scale, level.dtype, self._call)
+        return self._call(aten.view.default, data, list(weight.meta["val"].shape)), factors, bias
 
     def _become(self, matmul: Matmul, final: fx.Node) -> None:
         """The call becomes the view that has its shape, so its name and its row in the plan stay."""
