@@ -16,6 +16,7 @@ from amp_fx._torch import compile_id, graph_break, unwrapped_errors
 from amp_fx.calibration.calibration import Calibration
 from amp_fx.calibration.measuring import run_measured
 from amp_fx.calibration.meter import Meter, measure
+from amp_fx.calibration.ranges import Ranges
 from amp_fx.calibration.traced import MeasuredGraph, TargetGraph, read_matmuls
 from amp_fx.errors import AmpFxError, CaptureError, OptionsError, ScalerError, TargetError
 from amp_fx.graphs.batches import call_of
@@ -159,12 +160,27 @@ class _Graphs:
             compiled = torch.compile(
                 steps[0].model, backend=lambda *given: self._backend(*given), dynamic=False
             )
+            scales = self._scales(steps, compiled)
             for step in _progress(steps):
-                meter = Meter(self._low, scale, of_outputs=not self._training, level=self.level)
+                meter = Meter(
+                    self._low, scale, of_outputs=not self._training, level=self.level, scales=scales
+                )
                 self._meters.append(meter)
                 measure(step, meter, compiled, probes)
         if not self.traced:
             raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was measured.")
+
+    def _scales(self, steps: Sequence[Step], compiled: Any) -> dict[tuple[int, str], tuple[float, int]]:
+        """Scales of what calls read in a level that has an implementation for such; in one forward of each step."""
+        if self.level is None or not any(way.measured for way in self.level.implementations):
+            return {}
+        ranges = Ranges()
+        self._meters.append(Meter(self._low, 1.0, of_outputs=True, level=self.level, ranges=ranges))
+        for step in steps:
+            with step.returned(compiled):
+                pass
+        self._meters.pop()
+        return ranges.scales()
 
     def sensitivities(self) -> list[GraphSensitivity]:
         """The means over the steps, by the names that calls have where they are planned."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from amp_fx.calibration.cuts import Cuts, Placed
+from amp_fx.calibration.cuts import NEVER, Cuts, Placed
 from amp_fx.calibration.frontier import CalibratedPlan, Point, blame_lines, save_frontier
 from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
@@ -30,6 +30,9 @@ __all__ = ["Calibration"]
 
 #: corners of the frontier that are shown
 _CORNERS = 12
+
+#: times of the squared error of scales that are found in each call, that a measured one may add
+_MORE = math.inf, 4.0, 1.0
 
 #: plans that are compiled to find one that keeps its budget
 _TRIES = 3
@@ -85,6 +88,21 @@ class Calibration:
         return Cuts(self._graphs, self.sensitivity, self._opts)
 
     @functools.cached_property
+    def _ways(self) -> dict[float, Cuts]:
+        """By how much more a measured scale may add than those that are found in each call, the cuts; fastest first."""
+        measured = any(call.scales for graph in self.sensitivity.graphs for call in graph.calls)
+        return {most: self._cuts.reading(most) for most in (*_MORE * measured, NEVER)}
+
+    @property
+    def _usual(self) -> Cuts:
+        return self._ways.get(_MORE[1], self._ways[NEVER])
+
+    def _within(self, limit: float, aim: str) -> Choice[Placed]:
+        """The cheapest placement found whose squared error is at most ``limit``."""
+        found = [cuts.within(limit, aim) for cuts in self._ways.values()]
+        return min(found, key=lambda each: (each.sensitivity > limit, each.time, each.sensitivity))
+
+    @functools.cached_property
     def _verifier(self) -> Verifier:
         return Verifier(self._steps, self._opts, self.sensitivity.scale)
 
@@ -99,15 +117,20 @@ class Calibration:
             # the policy below 16 bits by itself: what is low as autocast has it
             base = replace(plain, policy=replace(self._opts.policy, rules=()))
             plans = [graph.plan(base) for graph in self._graphs]
-            self._cuts.write(plans, self._cuts.by_policy(self._cuts.placed(plans)))
+            own = self._ways[NEVER]
+            own.write(plans, own.by_policy(own.placed(plans)))
             plans_of[LEVELS[self.sensitivity.level].policy] = plans
-        return {
-            name: self._cuts.point(name, self._cuts.placed(plans), functools.partial(list, plans))
-            for name, plans in plans_of.items()
-        }
+        return {name: self._predicted(plans, name) for name, plans in plans_of.items()}
 
     def _point(self, choice: Choice[Placed]) -> Point:
-        return self._cuts.point(None, choice.placement, lambda: self._plans_of(choice.placement))
+        cuts = self._ways[choice.placement.most]
+        return cuts.point(None, choice.placement, lambda: self._plans_of(choice.placement))
+
+    def _predicted(self, plans: list[Plan], name: str | None = None) -> Point:
+        """What plans cost, each call by the scales that they have."""
+        rows = {row.name: row for plan in plans for row in plan.nodes}
+        cuts = self._cuts.reading(NEVER, rows)
+        return cuts.point(name, cuts.placed(plans), functools.partial(list, plans))
 
     def _plans_of(self, choice: Placed) -> list[Plan]:
         """The plans of a placement, made by the passes."""
@@ -117,7 +140,7 @@ class Calibration:
             for graph, found, placement in zip(self._graphs, self.sensitivity.graphs, placements, strict=True)
         ]
         if self.sensitivity.level:
-            self._cuts.write(plans, choice)
+            self._ways[choice.most].write(plans, choice)
         return plans
 
     @property
@@ -133,7 +156,7 @@ class Calibration:
         Args:
             minimise: the cost, as in :meth:`plan`.
         """
-        corners = [self._point(each) for each in self._cuts.corners(_CORNERS, _aim(minimise))]
+        corners = [self._point(each) for each in self._usual.corners(_CORNERS, _aim(minimise))]
         points = [*corners, *self._known.values()]
         by_bytes = minimise == BYTES or not self._cuts.is_timed
         return sorted(points, key=lambda point: point.bytes_moved if by_bytes else point.time or 0.0)
@@ -149,7 +172,7 @@ class Calibration:
             PlanError: it is not about this model; the message names what has moved.
         """
         plans = Options.parse(None, {"plan": plan}).plan or ()
-        return self._cuts.point(None, self._cuts.placed(plans), list).error
+        return self._predicted([*plans]).error
 
     def plan(
         self,
@@ -189,7 +212,7 @@ class Calibration:
                 f"a {device} does not multiply in {level!r}, so that no compiled step can check a plan; give "
                 "verify=False."
             )
-        within = functools.partial(self._cuts.within, aim=_aim(minimise))
+        within = functools.partial(self._within, aim=_aim(minimise))
         with torch.enable_grad():
             if time is not None:
                 return self._finish(self._within_time(_positive("time", time)), None, verify, within)
@@ -203,7 +226,7 @@ class Calibration:
     def _within_time(self, time: float) -> Choice[Placed]:
         if not self._cuts.is_timed:
             raise OptionsError("plan(time=...) needs a device profile, which is off.")
-        corners = self._cuts.corners(8 * _CORNERS, TIME)
+        corners = self._usual.corners(8 * _CORNERS, TIME)
         fitting = [corner for corner in corners if corner.time * 1e-12 <= time]
         return min(fitting, key=lambda corner: corner.sensitivity) if fitting else corners[0]
 
@@ -239,7 +262,7 @@ class Calibration:
         below = None
         if self.sensitivity.level:
             plans = self._known[LEVELS[self.sensitivity.level].policy].plan.plans
-            below = self._cuts.blame(self._cuts.placed(plans))
+            below = self._ways[NEVER].blame(self._ways[NEVER].placed(plans))
         return "\n".join(blame_lines(self.sensitivity, self._cuts.blame(), self._known, below))
 
     def save(self, path: str | os.PathLike[str]) -> Path:

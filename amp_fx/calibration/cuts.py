@@ -6,6 +6,7 @@ below: only where that was measured.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,11 +26,14 @@ from amp_fx.placement.tradeoff import BYTES, hull, within
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.plans.plan_files import choose_plan, counterparts
-from amp_fx.plans.sensitivity import CallSensitivity, GraphSensitivity, Sensitivity, as_number
+from amp_fx.plans.sensitivity import INPUT, CallSensitivity, GraphSensitivity, Sensitivity, as_number
 from amp_fx.policy.levels import LEVELS
 from amp_fx.settings import Options
 
-__all__ = ["Cuts", "Placed"]
+__all__ = ["NEVER", "Cuts", "Placed"]
+
+#: of measured scales: none is read by
+NEVER = -1.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Placed:
     labels: list[Labels]
     #: of the second, for each graph
     below: list[Labels]
+    #: which of these read by measured scales, see :meth:`Cuts.reading`
+    most: float = NEVER
 
 
 class PricedMatmuls(NamedTuple):
@@ -56,8 +62,25 @@ class Cuts:
         self._graphs = graphs
         self._sensitivity = sensitivity
         self._opts = opts
+        self._most = NEVER
         #: (limit, aim) -> the first cut: budgets beyond torch.autocast's error have the same one
         self._firsts: dict[tuple[float, str], Choice[list[Labels]]] = {}
+
+    def reading(self, most: float, rows: Mapping[str, NodePlan] | None = None) -> Cuts:
+        """The same where calls read one way, see :meth:`CallSensitivity.read_one_way`; those of a plan as it has them."""
+
+        def way(call: CallSensitivity) -> float:
+            if rows is None or call.name not in rows:
+                return most
+            return math.inf if rows[call.name].scales else NEVER
+
+        cuts = copy.copy(self)
+        graphs = [
+            replace(graph, calls=[call.read_one_way(way(call)) for call in graph.calls])
+            for graph in self._sensitivity.graphs
+        ]
+        cuts._sensitivity, cuts._most = replace(self._sensitivity, graphs=graphs), most
+        return cuts
 
     @functools.cached_property
     def _priced(self) -> list[list[PricedGraph]]:
@@ -157,7 +180,7 @@ class Cuts:
         """Both cuts together; without the second, nothing is below 16 bits."""
         if below is None:
             below = Choice(0, 0.0, [{} for _ in self._graphs])
-        placed = Placed(first.placement, below.placement)
+        placed = Placed(first.placement, below.placement, self._most)
         return Choice(first.time + below.time, first.sensitivity + below.sensitivity, placed)
 
     def placed(self, plans: Sequence[Plan]) -> Placed:
@@ -173,7 +196,7 @@ class Cuts:
             rows = {row.name: saved for saved, row in counterparts(chosen, found.outline)}
             labels += [part.labels_in(rows) for part in parts]
             below.append(self._labels_below(found, rows))
-        return Placed(labels, below)
+        return Placed(labels, below, self._most)
 
     def _labels_below(self, measured: GraphSensitivity, rows: Mapping[str, NodePlan]) -> Labels:
         """What the rows of a plan run below 16 bits in one graph."""
@@ -198,13 +221,15 @@ class Cuts:
         below: list[Labels] = [dict.fromkeys(problem.unary, LOW) for problem in problems]
         if self.is_timed:
             below = choose_all([Priced(problem) for problem in problems], 0.0).placement
-        return Placed(placed.labels, below)
+        return Placed(placed.labels, below, self._most)
 
     def write(self, plans: Sequence[Plan], placed: Placed) -> None:
         """Writes into plans in which level their matmuls run, and what that adds to the error."""
         level = LEVELS[self._sensitivity.level]
-        for plan, part, labels in zip(plans, self._below(placed.labels), placed.below, strict=True):
+        priced = zip(self._sensitivity.graphs, self._below(placed.labels), placed.below, strict=True)
+        for plan, (measured, part, labels) in zip(plans, priced, strict=True):
             plan.meaning = level.name
+            scales = {row.name: row.scales for row in measured.calls}
             rows = {row.name: row for row in plan.nodes}
             for var in part.priced.base.unary:
                 name, role = var  # type: ignore[misc]  # as PlaceLevels names them
@@ -217,6 +242,8 @@ class Cuts:
                     )
                 levels, reasons = with_choice(rows[name], role, level if is_below else None, why)
                 rows[name] = replace(rows[name], levels=levels, reasons=reasons)
+                if is_below:
+                    rows[name].scales = dict(scales.get(name, {}))
             plan.nodes = [*rows.values()]
 
     def blame(self, placed: Placed | None = None) -> list[SensitivityTerm]:
@@ -254,7 +281,8 @@ def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collecti
                 kept.shared.append(replace(term, readers=readers))
         return kept
 
-    time, by_bytes = map(only_low, below)
+    scales = {row.name: row.scales[INPUT] for row in calls if INPUT in row.scales}
+    time, by_bytes = map(only_low, below(scales))
     unknown = time.unary.keys() - {term.var for term in terms}
     terms += [SensitivityTerm(math.inf, LOW, var) for var in time.unary if var in unknown]
     return PricedMatmuls(Priced(time, terms, relative=True), Priced(by_bytes, terms, relative=True))

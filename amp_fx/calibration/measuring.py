@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.calibration.meter import Key, Meter
-from amp_fx.calibration.operands import attend, multiply
+from amp_fx.calibration.operands import attend, convolve, multiply
 from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form
 from amp_fx.graphs.values import is_eligible, is_view, storage_of, written_storages
 from amp_fx.plans.label import Label, label_of
@@ -124,6 +124,8 @@ class _Measured(fx.Interpreter):
             return smoothed(n, args[0], sigma)
         if plan is not None and (linear := self._may_run_below(n, plan)):
             return self._linear(plan, linear, args)
+        if plan is not None and self._convolves_below(n, plan):
+            args = (*convolve(self._meter, (self._graph, plan.name), *args[:2]), *args[2:])
         if n.target is aten.batch_norm.default:
             # kernels give running statistics, which stay fp32, no gradient
             args = (*args[:3], *(each if each is None else each.detach() for each in args[3:5]), *args[5:])
@@ -146,6 +148,14 @@ class _Measured(fx.Interpreter):
         operands = n.args[linear.input], n.args[linear.weight]
         observed = all(isinstance(a, fx.Node) and self._is_observed(a, self.env[a]) for a in operands)
         return linear if observed else None
+
+    def _convolves_below(self, n: fx.Node, plan: Label) -> bool:
+        """True for a convolution that may run in integers, by a measured scale."""
+        level = self._meter.level
+        is_one = n.target is aten.conv2d.default and plan.op_class is OpClass.LOW and not n.kwargs
+        if level is None or not is_one or not any(way.measured for way in level.implementations):
+            return False
+        return all(self._is_observed(arg, self.env[arg]) for arg in n.args[:2])  # type: ignore[arg-type,index]  # nodes
 
     def _aliases(self, n: fx.Node, plan: Label) -> dict[fx.Node, Tensor]:
         """What the call reads, each value under a name of its own; a value's only reader needs none."""

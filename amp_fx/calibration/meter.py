@@ -21,24 +21,22 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from amp_fx.calibration.ranges import Ranges, sample_stride
 from amp_fx.errors import AmpFxError
-from amp_fx.plans.sensitivity import CallSensitivity, ReadSensitivity
+from amp_fx.plans.sensitivity import INPUT, CallSensitivity, ReadSensitivity
 from amp_fx.policy.levels import Level
 from amp_fx.reports.step import Step, loss_of
 
-__all__ = ["SAMPLES", "Key", "Meter", "RoleKey", "measure", "sample_stride"]
+__all__ = ["Key", "Meter", "RoleKey", "measure"]
 
 logger = logging.getLogger(__name__)
-
-#: elements of a tensor that are looked at
-SAMPLES = 65536
 
 #: graph, call, slot; the slot is empty for the call's result
 Key = tuple[int, str, str]
@@ -59,6 +57,10 @@ class Meter:
     of_outputs: bool = False
     #: below 16 bits, in which matmuls would run; None: that is not measured
     level: Level | None = None
+    #: collects what calls below 16 bits read; None: nothing does
+    ranges: Ranges | None = None
+    #: (graph, call) -> scale and zero point of what it reads, where they were measured
+    scales: Mapping[tuple[int, str], tuple[float, int]] = field(default_factory=dict)
     #: 0 in the forward, 1 in the backward, 2 in the double backward
     phase: int = 0
     #: of what one double backward finds
@@ -164,21 +166,14 @@ class Meter:
             if number == graph:
                 row = found.setdefault(name, CallSensitivity(name))
                 row.roles.setdefault(role, {})[operand] = _finite(sensitivity)
+        for (number, name), scale in self.scales.items():
+            if number == graph:
+                found.setdefault(name, CallSensitivity(name)).scales[INPUT] = scale
         return list(found.values())
 
 
 def _finite(sensitivity: float) -> float | None:
     return sensitivity if math.isfinite(sensitivity) else None
-
-
-def sample_stride(shape: Sequence[int], most: int = SAMPLES) -> int:
-    """Steps between sampled elements, with no factor in common with a size: no row or column is left out."""
-    if math.prod(shape) <= most:
-        return 1
-    stride = math.prod(shape) // most + 1
-    while any(math.gcd(stride, size) > 1 for size in shape if size > 1):
-        stride += 1
-    return stride
 
 
 def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) -> None:

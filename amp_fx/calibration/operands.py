@@ -26,12 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_fx.calibration.meter import Meter, sample_stride
-from amp_fx.plans.sensitivity import PROBABILITIES, RESULT, SCORES
+from amp_fx.calibration.meter import Meter
+from amp_fx.calibration.ranges import requantised, sample_stride
+from amp_fx.plans.sensitivity import MEASURED, PROBABILITIES, RESULT, SCORES
 from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT, Level, Scale
 from amp_fx.policy.scaled import run, scale_of, scaled
 
-__all__ = ["attend", "multiply", "scaled_error"]
+__all__ = ["attend", "convolve", "multiply", "scaled_error"]
 
 #: number of the graph, name of the call
 Call = tuple[int, str]
@@ -105,13 +106,31 @@ def _observe_stored(meter: Meter, call: Call, scores: Tensor, probabilities: Ten
 
 def multiply(meter: Meter, call: Call, x: Tensor, weight: Tensor, *, by_rows: bool) -> Tensor:
     """``x @ weight.T`` if the rows of the weight are contracted, else ``x @ weight``; can be differentiated twice."""
-    x_here = _observed(meter, call, x, FORWARD, "input", in_rows=True)
+    x_here = _read_measured(meter, call, _observed(meter, call, x, FORWARD, "input", in_rows=True))
     weight_here = _observed(meter, call, weight, FORWARD, "weight", in_rows=by_rows)
     if meter.of_outputs:
         return x_here @ (weight_here.mT if by_rows else weight_here)
     x_back = _observed(meter, call, x, WEIGHT, "input", in_rows=False)
     weight_back = _observed(meter, call, weight, INPUT, "weight", in_rows=not by_rows)
     return _Product.apply(x_here, weight_here, x_back, weight_back, (meter, call), by_rows)  # type: ignore[no-any-return]
+
+
+def convolve(meter: Meter, call: Call, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What a convolution reads: a value by one scale, a weight by one for each channel of the result."""
+    rows = _observed(meter, call, weight.flatten(1), FORWARD, "weight", in_rows=True)
+    return _read_measured(meter, call, x.view_as(x)), rows.view_as(weight)
+
+
+def _read_measured(meter: Meter, call: Call, alias: Tensor) -> Tensor:
+    """Observes what reading a value costs by the scale that was measured for it, or the values for such a scale."""
+    if meter.ranges is not None:
+        meter.ranges.observe(call, alias.detach())
+    elif call in meter.scales:
+        stride = sample_stride(alias.shape)
+        sample = alias.detach().reshape(-1)[::stride]
+        error = (requantised(sample, meter.scales[call]) - sample).to(torch.bfloat16)
+        meter.weigh(alias, meter.roles, (*call, FORWARD, MEASURED), error, stride)
+    return alias
 
 
 class _Product(torch.autograd.Function):

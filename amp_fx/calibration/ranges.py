@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 
-from amp_fx.calibration.meter import sample_stride
-from amp_fx.graphs.traits import LinearForm, linear_form
-from amp_fx.plans.label import label_of
-from amp_fx.policy import OpClass
-
-__all__ = ["Ranges", "fitted", "requantised", "value_read_below"]
+__all__ = ["SAMPLES", "Ranges", "fitted", "requantised", "sample_stride"]
 
 logger = logging.getLogger(__name__)
 
-aten = torch.ops.aten
+#: elements of a tensor that are looked at
+SAMPLES = 65536
 
 #: elements of a value that are kept of each batch
-_SAMPLES = 16384
+_KEPT = 16384
 
 #: shares of the extremes that ranges are tried with
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -45,11 +40,6 @@ class Ranges:
     highest: dict[Call, float] = field(default_factory=dict)
     samples: dict[Call, list[Tensor]] = field(default_factory=dict)
 
-    def run(self, gm: fx.GraphModule, graph: int, args: Any) -> Any:
-        """Runs a captured and classified graph, and observes what its calls read."""
-        with torch.no_grad():
-            return _Observed(gm, self, graph).run(*args)
-
     def observe(self, call: Call, value: Tensor) -> None:
         """Adds the value that a call reads in one batch."""
         if not value.numel():
@@ -57,7 +47,7 @@ class Ranges:
         low, high = (each.item() for each in value.aminmax())
         self.lowest[call] = min(low, self.lowest.get(call, 0.0))
         self.highest[call] = max(high, self.highest.get(call, 0.0))
-        stride = sample_stride(value.shape, _SAMPLES)
+        stride = sample_stride(value.shape, _KEPT)
         self.samples.setdefault(call, []).append(value.reshape(-1)[::stride].float())
 
     def scales(self) -> dict[Call, tuple[float, int]]:
@@ -77,30 +67,14 @@ class Ranges:
         return found
 
 
-class _Observed(fx.Interpreter):
-    """Runs a graph, and shows what its calls read."""
-
-    def __init__(self, gm: fx.GraphModule, ranges: Ranges, graph: int) -> None:
-        super().__init__(gm)
-        self._ranges, self._graph = ranges, graph
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "call_function" and (read := value_read_below(n)) is not None:
-            label = label_of(n)
-            if label is not None:
-                self._ranges.observe((self._graph, label.name), self.env[read])
-        return super().run_node(n)
-
-
-def value_read_below(node: fx.Node) -> fx.Node | None:
-    """The value that a linear or a convolution on the low list multiplies by its weight."""
-    label = label_of(node)
-    if label is None or label.op_class is not OpClass.LOW:
-        return None
-    form: LinearForm | None = linear_form(node)
-    position = 0 if node.target is aten.conv2d.default else None if form is None else form.input
-    value = None if position is None else node.args[position]
-    return value if isinstance(value, fx.Node) else None
+def sample_stride(shape: Sequence[int], most: int = SAMPLES) -> int:
+    """Steps between sampled elements, with no factor in common with a size: no row or column is left out."""
+    if math.prod(shape) <= most:
+        return 1
+    stride = math.prod(shape) // most + 1
+    while any(math.gcd(stride, size) > 1 for size in shape if size > 1):
+        stride += 1
+    return stride
 
 
 def fitted(sample: Tensor, low: float, high: float) -> tuple[float, int]:

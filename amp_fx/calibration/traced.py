@@ -5,6 +5,7 @@ With a policy below 16 bits, what it multiplies that may run so is read off the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,9 +46,9 @@ __all__ = ["Below", "MeasuredGraph", "TargetGraph", "read_matmuls", "there"]
 
 Ambient = Mapping[str, Region]
 
-#: the cut of the matmuls that may run below 16 bits, where autocast's list is low: by time, and by bytes moved. Its
-#: variables are (name of the call, role)
-Below = tuple[Problem, Problem]
+#: what may run below 16 bits, where autocast's list is low: given the scales of calls that read by measured ones, the
+#: cut by time, and by bytes moved. Its variables are (name of the call, role)
+Below = Callable[[Mapping[str, tuple[float, int]]], tuple[Problem, Problem]]
 
 
 def read_matmuls(
@@ -69,27 +70,33 @@ def read_matmuls(
     plain = replace(opts, profile="off", plan=None, sensitivity=None)
     level = LEVELS[opts.level]
     placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training, keeps_weights=not training)
-    found: list[Below] = []
+    found: list[tuple[Problem, Problem]] = []
 
-    def read(graph: fx.GraphModule, context: PassContext) -> None:
+    def read(
+        graph: fx.GraphModule, context: PassContext, scales: Mapping[str, tuple[float, int]]
+    ) -> tuple[Problem, Problem]:
+        here = {there: here for here, there in names.items()}
+        chosen = replace(placed, scales=tuple((here[name], scale) for name, scale in scales.items()))
         matmuls = {
             replace(matmul, name=names[matmul.name]): way
-            for matmul, way in placed.allowed(graph, context).items()
+            for matmul, way in chosen.allowed(graph, context).items()
         }
-        found.append((level_problem(matmuls, level, cost), level_problem(matmuls, level, BYTES)))
+        return level_problem(matmuls, level, cost), level_problem(matmuls, level, BYTES)
 
     if not training:
         # policies below 16 bits differ from autocast in the level alone
         base = replace(opts.policy, base="autocast")
         captured, _ = rewrite(gm, ambient, replace(plain, policy=base, level=AUTO, weights="cast"))
-        read(captured, PassContext(opts.policy, opts.numerics, folded=weight_inputs(captured)))
-        return found[0]
+        context = PassContext(opts.policy, opts.numerics, folded=weight_inputs(captured))
+        return functools.partial(read, captured, context)
     rewritten, _ = rewrite(gm, ambient, plain, training=True)
-    joint = graph_pass("joint", "amp_fx.calibrate", lambda graph: read(graph, PassContext()), {})
+    joint = graph_pass(
+        "joint", "amp_fx.calibrate", lambda graph: found.append(read(graph, PassContext(), {})), {}
+    )
     # nobody runs the code
     with replace_inner_compile(lambda gm, example_inputs, **_: gm.forward), autocast_shield():
         compile_with_inductor(rewritten, inputs, joint)
-    return found[0] if found else (Problem(), Problem())
+    return lambda _: found[0] if found else (Problem(), Problem())
 
 
 @dataclass
@@ -102,7 +109,7 @@ class MeasuredGraph:
     #: False where what is planned is called without gradients, with weights of which copies are kept
     training: bool = True
     #: none under policies that are not about levels
-    below: Below = field(default_factory=lambda: (Problem(), Problem()))
+    below: Below = lambda _: (Problem(), Problem())
 
     @property
     def device_type(self) -> str:

@@ -27,8 +27,19 @@ from amp_fx.plans.files import SchemaError, as_data, decode, read_object, write_
 from amp_fx.plans.label import SENSITIVITY, Kind, Reason
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import choose_plan, counterparts
+from amp_fx.policy.levels import FORWARD
 
-__all__ = ["GRADIENTS", "INSIDE", "OF", "OUTPUTS", "CallSensitivity", "GraphSensitivity", "ReadSensitivity"]
+__all__ = [
+    "GRADIENTS",
+    "INPUT",
+    "INSIDE",
+    "MEASURED",
+    "OF",
+    "OUTPUTS",
+    "CallSensitivity",
+    "GraphSensitivity",
+    "ReadSensitivity",
+]
 __all__ += ["Sensitivity", "add_sensitivities", "as_number", "combined", "slots"]
 
 T = TypeVar("T")
@@ -42,6 +53,9 @@ OF = GRADIENTS, OUTPUTS = "gradients", "outputs"
 #: slots of what a kernel of attention rounds inside if it runs low: the probabilities on their way to the values,
 #: scores and their gradient, and the result, from which its backward takes sums
 INSIDE = PROBABILITIES, SCORES, RESULT = "probabilities", "scores", "stored result"
+
+#: what a matmul below 16 bits reads: by scales that it finds in each call, or by one that was measured before
+INPUT, MEASURED = "input", "input by a measured scale"
 
 
 @dataclass
@@ -66,6 +80,26 @@ class CallSensitivity:
     #: of a matmul that may run below 16 bits: role (:data:`amp_fx.policy.levels.ROLES`) -> operand, ``"input"``,
     #: ``"weight"`` or ``"gradient"`` -> sensitivity if this matmul reads it so; empty where that was not measured
     roles: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    #: scale and zero point by which the input was measured in uint8, under :data:`INPUT`
+    scales: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def read_one_way(self, most: float) -> CallSensitivity:
+        """The call where it reads its input in one of two ways that were measured.
+
+        That is by the measured scale, unless that adds more than ``most`` times what scales add that are found in each
+        call; a negative number: by no measured scale.
+        """
+        operands = {**self.roles.get(FORWARD, {})}
+        if MEASURED not in operands:
+            return replace(self, scales={})
+        by_call = as_number(operands.get(INPUT)) if INPUT in operands else math.inf
+        takes = most >= 0 and (INPUT not in operands or as_number(operands[MEASURED]) <= most * by_call)
+        operands.pop(INPUT if takes else MEASURED, None)
+        roles = {**self.roles, FORWARD: operands}
+        if INPUT not in operands and not takes:
+            # a convolution, which no scale that is found in a call is for
+            del roles[FORWARD]
+        return replace(self, roles=roles, scales=self.scales if takes else {})
 
     def below(self, role: str) -> float:
         """What one of the call's matmuls adds below 16 bits; infinite where it overflows, or was not measured."""
@@ -208,6 +242,8 @@ def combined(
                 role: {operand: one(found) for operand, found in _by_key(map(dict.items, operands)).items()}
                 for role, operands in _by_key(call.roles.items() for call in calls).items()
             },
+            # of a model in several states the widest
+            max((call.scales for call in calls), key=lambda scales: scales.get(INPUT, (0.0, 0))),
         )
         for name, calls in _by_key([(call.name, call) for call in calls] for calls in measured).items()
     ]

@@ -117,7 +117,8 @@ class PlaceLevels(Pass):
         for matmul, way in found.items():
             level = self._wanted(matmul) if matmul in chosen else None
             if level is not None:
-                scale = dict(self.scales).get(matmul.name) if way.measured else None
+                is_measured = isinstance(way, Implementation) and way.measured
+                scale = dict(self.scales).get(matmul.name) if is_measured else None
                 LEVEL.set(matmul.node, (level, way, scale))
             why = self._why(matmul, level, way)
             self.choices[matmul.variable] = level, why
@@ -255,18 +256,18 @@ def level_of(operand: Operand, level: Level) -> Level:
 def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: LevelCost) -> Problem:
     """What to minimise over matmuls that may run in a level; LOW of a variable (name, role) is that level."""
     problem, nodes = Problem(), {matmul.node for matmul in matmuls}
-    readings: dict[fx.Node, list[tuple[Var, Operand]]] = {}
+    readings: dict[fx.Node, list[tuple[Var, Operand, bool]]] = {}
     for matmul, way in matmuls.items():
         problem.add_unary(matmul.variable, *_times(matmul, way, level, cost))
         for operand in matmul.operands:
             if not operand.is_folded:
-                readings.setdefault(operand.source, []).append((matmul.variable, operand))
+                readings.setdefault(operand.source, []).append((matmul.variable, operand, way.measured))
     for read in readings.values():
         low = _low_copy(read[0][1], nodes, cost)
-        problem.shared.append(Shared(low, HIGH, tuple(reader for reader, _ in read)))
+        problem.shared.append(Shared(low, HIGH, tuple(reader for reader, *_ in read)))
         copies: dict[str, tuple[int, list[Var]]] = {}
-        for reader, operand in read:
-            for key, time in _copies(operand, level, cost).items():
+        for reader, operand, measured in read:
+            for key, time in _copies(operand, level, cost, measured=measured).items():
                 copies.setdefault(key, (time, []))[1].append(reader)
         problem.shared += [Shared(time, LOW, tuple(by)) for time, by in copies.values()]
     return problem
@@ -280,7 +281,7 @@ def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -
     if len({level_of(operand, level).by_row for operand in matmul.operands}) > 1:
         # factors of columns are multiplied afterwards
         below += cost.moving(2 * numel(result) * result.dtype.itemsize, 1)
-    if not level.dtype.is_floating_point:
+    if not level.dtype.is_floating_point and not way.measured:
         # the product is in 32 bits, which the kernel behind it reads
         below += cost.moving(2 * numel(result) * (4 - result.dtype.itemsize))
     return low, below
@@ -299,11 +300,14 @@ def _low_copy(operand: Operand, nodes: set[fx.Node], cost: LevelCost) -> int:
     return cost.moving(cast_bytes(operand.source.meta["val"], value.dtype), 1)
 
 
-def _copies(operand: Operand, level: Level, cost: LevelCost) -> Mapping[str, int]:
+def _copies(operand: Operand, level: Level, cost: LevelCost, *, measured: bool) -> Mapping[str, int]:
     """What has to be made of a value before a matmul reads it, by what makes two readers share it."""
     level = level_of(operand, level)
     value = operand.source.meta["val"]
     elements, itemsize = numel(value), value.dtype.itemsize
+    if measured:
+        # written by the kernel that computes the value
+        return {"measured": cost.moving(elements * NARROW)}
     if level.by_row:
         traffic = copy_traffic(elements, itemsize, in_rows=operand.lies_in_rows, block=level.block)
         return {operand.layout: cost.moving(*traffic)}

@@ -77,14 +77,14 @@ class QuantiseMatmuls(Pass):
     joint: bool = True
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        work = _Quantiser(gm.graph) if self.joint else _CapturedQuantiser(gm.graph)
+        work: _Quantiser = _Quantiser(gm.graph) if self.joint else _CapturedQuantiser(gm.graph)
         matmuls = read_matmuls(gm, context, joint=self.joint)
         chosen = [(matmul, found) for matmul in matmuls if (found := LEVEL.of(matmul.node)) is not None]
         for matmul, (level, way, scale) in chosen:
-            if scale is None:
-                work.multiply(matmul, level, way)
-            else:
+            if isinstance(work, _CapturedQuantiser) and scale is not None:
                 work.multiply_measured(matmul, level, way, scale)
+            else:
+                work.multiply(matmul, level, way)
         if chosen:
             work.tidy()
         return f"{len(chosen)} scaled matmuls read {len(work.copies)} copies"
