@@ -146,8 +146,7 @@ class _Measured(fx.Interpreter):
         if linear is None:
             return None
         operands = n.args[linear.input], n.args[linear.weight]
-        observed = all(isinstance(a, fx.Node) and self._is_observed(a, self.env[a]) for a in operands)
-        return linear if observed else None
+        return linear if all(map(self._is_read, operands)) else None
 
     def _convolves_below(self, n: fx.Node, plan: Label) -> bool:
         """True for a convolution that may run in integers, by a measured scale."""
@@ -155,7 +154,14 @@ class _Measured(fx.Interpreter):
         is_one = n.target is aten.conv2d.default and plan.op_class is OpClass.LOW and not n.kwargs
         if level is None or not is_one or not any(way.measured for way in level.implementations):
             return False
-        return all(self._is_observed(arg, self.env[arg]) for arg in n.args[:2])  # type: ignore[arg-type,index]  # nodes
+        return all(map(self._is_read, n.args[:2]))
+
+    def _is_read(self, operand: Any) -> bool:
+        """True where an operand is observed. Of outputs, one that is written to before and after is, as it is then."""
+        value = self.env[operand] if isinstance(operand, fx.Node) else None
+        if value is not None and self._meter.of_outputs:
+            return isinstance(value, Tensor) and value.dtype is torch.float32 and value.requires_grad
+        return value is not None and self._is_observed(operand, value)
 
     def _aliases(self, n: fx.Node, plan: Label) -> dict[fx.Node, Tensor]:
         """What the call reads, each value under a name of its own; a value's only reader needs none."""
