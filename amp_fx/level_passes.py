@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from amp_fx.placement.level_cost import meaning, multiplies
 from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
 from amp_fx.plans.label import Reason
 from amp_fx.plans.plan import NodePlan, Plan
+from amp_fx.plans.sensitivity import INPUT
 from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, level_named, levels_of
 from amp_fx.settings import Options
 from amp_fx.viz.words import sentence
@@ -102,7 +104,7 @@ def planned_levels(
         _check(LEVELS[name], opts, device, len(planned))
     if not planned:
         return None
-    scales = tuple((name, row.scales["input"]) for name, row in rows.items() if "input" in row.scales)
+    scales = tuple((name, _scale_in(row)) for name, row in rows.items() if row.scales)
     return PlaceLevels(
         None,
         device,
@@ -112,6 +114,17 @@ def planned_levels(
         joint=training,
         keeps_weights=keeps_weights,
     )
+
+
+def _scale_in(row: NodePlan) -> tuple[float, int]:
+    """The measured scale and zero point of what a call reads; PlanError where there is none."""
+    scale, zero_point = found = row.scales.get(INPUT, (math.nan, 0))
+    if not 0 < scale < math.inf or not 0 <= zero_point <= 255:
+        raise PlanError(
+            f"the plan has scales {row.scales} for {row.name} ({row.op}); valid is {{{INPUT!r}: (a positive number, "
+            "a zero point from 0 to 255)}. Make a new plan with amp_fx.calibrate."
+        )
+    return found
 
 
 def _check(level: Level, opts: Options, device: str, matmuls: int) -> None:

@@ -67,7 +67,7 @@ class Cuts:
         self._firsts: dict[tuple[float, str], Choice[list[Labels]]] = {}
 
     def reading(self, most: float, rows: Mapping[str, NodePlan] | None = None) -> Cuts:
-        """The same where calls read one way, see :meth:`CallSensitivity.read_one_way`; those of a plan as it has them."""
+        """The same where calls read in one way, ``read_one_way``; those of a plan as the plan has them."""
 
         def way(call: CallSensitivity) -> float:
             if rows is None or call.name not in rows:

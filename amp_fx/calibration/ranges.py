@@ -1,12 +1,13 @@
 """Scales of the values that int8 calls read, from what a model computes on a few batches.
 
-A value is ``(byte - zero point) * scale`` in uint8. The range has zero in it, so that zeros stay zeros: what is one-sided,
-as behind relu, has all 256 bytes for its side. The ends are those that give the least squared error, rounding and
-saturation together: the extremes, or less where few values are far out.
+A value is ``(byte - zero point) * scale`` in uint8. The range has zero in it, so that zeros stay zeros: what is
+one-sided, as behind relu, has all 256 bytes for its side. The ends are those that give the least squared error, of
+rounding and saturation together: the extremes, or less where few values are far out.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ SAMPLES = 65536
 #: elements of a value that are kept of each batch
 _KEPT = 16384
 
-#: shares of the extremes that ranges are tried with
-_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+#: shares of each extreme that ranges are tried with
+_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 #: graph, name of the call
 Call = tuple[int, str]
@@ -80,9 +81,10 @@ def sample_stride(shape: Sequence[int], most: int = SAMPLES) -> int:
 def fitted(sample: Tensor, low: float, high: float) -> tuple[float, int]:
     """The scale and zero point of least squared error for values from ``low <= 0`` to ``high >= 0``."""
     best, least = (1.0, 0), math.inf
-    for share in _SHARES:
-        scale = (high - low) * share / 255
-        chosen = scale, round(-low * share / scale)
+    shares = itertools.product(_SHARES if low else (1.0,), _SHARES if high else (1.0,))
+    for below, above in shares:
+        scale = (high * above - low * below) / 255
+        chosen = scale, round(-low * below / scale)
         error = (requantised(sample, chosen) - sample).square().sum().item()
         if error < least:
             best, least = chosen, error

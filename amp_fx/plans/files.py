@@ -164,7 +164,12 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if origin in (list, tuple):
         if not isinstance(value, (list, tuple)):
             return _refuse(where, "list", value)
-        return origin(_decode(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+        is_record = origin is tuple and ... not in inner
+        if is_record and len(value) != len(inner):
+            return _refuse(where, f"list of {len(inner)}", value)
+        hints = inner if is_record else inner[:1] * len(value)
+        pairs = enumerate(zip(hints, value, strict=True))
+        return origin(_decode(each, item, f"{where}[{index}]") for index, (each, item) in pairs)
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             return _refuse(where, "object", value)

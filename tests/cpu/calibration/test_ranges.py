@@ -1,0 +1,157 @@
+"""Scales that are measured for int8: which they are, what they add to the error, and what runs by them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.calibration.ranges import fitted, requantised
+from amp_fx.placement.profile import DeviceProfile
+from amp_fx.plans.label import Kind
+from amp_fx.plans.sensitivity import INPUT, MEASURED
+
+#: int8 pays wherever it may run
+PROFILE = DeviceProfile("test", "cpu", {"float32": 1e9, "bfloat16": 2e9, "int8": 8e9}, 1e12, 0.0)
+
+
+class Net(nn.Module):
+    """Convolutions with norms, in-place activations and a residual addition, then linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 16, 3, 2, bias=False), nn.BatchNorm2d(16)
+        self.depth, self.point = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 16, 1)
+        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 32), nn.Linear(32, 8)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norm(self.stem(x)))
+        x = (x + self.point(self.relu(self.depth(x)))).flatten(2).mT
+        return self.head(self.down(nn.functional.gelu(self.up(x))))
+
+
+@pytest.fixture(scope="module")
+def model() -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    net(torch.randn(16, 3, 17, 17))
+    return net.eval()
+
+
+@pytest.fixture(scope="module")
+def cal(model: Net) -> amp_fx.Calibration:
+    torch.manual_seed(1)
+    batches = [torch.randn(4, 3, 17, 17) for _ in range(4)]
+    return amp_fx.calibrate(model, batches, of="outputs", policy="int8", profile=PROFILE)
+
+
+def wrong(got: Tensor, model: nn.Module, x: Tensor) -> float:
+    """Relative distance from fp64."""
+    exact = copy.deepcopy(model).double()(x.double())
+    return ((got - exact).norm() / exact.norm()).item()
+
+
+def test_a_range_has_zero_in_it_and_one_sided_values_have_all_bytes() -> None:
+    x = torch.rand(4096)
+    scale, zero = fitted(x, 0.0, 1.0)
+    assert zero == 0
+    assert math.isclose(scale, 1 / 255)
+    assert fitted(-x, -1.0, 0.0)[1] == 255
+    assert requantised(torch.zeros(3), fitted(x - 0.3, -0.3, 0.7)).tolist() == [0.0] * 3
+
+
+def test_few_values_that_are_far_out_saturate_where_that_adds_less() -> None:
+    x = torch.randn(8192)
+    low, high = (each.item() for each in x.aminmax())
+    by_extremes = (high - low) / 255
+    assert math.isclose(fitted(x, low, high)[0], by_extremes, rel_tol=0.3)
+    scale, _ = fitted(x, low, 10 * high)
+    assert scale < 0.5 * (10 * high - low) / 255
+    # not where they are many, or far enough to count
+    x[::16] *= 40
+    assert fitted(x, *(each.item() for each in x.aminmax()))[0] > 10 * by_extremes
+
+
+def test_every_linear_and_convolution_has_a_scale_and_what_it_adds(cal: amp_fx.Calibration) -> None:
+    [graph] = cal.sensitivity.graphs
+    rows = {graph.outline.node(call.name).module_path: call for call in graph.calls if call.scales}
+    assert list(rows) == ["stem", "depth", "point", "up", "down", "head"]
+    assert all(call.scales[INPUT][1] == 0 for path, call in rows.items() if path in ("depth", "point"))
+    for path, call in rows.items():
+        operands = set(call.roles["forward"])
+        assert operands == {MEASURED, "weight"} | ({INPUT} if path in ("up", "down", "head") else set())
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize("budget", [1.5, 100])
+def test_the_error_on_other_batches_is_the_predicted_one(
+    model: Net, cal: amp_fx.Calibration, budget: float, tmp_path: Path
+) -> None:
+    plan = cal.plan(budget=budget, verify=False)
+    rows = [row for row in plan.plans[0].nodes if row.op in ("linear", "conv2d")]
+    static = [row.module_path for row in rows if row.scales]
+    assert static == ["stem", "depth", "point", "up", "down"] if budget == 100 else 0 < len(static) < 5
+    assert math.isclose(cal.predict(plan), plan.point.error)
+    plan.save(tmp_path / "plan.json")
+    x = torch.randn(4, 3, 17, 17)
+    with torch.inference_mode():
+        got = torch.compile(
+            model, backend="amp_fx", options={"plan": tmp_path / "plan.json", "strict": True}
+        )(x)
+    assert plan.point.error / 1.3 < wrong(got, model, x) < plan.point.error * 1.3
+
+
+def test_a_value_that_is_zero_or_infinite_has_no_scale_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing, self.something = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.something(x).relu() + self.nothing(0 * x)
+
+    cal = amp_fx.calibrate(Two(), torch.randn(4, 16), of="outputs", policy="int8", profile=PROFILE)
+    [graph] = cal.sensitivity.graphs
+    assert [bool(call.scales) for call in graph.calls if call.roles] == [True, False]
+    assert "no scale fits" in caplog.text
+
+
+def test_without_kept_weights_a_plan_with_scales_finds_them_in_each_call(
+    model: Net, cal: amp_fx.Calibration
+) -> None:
+    plan = cal.plan(budget=100, verify=False).plans[0]
+    rows = [row if row.op == "linear" else replace(row, levels={}, scales={}) for row in plan.nodes]
+    with amp_fx.record() as recording, torch.no_grad():
+        options = {"plan": replace(plan, nodes=rows), "weights": "cast", "strict": True}
+        x = torch.randn(4, 3, 17, 17)
+        got = torch.compile(model, backend="amp_fx", options=options)(x)
+    assert wrong(got, model, x) < 0.03
+    ways = [
+        r.values["level"]
+        for row in recording.plans[0].nodes
+        for r in row.reasons
+        if r.kind is Kind.LEVEL_PLANNED
+    ]
+    assert ways == ["int8_signed"] * 2
+
+
+@pytest.mark.parametrize("scale", [(0.0, 3), (math.nan, 3), (math.inf, 3), (0.1, 256)])
+@pytest.mark.usefixtures("without_inductor")
+def test_a_plan_with_a_scale_that_is_none_is_refused(
+    model: Net, cal: amp_fx.Calibration, scale: tuple[float, int]
+) -> None:
+    plan = cal.plan(budget=100, verify=False).plans[0]
+    plan.nodes[[bool(row.scales) for row in plan.nodes].index(True)].scales = {INPUT: scale}
+    run = torch.compile(model, backend="amp_fx", options={"plan": plan})
+    with pytest.raises(Exception, match="the plan has scales") as caught, torch.no_grad():
+        run(torch.randn(4, 3, 17, 17))
+    assert "amp_fx.calibrate" in str(caught.value)
