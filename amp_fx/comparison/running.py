@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import autocast_disabled, compile_id
-from amp_fx.calibration.meter import sample_stride
+from amp_fx.calibration.ranges import sample_stride
 from amp_fx.comparison.taps import SAMPLES, Sample, Taps, boundary_values, tap
 from amp_fx.compiling import Call
 from amp_fx.errors import CaptureError

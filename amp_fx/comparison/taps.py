@@ -36,7 +36,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import FakeTensor, known_sizes, size_hint, size_with
-from amp_fx.calibration.meter import sample_stride
+from amp_fx.calibration.ranges import sample_stride
 from amp_fx.graphs.calls import grad_modes, is_gradient_call, is_parameter, module_path
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.values import is_eligible, numel, storage_of, written_storages

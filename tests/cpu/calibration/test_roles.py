@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
-from amp_fx.calibration.meter import SAMPLES
 from amp_fx.calibration.operands import scaled_error
+from amp_fx.calibration.ranges import SAMPLES
 from amp_fx.plans.sensitivity import as_number
 from amp_fx.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT, Level, Scale, levels_of
 from amp_fx.policy.scaled import run, scale_of, scaled
