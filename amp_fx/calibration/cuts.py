@@ -75,6 +75,8 @@ class Cuts:
             return math.inf if rows[call.name].scales else NEVER
 
         cuts = copy.copy(self)
+        # labels of the first cut are of one capture
+        cuts._priced = self._priced
         graphs = [
             replace(graph, calls=[call.read_one_way(way(call)) for call in graph.calls])
             for graph in self._sensitivity.graphs
