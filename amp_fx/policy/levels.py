@@ -220,7 +220,9 @@ def choices_of(base: str) -> dict[str, str]:
     for level in levels_of(base).values():
         found[level.name] = level.about
         if len(level.implementations) > 1:
-            found |= {each.name: f"as {level.name}: {each.about}" for each in level.implementations}
+            # a plan has what is measured
+            ways = (each for each in level.implementations if not each.measured)
+            found |= {each.name: f"as {level.name}: {each.about}" for each in ways}
     return found
 
 
