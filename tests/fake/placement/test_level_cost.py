@@ -91,7 +91,7 @@ def test_scales_of_blocks_are_for_devices_whose_library_takes_them(
 
 
 def test_a_single_row_is_multiplied_without_a_call_of_onednn_and_more_rows_with_packed_weights() -> None:
-    packed, unpacked, signed = LEVELS["int8"].implementations
+    measured, packed, unpacked, signed = LEVELS["int8"].implementations
     cost = LevelCost.of(
         DeviceProfile("cpu", "cpu", dict.fromkeys(RATES, 1e12), 1e10, 0.0), BF16, LEVELS["int8"]
     )
@@ -100,6 +100,7 @@ def test_a_single_row_is_multiplied_without_a_call_of_onednn_and_more_rows_with_
         assert each.cheapest((packed, unpacked, signed), (1, 512, 512)) is unpacked
         assert each.cheapest((packed, unpacked, signed), (16, 512, 512)) is packed
         assert each.cheapest((signed,), (1, 512, 512)) is signed
+        assert each.cheapest((measured, packed, unpacked), (16, 512, 512)) is measured
     # read and written once a call
     assert cost is not None
     assert cost.packing(unpacked, (16, 512, 256)) == cost.moving(2 * 512 * 256)
