@@ -198,7 +198,13 @@ def lower(
     devices = graph_devices(gm)
     scale = None if scaled is None else scaled.rewriting
     joint = joint_passes(
-        devices, opts.numerics, scale=scale, levels=place, wide_results=wide_results, products=products
+        devices,
+        opts.numerics,
+        scale=scale,
+        levels=place,
+        wide_results=wide_results,
+        products=products,
+        low_scores=opts.policy.base == "fast",
     )
     own = {**_hook("joint", joint, opts), **_hook("post_grad", PARTITIONED, opts)}
     if "cpu" in devices:

@@ -32,7 +32,7 @@ _FLASH_REACHES = 0.45, 0.65
 _PRODUCTS_REACH = 1.5
 
 #: operations of the softmax for a score, forward and backward: as many as a product in fp32 does meanwhile
-_SOFTMAX = 70, 110
+_SOFTMAX = 70, 150
 
 #: likewise where a row of scores is no multiple of a vector, and where a causal mask is applied
 _RAGGED, _CAUSAL = 55, 40
@@ -57,6 +57,7 @@ class Attention:
     width: int  # of a head
     causal: bool = False  # a query reads no later key
     training: bool = False  # the call is differentiated, so that both take a backward, too
+    low_scores: bool = False  # the product that gives the scores is in 16 bits, too (policy fast)
 
     def flash(self, profile: DeviceProfile) -> float | None:
         """Seconds of the flash kernel, and of its backward; None where the profile does not know."""
@@ -83,7 +84,8 @@ class Attention:
         wide, low = profile.peak["float32"], profile.peak["bfloat16"]
         seconds = 0.0
         for backward in range(1 + self.training):
-            products = _WIDE[backward] / wide + _LOW[backward] / low
+            lowered = self.low_scores and not backward
+            products = (_WIDE[backward] - lowered) / wide + (_LOW[backward] + lowered) / low
             seconds += 2 * scores * self.width * products / _PRODUCTS_REACH
             seconds += (scores * (_SOFTMAX[backward] + each) + operands * _OPERAND[backward] + beyond) / wide
         return seconds

@@ -71,6 +71,7 @@ def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
         width=width,
         causal=bool(argument_value(node, "is_causal")),
         training=context.training,
+        low_scores=context.policy.base == "fast",
     )
     flash = sizes.flash(context.profile)
     if flash is None:

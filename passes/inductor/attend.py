@@ -48,14 +48,17 @@ class Attend(Pass):
         low = torch.ops.prims.convert_element_type.default(div, torch.bfloat16)
         out = torch.ops.aten.bmm.default(low, v)                      # bf16[8, 64, 32], viewed as [1, 8, 64, 32]
 
-    The backward reads ``low`` and ``out``, and is written likewise. Calls are marked on the captured graph, by
+    The backward reads ``div`` and ``out``, and is written likewise: gradients of scores are rounded once, as in the
+    kernel, which has probabilities in fp32, too. Calls are marked on the captured graph, by
     :class:`amp_fx.passes.forward.choose_attention.ChooseAttention`.
 
     Attributes:
         marks: names in the plan of the calls that are written so.
+        low_scores: policy ``fast``: scores come from a product in 16 bits, and are widened for the softmax.
     """
 
     marks: tuple[str, ...] = ()
+    low_scores: bool = False
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         written = 0
@@ -64,7 +67,7 @@ class Attend(Pass):
                 continue
             backwards = _readers_of_sums(flash)
             if all(reader.target is _FLASH_BACKWARD for reader in backwards):
-                _write(flash, backwards)
+                _write(flash, backwards, low_scores=self.low_scores)
                 written += 1
         return f"{written} calls of attention are two products around a softmax"
 
@@ -81,9 +84,9 @@ def _readers_of_sums(flash: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _write(flash: fx.Node, backwards: list[fx.Node]) -> None:
+def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool) -> None:
     """Writes the products, and takes the kernel and its backwards out of the graph."""
-    probabilities, out = _forward(flash)
+    probabilities, out = _forward(flash, low_scores=low_scores)
     for backward in backwards:
         made = dict(enumerate(_backward(backward, probabilities, out)))
         for item in list(backward.users):
@@ -159,15 +162,19 @@ class _Writer:
         return self(aten.permute.default, turned, [order.index(dim) for dim in range(like.ndim)])
 
 
-def _forward(flash: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The probabilities in 16 bits, ``[batch * heads, queries, keys]``, and the result as the kernel returns it."""
+def _forward(flash: fx.Node, *, low_scores: bool) -> tuple[fx.Node, fx.Node]:
+    """The probabilities in fp32, ``[batch * heads, queries, keys]``, and the result as the kernel returns it."""
     query, key, value = _tensors(flash, 3)
     write = _Writer(flash, query)
     mask, scale = argument_value(flash, "attn_mask"), argument_value(flash, "scale")
     shape = query.meta["val"].shape
     factor = 1 / math.sqrt(shape[-1]) if scale is None else scale
-    scaled = write(aten.mul.Tensor, write.cast(query), factor)
-    scores = write.bmm(write.matrices(scaled), write.turned(write.matrices(write.cast(key))))
+    if low_scores:
+        scores = write.cast(write.bmm(write.matrices(query), write.turned(write.matrices(key))))
+        scores = write(aten.mul.Tensor, scores, factor)
+    else:
+        scaled = write(aten.mul.Tensor, write.cast(query), factor)
+        scores = write.bmm(write.matrices(scaled), write.turned(write.matrices(write.cast(key))))
     keys = key.meta["val"].shape[-2]
     if mask is not None:
         four = write(aten.view.default, scores, [*shape[:-1], keys])
@@ -192,8 +199,9 @@ def _forward(flash: fx.Node) -> tuple[fx.Node, fx.Node]:
     total = write(aten.sum.dim_IntList, exp, [-1], True)
     if mask is not None:
         total = write(aten.where.self, nothing, write(aten.add.Tensor, total, 1.0), total)
-    probabilities = write.cast(write(aten.div.Tensor, exp, total), value.meta["val"].dtype)
-    out = write.bmm(probabilities, write.matrices(value))
+    probabilities = write(aten.div.Tensor, exp, total)
+    low = write.cast(probabilities, value.meta["val"].dtype)
+    out = write.bmm(low, write.matrices(value))
     return probabilities, write.shaped(out, flash.meta["val"][0])
 
 
@@ -205,13 +213,14 @@ def _backward(backward: fx.Node, probabilities: fx.Node, out: fx.Node) -> list[f
     factor = 1 / math.sqrt(query.meta["val"].shape[-1]) if scale is None else scale
     low = value.meta["val"].dtype
     g = write.matrices(gradient)
-    of_value = write.bmm(write.turned(probabilities), g)
+    # turned first: the forward's cast would be kept for the backward beside the probabilities
+    of_value = write.bmm(write.cast(write.turned(probabilities), low), g)
     wide = write.cast(gradient)
     of_probabilities = write.bmm(write.matrices(wide), write.turned(write.matrices(write.cast(value))))
     row = write(aten.sum.dim_IntList, write(aten.mul.Tensor, wide, write.cast(out)), [-1], True)
     row = write(aten.view.default, row, [*of_probabilities.meta["val"].shape[:2], 1])
     difference = write(aten.sub.Tensor, of_probabilities, row)
-    of_scores = write(aten.mul.Tensor, write.cast(probabilities), difference)
+    of_scores = write(aten.mul.Tensor, probabilities, difference)
     of_scores = write.cast(write(aten.mul.Tensor, of_scores, factor), low)
     of_query = write.bmm(of_scores, write.matrices(key))
     of_key = write.bmm(write.turned(of_scores), write.matrices(query))

@@ -214,6 +214,30 @@ def test_a_plan_is_followed_in_what_computes_attention() -> None:
     assert FLASH not in {node.target for gm in graphs for node in gm.graph.nodes}
 
 
+@pytest.mark.parametrize(("base", "dtype"), [("autocast", torch.float32), ("fast", torch.bfloat16)])
+def test_policy_fast_takes_scores_from_a_product_in_16_bits(base: str, dtype: torch.dtype) -> None:
+    args = [heads(1, 2, 64, 16) for _ in range(3)]
+    with torch.no_grad():
+        (graph,), (ours,) = run({"base": base, **by_rule("products")}, *args)
+    scores, out = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+    assert (scores.meta["val"].dtype, out.meta["val"].dtype) == (dtype, torch.bfloat16)
+    (wanted,) = exact(*args)
+    assert error([ours], [wanted])[0] < 6e-3
+
+
+def test_gradients_of_scores_are_rounded_once() -> None:
+    args = [heads(1, 2, 64, 16).requires_grad_() for _ in range(3)]
+    graphs, _ = run(by_rule("products"), *args)
+    saved = {
+        node.meta["val"].dtype
+        for gm in graphs
+        for node in gm.graph.find_nodes(op="placeholder")
+        if node.meta["val"].shape[-2:] == (64, 64)
+    }
+    # the backward reads the probabilities of the softmax, not what the forward multiplied
+    assert saved == {torch.float32}
+
+
 def test_what_is_written_for_a_call_without_gradients() -> None:
     args = [heads(1, 2, 8, 16) for _ in range(3)]
     with torch.no_grad():
