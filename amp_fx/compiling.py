@@ -22,6 +22,7 @@ from amp_fx._torch import (
     raised_by_backend,
     source_hash,
     traced_anew,
+    tunes_kernels,
 )
 from amp_fx.errors import PassError
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
@@ -44,7 +45,7 @@ from amp_fx.policy.levels import is_narrow
 from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.settings import Options
 from amp_fx.state import cache_results
-from amp_fx.weights.graphs import WeightsGraph, cached, copied_weights, freeze
+from amp_fx.weights.graphs import WeightsGraph, cached, copied_weights, freeze, packed
 from amp_fx.widened import widenings
 
 __all__ = ["KEYED_ROOMS", "Call", "Watch", "compile_rewritten", "is_raised", "lower", "lower_as_it_is"]
@@ -109,47 +110,46 @@ def compile_rewritten(
         more = call.watch.add(call, rewritten, plan)
         observed = Call(rewritten, [*call.example_inputs, *more], call.ambient, call.opts)
         return call.watch.bind(compile_rewritten(observed, rewritten, plan, place))
-    if _is_frozen(call, rewritten):
-        return _frozen(call, rewritten)
-    if copied_weights(rewritten):
-        compiled = cached(rewritten, call.example_inputs, lambda gm, inputs: lower(gm, inputs, call.opts))
-        return _WithDerived(compiled, call.opts)
+    kept = _with_kept_weights(call, rewritten)
+    if kept is not None:
+        return _WithDerived(kept, call.opts)
     if place is None and not plan.changed and not call.in_autocast:
         logger.debug("nothing to cast: the graph is compiled as Dynamo made it")
         return lower(call.gm, call.example_inputs, call.opts, call.scaler)
     return lower(rewritten, call.example_inputs, call.opts, call.scaler, place)
 
 
-def _is_frozen(call: Call, rewritten: fx.GraphModule) -> bool:
-    """True if weights become constants, which Inductor folds and packs."""
-    opts = call.opts
+def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | None:
+    """Compiles a graph that is called with what is derived from its weights; None for one that has none of that."""
+    opts, is_frozen = call.opts, call.opts.weights == "freeze"
     if torch.is_grad_enabled():
-        return False
+        return None
+    low = copied_weights(rewritten)
     # there is nothing to pack where weights are inputs in fp8: oneDNN has no fp8
     has_narrow = any(is_narrow(node.meta["val"]) for node in rewritten.graph.find_nodes(op="placeholder"))
     # folding BatchNorm does not round where eager autocast rounds
     packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not has_narrow
     # by default only what takes the place of a low copy, or of a weight that is stored low
-    below = any(LEVEL.of(node) for node in rewritten.graph.nodes)
-    low = below or copied_weights(rewritten) or widenings(call.gm)
-    asked = opts.weights == "cache" or (opts.weights == "auto" and bool(low))
-    return opts.weights == "freeze" or (packs and asked)
-
-
-def _frozen(call: Call, rewritten: fx.GraphModule) -> Callable[..., Any]:
-    opts = call.opts
-    may_change = opts.weights != "freeze" or not opts.strict
-    # a constant that is part of the code could not change
-    inductor = {**opts.inductor, "freezing": True, "always_keep_tensor_constants": may_change}
-    frozen = replace(opts, inductor=inductor)
-    graph = freeze(
-        rewritten,
-        call.example_inputs,
-        lambda g, inputs: lower(g, inputs, frozen),
-        may_change=may_change,
-        packs_wide=opts.weights != "auto",
-    )
-    return lower(rewritten, call.example_inputs, opts) if graph is None else _WithDerived(graph, opts)
+    below = [found for node in rewritten.graph.nodes if (found := LEVEL.of(node)) is not None]
+    packs &= opts.weights == "cache" or (opts.weights == "auto" and bool(below or low or widenings(call.gm)))
+    changes = {"may_change": not is_frozen or not opts.strict, "wide": opts.weights != "auto"}
+    # what Inductor fuses with calls in int8 that have measured scales, it fuses where it freezes
+    is_measured = any(scale is not None for *_, scale in below)
+    is_code = is_measured or tunes_kernels(opts.inductor) or graph_devices(call.gm) != {"cpu"}
+    if (is_frozen or packs) and is_code:
+        # a constant that is part of the code could not change
+        inductor = {**opts.inductor, "freezing": True, "always_keep_tensor_constants": changes["may_change"]}
+        frozen = replace(opts, inductor=inductor)
+        return freeze(rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, frozen), **changes)
+    if is_frozen or packs:
+        # what is packed has no strides
+        unasserted = replace(opts, inductor={**opts.inductor, "size_asserts": False})
+        return packed(
+            rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, unasserted), **changes
+        )
+    if low:
+        return cached(rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, opts))
+    return None
 
 
 class _WithDerived:

@@ -24,6 +24,7 @@ from amp_fx.passes.forward.place_by_sensitivity import PlaceBySensitivity
 from amp_fx.passes.forward.weights import CacheWeights, FoldWeights, KeepWeights
 from amp_fx.passes.inductor.attend import Attend
 from amp_fx.passes.inductor.casts import (
+    CallPacked,
     KeepStatistics,
     LayOutGradients,
     LayOutWeights,
@@ -38,11 +39,12 @@ from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
 from amp_fx.policy.table import device_row
 
 __all__ = [
-    "OUTLINE", "PARTITIONED", "PIPELINE", "Attend", "CacheWeights", "ChooseAttention", "Classify", "Constrain",
-    "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "InsertCasts", "KeepStatistics", "KeepWeights",
-    "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext", "PinDtypes", "Place",
-    "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "Replay", "ScaleBackward", "SeparateOutputs", "Verify",
-    "WriteCasts", "captured_passes", "joint_passes", "run_in_order", "run_keyed", "run_passes",
+    "OUTLINE", "PARTITIONED", "PIPELINE", "Attend", "CacheWeights", "CallPacked", "ChooseAttention", "Classify",
+    "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "InsertCasts", "KeepStatistics",
+    "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext", "PinDtypes",
+    "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "Replay", "ScaleBackward",
+    "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes", "run_in_order", "run_keyed",
+    "run_passes",
 ]  # fmt: skip
 
 #: what a plan is matched with: calls and their classes
@@ -126,4 +128,4 @@ def joint_passes(
 
 
 #: the passes on each of Inductor's forward, backward and inference graphs, in order
-PARTITIONED: tuple[Pass, ...] = (LayOutWeights(), WriteCasts())
+PARTITIONED: tuple[Pass, ...] = (LayOutWeights(), CallPacked(), WriteCasts())

@@ -16,9 +16,9 @@ Open ``inductor.py`` first.
 from __future__ import annotations
 
 from amp_fx._torch.dynamo import *
-from amp_fx._torch.freezing import *
 from amp_fx._torch.hooks import *
 from amp_fx._torch.inductor import *
 from amp_fx._torch.lowering import *
+from amp_fx._torch.packing import *
 from amp_fx._torch.tensors import *
 from amp_fx._torch.tracing import *

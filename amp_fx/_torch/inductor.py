@@ -143,11 +143,12 @@ def lays_out_convolutions() -> bool:
     )
 
 
-def tunes_kernels() -> bool:
-    """Whether Inductor, with the options it has now, chooses among kernels of its own for matmuls."""
+def tunes_kernels(options: Mapping[str, Any]) -> bool:
+    """Whether Inductor, with these options, chooses among kernels of its own for matmuls."""
     from torch._inductor import config
 
-    return config.max_autotune or config.max_autotune_gemm
+    names = ("max_autotune", "max_autotune_gemm")
+    return any(options.get(name, getattr(config, name)) for name in names)
 
 
 def source_hash(*folders: str) -> str:

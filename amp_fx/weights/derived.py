@@ -233,12 +233,10 @@ class Input(NamedTuple):
     Attributes:
         recipe: position of the recipe that derives it.
         part: which of its tensors.
-        view: what the graph reads of that; None: all.
     """
 
     recipe: int
     part: int = 0
-    view: Callable[[Tensor], Tensor] | None = None
 
 
 class DerivedInputs:
@@ -278,9 +276,7 @@ class DerivedInputs:
         return [(recipe, [weights[at] for at in positions]) for recipe, positions in self._recipes]
 
     def _taken(self, made: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-        parts = [(made[recipe][part], view) for recipe, part, view in self._inputs]
-        with torch.inference_mode(False), torch.no_grad():
-            return [tensor if view is None else view(tensor) for tensor, view in parts]
+        return [made[recipe][part] for recipe, part in self._inputs]
 
 
 def _renewal(copies: Sequence[tuple[DerivedTensors, Tensor]], before: CacheEntry[Any] | None) -> Renewal:

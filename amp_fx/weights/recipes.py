@@ -1,21 +1,24 @@
-"""Recipes: how tensors are derived from weights. They are cast, scaled, or folded and packed by Inductor."""
+"""Recipes: how tensors are derived from weights. They are cast, scaled, or computed and packed in any other way."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map_only
 
-from amp_fx._torch import autocast_disabled, borrowed
+from amp_fx._torch import Packing, autocast_disabled
 from amp_fx.graphs.keys import RECIPE_META
 from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.scaled import Emit, run, scale_of, scaled
 
-__all__ = ["Cast", "CopyRecipe", "Folded", "Recipe", "Scaled", "recipe_of"]
+__all__ = ["Cast", "CopyRecipe", "Derived", "Recipe", "Scaled", "computed", "recipe_of"]
 
 aten = torch.ops.aten
 
@@ -40,6 +43,10 @@ class Cast:
         tensors = before or (torch.empty_like(weight, dtype=self.dtype, requires_grad=False),)
         tensors[0].copy_(weight)
         return tensors
+
+    def steps(self, weight: fx.Node, call: Emit) -> tuple[fx.Node]:
+        """The copy as a node of a graph, made with ``call``."""
+        return (call(aten.to.dtype, weight, self.dtype),)
 
 
 @dataclass(frozen=True)
@@ -82,35 +89,90 @@ class Scaled:
         return call(aten.clone.default, data, memory_format=torch.contiguous_format), factors
 
 
+class _Place(int):
+    """In the arguments of a :class:`_Step`: a weight by its position, or behind all weights the result of a step."""
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
+
+
+class _Step(NamedTuple):
+    """A call; as text, all that its result depends on."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"{self.target}{self.args}{self.kwargs or ''}"
+
+
 @dataclass(frozen=True)
-class Folded:
-    """What Inductor has computed from weights: with BatchNorm folded in, packed for oneDNN. One tensor.
+class _Computed:
+    """What a graph computes from weights alone: a tensor for each of its results.
 
     Attributes:
-        expression: what computes it, without the weights.
-        layout: how oneDNN has packed it; empty if it is not packed.
-        is_returned: True if a caller gets it, and may keep it when the weights change: it is not written to.
-        program: computes it from the weights.
+        expression: the steps as text.
+        results: the step that gives each tensor, and how oneDNN packs it, or None.
+        steps: the calls, in order.
     """
 
     expression: str
-    layout: bytes
-    is_returned: bool
-    program: fx.GraphModule = field(compare=False, repr=False)
+    results: tuple[tuple[_Place, Packing | None], ...]
+    steps: tuple[_Step, ...] = field(compare=False, repr=False)
 
     def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See :class:`Recipe`."""
+        values: list[Any] = [weight.detach() for weight in weights]
         with autocast_disabled():
-            value: Tensor = self.program(*weights)
-        if not value.is_mkldnn and any(
-            value.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() for weight in weights
-        ):
-            # what lies in the memory of a weight does not keep it
-            return (borrowed(value),)
-        if not before or self.is_returned:
-            return (value,)
-        before[0].copy_(value)
-        return before
+            for step in self.steps:
+                args, kwargs = tree_map_only(_Place, values.__getitem__, (step.args, step.kwargs))
+                values.append(step.target(*args, **kwargs))
+            made = [values[at] if pack is None else pack(values[at]) for at, pack in self.results]
+        for tensor, value in zip(before, made, strict=bool(before)):
+            tensor.copy_(value)
+        return before or (*made,)
+
+
+#: what is derived: a node that is computed from weights alone, and how it is packed, or None
+Derived = tuple[fx.Node, Packing | None]
+
+
+def computed(gm: fx.GraphModule, weights: Sequence[fx.Node], wanted: Sequence[Derived]) -> Recipe:
+    """The recipe of values that a graph computes from weights."""
+    places = {weight: _Place(at) for at, weight in enumerate(weights)}
+    steps: list[_Step] = []
+
+    def place(node: fx.Node) -> _Place:
+        if node not in places:
+            if node.op == "get_attr":
+                steps.append(_Step(_Fixed(operator.attrgetter(str(node.target))(gm)), (), {}))
+            else:
+                for arg in node.all_input_nodes:
+                    place(arg)
+                steps.append(_Step(node.target, *map_arg((node.args, node.kwargs), places.__getitem__)))
+            places[node] = _Place(len(places))
+        return places[node]
+
+    results = tuple((place(node), how) for node, how in wanted)
+    if len(steps) == len(results) == 1 and steps[0].target is aten.to.dtype and wanted[0][1] is None:
+        # graphs that pack nothing have the same
+        return Cast(steps[0].args[1])
+    return _Computed("; ".join(map(repr, steps)), results, tuple(steps))
+
+
+class _Fixed:
+    """A step that gives a constant of the graph."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value
+
+    def __call__(self) -> torch.Tensor:
+        return self._value
+
+    def __repr__(self) -> str:
+        value = self._value
+        return f"{value.tolist()} {value.dtype}" if value.numel() == 1 else f"constant {id(value)}"
 
 
 #: recipes of copies that graphs read as inputs

@@ -89,10 +89,10 @@ def test_a_process_finds_what_another_one_has_compiled(
     cold, warm = cold_and_warm
     for feature in FEATURES:
         (_, before), (_, after) = cold[feature], warm[feature]
-        # Inductor caches nothing that it freezes
-        if not before.get("autograd_cache_bypass"):
-            assert before["autograd_cache_saved"] > 0, feature
-            assert after["autograd_cache_hit"] == after["total"], feature
+        assert not before.get("autograd_cache_bypass"), feature
+        # what differs in the options alone may be one graph
+        assert before.get("autograd_cache_saved", 0) + before.get("autograd_cache_hit", 0) > 0, feature
+        assert after["autograd_cache_hit"] == after["total"], feature
         assert not after.get("autograd_cache_saved"), feature
 
 

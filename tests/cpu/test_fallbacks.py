@@ -22,7 +22,6 @@ from amp_fx.passes import LayOutGradients, PlaceLevels
 from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.settings import Options
 from amp_fx.weights.derived import WeightCache
-from amp_fx.weights.folding import FoldingRecord
 from graphs import without_inductor
 from holding import Held
 from levels import MLP, lowered
@@ -100,13 +99,12 @@ def test_a_stage_that_fails_is_left_out(stage: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("op_by_op")
-def test_where_freezing_fails_weights_are_cast_in_each_call(
+def test_where_packing_fails_weights_are_cast_in_each_call(
     monkeypatch: pytest.MonkeyPatch, held: Held
 ) -> None:
     model, x = net(), torch.randn(8, 64)
     run = compiled(model)
-    # after Inductor has compiled it
-    monkeypatch.setattr(FoldingRecord, "finish", fails)
+    monkeypatch.setattr("amp_fx.weights.graphs.pack", fails)
     with torch.inference_mode(), one_warning("weights cast in each call"):
         assert is_low(run(x), model, x)
         scale_weight(model)
@@ -256,7 +254,7 @@ def test_where_constants_fail_in_a_call_they_are_computed_in_each(
     is_code: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_code:
-        monkeypatch.setattr("amp_fx.weights.folding.tunes_kernels", lambda: True)
+        monkeypatch.setattr("amp_fx.compiling.tunes_kernels", lambda _: True)
     model, x = net(), torch.randn(8, 64)
     run = compiled(model)
     with torch.inference_mode():

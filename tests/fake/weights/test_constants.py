@@ -10,20 +10,20 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from amp_fx._torch import packed_layout
+from amp_fx._torch import Packing, packing
 from amp_fx.weights import held_bytes
 from amp_fx.weights.derived import DerivedInputs
-from amp_fx.weights.folding import Constant, split
+from amp_fx.weights.packing import derivation
 
 aten = torch.ops.aten
 
 
-def derived(program: Callable[..., Sequence[fx.Node]], *names: str, **about: Any) -> DerivedInputs:
+def derived(program: Callable[..., Sequence[fx.Node]], *names: str, how: Packing | None = None) -> DerivedInputs:
     """What a program makes of inputs of these names; it gets the function that adds a call, and the inputs."""
     graph = fx.Graph()
     nodes = program(lambda target, *args: graph.call_function(target, args), *map(graph.placeholder, names))
-    graph.output(tuple(nodes))
-    return split(fx.GraphModule(nn.Module(), graph), [Constant(node, **about) for node in nodes])
+    _, inputs = derivation(fx.GraphModule(nn.Module(), graph), [(node, how) for node in nodes])
+    return inputs
 
 
 def doubled_and_summed() -> DerivedInputs:
@@ -32,13 +32,8 @@ def doubled_and_summed() -> DerivedInputs:
 
 def packed(batch: int) -> DerivedInputs:
     """A matrix in bf16, packed for a batch size."""
-    pack = torch.ops.mkldnn._reorder_linear_weight
-    layout = packed_layout(pack(torch.empty(64, 64).bfloat16(), batch))
-    return derived(
-        lambda call, weight: [call(pack.default, call(aten.to.dtype, weight, torch.bfloat16), batch)],
-        "weight",
-        layout=layout,
-    )
+    how = packing("linear", torch.Size((64, 64)), torch.bfloat16, batch)
+    return derived(lambda call, weight: [call(aten.to.dtype, weight, torch.bfloat16)], "weight", how=how)
 
 
 def values(*numbers: float) -> list[Tensor]:
@@ -80,13 +75,12 @@ def test_graphs_that_compute_the_same_share_it() -> None:
 
 
 def test_the_order_of_the_inputs_does_not_matter_their_roles_do() -> None:
+    # weights are taken in the order in which they are read
     swapped = derived(lambda call, b, a: [call(aten.sub.Tensor, a, b)], "b", "a")
     straight = derived(lambda call, a, b: [call(aten.sub.Tensor, a, b)], "a", "b")
-    a, b = values(5.0, 3.0)
-    keep = straight.derive([a, b])
-    assert tensors_of(swapped, [b, a])[0] is tensors_of(straight, [a, b])[0]
-    assert tensors_of(swapped, [a, b])[0][0].item() == -2.0
-    del keep
+    keep = straight.derive(given := values(5.0, 3.0))
+    assert tensors_of(swapped, given)[0] is keep.value[0]
+    assert keep.value[0][0].item() == 2.0
 
 
 def test_what_is_packed_alike_for_two_batch_sizes_is_one_tensor() -> None:
@@ -103,27 +97,3 @@ def test_autocast_and_inference_mode_of_the_caller_do_not_matter() -> None:
         [value] = tensors_of(constants, weights)
     assert torch.equal(value, weights[0] @ weights[1])
     assert not value.is_inference()
-
-
-def test_what_a_caller_may_have_is_not_written_to() -> None:
-    constants = derived(
-        lambda call, a: [call(aten.permute.default, call(aten.neg.default, a), [0])], "a", is_returned=True
-    )
-    [weight] = values(1.0)
-    # what a graph has keeps the derived tensors, which could be written to
-    kept = constants.derive([weight])
-    weight.fill_(2.0)
-    [after] = tensors_of(constants, [weight])
-    assert (kept.value[0][0].item(), after[0].item()) == (-1.0, -2.0)
-
-
-def test_a_view_of_what_is_derived_takes_no_memory() -> None:
-    def low_and_turned(call: Callable[..., fx.Node], weight: fx.Node) -> list[fx.Node]:
-        low = call(aten.to.dtype, weight, torch.bfloat16)
-        return [call(aten.t.default, low), low]
-
-    weight, before = torch.randn(8, 4), held_bytes()
-    kept = derived(low_and_turned, "weight").derive([weight])
-    assert held_bytes() == before + 2 * 8 * 4
-    assert kept.value[0].data_ptr() == kept.value[1].data_ptr()
-    assert all(map(torch.equal, kept.value, (weight.t().bfloat16(), weight.bfloat16())))

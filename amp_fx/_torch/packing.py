@@ -1,0 +1,186 @@
+"""Weights as oneDNN packs them, and the private calls that multiply by them.
+
+A packed tensor is opaque: it has sizes, and no strides. In a graph that is compiled, a plain fake tensor stands for it.
+"""
+
+# what is imported here is private on purpose
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "LINEAR", "LINEAR_INT8", "Packing", "convolution_op", "onednn_packs", "packed_memory", "packing",
+    "pointwise_convolution", "takes_packed_inputs",
+]  # fmt: skip
+
+_mkldnn, _onednn = torch.ops.mkldnn, torch.ops.onednn
+
+#: ``(x, packed, bias, "none", [], "")``
+LINEAR = _mkldnn._linear_pointwise.default
+#: ``(x, scale, zero point, packed, scales, zero points, bias, scale, zero point, dtype, "none", [], "")``
+LINEAR_INT8 = _onednn.qlinear_pointwise.default
+
+_PACK: dict[str, Callable[..., Tensor]] = {
+    "linear": _mkldnn._reorder_linear_weight,
+    "linear_int8": _onednn.qlinear_prepack,
+    "convolution": _mkldnn._reorder_convolution_weight,
+    "transposed_convolution": _mkldnn._reorder_convolution_transpose_weight,
+}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How oneDNN packs a weight; equal if it lays it out alike.
+
+    Attributes:
+        kind: a key of ``_PACK``.
+        layout: what comes out, as oneDNN describes it.
+        shape: of the packed weight.
+        args: what packing depends on beside the weight, such as the batch size.
+    """
+
+    kind: str
+    layout: bytes
+    shape: torch.Size
+    args: tuple[Any, ...] = field(compare=False)
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """A packed copy."""
+        return _PACK[self.kind](weight, *self.args)
+
+
+@functools.cache
+def packing(kind: str, shape: torch.Size, dtype: torch.dtype, *args: Any) -> Packing:
+    """How oneDNN packs weights of a shape; sizes in ``args`` are tuples."""
+    # while a graph is compiled, modes are on that run ops on fake values
+    with _disable_current_modes():
+        packed = _PACK[kind](torch.zeros(shape, dtype=dtype), *args)
+        layout = bytes(_mkldnn._get_mkldnn_serialized_md(packed).numpy())
+    return Packing(kind, layout, packed.shape, args)
+
+
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies in a dtype on this processor."""
+    if not torch.backends.mkldnn.enabled or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return bool(_mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(_mkldnn._is_mkldnn_fp16_supported())
+    return dtype is torch.float32
+
+
+def packed_memory(packed: Tensor) -> tuple[int, int]:
+    """Address and bytes of a tensor that oneDNN has packed."""
+    return int(_mkldnn.data_ptr(packed)), int(_mkldnn._nbytes(packed))
+
+
+# ---- convolutions
+
+
+def convolution_op() -> torch._ops.OpOverload:
+    """``aten.convolution`` with a packed weight, and with the strides of that; torch knows it once this was called.
+
+    oneDNN's own call returns channels last whatever it is given, which a program's views may not fit: it takes the
+    place of this one (:func:`pointwise_convolution`) when strides are settled.
+    """
+    _library()
+    return torch.ops.amp_fx.packed_convolution.default
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    library = torch.library.Library("amp_fx", "FRAGMENT")
+    library.define(
+        "packed_convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
+        "bool transposed, int[] output_padding, int groups) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    library.impl("packed_convolution", _run_convolution, "CompositeExplicitAutograd")
+    library.impl("packed_convolution", _convolution_meta, "Meta")
+    return library
+
+
+def pointwise_convolution(*args: Any) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
+    """OneDNN's call, and its arguments, for the arguments of :func:`convolution_op`."""
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
+    fused = ("none", [], "")
+    if transposed:
+        op = _mkldnn._convolution_transpose_pointwise.default
+        return op, (x, weight, bias, padding, output_padding, stride, dilation, groups, *fused)
+    return _mkldnn._convolution_pointwise.default, (
+        x,
+        weight,
+        bias,
+        padding,
+        stride,
+        dilation,
+        groups,
+        *fused,
+    )
+
+
+def _run_convolution(*args: Any) -> Tensor:
+    op, given = pointwise_convolution(*args)
+    result: Tensor = op(*given)
+    return result
+
+
+def _convolution_meta(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    *more: Any,
+) -> Tensor:
+    # packed, it is the other way round
+    weight = weight.transpose(0, 1) if transposed else weight
+    return torch.ops.aten.convolution.default(x, weight, bias, stride, padding, dilation, transposed, *more)
+
+
+# ---- Inductor
+
+
+@functools.cache
+def takes_packed_inputs() -> None:
+    """Has Inductor take packed weights that are inputs of a graph.
+
+    Where it lowers oneDNN's linears it asserts that weights are constants of the graph, which it reads only to tune
+    kernels of its own.
+    """
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
+
+    def lowering(lower: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def with_constant(*args: Any, **kwargs: Any) -> Any:
+            constants, name = V.graph.constants, args[position].get_name()
+            if name in constants:
+                return lower(*args, **kwargs)
+            constants[name] = torch.empty(0, device="meta")
+            try:
+                return lower(*args, **kwargs)
+            finally:
+                del constants[name]
+
+        return with_constant
+
+    ops = {_mkldnn._linear_pointwise: 1, _onednn.qlinear_pointwise: 3}
+    for packet, position in ops.items():
+        for name in packet.overloads():
+            op = getattr(packet, name)
+            if op in lowerings:
+                # what is added stands before the weight
+                is_added_first = "binary" in name and packet is _mkldnn._linear_pointwise
+                lowerings[op] = lowering(lowerings[op], position + is_added_first)

@@ -1,0 +1,401 @@
+"""All that a graph computes from its weights alone becomes an input: cast, with norms folded in, packed by oneDNN.
+
+Before, for a graph that :class:`amp_fx.passes.CacheWeights` has left::
+
+    linear = torch.ops.aten.linear.default(x_16, w_bfloat16, b_bfloat16)            # inputs: copies of w and b
+
+After::
+
+    linear = torch.ops.mkldnn._linear_pointwise.default(x_16, w_packed, b_bfloat16, "none", [], "")
+
+Inductor fuses with such a call what follows it, wherever it comes from. So nothing has to be frozen, and the graph is
+one for Inductor's caches.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import (
+    LINEAR,
+    LINEAR_INT8,
+    OpOverload,
+    Packing,
+    convolution_op,
+    onednn_packs,
+    packing,
+)
+from amp_fx.graphs.calls import argument_value, is_cast, is_returned
+from amp_fx.graphs.traits import linear_form
+from amp_fx.graphs.values import is_view, numel, storage_of, storages_written_in, tensors
+from amp_fx.weights.derived import DerivedInputs, Input
+from amp_fx.weights.recipes import Derived, computed
+
+__all__ = ["derivation", "pack"]
+
+aten = torch.ops.aten
+
+#: of all elements of a graph's weights, those that may be added by what is computed from them: embeddings that are
+#: expanded to a batch are others for each batch size
+_EXPANDED = 1 / 32
+
+#: the factors of a product in int8
+_DEQUANTISED = [
+    f"quantized_decomposed.{name}.default" for name in ("dequantize_per_tensor", "dequantize_per_channel")
+]
+
+#: convolutions, and the positions of their arguments after the bias
+_CONVOLUTIONS = {
+    aten.conv1d.default: ("stride", "padding", "dilation", "groups"),
+    aten.conv2d.default: ("stride", "padding", "dilation", "groups"),
+    aten.conv3d.default: ("stride", "padding", "dilation", "groups"),
+    aten.conv_transpose2d.input: ("stride", "padding", "output_padding", "groups", "dilation"),
+    aten.conv_transpose3d.input: ("stride", "padding", "output_padding", "groups", "dilation"),
+}
+_UNLESS_GIVEN = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+
+
+def pack(
+    gm: fx.GraphModule, weights: Sequence[fx.Node], copies: Sequence[fx.Node], *, wide: bool
+) -> tuple[list[fx.Node], list[int], DerivedInputs]:
+    """Makes inputs of what a graph computes from its weights alone; changes the graph.
+
+    Returns the new inputs, which stand after the program's own, the positions of the weights among those, and what
+    derives the new inputs from the weights.
+
+    Args:
+        gm: a rewritten graph.
+        weights: inputs that nobody writes to.
+        copies: what computes low copies, perhaps of other weights.
+        wide: products in fp32 are packed, too.
+    """
+    work = _Packer(gm, {*weights, *copies}, wide=wide)
+    for node in list(gm.graph.nodes):
+        work.fold_norm(node)
+    for node in list(gm.graph.nodes):
+        if node in work.derived:
+            continue
+        work.pack_linear(node)
+        work.pack_linear_int8(node)
+        work.pack_convolution(node)
+    work.take_the_rest()
+    return work.finish()
+
+
+class _Packer:
+    """Works on one graph.
+
+    Attributes:
+        derived: what is computed from weights alone, weights included.
+    """
+
+    def __init__(self, gm: fx.GraphModule, derived: set[fx.Node], *, wide: bool) -> None:
+        self._gm, self._graph, self._wide = gm, gm.graph, wide
+        self._programs = gm.graph.find_nodes(op="placeholder")
+        self._last = self._programs[-1]
+        self._taken: dict[Derived, fx.Node] = {}
+        self._read_instead: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+        self.derived = derived
+        self._find()
+
+    def _find(self) -> None:
+        left = _EXPANDED * sum(numel(node.meta["val"]) for node in self._programs if node in self.derived)
+        written, fixed = storages_written_in(self._graph), set[fx.Node]()
+        sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in self._graph.nodes:
+            inputs = node.all_input_nodes
+            if node.op == "get_attr":
+                fixed.add(node)
+            elif node.op == "placeholder":
+                sources[node] = frozenset((node,))
+            else:
+                sources[node] = frozenset[fx.Node]().union(*(sources.get(arg, ()) for arg in inputs))
+            is_computed = any(arg in self.derived for arg in inputs) and all(
+                arg in self.derived or arg in fixed for arg in inputs
+            )
+            if node in self.derived or not is_computed or not _is_pure(node) or storage_of(node) in written:
+                continue
+            if not is_view(node):
+                elements = sum(numel(weight.meta["val"]) for weight in sources[node])
+                more = sum(map(numel, tensors(node.meta["val"]))) - elements
+                if more > left:
+                    continue
+                left -= max(more, 0)
+            self.derived.add(node)
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        """A step that is derived."""
+        node = self._graph.call_function(target, args)
+        self.derived.add(node)
+        return node
+
+    # ---- norms
+
+    def fold_norm(self, norm: fx.Node) -> None:
+        """Folds a norm by given statistics into the weight and bias of the convolution or product before it.
+
+        The weight is rounded once, after it was scaled.
+        """
+        if norm.target is not aten.batch_norm.default or argument_value(norm, "training"):
+            return
+        x, scale, shift, mean, variance, _, _, eps, *_ = norm.args
+        given = [value for value in (scale, shift, mean, variance) if value is not None]
+        if None in (mean, variance) or not self.derived.issuperset(given):  # type: ignore[arg-type]  # nodes
+            return
+        call, cast = x, None
+        if is_cast(call) and len(call.users) == 1:  # type: ignore[union-attr,arg-type]  # a node
+            call, cast = call.all_input_nodes[0], call  # type: ignore[union-attr]  # a node
+        position = self._channels(call)  # type: ignore[arg-type]  # a node
+        if position is None or len(call.users) > 1 or not self._is_from_weights(call):  # type: ignore[union-attr,arg-type]  # a node
+            return
+        weight, bias = call.args[1], call.args[2] if len(call.args) > 2 else None  # type: ignore[union-attr]  # a node
+        dtype, sizes = weight.meta["val"].dtype, [1] * weight.meta["val"].ndim
+        sizes[position] = -1
+        with self._graph.inserting_before(norm):
+            factor = self._call(aten.rsqrt.default, self._call(aten.add.Tensor, variance, eps))
+            if scale is not None:
+                factor = self._call(aten.mul.Tensor, factor, scale)
+            scaled = self._call(
+                aten.mul.Tensor, self._wide_source(weight), self._call(aten.reshape.default, factor, sizes)
+            )
+            moved = (
+                self._call(aten.neg.default, mean)
+                if bias is None
+                else self._call(aten.sub.Tensor, self._wide_source(bias), mean)
+            )
+            moved = self._call(aten.mul.Tensor, moved, factor)
+            if shift is not None:
+                moved = self._call(aten.add.Tensor, moved, shift)
+            low = [self._call(aten.to.dtype, value, dtype) for value in (scaled, moved)]
+            low[0].meta["val"] = weight.meta["val"]
+            low[1].meta["val"] = mean.meta["val"].detach().to(dtype)
+            folded = self._graph.node_copy(call)
+            folded.args = (call.args[0], *low, *call.args[3:])
+            result = folded
+            if norm.meta["val"].dtype is not folded.meta["val"].dtype:
+                result = self._graph.call_function(aten.to.dtype, (folded, norm.meta["val"].dtype))
+                result.meta = {"val": norm.meta["val"]}
+        norm.replace_all_uses_with(result)
+        for node in (norm, cast, call):
+            if node is not None:
+                self._graph.erase_node(node)
+
+    def _channels(self, call: fx.Node) -> int | None:
+        """Of the weight of a convolution, or of a linear that gives a matrix, the dimension of the result's columns."""
+        if call.target is aten.linear.default:
+            return 0 if call.meta["val"].ndim == 2 else None
+        if (
+            call.target not in _CONVOLUTIONS
+            or call.kwargs
+            or call.args[0].meta["val"].ndim != call.args[1].meta["val"].ndim
+        ):
+            return None
+        if "output_padding" not in _CONVOLUTIONS[call.target]:
+            return 0
+        return 1 if _convolution(call)["groups"] == 1 else None
+
+    def _is_from_weights(self, call: fx.Node) -> bool:
+        dtype = call.args[1].meta["val"].dtype
+        return all(
+            arg is None or (arg in self.derived and arg.meta["val"].dtype is dtype) for arg in call.args[1:3]
+        )
+
+    def _wide_source(self, node: fx.Node) -> fx.Node:
+        """A value in fp32: before it was rounded, where it was."""
+        if is_cast(node) and node.all_input_nodes[0].meta["val"].dtype is torch.float32:
+            return node.all_input_nodes[0]
+        return self._call(aten.to.dtype, node, torch.float32)
+
+    # ---- what oneDNN packs
+
+    def pack_linear(self, node: fx.Node) -> None:
+        """A product of values by a matrix of weights."""
+        form = linear_form(node)
+        if form is None:
+            return
+        x, weight = node.args[form.input], node.args[form.weight]
+        bias = node.args[form.bias] if form.bias is not None and form.bias < len(node.args) else None
+        value, matrix = x.meta["val"], weight.meta["val"]
+        if weight not in self.derived or not self._packs(value, matrix) or not matrix.numel():
+            return
+        columns, contracted = matrix.shape if form.by_rows else reversed(matrix.shape)
+        if bias is not None and (
+            not isinstance(bias, fx.Node)
+            or bias.meta["val"].shape != (columns,)
+            or bias.meta["val"].dtype is not matrix.dtype
+        ):
+            return
+        if not form.by_rows:
+            with self._graph.inserting_before(node):
+                weight = self._call(aten.t.default, weight)
+        rows = max(1, numel(value) // contracted)
+        how = packing("linear", torch.Size((columns, contracted)), matrix.dtype, rows)
+        node.target = LINEAR
+        node.args, node.kwargs = (x, self._input(weight, matrix, how), bias, "none", [], ""), {}
+
+    def pack_linear_int8(self, node: fx.Node) -> None:
+        """A product as of :func:`amp_fx.policy.scaled.packed_int8_mm`."""
+        if node.target is not aten.linear.default or len(node.args) > 2:
+            return
+        value, weight = node.args
+        if [str(each.target) for each in node.args] != _DEQUANTISED:
+            return
+        x, scale, zero, *_ = value.args
+        data, scales, zeros, *_ = weight.args
+        if not self.derived.issuperset((data, scales, zeros)) or not onednn_packs(torch.float32):
+            return
+        matrix = weight.meta["val"]
+        rows = max(1, numel(value.meta["val"]) // matrix.shape[1])
+        how = packing("linear_int8", matrix.shape, torch.int8, (rows, matrix.shape[1]))
+        packed = self._input(data, data.meta["val"], how)
+        given = (self._input(each, each.meta["val"]) for each in (scales, zeros))
+        node.target = LINEAR_INT8
+        node.args = (x, scale, zero, packed, *given, None, 1.0, 0, torch.float32, "none", [], "")
+
+    def pack_convolution(self, node: fx.Node) -> None:
+        """A convolution over two or three dimensions."""
+        if node.target not in _CONVOLUTIONS or node.kwargs or not self._is_from_weights(node):
+            return
+        x, weight, bias = (*node.args, None)[:3]
+        value, kernel = x.meta["val"], weight.meta["val"]
+        if kernel.ndim < 4 or value.ndim != kernel.ndim or not self._packs(value, kernel):
+            return
+        given = _convolution(node)
+        transposed, how = "output_padding" in given, None
+        padding, stride, dilation, groups = (
+            given[name] for name in ("padding", "stride", "dilation", "groups")
+        )
+        more = (given["output_padding"],) if transposed else ()
+        if _is_fixed(x):
+            kind = "transposed_convolution" if transposed else "convolution"
+            how = packing(
+                kind, kernel.shape, kernel.dtype, padding, *more, stride, dilation, groups, tuple(value.shape)
+            )
+        if transposed and (how is None or groups > 1 or any(map(operator.ge, more[0], stride))):
+            return
+        packed = self._input(weight, kernel, how)
+        node.target = convolution_op()
+        padded = more[0] if transposed else (0,) * len(stride)
+        node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups)
+
+    def _packs(self, value: torch.Tensor, weight: torch.Tensor) -> bool:
+        return (
+            value.device.type == "cpu"
+            and value.dtype is weight.dtype
+            and (self._wide or weight.dtype is not torch.float32)
+            and onednn_packs(weight.dtype)
+            and numel(value) > 0
+        )
+
+    # ---- inputs
+
+    def take_the_rest(self) -> None:
+        """What the graph reads of derived values; views are left to it, and what it returns."""
+        stays = set[fx.Node]()
+        for node in reversed(list(self._graph.nodes)):
+            if node not in self.derived or node.op == "placeholder":
+                continue
+            readers = [user for user in node.users if user not in self.derived or user in stays]
+            if not readers:
+                continue
+            if is_view(node) or is_returned(node) or not isinstance(node.meta["val"], torch.Tensor):
+                stays.add(node)
+                continue
+            given = self._input(node, node.meta["val"])
+            self._read_instead += [(reader, node, given) for reader in readers]
+
+    def _input(self, node: fx.Node, like: torch.Tensor, how: Packing | None = None) -> fx.Node:
+        """A derived value as an input; a weight as it is stays one."""
+        if how is None and (node.op == "placeholder" or is_view(node)):
+            return node
+        if (node, how) not in self._taken:
+            with self._graph.inserting_after(self._last):
+                self._last = self._graph.placeholder(f"{node.name}_{'made' if how is None else 'packed'}")
+            value = like.detach() if how is None else like.new_empty(how.shape)
+            self._last.meta = {
+                "val": value,
+                "example_value": value,
+                # where it lives does not change
+                "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
+            }
+            self._taken[node, how] = self._last
+        return self._taken[node, how]
+
+    def finish(self) -> tuple[list[fx.Node], list[int], DerivedInputs]:
+        """See :func:`pack`."""
+        # first: what is derived may be computed through a view that stays
+        weights, inputs = derivation(self._gm, list(self._taken))
+        for reader, node, given in self._read_instead:
+            reader.replace_input_with(node, given)
+        for node in reversed(list(self._graph.nodes)):
+            is_ours = node.op == "get_attr" or (node.op == "call_function" and node in self.derived)
+            if is_ours and not node.users:
+                self._graph.erase_node(node)
+        self._gm.recompile()
+        return [*self._taken.values()], [*map(self._programs.index, weights)], inputs
+
+
+def derivation(gm: fx.GraphModule, wanted: Sequence[Derived]) -> tuple[list[fx.Node], DerivedInputs]:
+    """The weights that values are computed from, and what derives the values from these."""
+    # what follows from the same weights is one recipe
+    groups: dict[tuple[fx.Node, ...], list[Derived]] = {}
+    for each in wanted:
+        groups.setdefault(tuple(_weights_of(each[0])), []).append(each)
+    used = list(dict.fromkeys(weight for weights in groups for weight in weights))
+    recipes = [
+        (computed(gm, weights, wanted), [*map(used.index, weights)]) for weights, wanted in groups.items()
+    ]
+    places = {
+        each: Input(recipe, part)
+        for recipe, group in enumerate(groups.values())
+        for part, each in enumerate(group)
+    }
+    return used, DerivedInputs(recipes, [places[each] for each in wanted])
+
+
+def _convolution(node: fx.Node) -> dict[str, Any]:
+    """What a convolution is given besides tensors, sizes for each dimension."""
+    dims = node.args[1].meta["val"].ndim - 2  # type: ignore[union-attr]  # a node
+    given = dict(_UNLESS_GIVEN)
+    names = _CONVOLUTIONS[node.target]  # type: ignore[index]  # one of them
+    given.update(zip(names, node.args[3:], strict=False))
+
+    def spread(value: Any) -> tuple[int, ...]:
+        values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        return values if len(values) == dims else values * dims
+
+    return {name: given[name] if name == "groups" else spread(given[name]) for name in names}
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """True for tensors of known sizes."""
+    values = tensors(node.meta.get("val"))
+    return bool(values) and all(isinstance(size, int) for value in values for size in value.shape)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """True where a value follows from arguments alone, in a call that may as well run elsewhere."""
+    if node.op != "call_function" or not _is_fixed(node):
+        return False
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload):
+        return False
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def _weights_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The inputs that a value is computed from, each once."""
+    seen, stack = set[fx.Node](), [node]
+    while stack:
+        if (each := stack.pop()) in seen:
+            continue
+        seen.add(each)
+        if each.op == "placeholder":
+            yield each
+        stack += reversed(each.all_input_nodes)
