@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -18,7 +17,9 @@ from amp_fx.weights.packing import derivation
 aten = torch.ops.aten
 
 
-def derived(program: Callable[..., Sequence[fx.Node]], *names: str, how: Packing | None = None) -> DerivedInputs:
+def derived(
+    program: Callable[..., Sequence[fx.Node]], *names: str, how: Packing | None = None
+) -> DerivedInputs:
     """What a program makes of inputs of these names; it gets the function that adds a call, and the inputs."""
     graph = fx.Graph()
     nodes = program(lambda target, *args: graph.call_function(target, args), *map(graph.placeholder, names))
