@@ -70,7 +70,7 @@ joint, fp16 below 16 bits: scale-backward, place-levels, quantise-matmuls, separ
   lay-out-gradients, gemm-epilogue, keep-statistics
 joint, eager: separate-outputs, attend, lay-out-gradients, gemm-epilogue
 joint, mps: attend, lay-out-gradients, gemm-epilogue
-partitioned: lay-out-weights, write-casts""",
+partitioned: lay-out-weights, call-packed, write-casts""",
     )
 
 
