@@ -230,7 +230,7 @@ class FrozenGraph:
         made = copies.once([args[at] for at in positions])
         return lambda *_: self._gm(*args, *made)
 
-    def run(self, args: Sequence[Any], derived: Callable[..., Any]) -> Any:
+    def run(self, args: Sequence[Any], derived: Any) -> Any:
         """One call with what :meth:`derived` or :meth:`once` has found."""
         return derived(*[args[at] for at in self._others])
 

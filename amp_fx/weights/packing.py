@@ -15,7 +15,7 @@ one for Inductor's caches.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ _DEQUANTISED = [
 ]
 
 #: convolutions, and the positions of their arguments after the bias
-_CONVOLUTIONS = {
+_CONVOLUTIONS: Mapping[Any, Sequence[str]] = {
     aten.conv1d.default: ("stride", "padding", "dilation", "groups"),
     aten.conv2d.default: ("stride", "padding", "dilation", "groups"),
     aten.conv3d.default: ("stride", "padding", "dilation", "groups"),
@@ -143,17 +143,17 @@ class _Packer:
         """
         if norm.target is not aten.batch_norm.default or argument_value(norm, "training"):
             return
-        x, scale, shift, mean, variance, _, _, eps, *_ = norm.args
+        x, scale, shift, mean, variance, _, _, eps, *_ = _args(norm)
         given = [value for value in (scale, shift, mean, variance) if value is not None]
-        if None in (mean, variance) or not self.derived.issuperset(given):  # type: ignore[arg-type]  # nodes
+        if None in (mean, variance) or not self.derived.issuperset(given):
             return
         call, cast = x, None
-        if is_cast(call) and len(call.users) == 1:  # type: ignore[union-attr,arg-type]  # a node
-            call, cast = call.all_input_nodes[0], call  # type: ignore[union-attr]  # a node
-        position = self._channels(call)  # type: ignore[arg-type]  # a node
-        if position is None or len(call.users) > 1 or not self._is_from_weights(call):  # type: ignore[union-attr,arg-type]  # a node
+        if is_cast(call) and len(call.users) == 1:
+            call, cast = call.all_input_nodes[0], call
+        position = self._channels(call)
+        if position is None or len(call.users) > 1 or not self._is_from_weights(call):
             return
-        weight, bias = call.args[1], call.args[2] if len(call.args) > 2 else None  # type: ignore[union-attr]  # a node
+        weight, bias = _args(call)[1], _args(call)[2] if len(_args(call)) > 2 else None
         dtype, sizes = weight.meta["val"].dtype, [1] * weight.meta["val"].ndim
         sizes[position] = -1
         with self._graph.inserting_before(norm):
@@ -175,7 +175,7 @@ class _Packer:
             low[0].meta["val"] = weight.meta["val"]
             low[1].meta["val"] = mean.meta["val"].detach().to(dtype)
             folded = self._graph.node_copy(call)
-            folded.args = (call.args[0], *low, *call.args[3:])
+            folded.args = (_args(call)[0], *low, *_args(call)[3:])
             result = folded
             if norm.meta["val"].dtype is not folded.meta["val"].dtype:
                 result = self._graph.call_function(aten.to.dtype, (folded, norm.meta["val"].dtype))
@@ -192,7 +192,7 @@ class _Packer:
         if (
             call.target not in _CONVOLUTIONS
             or call.kwargs
-            or call.args[0].meta["val"].ndim != call.args[1].meta["val"].ndim
+            or _args(call)[0].meta["val"].ndim != _args(call)[1].meta["val"].ndim
         ):
             return None
         if "output_padding" not in _CONVOLUTIONS[call.target]:
@@ -200,9 +200,10 @@ class _Packer:
         return 1 if _convolution(call)["groups"] == 1 else None
 
     def _is_from_weights(self, call: fx.Node) -> bool:
-        dtype = call.args[1].meta["val"].dtype
+        dtype = _args(call)[1].meta["val"].dtype
         return all(
-            arg is None or (arg in self.derived and arg.meta["val"].dtype is dtype) for arg in call.args[1:3]
+            arg is None or (arg in self.derived and arg.meta["val"].dtype is dtype)
+            for arg in _args(call)[1:3]
         )
 
     def _wide_source(self, node: fx.Node) -> fx.Node:
@@ -218,8 +219,9 @@ class _Packer:
         form = linear_form(node)
         if form is None:
             return
-        x, weight = node.args[form.input], node.args[form.weight]
-        bias = node.args[form.bias] if form.bias is not None and form.bias < len(node.args) else None
+        args = _args(node)
+        x, weight = args[form.input], args[form.weight]
+        bias = args[form.bias] if form.bias is not None and form.bias < len(args) else None
         value, matrix = x.meta["val"], weight.meta["val"]
         if weight not in self.derived or not self._packs(value, matrix) or not matrix.numel():
             return
@@ -242,11 +244,11 @@ class _Packer:
         """A product as of :func:`amp_fx.policy.scaled.packed_int8_mm`."""
         if node.target is not aten.linear.default or len(node.args) > 2:
             return
-        value, weight = node.args
-        if [str(each.target) for each in node.args] != _DEQUANTISED:
+        value, weight = _args(node)
+        if [str(each.target) for each in (value, weight)] != _DEQUANTISED:
             return
-        x, scale, zero, *_ = value.args
-        data, scales, zeros, *_ = weight.args
+        x, scale, zero, *_ = _args(value)
+        data, scales, zeros, *_ = _args(weight)
         if not self.derived.issuperset((data, scales, zeros)) or not onednn_packs(torch.float32):
             return
         matrix = weight.meta["val"]
@@ -261,7 +263,7 @@ class _Packer:
         """A convolution over two or three dimensions."""
         if node.target not in _CONVOLUTIONS or node.kwargs or not self._is_from_weights(node):
             return
-        x, weight, bias = (*node.args, None)[:3]
+        x, weight, bias, *_ = (*_args(node), None)
         value, kernel = x.meta["val"], weight.meta["val"]
         if kernel.ndim < 4 or value.ndim != kernel.ndim or not self._packs(value, kernel):
             return
@@ -271,16 +273,14 @@ class _Packer:
             given[name] for name in ("padding", "stride", "dilation", "groups")
         )
         more = (given["output_padding"],) if transposed else ()
-        if _is_fixed(x):
-            kind = "transposed_convolution" if transposed else "convolution"
-            how = packing(
-                kind, kernel.shape, kernel.dtype, padding, *more, stride, dilation, groups, tuple(value.shape)
-            )
-        if transposed and (how is None or groups > 1 or any(map(operator.ge, more[0], stride))):
+        if transposed and (groups > 1 or not _is_fixed(x) or any(map(operator.ge, *more, stride))):
             return
+        if _is_fixed(x):
+            kind, sizes = "transposed_convolution" if transposed else "convolution", tuple(value.shape)
+            how = packing(kind, kernel.shape, kernel.dtype, padding, *more, stride, dilation, groups, sizes)
         packed = self._input(weight, kernel, how)
         node.target = convolution_op()
-        padded = more[0] if transposed else (0,) * len(stride)
+        padded = given.get("output_padding", (0,) * len(stride))
         node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups)
 
     def _packs(self, value: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -360,8 +360,8 @@ def derivation(gm: fx.GraphModule, wanted: Sequence[Derived]) -> tuple[list[fx.N
 
 def _convolution(node: fx.Node) -> dict[str, Any]:
     """What a convolution is given besides tensors, sizes for each dimension."""
-    dims = node.args[1].meta["val"].ndim - 2  # type: ignore[union-attr]  # a node
-    given = dict(_UNLESS_GIVEN)
+    dims = _args(node)[1].meta["val"].ndim - 2
+    given: dict[str, Any] = dict(_UNLESS_GIVEN)
     names = _CONVOLUTIONS[node.target]  # type: ignore[index]  # one of them
     given.update(zip(names, node.args[3:], strict=False))
 
@@ -370,6 +370,11 @@ def _convolution(node: fx.Node) -> dict[str, Any]:
         return values if len(values) == dims else values * dims
 
     return {name: given[name] if name == "groups" else spread(given[name]) for name in names}
+
+
+def _args(node: fx.Node) -> Any:
+    """Its arguments, of types that its target implies."""
+    return node.args
 
 
 def _is_fixed(node: fx.Node) -> bool:

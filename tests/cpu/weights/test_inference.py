@@ -278,12 +278,15 @@ def test_batch_norm_is_folded_into_the_convolution_before_it() -> None:
     assert (folded != exact).double().mean() < 0.01
 
 
-@pytest.mark.parametrize("how", ["bf16", "int8", "stored low"])
+@pytest.mark.parametrize("how", ["bf16", "int8", "stored low", "convolutions"])
 def test_what_is_packed_is_compiled_once_for_all_processes(how: str) -> None:
     # in sizes of this test alone
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)).eval()
+    net: nn.Module = nn.Sequential(nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)).eval()
     x, policy = torch.randn(32, 96), "int8" if how == "int8" else "autocast"
+    if how == "convolutions":
+        layers = nn.Conv2d(6, 10, 3), nn.BatchNorm2d(10), nn.ReLU(), nn.ConvTranspose2d(10, 6, 3)
+        net, x = nn.Sequential(*layers).eval(), torch.randn(2, 6, 9, 9)
     if how == "stored low":
         amp_fx.store_low(net, x)
     results = []
