@@ -131,8 +131,12 @@ def pointwise_convolution(*args: Any) -> tuple[torch._ops.OpOverload, tuple[Any,
 
 def _run_convolution(*args: Any) -> Tensor:
     op, given = pointwise_convolution(*args)
-    result: Tensor = op(*given)
-    return result
+    x, weight, _, *more = args
+    like = _convolution_meta(
+        x.to("meta"), torch.empty(weight.shape, dtype=weight.dtype, device="meta"), None, *more
+    )
+    # the strides that the graph was traced with
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(op(*given))
 
 
 def _convolution_meta(
