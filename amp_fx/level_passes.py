@@ -90,7 +90,13 @@ def level_placement(
 
 
 def planned_levels(
-    opts: Options, device: str, rows: Mapping[str, NodePlan], *, training: bool, keeps_weights: bool = False
+    opts: Options,
+    device: str,
+    rows: Mapping[str, NodePlan],
+    *,
+    training: bool,
+    keeps_weights: bool = False,
+    stored: bool = False,
 ) -> PlaceLevels | None:
     """The pass that does what a plan has of each call; None where that runs nothing below 16 bits.
 
@@ -113,6 +119,7 @@ def planned_levels(
         choice=opts.level,
         joint=training,
         keeps_weights=keeps_weights,
+        stored=stored,
     )
 
 

@@ -140,7 +140,8 @@ def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, c
     }
     mark = levels = None
     if not context.training:
-        levels = planned_levels(opts, device, rows, training=False, keeps_weights=given.caches_weights)
+        keeps = {"keeps_weights": given.caches_weights, "stored": given.fold is not None}
+        levels = planned_levels(opts, device, rows, training=False, **keeps)
     elif (planned := follows and chosen.decides_levels) or levels_of(context.policy.base, training=True):
         mark = MarkMatmuls(planned)
     given = replace(given, place=Replay(rows, given.fold is not None), levels=levels, mark=mark)

@@ -83,7 +83,7 @@ def captured_passes(given: Given) -> tuple[Pass, ...]:
         passes.append(given.fold)
     passes.append(FuseCasts())
     if given.levels is not None:
-        passes += [given.levels, QuantiseMatmuls(joint=False)]
+        passes += [given.levels, QuantiseMatmuls(joint=False, stored=given.fold is not None)]
         if given.fold is not None:
             # after the copies that are stored were made; it leaves casts that do nothing
             passes += [given.fold, FuseCasts()]

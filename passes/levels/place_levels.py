@@ -87,6 +87,7 @@ class PlaceLevels(Pass):
         choice: the name of an implementation where an option has one.
         joint: False on a captured graph.
         keeps_weights: copies of weights live across calls.
+        stored: the program is stored with such copies, for any runtime.
         marks: names in the plan of the calls that policy and plan let run below 16 bits; of a joint graph.
         hints: what the sizes that are not known are taken for.
         choices: (name in the plan, role) -> the level, or None, and why; filled in when the pass runs.
@@ -102,6 +103,7 @@ class PlaceLevels(Pass):
     choice: str = AUTO
     joint: bool = True
     keeps_weights: bool = False
+    stored: bool = False
     marks: tuple[str, ...] = ()
     hints: tuple[int, ...] = ()
     choices: dict[tuple[str, str], tuple[Level | None, Reason]] = field(
@@ -185,7 +187,8 @@ class PlaceLevels(Pass):
         rows, contracted, columns = matmul.sizes
         if way.device not in (None, self.device):
             return Reason.of(Kind.OTHER_DEVICE, device=way.device)
-        if way.keeps_weights and not (self.keeps_weights and matmul.operands[1].is_folded):
+        keeps = self.keeps_weights or (self.stored and way.measured)
+        if way.keeps_weights and not (keeps and matmul.operands[1].is_folded):
             return Reason.of(Kind.NO_COPY, level=way.name)
         if (way.measured or matmul.is_convolution) and matmul.name not in dict(self.scales):
             return Reason(Kind.NO_SCALE)

@@ -72,12 +72,15 @@ class QuantiseMatmuls(Pass):
 
     Attributes:
         joint: False on a captured graph.
+        stored: the program is stored: by measured scales it multiplies in fp32 between quantised values, which runtimes
+            know as products of integers.
     """
 
     joint: bool = True
+    stored: bool = False
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        work: _Quantiser = _Quantiser(gm.graph) if self.joint else _CapturedQuantiser(gm.graph)
+        work: _Quantiser = _Quantiser(gm.graph) if self.joint else _CapturedQuantiser(gm.graph, self.stored)
         matmuls = read_matmuls(gm, context, joint=self.joint)
         chosen = [(matmul, found) for matmul in matmuls if (found := LEVEL.of(matmul.node)) is not None]
         for matmul, (level, way, scale) in chosen:
@@ -282,8 +285,9 @@ class _Quantiser:
 class _CapturedQuantiser(_Quantiser):
     """Adds nodes to one captured graph, in which somebody may write to values, and weights may be stored as copies."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, stored: bool) -> None:
         super().__init__(graph)
+        self._stored = stored
         self._written = storages_written_in(graph)
 
     def tidy(self) -> None:
@@ -299,19 +303,26 @@ class _CapturedQuantiser(_Quantiser):
         with self._graph.inserting_before(node):
             key = operand.source, scale
             if key not in self.copies or self._is_written(operand.source):
-                data = quantised(operand.source, *scale, self._call)
+                # ONNX has a scale in the dtype of the value, and it is fp32
+                read = self._call(CAST, operand.source, torch.float32) if self._stored else operand.source
+                data = quantised(read, *scale, self._call)
                 self.copies[key] = _WithScale(data, data)
-            value, dtype = self.copies[key].data, node.meta["val"].dtype
+            value = self.copies[key].data
+            dtype = torch.float32 if self._stored else node.meta["val"].dtype
             if matmul.is_convolution:
                 weight, factors, bias = self._convolved(matmul, level)
                 pair = dequantised(value, scale, weight, factors, dtype, self._call)
-                node.args = (*pair, bias, *node.args[3:])
-                return
-            copy = self._copy(matrix, level, way)
-            columns = self._call(aten.permute.default, self._matrix(copy, matrix, level), [1, 0])
-            factors = scale, self._factor(copy, level, [1, -1])
-            given = Product(value, columns, factors, matmul.bias, dtype, True)
-            super()._become(matmul, way.multiply(given, self._call))
+                bias = bias if bias is None else self._call(CAST, bias, dtype)
+                final = self._call(node.target, *pair, bias, *node.args[3:])
+            else:
+                copy = self._copy(matrix, level, way)
+                columns = self._call(aten.permute.default, self._matrix(copy, matrix, level), [1, 0])
+                factors = scale, self._factor(copy, level, [1, -1])
+                bias = matmul.bias if matmul.bias is None else self._call(CAST, matmul.bias, dtype)
+                final = way.multiply(Product(value, columns, factors, bias, dtype, True), self._call)
+            if self._stored:
+                final = self._call(CAST, final, node.meta["val"].dtype)
+            super()._become(matmul, final)
 
     def _convolved(self, matmul: Matmul, level: Level) -> tuple[fx.Node, fx.Node, Any]:
         """The weight of a convolution in the level with a factor for each channel, and the bias, BatchNorm folded in.
@@ -325,7 +336,6 @@ class _CapturedQuantiser(_Quantiser):
             gain = self._call(aten.mul.Tensor, gain, spread)
             bias = mean if bias is None else self._call(aten.sub.Tensor, mean, bias)
             bias = self._call(aten.sub.Tensor, shift, self._call(aten.mul.Tensor, bias, gain))
-            bias = self._call(CAST, bias, matmul.node.meta["val"].dtype)
             weight = self._call(aten.mul.Tensor, weight, self._call(aten.view.default, gain, [-1, 1, 1, 1]))
             matmul.norm.target, matmul.norm.args = aten.alias.default, (matmul.node,)
         rows = self._call(aten.view.default, weight, [weight.meta["val"].shape[0], -1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -155,3 +156,27 @@ def test_a_plan_with_a_scale_that_is_none_is_refused(
     with pytest.raises(Exception, match="the plan has scales") as caught, torch.no_grad():
         run(torch.randn(4, 3, 17, 17))
     assert "amp_fx.calibrate" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Net, tmp_path: Path) -> None:
+    profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
+    given = {"policy": "int8", "dtype": "float16", "profile": profile}
+    cal = amp_fx.calibrate(model, torch.randn(16, 3, 17, 17), of="outputs", **given)
+    plan, x = cal.plan(budget=100, verify=False), torch.randn(4, 3, 17, 17)
+    path = tmp_path / "model.onnx"
+    program = amp_fx.export_onnx(model, (x,), path, plan=plan, dtype="float16")
+    ops = [str(node.target) for node in program.graph.nodes]
+    assert ops.count("quantized_decomposed.quantize_per_tensor.default") == 5
+    got = program.module()(x)
+    assert wrong(got, model, x) < 1.3 * plan.point.error
+    torch.export.save(program, tmp_path / "model.pt2")
+    # torch has the ops once this was imported
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
+    assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(x), got)
+    onnx = pytest.importorskip("onnx")
+    names = [node.op_type for node in onnx.load(path).graph.node]
+    assert (names.count("QuantizeLinear"), names.count("DequantizeLinear")) == (5, 10)
+    session = pytest.importorskip("onnxruntime").InferenceSession(path)
+    [onnx_result] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert (torch.from_numpy(onnx_result) - got).norm() < 0.01 * got.norm()
