@@ -18,6 +18,7 @@ import torch.fx as fx
 from amp_fx._torch import (
     autocast_shield,
     compile_with_inductor,
+    fuse_quantised,
     graph_pass,
     raised_by_backend,
     source_hash,
@@ -130,12 +131,10 @@ def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | 
     # folding BatchNorm does not round where eager autocast rounds
     packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not has_narrow
     # by default only what takes the place of a low copy, or of a weight that is stored low
-    below = [found for node in rewritten.graph.nodes if (found := LEVEL.of(node)) is not None]
+    below = any(LEVEL.of(node) for node in rewritten.graph.nodes)
     packs &= opts.weights == "cache" or (opts.weights == "auto" and bool(below or low or widenings(call.gm)))
     changes = {"may_change": not is_frozen or not opts.strict, "wide": opts.weights != "auto"}
-    # what Inductor fuses with calls in int8 that have measured scales, it fuses where it freezes
-    is_measured = any(scale is not None for *_, scale in below)
-    is_code = is_measured or tunes_kernels(opts.inductor) or graph_devices(call.gm) != {"cpu"}
+    is_code = tunes_kernels(opts.inductor) or graph_devices(call.gm) != {"cpu"}
     if (is_frozen or packs) and is_code:
         # a constant that is part of the code could not change
         inductor = {**opts.inductor, "freezing": True, "always_keep_tensor_constants": changes["may_change"]}
@@ -227,7 +226,13 @@ def _hook(stage: Literal["joint", "post_grad"], passes: tuple[Pass, ...], opts: 
     """The Inductor option that runs the passes on its joint graphs, or on what becomes of them."""
     # what they depend on: their source, their options, and the one setting of torch that is in no key by itself
     uuid = f"{_sources()} {passes} mkldnn={torch.backends.mkldnn.enabled}"
-    return graph_pass(stage, uuid, lambda gm: run_keyed(gm, passes), opts.inductor)
+
+    def run(gm: fx.GraphModule) -> None:
+        run_keyed(gm, passes)
+        if stage == "post_grad":
+            fuse_quantised(gm.graph)
+
+    return graph_pass(stage, uuid, run, opts.inductor)
 
 
 @cache_results()

@@ -18,8 +18,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
-    "LINEAR", "LINEAR_INT8", "Packing", "convolution_op", "onednn_packs", "packed_memory", "packing",
-    "pointwise_convolution", "takes_packed_inputs",
+    "LINEAR",
+    "LINEAR_INT8",
+    "Packing",
+    "convolution_int8_op",
+    "convolution_op",
+    "fuse_quantised",
+    "onednn_packs",
+    "packed_memory",
+    "packing",
+    "pointwise_convolution",
+    "pointwise_convolution_int8",
+    "takes_packed_inputs",
 ]  # fmt: skip
 
 _mkldnn, _onednn = torch.ops.mkldnn, torch.ops.onednn
@@ -32,6 +42,9 @@ LINEAR_INT8 = _onednn.qlinear_pointwise.default
 _PACK: dict[str, Callable[..., Tensor]] = {
     "linear": _mkldnn._reorder_linear_weight,
     "linear_int8": _onednn.qlinear_prepack,
+    "convolution_int8": lambda weight, *args: _onednn.qconv_prepack(
+        weight, weight.new_ones(len(weight)).float(), *args
+    ),
     "convolution": _mkldnn._reorder_convolution_weight,
     "transposed_convolution": _mkldnn._reorder_convolution_transpose_weight,
 }
@@ -105,6 +118,13 @@ def _library() -> torch.library.Library:
         "bool transposed, int[] output_padding, int groups) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
+    library.define(
+        "packed_convolution_int8(Tensor x, float scale, int zero_point, Tensor weight, Tensor scales, Tensor zeros, "
+        "Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, ScalarType dtype) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    library.impl("packed_convolution_int8", _run_convolution_int8, "CompositeExplicitAutograd")
+    library.impl("packed_convolution_int8", _convolution_int8_meta, "Meta")
     library.impl("packed_convolution", _run_convolution, "CompositeExplicitAutograd")
     library.impl("packed_convolution", _convolution_meta, "Meta")
     return library
@@ -127,6 +147,53 @@ def pointwise_convolution(*args: Any) -> tuple[torch._ops.OpOverload, tuple[Any,
         groups,
         *fused,
     )
+
+
+def convolution_int8_op() -> torch._ops.OpOverload:
+    """The same of a value in uint8, by scale and zero point, and a weight in int8, by scales and zero points."""
+    _library()
+    return torch.ops.amp_fx.packed_convolution_int8.default
+
+
+def pointwise_convolution_int8(*args: Any) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
+    """OneDNN's call, and its arguments, for the arguments of :func:`convolution_int8_op`."""
+    *given, dtype = args
+    return _onednn.qconv_pointwise.default, (*given, 1.0, 0, dtype, "none", [], "")
+
+
+def _run_convolution_int8(*args: Any) -> Tensor:
+    op, given = pointwise_convolution_int8(*args)
+    result: Tensor = op(*given)
+    return result
+
+
+def _convolution_int8_meta(
+    x: Tensor,
+    _scale: float,
+    _zero: int,
+    weight: Tensor,
+    _scales: Tensor,
+    _zeros: Tensor,
+    bias: Tensor | None,
+    *more: Any,
+) -> Tensor:
+    *given, groups, dtype = more
+    args = x.to(dtype), weight.to(dtype), bias
+    return torch.ops.aten.convolution.default(*args, *given, False, [0, 0], groups)
+
+
+def fuse_quantised(graph: torch.fx.Graph) -> None:
+    """Has oneDNN's products in int8 do what follows them: activations, additions, and the rounding of what they return.
+
+    Inductor does it where it freezes a graph, in the passes behind those that pack weights.
+    """
+    if not any(node.target in (LINEAR_INT8, _onednn.qconv_pointwise.default) for node in graph.nodes):
+        return
+    from torch._inductor.fx_passes import freezing_patterns
+
+    freezing_patterns.lazy_init()
+    for patterns in freezing_patterns.pass_patterns[3:]:
+        patterns.apply(graph)
 
 
 def _run_convolution(*args: Any) -> Tensor:

@@ -26,6 +26,7 @@ from amp_fx._torch import (
     LINEAR_INT8,
     OpOverload,
     Packing,
+    convolution_int8_op,
     convolution_op,
     onednn_packs,
     packing,
@@ -80,6 +81,7 @@ def pack(
     for node in list(gm.graph.nodes):
         if node in work.derived:
             continue
+        work.pack_measured(node)
         work.pack_linear(node)
         work.pack_linear_int8(node)
         work.pack_convolution(node)
@@ -258,6 +260,44 @@ class _Packer:
         given = (self._input(each, each.meta["val"]) for each in (scales, zeros))
         node.target = LINEAR_INT8
         node.args = (x, scale, zero, packed, *given, None, 1.0, 0, torch.float32, "none", [], "")
+
+    def pack_measured(self, node: fx.Node) -> None:
+        """A product or a convolution as of :func:`amp_fx.policy.scaled.dequantised`."""
+        is_convolution = node.target is aten.conv2d.default
+        if not (is_convolution or node.target is aten.linear.default):
+            return
+        casts, bias = node.args[:2], node.args[2] if len(node.args) > 2 else None
+        if not all(isinstance(cast, fx.Node) and is_cast(cast) for cast in casts):
+            return
+        value, weight = (cast.all_input_nodes[0] for cast in casts)  # type: ignore[union-attr]  # nodes
+        if [str(value.target), str(weight.target)] != _DEQUANTISED:
+            return
+        x, scale, zero, *_ = value.args
+        data, scales, zeros, *_ = weight.args
+        if not self.derived.issuperset((data, scales, zeros)):
+            return
+        dtype, kernel = node.meta["val"].dtype, weight.meta["val"].shape
+        if is_convolution:
+            given = _convolution(node)
+            window = [given[name] for name in ("stride", "padding", "dilation", "groups")]
+            shape = tuple(value.meta["val"].shape)
+            how = packing("convolution_int8", kernel, torch.int8, scale, zero, *window, shape)
+        else:
+            rows = max(1, numel(value.meta["val"]) // kernel[1])
+            how = packing("linear_int8", kernel, torch.int8, (rows, kernel[1]))
+        packed = self._input(data, data.meta["val"], how)
+        factors = (
+            x,
+            scale,
+            zero,
+            packed,
+            *(self._input(each, each.meta["val"]) for each in (scales, zeros)),
+            bias,
+        )
+        if is_convolution:
+            node.target, node.args = convolution_int8_op(), (*factors, *window, dtype)
+        else:
+            node.target, node.args = LINEAR_INT8, (*factors, 1.0, 0, dtype, "none", [], "")
 
     def pack_convolution(self, node: fx.Node) -> None:
         """A convolution over two or three dimensions."""

@@ -13,6 +13,7 @@ from amp_fx._torch import (
     LINEAR_INT8,
     lays_out_convolutions,
     pointwise_convolution,
+    pointwise_convolution_int8,
     takes_packed_inputs,
     write_as_it_is,
 )
@@ -254,9 +255,14 @@ class CallPacked(Pass):
         found = [node for node in gm.graph.nodes if str(node.target) == "amp_fx.packed_convolution.default"]
         for node in found:
             node.target, node.args = pointwise_convolution(*node.args)
+        in_int8 = [
+            node for node in gm.graph.nodes if str(node.target) == "amp_fx.packed_convolution_int8.default"
+        ]
+        for node in in_int8:
+            node.target, node.args = pointwise_convolution_int8(*node.args)
         if any(node.target in (LINEAR, LINEAR_INT8) for node in gm.graph.nodes):
             takes_packed_inputs()
-        return f"{len(found)} convolutions have packed weights"
+        return f"{len(found) + len(in_int8)} convolutions have packed weights"
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,13 @@ from targets import one_process
 @pytest.fixture(autouse=True)
 def _without_code(request: pytest.FixtureRequest) -> Iterator[None]:
     is_slow = request.node.get_closest_marker("slow") is not None
-    with contextlib.nullcontext() if is_slow else op_by_op():
+    with contextlib.nullcontext() if is_slow or "code" in request.fixturenames else op_by_op():
         yield
+
+
+@pytest.fixture
+def code() -> None:
+    """Steps and calls of the test run as Inductor compiles them."""
 
 
 @pytest.fixture(autouse=True, scope="module")

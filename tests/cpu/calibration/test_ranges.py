@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import amp_fx
 from amp_fx.calibration.ranges import fitted, requantised
@@ -180,3 +183,28 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Net, t
     session = pytest.importorskip("onnxruntime").InferenceSession(path)
     [onnx_result] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert (torch.from_numpy(onnx_result) - got).norm() < 0.01 * got.norm()
+
+
+@pytest.mark.usefixtures("code")
+def test_compiled_products_write_integers_follow_weights_and_come_from_the_cache(
+    model: Net, cal: amp_fx.Calibration
+) -> None:
+    net, x = copy.deepcopy(model), torch.randn(4, 3, 17, 17)
+    options = {"plan": cal.plan(budget=100, verify=False), "strict": True}
+    with torch.inference_mode(), fresh_cache():
+        run = torch.compile(net, backend="amp_fx", options=options)
+        got, [code] = run_and_get_code(run, x)
+        assert wrong(got, net, x) < 0.02
+        assert len(re.findall(r"torch\.ops\.onednn\.q\w+\.\w+\(", code)) == 5
+        # the depthwise convolution for the one behind it, and the linear behind gelu
+        assert re.findall(r"torch\.uint8, '(\w+)'", code) == ["relu", "gelu"]
+        with torch.no_grad():
+            # within the ranges that were measured
+            net.down.weight.mul_(1.5)
+            net.stem.weight.mul_(0.9)
+        assert wrong(run(x), net, x) < 0.02
+        torch._dynamo.reset()
+        counters.clear()
+        again = torch.compile(net, backend="amp_fx", options=options)
+        assert torch.equal(again(x), run(x))
+        assert counters["inductor"]["fxgraph_cache_hit"] == 1
