@@ -81,9 +81,8 @@ def pack(
     for node in list(gm.graph.nodes):
         if node in work.derived:
             continue
-        work.pack_measured(node)
+        work.pack_int8(node)
         work.pack_linear(node)
-        work.pack_linear_int8(node)
         work.pack_convolution(node)
     work.take_the_rest()
     return work.finish()
@@ -242,62 +241,39 @@ class _Packer:
         node.target = LINEAR
         node.args, node.kwargs = (x, self._input(weight, matrix, how), bias, "none", [], ""), {}
 
-    def pack_linear_int8(self, node: fx.Node) -> None:
-        """A product as of :func:`amp_fx.policy.scaled.packed_int8_mm`."""
-        if node.target is not aten.linear.default or len(node.args) > 2:
-            return
-        value, weight = _args(node)
-        if [str(each.target) for each in (value, weight)] != _DEQUANTISED:
-            return
-        x, scale, zero, *_ = _args(value)
-        data, scales, zeros, *_ = _args(weight)
-        if not self.derived.issuperset((data, scales, zeros)) or not onednn_packs(torch.float32):
-            return
-        matrix = weight.meta["val"]
-        rows = max(1, numel(value.meta["val"]) // matrix.shape[1])
-        how = packing("linear_int8", matrix.shape, torch.int8, (rows, matrix.shape[1]))
-        packed = self._input(data, data.meta["val"], how)
-        given = (self._input(each, each.meta["val"]) for each in (scales, zeros))
-        node.target = LINEAR_INT8
-        node.args = (x, scale, zero, packed, *given, None, 1.0, 0, torch.float32, "none", [], "")
-
-    def pack_measured(self, node: fx.Node) -> None:
-        """A product or a convolution as of :func:`amp_fx.policy.scaled.dequantised`."""
+    def pack_int8(self, node: fx.Node) -> None:
+        """A product or a convolution of a value in uint8 and a weight in int8, as ``amp_fx.policy.scaled`` has them."""
         is_convolution = node.target is aten.conv2d.default
-        if not (is_convolution or node.target is aten.linear.default):
+        if not (is_convolution or node.target is aten.linear.default) or not onednn_packs(torch.float32):
             return
-        casts, bias = node.args[:2], node.args[2] if len(node.args) > 2 else None
-        if not all(isinstance(cast, fx.Node) and is_cast(cast) for cast in casts):
-            return
-        value, weight = (cast.all_input_nodes[0] for cast in casts)  # type: ignore[union-attr]  # nodes
-        if [str(value.target), str(weight.target)] != _DEQUANTISED:
+        first, second, bias, *_ = (*_args(node), None)
+        value, weight = (each.all_input_nodes[0] if is_cast(each) else each for each in (first, second))
+        if [str(each.target) for each in (value, weight)] != _DEQUANTISED:
             return
         x, scale, zero, *_ = value.args
         data, scales, zeros, *_ = weight.args
         if not self.derived.issuperset((data, scales, zeros)):
             return
         dtype, kernel = node.meta["val"].dtype, weight.meta["val"].shape
+        given, window = (
+            _convolution(node) if is_convolution else {},
+            ("stride", "padding", "dilation", "groups"),
+        )
         if is_convolution:
-            given = _convolution(node)
-            window = [given[name] for name in ("stride", "padding", "dilation", "groups")]
-            shape = tuple(value.meta["val"].shape)
-            how = packing("convolution_int8", kernel, torch.int8, scale, zero, *window, shape)
+            more = [scale, zero, *map(given.__getitem__, window), tuple(value.meta["val"].shape)]
+            how = packing("convolution_int8", kernel, torch.int8, *more)
         else:
             rows = max(1, numel(value.meta["val"]) // kernel[1])
             how = packing("linear_int8", kernel, torch.int8, (rows, kernel[1]))
         packed = self._input(data, data.meta["val"], how)
-        factors = (
-            x,
-            scale,
-            zero,
-            packed,
-            *(self._input(each, each.meta["val"]) for each in (scales, zeros)),
-            bias,
-        )
+        factors = (self._input(each, each.meta["val"]) for each in (scales, zeros))
+        node.args = (x, scale, zero, packed, *factors, bias)
         if is_convolution:
-            node.target, node.args = convolution_int8_op(), (*factors, *window, dtype)
+            node.target = convolution_int8_op()
+            node.args += (*map(given.__getitem__, window), dtype)
         else:
-            node.target, node.args = LINEAR_INT8, (*factors, 1.0, 0, dtype, "none", [], "")
+            node.target = LINEAR_INT8
+            node.args += (1.0, 0, dtype, "none", [], "")
 
     def pack_convolution(self, node: fx.Node) -> None:
         """A convolution over two or three dimensions."""

@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,9 +107,8 @@ def test_the_error_on_other_batches_is_the_predicted_one(
     plan.save(tmp_path / "plan.json")
     x = torch.randn(4, 3, 17, 17)
     with torch.inference_mode():
-        got = torch.compile(
-            model, backend="amp_fx", options={"plan": tmp_path / "plan.json", "strict": True}
-        )(x)
+        options: Any = {"plan": tmp_path / "plan.json", "strict": True}
+        got = torch.compile(model, backend="amp_fx", options=options)(x)
     assert plan.point.error / 1.3 < wrong(got, model, x) < plan.point.error * 1.3
 
 
@@ -155,7 +155,8 @@ def test_a_plan_with_a_scale_that_is_none_is_refused(
 ) -> None:
     plan = cal.plan(budget=100, verify=False).plans[0]
     plan.nodes[[bool(row.scales) for row in plan.nodes].index(True)].scales = {INPUT: scale}
-    run = torch.compile(model, backend="amp_fx", options={"plan": plan})
+    options: Any = {"plan": plan}
+    run = torch.compile(model, backend="amp_fx", options=options)
     with pytest.raises(Exception, match="the plan has scales") as caught, torch.no_grad():
         run(torch.randn(4, 3, 17, 17))
     assert "amp_fx.calibrate" in str(caught.value)
