@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
+from amp_fx import calibrate
 from amp_fx._torch import stock_inductor
 from amp_fx.backend import amp_fx
 from amp_fx.errors import OptionsError
@@ -38,6 +39,7 @@ class Arm:
         modes: where it makes sense, as ``devices``.
         named_only: only cases that name it run it.
         torchao: the configuration of ``torchao.quantization`` that the model is quantized with.
+        calibrated: with a plan whose scales in int8 were measured on the batch, whatever the error.
         engine: a function in :mod:`benchmarks.engines` that runs the model instead of ``torch.compile``.
         needs: libraries without which it is left out.
     """
@@ -55,6 +57,7 @@ class Arm:
     devices: tuple[str, ...] = ("cpu", "cuda")
     named_only: bool = False
     torchao: str = ""
+    calibrated: bool = False
     engine: str = ""
     needs: tuple[str, ...] = ()
 
@@ -103,6 +106,7 @@ _ALL = (
     _ours("fast", {"policy": "fast", "profile": "off"}),
     _ours("int8", {"policy": "int8"}, modes=_INFERENCE, devices=_CPU),
     _ours("int8_all", {"policy": _ALL_INT8}, modes=_INFERENCE, devices=_CPU),
+    _ours("int8_measured", {}, modes=_INFERENCE, devices=_CPU, calibrated=True, named_only=True),
     _torchao("dynamic", "Int8DynamicActivationInt8WeightConfig"),
     _torchao("weights", "Int8WeightOnlyConfig"),
     _engine("openvino", "openvino"),
@@ -187,7 +191,10 @@ def prepare(workload: Workload, arm: Arm, mode: str, device: str = "cpu") -> Pre
         return Prepared(arm, mode, device, model, batch, lambda _, batch: run(batch))
     if arm.backend is None:
         return Prepared(arm, mode, device, model, batch, loss)
-    options = None if arm.options is None else dict(arm.options)
+    options: dict[str, Any] | None = None if arm.options is None else dict(arm.options)
+    if arm.calibrated:
+        cal = calibrate(model, batch, of="outputs", policy=_ALL_INT8)
+        options = {"plan": cal.plan(budget=100, verify=False)}
     # a graph break would cost every arm something else
     compiled = torch.compile(loss, backend=arm.backend, options=options, dynamic=False, fullgraph=True)
     return Prepared(arm, mode, device, model, batch, compiled)

@@ -19,7 +19,8 @@ _OF_FP8 = ("autocast", "amp_fx", "off", *(name for name in ARMS if name.startswi
 
 #: what compares engines
 _OF_ENGINES = (
-    "autocast", "freezing", "amp_fx", "int8", "int8_all", *(arm.name for arm in ARMS.values() if arm.engine),
+    "autocast", "freezing", "amp_fx", "int8", "int8_all", "int8_measured",
+    *(arm.name for arm in ARMS.values() if arm.engine),
 )  # fmt: skip
 
 #: one block of Llama-3-8B, of 32 heads and 8 for keys and values, with a small embedding and head

@@ -56,6 +56,7 @@ _BESIDE = {
     "openvino": "OpenVINO bf16",
     "int8": "amp_fx int8",
     "int8_all": "int8, all linears",
+    "int8_measured": "int8, measured scales",
     "openvino_int8": "OpenVINO int8",
     "onnxruntime_int8": "ONNX Runtime int8",
     "x86_int8": "torchao x86 int8",
