@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_fx.state import cache_results
+
 __all__ = [
     "LINEAR",
     "LINEAR_INT8",
@@ -71,7 +73,7 @@ class Packing:
         return _PACK[self.kind](weight, *self.args)
 
 
-@functools.cache
+@cache_results()
 def packing(kind: str, shape: torch.Size, dtype: torch.dtype, *args: Any) -> Packing:
     """How oneDNN packs weights of a shape; sizes in ``args`` are tuples."""
     # while a graph is compiled, modes are on that run ops on fake values
