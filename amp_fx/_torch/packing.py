@@ -8,7 +8,6 @@ A packed tensor is opaque: it has sizes, and no strides. In a graph that is comp
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,21 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_fx._torch.tracing import OpOverload, own_op
 from amp_fx.state import cache_results
 
 __all__ = [
-    "LINEAR",
-    "LINEAR_INT8",
-    "Packing",
-    "convolution_int8_op",
-    "convolution_op",
-    "fuse_quantised",
-    "onednn_packs",
-    "packed_memory",
-    "packing",
-    "pointwise_convolution",
-    "pointwise_convolution_int8",
-    "takes_packed_inputs",
+    "LINEAR", "LINEAR_INT8", "Packing", "convolution_int8_op", "convolution_op", "fuse_quantised", "onednn_packs",
+    "packed_memory", "packing", "pointwise_convolution", "pointwise_convolution_int8", "takes_packed_inputs",
 ]  # fmt: skip
 
 _mkldnn, _onednn = torch.ops.mkldnn, torch.ops.onednn
@@ -102,38 +92,22 @@ def packed_memory(packed: Tensor) -> tuple[int, int]:
 # ---- convolutions
 
 
-def convolution_op() -> torch._ops.OpOverload:
+def convolution_op() -> OpOverload:
     """``aten.convolution`` with a packed weight, and with the strides of that; torch knows it once this was called.
 
     oneDNN's own call returns channels last whatever it is given, which a program's views may not fit: it takes the
     place of this one (:func:`pointwise_convolution`) when strides are settled.
     """
-    _library()
-    return torch.ops.amp_fx.packed_convolution.default
-
-
-@functools.cache
-def _library() -> torch.library.Library:
-    library = torch.library.Library("amp_fx", "FRAGMENT")
-    library.define(
+    return own_op(
         "packed_convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
         "bool transposed, int[] output_padding, int groups) -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag,),
+        _run_convolution,
+        _convolution_meta,
     )
-    library.define(
-        "packed_convolution_int8(Tensor x, float scale, int zero_point, Tensor weight, Tensor scales, Tensor zeros, "
-        "Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, ScalarType dtype) -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    library.impl("packed_convolution_int8", _run_convolution_int8, "CompositeExplicitAutograd")
-    library.impl("packed_convolution_int8", _convolution_int8_meta, "Meta")
-    library.impl("packed_convolution", _run_convolution, "CompositeExplicitAutograd")
-    library.impl("packed_convolution", _convolution_meta, "Meta")
-    return library
 
 
-def pointwise_convolution(*args: Any) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
-    """OneDNN's call, and its arguments, for the arguments of :func:`convolution_op`."""
+def pointwise_convolution(*args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
+    """The call of oneDNN, and its arguments, for the arguments of :func:`convolution_op`."""
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
     fused = ("none", [], "")
     if transposed:
@@ -151,14 +125,18 @@ def pointwise_convolution(*args: Any) -> tuple[torch._ops.OpOverload, tuple[Any,
     )
 
 
-def convolution_int8_op() -> torch._ops.OpOverload:
+def convolution_int8_op() -> OpOverload:
     """The same of a value in uint8, by scale and zero point, and a weight in int8, by scales and zero points."""
-    _library()
-    return torch.ops.amp_fx.packed_convolution_int8.default
+    return own_op(
+        "packed_convolution_int8(Tensor x, float scale, int zero_point, Tensor weight, Tensor scales, Tensor zeros, "
+        "Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, ScalarType dtype) -> Tensor",
+        _run_convolution_int8,
+        _convolution_int8_meta,
+    )
 
 
-def pointwise_convolution_int8(*args: Any) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
-    """OneDNN's call, and its arguments, for the arguments of :func:`convolution_int8_op`."""
+def pointwise_convolution_int8(*args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
+    """The call of oneDNN, and its arguments, for the arguments of :func:`convolution_int8_op`."""
     *given, dtype = args
     return _onednn.qconv_pointwise.default, (*given, 1.0, 0, dtype, "none", [], "")
 
@@ -226,7 +204,6 @@ def _convolution_meta(
 # ---- Inductor
 
 
-@functools.cache
 def takes_packed_inputs() -> None:
     """Has Inductor take packed weights that are inputs of a graph.
 
@@ -247,13 +224,14 @@ def takes_packed_inputs() -> None:
             finally:
                 del constants[name]
 
+        with_constant.amp_fx_lowers = lower  # type: ignore[attr-defined]  # it is wrapped once
         return with_constant
 
     ops = {_mkldnn._linear_pointwise: 1, _onednn.qlinear_pointwise: 3}
     for packet, position in ops.items():
         for name in packet.overloads():
             op = getattr(packet, name)
-            if op in lowerings:
+            if op in lowerings and not hasattr(lowerings[op], "amp_fx_lowers"):
                 # what is added stands before the weight
                 is_added_first = "binary" in name and packet is _mkldnn._linear_pointwise
                 lowerings[op] = lowering(lowerings[op], position + is_added_first)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,16 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "autocast_disabled",
     "autocast_shield", "defining_module", "disable_proxy_modes_tracing", "enable_autocast",
     "get_proxy_mode", "has_autocast_rule", "has_low_lstm", "ignore_fresh_symbols", "is_functorch_wrapped",
-    "is_hooks_switch", "known_sizes", "make_fx", "nesting_change", "op_name", "quantised_ops",
+    "is_hooks_switch", "known_sizes", "make_fx", "nesting_change", "op_name", "own_op", "quantised_ops",
     "registered_ops", "saved_tensors_shield", "size_hint", "size_with", "symbolic_kernels",
     "track_tensor_tree",
 ]  # fmt: skip
 
 #: a device type no graph of ours runs on: see autocast_shield
 _UNUSED_DEVICE = "xla"
+
+#: an op lives as long as its library
+_LIBRARIES: list[torch.library.Library] = []
 
 #: functorch levels are opened and closed by these calls in a Dynamo graph (torch/_functorch/predispatch.py)
 _NESTING = {"_increment_nesting": 1, "_decrement_nesting": -1, "_enter_dual_level": 1, "_exit_dual_level": -1}
@@ -109,6 +112,27 @@ def quantised_ops() -> Any:
     import torch.ao.quantization.fx._decomposed
 
     return torch.ops.quantized_decomposed
+
+
+def own_op(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    key: str = "CompositeExplicitAutograd",
+    tags: tuple[torch.Tag, ...] = (),
+) -> OpOverload:
+    """The op ``amp_fx::...`` of a schema, which torch knows from the first call on."""
+    name = schema.partition("(")[0]
+    if not hasattr(torch.ops.amp_fx, name):
+        library = torch.library.Library("amp_fx", "FRAGMENT")
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+        library.impl(name, run, key)
+        # torch.library.register_fake looks its caller up among all modules, which takes 20 ms
+        library.impl(name, fake, "Meta")
+        _LIBRARIES.append(library)
+    found: OpOverload = getattr(torch.ops.amp_fx, name).default
+    return found
 
 
 def registered_ops() -> frozenset[str]:

@@ -89,9 +89,9 @@ class Calibration:
 
     @functools.cached_property
     def _ways(self) -> dict[float, Cuts]:
-        """By how much more a measured scale may add than those that are found in each call, the cuts; fastest first."""
+        """How many times more a measured scale may add than those found in each call -> the cuts; fastest first."""
         measured = any(call.scales for graph in self.sensitivity.graphs for call in graph.calls)
-        return {most: self._cuts.reading(most) for most in (*_MORE * measured, NEVER)}
+        return {most: self._cuts.reading(most) for most in (*(_MORE if measured else ()), NEVER)}
 
     @property
     def _usual(self) -> Cuts:
@@ -128,8 +128,7 @@ class Calibration:
 
     def _predicted(self, plans: list[Plan], name: str | None = None) -> Point:
         """What plans cost, each call by the scales that they have."""
-        rows = {row.name: row for plan in plans for row in plan.nodes}
-        cuts = self._cuts.reading(NEVER, rows)
+        cuts = self._cuts.reading(NEVER, plans)
         return cuts.point(name, cuts.placed(plans), functools.partial(list, plans))
 
     def _plans_of(self, choice: Placed) -> list[Plan]:

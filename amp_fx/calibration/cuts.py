@@ -53,6 +53,8 @@ class PricedMatmuls(NamedTuple):
 
     priced: Priced
     by_bytes: Priced
+    #: names of the calls that read by measured scales
+    measured: Collection[str]
 
 
 class Cuts:
@@ -66,21 +68,21 @@ class Cuts:
         #: (limit, aim) -> the first cut: budgets beyond torch.autocast's error have the same one
         self._firsts: dict[tuple[float, str], Choice[list[Labels]]] = {}
 
-    def reading(self, most: float, rows: Mapping[str, NodePlan] | None = None) -> Cuts:
-        """The same where calls read in one way, ``read_one_way``; those of a plan as the plan has them."""
-
-        def way(call: CallSensitivity) -> float:
-            if rows is None or call.name not in rows:
-                return most
-            return math.inf if rows[call.name].scales else NEVER
-
+    def reading(self, most: float, plans: Sequence[Plan] = ()) -> Cuts:
+        """The same with the measured scales that add at most so much, ``fits``; or with those that plans have."""
+        graphs = []
+        for graph in self._sensitivity.graphs:
+            rows = _rows_of(plans, graph) if plans else {}
+            calls = [
+                call
+                if (bool(rows[call.name].scales) if call.name in rows else most != NEVER and call.fits(most))
+                else replace(call, scales={})
+                for call in graph.calls
+            ]
+            graphs.append(replace(graph, calls=calls))
         cuts = copy.copy(self)
         # labels of the first cut are of one capture
         cuts._priced = self._priced
-        graphs = [
-            replace(graph, calls=[call.read_one_way(way(call)) for call in graph.calls])
-            for graph in self._sensitivity.graphs
-        ]
         cuts._sensitivity, cuts._most = replace(self._sensitivity, graphs=graphs), most
         return cuts
 
@@ -194,8 +196,7 @@ class Cuts:
         labels: list[Labels] = []
         below: list[Labels] = []
         for parts, found in zip(self._priced, self._sensitivity.graphs, strict=True):
-            chosen = choose_plan(plans, found.outline)
-            rows = {row.name: saved for saved, row in counterparts(chosen, found.outline)}
+            rows = _rows_of(plans, found)
             labels += [part.labels_in(rows) for part in parts]
             below.append(self._labels_below(found, rows))
         return Placed(labels, below, self._most)
@@ -244,8 +245,8 @@ class Cuts:
                     )
                 levels, reasons = with_choice(rows[name], role, level if is_below else None, why)
                 rows[name] = replace(rows[name], levels=levels, reasons=reasons)
-                if is_below:
-                    rows[name].scales = dict(scales.get(name, {}))
+                if is_below and name in part.measured:
+                    rows[name].scales = dict(scales[name])
             plan.nodes = [*rows.values()]
 
     def blame(self, placed: Placed | None = None) -> list[SensitivityTerm]:
@@ -258,18 +259,25 @@ class Cuts:
         return sorted(terms, key=lambda term: -term.sensitivity)
 
 
+def _rows_of(plans: Sequence[Plan], found: GraphSensitivity) -> dict[str, NodePlan]:
+    """The rows that plans have for the calls of a graph, by the names there."""
+    chosen = choose_plan(plans, found.outline)
+    return {row.name: saved for saved, row in counterparts(chosen, found.outline)}
+
+
 def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collection[str]) -> PricedMatmuls:
     """The second cut with measured sensitivity, of calls that run in the low dtype; others read no copies.
 
     What was not measured is never placed below.
     """
+    second = below({row.name: row.scales[INPUT] for row in calls if INPUT in row.scales})
     terms = [
         SensitivityTerm(
             as_number(sensitivity), LOW, (row.name, role), call=row.name, slot=f"{role}: {operand}"
         )
         for row in calls
-        for role, operands in row.roles.items()
-        for operand, sensitivity in operands.items()
+        for role in row.roles
+        for operand, sensitivity in row.operands(role, measured=row.name in second.measured).items()
     ]
 
     def is_low(var: Var) -> bool:
@@ -283,11 +291,11 @@ def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collecti
                 kept.shared.append(replace(term, readers=readers))
         return kept
 
-    scales = {row.name: row.scales[INPUT] for row in calls if INPUT in row.scales}
-    time, by_bytes = map(only_low, below(scales))
+    time, by_bytes = map(only_low, (second.time, second.by_bytes))
     unknown = time.unary.keys() - {term.var for term in terms}
     terms += [SensitivityTerm(math.inf, LOW, var) for var in time.unary if var in unknown]
-    return PricedMatmuls(Priced(time, terms, relative=True), Priced(by_bytes, terms, relative=True))
+    by_time, moved = (Priced(problem, terms, relative=True) for problem in (time, by_bytes))
+    return PricedMatmuls(by_time, moved, second.measured)
 
 
 def _prices(parts: Sequence[PricedGraph | PricedMatmuls], aim: str) -> list[Priced]:

@@ -149,12 +149,11 @@ class _Measured(fx.Interpreter):
         return linear if all(map(self._is_read, operands)) else None
 
     def _convolves_below(self, n: fx.Node, plan: Label) -> bool:
-        """True for a convolution that may run in integers, by a measured scale."""
-        level = self._meter.level
-        is_one = n.target is aten.conv2d.default and plan.op_class is OpClass.LOW and not n.kwargs
-        if level is None or not is_one or not any(way.measured for way in level.implementations):
+        """True for a convolution whose scale is being measured, or was."""
+        if n.target is not aten.conv2d.default or plan.op_class is not OpClass.LOW or n.kwargs:
             return False
-        return all(map(self._is_read, n.args[:2]))
+        known = self._meter.ranges is not None or (self._graph, plan.name) in self._meter.scales
+        return known and all(map(self._is_read, n.args[:2]))
 
     def _is_read(self, operand: Any) -> bool:
         """True where an operand is observed. Of outputs, one that is written to before and after is, as it is then."""

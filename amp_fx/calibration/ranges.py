@@ -29,6 +29,9 @@ _KEPT = 16384
 #: shares of each extreme that ranges are tried with
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
+#: a smaller range has no scale whose inverse is a number
+_LEAST = 2.0**-100
+
 #: graph, name of the call
 Call = tuple[int, str]
 
@@ -46,6 +49,9 @@ class Ranges:
         if not value.numel():
             return
         low, high = (each.item() for each in value.aminmax())
+        if math.isnan(low):
+            # min and max would forget it
+            low, high = -math.inf, math.inf
         self.lowest[call] = min(low, self.lowest.get(call, 0.0))
         self.highest[call] = max(high, self.highest.get(call, 0.0))
         stride = sample_stride(value.shape, _KEPT)
@@ -56,7 +62,7 @@ class Ranges:
         found: dict[Call, tuple[float, int]] = {}
         for call, samples in self.samples.items():
             low, high = self.lowest[call], self.highest[call]
-            if math.isfinite(high - low) and high > low:
+            if _LEAST < high - low < math.inf:
                 found[call] = fitted(torch.cat(samples), low, high)
             else:
                 logger.warning(

@@ -6,9 +6,9 @@ With a policy below 16 bits, what it multiplies that may run so is read off the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -46,9 +46,20 @@ __all__ = ["Below", "MeasuredGraph", "TargetGraph", "read_matmuls", "there"]
 
 Ambient = Mapping[str, Region]
 
-#: what may run below 16 bits, where autocast's list is low: given the scales of calls that read by measured ones, the
-#: cut by time, and by bytes moved. Its variables are (name of the call, role)
-Below = Callable[[Mapping[str, tuple[float, int]]], tuple[Problem, Problem]]
+
+class Second(NamedTuple):
+    """The cut of what may run below 16 bits, where autocast's list is low; its variables are (name of the call, role).
+
+    By time, by bytes moved, and the calls that read by measured scales.
+    """
+
+    time: Problem
+    by_bytes: Problem
+    measured: Collection[str] = ()
+
+
+#: the second cut, given the scales that calls may read by
+Below = Callable[[Mapping[str, tuple[float, int]]], Second]
 
 
 def read_matmuls(
@@ -70,18 +81,17 @@ def read_matmuls(
     plain = replace(opts, profile="off", plan=None, sensitivity=None)
     level = LEVELS[opts.level]
     placed = PlaceLevels(level, graph_device(gm, ambient), cost, joint=training, keeps_weights=not training)
-    found: list[tuple[Problem, Problem]] = []
+    found: list[Second] = []
 
-    def read(
-        graph: fx.GraphModule, context: PassContext, scales: Mapping[str, tuple[float, int]]
-    ) -> tuple[Problem, Problem]:
+    def read(graph: fx.GraphModule, context: PassContext, scales: Mapping[str, tuple[float, int]]) -> Second:
         here = {there: here for here, there in names.items()}
         chosen = replace(placed, scales=tuple((here[name], scale) for name, scale in scales.items()))
         matmuls = {
             replace(matmul, name=names[matmul.name]): way
             for matmul, way in chosen.allowed(graph, context).items()
         }
-        return level_problem(matmuls, level, cost), level_problem(matmuls, level, BYTES)
+        measured = {matmul.name for matmul, way in matmuls.items() if way.measured}
+        return Second(level_problem(matmuls, level, cost), level_problem(matmuls, level, BYTES), measured)
 
     if not training:
         # policies below 16 bits differ from autocast in the level alone
@@ -96,7 +106,7 @@ def read_matmuls(
     # nobody runs the code
     with replace_inner_compile(lambda gm, example_inputs, **_: gm.forward), autocast_shield():
         compile_with_inductor(rewritten, inputs, joint)
-    return lambda _: found[0] if found else (Problem(), Problem())
+    return lambda _: found[0] if found else Second(Problem(), Problem())
 
 
 @dataclass
@@ -109,7 +119,7 @@ class MeasuredGraph:
     #: False where what is planned is called without gradients, with weights of which copies are kept
     training: bool = True
     #: none under policies that are not about levels
-    below: Below = lambda _: (Problem(), Problem())
+    below: Below = lambda _: Second(Problem(), Problem())
 
     @property
     def device_type(self) -> str:

@@ -8,7 +8,6 @@ a Zen 5). What a step gains by it: ``python -m benchmarks --only resnet_cifar``.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from amp_fx._torch import OpOverload
+from amp_fx._torch import OpOverload, own_op
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
@@ -53,24 +52,14 @@ def _convert(x: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
 
 def convert_op() -> OpOverload:
     """``(x, dtype, stride) -> a new tensor with the values of x``. Torch knows the op once this was called."""
-    _library()
-    return torch.ops.amp_fx.convert.default
-
-
-@functools.cache
-def _library() -> torch.library.Library:
-    library = torch.library.Library("amp_fx", "DEF")
-    library.define(
+    return own_op(
         "convert(Tensor x, ScalarType dtype, int[] stride) -> Tensor",
+        _convert,
+        lambda x, dtype, stride: x.new_empty_strided(x.shape, stride, dtype=dtype),
+        key="CPU",
         # no strides are asked of its input: undoing them is what it is for
-        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+        tags=(torch.Tag.flexible_layout,),
     )
-    library.impl("convert", _convert, "CPU")
-    # torch.library.register_fake looks its caller up among all modules, which takes 20 ms
-    library.impl(
-        "convert", lambda x, dtype, stride: x.new_empty_strided(x.shape, stride, dtype=dtype), "Meta"
-    )
-    return library
 
 
 def is_convert(node: fx.Node) -> bool:

@@ -83,23 +83,20 @@ class CallSensitivity:
     #: scale and zero point by which the input was measured in uint8, under :data:`INPUT`
     scales: dict[str, tuple[float, int]] = field(default_factory=dict)
 
-    def read_one_way(self, most: float) -> CallSensitivity:
-        """The call where it reads its input in one of two ways that were measured.
+    def fits(self, most: float) -> bool:
+        """True where the measured scale adds at most so many times what scales add that are found in each call.
 
-        That is by the measured scale, unless that adds more than ``most`` times what scales add that are found in each
-        call; a negative number: by no measured scale.
+        A convolution has no such scales.
         """
-        operands = {**self.roles.get(FORWARD, {})}
-        if MEASURED not in operands:
-            return replace(self, scales={})
-        by_call = as_number(operands.get(INPUT)) if INPUT in operands else math.inf
-        takes = most >= 0 and (INPUT not in operands or as_number(operands[MEASURED]) <= most * by_call)
-        operands.pop(INPUT if takes else MEASURED, None)
-        roles = {**self.roles, FORWARD: operands}
-        if INPUT not in operands and not takes:
-            # a convolution, which no scale that is found in a call is for
-            del roles[FORWARD]
-        return replace(self, roles=roles, scales=self.scales if takes else {})
+        operands = self.roles.get(FORWARD, {})
+        if INPUT not in operands or MEASURED not in operands:
+            return MEASURED in operands
+        return as_number(operands[MEASURED]) <= most * as_number(operands[INPUT])
+
+    def operands(self, role: str, *, measured: bool) -> dict[str, float | None]:
+        """What one of the call's matmuls adds, operand by operand; ``measured``: it reads by the measured scale."""
+        left_out = INPUT if measured and role == FORWARD else MEASURED
+        return {operand: found for operand, found in self.roles[role].items() if operand != left_out}
 
     def below(self, role: str) -> float:
         """What one of the call's matmuls adds below 16 bits; infinite where it overflows, or was not measured."""

@@ -66,33 +66,26 @@ class Implementation:
 _SCALED_MM = Implementation(name="scaled_mm")
 # B200 and GB200, B300 and GB300: cuBLAS takes scales of blocks; torch._scaled_mm passes them on from torch 2.7 on
 _BLOCK_SCALED_MM = Implementation(name="scaled_mm", capabilities=((10, 0), (10, 3)))
+#: for oneDNN
+_UNSIGNED = functools.partial(Implementation, value=torch.uint8, device="cpu", keeps_weights=True)
 _INT8_MM = (
-    Implementation(
+    _UNSIGNED(
         name="int8_measured",
         about="as int8_packed, with scales of values that were measured before",
         multiply=measured_int8_mm,
-        value=torch.uint8,
-        device="cpu",
-        keeps_weights=True,
         grain=1,
         measured=True,
     ),
-    Implementation(
+    _UNSIGNED(
         name="int8_packed",
         about="values are unsigned, which oneDNN has fast kernels for on all CPUs, and weights packed",
         multiply=packed_int8_mm,
-        value=torch.uint8,
-        device="cpu",
-        keeps_weights=True,
         grain=1,
     ),
-    Implementation(
+    _UNSIGNED(
         name="int8_unpacked",
         about="as int8_packed, without oneDNN: for a single row",
         multiply=int8_mm,
-        value=torch.uint8,
-        device="cpu",
-        keeps_weights=True,
         grain=8,
         packs=True,
         # a call of oneDNN takes 20 us before it multiplies, 512 x 512 with one row takes 5

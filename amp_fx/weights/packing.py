@@ -35,7 +35,7 @@ from amp_fx.graphs.calls import argument_value, is_cast, is_returned
 from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import is_view, numel, storage_of, storages_written_in, tensors
 from amp_fx.weights.derived import DerivedInputs, Input
-from amp_fx.weights.recipes import Derived, computed
+from amp_fx.weights.recipes import Derived, computed, with_norm
 
 __all__ = ["derivation", "pack"]
 
@@ -158,21 +158,10 @@ class _Packer:
         dtype, sizes = weight.meta["val"].dtype, [1] * weight.meta["val"].ndim
         sizes[position] = -1
         with self._graph.inserting_before(norm):
-            factor = self._call(aten.rsqrt.default, self._call(aten.add.Tensor, variance, eps))
-            if scale is not None:
-                factor = self._call(aten.mul.Tensor, factor, scale)
-            scaled = self._call(
-                aten.mul.Tensor, self._wide_source(weight), self._call(aten.reshape.default, factor, sizes)
-            )
-            moved = (
-                self._call(aten.neg.default, mean)
-                if bias is None
-                else self._call(aten.sub.Tensor, self._wide_source(bias), mean)
-            )
-            moved = self._call(aten.mul.Tensor, moved, factor)
-            if shift is not None:
-                moved = self._call(aten.add.Tensor, moved, shift)
-            low = [self._call(aten.to.dtype, value, dtype) for value in (scaled, moved)]
+            wide = None if bias is None else self._wide_source(bias)
+            given = scale, shift, mean, variance, eps
+            both = with_norm(self._wide_source(weight), wide, given, sizes, self._call)
+            low = [self._call(aten.to.dtype, value, dtype) for value in both]
             low[0].meta["val"] = weight.meta["val"]
             low[1].meta["val"] = mean.meta["val"].detach().to(dtype)
             folded = self._graph.node_copy(call)
@@ -255,25 +244,20 @@ class _Packer:
         if not self.derived.issuperset((data, scales, zeros)):
             return
         dtype, kernel = node.meta["val"].dtype, weight.meta["val"].shape
-        given, window = (
-            _convolution(node) if is_convolution else {},
-            ("stride", "padding", "dilation", "groups"),
-        )
         if is_convolution:
-            more = [scale, zero, *map(given.__getitem__, window), tuple(value.meta["val"].shape)]
-            how = packing("convolution_int8", kernel, torch.int8, *more)
+            given = _convolution(node)
+            window = [given[name] for name in ("stride", "padding", "dilation", "groups")]
+            # where sizes are not known, oneDNN packs for any
+            sizes = tuple(x.meta["val"].shape) if _is_fixed(x) else None
+            how = packing("convolution_int8", kernel, torch.int8, scale, zero, *window, sizes)
+            node.target, after = convolution_int8_op(), (*window, dtype)
         else:
             rows = max(1, numel(value.meta["val"]) // kernel[1])
             how = packing("linear_int8", kernel, torch.int8, (rows, kernel[1]))
+            node.target, after = LINEAR_INT8, (1.0, 0, dtype, "none", [], "")
         packed = self._input(data, data.meta["val"], how)
         factors = (self._input(each, each.meta["val"]) for each in (scales, zeros))
-        node.args = (x, scale, zero, packed, *factors, bias)
-        if is_convolution:
-            node.target = convolution_int8_op()
-            node.args += (*map(given.__getitem__, window), dtype)
-        else:
-            node.target = LINEAR_INT8
-            node.args += (1.0, 0, dtype, "none", [], "")
+        node.args = (x, scale, zero, packed, *factors, bias, *after)
 
     def pack_convolution(self, node: fx.Node) -> None:
         """A convolution over two or three dimensions."""

@@ -18,7 +18,7 @@ from amp_fx.graphs.keys import RECIPE_META
 from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.scaled import Emit, run, scale_of, scaled
 
-__all__ = ["Cast", "CopyRecipe", "Derived", "Recipe", "Scaled", "computed", "recipe_of"]
+__all__ = ["Cast", "CopyRecipe", "Derived", "Recipe", "Scaled", "computed", "recipe_of", "with_norm"]
 
 aten = torch.ops.aten
 
@@ -87,6 +87,29 @@ class Scaled:
         scale = scale_of(rows, level.dtype, [[-1]], call, powers=level.powers, is_wide=is_wide)
         data, factors = scaled(rows, scale, level.dtype, call)
         return call(aten.clone.default, data, memory_format=torch.contiguous_format), factors
+
+
+def with_norm(
+    weight: Any, bias: Any, norm: Sequence[Any], sizes: Sequence[int], call: Emit
+) -> tuple[Any, Any]:
+    """Weight and bias of a convolution or a product, in fp32, with a norm behind it folded in.
+
+    Args:
+        weight: in fp32 or low.
+        bias: or None.
+        norm: scale or None, shift or None, mean, variance and epsilon of a BatchNorm in inference.
+        sizes: -1 for the dimension of the weight that is the result's channels, else 1.
+        call: runs each op, or adds it to a graph.
+    """
+    scale, shift, mean, variance, epsilon = norm
+    factor = call(aten.rsqrt.default, call(aten.add.Tensor, variance, epsilon))
+    if scale is not None:
+        factor = call(aten.mul.Tensor, factor, scale)
+    moved = call(aten.neg.default, mean) if bias is None else call(aten.sub.Tensor, bias, mean)
+    moved = call(aten.mul.Tensor, moved, factor)
+    if shift is not None:
+        moved = call(aten.add.Tensor, moved, shift)
+    return call(aten.mul.Tensor, weight, call(aten.reshape.default, factor, list(sizes))), moved
 
 
 class _Place(int):

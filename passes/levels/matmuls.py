@@ -183,6 +183,9 @@ def _convolution(node: fx.Node, context: PassContext) -> Matmul | None:
     batch, _, *places = node.meta["val"].shape
     first = Operand(value, value, "", True, frozenset(value.users))
     second = _weight(matrix, context.folded, in_rows=True)
+    if second.base is not matrix or second.source not in (matrix, *matrix.all_input_nodes):
+        # a weight that was turned
+        return None
     sizes = batch * math.prod(places), math.prod(window), columns
     return Matmul(node, row.name, FORWARD, (first, second), sizes, bias, _norm_after(node))  # type: ignore[arg-type]  # a node or None
 

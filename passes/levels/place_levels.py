@@ -61,7 +61,7 @@ class PlaceLevels(Pass):
     2. no implementation takes its sizes: their grain (16 in fp8) does not divide them, or they are not known: the
        contracted one and the columns, and for the gradient of a weight its rows, too. So tokens count only where they
        are contracted. Where blocks have scales, a block divides what is contracted, and the rows are known. In int8 the
-       second is a weight, and on CUDA there are at least 17 rows.
+       second is a weight, and on CUDA there are at least 17 rows. A convolution needs a scale that was measured.
     3. it, or what it gives a gradient of, is the last of the forward: what that returns is multiplied no more, nor
        added to a residual stream.
     4. it gives the gradient of a weight, and the level leaves these.
@@ -119,8 +119,7 @@ class PlaceLevels(Pass):
         for matmul, way in found.items():
             level = self._wanted(matmul) if matmul in chosen else None
             if level is not None:
-                is_measured = isinstance(way, Implementation) and way.measured
-                scale = dict(self.scales).get(matmul.name) if is_measured else None
+                scale = self._scales[matmul.name] if allowed[matmul].measured else None
                 LEVEL.set(matmul.node, (level, way, scale))
             why = self._why(matmul, level, way)
             self.choices[matmul.variable] = level, why
@@ -137,6 +136,7 @@ class PlaceLevels(Pass):
         matmuls = read_matmuls(gm, context, joint=self.joint)
         if not self.joint:
             matmuls = [matmul for matmul in matmuls if may_run_below(matmul.node, context)]
+        matmuls = [matmul for matmul in matmuls if not matmul.is_convolution or self._measures(matmul)]
         last = set() if self.level is None else last_calls(gm, gradients_in(gm))
         last -= {matmul.name for matmul in matmuls if self._is_asked_for(matmul, context)}
         return {matmul: self._way(matmul, last) for matmul in matmuls}
@@ -150,6 +150,15 @@ class PlaceLevels(Pass):
     def _wanted(self, matmul: Matmul) -> Level | None:
         """The level that a matmul is to run in; None where a plan has it low."""
         return self.level or self._planned.get(matmul.variable)
+
+    def _measures(self, matmul: Matmul) -> bool:
+        """True where the level has an implementation for measured scales: others have no convolutions."""
+        level = self._wanted(matmul)
+        return level is not None and any(way.measured for way in level.implementations)
+
+    @functools.cached_property
+    def _scales(self) -> dict[str, tuple[float, int]]:
+        return dict(self.scales)
 
     @functools.cached_property
     def _planned(self) -> dict[tuple[str, str], Level]:
@@ -190,7 +199,7 @@ class PlaceLevels(Pass):
         keeps = self.keeps_weights or (self.stored and way.measured)
         if way.keeps_weights and not (keeps and matmul.operands[1].is_folded):
             return Reason.of(Kind.NO_COPY, level=way.name)
-        if (way.measured or matmul.is_convolution) and matmul.name not in dict(self.scales):
+        if (way.measured or matmul.is_convolution) and matmul.name not in self._scales:
             return Reason(Kind.NO_SCALE)
         if matmul.is_convolution and not way.measured:
             return Reason.of(Kind.NOT_A_PRODUCT, level=way.name)

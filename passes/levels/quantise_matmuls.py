@@ -17,7 +17,7 @@ from amp_fx.passes.levels.place_levels import level_of
 from amp_fx.placement.layout import CAST
 from amp_fx.policy.levels import FORWARD, Implementation, Level, Scale
 from amp_fx.policy.scaled import Product, block_scales, dequantised, quantised, scale_of, scaled
-from amp_fx.weights.recipes import Scaled
+from amp_fx.weights.recipes import Scaled, with_norm
 from amp_fx.widened import held_pair
 
 __all__ = ["Part", "QuantiseMatmuls", "erase_unread"]
@@ -54,7 +54,9 @@ class QuantiseMatmuls(Pass):
     3. without gradients, what a value is multiplied by has a scale for each column of the result whatever the level: it
        may be made once and kept.
     4. a weight that is fp32 in memory is read as it is, not as it is cast for a low matmul.
-    5. a value with an infinity or NaN has a scale of zero or NaN: everything that depends on the scale becomes NaN,
+    5. where a plan has the scale of a value, that is rounded to uint8 by it, and what stands between quantised operands
+       is a product in the low dtype, or in fp32 where the program is stored: oneDNN and runtimes make one call of that.
+    6. a value with an infinity or NaN has a scale of zero or NaN: everything that depends on the scale becomes NaN,
        which a loss scaler sees as it does the infinity.
 
     Before, with ``w`` of 512 rows::
@@ -329,19 +331,13 @@ class _CapturedQuantiser(_Quantiser):
 
         The BatchNorm becomes an alias of the result, so its name and its row in the plan stay.
         """
-        weight, bias = matmul.operands[1].source, matmul.bias
-        if matmul.norm is not None:
-            gain, shift, mean, variance, *_, epsilon, _ = matmul.norm.args[1:]
-            spread = self._call(aten.rsqrt.default, self._call(aten.add.Tensor, variance, epsilon))
-            gain = self._call(aten.mul.Tensor, gain, spread)
-            bias = mean if bias is None else self._call(aten.sub.Tensor, mean, bias)
-            bias = self._call(aten.sub.Tensor, shift, self._call(aten.mul.Tensor, bias, gain))
-            weight = self._call(aten.mul.Tensor, weight, self._call(aten.view.default, gain, [-1, 1, 1, 1]))
-            matmul.norm.target, matmul.norm.args = aten.alias.default, (matmul.node,)
+        weight, bias, norm = matmul.operands[1].source, matmul.bias, matmul.norm
+        if norm is not None and not any(map(self._is_written, norm.all_input_nodes[1:])):
+            given = (*norm.args[1:5], norm.args[7])
+            weight, bias = with_norm(weight, bias, given, [-1, 1, 1, 1], self._call)
+            norm.target, norm.args = aten.alias.default, (matmul.node,)
         rows = self._call(aten.view.default, weight, [weight.meta["val"].shape[0], -1])
-        is_wide = rows.meta["val"].dtype is torch.float32
-        scale = scale_of(rows, level.dtype, [[-1]], self._call, powers=level.powers, is_wide=is_wide)
-        data, factors = scaled(rows, scale, level.dtype, self._call)
+        data, factors = Scaled(level.name, in_rows=True).steps(rows, self._call)
         return self._call(aten.view.default, data, list(weight.meta["val"].shape)), factors, bias
 
     def _become(self, matmul: Matmul, final: fx.Node) -> None:

@@ -86,7 +86,7 @@ def test_dynamo_traces_what_models_are_made_of_and_nothing_else_of_amp_fx() -> N
 # ---- what is kept ----
 
 #: these cache what is not forgotten, or say what is said once in another way
-LEFT = {"state.py", "layout.py", "packing.py"}
+LEFT = {"state.py"}
 
 
 def test_results_are_cached_in_one_way() -> None:

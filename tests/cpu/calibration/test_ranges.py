@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import amp_fx
-from amp_fx.calibration.ranges import fitted, requantised
+from amp_fx.calibration.ranges import Ranges, fitted, requantised
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from amp_fx.plans.sensitivity import INPUT, MEASURED
@@ -112,21 +112,96 @@ def test_the_error_on_other_batches_is_the_predicted_one(
     assert plan.point.error / 1.3 < wrong(got, model, x) < plan.point.error * 1.3
 
 
-def test_a_value_that_is_zero_or_infinite_has_no_scale_and_that_is_said(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("spoil", [0.0, math.inf, math.nan, 1e-35])
+def test_a_value_that_is_zero_or_not_finite_has_no_scale_and_that_is_said(
+    spoil: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Two(nn.Module):
+    # in whichever batch
+    ranges = Ranges()
+    for value in (spoil * torch.ones(3), torch.zeros(3) if spoil < 1 else torch.randn(3)):
+        ranges.observe((0, "spoiled"), value)
+        ranges.observe((0, "sound"), torch.randn(3))
+    assert list(ranges.scales()) == [(0, "sound")]
+    assert "spoiled reads values from" in caplog.text
+    assert "no scale fits" in caplog.text
+
+
+def test_calls_of_equal_names_in_two_graphs_have_scales_of_their_own() -> None:
+    class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.nothing, self.something = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.something(x).relu() + self.nothing(0 * x)
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(100 * x)
 
-    cal = amp_fx.calibrate(Two(), torch.randn(4, 16), of="outputs", policy="int8", profile=PROFILE)
-    [graph] = cal.sensitivity.graphs
-    assert [bool(call.scales) for call in graph.calls if call.roles] == [True, False]
-    assert "no scale fits" in caplog.text
+    rule = {"op": "linear", "precision": "int8"}
+    policy = {"base": "int8", "rules": [rule]}
+    x = torch.randn(8, 32)
+    cal = amp_fx.calibrate(Broken(), x, of="outputs", policy=policy, profile=PROFILE)
+    plan = cal.plan(budget=100, verify=False)
+    scales = [row.scales[INPUT][0] for each in plan.plans for row in each.nodes if row.op == "linear"]
+    assert scales[1] > 20 * scales[0]
+    plan.plans[1].nodes = [replace(row, scales={}) for row in plan.plans[1].nodes]
+    # the second finds its scales in each call, the first does not
+    rows = {each.outline.graph: each.calls for each in cal.sensitivity.graphs}
+    found = [
+        next(call for call in rows[each.graph] if call.scales).operands("forward", measured=not at)
+        for at, each in enumerate(plan.plans)
+    ]
+    low = cal.predict(
+        [replace(each, nodes=[replace(r, levels={}, scales={}) for r in each.nodes]) for each in plan.plans]
+    )
+    added = sum(value or 0.0 for operands in found for value in operands.values())
+    assert math.isclose(cal.predict(plan.plans) ** 2, low**2 + added, rel_tol=1e-6)
+
+
+def test_a_convolution_with_a_weight_that_was_turned_stays_low(caplog: pytest.LogCaptureFixture) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.head = nn.Parameter(torch.randn(8, 8, 3, 3)), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = nn.functional.conv2d(x, self.weight.transpose(0, 1).transpose(2, 3))
+            return self.head(y.flatten(2).mT)
+
+    x = torch.randn(2, 8, 6, 6)
+    cal = amp_fx.calibrate(Turned(), x, of="outputs", policy="int8", profile=PROFILE)
+    [plan] = cal.plan(budget=100, verify=False).plans
+    assert [row.levels for row in plan.nodes if row.op == "conv2d"] == [{}]
+
+
+def test_a_single_row_and_a_gpu_have_no_measured_scales(model: Net) -> None:
+    linears = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
+    given: dict[str, Any] = {"of": "outputs", "policy": "int8"}
+    one = amp_fx.calibrate(linears, torch.randn(1, 64), profile=PROFILE, **given).plan(
+        budget=100, verify=False
+    )
+    assert {name for row in one.plans[0].nodes for name in row.levels.values()} == {"int8"}
+    assert not any(row.scales for row in one.plans[0].nodes)
+    there = amp_fx.calibrate(linears, torch.randn(32, 64), target="cuda:h100", **given)
+    assert not any(call.scales for graph in there.sensitivity.graphs for call in graph.calls)
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize("weights", ["auto", "cache", "freeze", "stored low"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_batches_of_other_sizes_are_multiplied_by_the_same_scales(
+    model: Net, cal: amp_fx.Calibration, weights: str, dynamic: bool | None
+) -> None:
+    net = copy.deepcopy(model)
+    if weights == "stored low":
+        amp_fx.store_low(net, torch.randn(4, 3, 17, 17), options={"policy": "int8"})
+        weights = "auto"
+    options: Any = {"plan": cal.plan(budget=100, verify=False), "weights": weights, "strict": True}
+    run = torch.compile(net, backend="amp_fx", options=options, dynamic=dynamic)
+    with torch.inference_mode():
+        for rows in (4, 6, 9):
+            x = torch.randn(rows, 3, 17, 17)
+            assert wrong(run(x), model, x) < 0.02
 
 
 def test_without_kept_weights_a_plan_with_scales_finds_them_in_each_call(
