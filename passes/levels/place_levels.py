@@ -181,8 +181,9 @@ class PlaceLevels(Pass):
         refused = {way: self._refusal(matmul, level, way) for way in level.chosen(self.choice)}
         ways = [way for way, why in refused.items() if why is None]
         if not ways:
-            # the last implementation takes the most
-            return [why for why in refused.values() if why is not None][-1]
+            # the last implementation takes the most products, and the first convolutions
+            found = [why for why in refused.values() if why is not None]
+            return found[0] if matmul.is_convolution else found[-1]
         if level.block is not None and contracted % level.block:
             return Reason.of(Kind.UNEVEN_BLOCKS, block=level.block, contracted=contracted)
         if matmul.name in last:

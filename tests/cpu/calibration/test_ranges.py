@@ -223,6 +223,19 @@ def test_without_kept_weights_a_plan_with_scales_finds_them_in_each_call(
     assert ways == ["int8_signed"] * 2
 
 
+@pytest.mark.usefixtures("without_inductor")
+def test_a_report_says_why_a_convolution_stays_low(model: Net, cal: amp_fx.Calibration) -> None:
+    def why(**options: Any) -> str:
+        torch._dynamo.reset()
+        with torch.inference_mode():
+            return amp_fx.explain(model, torch.randn(4, 3, 17, 17), options=options).why("conv2d")
+
+    assert "its scale was not measured" in why(policy="int8", profile="off")
+    plan = cal.plan(budget=100, verify=False)
+    assert "int8, int8_measured, as the plan has it" in why(plan=plan)
+    assert "weights of which copies are kept" in why(plan=plan, weights="cast")
+
+
 @pytest.mark.parametrize("scale", [(0.0, 3), (math.nan, 3), (math.inf, 3), (0.1, 256)])
 @pytest.mark.usefixtures("without_inductor")
 def test_a_plan_with_a_scale_that_is_none_is_refused(
