@@ -7,8 +7,9 @@ Both keep scores and gradients of probabilities in fp32, and multiply probabilit
 * two products of all heads, with a softmax between them, store the scores. With many queries and keys they leave the
   caches, and each pass over them reads memory.
 
-Constants are fitted to 18 sizes on a Zen 4, torch 2.13, one thread (12 to 384 heads, 32 to 1024 queries): of the flash
-kernel's time, forward and backward, two products take 0.19 to 1.47; predicted is 0.75 to 1.3 times what was found.
+Constants are fitted to 18 sizes on a Zen 4, torch 2.13, one thread (12 to 384 heads, 32 to 1024 queries): two
+products took 0.19 to 1.47 of the flash kernel's time, forward and backward; predicted was 0.8 to 1.3 times what was
+found. That was with 16-bit probabilities in the backward; fp32, 9 to 16 % of a call, is part of its softmax.
 """
 
 from __future__ import annotations
