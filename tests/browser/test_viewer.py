@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, ImageColor
@@ -36,25 +36,18 @@ pytestmark = [
     ),
 ]
 
+#: chromium refuses to run as root in its sandbox
 FLAGS = (
-    "--headless",
-    "--no-sandbox",  # chromium refuses to run as root with it
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1400,1000",
-)
+    "headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+    "disable-component-update", "disable-sync", "window-size=1400,1000",
+)  # fmt: skip
 
 
 class Viewer:
     """One browser; ``show`` opens a report in it."""
 
     def __init__(self, driver: webdriver.Chrome, folder: Path) -> None:
-        self.driver = driver
-        self.folder = folder
+        self.driver, self.folder = driver, folder
 
     def show(self, report: Report, against: Report | None = None) -> None:
         path = report.save(self.folder / "page.html", against=against)
@@ -69,7 +62,10 @@ class Viewer:
     def boxes(self) -> dict[str, str]:
         """Position of each visible box -> all its text."""
         script = "return [...document.querySelectorAll('.box')].map(b => [b.dataset.id, b.textContent])"
-        return dict(self.driver.execute_script(script))
+        return dict(self.run(script))
+
+    def run(self, script: str, *arguments: object) -> Any:
+        return self.driver.execute_script(script, *arguments)
 
     def named(self, text: str) -> WebElement:
         """The only box with this text in it."""
@@ -78,31 +74,36 @@ class Viewer:
 
     def hover(self, element: WebElement) -> str:
         """What the page says about an element."""
-        self.driver.execute_script("document.getElementById('tip').hidden = true")
+        self.run("document.getElementById('tip').hidden = true")
         ActionChains(self.driver).move_to_element(element).perform()
         tip = self.find("#tip")
         return tip.text if tip.is_displayed() else ""
 
-    def search(self, text: str) -> None:
+    def search(self, text: str, *, go: bool = False) -> str:
+        """What the page says after a search, or after going to the first of what was found."""
         field = self.find("#search")
         field.clear()
-        field.send_keys(text)
+        field.send_keys(text, *([Keys.ENTER] if go else []))
+        return self.find("#details" if go else "#hits").text
+
+    def deepest(self) -> None:
+        """Opens as much as the page lets."""
+        self.all("#depth option")[-1].click()
+
+    def numbers(self, selector: str, style: str) -> list[float]:
+        """What a style is of all elements."""
+        return [float(each.value_of_css_property(style).removesuffix("px")) for each in self.all(selector)]
 
     def view_box(self) -> list[float]:
-        return [
-            float(number) for number in (self.find("#picture").get_dom_attribute("viewBox") or "").split()
-        ]
-
-    def errors(self) -> list[str]:
-        return [entry["message"] for entry in self.driver.get_log("browser")]
+        return [*map(float, (self.find("#picture").get_dom_attribute("viewBox") or "").split())]
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
     folder = tmp_path_factory.mktemp("browser")
     options = webdriver.ChromeOptions()
-    for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
-        options.add_argument(flag)
+    for flag in (*FLAGS, f"user-data-dir={folder / 'profile'}"):
+        options.add_argument(f"--{flag}")
     options.binary_location = CHROMIUM or ""
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(DRIVER, log_output=os.devnull)
@@ -114,7 +115,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
 def viewer(browser: Viewer) -> Iterator[Viewer]:
     """The browser; whatever a test does in it, the page must not report errors."""
     yield browser
-    assert browser.errors() == []
+    assert [entry["message"] for entry in browser.driver.get_log("browser")] == []
+    browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 @pytest.mark.parametrize("phase", [0, 1])
@@ -130,68 +133,44 @@ def test_the_first_view_is_that_of_the_other_writers(viewer: Viewer, phase: int)
     assert drawn == {(tail, head) for tail, head in edges if tail != head}
 
 
-def test_a_module_opens_on_click_and_closes_on_its_name(viewer: Viewer) -> None:
+def test_a_module_opens_on_click_shows_equal_blocks_one_by_one_and_closes_on_its_name(viewer: Viewer) -> None:
     viewer.show(blocks(3))
     before = viewer.boxes()
     viewer.named("layers.0").click()
-    inside = viewer.boxes()
-    assert any("add.Tensor" in text for text in inside.values())
-    assert len(inside) > len(before)
-    viewer.find(f".cluster[data-id='c{drawing(blocks(3)).graphs[0].nodes[2].group - 1}'] .title").click()
-    assert viewer.boxes() == before
-
-
-def test_equal_blocks_can_be_shown_one_by_one_and_folded_again(viewer: Viewer) -> None:
-    viewer.show(blocks(3))
-    viewer.named("layers.0").click()
     folded = viewer.boxes()
+    assert any("add.Tensor" in text for text in folded.values())
+    assert len(folded) > len(before)
     viewer.find(".split").click()
     assert sum("layer_norm" in text for text in viewer.boxes().values()) == 3
     viewer.find(".split").click()
     assert viewer.boxes() == folded
+    viewer.find(f".cluster[data-id='c{drawing(blocks(3)).graphs[0].nodes[2].group - 1}'] .title").click()
+    assert viewer.boxes() == before
 
 
 def test_search_counts_marks_and_goes_to_what_it_finds(viewer: Viewer) -> None:
-    viewer.show(blocks(3))
-    viewer.search("gelu")
-    assert viewer.find("#hits").text.startswith("3 found")
-    assert len(viewer.all(".box.hit")) == 1
-    viewer.find("#search").send_keys(Keys.ENTER, Keys.ENTER)
-    assert viewer.find("#hits").text == "2 of 3"
-    assert "name: gelu_1" in viewer.find("#details").text
-    viewer.search("nothing like it")
-    assert viewer.find("#hits").text == "0 found"
-
-
-def test_a_search_goes_to_modules_of_that_name_before_lines_that_name_them(viewer: Viewer) -> None:
     report = blocks(3)
     nodes = report.plans[0].nodes
     nodes[0] = replace(nodes[0], source="net.py:9 in forward: return self.layers(x)")
     viewer.show(report)
-    viewer.search("layers")
-    viewer.find("#search").send_keys(Keys.ENTER)
-    assert "in net.layers.0" in viewer.find("#details").text
+    assert viewer.search("gelu").startswith("3 found")
+    assert len(viewer.all(".box.hit")) == 1
+    viewer.find("#search").send_keys(Keys.ENTER, Keys.ENTER)
+    assert viewer.find("#hits").text == "2 of 3"
+    assert "name: gelu_1" in viewer.find("#details").text
+    assert viewer.search("nothing like it") == "0 found"
+    # modules of that name come before lines that name them
+    assert "in net.layers.0" in viewer.search("layers", go=True)
 
 
-def test_a_click_tells_reason_source_dtype_and_bytes_in_the_panel(viewer: Viewer) -> None:
-    viewer.show(blocks(3))
-    viewer.named("head").click()
-    text = viewer.find("#details").text
-    for expected in (
-        "why: reason of head   [low]",
-        "source: net.py:4 in forward",
-        "computes in bfloat16",
-        "64 B",
-    ):
-        assert expected in text
-
-
-def test_the_hint_beside_the_pointer_does_not_repeat_the_panel(viewer: Viewer) -> None:
+def test_a_click_tells_in_the_panel_what_the_hint_beside_the_pointer_does_not_repeat(viewer: Viewer) -> None:
     viewer.show(blocks(3))
     hint = viewer.hover(viewer.named("head"))
     assert "why: reason of head" in hint
     assert "source" not in hint
     viewer.named("head").click()
+    said = "why: reason of head   [low]", "source: net.py:4 in forward", "computes in bfloat16", "64 B"
+    assert all(each in viewer.find("#details").text for each in said)
     assert viewer.hover(viewer.named("head")) == ""
     assert "2 casts inside" in viewer.named("layers.0").text
     assert "casts inside: fp32 \N{RIGHTWARDS ARROW} bf16" in viewer.hover(viewer.named("layers.0"))
@@ -218,14 +197,12 @@ def test_zoom_pan_and_fit(viewer: Viewer) -> None:
 
 def test_labels_are_text_whatever_they_look_like(viewer: Viewer) -> None:
     viewer.show(nasty())
-    deepest(viewer)
+    viewer.deepest()
     assert viewer.driver.title == f"{NASTY[4]}: cast placement"
     labels = "\n".join(viewer.boxes().values())
     for text in NASTY:
         assert (text if len(text) <= 48 else text[:40]) in labels
-    viewer.search("onerror")
-    viewer.find("#search").send_keys(Keys.ENTER)
-    assert f"why: {NASTY[9]}" in viewer.find("#details").text
+    assert f"why: {NASTY[9]}" in viewer.search("onerror", go=True)
     assert len(viewer.all("script")) == 3
     assert viewer.all("img") == []
 
@@ -233,47 +210,25 @@ def test_labels_are_text_whatever_they_look_like(viewer: Viewer) -> None:
 def test_differences_are_marked_and_written(viewer: Viewer) -> None:
     viewer.show(blocks(3, odd=[1]), blocks(3))
     assert "casts 14 -> 12" in viewer.find("#diff").text
-    viewer.search("linear_1")
-    viewer.find("#search").send_keys(Keys.ENTER)
+    viewer.search("linear_1", go=True)
     assert "bf16 \N{RIGHTWARDS DOUBLE ARROW} fp32" in viewer.named("up: linearbf16").text
     assert viewer.all(".box.changed")
     assert any("removed" in label.text for label in viewer.all(".edge.cast.removed"))
-
-
-def test_a_report_without_graphs_shows_an_empty_page(viewer: Viewer) -> None:
-    viewer.show(Report(title="nothing"))
-    assert viewer.find("#title").text == "nothing"
-    assert viewer.boxes() == {}
 
 
 def test_a_graph_of_5000_nodes_is_searched_and_opened_in_parts(viewer: Viewer) -> None:
     viewer.show(chain(5000))
     assert len(viewer.boxes()) < 200
     viewer.named("nodes 101 to 150").click()
-    assert "op_120" in names(viewer)
-    viewer.search("op_4321")
-    viewer.find("#search").send_keys(Keys.ENTER)
-    assert "name: op_4321" in viewer.find("#details").text
+    # nodes are named by their position
+    assert "n120" in viewer.boxes()
+    assert "name: op_4321" in viewer.search("op_4321", go=True)
     assert len(viewer.boxes()) < 400
-
-
-def names(viewer: Viewer) -> list[str]:
-    """Names of the visible nodes."""
-    data = json.loads(viewer.find("#data").get_attribute("textContent") or "")
-    nodes = data["graphs"][0]["nodes"]
-    return [nodes[int(box[1:])]["name"] for box in viewer.boxes() if box[0] == "n"]
-
-
-def deepest(viewer: Viewer) -> None:
-    """Opens as much as the page lets."""
-    viewer.all("#depth option")[-1].click()
 
 
 def test_the_panel_opens_with_one_sentence_and_a_bar_for_each(viewer: Viewer) -> None:
     viewer.show(compared())
     assert viewer.find("#sentence").text.startswith("3 of 9 cast kernels gone: casts move 600 kB")
-    widths = [piece.size["width"] for piece in viewer.all(".bar .casts")]
-    assert widths[0] / widths[1] == pytest.approx(600 / 900, rel=0.1)
     assert "6 cast kernels of 20 casts move 600 kB of 9.7 MB" in viewer.find("#bars").text
     # what is asked first comes first
     places = [viewer.find(name).location["y"] for name in ("#sentence", "#bars", "#dearest", "#key")]
@@ -306,27 +261,21 @@ def fused() -> Report:
     return report
 
 
-def test_fused_casts_fade_and_the_others_are_as_wide_as_their_bytes(viewer: Viewer) -> None:
-    viewer.show(fused())
-    deepest(viewer)
-    paths = viewer.all(".edge.cast path")
-    widths = [float(path.value_of_css_property("stroke-width").removesuffix("px")) for path in paths]
-    assert max(widths) == pytest.approx(10)
-    assert min(widths) < 2
-    faded = viewer.all(".edge.fused path")
-    assert faded
-    assert all(float(path.value_of_css_property("opacity")) < 0.6 for path in faded)
-    # the line must not show through what stands on it
-    labels = viewer.all(".edge.fused rect")
-    assert all(float(label.value_of_css_property("opacity")) == 1 for label in labels)
-
-
-def test_closed_modules_are_tinted_by_what_casts_move_in_them(viewer: Viewer) -> None:
+def test_fused_casts_fade_the_others_are_as_wide_as_their_bytes_and_tint_closed_modules(
+    viewer: Viewer,
+) -> None:
     viewer.show(fused())
     tinted, plain = viewer.named("layers.0"), viewer.named("layers.1")
     assert "casts inside" in tinted.text
     look = "return getComputedStyle(arguments[0].querySelectorAll('.face')[1]).fill"
-    assert viewer.driver.execute_script(look, tinted) != viewer.driver.execute_script(look, plain)
+    assert viewer.run(look, tinted) != viewer.run(look, plain)
+    viewer.deepest()
+    widths = viewer.numbers(".edge.cast path", "stroke-width")
+    assert max(widths) == pytest.approx(10)
+    assert min(widths) < 2
+    assert 0 < max(viewer.numbers(".edge.fused path", "opacity")) < 0.6
+    # the line must not show through what stands on it
+    assert {*viewer.numbers(".edge.fused rect", "opacity")} == {1}
 
 
 def test_autocast_and_amp_fx_side_by_side(viewer: Viewer) -> None:
@@ -336,13 +285,13 @@ def test_autocast_and_amp_fx_side_by_side(viewer: Viewer) -> None:
     tab.click()
     assert not viewer.find("#picture").is_displayed()
     assert "3 of 9 cast kernels gone" in viewer.find("#beside").text
-    (gone,) = viewer.all("#beside .gone")
-    assert "line-through" in gone.value_of_css_property("text-decoration")
     viewer.all("#graphs button")[0].click()
     assert viewer.find("#picture").is_displayed()
     assert not viewer.find("#beside").is_displayed()
     viewer.show(blocks(2))
     assert [button.text for button in viewer.all("#graphs button")] == ["forward", "backward"]
+    viewer.show(Report(title="nothing"))
+    assert (viewer.find("#title").text, viewer.boxes()) == ("nothing", {})
 
 
 def test_the_report_is_read_in_full_and_the_legend_folds(viewer: Viewer) -> None:
@@ -350,8 +299,7 @@ def test_the_report_is_read_in_full_and_the_legend_folds(viewer: Viewer) -> None
     viewer.find("#open-report").click()
     text = viewer.find("#text")
     assert text.is_displayed()
-    clipped = "return arguments[0].scrollWidth > arguments[0].clientWidth + 1"
-    assert not viewer.driver.execute_script(clipped, text)
+    assert not viewer.run("return arguments[0].scrollWidth > arguments[0].clientWidth + 1", text)
     viewer.find("#close-report").click()
     assert not text.is_displayed()
     assert viewer.find("#legend").is_displayed()
@@ -367,32 +315,19 @@ def window(viewer: Viewer, width: int, height: int, scheme: str) -> None:
     viewer.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
-@pytest.fixture
-def _window_after(browser: Viewer) -> Iterator[None]:
-    yield
-    browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
-@pytest.mark.usefixtures("_window_after")
 @pytest.mark.parametrize(
     ("width", "height", "scheme"),
     [(1600, 1100, "light"), (1000, 700, "dark"), (400, 800, "light"), (400, 800, "dark")],
 )
-def test_every_window_shows_the_sentence_and_the_picture_in_its_colours(
-    viewer: Viewer, width: int, height: int, scheme: str
-) -> None:
+def test_windows_show_sentence_and_picture(viewer: Viewer, width: int, height: int, scheme: str) -> None:
     window(viewer, width, height, scheme)
     viewer.show(compared())
     sentence, picture = viewer.find("#sentence").rect, viewer.find("#picture").rect
-    for box in (sentence, picture):
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= width
+    assert all(0 <= box["x"] <= width - box["width"] for box in (sentence, picture))
     assert sentence["y"] < height
     assert picture["y"] < height / 2
     assert picture["height"] > 0.5 * height
-    wider = "return document.documentElement.scrollWidth > innerWidth"
-    assert not viewer.driver.execute_script(wider)
+    assert not viewer.run("return document.documentElement.scrollWidth > innerWidth")
     image = Image.open(BytesIO(viewer.driver.get_screenshot_as_png())).convert("RGB")
     # most of a page is paper
     paper = sorted(image.convert("L").resize((60, 60)).tobytes())[1800]
@@ -410,18 +345,15 @@ FRAMES = """
 """
 
 
-@pytest.mark.usefixtures("_window_after")
 @pytest.mark.parametrize(("phase", "width"), [(0, 1280), (1, 400)])
-def test_modules_stand_below_each_other_at_a_size_that_can_be_read(
-    viewer: Viewer, phase: int, width: int
-) -> None:
+def test_modules_stand_below_each_other_and_can_be_read(viewer: Viewer, phase: int, width: int) -> None:
     window(viewer, width, 900, "light")
     viewer.show(blocks(4))
     viewer.all("#graphs button")[phase].click()
-    deepest(viewer)
+    viewer.deepest()
     viewer.find(".split").click()
     viewer.find("#fit").click()
-    frames = sorted(viewer.driver.execute_script(FRAMES, "layers."), key=lambda frame: frame["top"])
+    frames = sorted(viewer.run(FRAMES, "layers."), key=lambda frame: frame["top"])
     assert len(frames) == 4
     assert all(above["bottom"] < below["top"] for above, below in itertools.pairwise(frames))
     middles = [(frame["left"] + frame["right"]) / 2 for frame in frames]
@@ -429,5 +361,4 @@ def test_modules_stand_below_each_other_at_a_size_that_can_be_read(
     picture = viewer.find("#picture").rect
     assert min(frame["left"] for frame in frames) > picture["x"]
     assert max(frame["right"] for frame in frames) < picture["x"] + picture["width"]
-    heights = [text.rect["height"] for text in viewer.all(".box text.name")]
-    assert min(heights) > 8
+    assert min(text.rect["height"] for text in viewer.all(".box text.name")) > 8

@@ -27,31 +27,25 @@ def all_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dot, "DEPTH", 9)
 
 
-def elements(model: Drawing, path: Path) -> list[tuple[str, str]]:
-    """Elements of the SVG with their texts, in which dot draws spaces as no-break spaces."""
-    dot.write(model, path)
-    return [
-        (element.tag.rpartition("}")[2], (element.text or "").replace("\N{NO-BREAK SPACE}", " "))
-        for element in ElementTree.parse(path).iter()
-    ]
-
-
-def svg_text(model: Drawing, path: Path) -> str:
-    return "\n".join(text for tag, text in elements(model, path) if tag == "text")
+def drawn(model: Drawing, folder: Path) -> tuple[set[str], str]:
+    """The kinds of elements of the SVG, and its text, in which dot draws spaces as no-break spaces."""
+    dot.write(model, folder / "x.svg")
+    elements = [*ElementTree.parse(folder / "x.svg").iter()]
+    found = "\n".join(each.text or "" for each in elements if each.tag.endswith("}text"))
+    return {each.tag.rpartition("}")[2] for each in elements}, found.replace("\N{NO-BREAK SPACE}", " ")
 
 
 @needs_dot
 @pytest.mark.usefixtures("all_open")
 def test_labels_are_drawn_as_they_are_and_become_no_elements(tmp_path: Path) -> None:
-    found = elements(drawing(nasty()), tmp_path / "x.svg")
-    assert all(any(label in text for tag, text in found if tag == "text") for label in NASTY)
-    drawn = {"polygon", "polyline", "path", "ellipse", "text"}
-    assert {tag for tag, _ in found} <= {"svg", "g", "a", "title", *drawn}
+    tags, text = drawn(drawing(nasty()), tmp_path)
+    assert all(label in text for label in NASTY)
+    assert tags <= {"svg", "g", "a", "title", "polygon", "polyline", "path", "ellipse", "text"}
 
 
 @needs_dot
 def test_the_picture_says_policy_totals_legend_casts_and_folds(tmp_path: Path) -> None:
-    text = svg_text(drawing(blocks(12)), tmp_path / "x.svg")
+    _, text = drawn(drawing(blocks(12)), tmp_path)
     for expected in (
         "policy autocast",
         "amp_fx: 50 casts",
@@ -73,7 +67,7 @@ def test_the_picture_says_policy_totals_legend_casts_and_folds(tmp_path: Path) -
 @pytest.mark.usefixtures("all_open")
 def test_what_changed_is_written_and_not_only_coloured(tmp_path: Path) -> None:
     model = drawing(blocks(3, odd=[1]), blocks(3))
-    text = svg_text(model, tmp_path / "x.svg")
+    _, text = drawn(model, tmp_path)
     assert "bf16 \N{RIGHTWARDS DOUBLE ARROW} fp32" in text
     assert "changed: earlier \N{RIGHTWARDS DOUBLE ARROW} now" in text
     assert "against the earlier report: casts 14 -> 12" in text
@@ -95,9 +89,7 @@ def test_a_png_is_a_png_of_some_size(tmp_path: Path) -> None:
     assert int.from_bytes(data[16:20], "big") > 400
 
 
-def test_dot_files_need_no_program_and_without_it_the_error_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dot_files_need_no_program_pictures_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     dot.write(drawing(blocks()), tmp_path / "x.dot")
     assert "digraph" in (tmp_path / "x.dot").read_text(encoding="utf-8")
@@ -112,18 +104,16 @@ def test_borders_tell_classes_apart_and_every_box_names_its_dtype() -> None:
     source = dot.source(drawing(blocks())).source
     boxes = re.findall(r"_n\d+\"? \[label=(.*?) color=.*?fillcolor=\"(#\w+)\"", source)
     assert len(boxes) > 10
-    short = dict(
-        zip((COLOURS[name][0] for name in DTYPES), ("int8", "fp8", "bf16", "fp16", "fp32"), strict=True)
-    )
+    fills = (COLOURS[name][0] for name in DTYPES)
+    short = dict(zip(fills, ("int8", "fp8", "bf16", "fp16", "fp32"), strict=True))
     assert all(short[fill] in label for label, fill in boxes)
 
 
 def test_casts_that_inductor_fuses_are_dashed_and_say_so() -> None:
     report = blocks()
     report.plans[0].casts = [replace(row, kernel=row.name == "cast_head") for row in report.plans[0].casts]
-    lines = [
-        line for line in dot.source(drawing(report)).source.splitlines() if "\N{RIGHTWARDS ARROW}" in line
-    ]
+    lines = dot.source(drawing(report)).source.splitlines()
+    lines = [line for line in lines if "\N{RIGHTWARDS ARROW}" in line]
     assert sum("style=dashed" in line and ", fused" in line for line in lines) == 1
     assert any("style=solid" in line and "fused" not in line for line in lines)
 
