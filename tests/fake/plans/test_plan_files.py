@@ -65,9 +65,7 @@ def test_a_plan_is_followed_exactly(made: Rewritten, tmp_path: Path) -> None:
     assert casts_of(followed.gm) == casts_of(made.gm)
     assert followed.plan.policy == made.plan.policy
     assert [str(node) for node in followed.gm.graph.nodes] == [str(node) for node in made.gm.graph.nodes]
-
-
-def test_a_plan_overrules_policy_and_profile_and_holds_for_other_batch_sizes(made: Rewritten) -> None:
+    # whatever policy and profile say, and for other batch sizes
     other = {"rules": [{"module": ".*", "precision": "fp32"}]}
     for followed in (follow(made.plan, policy=other, profile="auto"), follow(made.plan, batch=9)):
         assert decisions(followed.plan) == decisions(made.plan)
@@ -188,24 +186,18 @@ def test_the_graphs_of_a_report_are_told_apart_by_content(made: Rewritten, tmp_p
     for plans in (path, report.plans):
         assert decisions(follow(plans).plan) == decisions(made.plan)
         assert decisions(follow(plans, net(after=torch.tanh)).plan) == decisions(other)
+    with pytest.raises(PlanError):
+        follow([Plan(phase="backward")])
 
 
-def test_of_equal_graphs_the_one_trained_alike_then_of_equal_shapes_then_of_the_same_name_is_followed(
-    made: Rewritten,
-) -> None:
+def test_of_equal_graphs_that_trained_alike_of_equal_shapes_or_name_is_followed(made: Rewritten) -> None:
     outline = replace(made.plan, graph="1/0", training=True)
     far = replace(made.plan, training=False)
     resized = replace(outline, inputs=[replace(row, shape=(1,)) for row in outline.inputs])
     renamed, same = replace(outline, graph="0/0"), replace(outline)
-    assert choose_plan([far, resized, renamed, same], outline) is same
-    assert choose_plan([far, resized, renamed], outline) is renamed
-    assert choose_plan([far, resized], outline) is resized
-    assert choose_plan([far], outline) is far
-
-
-def test_a_file_without_forward_plans_fits_no_graph() -> None:
-    with pytest.raises(PlanError):
-        follow([Plan(phase="backward")])
+    # each is nearer than those before it
+    plans = [far, resized, renamed, same]
+    assert all(choose_plan(plans[: at + 1], outline) is plan for at, plan in enumerate(plans))
 
 
 @pytest.mark.parametrize(
@@ -257,12 +249,9 @@ def test_a_file_that_holds_no_plan_is_refused(tmp_path: Path, content: bytes, na
         Options.parse(None, {"plan": str(path)})
 
 
-def test_a_file_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match=r"none\.json.*amp_fx\.explain"):
         Options.parse(None, {"plan": str(tmp_path / "none.json")})
-
-
-def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("amp_fx.plans.files._MAX_FILE", 10)
     path = tmp_path / "long.json"
     path.write_text("{" + " " * 10 + "}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,18 @@ def two_matmuls(x: Tensor, w: Tensor) -> Tensor:
 ARGS = torch.randn(8, 8), torch.randn(8, 8)
 
 
-def test_a_sensitivity_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sensitivity.json"
+
+
+def test_a_sensitivity_file_reads_back_as_it_was_written(path: Path) -> None:
     sensitivity = measured(two_matmuls, *ARGS, value=1 / 3)
     sensitivity.graphs[0].calls[0].gradient = None
-    sensitivity.save(tmp_path / "sensitivity.json")
-    assert Sensitivity.load(tmp_path / "sensitivity.json") == sensitivity
+    sensitivity.save(path)
+    assert Sensitivity.load(path) == sensitivity
     # an overflow is null, which every JSON reader takes; it has no rates
-    text = (tmp_path / "sensitivity.json").read_text()
+    text = path.read_text()
     assert "Infinity" not in text
     assert not {"bandwidth", "peak", "launch"} & set(json.loads(text))
 
@@ -56,15 +62,15 @@ def test_every_call_that_was_measured_is_found_in_the_same_graph() -> None:
     assert graph.renamed(graph.outline) == graph.calls
 
 
-def test_what_was_measured_below_16_bits_is_a_part_of_the_file(tmp_path: Path) -> None:
+def test_what_was_measured_below_16_bits_is_a_part_of_the_file(path: Path) -> None:
     sensitivity = measured(two_matmuls, *ARGS)
     sensitivity.level = "rowwise"
     sensitivity.graphs[0].calls[0].roles = {
         "forward": {"input": 1e-4, "weight": 2e-4},
         "gradient of its weight": {"input": None},
     }
-    sensitivity.save(tmp_path / "sensitivity.json")
-    read = Sensitivity.load(tmp_path / "sensitivity.json")
+    sensitivity.save(path)
+    read = Sensitivity.load(path)
     assert read == sensitivity
     first, second, *_ = read.graphs[0].calls
     assert first.below("forward") == pytest.approx(3e-4)
@@ -73,7 +79,7 @@ def test_what_was_measured_below_16_bits_is_a_part_of_the_file(tmp_path: Path) -
     assert second.below("forward") == math.inf
 
 
-def test_of_several_states_the_largest_sensitivity_of_each_rounding_counts(tmp_path: Path) -> None:
+def test_of_several_states_the_largest_sensitivity_of_each_rounding_counts(path: Path) -> None:
     states = [measured(two_matmuls, *ARGS, value=value) for value in (1e-6, 2e-6)]
     states[0].graphs[0].calls[1].value = None
     for state, (x, w) in zip(states, ((1e-4, 5e-4), (3e-4, None)), strict=True):
@@ -84,45 +90,37 @@ def test_of_several_states_the_largest_sensitivity_of_each_rounding_counts(tmp_p
     assert (first.value, second.value, second.gradient) == (2e-6, None, 2e-6)
     assert first.roles == {"forward": {"input": 3e-4, "weight": None}}
     assert (worst.level, worst.states, worst.batches) == ("rowwise", 3, 3)
-    worst.save(tmp_path / "sensitivity.json")
-    assert Sensitivity.load(tmp_path / "sensitivity.json") == worst
+    assert all((read.value, read.gradient) == (2e-6, 2e-6) for read in first.reads.values())
+    worst.save(path)
+    assert Sensitivity.load(path) == worst
+
+
+def test_states_have_to_be_measured_alike() -> None:
+    state = measured(two_matmuls, *ARGS)
+    for other, named in (
+        (replace(state, level="tensorwise"), "none, tensorwise"),
+        (replace(state, of="outputs"), "gradients, outputs"),
+        (replace(state, dtype=torch.float16), "bfloat16, float16"),
+    ):
+        with pytest.raises(PlanError, match=named):
+            Sensitivity.worst([state, other])
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "named"),
+    ("change", "of_a_call", "message"),
     [
-        ("level", "tensorwise", "none, tensorwise"),
-        ("of", "outputs", "gradients, outputs"),
-        ("dtype", torch.float16, "bfloat16, float16"),
+        ({}, {"roles": {"forward": 1.0}}, r"calls\[0\].roles.forward.*object"),
+        ({}, {"value": "x"}, r"calls\[0\].value.*float"),
+        ({"version": 0}, {}, "0"),
+        ({"format": "amp_fx plan"}, {}, "sensitivity"),
     ],
 )
-def test_states_have_to_be_measured_alike(field: str, value: object, named: str) -> None:
-    states = [measured(two_matmuls, *ARGS) for _ in range(2)]
-    setattr(states[1], field, value)
-    with pytest.raises(PlanError, match=named):
-        Sensitivity.worst(states)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda data: data["graphs"][0]["calls"][0].update(roles={"forward": 1.0}),
-            r"calls\[0\].roles.forward.*object",
-        ),
-        (lambda data: data.update(version=0), "0"),
-        (lambda data: data.update(format="amp_fx plan"), "sensitivity"),
-        (lambda data: data["graphs"][0]["calls"][0].update(value="x"), r"calls\[0\].value.*float"),
-    ],
-)
-def test_a_wrong_sensitivity_file_is_refused_by_the_place_of_the_fault(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
-) -> None:
-    data = json.loads(json.dumps(measured(two_matmuls, *ARGS).to_dict()))
-    change(data)
-    (tmp_path / "sensitivity.json").write_text(json.dumps(data))
+def test_the_wrong_field_of_a_file_is_named(path: Path, change: Any, of_a_call: Any, message: str) -> None:
+    data = json.loads(json.dumps({**measured(two_matmuls, *ARGS).to_dict(), **change}))
+    data["graphs"][0]["calls"][0].update(of_a_call)
+    path.write_text(json.dumps(data))
     with pytest.raises(PlanError, match=message):
-        Sensitivity.load(tmp_path / "sensitivity.json")
+        Sensitivity.load(path)
 
 
 def test_a_missing_file_says_how_to_write_it() -> None:
@@ -130,10 +128,8 @@ def test_a_missing_file_says_how_to_write_it() -> None:
         Options.parse(None, {"policy": {"sensitivity": "nowhere.json"}})
 
 
-def test_a_policy_with_sensitivity_prints_the_form_it_parses(tmp_path: Path) -> None:
-    policy = Policy.parse(
-        {"base": "autocast", "sensitivity": str(tmp_path / "sensitivity.json"), "budget": 0.5}
-    )
+def test_a_policy_with_sensitivity_prints_the_form_it_parses(path: Path) -> None:
+    policy = Policy.parse({"base": "autocast", "sensitivity": str(path), "budget": 0.5})
     assert Policy.parse(str(policy)) == policy
     assert policy.budget == 0.5
     # plans of a policy without sensitivity are what they were
@@ -157,21 +153,20 @@ def test_a_wrong_policy_is_refused(policy: dict[str, Any], message: str) -> None
         Policy.parse(policy)
 
 
-def test_contradictions_with_sensitivity_are_refused(tmp_path: Path) -> None:
-    path = str(tmp_path / "sensitivity.json")
+def test_contradictions_with_sensitivity_are_refused(path: Path) -> None:
     measured(two_matmuls, *ARGS).save(path)
+    policy = {"policy": {"sensitivity": str(path)}}
     with pytest.raises(OptionsError, match=r"bfloat16.*float16"):
-        Options.parse(None, {"policy": {"sensitivity": path}, "dtype": "float16"})
+        Options.parse(None, {**policy, "dtype": "float16"})
     with pytest.raises(OptionsError, match="numerics='eager'"):
-        Options.parse(None, {"policy": {"sensitivity": path}, "numerics": "eager"})
-    assert Options.parse(None, {"policy": {"sensitivity": path}}).low_dtype("cpu") is torch.bfloat16
+        Options.parse(None, {**policy, "numerics": "eager"})
+    assert Options.parse(None, policy).low_dtype("cpu") is torch.bfloat16
 
 
-def test_policy_fp8_takes_a_sensitivity_file_that_has_fp8(tmp_path: Path) -> None:
-    path = str(tmp_path / "sensitivity.json")
+def test_policy_fp8_takes_a_sensitivity_file_that_has_fp8(path: Path) -> None:
     sensitivity = measured(two_matmuls, *ARGS)
     sensitivity.save(path)
-    policy = {"base": "fp8", "sensitivity": path, "budget": 8}
+    policy = {"base": "fp8", "sensitivity": str(path), "budget": 8}
     with pytest.raises(OptionsError, match="policy='fp8'"):
         Options.parse(None, {"policy": policy})
     sensitivity.level = "tensorwise"
@@ -183,22 +178,20 @@ def test_policy_fp8_takes_a_sensitivity_file_that_has_fp8(tmp_path: Path) -> Non
         Options.parse(None, {"policy": policy, "fp8": "rowwise"})
 
 
-def test_a_graph_is_found_by_its_calls_and_other_batch_sizes_do_not_matter(tmp_path: Path) -> None:
-    path = str(tmp_path / "sensitivity.json")
+def test_a_graph_is_found_by_its_calls_and_other_batch_sizes_do_not_matter(path: Path) -> None:
     sensitivity = measured(two_matmuls, *ARGS)
     sensitivity.graphs[0].calls[0].value = None
     sensitivity.save(path)
-    options = {"policy": {"sensitivity": path, "budget": 1.0}}
+    options = {"policy": {"sensitivity": str(path), "budget": 1.0}}
     found = rewrite(two_matmuls, torch.randn(64, 8), torch.randn(8, 8), options=options)
     assert found.dtypes("matmul") == ["float32", "bfloat16"]
 
 
-def test_a_model_that_has_moved_on_is_told_by_name(tmp_path: Path) -> None:
+def test_a_model_that_has_moved_on_is_told_by_name(path: Path) -> None:
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     before, after = (nn.Sequential(first, kind(), second) for kind in (nn.ReLU, nn.Tanh))
-    path = str(tmp_path / "sensitivity.json")
     measured(before, torch.randn(4, 8)).save(path)
-    opts = Options.parse(None, {"policy": {"sensitivity": path}, "profile": "off"})
+    opts = Options.parse(None, {"policy": {"sensitivity": str(path)}, "profile": "off"})
     gm = dynamo_graph(after, torch.randn(4, 8))
     regions = ambient_regions({"cpu": torch.bfloat16})
     with pytest.raises(PlanError, match=r"relu .*tanh"):
