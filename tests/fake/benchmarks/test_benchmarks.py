@@ -16,7 +16,7 @@ from benchmarks.__main__ import case_table, main
 from benchmarks.arms import ARMS, MODES, arms_for
 from benchmarks.campaign import Step, steps
 from benchmarks.cases import CASES
-from benchmarks.results import TimingRow, describe, read_timings, relative, spread, write
+from benchmarks.results import Spread, TimingRow, describe, read_timings, relative, spread, write
 from benchmarks.workloads import WORKLOADS
 
 QUIET = (1.0, 1.01, 0.99, 1.0, 1.02)
@@ -31,18 +31,13 @@ def scaled(factor: float) -> tuple[float, ...]:
     return tuple(factor * time for time in QUIET)
 
 
-# --- statistics ---
-
-
 def test_ratios_are_quartiles_over_the_rounds_that_both_arms_have() -> None:
-    found = spread([5, 1, 4, 2, 3])
-    assert (found.low, found.median, found.high) == (2, 3, 4)
+    assert spread([5, 1, 4, 2, 3]) == Spread(2, 3, 4)
     assert spread([7]).low == spread([7]).high == 7
     # a drift that all arms share leaves the ratio alone
     drifting = (1.0, 2.0, 4.0, 8.0)
     rows = [row("autocast", drifting), row("amp_fx", tuple(0.5 * time for time in drifting))]
-    found = relative(rows, "amp_fx")
-    assert (found.low, found.median, found.high) == (0.5, 0.5, 0.5)
+    assert relative(rows, "amp_fx") == Spread(0.5, 0.5, 0.5)
     # one has stopped early, and one at once
     rows = [row("autocast", (1.0, 1.0, 100.0)), row("amp_fx", (2.0, 2.0)), row("fp32", ())]
     assert relative(rows, "amp_fx").high == 2
@@ -50,11 +45,8 @@ def test_ratios_are_quartiles_over_the_rounds_that_both_arms_have() -> None:
 
 
 def test_a_table_has_a_line_per_arm_and_the_reasons_of_those_that_are_missing() -> None:
-    rows = [
-        row("autocast", QUIET),
-        row("amp_fx", scaled(0.5), peak_bytes=1_500_000),
-        row("freezing", (), notes=("failed: ValueError",)),
-    ]
+    failed = row("freezing", (), notes=("failed: ValueError",))
+    rows = [row("autocast", QUIET), row("amp_fx", scaled(0.5), peak_bytes=1_500_000), failed]
     lines = case_table(rows).splitlines()
     assert lines[0] == "mlp, training: batch 8"
     [ours] = [line.split() for line in lines if line.startswith("amp_fx")]
@@ -64,14 +56,9 @@ def test_a_table_has_a_line_per_arm_and_the_reasons_of_those_that_are_missing() 
 
 def test_where_openvino_ran_errors_and_ratios_to_it_are_shown() -> None:
     rows = [row("openvino", QUIET, error=4e-3), row("amp_fx", scaled(1.25), error=None)]
-    lines = [line.split() for line in case_table(rows).splitlines()]
-    assert lines[1][-3:] == ["error", "x", "openvino"]
-    assert lines[2][-3:] == ["4.0e-03", "1.00", "(1.00-1.00)"]
-    assert lines[3][-3:] == ["-", "1.25", "(1.25-1.25)"]
-    assert "| - | 1250.00, nan | - |".replace("- | ", "", 1) in page.beside(WHERE, rows)
-
-
-# --- files ---
+    _, *lines = [" ".join(line.split()[-3:]) for line in case_table(rows).splitlines()]
+    assert lines == ["error x openvino", "4.0e-03 1.00 (1.00-1.00)", "- 1.25 (1.25-1.25)"]
+    assert "| 1250.00, nan | - |" in page.beside(WHERE, rows)
 
 
 def test_results_survive_the_way_through_a_file(tmp_path: Path) -> None:
@@ -80,9 +67,6 @@ def test_results_survive_the_way_through_a_file(tmp_path: Path) -> None:
     header, found = read_timings(tmp_path / "r.jsonl")
     assert found == rows
     assert {"hardware", "processor", "torch", "python", "commit", "date", "threads", "load"} <= header.keys()
-
-
-# --- the page ---
 
 
 def test_the_page_says_what_the_results_say() -> None:
@@ -111,20 +95,15 @@ def test_files_are_joined_by_clock_and_not_across_machines(tmp_path: Path) -> No
     for name, arms in (("a", {"autocast"}), ("b", {"amp_fx"})):
         write(tmp_path / f"timings_{name}.jsonl", WHERE, [row(arm, QUIET) for arm in arms])
     write(tmp_path / "timings_c.jsonl", {**WHERE, "clock": "cpu"}, [row("autocast", QUIET, "gpt2")])
-    paths = sorted(tmp_path.iterdir())
-    assert [[some.arm for some in rows] for _, rows in page._joined(paths)] == [
-        ["autocast", "amp_fx"],
-        ["autocast"],
-    ]
-    write(tmp_path / "timings_d.jsonl", WHERE, [row("amp_fx", QUIET)])
-    with pytest.raises(ValueError, match=r"timings_d\.jsonl .*'amp_fx'"):
-        page._joined(sorted(tmp_path.iterdir()))
-    write(tmp_path / "timings_d.jsonl", {**WHERE, "torch": "10"}, [])
-    with pytest.raises(ValueError, match=r"timings_d\.jsonl .*'10'"):
-        page._joined(sorted(tmp_path.iterdir()))
-
-
-# --- what is run ---
+    arms = [[some.arm for some in rows] for _, rows in page._joined(sorted(tmp_path.iterdir()))]
+    assert arms == [["autocast", "amp_fx"], ["autocast"]]
+    for where, rows, named in (
+        (WHERE, [row("amp_fx", QUIET)], "amp_fx"),
+        ({**WHERE, "torch": "10"}, [], "10"),
+    ):
+        write(tmp_path / "timings_d.jsonl", where, rows)
+        with pytest.raises(ValueError, match=rf"timings_d\.jsonl .*'{named}'"):
+            page._joined(sorted(tmp_path.iterdir()))
 
 
 def test_every_case_can_be_built_at_some_size_and_has_arms() -> None:
@@ -133,9 +112,8 @@ def test_every_case_can_be_built_at_some_size_and_has_arms() -> None:
         assert case.sizes
         assert set(case.sizes) <= {"cpu", "cuda"}
         assert set(case.arms) <= set(ARMS)
-        assert (
-            case.family == case.name or len({c.name for c in CASES.values() if c.family == case.family}) > 1
-        )
+        relatives = [each for each in CASES.values() if each.family == case.family]
+        assert case.family == case.name or len(relatives) > 1
         assert {"autocast", "amp_fx"} <= set(arms_for(case.mode, "cpu"))
 
 
@@ -162,21 +140,18 @@ def test_an_unknown_case_is_refused_with_the_known_ones(capsys: pytest.CaptureFi
 WRITES = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
 
 
-@pytest.fixture
-def two_steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    found = [
-        Step("first.txt", ("-c", WRITES, "{out}", "one")),
-        Step("second.txt", ("-c", WRITES, "{out}", "two")),
-        Step("third.txt", ("-c", WRITES, "{out}", "three"), needs=("no_such_package",)),
-        Step("fourth.txt", ("-c", "raise SystemExit(3)")),
-    ]
-    monkeypatch.setattr(campaign, "steps", lambda device, minutes: found)
-    return found
+STEPS = [
+    Step("first.txt", ("-c", WRITES, "{out}", "one")),
+    Step("second.txt", ("-c", WRITES, "{out}", "two")),
+    Step("third.txt", ("-c", WRITES, "{out}", "three"), needs=("no_such_package",)),
+    Step("fourth.txt", ("-c", "raise SystemExit(3)")),
+]
 
 
 def test_steps_leave_files_in_time_and_a_second_call_does_what_is_left(
-    two_steps: list[Step], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(campaign, "steps", lambda device, minutes: STEPS)
     call = ["--device", "cpu", "--out", str(tmp_path)]
     assert campaign.main([*call, "--minutes", "0"]) == 0
     assert not list(tmp_path.glob("*.txt"))
@@ -203,7 +178,6 @@ def test_the_campaign_of_a_gpu_has_its_tests_its_rates_every_case_and_every_mode
     timings = {f"timings_{c.name}.jsonl" for c in CASES.values() if "cuda" in c.sizes}
     models = {f"{kind}_{name}.jsonl" for kind in ("errors", "counts") for name in WORKLOADS}
     assert set(found) == {"tests.xml", "profile.json"} | timings | models
-    assert (
-        found["timings_bert_inference.jsonl"].needs == found["errors_llama.jsonl"].needs == ("transformers",)
-    )
-    assert found["timings_mlp.jsonl"].needs == found["counts_gpt_512.jsonl"].needs == ()
+    needs = {name: step.needs for name, step in found.items()}
+    assert needs["timings_bert_inference.jsonl"] == needs["errors_llama.jsonl"] == ("transformers",)
+    assert needs["timings_mlp.jsonl"] == needs["counts_gpt_512.jsonl"] == ()

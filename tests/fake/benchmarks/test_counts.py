@@ -23,17 +23,11 @@ LEFT, RIGHT, RESULT = ROWS * INNER, INNER * COLUMNS, ROWS * COLUMNS
 FP32, BF16 = 4, 2
 
 
-def run(
-    function: Callable[..., Tensor],
-    *args: Tensor,
-    autocast: bool = False,
-    backend: str = "inductor",
-    options: dict[str, Any] | None = None,
-) -> Counter:
+def run(function: Callable[..., Tensor], *args: Tensor, autocast: bool = False, **settings: Any) -> Counter:
     """Compiles and runs, with the backward if something wants a gradient."""
     with counting() as counter:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            result = torch.compile(function, backend=backend, options=options)(*args)
+            result = torch.compile(function, **settings)(*args)
         if result.requires_grad:
             result.sum().backward()
     return counter
@@ -44,25 +38,21 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 
 
 def operands(requires_grad: bool = False) -> tuple[Tensor, Tensor]:
-    return (
-        torch.randn(ROWS, INNER, requires_grad=requires_grad),
-        torch.randn(INNER, COLUMNS, requires_grad=requires_grad),
-    )
+    first, second = torch.randn(ROWS, INNER), torch.randn(INNER, COLUMNS)
+    return first.requires_grad_(requires_grad), second.requires_grad_(requires_grad)
 
 
 def test_a_product_under_autocast_casts_both_operands() -> None:
     counter = run(product, *operands(), autocast=True)
     cast_bytes = (LEFT + RIGHT) * (FP32 + BF16)
     product_bytes = (LEFT + RIGHT + RESULT) * BF16
-    assert counter.total == Counts(
-        conversions=2,
-        conversion_bytes=cast_bytes,
-        bytes_moved=cast_bytes + product_bytes,
-        extern_kernels=1,
-        generated_kernels=2,
-        casts=2,
-        cast_bytes=cast_bytes,
-    )
+    kinds = {"conversions": 2, "casts": 2, "generated_kernels": 2, "extern_kernels": 1}
+    moved = {
+        "bytes_moved": cast_bytes + product_bytes,
+        "conversion_bytes": cast_bytes,
+        "cast_bytes": cast_bytes,
+    }
+    assert counter.total == Counts(**kinds, **moved)
 
 
 def test_amp_fx_is_counted_by_the_same_hook_and_widens_its_result() -> None:
@@ -74,12 +64,9 @@ def test_amp_fx_is_counted_by_the_same_hook_and_widens_its_result() -> None:
 def test_a_fused_cast_is_a_conversion_and_no_cast() -> None:
     counter = run(lambda x: (x.sin().bfloat16().relu().float() + 1).to(torch.int32), torch.randn(1000))
     # nor is a conversion to an integer one between floating dtypes
-    assert counter.total == Counts(
-        conversions=2,
-        conversion_bytes=2 * 1000 * (FP32 + BF16),
-        bytes_moved=2 * 1000 * FP32,
-        generated_kernels=1,
-    )
+    kinds = {"conversions": 2, "generated_kernels": 1}
+    moved = {"bytes_moved": 2 * 1000 * FP32, "conversion_bytes": 2 * 1000 * (FP32 + BF16)}
+    assert counter.total == Counts(**kinds, **moved)
 
 
 def gated(x: Tensor, w: Tensor) -> Tensor:
@@ -93,26 +80,25 @@ def broken(x: Tensor, w: Tensor) -> Tensor:
     return F.gelu(y @ w.t())
 
 
-@pytest.mark.parametrize(
-    ("function", "autocast", "saved", "products"),
-    [
-        (lambda x, w: F.gelu(x @ w), False, RESULT * FP32, (1, 2)),
-        # a mask
-        (lambda x, w: F.relu(x @ w), False, RESULT, (1, 2)),
-        # the narrowed operands
-        (product, True, (LEFT + RIGHT) * BF16, (1, 2)),
-        # one storage, twice
-        (gated, False, RESULT * FP32, (1, 2)),
-        # inputs and their views are there anyway
-        (lambda x, w: F.gelu(x[: ROWS // 2].view(-1)).sin(), False, 0, (0, 0)),
-        # the second graph gets y as an input
-        (broken, False, (ROWS * COLUMNS + ROWS * INNER) * FP32, (2, 4)),
-    ],
-    ids=["gelu", "relu", "autocast", "chunks", "views", "break"],
-)
-def test_saved_bytes_are_what_the_backward_reads_and_inputs_are_not(
-    function: Callable[..., Tensor], autocast: bool, saved: int, products: tuple[int, int]
-) -> None:
+#: name -> the program, the bytes it saves, products in its forward and backward
+SAVED: dict[str, tuple[Callable[..., Tensor], int, tuple[int, int]]] = {
+    "gelu": (lambda x, w: F.gelu(x @ w), RESULT * FP32, (1, 2)),
+    # a mask
+    "relu": (lambda x, w: F.relu(x @ w), RESULT, (1, 2)),
+    # the narrowed operands
+    "autocast": (product, (LEFT + RIGHT) * BF16, (1, 2)),
+    # one storage, twice
+    "chunks": (gated, RESULT * FP32, (1, 2)),
+    # inputs and their views are there anyway
+    "views": (lambda x, w: F.gelu(x[: ROWS // 2].view(-1)).sin(), 0, (0, 0)),
+    # the second graph gets y as an input
+    "break": (broken, (ROWS * COLUMNS + ROWS * INNER) * FP32, (2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_bytes_are_what_the_backward_reads_and_inputs_are_not(name: str) -> None:
+    (function, saved, products), autocast = SAVED[name], name == "autocast"
     x, w = operands(requires_grad=True)
     counter = run(function, x, w, autocast=autocast)
     assert counter.total.saved_bytes == saved
@@ -139,9 +125,9 @@ def test_nothing_stays_replaced() -> None:
 def test_a_workload_is_counted_in_each_arm() -> None:
     model = UpDown(16, 16, out=1)
     workload = Workload("tiny", model, {"x": torch.randn(1, 16)})
-    rows = [counts.count(workload, ARMS["autocast"], "training")[0] for _ in range(2)]
-    assert rows[0] == rows[1]
-    assert rows[0].total.casts > 0
+    first, second = (counts.count(workload, ARMS["autocast"], "training")[0] for _ in range(2))
+    assert first == second
+    assert first.total.casts > 0
     assert all(parameter.grad is None for parameter in model.parameters())
     _, counter = counts.count(workload, ARMS["bf16"], "inference")
     inputs = counter.graphs[0][1].before.graph.find_nodes(op="placeholder")
@@ -162,21 +148,17 @@ def test_a_table_has_ratios_to_autocast() -> None:
 
 
 def test_what_the_program_returns_is_not_counted_as_saved() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        y = x @ w
-        return y, y.sin().sum()
-
-    with counting() as returned:
-        torch.compile(program)(*operands(requires_grad=True))[1].backward()
-    with counting() as kept:
-        torch.compile(lambda x, w: program(x, w)[1])(*operands(requires_grad=True)).backward()
     # the backward of sin reads the product
-    assert (returned.total.saved_bytes, kept.total.saved_bytes) == (0, RESULT * FP32)
+    with counting() as returned:
+        torch.compile(lambda x, w: (y := x @ w, y.sin().sum()))(*operands(requires_grad=True))[1].backward()
+    assert returned.total.saved_bytes == 0
+    assert (
+        run(lambda x, w: (x @ w).sin().sum(), *operands(requires_grad=True)).total.saved_bytes
+        == RESULT * FP32
+    )
 
 
 CHUNK = 65536
-SMALL = [64 * 64, 64] * 3
-LARGE = [4096 * 4096] * 30
 
 
 @pytest.mark.parametrize(
@@ -199,7 +181,7 @@ def test_a_launch_takes_so_many_tensors_and_blocks(sizes: list[int], count: int)
     assert launches(sizes) == count
 
 
-@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("sizes", [[64 * 64, 64] * 3, [4096 * 4096] * 30], ids=["small", "large"])
 def test_a_step_takes_no_more_kernels_than_torchs_scaler_and_half_the_bytes(sizes: list[int]) -> None:
     (our_kernels, our_bytes), (kernels, moved) = beside(True, sizes), beside(False, sizes)
     assert our_kernels <= kernels
