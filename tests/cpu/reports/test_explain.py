@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
-from amp_fx import NodePlan, OptionsError, Plan, PlanError, Report, ScalingWarning
+from amp_fx import NodePlan, OptionsError, Plan, PlanError, Report
 from amp_fx._torch import replace_inner_compile
 from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
@@ -35,20 +35,18 @@ pytestmark = pytest.mark.xdist_group("explain")
 OFF = {"profile": "off", "strict": True}
 
 
-@pytest.fixture
-def _no_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_code(monkeypatch)
+@pytest.fixture(autouse=True, scope="module")
+def _no_code() -> Iterator[None]:
+    refuse = mock.Mock(side_effect=AssertionError("Inductor generates code"))
+    with mock.patch.multiple(GraphLowering, codegen=refuse, compile_to_module=refuse):
+        yield
 
 
-def no_code(patch: pytest.MonkeyPatch) -> None:
-    def refuse(self: GraphLowering) -> None:
-        raise AssertionError("Inductor generates code")
-
-    patch.setattr(GraphLowering, "codegen", refuse)
-    patch.setattr(GraphLowering, "compile_to_module", refuse)
+def explained(model: Callable[..., Any], *args: Tensor, **options: Any) -> Report:
+    return amp_fx.explain(model, *args, options={**OFF, **options})
 
 
-def of_phase(report: Report, phase: str) -> list[Plan]:
+def of_phase(report: Report, phase: str = "forward") -> list[Plan]:
     return [plan for plan in report.plans if plan.phase == phase]
 
 
@@ -57,11 +55,9 @@ def rows(report: Report, phase: str = "forward", op: str = "") -> list[NodePlan]
     return [row for plan in of_phase(report, phase) for row in plan.nodes if not op or row.op == op]
 
 
-def stacked(layers: Iterable[nn.Module]) -> nn.Module:
+def stacked(*layers: nn.Module) -> nn.Module:
     """The layers behind one another, in a module of the program's own."""
-    return Parts(
-        lambda m, x: functools.reduce(lambda y, layer: layer(y), m.layers, x), layers=nn.ModuleList(layers)
-    )
+    return Parts(lambda m, x: m.layers(x), layers=nn.Sequential(*layers))
 
 
 class Broken(nn.Module):
@@ -85,21 +81,18 @@ class Broken(nn.Module):
         return self.layers[3](x).square().mean()
 
 
-@pytest.mark.usefixtures("_no_code")
 def test_three_graph_breaks_are_named_and_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
     model, x = Broken(), torch.randn(4, 8)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    before = copy.deepcopy(model.state_dict()), {id(p.grad) for p in model.parameters()}
+    before, gradients = copy.deepcopy(model.state_dict()), {id(p.grad) for p in model.parameters()}
     state, given = torch.get_rng_state(), x.clone()
-    report = amp_fx.explain(model, x, options=OFF)
+    report = explained(model, x)
 
-    lines = Path(__file__).read_text().splitlines()
+    lines = [line.strip() for line in Path(__file__).read_text().splitlines()]
     breaks = ["torch._dynamo.graph_break()", 'print("in the middle")', "if x.sum() > 1e9:"]
-    numbers = [next(n for n, line in enumerate(lines, 1) if line.strip() == code) for code in breaks]
-    assert [reason.rpartition("[")[2] for reason in report.graph_breaks] == [
-        f"{__file__}:{n}]" for n in numbers
-    ]
+    found = [reason.rpartition("[")[2] for reason in report.graph_breaks]
+    assert found == [f"{__file__}:{lines.index(code) + 1}]" for code in breaks]
     screen = str(report).splitlines()
     assert "graph breaks" in screen
     assert all(any(reason[:60] in line for line in screen) for reason in report.graph_breaks)
@@ -107,34 +100,26 @@ def test_three_graph_breaks_are_named_and_nothing_changes(capsys: pytest.Capture
     assert (len(of_phase(report, "forward")), len(of_phase(report, "backward"))) == (4, 4)
     assert [row.dtype for row in rows(report, op="linear")] == [torch.bfloat16] * 4
 
-    assert before[0].keys() == model.state_dict().keys()
-    assert all(torch.equal(before[0][name], value) for name, value in model.state_dict().items())
-    assert before[1] == {id(p.grad) for p in model.parameters()}
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert gradients == {id(p.grad) for p in model.parameters()}
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
     assert torch.equal(torch.get_rng_state(), state)
-    assert (model.calls, model.training) == (0, True)
+    assert (model.calls, model.training, x.grad) == (0, True, None)
     assert torch.equal(x, given)
-    assert x.grad is None
+
+
+CONFIG, TOKENS = GPTConfig(layers=2, width=32, heads=2, context=16), torch.randint(8, (2, 16))
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[GPT, Tensor]:
-    """A small GPT with equal blocks, and its tokens."""
-    return GPT(GPTConfig(layers=2, width=32, heads=2, context=16)), torch.randint(8, (2, 16))
+def gpt() -> Report:
+    """Of a small GPT with equal blocks."""
+    torch._dynamo.reset()
+    return explained(GPT(CONFIG), TOKENS, TOKENS)
 
 
-@pytest.fixture(scope="module")
-def gpt(small: tuple[GPT, Tensor]) -> Report:
-    """Forward and backward of it."""
-    model, tokens = small
-    with pytest.MonkeyPatch.context() as patch:
-        no_code(patch)
-        torch._dynamo.reset()
-        return amp_fx.explain(model, tokens, tokens, options=OFF)
-
-
-def test_the_report_of_a_gpt_has_the_numbers_of_the_gpt(small: tuple[GPT, Tensor], gpt: Report) -> None:
-    model, tokens = small
+def test_the_report_of_a_gpt_has_the_numbers_of_the_gpt(gpt: Report) -> None:
+    model = GPT(CONFIG)
     assert len(str(gpt).splitlines()) <= 25
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found = {row.module_path: row.dtype for row in rows(gpt, op="linear")}
@@ -144,7 +129,7 @@ def test_the_report_of_a_gpt_has_the_numbers_of_the_gpt(small: tuple[GPT, Tensor
     counter = FlopCounterMode(display=False)
     # which it counts as matmuls
     with counter, sdpa_kernel(SDPBackend.MATH):
-        loss = model(tokens, tokens)
+        loss = model(TOKENS, TOKENS)
         forward = counter.get_total_flops()
         loss.backward()
     backward = counter.get_total_flops() - forward
@@ -153,19 +138,16 @@ def test_the_report_of_a_gpt_has_the_numbers_of_the_gpt(small: tuple[GPT, Tensor
     again = 2 * 2 * (2 * 2 * 16 * 16 * 16)
     assert sum(row.flops for row in rows(gpt, "backward")) == backward + again
     assert list(gpt.costs) == ["amp_fx", "torch.autocast"]
-    for cost in gpt.costs.values():
-        assert 0 < (cost.kernels or 0) <= cost.casts
-        assert 0 < (cost.kernel_bytes or 0) < (cost.moved or 0)
     # of the forward, every cast in the plan is a node of what Inductor gets
     assert gpt.costs["amp_fx"].casts >= sum(len(plan.casts) for plan in of_phase(gpt, "forward"))
-
-
-def test_the_casts_of_all_modules_are_those_of_the_whole(gpt: Report) -> None:
     for name, cost in gpt.costs.items():
+        assert 0 < (cost.kernels or 0) <= cost.casts
+        assert 0 < (cost.kernel_bytes or 0) < (cost.moved or 0)
+        # those of all modules are those of the whole
         casts = [cast for row in gpt.modules for cast in row.casts if cast.name == name]
-        rows = [(cast.casts, cast.bytes, cast.kernels, cast.kernel_bytes) for cast in casts]
-        sums = tuple(map(sum, zip(*rows, strict=True)))
-        assert sums == (cost.casts, cost.cast_bytes, cost.kernels, cost.kernel_bytes)
+        sums = [(cast.casts, cast.bytes, cast.kernels, cast.kernel_bytes) for cast in casts]
+        whole = cost.casts, cost.cast_bytes, cost.kernels, cost.kernel_bytes
+        assert (*map(sum, zip(*sums, strict=True)),) == whole
 
 
 def test_equal_blocks_are_one_row_and_weights_are_told_from_activations(gpt: Report) -> None:
@@ -181,46 +163,34 @@ def test_equal_blocks_are_one_row_and_weights_are_told_from_activations(gpt: Rep
     assert list(rows).index("blocks.*.qkv") < list(rows).index("blocks.*.up") < list(rows).index("head")
 
 
-@pytest.mark.usefixtures("_no_code")
 def test_all_pictures_say_the_same_of_a_module() -> None:
     # norms, an activation and a softmax, which kernels compute in fp32 whatever they read and write
-    model = Parts(
-        lambda m, x: m.softmax(m.head(m.layer_norm(m.act(m.batch_norm(m.convolution(x)))))),
-        convolution=nn.Conv2d(4, 8, 3),
-        batch_norm=nn.BatchNorm2d(8),
-        act=nn.GELU(),
-        layer_norm=nn.LayerNorm(6),
-        head=nn.Linear(6, 8),
-        softmax=nn.Softmax(-1),
-    )
-    x = torch.randn(2, 4, 8, 8)
+    parts: dict[str, nn.Module] = {
+        "convolution": nn.Conv2d(4, 8, 3), "batch_norm": nn.BatchNorm2d(8), "act": nn.GELU(),
+        "layer_norm": nn.LayerNorm(6), "head": nn.Linear(6, 8), "softmax": nn.Softmax(-1),
+    }  # fmt: skip
+    model, x = nn.Sequential(OrderedDict(parts)), torch.randn(2, 4, 8, 8)
     # one norm in fp32, and one not
-    policy = {"rules": [{"module": "layer_norm", "precision": "fp32"}]}
-    report = amp_fx.explain(model, x, options={**OFF, "policy": policy})
-    names = dict(model.named_children())
+    report = explained(model, x, policy={"rules": [{"module": "layer_norm", "precision": "fp32"}]})
     ours, theirs = (
-        {row.module: row.dtypes[which] for row in report.modules if row.module in names}
+        {row.module: row.dtypes[which] for row in report.modules if row.module in parts}
         for which in ("amp_fx", "torch.autocast")
     )
     calls = {box.module: box.dtype for box in drawing(report).graphs[0].nodes if box.dtype}
-    assert ours == {name: calls[name] for name in names}
+    assert ours == {name: calls[name] for name in parts}
     # what hooks see under eager autocast is what torch.autocast is said to compute
     seen: list[str] = []
-    for child in names.values():
-        child.register_forward_hook(lambda _module, _inputs, result: seen.append(dtype_name(result.dtype)))
+    for layer in parts.values():
+        layer.register_forward_hook(lambda _module, _inputs, result: seen.append(dtype_name(result.dtype)))
     with torch.autocast("cpu", torch.bfloat16):
         model(x)
-    # in the order in which they run
-    assert theirs == dict(
-        zip(("convolution", "batch_norm", "act", "layer_norm", "head", "softmax"), seen, strict=True)
-    )
+    assert theirs == dict(zip(parts, seen, strict=True))
 
 
 def test_calls_of_the_backward_have_classes_of_their_own(gpt: Report) -> None:
     classes = {row.op: row.op_class.value for row in rows(gpt, "backward")}
-    assert classes["mm"] == "low"
-    assert classes["mul.Tensor"] == "promote"
-    assert classes["permute"] == "follow"
+    found = classes["mm"], classes["mul.Tensor"], classes["permute"]
+    assert found == ("low", "promote", "follow")
     (backward,) = of_phase(gpt, "backward")
     assert {cast.kernel for cast in backward.casts} == {True, False}
 
@@ -260,16 +230,15 @@ def _one_process(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("_one_process", "_no_code")
+@pytest.mark.usefixtures("_one_process")
 def test_a_compiled_ddp_model_is_explained_and_can_train_afterwards() -> None:
-    model = stacked(nn.Linear(512, 512) for _ in range(3))
+    model = stacked(*(nn.Linear(512, 512) for _ in range(3)))
     # buckets as small as a weight, so that Dynamo cuts the model into a graph for each
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     x = torch.randn(8, 512)
-    report = amp_fx.explain(torch.compile(ddp, backend="amp_fx"), x, options=OFF)
-    linears = rows(report, op="linear")
-    assert [row.module_path for row in linears] == ["layers.0", "layers.1", "layers.2"]
-    assert {row.dtype for row in linears} == {torch.bfloat16}
+    report = explained(torch.compile(ddp, backend="amp_fx"), x)
+    found = {row.module_path: row.dtype for row in rows(report, op="linear")}
+    assert found == dict.fromkeys(("layers.0", "layers.1", "layers.2"), torch.bfloat16)
     assert len(of_phase(report, "forward")) == len(of_phase(report, "backward")) == 3
     assert all("DDPOptimizer" in reason for reason in report.graph_breaks)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -278,13 +247,10 @@ def test_a_compiled_ddp_model_is_explained_and_can_train_afterwards() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.usefixtures("_no_code")
 def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training() -> None:
-    options = {**OFF, "dtype": "float16"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ScalingWarning)
-        report = amp_fx.explain(UpDown(8, 16), torch.randn(4, 8), options=options)
-        scaled = amp_fx.explain(UpDown(8, 16), torch.randn(4, 8), options={**options, "scaler": "none"})
+    # warnings are errors
+    report = explained(UpDown(8, 16), torch.randn(4, 8), dtype="float16")
+    scaled = explained(UpDown(8, 16), torch.randn(4, 8), dtype="float16", scaler="none")
     assert [row.kind for row in report.notes] == ["scaling"]
     assert scaled.notes == []
     assert "float16" in report.shares()
@@ -292,9 +258,9 @@ def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training
 
 def test_bad_options_and_plans_of_other_models_are_raised_as_they_are() -> None:
     with pytest.raises(OptionsError, match="'polcy'"):
-        amp_fx.explain(UpDown(8, 16), torch.randn(4, 8), options={"polcy": "fast"})
+        explained(UpDown(8, 16), torch.randn(4, 8), polcy="fast")
     with pytest.raises(PlanError, match=r"up linear\)"):
-        amp_fx.explain(UpDown(8, 16), torch.randn(4, 8), options={"plan": Plan()})
+        explained(UpDown(8, 16), torch.randn(4, 8), plan=Plan())
 
 
 @pytest.mark.usefixtures("op_by_op")
@@ -303,19 +269,19 @@ def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
         return [(row.module_path, row.op, row.op_class, row.dtype, row.reasons) for row in plan.nodes]
 
     model, x = UpDown(8, 16), torch.randn(4, 8)
-    explained = amp_fx.explain(model, x, options=OFF)
+    report = explained(model, x)
     compiled: Callable[..., Tensor] = torch.compile(model, backend="amp_fx", options=OFF)
     with amp_fx.record() as recording:
         compiled(x).sum().backward()
-    (report,) = recording.reports
-    assert decisions(report.plan) == decisions(explained.plan)
+    (recorded,) = recording.reports
+    assert decisions(recorded.plan) == decisions(report.plan)
     # only explain asks Inductor which casts it fuses
-    assert all(cast.kernel is not None for cast in explained.plan.casts)
-    assert report.plan.casts == [replace(cast, kernel=None) for cast in explained.plan.casts]
-    assert report.plan.training
+    assert all(cast.kernel is not None for cast in report.plan.casts)
+    assert recorded.plan.casts == [replace(cast, kernel=None) for cast in report.plan.casts]
+    assert recorded.plan.training
     # the default, fp32 where nothing is gained, beside torch.autocast
-    assert list(report.compared()) == ["amp_fx", "torch.autocast"]
-    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+    assert list(recorded.compared()) == ["amp_fx", "torch.autocast"]
+    assert json.loads(json.dumps(recorded.to_dict())) == recorded.to_dict()
 
 
 class Recurrent(nn.Module):
@@ -335,7 +301,6 @@ class Recurrent(nn.Module):
 REMEDY = "    Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
 
 
-@pytest.mark.usefixtures("_no_code")
 @pytest.mark.parametrize(
     ("model", "graphs"),
     [
@@ -347,7 +312,7 @@ REMEDY = "    Call the layer in a method of its own with @torch.compiler.disable
     ids=["whole", "rest", "inner", "alone"],
 )
 def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(model: nn.Module, graphs: int) -> None:
-    report = amp_fx.explain(model, torch.randn(2, 4, 8), options=OFF)
+    report = explained(model, torch.randn(2, 4, 8))
     assert len(of_phase(report, "forward")) == graphs
     lines = str(report).splitlines()
     at = lines.index("not compiled: runs eagerly, in the dtypes of its weights")
@@ -359,48 +324,38 @@ def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(model: nn.Modu
     assert [row["kind"] for row in data["summary"]["advice"]][:1] == ["not compiled"]
 
 
-@pytest.mark.usefixtures("_no_code")
 def test_a_model_of_torchs_own_that_is_compiled_in_place_is_explained_as_it_runs() -> None:
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 4, 8)
-    assert len(of_phase(amp_fx.explain(model, x, options=OFF), "forward")) == 1
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     model.compile(backend="amp_fx")
-    report = amp_fx.explain(model, x, options=OFF)
+    report = explained(model, torch.randn(2, 4, 8))
     assert report.plans == []
     assert "Sequential.compile() compiles nothing" in str(report)
     assert "Use torch.compile(module, backend='amp_fx') instead" in str(report)
-    with torch._dynamo.config.patch(wrap_top_frame=True):
-        report = amp_fx.explain(model, x, options=OFF)
-    assert len(of_phase(report, "forward")) == 1
-    assert report.notes == []
 
 
-@pytest.mark.usefixtures("_no_code")
 def test_parts_of_torchs_own_that_are_compiled_in_place_are_named() -> None:
-    model = stacked([*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)), UpDown(8, 16)])
+    model = stacked(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)), UpDown(8, 16))
     for module in model.children():
         for layer in module.children():
             layer.compile(backend="amp_fx")
-    (row,) = amp_fx.explain(model, torch.randn(2, 8), options=OFF).notes
+    (row,) = explained(model, torch.randn(2, 8)).notes
     assert row.text.startswith("Sequential.compile() (layers.0 and 2 more) compiles nothing")
 
 
-@pytest.mark.usefixtures("_no_code")
 def test_a_program_that_dynamo_does_not_look_at_says_what_to_look_for() -> None:
     with torch.compiler.set_stance("force_eager"):
-        text = str(amp_fx.explain(UpDown(8, 16), torch.randn(4, 8), options=OFF))
+        text = str(explained(UpDown(8, 16), torch.randn(4, 8)))
     assert "0 graphs" in text
     assert "Dynamo makes no graph of it and gives no reason" in text
 
 
-@pytest.mark.usefixtures("_no_code")
 def test_a_program_that_is_disabled_names_the_break() -> None:
-    class Disabled(Parts):
+    class Disabled(UpDown):
         @torch.compiler.disable
-        def forward(self, *args: Any) -> Any:
-            return super().forward(*args)
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
 
-    model = Disabled(lambda m, x: m.up(x), up=nn.Linear(8, 8))
-    report = amp_fx.explain(model, torch.randn(4, 8), options=OFF)
+    report = explained(Disabled(), torch.randn(4, 8))
     assert str(report).splitlines()[1] == "nothing was compiled"
     (reason,) = report.graph_breaks
     assert "torch.compiler.disable" in reason
