@@ -1,8 +1,7 @@
 """Pictures of where the casts went, and why in words.
 
 Here: one neutral form of a picture (``graph.py``), made from a report (``model.py``), and writers of it: a page for the
-browser, dot for Graphviz, and torch.autocast beside amp_fx. The sentence of every reason, and of a whole graph, is in
-``words.py``.
+browser, dot for Graphviz, and torch.autocast beside amp_fx. What reasons and a whole graph say is in ``words.py``.
 Not here: what reports say (``amp_fx.reports``). A picture knows plans, and a report by what it needs of one.
 Open ``graph.py`` first.
 """

@@ -11,16 +11,14 @@ from importlib import resources
 
 from amp_fx.plans.plan import CastSum, Cost, ModuleCasts
 from amp_fx.viz.graph import Drawing
-from amp_fx.viz.style import COLOURS, cost_text, size
-from amp_fx.viz.words import short_dtype
+from amp_fx.viz.style import COLOURS
+from amp_fx.viz.words import cost_text, short_dtype, size
 
 __all__ = ["STYLE", "SUFFIX", "drawn", "headline", "render", "variables"]
 
 #: how the file is named
 SUFFIX = ".beside.svg"
-
 _OURS, _THEIRS = "amp_fx", "torch.autocast"
-
 #: more modules than these are summed up in one line, those with the fewest bytes
 _MOST = 14
 
@@ -123,10 +121,8 @@ def _head(drawing: Drawing) -> Iterator[str]:
 def _chosen(rows: Sequence[ModuleCasts]) -> tuple[list[ModuleCasts], list[ModuleCasts]]:
     """Rows to draw in the order of the program, and those that are summed up."""
     cast = [row for row in rows if row.casts and (row.module or _kinds(row))]
-    dearest = {
-        id(row) for row in sorted(cast, key=lambda row: -sum(c.kernel_bytes for c in row.casts))[:_MOST]
-    }
-    return [row for row in cast if id(row) in dearest], [row for row in cast if id(row) not in dearest]
+    dearest = sorted(cast, key=lambda row: -sum(c.kernel_bytes for c in row.casts))[:_MOST]
+    return [row for row in cast if row in dearest], [row for row in cast if row not in dearest]
 
 
 def _kind(cast: CastSum) -> _Kind:

@@ -13,11 +13,11 @@ from amp_fx.plans.files import write_bytes, write_text
 from amp_fx.viz import style
 from amp_fx.viz.graph import DEPTH, Drawing, Graph, Marked
 from amp_fx.viz.style import CLASSES, COLOURS, Border, Face
+from amp_fx.viz.words import cost_text
 
 __all__ = ["source", "write"]
 
 _FONT = "Helvetica,Arial,DejaVu Sans,sans-serif"
-
 #: dots per inch of a PNG: sharp on a dense screen
 _DPI = "110"
 
@@ -31,7 +31,6 @@ _GRAPH = {**_TEXT, "bgcolor": "white", "ranksep": "0.3", "nodesep": "0.18"}
 _NODE = {"fontname": _FONT, "fontsize": "10", "margin": "0.12,0.05", "height": "0.3"}
 _EDGE = {"fontname": _FONT, "fontsize": "9", "arrowsize": "0.6", "color": "#777777"}
 _CLUSTER = {"color": "#999999", "fontsize": "11", "style": "rounded", "labeljust": "l"}
-
 _LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 
 
@@ -150,7 +149,7 @@ def _cast_look(casts: Sequence[Marked], dearest: int) -> dict[str, str]:
 def _heading(drawing: Drawing) -> str:
     """The title and the legend. As a label of the whole they take no room among the boxes."""
     lines = [f"{drawing.title}: cast placement, policy {drawing.policy}"]
-    lines += [f"{name}: {style.cost_text(cost)}" for name, cost in drawing.totals.items()]
+    lines += [f"{name}: {cost_text(cost)}" for name, cost in drawing.totals.items()]
     if drawing.more:
         lines.append(drawing.more)
     if drawing.diff:

@@ -20,20 +20,15 @@ __all__ = ["DEPTH", "Drawing", "Edge", "Graph", "Group", "Marked", "Node", "leve
 
 #: modules deeper than this are closed at first
 DEPTH = 2
-
 #: a group with more direct members is cut into runs, so that no picture has thousands of boxes
 _MANY = 150
 _RUN = 50
-
 #: so many calls without a floating dtype in one module are drawn as one box
 _OUTSIDE = 4
-
 #: classes of calls that a module is named after
 _LISTED = {OpClass.LOW.value, OpClass.FP32.value, "user"}
-
 #: a module, with its place if it is in a list
 _LEVEL = re.compile(r"[^.]*[^.\d][^.]*(?:\.\d+(?=\.|$))?|\d+")
-
 #: a module's place in a list: ``layers.0``
 _INDEX = re.compile(r"(?<![^.])\d+$")
 
@@ -159,10 +154,9 @@ class Graph:
                 self.groups[group].leaves.append(at)
         for edge in self.edges:
             tail, head = (set(self.around(self.nodes[end].group)) for end in (edge.tail, edge.head))
+            there = {cast.name: cast for cast, mark in edge.casts if mark != "removed"}
             for group in tail & head:
-                for cast, mark in edge.casts:
-                    if mark != "removed":
-                        self.groups[group].casts[cast.name] = cast
+                self.groups[group].casts |= there
         for group in self.groups:
             leaves = [self.nodes[leaf] for leaf in group.leaves]
             listed = [leaf for leaf in leaves if leaf.flops or leaf.op_class in _LISTED]

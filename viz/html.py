@@ -13,8 +13,8 @@ from typing import Any
 
 from amp_fx.viz import beside, style
 from amp_fx.viz.graph import DEPTH, Drawing, Graph, Group, Marked, Node
-from amp_fx.viz.style import COLOURS, Border, Face, size
-from amp_fx.viz.words import short_dtype
+from amp_fx.viz.style import COLOURS, Border, Face
+from amp_fx.viz.words import cost_text, short_dtype, size
 
 __all__ = ["data", "render"]
 
@@ -81,7 +81,7 @@ def _bars(drawing: Drawing) -> Iterator[str]:
         parts = {"casts": casts, "rest": (cost.moved or casts) - casts}
         bar = (f'<div class="{part}" style="width:{100 * n / most:.4g}%"></div>' for part, n in parts.items())
         yield f'<span>{escape(name)}</span><div class="bar">{"".join(bar)}</div>'
-        yield f'<div class="number">{style.cost_text(cost)}</div>'
+        yield f'<div class="number">{cost_text(cost)}</div>'
 
 
 def _sample(border: Border, fill: str, colour: str) -> str:

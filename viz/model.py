@@ -24,10 +24,8 @@ __all__ = ["Drawable", "drawing"]
 
 #: what autograd adds gradients with
 _SUM = "add.Tensor"
-
 #: in Dynamo's names of buffers
 _BUFFER = "_buffers_"
-
 #: Dynamo's names of a parameter and of an argument: ``l_self_modules_head_parameters_weight_``, ``l_tokens_``
 _GIVEN = re.compile(r"^l_(?:\w+_(?:parameters|buffers)_|kwargs_)?(\w+?)_*$")
 
@@ -36,15 +34,12 @@ _Name = tuple[Any, ...]
 
 
 class Drawable(Protocol):
-    """What a picture is made from; :class:`amp_fx.Report` is one. Pictures are below reports, and know only this."""
+    """What pictures, which are below reports, know of one; more of it in :class:`amp_fx.reports.report.Report`."""
 
     plans: list[Plan]
     title: str
-    #: graph -> call -> error of the gradient that rounding adds, None for an overflow; empty where none was measured
     sensitivities: dict[str, dict[str, float | None]]
-    #: what that is: a key of :data:`amp_fx.viz.style.MEASURED`
     measured: str
-    #: casts by module, of what is compared
     modules: list[ModuleCasts]
 
     def compared(self) -> Mapping[str, Cost]:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from amp_fx.plans.plan import CastPlan, Cost
+from amp_fx.plans.plan import CastPlan
 from amp_fx.viz.graph import Drawing, Graph, Group, Marked, Node
-from amp_fx.viz.words import short_dtype
+from amp_fx.viz.words import short_dtype, size
 
-__all__ = ["CLASSES", "COLOURS", "DTYPES", "HEAT", "MEASURED", "Border", "Face", "cast_lines", "cost_text"]
-__all__ += ["group_face", "is_hot", "kernel_bytes", "legend", "measured", "node_face", "per_cent", "size"]
+__all__ = ["CLASSES", "COLOURS", "DTYPES", "HEAT", "MEASURED", "Border", "Face", "cast_lines", "group_face"]
+__all__ += ["is_hot", "kernel_bytes", "legend", "measured", "node_face"]
 
 #: name -> in a light window, in a dark one. The first are fills by compute dtype: low precision is dark, fp32 light, so
 #: that they differ in print, too; ``on-`` is text on these. Casts to a narrower and to a wider dtype are Okabe-Ito's
@@ -43,7 +43,6 @@ COLOURS = {
 }
 
 DTYPES = ("int8", "float8_e4m3fn", "bfloat16", "float16", "float32")
-
 #: fill colours by what rounding a call adds to the error of the gradient, or by how far its result is off: (below,
 #: colour). Lightness tells them apart, too. The first is for what was not measured
 HEAT = ((0.0, "#eeeeee"), (1e-4, "#fff7e0"), (1e-3, "#fdd9a0"), (1e-2, "#fbaa6c"), (math.inf, "#ef7350"))
@@ -159,28 +158,6 @@ def measured(error: float | None, what: str) -> tuple[str, int]:
     if error is None:
         return MEASURED[what][1], len(HEAT) - 1
     return f"{what} {error:.0e}", next(place for place, (limit, _) in enumerate(HEAT) if error < limit)
-
-
-def size(nbytes: int) -> str:
-    """``"1.05 MB"``."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}"
-    return f"{nbytes} B"
-
-
-def per_cent(part: float, whole: float) -> str:
-    """``"15 %"``; one digit more below ten."""
-    share = 100 * part / whole if whole else 0.0
-    return f"{share:.{int(0 < share < 9.95)}f}\N{NO-BREAK SPACE}%"
-
-
-def cost_text(cost: Cost) -> str:
-    """``"57 cast kernels of 115 casts, 2.79 MB of 14 MB"``."""
-    if not cost.moved or cost.kernel_bytes is None:
-        return f"{cost.casts} casts, {size(cost.cast_bytes)}"
-    moved = f"{size(cost.kernel_bytes)} of {size(cost.moved)}, {per_cent(cost.kernel_bytes, cost.moved)}"
-    return f"{cost.kernels} cast kernels of {cost.casts} casts move {moved}"
 
 
 def kernel_bytes(casts: Iterable[CastPlan]) -> int:

@@ -10,80 +10,40 @@ import torch
 from amp_fx.errors import PlanError
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.plans.label import Kind, Reason
-from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.plans.plan import Cost, NodePlan, Plan, dtype_name
 
-__all__ = ["because", "more_bytes", "sentence", "short_dtype", "summary"]
+__all__ = ["because", "cost_text", "more_bytes", "per_cent", "sentence", "short_dtype", "size", "summary"]
 
 #: dtype -> what casts and boxes call it; the others have their own name
 _SHORT = {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-
-_TO_THE_ERROR = "to the error"
-
-#: one for each kind, with the names of its values
-_SENTENCES = {
-    Kind.ELEMENT: "an element of its producer's result",
-    Kind.NOT_ATEN: "not an ATen op: left as traced",
-    Kind.NOT_FLOATING: "no floating tensor that autocast may re-type",
-    Kind.SUBCLASS: "takes a tensor subclass, which has its own dtype",
-    Kind.CAST: "the program's own cast",
-    Kind.NAMES_DTYPE: "the program names the dtype of the result",
-    Kind.OWN_DTYPES: "returns each argument in its own dtype",
-    Kind.REGION: "inside torch.autocast(enabled=False)",
-    Kind.LOW_ALREADY: "already low as the program wrote it",
-    Kind.WRITES: "writes in place: runs in the dtype of what it writes to",
-    Kind.GRADIENT: "{of}: reads {dtypes}, as the forward left it",
-    Kind.RULE: "user rule {rule}",
-    Kind.WIDE_RESULT: "the fp32 sum is its result, not rounded to {low}",
-    Kind.NO_WIDE_RESULT: "in fp32: {device} has no kernel for {op} that reads {low} and returns fp32",
-    Kind.PRODUCTS: "two products around a softmax in fp32: {why}",
-    Kind.FLASH: "flash kernel: {why}",
-    Kind.LISTED: "{why}",
-    Kind.UNLISTED: "not on the op lists: left as traced",
-    Kind.NO_MATMUL: "no matrix product in these shapes: autocast casts nothing",
-    Kind.LOW_IO: "policy fast: fp32 inside the kernel, low in and out",
-    Kind.SCALAR_RANGE: "scalar-range: {constant:g} is beyond {low}",
-    Kind.TINY_EPS: "tiny-eps: {eps:g} is below {low}'s smallest normal number",
-    Kind.EXP_SUM: "exp-sum: exponentials that are summed need fp32's range and digits",
-    Kind.POSITIONS: "positions: integers beyond 256 are not exact in a 16-bit dtype",
-    Kind.NO_KERNEL: "no-kernel: oneDNN has no LSTM in {low} for this CPU",
-    Kind.SHARED_STORAGE: "a view of a storage that is written to or visible outside",
-    Kind.WEIGHT_RANGE: "{weight} has values beyond the range of {low}",
-    Kind.CASTS_COST_MORE: "in fp32 because casting would cost more than {low} saves on this device",
-    Kind.CHEAPER: "cut: cheaper in {dtype}, same values",
-    Kind.NO_DEARER: "cut: no dearer in fp32",
-    Kind.STORED_LOW: "policy fast: stored in {low}",
-    Kind.ROUNDED_AT_ONCE: "policy fast: rounded at once to {low}",
-    Kind.ROUNDING_ADDS: f"sensitivity: rounding adds {{error:.1e}} {_TO_THE_ERROR}",
-    Kind.ROUNDING_WOULD_ADD: f"sensitivity: rounding would add {{error:.1e}} {_TO_THE_ERROR}",
-    Kind.ROUNDING_ADDS_UP_TO: f"sensitivity: rounding adds up to {{error:.1e}} {_TO_THE_ERROR}",
-    Kind.ROUNDING_OVERFLOWS: f"sensitivity: rounding overflows, and adds infinitely much {_TO_THE_ERROR}",
-    Kind.LEVEL: "{policy}, {level}",
-    Kind.LEVEL_PLANNED: "{policy}, {level}, as the plan has it",
-    Kind.LEVEL_ADDS: f"{{policy}}, {{level}}, adds {{error:.1e}} {_TO_THE_ERROR}",
-    Kind.LEVEL_WOULD_ADD: f"{{low}}, {{policy}} would add {{error:.1e}} {_TO_THE_ERROR}",
-    Kind.LEVEL_DEARER: "converting would cost more than {policy} saves on this device",
-    Kind.LEVEL_OVER_BUDGET: "{policy} would cost more time or error than the budget allows",
-    Kind.PLANNED_LOW: "low, as the plan has it",
-    Kind.OTHER_DEVICE: "it does not run on {device}",
-    Kind.UNKNOWN_ROWS: "{level} has no scales for a number of rows that is not known",
-    Kind.NO_COPY: "{level} multiplies by weights of which copies are kept",
-    Kind.NO_SCALE: "its scale was not measured",
-    Kind.NOT_A_PRODUCT: "{level} has no convolutions",
-    Kind.NOT_A_WEIGHT: "{policy} multiplies by weights",
-    Kind.NO_ROWS: "it has no rows",
-    Kind.FEW_ROWS: "{level} multiplies {fewest} rows or more",
-    Kind.INDIVISIBLE: "{grain} does not divide its sizes {sizes}",
-    Kind.UNEVEN_BLOCKS: "{block} does not divide the {contracted} that it contracts",
-    Kind.LAST_LINEAR: "the last linear stays in the low dtype",
-    Kind.WEIGHT_GRADIENT: "{level} leaves gradients of weights in the low dtype",
-    Kind.STORED_TABLE: "the table is stored in {dtype}, its rows are widened",
-}
 
 
 def short_dtype(dtype: torch.dtype | str) -> str:
     """``"bf16"`` for ``"bfloat16"``."""
     name = dtype if isinstance(dtype, str) else dtype_name(dtype)
     return _SHORT.get(name, name)
+
+
+def size(nbytes: int, form: str = ".3g") -> str:
+    """``"1.05 MB"``."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:{form}} {name}"
+    return f"{nbytes} B"
+
+
+def per_cent(part: float, whole: float) -> str:
+    """``"15 %"``; one digit more below ten."""
+    share = 100 * part / whole if whole else 0.0
+    return f"{share:.{int(0 < share < 9.95)}f}\N{NO-BREAK SPACE}%"
+
+
+def cost_text(cost: Cost) -> str:
+    """``"57 cast kernels of 115 casts, 2.79 MB of 14 MB"``."""
+    if not cost.moved or cost.kernel_bytes is None:
+        return f"{cost.casts} casts, {size(cost.cast_bytes)}"
+    moved = f"{size(cost.kernel_bytes)} of {size(cost.moved)}, {per_cent(cost.kernel_bytes, cost.moved)}"
+    return f"{cost.kernels} cast kernels of {cost.casts} casts move {moved}"
 
 
 def because(row: NodePlan) -> str:
@@ -97,7 +57,7 @@ def because(row: NodePlan) -> str:
 def sentence(reason: Reason) -> str:
     """One reason; of a matmul that a plan has below 16 bits and that stays low, that, too."""
     try:
-        text = _SENTENCES[reason.kind].format(**reason.values)
+        text = reason.kind.sentence.format(**reason.values)
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(
             f"reason {reason.kind.value!r} in the plan has no value {error}, or one of another form; make a new plan."

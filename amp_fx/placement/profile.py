@@ -53,8 +53,6 @@ _KEYS = {
 
 _FORMAT = "amp_fx device profile"
 _VERSION = 1
-#: bytes; a profile has about 400
-_MAX_FILE = 64 * 1024
 
 
 class ProfileError(AmpFxError, ValueError):
@@ -158,7 +156,7 @@ class DeviceProfile:
         Raises:
             ProfileError: the file cannot be read, or is not a device profile.
         """
-        return read_object(path, "a device profile", cls.from_dict, ProfileError, most=_MAX_FILE)
+        return read_object(path, "a device profile", cls.from_dict, ProfileError)
 
 
 def _short(value: object) -> str:

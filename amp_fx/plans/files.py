@@ -21,11 +21,10 @@ import torch
 from amp_fx.errors import AmpFxError, did_you_mean
 from amp_fx.state import cache_results
 
-__all__ = ["SchemaError", "as_data", "decode", "dtype_name", "in_words", "parse_object", "read_object"]
-__all__ += ["write_bytes", "write_text"]
+__all__ = ["SchemaError", "as_data", "decode", "decode_file", "dtype_name", "in_words", "parse_object"]
+__all__ += ["read_object", "write_bytes", "write_text"]
 
 T = TypeVar("T")
-
 #: bytes that a file may have; plans and reports have about 600 a call, sensitivity files a kilobyte
 _MAX_FILE = 256 * 1024 * 1024
 
@@ -63,19 +62,17 @@ def read_object(
     read: Callable[[dict[str, Any]], T],
     error: type[AmpFxError],
     how: str = "",
-    most: int | None = None,
 ) -> T:
-    """What ``read`` makes of the object in a JSON file, which has at most ``most`` bytes; ``error`` where that fails.
+    """What ``read`` makes of the object in a JSON file; ``error`` where that fails.
 
     Messages say ``what`` it should be, ``"a plan"``, and ``how`` to write such a file, in a sentence.
     """
     name = f"{what.removeprefix('a ')} {os.fspath(path)!r}"
-    most = most or _MAX_FILE
     try:
         with open(path, "rb") as file:
-            data = file.read(most + 1)
-        if len(data) > most:
-            raise AmpFxError(f"has more than {most} bytes.")
+            data = file.read(_MAX_FILE + 1)
+        if len(data) > _MAX_FILE:
+            raise AmpFxError(f"has more than {_MAX_FILE} bytes.")
         return read(parse_object(data.decode(), what))
     except OSError as caught:
         raise error(f"{in_words(caught)} {how}".rstrip()) from caught
@@ -126,6 +123,23 @@ def as_data(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_data(item) for item in value]
     return value
+
+
+def decode_file(
+    cls: type[T], data: Mapping[str, Any], error: type[AmpFxError], header: Mapping[str, Any], *needed: str
+) -> T:
+    """A dataclass of the object in a file, which has a header and these fields; ``error`` where that is not so."""
+    what, values = cls.__name__.lower(), dict(data)
+    found = {key: values.pop(key, None) for key in header}
+    if found != header:
+        raise error(f"not a {what} of this amp_fx: it has {found}, not {header}. Make a new {what}.")
+    missing = next((name for name in needed if name not in values), None)
+    if missing is not None:
+        raise error(f"not a {what}: {what}.{missing} is missing.")
+    try:
+        return decode(cls, values, what)
+    except SchemaError as caught:
+        raise error(f"not a {what}: {caught}") from caught
 
 
 def decode(hint: type[T], value: object, where: str) -> T:

@@ -18,14 +18,14 @@ import torch
 from amp_fx._torch import nesting_change
 from amp_fx.errors import PlanError
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.plans.files import SchemaError, as_data, decode, dtype_name, parse_object, write_text
+from amp_fx.plans.files import SchemaError, as_data, decode_file, dtype_name, parse_object, write_text
 from amp_fx.plans.label import Kind, Label
 from amp_fx.policy import OpClass
 
 __all__ = ["CastPlan", "CastSum", "Cost", "InputPlan", "ModuleCasts", "NodePlan", "Plan", "dtype_name"]
 
-#: bumped when the JSON form changes incompatibly
-_VERSION = 4
+#: of a file; the version is bumped when the JSON form changes incompatibly
+_HEADER = {"version": 4}
 
 
 @dataclass(kw_only=True)
@@ -49,12 +49,11 @@ class NodePlan(Label):
         dtype: floating dtype of the computation and its result; None for calls without floating tensors.
         takes: how arguments are taken, a value of :class:`amp_fx.plans.label.Takes`.
         own_dtype_slots: arguments that keep a dtype of their own.
-        pinned: dtype that the result must have at once, because others share its storage or a rule says so; else None.
-        levels: of a matmul where a policy below 16 bits has chosen: role (:data:`amp_fx.policy.levels.ROLES`) -> name
-            of the level (:data:`amp_fx.policy.levels.LEVELS`) in which it multiplies, ``{"forward": "rowwise",
-            "gradient of its input": "bfloat16", ...}``; else empty. A plan of training is followed in these, too.
+        pinned: dtype that the result must have at once, because others share its storage or a rule says so.
+        levels: of a matmul where a policy below 16 bits has chosen: role -> the level in which it multiplies,
+            ``{"forward": "rowwise", "gradient of its input": "bfloat16", ...}``.
         scales: of a matmul in int8 whose scales were measured: ``{"input": (scale, zero point)}``, so that a value is
-            ``(byte - zero point) * scale``; else empty, and every row has the scale that it needs.
+            ``(byte - zero point) * scale``; else every row has the scale that it needs.
     """
 
     shape: tuple[int, ...] = ()
@@ -97,12 +96,12 @@ class CastPlan:
         value: node name of what is cast.
         from_dtype: dtype before.
         to_dtype: dtype after.
-        bytes: bytes read and written if the cast is a kernel of its own; symbolic sizes by their hint.
+        bytes: read and written if the cast is a kernel of its own; symbolic sizes by their hint.
         users: names of the nodes that share the cast.
         inserted: True for amp_fx's own casts, False for the program's.
         source: user's source line of the value.
-        kernel: True where Inductor makes a kernel that only casts, False where it fuses the cast into another;
-            None where Inductor was not asked, see :func:`amp_fx.explain`.
+        kernel: True where Inductor makes a kernel that only casts, False where it fuses the cast into another; None
+            where it was not asked.
     """
 
     name: str
@@ -188,16 +187,12 @@ class Plan:
         inputs: tensors that the graph and its bodies are given.
         phase: ``"forward"`` or ``"backward"``.
         graph_break: why Dynamo ended the graph before the program did, or an empty string.
-        autocast: casts and their bytes if torch.autocast had placed them, ``{"casts": 9, "bytes": 640}``;
-            None where that was not asked for.
-        autocast_dtypes: path of a module -> dtype name that torch.autocast would compute it in; empty where that was
-            not asked for.
+        autocast: casts and their bytes if torch.autocast had placed them, ``{"casts": 9, "bytes": 640}``, if asked for.
+        autocast_dtypes: path of a module -> dtype name that torch.autocast would compute it in, if asked for.
         training: True if the graph was to be differentiated.
         profile: name of the device profile that weighed casts against arithmetic, or an empty string.
-        meaning: in words, what a policy below 16 bits means on the device: the level, or why it means autocast; else an
-            empty string.
-        unused_rules: the policy's rules that no call of this graph matches, in the form that a policy has them. Another
-            graph of the program may have such calls.
+        meaning: what a policy below 16 bits means on the device: the level, or why it means autocast.
+        unused_rules: the policy's rules that no call of this graph matches; another graph may have such calls.
     """
 
     graph: str = "graph"
@@ -219,9 +214,8 @@ class Plan:
     @property
     def changed(self) -> bool:
         """True when amp_fx changed anything: an untouched graph is compiled as Dynamo made it."""
-        return any(cast.inserted for cast in self.casts) or any(
-            row.is_because(Kind.PRODUCTS) for row in self.nodes
-        )
+        written = any(row.is_because(Kind.PRODUCTS) for row in self.nodes)
+        return written or any(cast.inserted for cast in self.casts)
 
     @property
     def decides_levels(self) -> bool:
@@ -229,11 +223,7 @@ class Plan:
         return any(row.levels for row in self.nodes)
 
     def node(self, name: str) -> NodePlan:
-        """The plan of one node.
-
-        Raises:
-            KeyError: no such node.
-        """
+        """The plan of one node; KeyError if there is none of that name."""
         return {node.name: node for node in self.nodes}[name]
 
     @property
@@ -272,7 +262,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form; dtypes by name."""
-        return {**as_data(vars(self)), "version": _VERSION}
+        return {**as_data(vars(self)), **_HEADER}
 
     def to_json(self) -> str:
         """The plan as indented JSON text."""
@@ -280,41 +270,17 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Reads what :meth:`to_dict` wrote.
-
-        Raises:
-            PlanError: another version, or a field that is missing, unknown or of another type.
-        """
-        fields = dict(data)
-        version = fields.pop("version", None)
-        if version != _VERSION:
-            raise PlanError(
-                f"plan has version {version!r}; this amp_fx reads version {_VERSION}: make a new plan."
-            )
-        missing = next((key for key in ("nodes", "casts", "inputs") if key not in fields), None)
-        if missing is not None:
-            raise PlanError(f"not a plan: plan.{missing} is missing.")
-        try:
-            return decode(cls, fields, "plan")
-        except SchemaError as error:
-            raise PlanError(f"not a plan: {error}") from error
+        """Reads what :meth:`to_dict` wrote; PlanError names the version or the field that is another."""
+        return decode_file(cls, data, PlanError, _HEADER, "nodes", "casts", "inputs")
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Reads what :meth:`to_json` wrote.
-
-        Raises:
-            PlanError: the text is not JSON or not a plan.
-        """
+        """Reads what :meth:`to_json` wrote; PlanError where it is something else."""
         try:
             return cls.from_dict(parse_object(text, "a plan"))
         except SchemaError as error:
             raise PlanError(str(error)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to a file that ``options={"plan": path}`` replays: all of it, or the old file stays.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes the plan to a file that ``options={"plan": path}`` replays: all of it, or the old file stays."""
         write_text(path, self.to_json() + "\n")

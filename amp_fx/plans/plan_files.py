@@ -42,10 +42,8 @@ Key = tuple[str, str, str, int]
 #: calls that do not compute: what stands for numbers that the program writes, other calls on another device and in an
 #: export
 _NOT_COMPUTING = frozenset({"detach", "detach_", "empty.memory_format", "lift_fresh_copy", "tensor"})
-
 #: copies that an export may lack: they have counterparts where both graphs have them
 _COPIES = frozenset({"contiguous"})
-
 #: nodes that a message names, and lines of each list of a diff
 _SHOWN, _SHOWN_OF_DIFF = 6, 8
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,7 @@ __all__ += ["unused_rules"]
 
 _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 
-_lock = threading.Lock()
+#: told of each plan; Dynamo may compile from any thread, and each of these steps on a list is one
 _listeners: list[Callable[[Plan], object]] = []
 
 
@@ -206,30 +205,25 @@ def _unused_rule(rule: dict[str, str], plans: Sequence[Plan]) -> str:
     return f"policy rule {json.dumps(rule)} matched no call in {where}{'.' if hint else ''}{hint}"
 
 
-# --- who is told: the backend does not know its listeners, and Dynamo may compile from any thread ---
+# --- who is told: the backend does not know its listeners ---
 
 
 @contextlib.contextmanager
 def listen(listener: Callable[[Plan], object]) -> Iterator[None]:
     """Calls ``listener`` with the plan of every graph that this process compiles inside the block."""
-    with _lock:
-        _listeners.append(listener)
+    _listeners.append(listener)
     try:
         yield
     finally:
-        with _lock:
-            _listeners.remove(listener)
+        _listeners.remove(listener)
 
 
 def is_heard() -> bool:
     """True while somebody listens: what only a report needs is worked out then."""
-    with _lock:
-        return bool(_listeners)
+    return bool(_listeners)
 
 
 def publish(plan: Plan) -> None:
     """Gives a finished plan to every listener."""
-    with _lock:
-        listeners = list(_listeners)
-    for listener in listeners:
+    for listener in _listeners:
         listener(plan)

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -23,37 +23,22 @@ import torch.fx as fx
 from amp_fx.errors import PlanError
 from amp_fx.graphs.calls import arguments, tensor_nodes
 from amp_fx.graphs.values import is_eligible
-from amp_fx.plans.files import SchemaError, as_data, decode, read_object, write_text
+from amp_fx.plans.files import as_data, decode_file, read_object, write_text
 from amp_fx.plans.label import SENSITIVITY, Kind, Reason
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.policy.levels import FORWARD
 
-__all__ = [
-    "GRADIENTS",
-    "INPUT",
-    "INSIDE",
-    "MEASURED",
-    "OF",
-    "OUTPUTS",
-    "CallSensitivity",
-    "GraphSensitivity",
-    "ReadSensitivity",
-]
-__all__ += ["Sensitivity", "add_sensitivities", "as_number", "combined", "slots"]
+__all__ = ["GRADIENTS", "INPUT", "INSIDE", "MEASURED", "OF", "OUTPUTS", "CallSensitivity", "GraphSensitivity"]
+__all__ += ["ReadSensitivity", "Sensitivity", "add_sensitivities", "as_number", "combined", "slots"]
 
-T = TypeVar("T")
-
-#: bumped when the JSON form changes incompatibly
-_VERSION = 4
-
+#: of a file; the version is bumped when the JSON form changes incompatibly
+_HEADER = {"format": "amp_fx sensitivity", "version": 4}
 #: what is judged: the gradient of all parameters, or what the model returns
 OF = GRADIENTS, OUTPUTS = "gradients", "outputs"
-
 #: slots of what a kernel of attention rounds inside if it runs low: the probabilities on their way to the values,
 #: scores and their gradient, and the result, from which its backward takes sums
 INSIDE = PROBABILITIES, SCORES, RESULT = "probabilities", "scores", "stored result"
-
 #: what a matmul below 16 bits reads: by scales that it finds in each call, or by one that was measured before
 INPUT, MEASURED = "input", "input by a measured scale"
 
@@ -182,22 +167,12 @@ class Sensitivity:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form."""
-        return {"format": "amp_fx sensitivity", "version": _VERSION, **as_data(vars(self))}
+        return {**_HEADER, **as_data(vars(self))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sensitivity:
         """Reads what :meth:`to_dict` wrote; PlanError where it is something else."""
-        fields = dict(data)
-        found = fields.pop("format", None), fields.pop("version", None)
-        if found != ("amp_fx sensitivity", _VERSION):
-            raise PlanError(
-                f"not a sensitivity file of this amp_fx: format {found[0]!r}, version {found[1]!r}; expected "
-                f"'amp_fx sensitivity', {_VERSION}. Write one with amp_fx.calibrate(...).save('sensitivity.json')."
-            )
-        try:
-            return decode(cls, fields, "sensitivity")
-        except SchemaError as error:
-            raise PlanError(f"not a sensitivity file: {error}") from error
+        return decode_file(cls, data, PlanError, _HEADER)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file that ``options={"policy": {"sensitivity": path}}`` reads, all of it or nothing."""
@@ -217,40 +192,30 @@ class Sensitivity:
 def combined(
     measured: Iterable[Sequence[CallSensitivity]], combine: Callable[[Sequence[float]], float]
 ) -> list[CallSensitivity]:
-    """One row for each call of a graph that was measured several times; what only some have counts as they have it.
-
-    The combined sensitivity is infinite where one of them is.
-    """
-
-    def one(sensitivities: Iterable[float | None]) -> float | None:
-        numbers = [as_number(sensitivity) for sensitivity in sensitivities]
-        return combine(numbers) if math.inf not in numbers else None
-
-    return [
-        CallSensitivity(
-            name,
-            one(call.value for call in calls),
-            one(call.gradient for call in calls),
-            {
-                slot: ReadSensitivity(one(read.value for read in reads), one(read.gradient for read in reads))
-                for slot, reads in _by_key(call.reads.items() for call in calls).items()
-            },
-            {
-                role: {operand: one(found) for operand, found in _by_key(map(dict.items, operands)).items()}
-                for role, operands in _by_key(call.roles.items() for call in calls).items()
-            },
-            # of a model in several states the widest
-            max((call.scales for call in calls), key=lambda scales: scales.get(INPUT, (0.0, 0))),
+    """One row for each call of a graph that was measured several times; what only some have counts as they have it."""
+    by_name: dict[str, list[CallSensitivity]] = {}
+    for call in itertools.chain.from_iterable(measured):
+        by_name.setdefault(call.name, []).append(call)
+    found = []
+    for name, calls in by_name.items():
+        values, gradients, reads, roles = (
+            _combined([getattr(call, what) for call in calls], combine)
+            for what in ("value", "gradient", "reads", "roles")
         )
-        for name, calls in _by_key([(call.name, call) for call in calls] for calls in measured).items()
-    ]
-
-
-def _by_key(rows: Iterable[Iterable[tuple[str, T]]]) -> dict[str, list[T]]:
-    found: dict[str, list[T]] = {}
-    for key, value in itertools.chain.from_iterable(rows):
-        found.setdefault(key, []).append(value)
+        # of a model in several states the widest
+        scales = max((call.scales for call in calls), key=lambda scales: scales.get(INPUT, (0.0, 0)))
+        found.append(CallSensitivity(name, values, gradients, reads, roles, scales))
     return found
+
+
+def _combined(parts: Sequence[Any], combine: Callable[[Sequence[float]], float]) -> Any:
+    """Sensitivities, or mappings to such, from several measurements; infinite where one of them is."""
+    if isinstance(parts[0], ReadSensitivity):
+        return ReadSensitivity(**_combined([vars(part) for part in parts], combine))
+    if isinstance(parts[0], dict):
+        keys = dict.fromkeys(itertools.chain.from_iterable(parts))
+        return {key: _combined([part[key] for part in parts if key in part], combine) for key in keys}
+    return None if None in parts else combine(parts)
 
 
 def as_number(sensitivity: float | None) -> float:

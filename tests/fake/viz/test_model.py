@@ -17,7 +17,8 @@ from amp_fx.reports.report import Report
 from amp_fx.viz import dot
 from amp_fx.viz.graph import Graph, Marked
 from amp_fx.viz.model import drawing
-from amp_fx.viz.style import COLOURS, DTYPES, HEAT, group_face, legend, per_cent
+from amp_fx.viz.style import COLOURS, DTYPES, HEAT, group_face, legend
+from amp_fx.viz.words import per_cent
 from gpt import GPT, GPTConfig
 from graphs import rewrite
 from pictures import HIGH, LOW, blocks, call, cast, chain, parameter

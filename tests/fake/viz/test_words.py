@@ -18,7 +18,7 @@ from torch.func import grad, vmap
 from amp_fx import Plan, PlanError, record
 from amp_fx.placement.devices import builtin
 from amp_fx.plans.label import Kind, Reason
-from amp_fx.viz.words import _SENTENCES, because, more_bytes, sentence, summary
+from amp_fx.viz.words import because, more_bytes, sentence, summary
 from graphs import rewrite
 from small_models import Parts
 
@@ -34,8 +34,8 @@ def line(options: dict[str, Any], model: nn.Module | None = None) -> str:
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_every_kind_of_reason_has_a_sentence_and_says_which_value_it_lacks(kind: Kind) -> None:
-    names = {name for _, name, _, _ in Formatter().parse(_SENTENCES[kind]) if name}
+def test_every_kind_of_reason_says_which_value_it_lacks(kind: Kind) -> None:
+    names = {name for _, name, _, _ in Formatter().parse(kind.sentence) if name}
     values = dict.fromkeys(names, 0.25)
     text = sentence(Reason(kind, values))
     assert text
