@@ -45,11 +45,7 @@ def backend_options(
     dtype: str | torch.dtype | None = None,
     scaler: GradScaler | None = None,
 ) -> dict[str, Any]:
-    """The options of ``torch.compile(backend="amp_fx")`` with a dtype and a scaler's name, checked before it compiles.
-
-    Raises:
-        OptionsError: bad options, or a dtype or scaler given twice and differently.
-    """
+    """The options of ``torch.compile(backend="amp_fx")`` with a dtype and a scaler's name, checked beforehand."""
     merged = dict(options or {})
     for key, value in (("dtype", dtype), ("scaler", scaler.name if scaler is not None else None)):
         if value is None:

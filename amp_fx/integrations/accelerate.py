@@ -1,17 +1,7 @@
 """Accelerate: a plugin that compiles with amp_fx, and a scaler whose skipped steps Accelerate sees.
 
-    accelerator = Accelerator(dynamo_plugin=AmpFxPlugin(options={"policy": "fast"}))
-
-and for float16::
-
-    accelerator = Accelerator(dynamo_plugin=AmpFxPlugin(options={"dtype": "float16", "scaler": "default"}))
-    accelerator.scaler = GradScaler(accelerator.device.type)  # before prepare
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-``mixed_precision`` stays "no": with "fp16" Accelerate wraps the model in torch.autocast and scales by itself.
-
-``Accelerator(dynamo_backend="amp_fx")``, ``accelerate launch --dynamo_backend`` and ``ACCELERATE_DYNAMO_BACKEND`` take
-only the names of Accelerate's own enum (accelerate 1.15, ``DynamoBackend``), so the plugin is the way in.
+``docs/integrations.md`` shows both. With ``mixed_precision="fp16"`` Accelerate would use torch.autocast and
+scale by itself. Its ``dynamo_backend`` takes only names of its own enum (accelerate 1.15), so the plugin is the way in.
 """
 
 from __future__ import annotations
@@ -38,8 +28,7 @@ class AmpFxPlugin(TorchDynamoPlugin):
     """``Accelerator(dynamo_plugin=AmpFxPlugin(options={...}))`` compiles prepared models with amp_fx.
 
     Args are those of ``accelerate.utils.TorchDynamoPlugin``, with what its environment variables set, but for
-    ``backend``, which is "amp_fx". ``options`` are amp_fx's; ``mode`` may be given beside them. Bad options raise
-    OptionsError.
+    ``backend``, which is "amp_fx". ``options`` are amp_fx's; ``mode`` may be given beside them.
     """
 
     def __post_init__(self) -> None:
@@ -79,11 +68,7 @@ def _skip_on_host(optimizer: Any) -> None:
 
 
 def attach(scaler: scaling.GradScaler, optimizer: AcceleratedOptimizer) -> None:
-    """Gives a scaler to an optimizer that was prepared without one.
-
-    Raises:
-        ScalerError: the optimizer has another.
-    """
+    """Gives a scaler to an optimizer that was prepared without one; ScalerError where it has another."""
     if optimizer.scaler is scaler:
         return
     if optimizer.scaler is not None:

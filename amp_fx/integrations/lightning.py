@@ -1,10 +1,4 @@
-"""Lightning and Fabric: precision plugins that leave the precision to amp_fx, and compile with it.
-
-    trainer = lightning.pytorch.Trainer(plugins=[AmpFxPrecision("16-mixed")])
-    trainer.fit(LitModel())
-
-    fabric = lightning.fabric.Fabric(plugins=[AmpFxFabricPrecision("bf16-mixed")])
-    model, optimizer = fabric.setup(model, optimizer)
+"""Lightning and Fabric: plugins that leave the precision to amp_fx, and compile with it; see docs/integrations.md.
 
 ``precision=`` of the Trainer and of Fabric stays unset: its "16-mixed" runs the model under torch.autocast, and scales
 outside of the graphs.
@@ -20,10 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_fx.errors import OptionsError, did_you_mean
 from amp_fx.integrations import backend_options, compile_in_place, needed
 from amp_fx.integrations.metrics import ScalerMetrics
 from amp_fx.scaling import GradScaler
+from amp_fx.settings import one_of
 
 with needed("lightning"):
     from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
@@ -53,15 +47,11 @@ class _AmpFx:
         options: Mapping[str, Any] | None = None,
         compile: bool = True,
     ) -> None:
-        if precision not in _DTYPES:
-            raise OptionsError(
-                f"Unknown precision {precision!r}; valid: {', '.join(map(repr, _DTYPES))}."
-                + did_you_mean(str(precision), _DTYPES)
-            )
+        dtype = _DTYPES[one_of("precision", _DTYPES, precision)]
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if precision == "16-mixed" and scaler is None:
             scaler = GradScaler(device)
-        self.options = backend_options(options, dtype=_DTYPES[precision], scaler=scaler)
+        self.options = backend_options(options, dtype=dtype, scaler=scaler)
         self._compile = compile
         super().__init__(precision, device, scaler)  # pyright: ignore[reportCallIssue]  # of the library's class
 
@@ -106,9 +96,7 @@ class AmpFxFabricPrecision(_AmpFx, FabricMixedPrecision):
         """The data, as it is."""
         return data
 
-    def convert_output(self, data: Any) -> Any:
-        """The data, as it is."""
-        return data
+    convert_output = convert_input
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Compiles a module in place."""

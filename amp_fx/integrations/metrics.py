@@ -1,12 +1,4 @@
-"""A scaler's numbers as metrics: for TensorBoard, and for anything that logs a dict.
-
-metrics = ScalerMetrics(scaler, wandb.run, every=50)  # or accelerator.log, fabric.log_dict, print
-metrics = TensorBoardMetrics(scaler, SummaryWriter(), every=50)
-
-scaler.step(optimizer)
-scaler.update()
-metrics(step)
-"""
+"""A scaler's numbers as metrics: for TensorBoard, and for anything that logs a dict. See docs/integrations.md."""
 
 from __future__ import annotations
 
@@ -27,8 +19,7 @@ class ScalerMetrics:
 
     It logs ``loss_scale``, ``skipped_steps`` (all since the scaler was made) and, if the last step was skipped,
     ``first_nonfinite``: the name of the parameter with inf or nan in its gradient that is nearest to the loss. ``log``
-    has a method ``log(dict)``, or is a function of a dict; anything else raises OptionsError. The scaler is read, never
-    changed. The host waits for the device in the calls that log, and only then.
+    has a method ``log(dict)``, or is a function of a dict. The host waits for the device in the calls that log only.
     """
 
     def __init__(self, scaler: GradScaler, log: Any, *, every: int = 1, prefix: str = "amp_fx/") -> None:
@@ -43,13 +34,11 @@ class ScalerMetrics:
         """Logs, if this is a step to log."""
         if step % self._every:
             return
-        values: dict[str, Any] = {
-            "loss_scale": self._scaler.get_scale(),
-            "skipped_steps": self._scaler.skipped_steps,
-        }
-        if self._scaler.last_found_inf.item():
+        scaler = self._scaler
+        values: dict[str, Any] = {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped_steps}
+        if scaler.last_found_inf.item():
             # none where no graph uses the scaler, or another process found it
-            values.update(zip(["first_nonfinite"], self._scaler.first_nonfinite(), strict=False))
+            values.update(zip(["first_nonfinite"], scaler.first_nonfinite(), strict=False))
         self._log({self._prefix + name: value for name, value in values.items()}, step)
 
     def _log(self, values: dict[str, Any], step: int) -> None:

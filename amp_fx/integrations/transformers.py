@@ -1,14 +1,7 @@
-"""The Trainer of transformers, and what is built on it: TRL's trainers, with or without PEFT.
+"""The Trainer of transformers, and what is built on it: TRL's trainers, with or without PEFT; see docs/integrations.md.
 
-    trainer = Trainer(model, args, train_dataset=data, callbacks=[AmpFxCallback()])
-
-and for float16::
-
-    scaler = amp_fx.GradScaler(args.device.type)
-    callback = AmpFxCallback(dtype="float16", scaler=scaler)
-
-``bf16``, ``fp16`` and ``torch_compile`` of the arguments stay False. Checkpoints have the model's own keys, because it
-is compiled in place. The state of the scaler is in ``trainer_state.json``.
+Checkpoints have the model's own keys, because it is compiled in place. The state of the scaler is in
+``trainer_state.json``.
 """
 
 from __future__ import annotations
@@ -29,7 +22,7 @@ with needed("accelerate"):
     from amp_fx.integrations.accelerate import AmpFxPlugin, attach
 
 with needed("transformers"):
-    from transformers import TrainerCallback, TrainerControl, TrainerState
+    from transformers import TrainerCallback, TrainerState
     from transformers.trainer_callback import ExportableState
 
 __all__ = ["AmpFxCallback", "AmpFxTrainerMixin", "MetricsCallback"]
@@ -55,25 +48,16 @@ class AmpFxCallback(TrainerCallback, ExportableState):
         self.scaler = scaler
         self.options = backend_options(options, dtype=dtype, scaler=self.scaler)
 
-    def on_init_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The Trainer is made: evaluation without training is compiled, too."""
-        self._compile(model)
+        self._compile(kwargs.get("model"))
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Compiles a model that has come later, and hands the scaler to the optimizer."""
-        self._compile(model)
+        self._compile(kwargs.get("model"))
         if self.scaler is None:
             return
+        optimizer = kwargs.get("optimizer")
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise ScalerError(
                 f"The Trainer steps with {type(optimizer).__name__}, which amp_fx's scaler cannot reach; "
@@ -103,11 +87,8 @@ class AmpFxCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into a checkpoint."""
         options = {key: str(value) if key == "dtype" else value for key, value in self.options.items()}
-        name = None if self.scaler is None else self.scaler.name
-        return {
-            "args": {"options": options, "scaler": name},
-            "attributes": {"scaler_state": self.scaler_state},
-        }
+        args = {"options": options, "scaler": None if self.scaler is None else self.scaler.name}
+        return {"args": args, "attributes": {"scaler_state": self.scaler_state}}
 
 
 class AmpFxTrainerMixin:
@@ -127,6 +108,6 @@ class MetricsCallback(TrainerCallback):
     def __init__(self, metrics: ScalerMetrics) -> None:
         self.metrics = metrics
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """After each step of the optimizer, taken or skipped."""
         self.metrics(state.global_step)

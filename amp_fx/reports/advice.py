@@ -23,10 +23,8 @@ __all__ += ["layout_advice", "scaling_advice", "starred", "weight_advice"]
 
 #: the kinds of advice about code that never became a graph, and about a rule that matches nothing
 NOT_COMPILED, UNUSED_RULE = "not compiled", "rule"
-
 #: tensor cores read operands in rows of 16 bytes
 _ALIGNMENT = 8
-
 #: share of a weight that may become zero in fp16 before it is worth a line
 _LOST = 0.01
 
@@ -44,10 +42,8 @@ _GRADIENT = "gradients that are wanted in fp32, and made in 16 bits by a library
 class Advice:
     """One thing worth changing.
 
-    ``kind`` is ``"not compiled"``, ``"rule"``, ``"torch.func"``, ``"dimensions"``, ``"small"``, ``"island"``,
-    ``"weights"``, ``"scaling"``, ``"layout"``, ``"fallback"`` or ``"graph break"``, ``text`` says what was found and
-    where. ``options`` are to be added to ``torch.compile(..., options=...)``; without them, ``remedy`` or ``text`` say
-    what to change in the code.
+    ``text`` says what was found and where. ``options`` are to be added to ``torch.compile(..., options=...)``; without
+    them, ``remedy`` or ``text`` say what to change in the code.
     """
 
     kind: str

@@ -12,7 +12,6 @@ __all__ = ["FORMATS", "Counts", "Format"]
 
 #: exponents counted, first and last: all of fp32, subnormals included
 _FIRST, _LAST = -150, 128
-
 #: loss scales beyond this are no use in fp32 either
 _LARGEST_SCALE = 64
 

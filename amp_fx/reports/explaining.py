@@ -50,13 +50,12 @@ __all__ = ["compiled_graphs", "explain", "progress"]
 #: seconds until the line of :func:`progress` appears
 _PATIENCE = 5.0
 
-#: What Dynamo cannot take, by the beginning of its message, and what to do. Its own hint for recurrent layers is
-#: torch._dynamo.config.allow_rnn, with which Inductor fails on an LSTM in training (torch 2.13, CPU).
-_REMEDIES = {
-    "Attempted to wrap RNN, GRU, or LSTM": (
-        "Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
-    ),
-}
+#: how Dynamo's message about recurrent layers begins, and what to do. Its own hint is torch._dynamo.config.allow_rnn,
+#: with which Inductor fails on an LSTM in training (torch 2.13, CPU)
+_RECURRENT = "Attempted to wrap RNN, GRU, or LSTM"
+_RECURRENT_REMEDY = (
+    "Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
+)
 
 #: one line of the first screen, whole
 _IN_PLACE_REMEDY = (
@@ -77,11 +76,11 @@ def explain(
     sensitivity: Any = None,
     **kwargs: Any,
 ) -> Report:
-    """Says what amp_fx would do to a model, forward and backward, on one call.
+    """Says what amp_fx would do to a model, forward and backward, on one call; every subgraph is in the report.
 
-    Nothing that Inductor generates is run, and the model is not changed: buffers, gradients, attributes and the
-    states of the random generators are what they were. The arguments are not written to. As after
-    ``torch._dynamo.explain``, code compiled earlier in this process is compiled again when it is next called.
+    Nothing that Inductor generates is run, the arguments are not written to, and the model and the states of the
+    random generators are afterwards what they were. As after ``torch._dynamo.explain``, code compiled earlier in this
+    process is compiled again when it is next called.
 
     Args:
         model: a module or a function. What ``torch.compile`` returned is taken as it was before; after
@@ -89,16 +88,11 @@ def explain(
             With a target it may be on the ``meta`` device: then nothing of its size is held in memory.
         *args: of one call. One tuple or mapping is a batch, whose parts are the arguments.
         options: as in ``torch.compile(model, backend="amp_fx", options=...)``.
-        target: a GPU that need not be in this machine, ``"cuda:h100"``; ``amp-fx targets`` lists them. The model is on
-            the CPU or on ``meta``. None: the device that the model is on. What is no string is the model's own
-            argument of that name.
+        target: a GPU that need not be in this machine, ``"cuda:h100"``; ``amp-fx targets`` lists them. None: the device
+            that the model is on. What is no string is the model's own argument of that name.
         sensitivity: what :func:`amp_fx.calibrate` found, or the path of its file: every call's reason says what
-            rounding it costs, and pictures are coloured by it. What is neither is the model's own argument of that
-            name.
+            rounding it costs, and pictures are coloured by it. Anything else is the model's own argument of that name.
         **kwargs: of one call.
-
-    Returns:
-        The report; every subgraph is in it, graph breaks are named, and so is what never becomes a graph.
 
     Raises:
         InputError: the model does not take the arguments.
@@ -183,9 +177,9 @@ def _not_compiled(message: str) -> Advice:
     """Reads a message of Dynamo's: the cause is its first line, hints have lines of their own."""
     lines = [line.strip() for line in message.strip().splitlines()]
     cause = lines[0].rstrip(".")
-    known = [text for start, text in _REMEDIES.items() if cause.startswith(start)]
     hints = [line.removeprefix("Hint: ").rstrip(".") for line in lines if line.startswith("Hint: ")]
-    return Advice(NOT_COMPILED, cause, remedy=[*known, *hints, ""][0])
+    remedy = _RECURRENT_REMEDY if cause.startswith(_RECURRENT) else [*hints, ""][0]
+    return Advice(NOT_COMPILED, cause, remedy=remedy)
 
 
 def _in_place(program: Callable[..., Any]) -> Iterator[Advice]:
@@ -295,13 +289,12 @@ def progress(text: str) -> Iterator[None]:
     start, done = time.monotonic(), threading.Event()
 
     def show() -> None:
-        wait = _PATIENCE
+        wait, end = _PATIENCE, ""
         while not done.wait(wait):
             print(f"\r{text}, {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
-            wait = 1.0
-        if wait == 1.0:
-            # the line goes
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            # at last the line goes
+            wait, end = 1.0, "\r\033[K"
+        print(end, end="", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()

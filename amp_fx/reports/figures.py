@@ -19,9 +19,8 @@ __all__ = ["histogram_figure", "new_figure", "save_figure"]
 
 #: colours that differ in lightness too, for those who do not see them
 _COLOURS = ("#0072b2", "#e69f00")
-#: share of values at the lower end that the axis leaves out
+#: share of the values at an exponent of the lower end up to which the axis leaves it out
 _RARE = 1e-3
-
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3": "fp8 e4m3", "float8_e5m2": "fp8 e5m2"}
 
 
@@ -69,17 +68,11 @@ def histogram_figure(
 
 
 def _axis(series: Sequence[Counts], scale: int) -> range:
-    """The exponents that are shown: all of fp16, and all but the rarest values, as they are and scaled."""
+    """The exponents that are shown: all of fp16, and all but rare small values, as they are and scaled."""
+    found = [(e, n / counts.nonzero) for counts in series for e, n in counts.exponents.items()]
     # below fp16 there is room for the words
-    first, last = FORMATS["float16"].smallest - 6, 16
-    for counts in series:
-        left = counts.nonzero * _RARE
-        for exponent in sorted(counts.exponents):
-            left -= counts.exponents[exponent]
-            if left < 0:
-                first = min(first, exponent)
-                break
-        last = max([last, *counts.exponents])
+    first = min([FORMATS["float16"].smallest - 6, *(e for e, share in found if share > _RARE)])
+    last = max([16, *(e for e, _ in found)])
     return range(first - 1, max(last, min(last + scale, 16)) + 3)
 
 

@@ -1,9 +1,5 @@
 """Gradients and activations by exponent, against the ranges of the low dtypes.
 
-    found = amp_fx.histogram(model, batch, loss)
-    print(found)                  # what becomes zero in fp16, and the loss scale that saves it
-    found.figure().savefig("histogram.png")
-
 This is the plot of Micikevicius et al., "Mixed Precision Training" (2018), figure 3. It is measured in one
 forward and backward of the model as it is, op by op and without amp_fx; numbers need no plotting library.
 """
@@ -43,7 +39,6 @@ KINDS = {
     "weight_gradients": "gradients of parameters",
 }
 _GRADIENTS = ("activation_gradients", "weight_gradients")
-
 #: modules that the text names
 _WORST = 5
 
@@ -98,12 +93,7 @@ class Histogram:
         return as_data({**own, "total": total, "modules": self.modules})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes ``.json``, or the figure as whatever else matplotlib writes: ``.png``, ``.svg``, ``.pdf``.
-
-        Raises:
-            AmpFxError: matplotlib is missing, or does not write that suffix.
-            OSError: the file cannot be written.
-        """
+        """Writes ``.json``, or the figure as whatever else matplotlib writes: ``.png``, ``.svg``, ``.pdf``."""
         path = Path(path)
         if path.suffix.lower() == ".json":
             write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
@@ -122,17 +112,17 @@ def histogram(
 ) -> Histogram:
     """Counts gradients and activations by exponent in one forward and backward of a model.
 
-    The model is run as it is: in the precision of its own weights, op by op. Its gradients, buffers and the
-    random generators are what they were afterwards.
+    The model is run as it is, in the precision of its own weights, op by op, and as it was before it was compiled. It
+    and the random generators are afterwards what they were.
 
     Args:
-        model: a module; one that is compiled is taken as it was before.
+        model: a module.
         batch: a tuple or list of positional arguments, a mapping of keyword arguments, or the only argument.
         loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``.
 
     Raises:
         InputError: the model does not take the batch.
-        AmpFxError: not a module, no tensor with one element as the loss, or one that depends on no parameter.
+        AmpFxError: not a module, or no loss that depends on a parameter.
     """
     program = getattr(model, "_orig_mod", model)
     if not isinstance(program, nn.Module):

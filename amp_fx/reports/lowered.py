@@ -49,10 +49,9 @@ _MOVES = Trait.MOVES, Trait.RESHAPES, Trait.UNCHANGED
 def autocast_backend(options: Mapping[str, Any] | None) -> Callable[..., Callable[..., Any]]:
     """A backend for ``torch.compile`` to compare with: torch.autocast with the results that amp_fx has.
 
-    What users have today differs in two ways that are no merit of either: autocast leaves some outputs in the low
-    dtype, and stock ``torch.compile`` traces the backward under autocast, which rounds more than eager autocast does
-    (pytorch#153044). Both would move fewer bytes for other results. Here outputs have the dtypes of the program, and
-    the backward is traced without autocast. Of the ``options``, the low dtype counts.
+    Autocast itself leaves some outputs in the low dtype, and stock ``torch.compile`` traces the backward under
+    autocast, which rounds more than eager autocast does (pytorch#153044): both would move fewer bytes for other
+    results. Here outputs have the dtypes of the program, and the backward is traced without autocast.
     """
     opts = Options.parse(None, options)
 
@@ -194,13 +193,11 @@ def cast_kernels(lowered: Lowered) -> list[tuple[frozenset[fx.Node], int]]:
 def cost_of(graphs: Iterable[Lowered]) -> Cost:
     """What the casts of some graphs cost."""
     graphs = list(graphs)
-    casts = [
-        cast_bytes(before, after.dtype) for graph in graphs for _, before, after in _conversions(graph.after)
-    ]
+    rows = [row for graph in graphs for row in _conversions(graph.after)]
+    casts = [cast_bytes(before, after.dtype) for _, before, after in rows]
     kernels = [size for graph in graphs for _, size in cast_kernels(graph)]
-    return Cost(
-        len(casts), sum(casts), len(kernels), sum(kernels), sum(graph.bytes_moved for graph in graphs)
-    )
+    moved = sum(graph.bytes_moved for graph in graphs)
+    return Cost(len(casts), sum(casts), len(kernels), sum(kernels), moved)
 
 
 def casts_by_module(
@@ -217,9 +214,7 @@ def casts_by_module(
         if plan.phase == "forward":
             dtypes["torch.autocast"] |= plan.autocast_dtypes
             dtypes["amp_fx"] |= plan.module_dtypes
-    known = {path for found in dtypes.values() for path in found}
-    forward = [graph.lowered for found in graphs.values() for graph in found if graph.phase == "forward"]
-    order = [path for graph in forward for path in map(module_path, _calls(graph.after)) if path in known]
+    order = [path for found in dtypes.values() for path in found]
     # module -> kind of cast -> casts, bytes, kernels, and what these move
     sums: dict[str, dict[tuple[Any, ...], tuple[int, ...]]] = {}
     for name, found in graphs.items():

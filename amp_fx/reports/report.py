@@ -1,10 +1,5 @@
 """The report: what ran in which precision, what the casts cost, and what to change.
 
-    report = amp_fx.explain(model, batch)
-    print(report)               # the first screen
-    print(report.table())       # calls by op and dtype
-    report.save("report.html")  # the picture
-
 A report is plans and a few counts. All it says is worked out from them: numbers here, words in ``text.py``. What is
 compiled inside ``with amp_fx.record()`` has a report, too.
 """
@@ -21,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_fx.errors import AmpFxError, did_you_mean
-from amp_fx.plans.files import SchemaError, as_data, decode, read_object, write_text
+from amp_fx.plans.files import as_data, decode_file, read_object, write_text
 from amp_fx.plans.plan import CastPlan, Cost, InputPlan, ModuleCasts, Plan, dtype_name
 from amp_fx.plans.plan_files import Diff, diff_plans
 from amp_fx.plans.reading import listen
@@ -33,12 +28,10 @@ from amp_fx.viz.words import because
 
 __all__ = ["SUFFIXES", "Recording", "Report", "check_suffix", "record"]
 
-#: bumped when the JSON form changes incompatibly
-_VERSION = 1
-
+#: of a file; the version is bumped when the JSON form changes incompatibly
+_HEADER = {"version": 1}
 #: fields that JSON has as they are
 _SAVED = ("plans", "title", "costs", "notes", "sensitivities", "modules", "device")
-
 #: what :meth:`Report.save` writes
 SUFFIXES = (".html", ".svg", ".png", ".dot", ".json", ".md")
 
@@ -60,15 +53,13 @@ class Report:
     Attributes:
         plans: one per graph; forward graphs, and the backward ones where they are known.
         title: what the report is about.
-        costs: ``"amp_fx"`` and ``"torch.autocast"`` with the same results, forward and backward; empty where only
-            plans are known.
+        costs: ``"amp_fx"`` and ``"torch.autocast"`` with the same results, forward and backward, where they are known.
         notes: advice that plans cannot give: what weights hold, and what never became a graph.
         sensitivities: forward graph -> call -> what rounding the call adds to the relative error of the gradient;
-            None where it overflows. Empty unless sensitivity was given.
+            None where it overflows.
         modules: casts by module, of both that ``costs`` compares, in the order of the program.
         device: type of the device that was planned for, ``"cpu"``; empty where only plans are known.
-        measured: what ``sensitivities`` are: ``"sensitivity"``, or in a comparison ``"error"``, that of the call's
-            own result.
+        measured: ``"sensitivity"``, or where ``sensitivities`` are errors of the call's own result, ``"error"``.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -82,11 +73,7 @@ class Report:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the only forward graph.
-
-        Raises:
-            AmpFxError: there are several, or none.
-        """
+        """The plan of the only forward graph; AmpFxError where there are several, or none."""
         forward = [plan for plan in self.plans if plan.phase == "forward"]
         if len(forward) != 1:
             raise AmpFxError(
@@ -96,11 +83,7 @@ class Report:
         return forward[0]
 
     def why(self, name: str) -> str:
-        """Why a call of the only forward graph computes as it does, in words.
-
-        Raises:
-            KeyError: no such call.
-        """
+        """Why a call of the only forward graph computes as it does, in words; KeyError if there is no such call."""
         return because(self.plan.node(name))
 
     @property
@@ -210,36 +193,22 @@ class Report:
         saved = {name: getattr(self, name) for name in _SAVED}
         if not self.sensitivities:
             del saved["sensitivities"]
-        return as_data({"version": _VERSION, "summary": summary, **saved})
+        return as_data({**_HEADER, "summary": summary, **saved})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        """Reads what :meth:`to_dict` wrote.
-
-        Raises:
-            AmpFxError: another version, or not a report.
-        """
-        if data.get("version") != _VERSION:
-            raise AmpFxError(
-                f"report has version {data.get('version')!r}; this amp_fx reads version {_VERSION}."
-            )
-        missing = next((key for key in ("title", "plans", "costs", "notes") if key not in data), None)
-        if missing is not None:
-            raise SchemaError(f"not a report: report.{missing} is missing.")
+        """Reads what :meth:`to_dict` wrote; AmpFxError where it is something else."""
         # an older report has not all of them
-        return decode(cls, {name: data[name] for name in _SAVED if name in data}, "report")
+        found = {name: data[name] for name in (*_HEADER, *_SAVED) if name in data}
+        return decode_file(cls, found, AmpFxError, _HEADER, "title", "plans", "costs", "notes")
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
-        """Reads a report that :meth:`save` wrote as ``.json``.
-
-        Raises:
-            AmpFxError: the file cannot be read, or holds no report.
-        """
+        """Reads a report that :meth:`save` wrote as ``.json``; AmpFxError where that cannot be read, or is none."""
         return read_object(path, "a report", cls.from_dict, AmpFxError)
 
     def save(self, path: str | Path, *, against: Report | None = None) -> Path:
-        """Writes the report; the suffix says how.
+        """Writes the report, and returns the path; the suffix says how.
 
         Args:
             path: ``.html`` the picture, to be opened in a browser; ``.svg``, ``.png`` and ``.dot`` the picture
@@ -247,16 +216,11 @@ class Report:
                 ``.json`` what :meth:`load` reads; ``.md`` text.
             against: an earlier report: pictures mark what changed since.
 
-        Returns:
-            The path.
-
         Raises:
             AmpFxError: another suffix, Graphviz's ``dot`` is missing for ``.svg`` and ``.png``, or there is no
                 comparison for ``.beside.svg``.
-            OSError: the file cannot be written.
         """
-        path = Path(path)
-        check_suffix(path)
+        check_suffix(path := Path(path))
         suffix = path.suffix.lower()
         if path.name.endswith(beside.SUFFIX):
             write_text(path, self._beside())

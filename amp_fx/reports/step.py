@@ -1,8 +1,4 @@
-"""One measured step of a user's model: what ``calibrate``, ``compare`` and ``histogram`` run, each in its own ways.
-
-A step is a model, a call of it, the way to a loss, and a seed. Parameters, buffers, gradients, attributes and the
-states of the random generators are afterwards what they were.
-"""
+"""One measured step of a user's model, after which that is what it was: ``calibrate``, ``compare``, ``histogram``."""
 
 from __future__ import annotations
 

@@ -12,22 +12,17 @@ import torch
 
 from amp_fx.plans.plan import Cost, InputPlan, Plan, dtype_name
 from amp_fx.reports.advice import NOT_COMPILED, UNUSED_RULE, Advice
-from amp_fx.viz.words import more_bytes
+from amp_fx.viz.words import more_bytes, size
 
 __all__ = ["cost_lines", "findings", "heading", "markdown", "screen", "share_lines", "table", "verdict"]
 
 #: the first screen: lines, and characters in a line where there is no terminal that has fewer
 _LINES, _WIDTH = 25, 118
-
 _BAR = 12
-
 #: a change of traffic that is none
 _SAME = 0.0005
-
 #: what the second column of costs is
 _BASELINE = "autocast made to return the same dtypes, backward traced without it"
-
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def screen(head: Sequence[str], blocks: Sequence[Sequence[str]]) -> str:
@@ -71,51 +66,47 @@ def share_lines(shares: Mapping[str, Mapping[str, float]]) -> list[str]:
     """A line for each dtype, with bars; ``shares`` are those of ``"flops"`` and ``"bytes"``."""
     lines = [f"{'':16}{'FLOPs':>8}{'':{_BAR + 1}}{'bytes of results':>18}"]
     for dtype, share in shares.items():
-        flops, size = (
+        bars = [
             f"{share[kind]:>8.1%} {'#' * round(share[kind] * _BAR):<{_BAR}}" for kind in ("flops", "bytes")
-        )
-        lines.append(f"  {dtype:<14}{flops}{'':10}{size}".rstrip())
+        ]
+        lines.append(f"  {dtype:<14}{bars[0]}{'':10}{bars[1]}".rstrip())
     return lines if len(lines) > 1 else ["no floating computation"]
 
 
 def cost_lines(compared: Mapping[str, Cost], held: Sequence[InputPlan], *, is_measured: bool) -> list[str]:
     """Casts, cast kernels and bytes beside torch.autocast's, as far as they are known; and low copies of weights."""
     lines = [f"{'':30}" + "".join(f"{name:>24}" for name in compared)]
-    for title, count, size in (
+    for title, count, moved in (
         ("casts in the graphs", "casts", "cast_bytes"),
         ("cast kernels after fusion", "kernels", "kernel_bytes"),
         ("bytes moved by all kernels", "", "moved"),
     ):
-        if all(getattr(cost, size) is not None for cost in compared.values()):
-            cells = [
-                (f"{getattr(cost, count)}, " if count else "") + _size(getattr(cost, size))
-                for cost in compared.values()
-            ]
+        cells = [
+            (f"{getattr(cost, count)}, " if count else "") + size(getattr(cost, moved), ".2f")
+            for cost in compared.values()
+            if getattr(cost, moved) is not None
+        ]
+        if len(cells) == len(compared):
             lines.append(f"  {title:<28}" + "".join(f"{cell:>24}" for cell in cells))
     if is_measured and "torch.autocast" in compared:
         lines.append(f"  ({_BASELINE})")
     if held:
         copies = [given for given in held if given.dtype is not torch.float32]
-        kept = f"{len(copies)}, {_size(sum(given.bytes for given in held))}"
+        kept = f"{len(copies)}, {size(sum(given.bytes for given in held), '.2f')}"
         lines.append(f"  {'low copies of weights kept':<28}{kept:>24}")
     return lines
 
 
 def findings(
-    plans: Sequence[Plan],
-    kept: Sequence[str],
-    graph_breaks: Sequence[str],
-    advice: Sequence[Advice],
-    taken: int,
+    plans: Sequence[Plan], kept: Sequence[str], breaks: Sequence[str], advice: Sequence[Advice], taken: int
 ) -> list[list[str]]:
     """What is to be known and done; advice takes the lines that the others and those ``taken`` leave."""
-    counted = Counter(graph_breaks).items()
-    breaks = [f"{times} times {reason}" if times > 1 else reason for reason, times in counted]
+    counted = Counter(breaks).items()
     blocks = [
         _not_compiled(plans, advice),
         _block("cast kernels that are kept", kept, 3),
         _block("unused rules", [row.text for row in advice if row.kind == UNUSED_RULE], 3),
-        _block("graph breaks", breaks, 3),
+        _block("graph breaks", [f"{n} times {why}" if n > 1 else why for why, n in counted], 3),
     ]
     others = [str(row) for row in advice if row.kind not in ("graph break", NOT_COMPILED, UNUSED_RULE)]
     return [*blocks, _block("advice", others, min(4, _LINES - taken - sum(map(len, blocks)) - 1))]
@@ -186,12 +177,6 @@ def _clip(line: str, width: int) -> str:
     end = f"{bracket}{place}" if text.endswith("]") and len(place) < width // 2 else ""
     text = head if end else text
     return f"{text[: width - 4 - len(end)]}...{end}{' ' if options else ''}{options}{rest}"
-
-
-def _size(nbytes: int) -> str:
-    """Three or more digits and a unit: ``"5.63 MB"``."""
-    scaled = next(((nbytes / unit, name) for unit, name in _UNITS if nbytes >= unit), None)
-    return f"{nbytes} B" if scaled is None else f"{scaled[0]:.2f} {scaled[1]}"
 
 
 def _cell(text: str) -> str:
