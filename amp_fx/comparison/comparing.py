@@ -19,26 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_fx._torch import unwrapped_errors
 from amp_fx.calibration.calibrating import loss_scale
-from amp_fx.comparison.comparison import (
-    CallError,
-    Comparison,
-    call_error,
-    call_errors,
-    module_errors,
-    verdict,
-)
-from amp_fx.comparison.judging import Culprit, Distances, distances, findings, remedy
-from amp_fx.comparison.running import (
-    Compiled,
-    Observed,
-    OneByOne,
-    ProgramGraph,
-    without_scaler,
-)
+from amp_fx.comparison.comparison import Comparison, call_errors, culprit_call, module_errors, verdict
+from amp_fx.comparison.judging import Culprit, distances, findings, remedy
+from amp_fx.comparison.running import Compiled, Observed, OneByOne, ProgramGraph, without_scaler
 from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.notices import only_looking
-from amp_fx.plans.plan import Plan, dtype_name
+from amp_fx.plans.plan import dtype_name
 from amp_fx.reports.step import Results, Step, apart, loss_of, relative_error
 from amp_fx.settings import Options
 
@@ -46,10 +33,8 @@ __all__ = ["AGAINST", "compare"]
 
 #: references that have a name
 AGAINST = ("fp32", "autocast", "eager")
-
 #: by which a scaler that finds inf makes its scale smaller, four steps at once
 _BACK_OFF = 16.0
-
 #: by which results may move when values are taken; what rounds otherwise in bf16 moves them less
 _DISTURBED = 0.05
 
@@ -70,17 +55,15 @@ def compare(
 
     The model is compiled as ``torch.compile(model, backend="amp_fx", options=options)`` compiles it, but for random
     numbers, which are those of eager PyTorch (``fallback_random``). Its graphs return the values that go from module
-    to module, too, and their gradients; a run without that says whether it changed a number. At most 16,384 elements of
-    each value are compared, all are searched for inf and nan.
+    to module, too, and their gradients; a run without that says whether it changed a number.
 
-    The model is not changed: parameters, buffers, gradients and the states of the random generators are what they were.
-    Code compiled earlier in this process is compiled again when it is next called.
+    The model and the states of the random generators are afterwards what they were. Code compiled earlier in this
+    process is compiled again when it is next called.
 
     Args:
         model: in the mode that it is used in. One that is compiled, or inside ``DistributedDataParallel``, is taken as
             it was before; of a process group, one process may call this by itself.
-        *batch: arguments of the model; or one batch as :func:`amp_fx.calibrate` takes it: a tuple or list of positional
-            arguments, or a mapping of keyword arguments.
+        *batch: arguments of the model, or one batch as :func:`amp_fx.calibrate` takes it.
         loss: what the model returns -> 0-d tensor. None: the model returns the loss, or has it in ``.loss``; where it
             has none, only results are compared, in the grad mode of the caller.
         against: what to compare with. ``"fp32"``: the same graphs op by op, and nothing is rounded, whatever autocast
@@ -110,7 +93,7 @@ def compare(
     first_scale = 1.0 if step.of_outputs else loss_scale(scale, low, asked.scaler or "default")
     setting = _Setting(step, dynamic, options or {}, against, first_scale, scale is None)
     with only_looking(), unwrapped_errors(AmpFxError):
-        first = _at_boundaries(setting)
+        first = _Boundaries(setting)
         culprit, call, mended, every, calls_disturbance = first.culprit, None, {}, (), 0.0
         if culprit is not None or calls:
             with apart():
@@ -118,9 +101,13 @@ def compare(
                 if culprit is not None:
                     mended = remedy(culprit, setting.options, traced, reference, first.scale)
                     run = traced.run_with(setting.opts, first.scale)
-                    call = _culprit_call(culprit, first.plans, distances(run, reference))
+                    call = culprit_call(culprit, first.plans, distances(run, reference))
             if calls:
-                every, calls_disturbance = _of_calls(setting, first, traced.graphs, reference)
+                with apart():
+                    compiled = setting.compiled(setting.opts, traced.graphs)
+                    run = compiled.run(first.scale)
+                every = call_errors(compiled.plans, distances(run, reference))
+                calls_disturbance = relative_error(run.results, first.unobserved)
     not_finite = [each.module for each in first.findings if math.isinf(each.error)]
     if call is not None and math.isinf(call.error):
         not_finite.append(call.module)
@@ -136,13 +123,13 @@ def compare(
         culprit=None if culprit is None else culprit.module,
         culprit_call=call,
         healthy=culprit is None and not moved and not not_finite,
-        verdict=verdict(culprit, call, first.not_finite, moved, of_outputs=step.of_outputs),
+        verdict=verdict(culprit, call, first.not_finite, moved, step.of_outputs),
         remedy=mended,
         result_error=first.result_error,
         disturbance=first.disturbance,
         calls_disturbance=calls_disturbance,
         loss_scale=first.scale,
-        left_out=first.left_out,
+        left_out=tuple(first.left_out),
         plans=tuple(first.plans),
         errors={
             plan.graph: {
@@ -156,11 +143,7 @@ def compare(
 
 
 def _step(
-    model: object,
-    batch: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[[Any], Tensor] | None,
-    seed: int,
+    model: object, batch: Any, kwargs: dict[str, Any], loss: Callable[[Any], Tensor] | None, seed: int
 ) -> Step:
     """The model and its call, which is tried once: it says whether there is a loss."""
     module = getattr(model, "_orig_mod", model)
@@ -238,24 +221,51 @@ class _Setting:
             return self.step.results(program, scale)
 
 
-@dataclass(frozen=True)
 class _Boundaries:
-    """What was found between modules, and of the results of a run of which nothing is observed."""
+    """Compares reference and run between modules, and the results of a run of which nothing is observed."""
 
-    graphs: list[ProgramGraph]
-    plans: list[Plan]
-    found: Distances
-    #: the values in order of execution, then their gradients
-    findings: list[Culprit]
-    #: of the loss, with which gradients are finite, if any
-    scale: float
-    result_error: float
-    #: by how much observing has moved the results
-    disturbance: float
-    #: graphs that are not compared, and why
-    left_out: tuple[str, ...]
-    #: results that are not finite where those of the reference are
-    not_finite: list[str]
+    def __init__(self, setting: _Setting) -> None:
+        with apart():
+            traced, reference = setting.traced(every_call=False)
+        self.graphs, scale = traced.graphs, setting.scale
+        if not self.graphs:
+            raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was compared.")
+        if isinstance(setting.against, Mapping):
+            with apart():
+                reference = setting.compiled(without_scaler(setting.against), self.graphs).run(scale)
+        with apart():
+            compiled = setting.compiled(setting.opts, self.graphs)
+            run = compiled.run(scale)
+            while setting.adapts and scale > 1 and _overflows(run):
+                scale /= _BACK_OFF
+                run = compiled.run(scale)
+        #: the loss scale with which gradients are finite, if any
+        self.scale, self.plans = scale, compiled.plans
+        if len(self.plans) != len(self.graphs):
+            raise AmpFxError(
+                f"Dynamo made {len(self.graphs)} graphs of the model, and of an equal call {len(self.plans)}: "
+                "nothing can be compared. The model should do the same twice: keep no state outside it."
+            )
+        self.found = distances(run, reference)
+        #: the values in order of execution, then their gradients
+        self.findings = list(findings(self.plans, self.found))
+        self.unobserved, exact = setting.unobserved(scale), reference.results
+        self.result_error = relative_error(self.unobserved, exact)
+        #: by how much observing has moved the results
+        self.disturbance = relative_error(run.results, self.unobserved)
+        observed = {graph for graph, _ in self.found}
+        #: graphs that are not compared, and why
+        self.left_out = traced.left_out + [
+            f"graph {plan.graph}: it is not rewritten, and hands out nothing"
+            for number, (plan, graph) in enumerate(zip(self.plans, self.graphs, strict=True))
+            if graph.results and number not in observed
+        ]
+        #: results that are not finite where those of the reference are
+        self.not_finite = [
+            name
+            for name, each in self.unobserved.items()
+            if not _is_finite(each) and (name not in exact or _is_finite(exact[name]))
+        ]
 
     @property
     def culprit(self) -> Culprit | None:
@@ -264,76 +274,6 @@ class _Boundaries:
         first = [each for each in wrong if math.isinf(each.error)][:1]
         results = [each for each in wrong if each.of == "result"]
         return max(first or results or wrong, key=lambda each: each.growth, default=None)
-
-
-def _at_boundaries(setting: _Setting) -> _Boundaries:
-    """Compares reference and run, and the run once more without observing anything."""
-    scale = setting.scale
-    with apart():
-        traced, reference = setting.traced(every_call=False)
-    if not traced.graphs:
-        raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was compared.")
-    if isinstance(setting.against, Mapping):
-        with apart():
-            reference = setting.compiled(without_scaler(setting.against), traced.graphs).run(scale)
-    with apart():
-        compiled = setting.compiled(setting.opts, traced.graphs)
-        run = compiled.run(scale)
-        while setting.adapts and scale > 1 and _overflows(run):
-            scale /= _BACK_OFF
-            run = compiled.run(scale)
-    if len(compiled.plans) != len(traced.graphs):
-        raise AmpFxError(
-            f"Dynamo made {len(traced.graphs)} graphs of the model, and of an equal call {len(compiled.plans)}: "
-            "nothing can be compared. The model should do the same twice: keep no state outside it."
-        )
-    plain = setting.unobserved(scale)
-    found = distances(run, reference)
-    observed = {graph for graph, _ in found}
-    silent = [
-        f"graph {plan.graph}: it is not rewritten, and hands out nothing"
-        for number, plan in enumerate(compiled.plans)
-        if traced.graphs[number].results and number not in observed
-    ]
-    exact = reference.results
-    return _Boundaries(
-        graphs=traced.graphs,
-        plans=compiled.plans,
-        found=found,
-        findings=list(findings(compiled.plans, found)),
-        scale=scale,
-        result_error=relative_error(plain, exact),
-        disturbance=relative_error(run.results, plain),
-        left_out=(*traced.left_out, *silent),
-        not_finite=[
-            name
-            for name, each in plain.items()
-            if not _is_finite(each) and (name not in exact or _is_finite(exact[name]))
-        ],
-    )
-
-
-def _of_calls(
-    setting: _Setting, first: _Boundaries, graphs: Sequence[ProgramGraph], reference: Observed
-) -> tuple[tuple[CallError, ...], float]:
-    """Every call of the compiled run with its error, and by how much observing all of them has moved the results."""
-    with apart():
-        compiled = setting.compiled(setting.opts, graphs)
-        run = compiled.run(first.scale)
-    rows = call_errors(compiled.plans, distances(run, reference))
-    return rows, relative_error(run.results, setting.unobserved(first.scale))
-
-
-def _culprit_call(culprit: Culprit, plans: Sequence[Plan], found: Distances) -> CallError | None:
-    """The call that is the first not to be finite, or at which the error grows most; none where a gradient is wrong."""
-    here = culprit.graph, culprit.module, "result"
-    inside = [each for each in findings(plans, found) if (each.graph, each.module, each.of) == here]
-    first = [each for each in inside if math.isinf(each.error)][:1]
-    call = max(first or inside, key=lambda each: each.growth, default=None)
-    rows = {row.name: row for row in plans[culprit.graph].nodes}
-    if culprit.of != "result" or call is None or call.value not in rows:
-        return None
-    return call_error(rows[call.value], found[call.graph, call.value])
 
 
 def _is_finite(value: Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from amp_fx.comparison.judging import Culprit, Distance, Distances
+from amp_fx.comparison.judging import Culprit, Distance, Distances, findings
 from amp_fx.comparison.running import ProgramGraph
 from amp_fx.graphs.calls import short_source
 from amp_fx.plans.files import as_data, write_text
@@ -22,11 +22,18 @@ from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 from amp_fx.reports.report import Report
 from amp_fx.viz.words import short_dtype
 
-__all__ = ["CallError", "Comparison", "ModuleError", "call_error", "call_errors", "module_errors", "verdict"]
+__all__ = [
+    "CallError",
+    "Comparison",
+    "ModuleError",
+    "call_errors",
+    "culprit_call",
+    "module_errors",
+    "verdict",
+]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
-
 _WIDTH, _ROWS = 80, 10
 
 _NO_RULE = (
@@ -90,8 +97,7 @@ class Comparison:
         worst: the modules, largest error of result or gradient first.
         calls: every call, likewise, of a run that returns the results of all; empty unless asked for.
         first_nonfinite: path of the module that computes the first value, or else the first gradient, with an inf or
-            nan that the reference has not; None where all are finite. What only the culprit has inside counts, too,
-            as a run op by op finds it.
+            nan that the reference has not; None where all are finite.
         culprit: path of the module at which the error grows, or that is the first to leave what is finite; None where
             nothing is wrong.
         culprit_call: in that module, of a run op by op; None where a gradient is wrong, or nothing.
@@ -100,8 +106,7 @@ class Comparison:
         remedy: options that mend it, found by running the model op by op with them; empty where none are known.
         result_error: relative L2 error of the gradients of all parameters, or without a loss of what the model returns,
             in a run of which nothing is observed.
-        disturbance: how far the results of the run are from those of one of which nothing is observed; 0.0 where
-            taking the values changed no number.
+        disturbance: by how much taking the values has moved these results.
         calls_disturbance: the same of the run that returns the result of every call.
         loss_scale: at which gradients were computed.
         left_out: graphs that are not compared, and why.
@@ -164,12 +169,7 @@ class Comparison:
         return json.dumps(self.to_dict(), indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes ``.json``, or the graphs coloured by error as ``.html``, ``.svg``, ``.png`` or ``.dot``.
-
-        Raises:
-            AmpFxError: another suffix, or Graphviz's ``dot`` is missing for ``.svg`` and ``.png``.
-            OSError: the file cannot be written.
-        """
+        """Writes ``.json``, or the graphs coloured by error as ``.html``, ``.svg``, ``.png`` or ``.dot``."""
         path = Path(path)
         if path.suffix.lower() == ".json":
             write_text(path, self.to_json() + "\n")
@@ -235,11 +235,22 @@ def call_errors(plans: Sequence[Plan], found: Distances) -> tuple[CallError, ...
     """The calls whose results were observed, largest error first."""
     calls = {(number, row.name): row for number, plan in enumerate(plans) for row in plan.nodes}
     ranked = sorted(found.items(), key=lambda item: -item[1].worst)
-    return tuple(call_error(calls[key], here) for key, here in ranked if key in calls)
+    return tuple(_call_error(calls[key], here) for key, here in ranked if key in calls)
 
 
-def call_error(row: NodePlan, here: Distance) -> CallError:
-    """A call of a plan with its error."""
+def culprit_call(culprit: Culprit, plans: Sequence[Plan], found: Distances) -> CallError | None:
+    """The call that is the first not to be finite, or at which the error grows most; none where a gradient is wrong."""
+    here = culprit.graph, culprit.module, "result"
+    inside = [each for each in findings(plans, found) if (each.graph, each.module, each.of) == here]
+    first = [each for each in inside if math.isinf(each.error)][:1]
+    call = max(first or inside, key=lambda each: each.growth, default=None)
+    rows = {row.name: row for row in plans[culprit.graph].nodes}
+    if culprit.of != "result" or call is None or call.value not in rows:
+        return None
+    return _call_error(rows[call.value], found[call.graph, call.value])
+
+
+def _call_error(row: NodePlan, here: Distance) -> CallError:
     return CallError(
         row.name, row.op, row.module_path, row.source, _precision(row), here.error, here.gradient_error
     )
@@ -250,12 +261,7 @@ def _precision(row: NodePlan | None) -> str:
 
 
 def verdict(
-    culprit: Culprit | None,
-    call: CallError | None,
-    not_finite: Sequence[str],
-    moved: float,
-    *,
-    of_outputs: bool,
+    culprit: Culprit | None, call: CallError | None, not_finite: Sequence[str], moved: float, of_outputs: bool
 ) -> str:
     """What is wrong, in one sentence: at a call of the culprit, in results, or because observing ``moved`` these."""
     if culprit is None and not_finite and of_outputs:

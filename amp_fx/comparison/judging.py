@@ -3,11 +3,10 @@
 A value is computed from others that were taken, by calls of which some round. It is expected to have the largest error
 of those others, and what the calls round: the unit roundoff of the lowest precision among them, times the root of one
 more than their matmuls, since what follows a matmul is one kernel, and roundings have no sign in common. A gradient is
-computed by the calls that read the value, from the gradients of their results, and from values whose errors are in it,
-too.
+computed by the calls that read the value, from the gradients of their results, and from values whose errors are in it.
 
-What has many times the error that is expected stands out. Cancellation does it (a variance as E[x^2] - E[x]^2), a
-function that magnifies (a softmax of numbers far from zero), or a range that is left.
+What has many times the error that is expected stands out: by cancellation (a variance as E[x^2] - E[x]^2), a function
+that magnifies (a softmax of numbers far from zero), or a range that is left.
 """
 
 from __future__ import annotations
@@ -33,22 +32,16 @@ __all__ = ["Culprit", "Distance", "Distances", "distances", "findings", "remedy"
 #: times the error that is expected from which on a value, and a gradient, stands out: of models that train well, values
 #: were at most at 1.5, gradients at 77 where they cancel
 _TIMES, _TIMES_GRADIENT = 4.0, 16.0
-
 #: error below which nothing stands out
 _LEAST, _LEAST_GRADIENT = 1e-2, 0.1
-
 #: weight, of the largest, below which a gradient is of no account: where all of it cancels, what is left is rounding
 _WEIGHS = 1e-3
-
 #: share of a gradient in fp16 from which on what became zero is a fault of its own
 _LOST = 0.01
-
 #: share of the error that a remedy may leave where it does not mend all of it
 _LEFT = 0.2
-
 #: share of the error that a run op by op has to have, too
 _SEEN = 0.3
-
 #: modules that feed what stands out, each tried by itself
 _FEEDS = 3
 
@@ -57,12 +50,9 @@ _FEEDS = 3
 class Distance:
     """One value of a run beside that of the reference, in the worst call of its graph.
 
-    Attributes:
-        error: relative L2 error; infinite where it has inf or nan that the reference has not, or both have nan.
-        gradient_error: of its gradient; None where that was not observed.
-        lost: share of the gradient's elements that are zero, of those that are not in the reference.
-        weight: norm of the value times that of its gradient, in the reference: how much it matters for the loss.
-        single: True for one number.
+    A relative L2 error is infinite where there is inf or nan that the reference has not, or both have nan. ``lost`` is
+    the share of the gradient's elements that are zero, of those that are not in the reference, ``weight`` the norm of
+    the value times that of its gradient: how much it matters for the loss. ``single`` is True for one number.
     """
 
     error: float
@@ -123,18 +113,11 @@ def _error(found: Sample, exact: Sample) -> float:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A value that stands out.
+    """The result of a call, or its gradient, with its error and how much of that is expected.
 
-    Attributes:
-        graph: number of the graph.
-        value: name of its call.
-        of: ``"result"`` or ``"gradient"``.
-        module: that computes it: of a gradient, the one that reads the value.
-        error: relative L2 error; infinite where it is not finite.
-        expected: what explains of that.
-        lost: share of a gradient in fp16 that has become zero.
-        weighs: False for a gradient that hardly matters for the loss, and for one number, such as a loss near zero.
-        feeds: modules that compute in a low dtype what it is computed from.
+    ``module`` computes it: of a gradient, the one that reads the value. ``lost`` is the share of a gradient in fp16
+    that has become zero; ``weighs`` is False for a gradient that hardly matters for the loss, and for one number, such
+    as a loss near zero; ``feeds`` are modules that compute in a low dtype what it is computed from.
     """
 
     graph: int
@@ -257,13 +240,10 @@ class _Graph:
 
 def _rounded(calls: Sequence[NodePlan]) -> float:
     """What calls round together; what follows one matmul up to the next is one kernel."""
-    units = [_unit(call.computed) for call in calls if call.computed is not None and not call.is_passage]
+    dtypes = {call.computed for call in calls if call.computed is not None and not call.is_passage}
+    # the largest relative error of one rounding, in int8 too
+    units = [torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 2.0**-7 for dtype in dtypes]
     return max(units, default=0.0) * math.sqrt(1 + sum(call.flops > 0 for call in calls))
-
-
-def _unit(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding."""
-    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 2.0**-7
 
 
 def remedy(

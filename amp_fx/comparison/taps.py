@@ -1,14 +1,8 @@
 """Extra results of a graph: the values that one module hands to another, and their gradients.
 
-Before::
+``relu(linear(x))`` becomes::
 
     linear = torch.ops.aten.linear.default(x, weight, bias)                 # bf16
-    relu = torch.ops.aten.relu.default(linear)
-    return (relu,)
-
-After::
-
-    linear = torch.ops.aten.linear.default(x, weight, bias)
     add = torch.ops.aten.add.Tensor(linear, amp_fx_zero_0)                  # its gradient is that of linear
     detach = torch.ops.aten.detach.default(add)
     to = torch.ops.aten.to.dtype(detach, torch.float32)
@@ -87,16 +81,13 @@ def _around(path: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Taps:
-    """What a graph takes and returns besides the program's own.
+    """What a graph takes and returns besides the program's own."""
 
-    Attributes:
-        values: names of the values that it returns; of each a sample in fp32, flat, and the largest magnitude, 0-d.
-        zeros: name of a value with a gradient -> the fake input that is added to it.
-        inputs: fake values of the program's own inputs.
-    """
-
+    #: names of the values that it returns, of each a :class:`Sample`
     values: tuple[str, ...]
+    #: name of a value with a gradient -> the fake input that is added to it
     zeros: dict[str, FakeTensor]
+    #: fake values of the program's own inputs
     inputs: tuple[Any, ...]
 
     def make_zeros(self, args: Sequence[Any]) -> dict[str, tuple[Tensor, list[int]]]:
