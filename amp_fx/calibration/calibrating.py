@@ -66,8 +66,8 @@ def calibrate(
     """Measures what each rounding to the low dtype does to the gradient of a model, or to what it returns.
 
     One forward, backward and, of gradients, double backward per batch, in the precision of the model's weights. The
-    model is not changed: parameters, buffers, gradients and the states of the random generators are what they were.
-    Code compiled earlier in this process is compiled again when it is next called.
+    model and the states of the random generators are afterwards what they were. Code compiled earlier in this process
+    is compiled again when it is next called.
 
     Args:
         model: fp32, in the mode it is trained in; a checkpoint that has been trained for a while, since sensitivities
@@ -79,15 +79,13 @@ def calibrate(
             what is judged is the relative L2 error of the floating tensors that the model returns, each weighing the
             same. A function: what the model returns -> those of them that count.
         dtype: the low dtype, as in ``options=`` of the backend.
-        profile: rates by which time is counted: a :class:`DeviceProfile`, or as in ``options=`` of the backend.
+        profile: rates by which time is counted, as in ``options=`` of the backend.
         target: a GPU to plan for, ``"cuda:h100"``, which need not be in this machine: its rates and its op lists count,
             and what its kernels round. The model is on the CPU, and compiled steps are checked there.
-        scale: loss scale of fp16; None: that of the :class:`amp_fx.GradScaler` named "default" if there is one, else
-            65536, where such a scaler starts.
+        scale: loss scale of fp16; None: that of the :class:`amp_fx.GradScaler` named "default", or 65536.
         policy: base list and rules; rules hold, whatever is measured. With base ``"fp8"``, what each matmul of linears
-            would cost in fp8 is measured, too, forward and both gradients each by itself; with ``"int8"``, which is
-            about outputs, what it would cost in int8.
-        fp8: how policy fp8 scales, as in ``options=`` of the backend; ``"auto"`` is that of the device or target.
+            would cost in fp8 is measured, too; with ``"int8"``, which is about outputs, what it would cost in int8.
+        fp8: how policy fp8 scales, as in ``options=`` of the backend.
         probes: vectors of random signs per batch, each a double backward; the gradient's own direction is one more.
             More of them, or more batches, make the numbers surer where few values decide, as in a classifier's head.
         seed: of the random signs, and of random numbers that the step itself draws, as for dropout.
@@ -214,15 +212,7 @@ class _Graphs:
             tracer = Tracer()
             tracer(gm, example_inputs)
             (traced,) = tracer.graphs
-            graph = TargetGraph(
-                traced.gm,
-                {},
-                traced.name,
-                self._training,
-                traced=traced,
-                process=self._process,
-                low=self._low,
-            )
+            graph = TargetGraph(traced, self._training, self._process, self._low)
             outline = graph.outline(self._opts)
             outline.graph_break = measured.graph_break
             if moved := moved_nodes(measured, outline):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from amp_fx.calibration.cuts import NEVER, Cuts, Placed
 from amp_fx.calibration.frontier import CalibratedPlan, Point, blame_lines, save_frontier
 from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
-from amp_fx.errors import OptionsError, did_you_mean
+from amp_fx.errors import OptionsError
 from amp_fx.placement.level_cost import multiplies
 from amp_fx.placement.priced import Choice
 from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME
@@ -24,16 +24,14 @@ from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import LEVELS
 from amp_fx.reports.step import Step
-from amp_fx.settings import Options
+from amp_fx.settings import Options, one_of
 
 __all__ = ["Calibration"]
 
 #: corners of the frontier that are shown
 _CORNERS = 12
-
 #: times of the squared error of scales that are found in each call, that a measured one may add
 _MORE = math.inf, 4.0, 1.0
-
 #: plans that are compiled to find one that keeps its budget
 _TRIES = 3
 
@@ -69,12 +67,8 @@ class Calibration:
             early, late = (amp_fx.calibrate(load(path), batches) for path in paths)
             plan = amp_fx.Calibration.worst(early, late).plan()
 
-        Args:
-            *calibrations: of one program, at least one, with the same low dtype; profile, target and rules are those of
-                the last. Plans are checked in each state that is a module of its own.
-
-        Raises:
-            PlanError: they are not of one program; names what differs.
+        They are of one program, with the same low dtype, else PlanError; profile, target and rules are those of the
+        last. Plans are checked in each state that is a module of its own.
         """
         if not calibrations:
             raise OptionsError("worst takes at least one calibration; got none.")
@@ -150,25 +144,18 @@ class Calibration:
     def frontier(self, minimise: str = TIME) -> list[Point]:
         """Placements that no other beats in both cost and error, by cost, with autocast, fast and fp32 among them.
 
-        And fp8, where that was measured: what the policy would choose by itself.
-
-        Args:
-            minimise: the cost, as in :meth:`plan`.
+        And fp8, where that was measured: what the policy would choose by itself. ``minimise`` is as in :meth:`plan`.
         """
-        corners = [self._point(each) for each in self._usual.corners(_CORNERS, _aim(minimise))]
-        points = [*corners, *self._known.values()]
-        by_bytes = minimise == BYTES or not self._cuts.is_timed
+        aim = one_of("minimise", MINIMISED, minimise)
+        points = [*map(self._point, self._usual.corners(_CORNERS, aim)), *self._known.values()]
+        by_bytes = aim == BYTES or not self._cuts.is_timed
         return sorted(points, key=lambda point: point.bytes_moved if by_bytes else point.time or 0.0)
 
     def predict(self, plan: object) -> float:
         """The relative L2 error that a plan would have, of the gradient or of the outputs.
 
-        Args:
-            plan: a :class:`Plan`, a list of them, what :meth:`plan` returned, or the path of a plan file.
-
-        Raises:
-            OptionsError: it is no plan.
-            PlanError: it is not about this model; the message names what has moved.
+        ``plan`` is a :class:`Plan`, a list of them, what :meth:`plan` returned, or the path of a plan file. PlanError
+        where it is not about this model: the message names what has moved.
         """
         plans = Options.parse(None, {"plan": plan}).plan or ()
         return self._predicted([*plans]).error
@@ -192,9 +179,9 @@ class Calibration:
             time: seconds of a step or call; the plan of least error within them.
             minimise: ``"time"`` by the device profile, or ``"bytes"``, what kernels read and write. Without a profile,
                 time is bytes and, for arithmetic, those that an H100 moves meanwhile.
-            verify: run one compiled step or call of the plan against fp32 (fp64 where that fits). A plan
-                that misses its budget by more than 1.3 times gives way to the next on the frontier. Where equal steps
-                have other gradients each time, nothing can be checked, and the plan says so (``unverified``).
+            verify: run one compiled step or call of the plan against fp32 (fp64 where that fits). A plan that misses
+                its budget by more than 1.3 times gives way to the next on the frontier. Where equal steps give other
+                results, nothing can be checked, and the plan says so (``unverified``).
 
         Raises:
             OptionsError: more than one limit, one that is no positive number, another aim; or fp8 that cannot be
@@ -211,16 +198,16 @@ class Calibration:
                 f"a {device} does not multiply in {level!r}, so that no compiled step can check a plan; give "
                 "verify=False."
             )
-        within = functools.partial(self._within, aim=_aim(minimise))
+        aim = one_of("minimise", MINIMISED, minimise)
         with torch.enable_grad():
             if time is not None:
-                return self._finish(self._within_time(_positive("time", time)), None, verify, within)
+                return self._finish(self._within_time(_positive("time", time)), None, verify, aim)
             if error is not None:
                 limit = _positive("error", error)
             else:
                 factor = 1.0 if budget in (None, "autocast") else _positive("budget", budget)
                 limit = factor * self.autocast_error
-            return self._finish(within(limit**2), limit, verify, within)
+            return self._finish(self._within(limit**2, aim), limit, verify, aim)
 
     def _within_time(self, time: float) -> Choice[Placed]:
         if not self._cuts.is_timed:
@@ -229,13 +216,8 @@ class Calibration:
         fitting = [corner for corner in corners if corner.time * 1e-12 <= time]
         return min(fitting, key=lambda corner: corner.sensitivity) if fitting else corners[0]
 
-    def _finish(
-        self,
-        chosen: Choice[Placed],
-        limit: float | None,
-        verify: bool,
-        within: Callable[[float], Choice[Placed]],
-    ) -> CalibratedPlan:
+    def _finish(self, chosen: Choice[Placed], limit: float | None, verify: bool, aim: str) -> CalibratedPlan:
+        """The plan of a placement, or of a stricter one where a compiled step misses the limit."""
         tried: list[tuple[float, float]] = []
         while True:
             point = self._point(chosen)
@@ -252,7 +234,7 @@ class Calibration:
             if limit is None or self._verifier.keeps(measured, limit, self.autocast_error):
                 return found
             tried.append((point.error, measured))
-            stricter = within(chosen.sensitivity * min(0.5, (limit / measured) ** 2))
+            stricter = self._within(chosen.sensitivity * min(0.5, (limit / measured) ** 2), aim)
             if len(tried) == _TRIES or stricter.sensitivity >= chosen.sensitivity:
                 return found
             chosen = stricter
@@ -265,27 +247,13 @@ class Calibration:
         return "\n".join(blame_lines(self.sensitivity, self._cuts.blame(), self._known, below))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes ``.json``, the sensitivity, or the frontier as ``.png``, ``.svg``, ``.pdf`` or ``.html``.
-
-        Raises:
-            AmpFxError: matplotlib is missing, or does not write that suffix.
-            OSError: the file cannot be written.
-        """
+        """Writes ``.json``, the sensitivity, or the frontier as ``.png``, ``.svg``, ``.pdf`` or ``.html``."""
         path = Path(path)
         if path.suffix.lower() == ".json":
             self.sensitivity.save(path)
         else:
             save_frontier(self.frontier(), self.sensitivity.model, str(self), path)
         return path
-
-
-def _aim(minimise: str) -> str:
-    if minimise not in MINIMISED:
-        raise OptionsError(
-            f"minimise must be {' or '.join(map(repr, MINIMISED))}; got {minimise!r}."
-            + did_you_mean(str(minimise), MINIMISED)
-        )
-    return minimise
 
 
 def _positive(name: str, value: object) -> float:

@@ -188,11 +188,7 @@ class Cuts:
         return Choice(first.time + below.time, first.sensitivity + below.sensitivity, placed)
 
     def placed(self, plans: Sequence[Plan]) -> Placed:
-        """What plans have low, and below 16 bits.
-
-        Raises:
-            PlanError: the plans are not of this model, or have what was not measured.
-        """
+        """What plans have low, and below 16 bits; PlanError where they are of another model, or have more than that."""
         labels: list[Labels] = []
         below: list[Labels] = []
         for parts, found in zip(self._priced, self._sensitivity.graphs, strict=True):

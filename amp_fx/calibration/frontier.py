@@ -28,7 +28,6 @@ __all__ = ["CalibratedPlan", "Point", "blame_lines", "save_frontier"]
 
 #: roundings that are listed; and of each kind where a level below 16 bits was measured, too
 _SHOWN, _SHOWN_EACH = 12, 7
-
 #: above it a prediction says only that the error is large
 _LARGE = 5e-2
 
@@ -92,11 +91,7 @@ class CalibratedPlan:
     unverified: str = ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file that ``options={"plan": path}`` reads.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes the file that ``options={"plan": path}`` reads."""
         Report(self.plans).save(Path(path)) if len(self.plans) > 1 else self.plans[0].save(path)
 
     def __str__(self) -> str:
@@ -116,12 +111,7 @@ class CalibratedPlan:
 
 
 def save_frontier(points: Sequence[Point], title: str, text: str, path: Path) -> None:
-    """Writes the figure of a frontier, or with ``.html`` a page with the figure and the text.
-
-    Raises:
-        AmpFxError: matplotlib is missing, or does not write the path's suffix.
-        OSError: the file cannot be written.
-    """
+    """Writes the figure of a frontier, or with ``.html`` a page with the figure and the text."""
     figure = _frontier_figure(points, title)
     if path.suffix.lower() != ".html":
         save_figure(figure, path, ".json", ".html")
@@ -142,26 +132,24 @@ def _frontier_figure(points: Sequence[Point], title: str) -> Figure:
     axes = figure.subplots()
     timed = all(point.time is not None for point in points)
     scale, unit = (1e3, "ms") if timed else (1e-6, "MB")
-    drawn = [point for point in points if 0 < point.error < math.inf]
-    # an error of zero has no place on a logarithmic axis
-    floor = min((point.error for point in drawn), default=1e-8) / 3
+    errors = [point.error for point in points if 0 < point.error < math.inf]
+    # zero and infinity have no place on a logarithmic axis
+    floor, ceiling = min(errors, default=1e-8) / 3, max(errors, default=1.0) * 2
 
     def at(point: Point) -> tuple[float, float]:
         cost = point.time if point.time is not None else point.bytes_moved
-        return scale * cost, max(point.error, floor)
+        return scale * cost, min(max(point.error, floor), ceiling)
 
     corners = sorted(at(point) for point in points if point.name is None and point.error < math.inf)
     axes.plot(*zip(*corners, strict=True), "o-", color=_LINE, markersize=5, label="calibrated", zorder=2)
     named = [point for point in points if point.name is not None]
     for index, point in enumerate(named):
         colour, mark = _MARKS[point.name or ""]
-        over = math.isinf(point.error)
-        x, y = at(point) if not over else (at(point)[0], max(y for _, y in corners) * 2)
-        name = f"{point.name}: overflows" if over else point.name
-        exact = point.name if point.error else f"{point.name}: no rounding, at the foot of the axis"
+        note = "" if point.error else ": no rounding, at the foot of the axis"
+        label = f"{point.name}: overflows" if math.isinf(point.error) else f"{point.name}{note}"
         # where several are in one place, the ones below show around the ones on top
         above = sum(at(other) == at(point) for other in named[index + 1 :])
-        axes.plot(x, y, mark, color=colour, markersize=9 + 5 * above, label=name if over else exact, zorder=3)
+        axes.plot(*at(point), mark, color=colour, markersize=9 + 5 * above, label=label, zorder=3)
     axes.set_yscale("log")
     what = "time of a step by the device profile" if timed else "memory traffic of a step by the cost model"
     axes.set_xlabel(f"{what} [{unit}]")

@@ -23,13 +23,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.calibration.meter import Key, Meter
 from amp_fx.calibration.operands import attend, convolve, multiply
 from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form
-from amp_fx.graphs.values import is_eligible, is_view, storage_of, written_storages
+from amp_fx.graphs.values import is_eligible, is_view, storage_of, tensors, written_storages
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.sensitivity import slots
 from amp_fx.policy import OpClass
@@ -195,7 +195,7 @@ class _Measured(fx.Interpreter):
 
     def _note(self, n: fx.Node, value: Any) -> Any:
         asked = n.op == "placeholder" or not self._differentiable.isdisjoint(n.all_input_nodes)
-        if asked and any(leaf.requires_grad for leaf in tree_leaves(value) if isinstance(leaf, Tensor)):
+        if asked and any(leaf.requires_grad for leaf in tensors(value)):
             self._differentiable.add(n)
         return value
 

@@ -1,18 +1,11 @@
-"""Adds up what rounding does, at values that are differentiated twice.
+"""Adds up what rounding does, at values that are differentiated twice; ``docs/predictions.md`` has the formula.
 
-With gradients G of all parameters and s = <u, G> / |G| for one vector u of random signs, the gradient of s with
-respect to a value is a, and with respect to the gradient of that value it is b. Rounding errors d of the value and c of
-its gradient then add a^2 d^2 + b^2 c^2 to the squared relative error of G, summed over elements: errors of different
-elements and different values have no sign in common. One double backward gives a and b of all values at once.
-
-Where few numbers decide, as in the head of a classifier, most of the error has the direction of G. Of that direction,
-u = G / |G| tells all without chance; random signs then only stand for what is across it. Together they are surer than
-two vectors of signs.
+Errors of different elements and different values have no sign in common. Where few numbers decide, as in the head of a
+classifier, most of the error has the direction of the gradients G. Of that, u = G / |G| tells all without chance;
+random signs only stand for what is across it. Together they are surer than two vectors of signs.
 
 Of what a model returns there is no second derivative: with outputs y, each divided by its norm, and s = <u, y>, one
-backward gives a of all values, and there are no gradients that could be rounded.
-
-Tensors with many elements are sampled at equal strides.
+backward gives what all values do to s, and there are no gradients that could be rounded.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
 """Matmuls of which every operand is observed: inside attention, where no graph shows them, and below 16 bits.
 
-Fused kernels of attention, FlashAttention and PyTorch's own for CPU, keep scores and sums in fp32, but feed low
-operands to the matmuls inside:
+Fused kernels of attention, FlashAttention and PyTorch's own for CPU, keep scores and sums in fp32. What is low:
 
-1. the probabilities, to that with the values, forward and backward.
-2. the gradient of the scores, to those with queries and keys.
-3. Their backward takes the sum of a row of ``gradient of probability * probability`` from what it is equal to, the sum
-   of ``gradient of result * result``, and reads the result as it was stored.
+1. the probabilities, on their way to the matmul with the values, forward and backward,
+2. the gradient of the scores, on its way to those with queries and keys,
+3. the result as it was stored: the backward takes the sum of a row of ``gradient of probability * probability`` from
+   what it is equal to, the sum of ``gradient of result * result``,
+4. with dropout, for which CPUs have no such kernel, also the scores and the gradient of the probabilities.
 
-With dropout there is no such kernel for CPU. Then each matmul inside is one of its own:
-
-4. it rounds the scores, and the gradient of the probabilities.
-
-A linear has three matmuls: the forward multiplies input and weight, the backward the gradient of the result by the
-weight and by the input. Below 16 bits each of these has a copy of its own, scaled along what it contracts. So the input
+A linear has three matmuls, and below 16 bits each has copies of its own, scaled along what it contracts. So the input
 and the weight have an alias each for forward and backward, and the gradient of the result has one for each of the two
 matmuls that read it: one double backward gives the sensitivity of all six.
 """
@@ -138,13 +133,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        x_back: Tensor,
-        weight_back: Tensor,
-        of: tuple[Meter, Call],
-        by_rows: bool,
+        ctx: Any, x: Tensor, weight: Tensor, x_back: Tensor, weight_back: Tensor, of: Any, by_rows: bool
     ) -> Tensor:
         ctx.save_for_backward(x_back, weight_back)
         ctx.of, ctx.by_rows = of, by_rows

@@ -28,7 +28,6 @@ _KEPT = 16384
 
 #: shares of each extreme that ranges are tried with
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-
 #: a smaller range has no scale whose inverse is a number
 _LEAST = 2.0**-100
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +17,8 @@ from amp_fx._torch import autocast_shield, compile_with_inductor, graph_pass, re
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import Region, ambient_regions
 from amp_fx.graphs.values import graph_device, tensors
-from amp_fx.passes import (
-    OUTLINE,
-    Classify,
-    Constrain,
-    PassContext,
-    PinDtypes,
-    PlaceLevels,
-    run_in_order,
-    run_passes,
-)
-from amp_fx.passes.base import bodies
+from amp_fx.passes import OUTLINE, Classify, Constrain, PassContext, PinDtypes, PlaceLevels, run_passes
+from amp_fx.passes.base import bodies, run_in_order
 from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph, price
 from amp_fx.passes.levels.place_levels import level_problem
 from amp_fx.placement.cut import Problem
@@ -154,16 +145,15 @@ class MeasuredGraph:
         return function(self.gm, self.ambient, *args)
 
 
-@dataclass
 class TargetGraph(MeasuredGraph):
     """The same graph on a GPU, with that device's op lists; the GPU need not be in this machine.
 
     What is done with it is done where :func:`amp_fx.explain` does it: in the process that compiles for the target.
     """
 
-    traced: TracedGraph = field(kw_only=True)
-    process: TargetProcess = field(kw_only=True)
-    low: torch.dtype = field(kw_only=True)
+    def __init__(self, traced: TracedGraph, training: bool, process: TargetProcess, low: torch.dtype) -> None:
+        super().__init__(traced.gm, {}, traced.name, training)
+        self.traced, self.process, self.low = traced, process, low
 
     @property
     def device_type(self) -> str:

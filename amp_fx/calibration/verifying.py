@@ -6,7 +6,8 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,21 +22,25 @@ logger = logging.getLogger(__name__)
 
 #: batches that a plan is checked on; they share one compile
 _MOST_STEPS = 4
-
 #: how far a compiled step may miss its budget
 SLACK = 1.3
-
 #: share of a budget that gradients of equal steps may be apart
 _APART = 0.3
-
 #: what fp32 rounds, in gradients
 _ROUNDING = 1e-5
-
 #: times what fp32 rounds that compiled code, which adds up in another order, may be from fp64
 _ROUNDED_OTHERWISE = 3.0
-
 #: bytes of parameters up to which a copy in fp64 is made
 _MOST_FP64 = 2**30
+
+
+class _Judged(NamedTuple):
+    """A step with what it gives in fp64, if that is known, and in fp32, and how far that of an equal step is apart."""
+
+    step: Step
+    exact: Results | None
+    plain: Results
+    apart: float
 
 
 class Verifier:
@@ -45,11 +50,8 @@ class Verifier:
     """
 
     def __init__(self, steps: Sequence[Step], opts: Options, scale: float) -> None:
-        states: dict[int, list[Step]] = {}
-        for step in steps:
-            states.setdefault(id(step.model), []).append(step)
-        self._states = [_State(found[:_MOST_STEPS], scale) for found in states.values()]
-        self._options = {
+        self._steps, self._scale = steps, scale
+        self._options: dict[str, Any] = {
             "dtype": "auto" if opts.dtype is None else dtype_name(opts.dtype),
             # random numbers as in code that is not compiled
             "fallback_random": True,
@@ -64,7 +66,28 @@ class Verifier:
 
     def compiled(self, options: Mapping[str, object]) -> float:
         """The error with options of the backend: root of the mean square over the batches."""
-        return max(state.error({**self._options, **options}) for state in self._states)
+        return max(self._error(rows, {**self._options, **options}) for rows in self._states)
+
+    def _error(self, rows: Sequence[_Judged], options: dict[str, Any]) -> float:
+        # late: it listens to Dynamo as soon as it is loaded. By its name, the program would seem to have asked for it
+        from amp_fx.backend import amp_fx
+
+        with apart(), only_looking():
+            program = torch.compile(rows[0].step.model, backend=amp_fx, options=options)
+            found = [row.step.results(program, self._scale) for row in rows]
+        pairs = zip(rows, found, strict=True)
+        return math.sqrt(fmean(row.step.error(each, row.exact or row.plain) ** 2 for row, each in pairs))
+
+    @functools.cached_property
+    def _states(self) -> list[list[_Judged]]:
+        """The steps that are run, by state."""
+        states: dict[int, list[_Judged]] = {}
+        for step in self._steps:
+            rows = states.setdefault(id(step.model), [])
+            if len(rows) < _MOST_STEPS:
+                plain = step.results()
+                rows.append(_Judged(step, _exact(step), plain, step.error(step.results(), plain)))
+        return list(states.values())
 
     def keeps(self, measured: float, limit: float, predicted: float) -> bool:
         """True where a compiled step is within 1.3 times its budget.
@@ -89,62 +112,30 @@ class Verifier:
 
         Two equal steps are run. Random numbers of torch, Python and NumPy are the same in both.
         """
-        apart = max(state.apart for state in self._states)
+        apart = max(row.apart for rows in self._states for row in rows)
         return _said(f"two equal steps in float32 have results that are {apart:.1e} apart", apart, limit)
 
     def doubt_compiled(self, limit: float) -> str:
         """The same, from a step that is compiled in float32, beside what float32 itself rounds."""
+        known = [row for rows in self._states for row in rows if row.exact is not None]
+        rounded = max((row.step.error(row.plain, row.exact or {}) for row in known), default=0.0)
         apart = self._fp32
-        if apart <= _ROUNDED_OTHERWISE * max(state.rounded for state in self._states):
+        if apart <= _ROUNDED_OTHERWISE * rounded:
             return ""
         return _said(
             f"a step that is compiled in float32 is {apart:.1e} from the uncompiled one", apart, limit
         )
 
 
-class _State:
-    """A model with the batches that its compiled steps are judged on."""
-
-    def __init__(self, steps: Sequence[Step], scale: float) -> None:
-        self._steps = steps
-        self._scale = scale
-
-    def error(self, options: dict[str, Any]) -> float:
-        # late: it listens to Dynamo as soon as it is loaded. By its name, the program would seem to have asked for it
-        from amp_fx.backend import amp_fx
-
-        with apart(), only_looking():
-            program = torch.compile(self._steps[0].model, backend=amp_fx, options=options)
-            found = [step.results(program, self._scale) for step in self._steps]
-        rows = zip(self._steps, found, self._known, strict=True)
-        squares = [step.error(results, exact or plain) ** 2 for step, results, (exact, plain, _) in rows]
-        return math.sqrt(sum(squares) / len(squares))
-
-    @property
-    def apart(self) -> float:
-        """How far the results of two equal steps in fp32 are apart, at most."""
-        return max(apart for _, _, apart in self._known)
-
-    @property
-    def rounded(self) -> float:
-        """How far results in fp32 are from those in fp64, at most; 0 where these are not known."""
-        rows = zip(self._steps, self._known, strict=True)
-        return max(0.0 if exact is None else step.error(plain, exact) for step, (exact, plain, _) in rows)
-
-    @functools.cached_property
-    def _known(self) -> list[tuple[Results | None, Results, float]]:
-        """What each step gives in fp64, if that is known, and in fp32, and how far that of an equal step is apart."""
-        found = []
-        for step in self._steps:
-            plain, exact = step.results(), None
-            if sum(p.numel() * p.element_size() for p in step.model.parameters()) <= _MOST_FP64:
-                try:
-                    exact = step.exact()
-                except RuntimeError as error:
-                    # the program makes tensors of fp32 itself
-                    logger.debug("the model does not run in float64: %s", error)
-            found.append((exact, plain, step.error(step.results(), plain)))
-        return found
+def _exact(step: Step) -> Results | None:
+    """What a step gives in fp64, where a copy of the model has room and runs."""
+    if sum(p.numel() * p.element_size() for p in step.model.parameters()) <= _MOST_FP64:
+        try:
+            return step.exact()
+        except RuntimeError as error:
+            # the program makes tensors of fp32 itself
+            logger.debug("the model does not run in float64: %s", error)
+    return None
 
 
 def _said(what: str, apart: float, limit: float) -> str:

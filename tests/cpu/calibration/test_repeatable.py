@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.calibration import verifying
+from amp_fx.calibration.verifying import Verifier
 from amp_fx.reports.step import Step
+from amp_fx.settings import Options
 from small_models import Parts
 
 
@@ -72,7 +73,7 @@ def test_a_loss_that_differs_from_run_to_run_is_told_and_nothing_is_compiled(
         return (out - torch.randn(out.shape, generator=generator)).square().mean()
 
     cal = amp_fx.calibrate(net(), X, loss, profile="off")
-    monkeypatch.setattr(verifying._State, "error", lambda *_: pytest.fail("something is compiled"))
+    monkeypatch.setattr(Verifier, "_error", lambda *_: pytest.fail("something is compiled"))
     plan = cal.plan()
     assert plan.measured is None
     assert "two equal steps" in plan.unverified
@@ -86,11 +87,11 @@ def test_compiled_code_that_differs_from_the_program_is_told(monkeypatch: pytest
     cal = amp_fx.calibrate(net(), X, square, profile="off")
     seen: list[Any] = []
 
-    def error(self: object, options: dict[str, Any]) -> float:
+    def error(self: object, rows: object, options: dict[str, Any]) -> float:
         seen.append(options["policy" if "policy" in options else "plan"])
         return 0.6
 
-    monkeypatch.setattr(verifying._State, "error", error)
+    monkeypatch.setattr(Verifier, "_error", error)
     plan = cal.plan()
     assert plan.measured is None
     assert "compiled in float32" in plan.unverified
@@ -107,5 +108,5 @@ def test_a_program_that_does_not_run_in_fp64_is_judged_in_fp32() -> None:
     step = Step(net(given=own), ((X,), {}), square)
     with pytest.raises(RuntimeError, match="dtype"):
         step.exact()
-    state = verifying._State([step], 1.0)
-    assert (state.apart, state.rounded) == (0, 0)
+    ((judged,),) = Verifier([step], Options(), 1.0)._states
+    assert (judged.exact, judged.apart) == (None, 0)

@@ -77,11 +77,11 @@ def test_plans_are_checked_in_each_state_that_is_a_module_of_its_own(
 ) -> None:
     seen: list[int] = []
 
-    def error(self: object, options: object) -> float:
+    def error(self: object, rows: object, options: object) -> float:
         seen.append(len(seen))
         return 1e-3 * len(seen)
 
-    monkeypatch.setattr("amp_fx.calibration.verifying._State.error", error)
+    monkeypatch.setattr(Verifier, "_error", error)
     plan = Calibration.worst(*states).plan(error=1.0)
     assert seen == [0, 1]
     assert plan.measured == 2e-3
