@@ -6,12 +6,11 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 import amp_fx
 from amp_fx._torch import compile_package
@@ -20,6 +19,7 @@ from amp_fx.cli.report_commands import add_command
 from amp_fx.errors import AmpFxError
 from amp_fx.exporting.converting import CHOICES
 from amp_fx.exporting.onnx_file import need_onnx, write_onnx
+from amp_fx.graphs.values import tensors
 from amp_fx.placement.devices import builtin
 from amp_fx.placement.measuring import measure
 from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
@@ -172,9 +172,7 @@ def export(args: argparse.Namespace) -> None:
 def _batch_shapes(loaded: Loaded) -> torch.export.ShapesCollection:
     """Dimension 0 of every tensor input is dynamic; inputs that are equal there stay so."""
     shapes = torch.export.ShapesCollection()
-    for value in tree_leaves((loaded.args, loaded.kwargs)):
-        if not isinstance(value, torch.Tensor) or value.ndim == 0:
-            continue
+    for value in (each for each in tensors((loaded.args, loaded.kwargs)) if each.ndim):
         if value.shape[0] < 2:
             # torch.export would take it for a constant
             raise AmpFxError(
@@ -184,9 +182,9 @@ def _batch_shapes(loaded: Loaded) -> torch.export.ShapesCollection:
     return shapes
 
 
-def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _stored_bytes(values: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors, those of tied ones once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in values}
     return sum(storages.values())
 
 
@@ -217,7 +215,7 @@ def profile(args: argparse.Namespace) -> None:
             ("memory", f"{measured.bandwidth / 1e9:.1f} GB/s", f"{table.bandwidth / 1e9:.1f} GB/s"),
             ("kernel launch", f"{measured.launch * 1e6:.1f} us", f"{table.launch * 1e6:.1f} us"),
         ]
-        print("\n".join(_aligned(rows, "<>>")))
+        print("\n".join(f"{name:<22}{here:>36}{there:>36}" for name, here, there in rows))
     if output:
         measured.save(output)
         print(
@@ -257,23 +255,11 @@ def targets(args: argparse.Namespace) -> None:
         ]
         print(json.dumps(facts))
         return
-    rows: list[tuple[str, ...]] = [
-        ("target", "architecture", "SMs", "memory", "bandwidth", "float32", "bfloat16")
-    ]
+    line = "{:<18}{:<14}{:<5}{:<8}{:<11}{:<13}{}".format
+    head = line("target", "architecture", "SMs", "memory", "bandwidth", "float32", "bfloat16")
+    print(paint(head, sys.stdout))
     for target in found:
         gpu = target.gpu
         rates = (f"{rate:.0f} TFLOP/s" for rate in (gpu.float32, gpu.bfloat16))
         memory = f"{gpu.memory} GB", f"{gpu.bandwidth:.0f} GB/s"
-        rows.append((target.name, target.architecture, str(gpu.sms), *memory, *rates))
-    head, *body = _aligned(rows, "<<<<<<<")
-    print("\n".join((paint(head, sys.stdout), *body)))
-
-
-def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Rows as lines, each column to the side that its sign says."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    columns = list(zip(sides, widths, strict=True))
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, (side, width) in zip(row, columns, strict=True)).rstrip()
-        for row in rows
-    ]
+        print(line(target.name, target.architecture, gpu.sms, *memory, *rates))

@@ -17,14 +17,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.errors import AmpFxError, OptionsError, did_you_mean
-from amp_fx.exporting.program import (
-    beyond_range,
-    narrow_ends,
-    new_program,
-    store_low,
-    stored_weights,
-    tied,
-)
+from amp_fx.exporting.program import beyond_range, narrow_ends, new_program, store_low, stored_weights, tied
 from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
@@ -48,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 #: name of the plan inside a saved program
 REPORT_FILE = "amp_fx.json"
-
 #: options that export has and the backend has not -> their values, the default first
 CHOICES = {"weights_beyond_range": ("raise", "clamp", "keep"), "tables": ("tied", "low", "keep")}
 _SHARED_OPTIONS = ("dtype", "policy", "numerics", "profile", "plan", *LEVEL_OPTIONS)
@@ -77,8 +69,7 @@ def export(
 
     Raises:
         InputError: the model does not take the inputs.
-        OptionsError: bad options, or weights beyond the range of the low dtype.
-        CaptureError, PassError: the program cannot be rewritten.
+        OptionsError, CaptureError, PassError: see :func:`convert`.
     """
     opts, own = _parse(options)
     given, named = inputs_of(model, args, kwargs)
@@ -99,15 +90,12 @@ def convert(
         keep_io_dtypes: inputs and outputs of the user keep their dtypes. If False, those that are fp32 are in
             the low dtype; ``module()`` of the program raises :class:`amp_fx.InputError` for others.
         options: ``dtype``, ``policy``, ``plan``, ``fp8``, ``int8`` and ``numerics`` as in ``options=`` of the backend;
-            ``profile`` as well, but ``"off"`` by default, since a program may run on another machine than the one that
-            exports it. With
-            policy ``fp8``, weights of matmuls in fp8 are stored as e4m3 (columns, contracted), and their factors
-            (columns, 1) beside them under the same name with ``_fp8_scale``;
+            ``profile`` as well, but ``"off"`` by default, since the program may run on another machine;
             ``weights_beyond_range``: ``"raise"``, ``"clamp"`` to the largest value, or ``"keep"`` such a weight and
             the ops that read it in fp32;
-            ``tables``: embedding tables are read in fp32. ``"tied"`` rounds one that is also a matmul's weight, as it
-            is stored once; ``"low"`` rounds all of them, for a smaller file; ``"keep"`` rounds none (then a tied
-            weight is stored in fp32 and cast at run time).
+            ``tables``: which embedding tables are rounded: one that is also a matmul's weight (``"tied"``, stored
+            once), all (``"low"``), or none (``"keep"``).
+            Weights in fp8 are stored as e4m3 (columns, contracted), with factors (columns, 1) under ``..._fp8_scale``.
 
     Returns:
         A new program with explicit casts, no autocast and the same signature; ``extra_files`` gives its report.
@@ -120,13 +108,10 @@ def convert(
 
 
 def extra_files(ep: torch.export.ExportedProgram) -> dict[str, str]:
-    """The report of a converted program, for ``extra_files=`` of ``torch.export.save``.
+    """The report of a converted program, for ``extra_files=`` of ``torch.export.save``; AmpFxError where it has none.
 
     Read it back with ``files = {"amp_fx.json": ""}; torch.export.load(path, extra_files=files)`` and
     ``amp_fx.Plan.from_json(files["amp_fx.json"])``.
-
-    Raises:
-        AmpFxError: the program was not made by :func:`export` or :func:`convert`.
     """
     plan = ep.graph_module.meta.get(PLAN_META)
     if plan is None:
@@ -142,12 +127,11 @@ def _parse(options: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
     own = {key: one_of(key, valid, options.get(key, valid[0])) for key, valid in CHOICES.items()}
     shared = {key: value for key, value in options.items() if key not in own}
     valid = sorted((*_SHARED_OPTIONS, *CHOICES, "keep_io_dtypes"))
-    for key in shared:
-        if key not in _SHARED_OPTIONS:
-            raise OptionsError(
-                f"Unknown option {key!r} for export; valid: {', '.join(valid)}. Options of Inductor go to "
-                f"torch._inductor.aoti_compile_and_package.{did_you_mean(str(key), valid)}"
-            )
+    if unknown := [key for key in shared if key not in _SHARED_OPTIONS]:
+        raise OptionsError(
+            f"Unknown option {unknown[0]!r} for export; valid: {', '.join(valid)}. Options of Inductor go to "
+            f"torch._inductor.aoti_compile_and_package.{did_you_mean(unknown[0], valid)}"
+        )
     # a file is for other machines: this one's rates say nothing about them
     parsed = Options.parse(None, {"profile": "off", **shared})
     if parsed.policy.sensitivity is not None:

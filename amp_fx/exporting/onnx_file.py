@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from amp_fx.errors import ExportError, MissingLibraryError
 from amp_fx.exporting.converting import export
 from amp_fx.graphs.batches import inputs_of
+from amp_fx.graphs.values import tensors
 
 __all__ = ["export_onnx", "need_onnx", "write_onnx"]
 
@@ -22,10 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: relative distance of an output from the model's own that no rounding of 16 bits explains
 _FAR = 0.1
-
 #: the first opset in which a convolution takes bf16
 _OPSET_OF_BFLOAT16 = 22
-
 _REMEDY = 'Keep the call in fp32: policy={"rules": [{"module": ..., "precision": "fp32"}]}.'
 
 
@@ -39,22 +37,11 @@ def export_onnx(
     keep_io_dtypes: bool = True,
     **options: Any,
 ) -> torch.export.ExportedProgram:
-    """Writes a model in mixed precision as an ONNX file, with all casts in it, and checks the file.
+    """Writes a model in mixed precision as an ONNX file, with all casts in it; returns the program, once it is checked.
 
     ``onnx.checker`` goes through it in full, types of all values included. Where onnxruntime is installed, the file is
-    run on the CPU beside the model; not with bf16, for which that has no kernels.
-
-    Args:
-        model: usually in evaluation mode, fp32.
-        args: example inputs: a tuple, or one batch as :func:`amp_fx.calibrate` takes it.
-        path: of the file; weights beyond 2 GB are in one more beside it, with ``.data`` behind its name.
-        kwargs: example keyword inputs.
-        dynamic_shapes: as in ``torch.export.export``.
-        keep_io_dtypes: as in :func:`amp_fx.convert`.
-        options: as in :func:`amp_fx.convert`.
-
-    Returns:
-        The program that was written.
+    run on the CPU beside the model; not with bf16, for which that has no kernels. Weights beyond 2 GB are in a file
+    beside it, with ``.data`` behind its name. All other arguments are those of :func:`amp_fx.export`.
 
     Raises:
         MissingLibraryError: onnx or onnxscript is not installed.
@@ -87,13 +74,10 @@ def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -
     import onnx
 
     opset = _OPSET_OF_BFLOAT16 if _has_bfloat16(ep) else None
+    own = {torch.ops.aten._int_mm.default: _int_mm}
     try:
         program = torch.onnx.export(
-            ep,
-            dynamo=True,
-            verbose=False,
-            opset_version=opset,
-            custom_translation_table={torch.ops.aten._int_mm.default: _int_mm},
+            ep, dynamo=True, verbose=False, opset_version=opset, custom_translation_table=own
         )
     except torch.onnx.errors.OnnxExporterError as error:
         raise ExportError(f"torch.onnx.export fails: {str(error).strip()}") from error
@@ -136,26 +120,24 @@ def _compare(
         return
     import onnxruntime
 
-    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     try:
         session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
-        names = [each.name for each in session.get_inputs()]
-        found = session.run(None, {n: v.detach().cpu().numpy() for n, v in zip(names, given, strict=True)})
+        pairs = zip(session.get_inputs(), tensors((args, kwargs)), strict=True)
+        found = session.run(None, {given.name: value.detach().cpu().numpy() for given, value in pairs})
     except Exception as error:  # onnxruntime has a class of its own for each kind
         raise ExportError(f"onnxruntime refuses {os.fspath(path)}: {error}. {_REMEDY}") from error
     with torch.no_grad():
-        wanted = [value for value in tree_leaves(model(*args, **kwargs)) if isinstance(value, torch.Tensor)]
-    for name, value, exact in zip([each.name for each in session.get_outputs()], found, wanted, strict=True):
+        wanted = tensors(model(*args, **kwargs))
+    for output, value, exact in zip(session.get_outputs(), found, wanted, strict=True):
         if exact.is_floating_point():
-            _check_output(name, torch.as_tensor(value).double(), exact.detach().cpu().double())
-
-
-def _check_output(name: str, got: torch.Tensor, exact: torch.Tensor) -> None:
-    far = (got - exact)[exact.isfinite()]
-    if not far.isfinite().all():
-        raise ExportError(f"output {name!r} of the file is not finite where the model's is. {_REMEDY}")
-    norm = exact[exact.isfinite()].norm()
-    if norm and far.norm() > _FAR * norm:
-        raise ExportError(
-            f"output {name!r} of the file is {far.norm() / norm:.2g} from the model's, relative to its size. {_REMEDY}"
-        )
+            true, what = exact.detach().cpu().double(), f"output {output.name!r} of the file"
+            far, norm = (
+                (torch.as_tensor(value).double() - true)[true.isfinite()],
+                true[true.isfinite()].norm(),
+            )
+            if not far.isfinite().all():
+                raise ExportError(f"{what} is not finite where the model's is. {_REMEDY}")
+            if norm and far.norm() > _FAR * norm:
+                raise ExportError(
+                    f"{what} is {far.norm() / norm:.2g} from the model's, relative to its size. {_REMEDY}"
+                )

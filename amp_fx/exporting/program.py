@@ -9,13 +9,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.export.graph_signature import (
-    ExportGraphSignature,
-    InputKind,
-    InputSpec,
-    OutputKind,
-    TensorArgument,
-)
+from torch.export import ExportGraphSignature
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from amp_fx.errors import InputError, OptionsError
@@ -79,9 +74,6 @@ def store_low(
 
     Below 16 bits, a weight's factors are beside it. The inputs of ``gm`` have the dtypes to store, in ``groups`` tied
     weights are together, ``when_beyond`` is the option ``weights_beyond_range``.
-
-    Raises:
-        OptionsError: values that the low dtype cannot hold.
     """
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     scaled = {
@@ -193,18 +185,13 @@ class _LowInputsProgram(torch.export.ExportedProgram):
 
 
 def _check_inputs(
-    names: Collection[Any],
-    examples: Any,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    names: Collection[Any], examples: Any, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     # keyword inputs may come in another order than those of the example
     given = tree_leaves((args, {name: kwargs[name] for name in examples[1] if name in kwargs}))
     for name, example, value in zip(names, tree_leaves(examples), given, strict=False):
-        if not isinstance(value, torch.Tensor) or not isinstance(example, torch.Tensor):
-            continue
-        if value.dtype is not example.dtype and value.is_floating_point():
+        both = isinstance(value, torch.Tensor) and isinstance(example, torch.Tensor)
+        if both and value.dtype is not example.dtype and value.is_floating_point():
             raise InputError(
                 f"input {name!r} has dtype {value.dtype}; this program takes {example.dtype}, because it was exported "
                 f"with keep_io_dtypes=False. Give it {name}.to({example.dtype}), or export with keep_io_dtypes=True."
@@ -276,12 +263,10 @@ def _with_stored(
 
 
 def _own_entry(entry: torch.export.ModuleCallEntry) -> torch.export.ModuleCallEntry:
-    """A copy whose names the new program may change."""
-    if entry.signature is None:
-        return replace(entry)
-    called = replace(
-        entry.signature, inputs=list(entry.signature.inputs), outputs=list(entry.signature.outputs)
-    )
+    """A copy whose names the new program may change; a deep one of tree specs warns."""
+    called = entry.signature
+    if called is not None:
+        called = replace(called, inputs=[*called.inputs], outputs=[*called.outputs])
     return replace(entry, signature=called)
 
 
