@@ -31,6 +31,7 @@ from amp_fx.graphs.keys import LEVEL, PRODUCTS_MARK, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
 from amp_fx.graphs.values import graph_devices
 from amp_fx.passes import (
+    FUSED,
     PARTITIONED,
     Pass,
     PlaceLevels,
@@ -229,8 +230,8 @@ def _hook(stage: Literal["joint", "post_grad"], passes: tuple[Pass, ...], opts: 
 
     def run(gm: fx.GraphModule) -> None:
         run_keyed(gm, passes)
-        if stage == "post_grad":
-            fuse_quantised(gm.graph)
+        if stage == "post_grad" and fuse_quantised(gm.graph):
+            run_keyed(gm, FUSED)
 
     return graph_pass(stage, uuid, run, opts.inductor)
 

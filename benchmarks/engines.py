@@ -54,15 +54,16 @@ def openvino(model: nn.Module, batch: Batch) -> Call:
     return _compiled(_converted(model, batch))
 
 
-def openvino_int8(model: nn.Module, batch: Batch) -> Call:
-    """Quantised by NNCF."""
+def openvino_int8(model: nn.Module, *batches: Batch) -> Call:
+    """Quantised by NNCF, on all batches; they have one size."""
     import nncf  # pyright: ignore[reportMissingImports]
 
     nncf.set_log_level(logging.ERROR)
-    converted = _converted(model, batch)
+    converted = _converted(model, batches[0])
     attends = any(op.get_type_name() == "ScaledDotProductAttention" for op in converted.get_ops())
     kind = nncf.ModelType.TRANSFORMER if attends else None
-    return _compiled(nncf.quantize(converted, nncf.Dataset([_arrays(batch)]), model_type=kind, subset_size=1))
+    data = nncf.Dataset([*map(_arrays, batches)])
+    return _compiled(nncf.quantize(converted, data, model_type=kind, subset_size=len(batches)))
 
 
 def onnxruntime_int8(model: nn.Module, batch: Batch) -> Call:

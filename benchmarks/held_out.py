@@ -1,14 +1,15 @@
-"""What int8 costs and gains on held-out text: a small GPT trained in bf16, from bf16 to all linears in int8.
+"""What int8 costs and gains on held-out data: a small GPT and a small CNN, trained in bf16, from bf16 to all in int8.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.held_out [--steps 1000] [--rounds 15] [--json FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.held_out [--task digits] [--steps 1000] [--rounds 15] [--json FILE]
 
-Each arm is compiled under ``torch.inference_mode``, called on all held-out text, and timed in turn with the others.
+Each arm is compiled under ``torch.inference_mode``, called on all held-out data, and timed in turn with the others.
+NNCF quantises for OpenVINO on the same batches, where both are installed.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import truediv
 from pathlib import Path
@@ -20,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from benchmarks.learning import Text
+from benchmarks import engines
+from benchmarks.arms import arms_for
+from benchmarks.learning import ConvNet, Digits, Text
 from benchmarks.results import arguments, describe, read, write
 from benchmarks.worker import seconds
 from examples.gpt import GPT, GPTConfig
@@ -30,10 +33,13 @@ __all__ = ["Row", "draw", "measure", "read_rows"]
 #: tokens of a sequence, and sequences of a batch in training and of a call
 _CONTEXT, _TRAINED, _CALLED = 64, 16, 8
 
+#: a function of inputs and targets
+Measure = Callable[[Tensor, Tensor], Tensor]
+
 #: errors that are allowed, times torch.autocast's
 _BUDGETS = (1.05, 1.1, 1.2, 1.4)
 
-_ALL_LINEARS = {"base": "int8", "rules": [{"module": ".*", "precision": "int8"}]}
+_ALL = {"base": "int8", "rules": [{"module": ".*", "precision": "int8"}]}
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,10 @@ class Row:
     """One arm.
 
     Attributes:
-        loss: mean over the held-out text, in nats per byte.
-        divergence: Kullback-Leibler, of what fp32 predicts from what the arm does: mean over that text, likewise.
+        loss: mean over the held-out data, in nats for each byte or image.
+        divergence: Kullback-Leibler, of what fp32 predicts from what the arm does: mean over that data, likewise.
         time: of a call, times that of bf16: the median of rounds.
-        in_int8: its linears that run in int8.
+        in_int8: its calls that run in int8, where amp_fx says so.
     """
 
     arm: str
@@ -54,55 +60,99 @@ class Row:
     in_int8: int
 
 
-class Logits(nn.Module):
-    """What is served: takes tokens (batch, length), returns logits (batch, length, vocab)."""
+@dataclass(frozen=True)
+class Task:
+    """What is served.
 
-    def __init__(self, model: GPT) -> None:
+    Attributes:
+        served: takes one tensor, ``inputs``, and returns logits (..., classes).
+        batches: of the data that it was trained on, of the size of a call.
+        mean: of what a function gives for held-out inputs and targets.
+        more: arms beside those of all tasks.
+    """
+
+    served: nn.Module
+    batches: Sequence[Tensor]
+    mean: Callable[[Measure], float]
+    more: Mapping[str, Any]
+
+
+class Logits(nn.Module):
+    """A model that is served."""
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model.logits(tokens)
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.model.logits(inputs)  # type: ignore[operator]  # a method
+        return logits
 
 
-def trained(text: Text, steps: int) -> GPT:
-    """Trained by AdamW, compiled with amp_fx in bf16."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab=256, context=_CONTEXT, layers=4, heads=8, width=512))
+def _trained(model: nn.Module, batch: Callable[[int, int], tuple[Tensor, Tensor]], steps: int) -> nn.Module:
+    """By AdamW, compiled with amp_fx in bf16; served."""
     step = torch.compile(model, backend="amp_fx", options={"profile": "off"})
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     for number in range(steps):
-        step(*text.batch(number, 0)).backward()
+        step(*batch(number, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model
+    return Logits(model).eval()
 
 
-def measure(steps: int, rounds: int) -> list[Row]:
-    """Trains, calibrates on text that was trained on, compiles every arm, and measures them in turn."""
-    text = Text(_CONTEXT, _TRAINED)
-    served = Logits(trained(text, steps)).eval()
-    batches = [text.batch(number, 1)[0][:_CALLED] for number in range(2)]
+def text(steps: int) -> Task:
+    """A GPT on source code."""
+    torch.manual_seed(0)
+    data = Text(_CONTEXT, _TRAINED)
+    model = GPT(GPTConfig(vocab=256, context=_CONTEXT, layers=4, heads=8, width=512))
+    served = _trained(model, data.batch, steps)
+    batches = [data.batch(number, 1)[0][:_CALLED] for number in range(2)]
     cal = amp_fx.calibrate(served, batches, of="outputs", policy="int8")
+    budgets = {f"{budget:g}": {"plan": cal.plan(budget, verify=False)} for budget in _BUDGETS}
+    return Task(served, batches, lambda measure: data.loss(measure, _CALLED), budgets)
+
+
+def digits(steps: int) -> Task:
+    """Three convolutions with BatchNorm on handwritten digits."""
+    torch.manual_seed(0)
+    data = Digits()
+    served = _trained(ConvNet(), data.batch, steps)
+    held_out = data.images[data.is_held_out], data.labels[data.is_held_out]
+    known = data.images[~data.is_held_out]
+    return Task(served, known.split(len(held_out[0]))[:2], lambda measure: float(measure(*held_out)), {})
+
+
+TASKS = {"text": text, "digits": digits}
+
+
+def measure(task: Task, rounds: int) -> list[Row]:
+    """Compiles every arm, and measures them in turn."""
+    served, batches = task.served, task.batches
+    cal = amp_fx.calibrate(served, [*batches], of="outputs", policy=_ALL)
     arms: dict[str, Any] = {
         "bf16": {},
-        **{f"{budget:g}": {"plan": cal.plan(budget, verify=False)} for budget in _BUDGETS},
+        **task.more,
         "int8": {"policy": "int8"},
-        "all linears": {"policy": _ALL_LINEARS},
+        "all": {"policy": _ALL},
+        "measured": {"plan": cal.plan(100, verify=False)},
     }
-    calls: dict[str, Callable[[Tensor], Tensor]] = {}
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        arm: torch.compile(served, backend="amp_fx", options=options) for arm, options in arms.items()
+    }
+    if "openvino_int8" in arms_for("inference", "cpu"):
+        run = engines.openvino_int8(served, *({"inputs": batch} for batch in batches))
+        calls["NNCF"] = lambda inputs: run({"inputs": inputs})
     found: dict[str, tuple[float, float, int]] = {}
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    times: dict[str, list[float]] = {arm: [] for arm in calls}
     # all arms compile one function
     with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=len(arms)):
-        for arm, options in arms.items():
-            calls[arm] = call = torch.compile(served, backend="amp_fx", options=options)
+        for arm, call in calls.items():
             with amp_fx.record() as recording:
-                loss = text.loss(_loss_of(call), _CALLED)
+                loss = task.mean(_loss_of(call))
             nodes = [node for plan in recording.plans for node in plan.nodes]
-            divergence = text.loss(_divergence_of(call, served), _CALLED)
+            divergence = task.mean(_divergence_of(call, served))
             found[arm] = loss, divergence, sum(bool(node.levels_below) for node in nodes)
-        # a tensor of inference mode, as those of the text are
+        # a tensor of inference mode, as those of the data are
         batch = batches[0].clone()
         for _ in range(rounds):
             for arm, call in calls.items():
@@ -113,13 +163,13 @@ def measure(steps: int, rounds: int) -> list[Row]:
     ]
 
 
-def _loss_of(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda tokens, targets: F.cross_entropy(call(tokens).float().flatten(0, 1), targets.flatten())
+def _loss_of(call: Callable[[Tensor], Tensor]) -> Measure:
+    return lambda inputs, targets: F.cross_entropy(call(inputs).float().flatten(0, -2), targets.flatten())
 
 
-def _divergence_of(call: Callable[[Tensor], Tensor], exact: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    def divergence(tokens: Tensor, _: Tensor) -> Tensor:
-        found, wanted = (each(tokens).double().log_softmax(-1).flatten(0, 1) for each in (call, exact))
+def _divergence_of(call: Callable[[Tensor], Tensor], exact: nn.Module) -> Measure:
+    def divergence(inputs: Tensor, _: Tensor) -> Tensor:
+        found, wanted = (each(inputs).double().log_softmax(-1).flatten(0, -2) for each in (call, exact))
         return F.kl_div(found, wanted, reduction="batchmean", log_target=True)
 
     return divergence
@@ -137,8 +187,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(7, 5.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     styles = {
-        True: ("o", "#0072B2", "budget, times autocast's error (linears in int8)"),
-        False: ("s", "#D55E00", "policy (linears in int8)"),
+        True: ("o", "#0072B2", "budget, times autocast's error (calls in int8)"),
+        False: ("s", "#D55E00", "policy, or all calls (those in int8)"),
     }
     for is_budget, (mark, colour, label) in styles.items():
         shown = [row for row in rows if row.arm[0].isdigit() == is_budget]
@@ -161,17 +211,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("benchmarks.held_out", __doc__, device=False)
+    parser.add_argument("--task", choices=TASKS, default="text", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args(argv)
-    rows = measure(args.steps, args.rounds)
+    rows = measure(TASKS[args.task](args.steps), args.rounds)
     for row in rows:
         print(
             f"{row.arm:12}{row.in_int8:4} in int8  loss {row.loss:.5f}  divergence {row.divergence:.1e}  "
             f"time {row.time:.3f}"
         )
     if args.json:
-        write(args.json, {**describe("cpu"), "steps": args.steps}, rows)
+        write(args.json, {**describe("cpu"), "task": args.task, "steps": args.steps}, rows)
     return 0
 
 

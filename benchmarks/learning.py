@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from examples.gpt import GPT, GPTConfig
 
-__all__ = ["TASKS", "Batch", "Task", "Text"]
+__all__ = ["TASKS", "Batch", "ConvNet", "Digits", "Task", "Text"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -82,7 +82,7 @@ class ViT(_Classifier):
         return self.head(self.norm(self.layers(tokens)).mean(1))
 
 
-class _Digits:
+class Digits:
     """scikit-learn's handwritten digits: 1,797 images of 8 x 8; each fifth is held out."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Text:
 
 
 def _digits(model: Callable[[], nn.Module]) -> Task:
-    data = _Digits()
+    data = Digits()
     return Task(model, data.batch, data.accuracy, "accuracy", 1e-3)
 
 

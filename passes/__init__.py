@@ -24,7 +24,6 @@ from amp_fx.passes.forward.place_by_sensitivity import PlaceBySensitivity
 from amp_fx.passes.forward.weights import CacheWeights, FoldWeights, KeepWeights
 from amp_fx.passes.inductor.attend import Attend
 from amp_fx.passes.inductor.casts import (
-    CallPacked,
     KeepStatistics,
     LayOutGradients,
     LayOutWeights,
@@ -32,6 +31,7 @@ from amp_fx.passes.inductor.casts import (
     WriteCasts,
 )
 from amp_fx.passes.inductor.gemm_epilogue import GemmEpilogue
+from amp_fx.passes.inductor.packed import CallPacked, ReadScales
 from amp_fx.passes.inductor.scale_backward import ScaleBackward
 from amp_fx.passes.levels.mark_matmuls import MarkMatmuls
 from amp_fx.passes.levels.place_levels import PlaceLevels
@@ -39,12 +39,12 @@ from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
 from amp_fx.policy.table import device_row
 
 __all__ = [
-    "OUTLINE", "PARTITIONED", "PIPELINE", "Attend", "CacheWeights", "CallPacked", "ChooseAttention", "Classify",
-    "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "InsertCasts", "KeepStatistics",
-    "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext", "PinDtypes",
-    "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "Replay", "ScaleBackward",
-    "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes", "run_in_order", "run_keyed",
-    "run_passes",
+    "FUSED", "OUTLINE", "PARTITIONED", "PIPELINE", "Attend", "CacheWeights", "CallPacked", "ChooseAttention",
+    "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "InsertCasts",
+    "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext",
+    "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
+    "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",
+    "run_in_order", "run_keyed", "run_passes",
 ]  # fmt: skip
 
 #: what a plan is matched with: calls and their classes
@@ -129,3 +129,6 @@ def joint_passes(
 
 #: the passes on each of Inductor's forward, backward and inference graphs, in order
 PARTITIONED: tuple[Pass, ...] = (LayOutWeights(), CallPacked(), WriteCasts())
+
+#: those behind Inductor's own, which have products in int8 do what follows them
+FUSED: tuple[Pass, ...] = (ReadScales(),)

@@ -162,18 +162,19 @@ def _convolution_int8_meta(
     return torch.ops.aten.convolution.default(*args, *given, False, [0, 0], groups)
 
 
-def fuse_quantised(graph: torch.fx.Graph) -> None:
+def fuse_quantised(graph: torch.fx.Graph) -> bool:
     """Has oneDNN's products in int8 do what follows them: activations, additions, and the rounding of what they return.
 
-    Inductor does it where it freezes a graph, in the passes behind those that pack weights.
+    Inductor does it where it freezes a graph, in the passes behind those that pack weights. False if there are none.
     """
     if not any(node.target in (LINEAR_INT8, _onednn.qconv_pointwise.default) for node in graph.nodes):
-        return
+        return False
     from torch._inductor.fx_passes import freezing_patterns
 
     freezing_patterns.lazy_init()
     for patterns in freezing_patterns.pass_patterns[3:]:
         patterns.apply(graph)
+    return True
 
 
 def _run_convolution(*args: Any) -> Tensor:

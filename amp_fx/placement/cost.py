@@ -190,7 +190,7 @@ class CostModel:
         high, fast = (round(1e12 * each) for each in seconds)
         slower = device_row(self.profile.device_type).one_query
         if slower is not None and _is_one_query(node):
-            high, fast = high * slower[0], fast * slower[1]
+            high, fast = high * slower[0], fast * slower[1 + self.training]
         return high + self._packing(node), fast
 
     def nominal_arithmetic(self, node: fx.Node, low: torch.dtype) -> tuple[int, int]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 from amp_fx._torch import StorageRef, modes_disabled, packed_memory, storage_ref
@@ -20,12 +21,14 @@ from amp_fx.errors import WeightsError
 from amp_fx.policy.levels import LEVELS
 from amp_fx.state import cache_results, register
 from amp_fx.weights.changes import Fingerprint, address, addresses_left, forget, storages
-from amp_fx.weights.recipes import Cast, Recipe, Scaled
+from amp_fx.weights.recipes import Cast, Derived, Recipe, Scaled, computed
 
 if TYPE_CHECKING:
     from amp_fx.weights.renewal import Renewal
 
-__all__ = ["CacheEntry", "DerivedInputs", "DerivedTensors", "Input", "WeightCache", "clear", "held_bytes"]
+__all__ = [
+    "CacheEntry", "DerivedInputs", "DerivedTensors", "Input", "WeightCache", "clear", "derivation", "held_bytes",
+]  # fmt: skip
 
 Value = TypeVar("Value")
 
@@ -286,3 +289,33 @@ def _renewal(copies: Sequence[tuple[DerivedTensors, Tensor]], before: CacheEntry
     given = [(weight, derived.tensors, derived.recipe) for derived, weight in copies]
     old = None if before is None else before.renewal
     return old if old is not None and old.places == places_of(given) else Renewal(given)
+
+
+def derivation(gm: fx.GraphModule, wanted: Sequence[Derived]) -> tuple[list[fx.Node], DerivedInputs]:
+    """The weights that values are computed from, and what derives the values from these."""
+    # what follows from the same weights is one recipe
+    groups: dict[tuple[fx.Node, ...], list[Derived]] = {}
+    for each in wanted:
+        groups.setdefault(tuple(_weights_of(each[0])), []).append(each)
+    used = list(dict.fromkeys(weight for weights in groups for weight in weights))
+    recipes = [
+        (computed(gm, weights, wanted), [*map(used.index, weights)]) for weights, wanted in groups.items()
+    ]
+    places = {
+        each: Input(recipe, part)
+        for recipe, group in enumerate(groups.values())
+        for part, each in enumerate(group)
+    }
+    return used, DerivedInputs(recipes, [places[each] for each in wanted])
+
+
+def _weights_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The inputs that a value is computed from, each once."""
+    seen, stack = set[fx.Node](), [node]
+    while stack:
+        if (each := stack.pop()) in seen:
+            continue
+        seen.add(each)
+        if each.op == "placeholder":
+            yield each
+        stack += reversed(each.all_input_nodes)

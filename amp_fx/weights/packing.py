@@ -15,7 +15,7 @@ one for Inductor's caches.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,13 +31,13 @@ from amp_fx._torch import (
     onednn_packs,
     packing,
 )
-from amp_fx.graphs.calls import argument_value, is_cast, is_returned
+from amp_fx.graphs.calls import argument_value, arguments, is_cast, is_returned
 from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import is_view, numel, storage_of, storages_written_in, tensors
-from amp_fx.weights.derived import DerivedInputs, Input
-from amp_fx.weights.recipes import Derived, computed, with_norm
+from amp_fx.weights.derived import DerivedInputs, derivation
+from amp_fx.weights.recipes import Derived, with_norm
 
-__all__ = ["derivation", "pack"]
+__all__ = ["pack"]
 
 aten = torch.ops.aten
 
@@ -50,15 +50,16 @@ _DEQUANTISED = [
     f"quantized_decomposed.{name}.default" for name in ("dequantize_per_tensor", "dequantize_per_channel")
 ]
 
-#: convolutions, and the positions of their arguments after the bias
-_CONVOLUTIONS: Mapping[Any, Sequence[str]] = {
-    aten.conv1d.default: ("stride", "padding", "dilation", "groups"),
-    aten.conv2d.default: ("stride", "padding", "dilation", "groups"),
-    aten.conv3d.default: ("stride", "padding", "dilation", "groups"),
-    aten.conv_transpose2d.input: ("stride", "padding", "output_padding", "groups", "dilation"),
-    aten.conv_transpose3d.input: ("stride", "padding", "output_padding", "groups", "dilation"),
-}
-_UNLESS_GIVEN = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+#: convolutions whose arguments say how much is padded
+_CONVOLUTIONS = frozenset(
+    (
+        aten.conv1d.default,
+        aten.conv2d.default,
+        aten.conv3d.default,
+        aten.conv_transpose2d.input,
+        aten.conv_transpose3d.input,
+    )
+)
 
 
 def pack(
@@ -185,9 +186,10 @@ class _Packer:
             or _args(call)[0].meta["val"].ndim != _args(call)[1].meta["val"].ndim
         ):
             return None
-        if "output_padding" not in _CONVOLUTIONS[call.target]:
+        given = _convolution(call)
+        if "output_padding" not in given:
             return 0
-        return 1 if _convolution(call)["groups"] == 1 else None
+        return 1 if given["groups"] == 1 else None
 
     def _is_from_weights(self, call: fx.Node) -> bool:
         dtype = _args(call)[1].meta["val"].dtype
@@ -340,35 +342,17 @@ class _Packer:
         return [*self._taken.values()], [*map(self._programs.index, weights)], inputs
 
 
-def derivation(gm: fx.GraphModule, wanted: Sequence[Derived]) -> tuple[list[fx.Node], DerivedInputs]:
-    """The weights that values are computed from, and what derives the values from these."""
-    # what follows from the same weights is one recipe
-    groups: dict[tuple[fx.Node, ...], list[Derived]] = {}
-    for each in wanted:
-        groups.setdefault(tuple(_weights_of(each[0])), []).append(each)
-    used = list(dict.fromkeys(weight for weights in groups for weight in weights))
-    recipes = [
-        (computed(gm, weights, wanted), [*map(used.index, weights)]) for weights, wanted in groups.items()
-    ]
-    places = {
-        each: Input(recipe, part)
-        for recipe, group in enumerate(groups.values())
-        for part, each in enumerate(group)
-    }
-    return used, DerivedInputs(recipes, [places[each] for each in wanted])
-
-
 def _convolution(node: fx.Node) -> dict[str, Any]:
     """What a convolution is given besides tensors, sizes for each dimension."""
     dims = _args(node)[1].meta["val"].ndim - 2
-    given: dict[str, Any] = dict(_UNLESS_GIVEN)
-    names = _CONVOLUTIONS[node.target]  # type: ignore[index]  # one of them
-    given.update(zip(names, node.args[3:], strict=False))
+    schema: Any = node.target
+    given = {each.name: each.default_value for each in schema._schema.arguments} | dict(arguments(node))
 
     def spread(value: Any) -> tuple[int, ...]:
         values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         return values if len(values) == dims else values * dims
 
+    names = [name for name in given if name not in ("input", "weight", "bias")]
     return {name: given[name] if name == "groups" else spread(given[name]) for name in names}
 
 
@@ -392,15 +376,3 @@ def _is_pure(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
-
-
-def _weights_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The inputs that a value is computed from, each once."""
-    seen, stack = set[fx.Node](), [node]
-    while stack:
-        if (each := stack.pop()) in seen:
-            continue
-        seen.add(each)
-        if each.op == "placeholder":
-            yield each
-        stack += reversed(each.all_input_nodes)

@@ -129,15 +129,16 @@ class _Writer:
 
     def matrices(self, node: fx.Node) -> fx.Node:
         """``[batch * heads, rows, columns]`` of ``[batch, heads, rows, columns]``, or of a head for several."""
-        *outer, rows, columns = node.meta["val"].shape
+        *outer, _, columns = node.meta["val"].shape
         (batch, groups), heads = outer, self._heads
         if groups != heads:
             node = self(aten.unsqueeze.default, node, 2)
-            node = self(aten.expand.default, node, [batch, groups, heads // groups, rows, columns])
+            node = self(aten.expand.default, node, [batch, groups, heads // groups, -1, columns])
             outer = [batch, heads]
         if not node.meta["val"].is_contiguous():
             node = self(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return self(aten.view.default, node, [math.prod(outer), rows, columns])
+        # how many rows is not always known
+        return self(aten.view.default, node, [math.prod(outer), -1, columns])
 
     def turned(self, node: fx.Node) -> fx.Node:
         return self(aten.permute.default, node, [0, 2, 1])
@@ -177,9 +178,9 @@ def _forward(flash: fx.Node, *, low_scores: bool) -> tuple[fx.Node, fx.Node]:
         scores = write.bmm(write.matrices(scaled), write.turned(write.matrices(write.cast(key))))
     keys = key.meta["val"].shape[-2]
     if mask is not None:
-        four = write(aten.view.default, scores, [*shape[:-1], keys])
+        four = write(aten.view.default, scores, [*shape[:-1], -1])
         four = write(aten.add.Tensor, four, write.cast(mask))
-        scores = write(aten.view.default, four, [math.prod(shape[:-2]), shape[-2], keys])
+        scores = write(aten.view.default, four, [math.prod(shape[:-2]), shape[-2], -1])
     if argument_value(flash, "is_causal"):
         device = query.meta["val"].device
         options = {"dtype": torch.int64, "device": device, "requires_grad": False}

@@ -9,12 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import (
-    LINEAR,
-    LINEAR_INT8,
     lays_out_convolutions,
-    pointwise_convolution,
-    pointwise_convolution_int8,
-    takes_packed_inputs,
     write_as_it_is,
 )
 from amp_fx.graphs.fake_runs import is_matmul, run_fake
@@ -25,7 +20,7 @@ from amp_fx.placement.layout import CAST, channels_last_strides, lay_out, relaid
 from amp_fx.policy.table import device_row
 
 __all__ = [
-    "CallPacked", "KeepStatistics", "LayOutGradients", "LayOutWeights", "SeparateOutputs", "WriteCasts",
+    "KeepStatistics", "LayOutGradients", "LayOutWeights", "SeparateOutputs", "WriteCasts",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -233,36 +228,6 @@ def _is_weight_cast(node: fx.Node) -> bool:
     return relaid_weight(node) is not None and any(
         user.target is aten.convolution.default and user.args[1] is node for user in node.users
     )
-
-
-@dataclass(frozen=True)
-class CallPacked(Pass):
-    """Puts oneDNN's own calls in the place of convolutions with packed weights, and has Inductor take such weights.
-
-    Runs on Inductor's graphs after partitioning, on CPU: after Inductor has noted the strides of what the graph
-    returns, as oneDNN's calls return channels last, and before it fuses with them what follows.
-
-    Before::
-
-        conv = torch.ops.amp_fx.packed_convolution.default(x, w_packed, b, [1, 1], ...)
-
-    After::
-
-        conv = torch.ops.mkldnn._convolution_pointwise.default(x, w_packed, b, ..., "none", [], "")
-    """
-
-    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        found = [node for node in gm.graph.nodes if str(node.target) == "amp_fx.packed_convolution.default"]
-        for node in found:
-            node.target, node.args = pointwise_convolution(*node.args)
-        in_int8 = [
-            node for node in gm.graph.nodes if str(node.target) == "amp_fx.packed_convolution_int8.default"
-        ]
-        for node in in_int8:
-            node.target, node.args = pointwise_convolution_int8(*node.args)
-        if any(node.target in (LINEAR, LINEAR_INT8) for node in gm.graph.nodes):
-            takes_packed_inputs()
-        return f"{len(found) + len(in_int8)} convolutions have packed weights"
 
 
 @dataclass(frozen=True)

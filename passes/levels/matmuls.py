@@ -191,9 +191,13 @@ def _convolution(node: fx.Node, context: PassContext) -> Matmul | None:
 
 
 def _norm_after(node: fx.Node) -> fx.Node | None:
-    """The only reader of a convolution, if that is a BatchNorm with statistics and parameters that are inputs."""
-    reader = next(iter(node.users), None)
-    if len(node.users) != 1 or reader is None or reader.target is not aten.batch_norm.default:
+    """What alone reads a convolution, or its cast, if that is a BatchNorm by statistics that are inputs."""
+    reader = node
+    while reader is node or (is_cast(reader) and CAST_META in reader.meta):
+        if len(reader.users) != 1:
+            return None
+        [reader] = reader.users
+    if reader.target is not aten.batch_norm.default:
         return None
     parameters, training = reader.args[1:5], reader.args[5]
     are_inputs = all(isinstance(each, fx.Node) and each.op == "placeholder" for each in parameters)

@@ -87,9 +87,16 @@ def test_held_out_text_is_read_in_bf16_in_int8_and_between(
 ) -> None:
     monkeypatch.setattr(learning, "_HELD_OUT_BYTES", 5000)
     monkeypatch.setattr(held_out, "_BUDGETS", (1.2,))
-    rows = {row.arm: row for row in held_out.measure(2, 1)}
-    assert rows["bf16"].in_int8 == 0 < rows["int8"].in_int8 < rows["all linears"].in_int8
+    rows = {row.arm: row for row in held_out.measure(held_out.text(2), 1)}
+    assert rows["bf16"].in_int8 == 0 < rows["int8"].in_int8 < rows["all"].in_int8
     assert 0 < rows["bf16"].divergence < rows["int8"].divergence
     assert rows["int8"].loss == pytest.approx(rows["bf16"].loss, rel=0.01)
     held_out.draw(list(rows.values()), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_held_out_digits_are_read_by_measured_scales() -> None:
+    rows = {row.arm: row for row in held_out.measure(held_out.digits(30), 1)}
+    assert rows["measured"].in_int8
+    assert rows["measured"].loss == pytest.approx(rows["bf16"].loss, rel=0.02)

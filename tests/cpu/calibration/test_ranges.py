@@ -269,9 +269,32 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Net, t
     onnx = pytest.importorskip("onnx")
     names = [node.op_type for node in onnx.load(path).graph.node]
     assert (names.count("QuantizeLinear"), names.count("DequantizeLinear")) == (5, 10)
+    # it is folded into the weight
+    assert "BatchNormalization" not in names
+    # the activation between two products has no casts around it, so that runtimes make one call of three
+    relu = next(node for node in program.graph.nodes if node.name.startswith("relu__1"))
+    assert relu.meta["val"].dtype is torch.float32
+    assert [str(user.target) for user in relu.users] == ["quantized_decomposed.quantize_per_tensor.default"]
     session = pytest.importorskip("onnxruntime").InferenceSession(path)
     [onnx_result] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert (torch.from_numpy(onnx_result) - got).norm() < 0.01 * got.norm()
+
+
+@pytest.mark.usefixtures("code")
+def test_layers_share_the_kernels_that_round_what_they_read() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)) for _ in range(4)]
+    net, x = nn.Sequential(*layers, nn.Linear(32, 4)).eval(), torch.randn(16, 32)
+    for number, layer in enumerate(layers):
+        # so that no two scales are equal
+        layer[1].weight.data.mul_(1.0 + number)
+    plan = amp_fx.calibrate(net, x, of="outputs", policy="int8", profile=PROFILE).plan(100, verify=False)
+    assert len({row.scales[INPUT] for row in plan.plans[0].nodes if row.scales}) == 4
+    options: Any = {"plan": plan, "strict": True}
+    with torch.inference_mode():
+        _, [code] = run_and_get_code(torch.compile(net, backend="amp_fx", options=options), x)
+    # of the input, of three norms, and of the last norm, whose reader is in 16 bits
+    assert code.count("async_compile.cpp") == 4
 
 
 @pytest.mark.usefixtures("code")

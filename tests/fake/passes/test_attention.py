@@ -69,7 +69,7 @@ def test_short_sequences_take_two_products_and_long_ones_the_flash_kernel() -> N
 @pytest.mark.parametrize(
     ("query", "how", "why"),
     [
-        (heads(2, 4, 1, 32), {}, "a single query"),
+        (heads(2, 4, 1, 32), {}, "a single query in training"),
         (heads(2, 4, 64, 32), {"dropout_p": 0.1}, "it drops probabilities"),
         (torch.randn(4, 64, 32), {}, "no heads in a dimension of their own"),
         (heads(2, 4, 64, 32), {"numerics": "eager"}, "as eager PyTorch has it"),
@@ -185,6 +185,28 @@ def test_products_are_as_exact_as_the_flash_kernel(
     assert not targets & {FLASH, FLASH_BACKWARD}
     for got, flash in zip(error(ours, wanted), error(theirs, wanted), strict=True):
         assert got <= 1.4 * flash
+
+
+@pytest.mark.parametrize("groups", [4, 1])
+def test_a_single_query_takes_products_for_any_number_of_keys(groups: int) -> None:
+    torch.manual_seed(0)
+    query, rest = heads(2, 4, 1, 32, 1.4), [heads(2, groups, 40, 32, scale) for scale in (1.4, 1.0)]
+    found = choice(query.bfloat16(), rest[0].bfloat16(), training=False, enable_gqa=True)
+    assert found is not None
+    assert found[0] is Kind.PRODUCTS
+    how: dict[str, Any] = {"enable_gqa": True}
+    for value in rest:
+        torch._dynamo.mark_dynamic(value, 2)
+    mask = torch.rand(2, 1, 1, 40) > 0.3
+    torch._dynamo.mark_dynamic(mask, 3)
+    with torch.no_grad():
+        (graph,), ours = run(by_rule("products"), query, *rest, mask, **how)
+        _, theirs = run(by_rule("flash"), query, *rest, mask, **how)
+    targets = {node.target for node in graph.graph.nodes}
+    assert torch.ops.aten.bmm.default in targets
+    assert FLASH not in targets
+    wanted = exact(query, *rest, mask, **how)
+    assert error(ours, wanted)[0] <= 1.1 * error(theirs, wanted)[0]
 
 
 def test_a_row_in_which_all_is_masked_is_zero_as_the_kernel_has_it() -> None:

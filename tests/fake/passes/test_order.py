@@ -11,6 +11,7 @@ import expecttest
 
 from amp_fx import passes
 from amp_fx.passes import (
+    FUSED,
     OUTLINE,
     PARTITIONED,
     PIPELINE,
@@ -43,6 +44,7 @@ ORDERS = {
     "joint, eager": joint_passes({"cpu"}, "eager"),
     "joint, mps": joint_passes({"mps"}),
     "partitioned": PARTITIONED,
+    "fused": FUSED,
 }
 
 
@@ -70,7 +72,8 @@ joint, fp16 below 16 bits: scale-backward, place-levels, quantise-matmuls, separ
   lay-out-gradients, gemm-epilogue, keep-statistics
 joint, eager: separate-outputs, attend, lay-out-gradients, gemm-epilogue
 joint, mps: attend, lay-out-gradients, gemm-epilogue
-partitioned: lay-out-weights, call-packed, write-casts""",
+partitioned: lay-out-weights, call-packed, write-casts
+fused: read-scales""",
     )
 
 

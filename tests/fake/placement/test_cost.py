@@ -181,14 +181,15 @@ def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_c
 
 
 @pytest.mark.parametrize(
-    ("device", "queries", "slower"), [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False)]
+    ("device", "queries", "training", "slower"),
+    [("cpu", 1, True, True), ("cpu", 1, False, False), ("cpu", 2, True, False), ("cuda", 1, True, False)],
 )
-def test_attention_of_one_query_takes_longer_in_16_bits_on_a_cpu(
-    device: str, queries: int, slower: bool
+def test_attention_of_one_query_takes_longer_in_16_bits_on_a_cpu_that_trains(
+    device: str, queries: int, training: bool, slower: bool
 ) -> None:
     query, key = torch.randn(1, 2, queries, 8), torch.randn(1, 2, 16, 8)
     attention = torch.nn.functional.scaled_dot_product_attention
-    cost, nodes = model(attention, query, key, key, profile=unit(device, low=2.0))
+    cost, nodes = model(attention, query, key, key, profile=unit(device, low=2.0), training=training)
     high, low = cost.arithmetic(nodes["scaled_dot_product_attention"], BF16) or (0, 0)
     assert (low > high) is slower
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from amp_fx._torch import Packing, packing
 from amp_fx.weights import held_bytes
-from amp_fx.weights.derived import DerivedInputs
-from amp_fx.weights.packing import derivation
+from amp_fx.weights.derived import DerivedInputs, derivation
 
 aten = torch.ops.aten
 

@@ -1,0 +1,104 @@
+"""Calls of oneDNN in Inductor's graphs on a CPU: with weights that are packed, and in int8 what follows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from amp_fx._torch import (
+    LINEAR,
+    LINEAR_INT8,
+    pointwise_convolution,
+    pointwise_convolution_int8,
+    quantised_ops,
+    takes_packed_inputs,
+)
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.passes.base import Pass, PassContext
+from amp_fx.placement.layout import CAST
+
+__all__ = ["CallPacked", "ReadScales"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class CallPacked(Pass):
+    """Puts oneDNN's own calls in the place of convolutions with packed weights, and has Inductor take such weights.
+
+    Runs on Inductor's graphs after partitioning, on CPU: after Inductor has noted the strides of what the graph
+    returns, as oneDNN's calls return channels last, and before it fuses with them what follows.
+
+    Before::
+
+        conv = torch.ops.amp_fx.packed_convolution.default(x, w_packed, b, [1, 1], ...)
+
+    After::
+
+        conv = torch.ops.mkldnn._convolution_pointwise.default(x, w_packed, b, ..., "none", [], "")
+    """
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+        found = [node for node in gm.graph.nodes if str(node.target) == "amp_fx.packed_convolution.default"]
+        for node in found:
+            node.target, node.args = pointwise_convolution(*node.args)
+        in_int8 = [
+            node for node in gm.graph.nodes if str(node.target) == "amp_fx.packed_convolution_int8.default"
+        ]
+        for node in in_int8:
+            node.target, node.args = pointwise_convolution_int8(*node.args)
+        if any(node.target in (LINEAR, LINEAR_INT8) for node in gm.graph.nodes):
+            takes_packed_inputs()
+        return f"{len(found) + len(in_int8)} convolutions have packed weights"
+
+
+@dataclass(frozen=True)
+class ReadScales(Pass):
+    """Has kernels read scales that were measured from memory.
+
+    Runs on Inductor's graphs after partitioning, on CPU, once products in int8 do what follows them. The rounding of
+    anything else, of a norm, say, is left, and is part of one of Inductor's kernels. With its scale as a number in the
+    code, the kernel of each layer would be compiled by itself: 23 kernels for a BERT of 6 layers instead of 11.
+
+    Before::
+
+        quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default(norm, 0.0125, 131, 0, 255, torch.uint8)
+
+    After, with ``amp_fx_scale_0`` a constant of the graph::
+
+        mul = torch.ops.aten.mul.Tensor(norm, amp_fx_scale_0[0:1])
+        add = torch.ops.aten.add.Tensor(torch.ops.aten.round.default(mul), amp_fx_scale_0[1:2])
+        clamp = torch.ops.aten.clamp_max.default(torch.ops.aten.clamp_min.default(add, 0), 255)
+        quantize = torch.ops.prims.convert_element_type.default(clamp, torch.uint8)
+    """
+
+    def call(self, gm: fx.GraphModule, context: PassContext) -> str:
+        rounds = gm.graph.find_nodes(op="call_function", target=quantised_ops().quantize_per_tensor.default)
+        for position, node in enumerate(rounds):
+            _read_scale(gm, node, f"amp_fx_scale_{position}")
+        return f"{len(rounds)} values are rounded by kernels"
+
+
+def _read_scale(gm: fx.GraphModule, node: fx.Node, name: str) -> None:
+    """Writes the rounding of a value as Inductor does, with scale and zero point in memory."""
+    value, scale, zero_point, least, largest, dtype = node.args
+    # Inductor would write up to eight elements into the code
+    gm.register_buffer(name, torch.tensor([1.0 / scale, zero_point] + [0.0] * 14))  # type: ignore[operator]  # numbers
+    with gm.graph.inserting_before(node):
+        constant = gm.graph.get_attr(name)
+        constant.meta["val"] = node.meta["val"].new_empty(16, dtype=torch.float32)
+
+        def call(target: object, *args: object) -> fx.Node:
+            made = gm.graph.call_function(target, args)  # type: ignore[arg-type]  # an op
+            made.meta["val"] = run_fake(made)
+            return made
+
+        inverse, zero = (call(aten.slice.Tensor, constant, 0, at, at + 1) for at in range(2))
+        wide = call(CAST, value, torch.float32)
+        rounded = call(aten.add.Tensor, call(aten.round.default, call(aten.mul.Tensor, wide, inverse)), zero)
+        rounded = call(aten.clamp_max.default, call(aten.clamp_min.default, rounded, least), largest)
+        low = call(CAST, rounded, dtype)
+    node.replace_all_uses_with(low)
+    gm.graph.erase_node(node)
