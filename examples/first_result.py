@@ -19,8 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-#: what compiles -> policy of amp_fx; None is torch.compile under torch.autocast
-WAYS = {"autocast": None, "amp_fx": "autocast", "int8": "int8", "stored low": "autocast"}
+#: what compiles -> options of amp_fx; None is torch.compile under torch.autocast
+WAYS: dict[str, dict[str, Any] | None] = {
+    "autocast": None,
+    "amp_fx": {},
+    "int8": {"policy": "int8"},
+    # the file of a plan by measured scales is beside the caches
+    "measured": {"plan": None},
+    "stored low": {},
+}
 
 
 def model(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -38,13 +45,15 @@ def model(name: str) -> tuple[nn.Module, torch.Tensor]:
 def first_result(name: str, way: str) -> float:
     """Seconds of one process."""
     program, batch = model(name)
-    policy, around, kwargs = WAYS[way], contextlib.nullcontext(), dict[str, Any]()
-    if policy is None:
+    options, around, kwargs = WAYS[way], contextlib.nullcontext(), dict[str, Any]()
+    if options is None:
         around = torch.autocast("cpu", torch.bfloat16)
     else:
         import amp_fx
 
-        kwargs = {"backend": "amp_fx", "options": {"policy": policy}}
+        if "plan" in options:
+            options = {"plan": os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "plan.json")}
+        kwargs = {"backend": "amp_fx", "options": options}
         if way == "stored low":
             amp_fx.store_low(program, batch)
     start = time.perf_counter()
@@ -53,12 +62,22 @@ def first_result(name: str, way: str) -> float:
     return time.perf_counter() - start
 
 
+def save_plan(name: str, path: str) -> None:
+    """Everything in int8 by measured scales, whatever the error."""
+    import amp_fx
+
+    program, batch = model(name)
+    amp_fx.calibrate(program, batch, of="outputs", policy="int8").plan(budget=100, verify=False).save(path)
+
+
 def main() -> None:
     """Runs every row twice, each time in a process of its own."""
     for name in ("bert", "resnet18"):
         for way in WAYS:
             with tempfile.TemporaryDirectory() as cache:
                 environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+                if way == "measured":
+                    save_plan(name, os.path.join(cache, "plan.json"))
                 command = [sys.executable, "-W", "ignore", "-m", "examples.first_result", name, way]
                 seconds = [subprocess.check_output(command, env=environment, text=True) for _ in range(2)]
             print(f"{name}, {way}: cold {float(seconds[0]):.1f}, warm {float(seconds[1]):.1f}", flush=True)
