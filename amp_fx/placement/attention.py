@@ -16,9 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.fx as fx
+
+from amp_fx.graphs.calls import argument_value, is_parameter
 from amp_fx.placement.profile import FLASH_BLOCK, FLASH_BLOCK_BACKWARD, DeviceProfile
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "operands", "refusal"]
 
 #: keys in a block of the flash kernel; it skips blocks that a causal mask hides as a whole
 _KEYS = 512
@@ -90,3 +94,51 @@ class Attention:
             seconds += 2 * scores * self.width * products / _PRODUCTS_REACH
             seconds += (scores * (_SOFTMAX[backward] + each) + operands * _OPERAND[backward] + beyond) / wide
         return seconds
+
+
+# ---- what products can do
+
+
+def operands(node: fx.Node) -> list[torch.Tensor]:
+    """Query, key and value of a call of attention, fake."""
+    return [source.meta["val"] for source in node.args[:3] if isinstance(source, fx.Node)]
+
+
+def refusal(node: fx.Node, *, training: bool) -> str:
+    """Why the products cannot compute a call, or nothing gains by it; else an empty string."""
+    query, key, value = values = operands(node)
+    if any(tensor.ndim != 4 for tensor in values):
+        return "no heads in a dimension of their own"
+    is_single = isinstance(query.shape[-2], int) and query.shape[-2] == 1
+    if is_single and training:
+        return "a single query in training"
+    # the number of keys may be anything
+    ends = [-1] if is_single and not argument_value(node, "is_causal") else [-2, -1]
+    if not all(
+        isinstance(size, int)
+        for tensor in values
+        for size in (*tensor.shape[:2], *(tensor.shape[end] for end in ends))
+    ):
+        return "its sizes are not known"
+    if argument_value(node, "dropout_p"):
+        return "it drops probabilities"
+    mask = argument_value(node, "attn_mask")
+    if training and isinstance(mask, fx.Node) and mask.meta["val"].is_floating_point() and _depends(mask):
+        # then torch takes neither: it writes products itself
+        return "its mask has a gradient"
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        return "keys and values of different widths"
+    return ""
+
+
+def _depends(value: fx.Node) -> bool:
+    """True where a parameter is among what a value is computed from."""
+    seen, stack = set[fx.Node](), [value]
+    while stack:
+        node = stack.pop()
+        if is_parameter(node):
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return False

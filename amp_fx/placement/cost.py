@@ -31,6 +31,7 @@ from amp_fx.graphs.calls import arguments, is_parameter
 from amp_fx.graphs.fake_runs import fake_arguments, matmul_flops
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import is_eligible, is_view, numel
+from amp_fx.placement.attention import refusal
 from amp_fx.placement.gpus import NOMINAL
 from amp_fx.placement.layout import is_convolution, is_relaid
 from amp_fx.placement.profile import DeviceProfile
@@ -190,7 +191,7 @@ class CostModel:
         high, fast = (round(1e12 * each) for each in seconds)
         slower = device_row(self.profile.device_type).one_query
         if slower is not None and _is_one_query(node):
-            high, fast = high * slower[0], fast * slower[1 + self.training]
+            high, fast = high * slower[0], fast * slower[1 + bool(refusal(node, training=self.training))]
         return high + self._packing(node), fast
 
     def nominal_arithmetic(self, node: fx.Node, low: torch.dtype) -> tuple[int, int]:

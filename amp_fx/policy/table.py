@@ -37,8 +37,8 @@ class Device:
     mixes_norms: bool = False
     #: its library copies the weight of a matmul or convolution in fp32 before it multiplies
     packs_weights: bool = False
-    #: attention of a single query in fp32, in 16 bits and in 16 bits in training, times the time that the rate of fp32
-    #: says
+    #: attention of a single query in fp32, in 16 bits as products and by the flash kernel, times the time that the rate
+    #: of fp32 says
     one_query: tuple[int, int, int] | None = None
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from amp_fx.graphs.calls import argument_value, is_parameter
+from amp_fx.graphs.calls import argument_value
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.placement.attention import Attention
+from amp_fx.placement.attention import Attention, operands, refusal
 from amp_fx.plans.label import Kind, Label, Reason, label_of
 
 __all__ = ["ChooseAttention"]
@@ -53,9 +53,8 @@ class ChooseAttention(Pass):
 
 
 def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
-    refusal = _refusal(node, training=context.training)
-    if refusal:
-        return Reason.of(Kind.FLASH, why=refusal)
+    if why := refusal(node, training=context.training):
+        return Reason.of(Kind.FLASH, why=why)
     if context.numerics == "eager":
         return Reason.of(Kind.FLASH, why="as eager PyTorch has it")
     rule = context.policy.rule_for(plan.op, plan.module_path)
@@ -64,7 +63,7 @@ def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
         return Reason.of(kind, why="as the rule has it")
     if context.profile is None:
         return Reason.of(Kind.FLASH, why="without a profile nothing is known of their times")
-    query, key, _ = _operands(node)
+    query, key, _ = operands(node)
     *outer, queries, width = query.shape
     if queries == 1:
         return Reason.of(Kind.PRODUCTS, why="a single query reads keys and values where they lie")
@@ -84,48 +83,3 @@ def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
     kind = Kind.PRODUCTS if share < _PAYS else Kind.FLASH
     scores = f"{sizes.heads} x {sizes.queries} x {sizes.keys}"
     return Reason.of(kind, why=f"products take {share:.2f} of its time for {scores} scores")
-
-
-def _operands(node: fx.Node) -> list[torch.Tensor]:
-    """Query, key and value, fake."""
-    return [source.meta["val"] for source in node.args[:3] if isinstance(source, fx.Node)]
-
-
-def _refusal(node: fx.Node, *, training: bool) -> str:
-    """Why the products cannot compute a call, or nothing gains by it; else an empty string."""
-    query, key, value = values = _operands(node)
-    if any(tensor.ndim != 4 for tensor in values):
-        return "no heads in a dimension of their own"
-    is_single = isinstance(query.shape[-2], int) and query.shape[-2] == 1
-    if is_single and training:
-        return "a single query in training"
-    # the number of keys may be anything
-    ends = [-1] if is_single and not argument_value(node, "is_causal") else [-2, -1]
-    if not all(
-        isinstance(size, int)
-        for tensor in values
-        for size in (*tensor.shape[:2], *(tensor.shape[end] for end in ends))
-    ):
-        return "its sizes are not known"
-    if argument_value(node, "dropout_p"):
-        return "it drops probabilities"
-    mask = argument_value(node, "attn_mask")
-    if training and isinstance(mask, fx.Node) and mask.meta["val"].is_floating_point() and _depends(mask):
-        # then torch takes neither: it writes products itself
-        return "its mask has a gradient"
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-        return "keys and values of different widths"
-    return ""
-
-
-def _depends(value: fx.Node) -> bool:
-    """True where a parameter is among what a value is computed from."""
-    seen, stack = set[fx.Node](), [value]
-    while stack:
-        node = stack.pop()
-        if is_parameter(node):
-            return True
-        if node not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return False

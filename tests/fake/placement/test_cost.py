@@ -7,6 +7,7 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -181,15 +182,21 @@ def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_c
 
 
 @pytest.mark.parametrize(
-    ("device", "queries", "training", "slower"),
-    [("cpu", 1, True, True), ("cpu", 1, False, False), ("cpu", 2, True, False), ("cuda", 1, True, False)],
+    ("device", "queries", "how", "slower"),
+    [
+        ("cpu", 1, {"training": True}, True),
+        ("cpu", 1, {"dynamic": True}, True),
+        ("cpu", 1, {}, False),
+        ("cpu", 2, {"training": True}, False),
+        ("cuda", 1, {"training": True}, False),
+    ],
 )
-def test_attention_of_one_query_takes_longer_in_16_bits_on_a_cpu_that_trains(
-    device: str, queries: int, training: bool, slower: bool
+def test_attention_of_one_query_takes_longer_in_16_bits_on_a_cpu_by_the_flash_kernel(
+    device: str, queries: int, how: dict[str, Any], slower: bool
 ) -> None:
-    query, key = torch.randn(1, 2, queries, 8), torch.randn(1, 2, 16, 8)
+    query, key = torch.randn(3, 2, queries, 8), torch.randn(3, 2, 16, 8)
     attention = torch.nn.functional.scaled_dot_product_attention
-    cost, nodes = model(attention, query, key, key, profile=unit(device, low=2.0), training=training)
+    cost, nodes = model(attention, query, key, key, profile=unit(device, low=2.0), **how)
     high, low = cost.arithmetic(nodes["scaled_dot_product_attention"], BF16) or (0, 0)
     assert (low > high) is slower
 
