@@ -53,6 +53,18 @@ def _without_inductor() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
     """Each test starts with nothing compiled, a fixed seed, and must leave the ambient autocast as it was."""

@@ -91,7 +91,9 @@ def fp32_gradients(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[Tens
     return list(torch.autograd.grad(loss(own), list(own.parameters())))
 
 
-def gradients_are(model: nn.Module, exact: list[Tensor], error: float = 5e-3) -> bool:
+def gradients_are(model: nn.Module, of: Tensor | Callable[[Any], Tensor], error: float = 5e-3) -> bool:
+    """True where a model's gradients are those in fp32 of a loss, or of an input's :func:`loss_of`."""
+    exact = fp32_gradients(model, (lambda m: loss_of(m, of)) if isinstance(of, Tensor) else of)
     return all(
         p.grad is not None and (p.grad - value).norm() <= error * value.norm()
         for p, value in zip(model.parameters(), exact, strict=True)

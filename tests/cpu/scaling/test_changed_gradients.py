@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -159,18 +159,7 @@ def test_a_bad_gradient_that_was_clipped_by_value_after_unscale_is_still_bad() -
     assert refuses(loop)
 
 
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    """A group of this process alone."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_process")
+@pytest.mark.usefixtures("group_of_one")
 def test_the_local_part_of_a_sharded_gradient_is_read() -> None:
     mesh, local = init_device_mesh("cpu", (1,)), torch.ones(4, 4)
     sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
@@ -182,7 +171,7 @@ def test_the_local_part_of_a_sharded_gradient_is_read() -> None:
     assert not loop.scaler.step_taken(loop.optimizer)
 
 
-@pytest.mark.usefixtures("one_process")
+@pytest.mark.usefixtures("group_of_one")
 def test_what_a_communication_hook_of_ddp_makes_of_gradients_is_read() -> None:
     def spoil(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -17,11 +17,10 @@ from scaled import INF, NAN
 
 
 @pytest.fixture(params=["host", "device"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of looking, on CPU tensors."""
     if request.param == "device":
         monkeypatch.setattr(findings, "_AT_HAND", frozenset())
-    return request.param
 
 
 def parameter(grad: Tensor | None) -> nn.Parameter:
