@@ -1,8 +1,11 @@
-"""What is held in memory: by weights' copies and constants, and by torch's allocator at once; and compiles."""
+"""What is held in memory, by weights' copies and by torch's allocator at once; compiles; and processes of their own."""
 
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +14,6 @@ import torch
 
 import amp_fx.compiling
 from amp_fx import weights
-
-__all__ = ["Compiles", "Held", "peak_bytes"]
 
 
 class Compiles:
@@ -55,3 +56,18 @@ def peak_bytes(run: Callable[[], object]) -> int:
         held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]  # of memory events
         most = max(most, held)
     return most
+
+
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process of its own, which imports what this one does and must succeed."""
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,  # what hangs, hangs forever
+    )
+    assert done.returncode == 0, done.stderr
+    return done

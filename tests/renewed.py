@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 
 import torch
-from derived import are_current, copies_for
 from torch import Tensor, nn
-from writes import WRITES, new_layer
+from writes import WRITES, are_current, copies_for, new_layer
 
 from amp_fx.weights import derived, touch
 from amp_fx.weights.derived import CacheEntry, DerivedInputs, Input, WeightCache

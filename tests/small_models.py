@@ -6,6 +6,7 @@ return their loss, for what is about accuracy.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-__all__ = ["GPT", "Beyond", "Fragile", "Parts", "SpreadNorm", "UpDown", "tokens", "train"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -197,3 +196,16 @@ def train(model: nn.Module, batch: Callable[[int], Batch], steps: int, rate: flo
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return model
+
+
+def first(value: Any) -> Tensor:
+    """The first of several outputs, or the only one."""
+    return value[0] if isinstance(value, tuple) else value
+
+
+def near_autocast(got: Tensor, model: nn.Module, x: Tensor, most: float = 1.1, least: float = 0.05) -> bool:
+    """True for a result in fp32 that is at most, and at least, so many times as far from fp64 as eager autocast's."""
+    exact = first(copy.deepcopy(model).double()(x.double() if x.is_floating_point() else x))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        limit = (first(model(x)) - exact).norm()
+    return got.dtype is torch.float32 and bool(least * limit <= (got - exact).norm() <= most * limit)

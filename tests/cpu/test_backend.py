@@ -4,63 +4,35 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.config
 from torch import Tensor, fx, nn
 
 import amp_fx.compiling
-import amp_fx.rewriting
-from amp_fx import FallbackWarning, Plan, record
+from amp_fx import record
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import Region
-from graphs import DEFAULTS, Block, dynamo_graph
-from small_models import UpDown
+from graphs import DEFAULTS, dynamo_graph
+from holding import run_python
 from versions import fails_in
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def compiled(program: Callable[..., Any], dynamic: bool | None = None, **options: Any) -> Callable[..., Any]:
+def compiled(program: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Strict, and without a device profile: these models are too small to gain anything."""
-    return torch.compile(program, backend="amp_fx", dynamic=dynamic, options={**DEFAULTS, **options})
-
-
-def low_ops(plans: Sequence[Plan]) -> set[str]:
-    """Ops that run in a low dtype somewhere."""
-    return {row.op for plan in plans for row in plan.nodes if row.dtype in (BF16, FP16)}
-
-
-def close(got: Tensor, exact: Tensor, error: float = 2e-2) -> bool:
-    return bool((got.double() - exact.double()).norm() <= error * exact.double().norm())
-
-
-def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a fresh interpreter. It must succeed."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:amp_fx", "-c", script],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+    return torch.compile(program, backend="amp_fx", options={**DEFAULTS, **options})
 
 
 # ---- from outside: nothing imported, logs, traces, caches ----
 
 
-_SCRIPT = """
+SCRIPT = """
 import json, sys, torch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -97,9 +69,10 @@ def test_the_backend_works_by_name_with_nothing_imported_and_caches_hit_in_the_n
     tmp_path: Path,
 ) -> None:
     caches, traces = str(tmp_path / "caches"), tmp_path / "traces"
-    first = json.loads(run_python(_SCRIPT, TORCHINDUCTOR_CACHE_DIR=caches).stdout)
+    command = ("-W", "error::UserWarning:amp_fx", "-c", SCRIPT)
+    first = json.loads(run_python(*command, TORCHINDUCTOR_CACHE_DIR=caches).stdout)
     variables = {"TORCH_LOGS": "+amp_fx", "TORCH_TRACE": str(traces)}
-    done = run_python(_SCRIPT, TORCHINDUCTOR_CACHE_DIR=caches, **variables)
+    done = run_python(*command, TORCHINDUCTOR_CACHE_DIR=caches, **variables)
     before, after = first.pop("counters"), json.loads(done.stdout)["counters"]
     assert first == {
         "imported before": False,
@@ -122,21 +95,6 @@ def test_the_backend_works_by_name_with_nothing_imported_and_caches_hit_in_the_n
     assert "torch.ops.aten.linear.default" in trace
 
 
-# ---- ways to ask for it ----
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_a_module_compiles_itself() -> None:
-    model, x = Block(), torch.randn(4, 8)
-    expected = model(x)
-    model.compile(backend="amp_fx", options=dict(DEFAULTS))
-    with record() as recording:
-        got = model(x)
-    assert got.dtype is torch.float32
-    assert close(got, expected)
-    assert "linear" in low_ops(recording.plans)
-
-
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_default_backend"), reason="new in torch 2.13")
 def test_it_can_be_the_default_backend() -> None:
@@ -153,66 +111,41 @@ def test_it_can_be_the_default_backend() -> None:
     assert len(recording.plans) == 1
 
 
-@dataclass
-class Asked:
-    """What Inductor is asked for, of which nothing is compiled: the graph runs as it is."""
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[fx.GraphModule, dict[str, Any], tuple[bool, bool]]]:
+    """The graphs that Inductor is asked for, config beside our passes, and autocast on the CPU and on any device."""
+    asked = []
 
-    graphs: list[fx.GraphModule] = field(default_factory=list)
-    #: of Inductor's config, beside the passes of ours
-    patches: list[dict[str, Any]] = field(default_factory=list)
-    #: whether autocast is on, for the CPU and for any device
-    autocast: list[tuple[bool, bool]] = field(default_factory=list)
-
-    def __call__(self, gm: fx.GraphModule, _: Any, patches: Mapping[str, Any]) -> Callable[..., Any]:
-        self.graphs.append(gm)
-        self.patches.append({key: value for key, value in patches.items() if "custom" not in key})
-        self.autocast.append((torch.is_autocast_enabled("cpu"), torch._C._is_any_autocast_enabled()))
+    def compile_with_inductor(gm: fx.GraphModule, _: Any, patches: Mapping[str, Any]) -> Callable[..., Any]:
+        config = {key: value for key, value in patches.items() if "custom" not in key}
+        asked.append((gm, config, (torch.is_autocast_enabled("cpu"), torch._C._is_any_autocast_enabled())))
         return gm.forward
 
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    asked = Asked()
-    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", asked)
+    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", compile_with_inductor)
     return asked
 
 
-def test_mode_options_and_numerics_reach_inductor(asked: Asked) -> None:
+def test_mode_options_and_numerics_reach_inductor(asked: list[Any]) -> None:
     torch.compile(lambda x: x @ x, backend="amp_fx", mode="reduce-overhead")(torch.randn(4, 4))
     compiled(lambda x: x @ x, numerics="eager", max_autotune=True)(torch.randn(4, 4))
-    assert asked.patches == [
+    assert [config for _, config, _ in asked] == [
         {"triton.cudagraphs": True},
         {"max_autotune": True, "emulate_precision_casts": True},
     ]
 
 
-def test_inductor_gets_a_graph_that_meets_autocast_never_again(asked: Asked) -> None:
+def test_inductor_gets_a_graph_that_meets_autocast_never_again(asked: list[Any]) -> None:
     with torch.autocast("cpu", BF16):
         compiled(lambda x: x @ x)(torch.randn(4, 4))
     # off for this device, on for one that does not exist: AOTAutograd then guards the run time too
-    assert asked.autocast == [(False, True)]
+    assert [autocast for _, _, autocast in asked] == [(False, True)]
     assert not torch._C._is_any_autocast_enabled()
 
 
-def test_a_graph_with_nothing_to_cast_is_compiled_as_dynamo_made_it(asked: Asked) -> None:
+def test_a_graph_with_nothing_to_cast_is_compiled_as_dynamo_made_it(asked: list[Any]) -> None:
     compiled(lambda x: x.exp() + 1)(torch.randn(4))
-    assert [node.op for node in asked.graphs[0].graph.nodes].count("call_method") == 1
-
-
-# ---- inference ----
-
-
-@pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_inference_gives_the_eager_dtype_in_low_precision(mode: Callable[[], Any]) -> None:
-    model, x = Block().eval(), torch.randn(4, 8)
-    with mode(), record() as recording:
-        got = compiled(model)(x)
-        expected = model(x)
-    assert got.dtype is torch.float32
-    assert got.is_inference() is expected.is_inference()
-    assert close(got, expected)
-    assert "linear" in low_ops(recording.plans)
+    [(gm, _, _)] = asked
+    assert [node.op for node in gm.graph.nodes].count("call_method") == 1
 
 
 @fails_in(
@@ -228,9 +161,6 @@ def test_eager_numerics_give_the_bits_of_eager_autocast() -> None:
     x, w = torch.randn(16, 16), torch.randn(16, 16)
     with torch.autocast("cpu", BF16):
         assert torch.equal(compiled(program, numerics="eager")(x, w), program(x, w))
-
-
-# ---- the user's autocast ----
 
 
 @pytest.mark.usefixtures("without_inductor")
@@ -263,53 +193,16 @@ def test_the_backward_of_an_fp32_island_does_not_overflow() -> None:
     assert gradient(compiled(program)) == 65536.0
 
 
-# ---- shapes, breaks, threads ----
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_dynamic_shapes_compile_once_for_all_sizes() -> None:
-    model = Block()
-    own = compiled(model, dynamic=True)
-    with record() as recording:
-        for size in (3, 4, 7, 12):
-            x = torch.randn(size, 8)
-            got = own(x)
-            assert got.shape == (size, 8)
-            assert close(got, model(x))
-    assert len(recording.plans) == 1
-    assert "linear" in low_ops(recording.plans)
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_graph_breaks_make_graphs_that_agree_on_dtypes() -> None:
-    seen = list[torch.dtype]()
-
-    def broken(h: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        seen.append(h.dtype)
-        return h
-
-    model, x = UpDown(act=broken), torch.randn(4, 8)
-    expected = model(x)
-    with record() as recording:
-        got = compiled(model)(x)
-    assert {got.dtype, *seen} == {torch.float32}
-    assert close(got, expected)
-    got.sum().backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    assert [low_ops([plan]) for plan in recording.plans] == [{"linear"}, {"linear"}]
-
-
 @pytest.mark.usefixtures("without_inductor")
 def test_threads_compile_side_by_side() -> None:
     def work(index: int) -> bool:
         x = torch.randn(8, 8)
-        return close(compiled(lambda y: torch.matmul(y, y) + index)(x), x @ x + index)
+        got, wanted = compiled(lambda y: torch.matmul(y, y) + index)(x), x @ x + index
+        return bool(0 < (got - wanted).norm() <= 2e-2 * wanted.norm())
 
     with record() as recording, ThreadPoolExecutor(3) as threads:
         assert all(threads.map(work, range(3)))
     assert len(recording.plans) >= 1
-    assert all(low_ops([plan]) == {"matmul"} for plan in recording.plans)
 
 
 # ---- what is none of its business ----
@@ -355,66 +248,11 @@ def test_a_compiled_optimizer_step_passes_through(foreach: bool) -> None:
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.usefixtures("without_inductor")
-def test_compiled_autograd_leaves_the_backward_as_it_is() -> None:
-    model, x = Block(), torch.randn(4, 8)
-    exact = copy.deepcopy(model).double()
-    exact(x.double()).sum().backward()
-
-    def train() -> None:
-        own(x).sum().backward()
-
-    own = compiled(model)
-    with record() as recording, torch._dynamo.config.patch(compiled_autograd=True):
-        compiled(train)()
-    assert all("linear" in low_ops([plan]) for plan in recording.plans)
-    for got, expected in zip(model.parameters(), exact.parameters(), strict=True):
-        assert got.grad is not None
-        assert expected.grad is not None
-        assert got.grad.dtype is torch.float32
-        assert close(got.grad, expected.grad)
-
-
 # ---- the way out ----
-
-
-class Scale(torch.autograd.Function):
-    """A function with a backward of its own: Dynamo keeps it as one higher-order op."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(x, w)
-        return torch.matmul(x, w) * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, w = ctx.saved_tensors
-        return 2 * gradient.float() @ w.mT, 2 * x.mT @ gradient.float()
-
-
-def in_autocast(x: Tensor, w: Tensor) -> Tensor:
-    with torch.autocast("cpu", BF16):
-        return Scale.apply(x, w) + 1  # the line to name
 
 
 def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_a_graph_that_cannot_be_rewritten_runs_as_autocast_would_with_one_warning() -> None:
-    x, w = inputs()
-    with pytest.warns(FallbackWarning) as caught, record() as recording:
-        got = compiled(in_autocast, strict=False)(x, w)
-    expected = in_autocast(x, w)
-    assert got.dtype is expected.dtype
-    assert close(got, expected)
-    (text,) = [str(each.message) for each in caught if each.category is FallbackWarning]
-    named = ("autograd_function_apply", "test_backend.py", "the line to name", "options={'strict': True}")
-    assert all(each in text for each in named)
-    (plan,) = recording.plans
-    assert "autograd_function_apply" in plan.fallback
-    assert plan.nodes == []
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

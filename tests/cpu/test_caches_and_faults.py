@@ -1,11 +1,9 @@
-"""Compile caches that are shared, missed or broken; a compiler that is missing; memory over many calls."""
+"""Compile caches that are shared, missed or broken; a missing compiler; memory over many calls."""
 
 from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +17,13 @@ from torch._inductor.utils import fresh_cache
 
 import amp_fx
 import amp_fx.compiling
+import combinations
 from amp_fx import GradScaler, record
 from amp_fx.passes.forward import classify
+from combinations import Row
+from combined_runs import STEPS
 from graphs import DEFAULTS, without_inductor
+from holding import run_python
 
 # ---- caches ----
 
@@ -58,10 +60,100 @@ def test_the_same_options_share_an_entry_and_different_decisions_never_do(
         assert cache_events() == hit
 
 
+@pytest.mark.parametrize("how", ["bf16", "int8", "stored low", "convolutions"])
+def test_what_is_packed_is_compiled_once_for_all_processes(how: str) -> None:
+    # in sizes of this test alone
+    net: nn.Module = nn.Sequential(nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)).eval()
+    x, policy = torch.randn(32, 96), "int8" if how == "int8" else "autocast"
+    if how == "convolutions":
+        layers = nn.Conv2d(6, 10, 3), nn.BatchNorm2d(10), nn.ReLU(), nn.ConvTranspose2d(10, 6, 3)
+        net, x = nn.Sequential(*layers).eval(), torch.randn(2, 6, 9, 9)
+    if how == "stored low":
+        amp_fx.store_low(net, x)
+    results = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.inference_mode():
+            results.append(torch.compile(net, backend="amp_fx", options={**DEFAULTS, "policy": policy})(x))
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert torch.equal(*results)
+
+
+#: rows of the table of combined options (``combinations.py``), which two processes run
+TRAINED: Row = {**combinations.DEFAULTS, "model": "large"}
+FP8: Row = {**TRAINED, "profile": "with fp8", "policy": "fp8"}
+EVALUATED: Row = {**combinations.DEFAULTS, "model": "tied", "gradients": "no_grad"}
+FEATURES = {
+    "training": TRAINED,
+    "fp16 with a scaler": {**TRAINED, "dtype": "float16", "scaler": "default"},
+    "a plan": {**TRAINED, "plan": "replayed", "policy": "autocast, rules"},
+    "fp8": FP8,
+    "fp8 without gradients": {**FP8, "gradients": "no_grad", "weights": "cache"},
+    "weights kept": {**EVALUATED, "weights": "cache"},
+    "weights frozen": {**EVALUATED, "weights": "freeze"},
+    "inference mode": {**EVALUATED, "gradients": "inference_mode"},
+}
+
+#: what the second process runs as well: graphs that the first one has compiled with other decisions
+OTHERS = {
+    "fp8 with a rule": {**FP8, "policy": "fp8, rules"},
+    "fp8 by rows": {**FP8, "fp8": "rowwise"},
+}
+
+#: runs rows, and saves results of their calls and what the caches counted
+FEATURES_SCRIPT = """
+import sys, warnings
+from pathlib import Path
+import torch
+from torch._dynamo.utils import counters
+import amp_fx
+from combined_runs import check_accuracy, compiled, with_files
+
+warnings.simplefilter("error", amp_fx.FallbackWarning)
+rows, folder, found = torch.load(sys.argv[1]), Path(sys.argv[2]), {}
+for name, row in rows.items():
+    options = with_files(row, folder)
+    counters.clear()
+    seen = compiled(row, options)
+    found[name] = [call.outputs + call.gradients for call in seen], dict(counters["aot_autograd"])
+    check_accuracy(row, seen)
+torch.save(found, sys.argv[3])
+"""
+
+
+def run(rows: dict[str, Row], folder: Path) -> dict[str, Any]:
+    """Runs rows in a process of their own, which imports torch once for all."""
+    given, result = folder / "rows.pt", folder / "result.pt"
+    torch.save(rows, given)
+    files = map(str, (given, folder, result))
+    run_python("-c", FEATURES_SCRIPT, *files, TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"))
+    return torch.load(result)
+
+
+@pytest.mark.slow
+def test_a_process_finds_what_another_one_has_compiled_with_the_same_bits_and_no_more(tmp_path: Path) -> None:
+    cold, warm = run(FEATURES, tmp_path), run({**FEATURES, **OTHERS}, tmp_path)
+    for feature in FEATURES:
+        (first, before), (second, after) = cold[feature], warm[feature]
+        assert not before.get("autograd_cache_bypass"), feature
+        # what differs in the options alone may be one graph
+        assert before.get("autograd_cache_saved", 0) + before.get("autograd_cache_hit", 0) > 0, feature
+        assert after["autograd_cache_hit"] == after["total"], feature
+        assert not after.get("autograd_cache_saved"), feature
+        for step, found, wanted in zip(STEPS, second, first, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (feature, step)
+    for feature in OTHERS:
+        _, counts = warm[feature]
+        assert not counts.get("autograd_cache_hit"), feature
+        assert counts["autograd_cache_saved"] > 0, feature
+
+
 # ---- faults ----
 
 #: compiles three times, and prints why it cannot; the caches are in the folder that is named
-_SCRIPT = """
+FAULTS = """
 import os, resource, sys, torch
 
 def attempt():
@@ -88,13 +180,7 @@ attempt()
 def test_a_missing_compiler_a_blocked_cache_and_a_full_disk_are_named(tmp_path: Path) -> None:
     pytest.importorskip("resource")
     environment = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(tmp_path)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", FAULTS, str(tmp_path), **environment)
     compiler, blocked, full = done.stdout.splitlines()
     assert "InvalidCxxCompiler" in compiler
     assert str(tmp_path / "blocked") in blocked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,24 +16,15 @@ from writes import WRITES, new_layer
 
 from amp_fx.weights import touch
 from holding import Compiles, Held
-from small_models import Parts
+from small_models import Parts, first, near_autocast
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
     return torch.compile(model, backend="amp_fx", options=options)
 
 
-def first(value: Any) -> Tensor:
-    """The first of several outputs."""
-    return value[0] if isinstance(value, tuple) else value
-
-
-def is_right(got: Tensor, model: nn.Module, x: Tensor) -> bool:
-    """At most a little further from fp64 than eager autocast."""
-    exact = first(copy.deepcopy(model).double()(x.double() if x.is_floating_point() else x))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        theirs = first(model(x))
-    return bool((got - exact).norm() <= 1.2 * (theirs - exact).norm()) and got.dtype is torch.float32
+#: at most a little further from fp64 than eager autocast
+is_right = functools.partial(near_autocast, most=1.2, least=0.0)
 
 
 def scale(model: nn.Module) -> None:

@@ -6,51 +6,25 @@ Builds of torch for a CPU bring no Triton.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-# one worker interprets the program
-pytestmark = pytest.mark.xdist_group("renewal")
+from holding import run_python
 
 triton = pytest.importorskip("triton", reason="needs Triton, which builds of torch for GPUs bring")
 
-PROGRAM = Path(__file__).parents[2] / "renewed.py"
 
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
-    """What the program says, with all of Triton interpreted: that is decided when it is imported."""
-    ended = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
-
-
-def test_on_a_gpu_writes_are_seen_as_on_a_cpu(interpreted: dict[str, Any]) -> None:
-    assert interpreted["ways that break the rule"] == []
-
-
-@pytest.mark.parametrize(
-    ("what", "looks"),
-    [
-        ("only what was written to is made again", 14),
-        ("copies stay where they are", 14),
-        ("matrices in fp8", 15),
-    ],
-)
-def test_copies_follow_their_weights(interpreted: dict[str, Any], what: str, looks: int) -> None:
-    assert interpreted[what] == [True] * looks
+def test_on_a_gpu_copies_follow_their_weights_and_writes_are_seen_as_on_a_cpu() -> None:
+    program = Path(__file__).parents[2] / "renewed.py"
+    # all of Triton is interpreted: that is decided when it is imported
+    assert json.loads(run_python(str(program), TRITON_INTERPRET="1").stdout) == {
+        "ways that break the rule": [],
+        "only what was written to is made again": [True] * 14,
+        "copies stay where they are": [True] * 14,
+        "matrices in fp8": [True] * 15,
+    }
 
 
 def compiled_for(capability: int, weight: torch.dtype, copy: torch.dtype) -> str:

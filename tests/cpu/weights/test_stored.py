@@ -15,22 +15,17 @@ import amp_fx
 import levels
 from amp_fx import store_low
 from examples import hugging_face
+from small_models import Parts
 from targets import needs_a_target, one_process
 
-TOKENS = torch.arange(12).reshape(2, 6)
+OPTIONS: dict[str, Any] = {"profile": "off", "strict": True}
+INT8 = {**OPTIONS, "policy": "int8"}
 
 
-def gpt() -> nn.Module:
-    torch.manual_seed(0)
-    return hugging_face.gpt2(layers=1, width=32, heads=2, vocab=48, length=8).eval()
-
-
-def call(model: nn.Module, mode: Callable[[], Any], **options: Any) -> Tensor:
+def run(model: nn.Module, x: Tensor, mode: Callable[[], Any], options: dict[str, Any]) -> Tensor:
     torch._dynamo.reset()
     with mode():
-        return torch.compile(model, backend="amp_fx", options={"strict": True, **options})(
-            TOKENS
-        ).logits.clone()
+        return torch.compile(model, backend="amp_fx", options=options)(x).clone()
 
 
 @pytest.mark.parametrize(
@@ -44,24 +39,53 @@ def call(model: nn.Module, mode: Callable[[], Any], **options: Any) -> Tensor:
 )
 @pytest.mark.usefixtures("op_by_op")
 def test_a_stored_model_computes_what_it_did(mode: Callable[[], Any], dtype: str, weights: str) -> None:
-    options = {"profile": "off", "dtype": dtype, "weights": weights}
-    model = gpt()
-    wide = copy.deepcopy(model)
-    before = call(model, mode, **options)
-    found = store_low(model, TOKENS, options=options)
-    after = call(model, mode, **options)
+    gpt = hugging_face.gpt2(layers=1, width=32, heads=2, vocab=48, length=8)
+    model = Parts(lambda m, tokens: m.gpt(tokens).logits, gpt=gpt).eval()
+    wide, tokens = copy.deepcopy(model), torch.arange(12).reshape(2, 6)
+    options = {**OPTIONS, "dtype": dtype, "weights": weights}
+    before = run(model, tokens, mode, options)
+    found = store_low(model, tokens, options=options)
+    after = run(model, tokens, mode, options)
     assert set(found.stored.values()) == {dtype}
     assert torch.equal(before, after)
     with torch.no_grad():
-        assert not torch.equal(after, wide(TOKENS).logits)
+        assert not torch.equal(after, wide(tokens))
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize("policy", ["int8", "fp8"])
+def test_a_model_below_16_bits_computes_what_it_did(policy: str, tmp_path: Path) -> None:
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).eval(), torch.randn(32, 64)
+    # packed in int8
+    mode, options = torch.inference_mode, INT8
+    if policy == "fp8":
+        mode, options = torch.no_grad, levels.options(tmp_path, weights="cache")
+    before = run(model, x, mode, options)
+    found = store_low(model, x, options=options)
+    below = [name for name, dtype in found.stored.items() if dtype != "bfloat16"]
+    assert below == ["0.weight", "1.weight"]
+    assert torch.equal(before, run(model, x, mode, options))
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_weights_that_one_row_and_several_read_in_int8_are_stored_once() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    rows = [torch.randn(1, 32), torch.randn(16, 32)]
+    before = [run(model, x, torch.inference_mode, INT8) for x in rows]
+    # a single row is multiplied by another kernel, from weights that are quantised alike
+    found = store_low(model, [(x,) for x in rows], options=INT8)
+    assert [name for name, dtype in found.stored.items() if dtype == "int8"] == ["0.weight", "2.weight"]
+    assert all(
+        torch.equal(was, run(model, x, torch.inference_mode, INT8))
+        for was, x in zip(before, rows, strict=True)
+    )
 
 
 @needs_a_target
 @pytest.mark.xdist_group("targets")
 def test_for_a_gpu_a_stored_model_has_the_plan_and_the_kernels_that_it_had() -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).eval(), torch.randn(64, 512)
-    wide, options = copy.deepcopy(model), {"profile": "off", "strict": True, "weights": "cache"}
+    wide, options = copy.deepcopy(model), {**OPTIONS, "weights": "cache"}
     store_low(model, x, options=options)
     with torch.no_grad(), one_process():
         before, after = (
@@ -70,51 +94,3 @@ def test_for_a_gpu_a_stored_model_has_the_plan_and_the_kernels_that_it_had() -> 
     assert before.costs["amp_fx"] == after.costs["amp_fx"]
     rows = [[(row.op, row.dtype, row.reasons) for row in report.plan.nodes] for report in (before, after)]
     assert rows[0] == rows[1]
-
-
-def stored_below(options: dict[str, Any], mode: Callable[[], Any]) -> tuple[Tensor, Tensor, list[str]]:
-    """What three linears give before and after they are stored, and the names of what is stored below 16 bits."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).eval(), torch.randn(32, 64)
-
-    def run() -> Tensor:
-        torch._dynamo.reset()
-        with mode():
-            return torch.compile(model, backend="amp_fx", options=options)(x)
-
-    before = run()
-    found = store_low(model, x, options=options)
-    return before, run(), [name for name, dtype in found.stored.items() if dtype != "bfloat16"]
-
-
-@pytest.mark.usefixtures("op_by_op")
-def test_a_model_in_int8_computes_what_it_did_with_packed_weights() -> None:
-    options = {"profile": "off", "strict": True, "policy": "int8"}
-    before, after, stored = stored_below(options, torch.inference_mode)
-    assert stored == ["0.weight", "1.weight"]
-    assert torch.equal(before, after)
-
-
-@pytest.mark.usefixtures("op_by_op")
-def test_weights_that_one_row_and_several_read_in_int8_are_stored_once() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
-    options = {"profile": "off", "strict": True, "policy": "int8"}
-    rows = [torch.randn(1, 32), torch.randn(16, 32)]
-
-    def run() -> list[Tensor]:
-        torch._dynamo.reset()
-        with torch.inference_mode():
-            return [torch.compile(model, backend="amp_fx", options=options)(x) for x in rows]
-
-    before = run()
-    # a single row is multiplied by another kernel, from weights that are quantised alike
-    found = store_low(model, [(x,) for x in rows], options=options)
-    assert [name for name, dtype in found.stored.items() if dtype == "int8"] == ["0.weight", "2.weight"]
-    assert all(torch.equal(was, now) for was, now in zip(before, run(), strict=True))
-
-
-@pytest.mark.usefixtures("op_by_op")
-def test_a_model_in_fp8_computes_what_it_did(tmp_path: Path) -> None:
-    before, after, stored = stored_below(levels.options(tmp_path, weights="cache"), torch.no_grad)
-    assert stored == ["0.weight", "1.weight"]
-    assert torch.equal(before, after)

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from derived import are_current, copies_for, new_weights
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
-from writes import WRITES, new_layer
+from writes import WRITES, are_current, copies_for, new_layer, new_weights
 
 from amp_fx import WeightsError, weights
 from amp_fx._torch import AFTER_STEP

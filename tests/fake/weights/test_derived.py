@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from derived import are_current, copies_for, new_weights
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from writes import are_current, copies_for, new_weights
 
 from amp_fx import compiling
 from amp_fx.graphs.calls import is_cast
