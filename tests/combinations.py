@@ -17,11 +17,6 @@ import torch
 from amp_fx.settings import OptionNames
 from combined_models import MODELS
 
-__all__ = [
-    "AXES", "EXCLUDED", "Excluded", "Row", "allowed_pairs", "covering_rows", "is_allowed", "options_of",
-    "pairs_of", "sample", "words",
-]  # fmt: skip
-
 #: the name of a value for every axis
 Row = dict[str, str]
 Pair = frozenset[tuple[str, str]]
@@ -62,6 +57,8 @@ AXES: Mapping[str, Mapping[str, Any]] = {
     "dynamic": {"None": None, "True": True, "False": False},
     "autocast": {"off": None, "bfloat16": torch.bfloat16, "float16": torch.float16},
 }
+
+DEFAULTS: Row = {axis: next(iter(values)) for axis, values in AXES.items()}
 
 #: axes that are keys of ``options``
 _OPTIONS = OptionNames.__annotations__.keys() & AXES.keys()
@@ -106,7 +103,7 @@ def options_of(row: Row) -> dict[str, Any]:
 
 def words(row: Row) -> str:
     """What the row has that is no default, for people."""
-    chosen = [f"{axis} {name}" for axis, name in row.items() if name != next(iter(AXES[axis]))]
+    chosen = [f"{axis} {name}" for axis, name in row.items() if name != DEFAULTS[axis]]
     return ", ".join(chosen) or "defaults"
 
 

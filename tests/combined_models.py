@@ -9,8 +9,6 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "Model", "make"]
-
 _WIDTH = 32
 
 

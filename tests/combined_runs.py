@@ -1,17 +1,8 @@
-"""Runs a row of the table of combined options as a program does: a call, changed weights, a batch of another size.
-
-Rows of other seeds than the tests', some of them: ``PYTHONPATH=. python tests/combined_runs.py --seed 1 --rows 3 7``.
-"""
+"""Runs a row of the table of combined options as a program does: a call, changed weights, a batch of another size."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import sys
-import tempfile
-import time
-import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +14,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import amp_fx
-from combinations import AXES, Row, covering_rows, options_of, words
+from combinations import AXES, Row, options_of
 from combined_models import Model, make
 from graphs import autocast_in, op_by_op
 from levels import FP8_CPU
-
-__all__ = ["STEPS", "Seen", "check", "check_accuracy", "compiled", "distances", "session", "with_files"]
 
 Prepare = Callable[[Model], Callable[..., Any]]
 
@@ -205,30 +194,3 @@ def _distance(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 def _tensors(seen: Seen) -> list[Tensor]:
     return [*seen.outputs, *seen.gradients, *seen.buffers]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code says whether a row failed."""
-    parser = argparse.ArgumentParser(description="Runs rows of the table of combined options.")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=int, nargs="*", help="their numbers; all by default")
-    given = parser.parse_args(arguments)
-    rows = covering_rows(given.seed)
-    failed = 0
-    for number in given.rows or range(len(rows)):
-        start, verdict = time.perf_counter(), "ok"
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("error", amp_fx.FallbackWarning)
-            try:
-                check(rows[number], Path(folder))
-            except Exception:
-                failed += 1
-                verdict = traceback.format_exc()
-        seconds = time.perf_counter() - start
-        print(f"{number}: {words(rows[number])}: {seconds:.0f} s, {verdict}", flush=True)
-    print(f"{failed} rows failed")
-    return bool(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

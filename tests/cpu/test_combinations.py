@@ -1,42 +1,31 @@
 """Options together, each pair of their values in some row of a table, on eight small models; and each by itself.
 
 Rows run as programs do (``combined_runs.py``). A sample of the table is fast enough for every day, most of it op by op;
-all of it, down to code, is slow. By itself, a feature has no other option: no ``profile="off"``, no ``strict``.
-A fallback is a warning, and so an error here.
+all of it, down to code, is slow. ``COMBINATIONS=1`` in the environment, or another seed, makes other rows. By itself, a
+feature has no other option: no ``profile="off"``, no ``strict``. A fallback is a warning, and so an error here.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import amp_fx
+import combinations
 from amp_fx import OptionsError
 from amp_fx.settings import Options
-from combinations import (
-    AXES,
-    EXCLUDED,
-    Excluded,
-    Row,
-    allowed_pairs,
-    covering_rows,
-    is_allowed,
-    options_of,
-    pairs_of,
-    sample,
-    words,
-)
-from combined_models import MODELS, Model, make
+from combinations import AXES, DEFAULTS, EXCLUDED, Excluded, Row, covering_rows, words
+from combined_models import MODELS
 from combined_runs import check, distances, session
 
-DEFAULTS: Row = {axis: next(iter(values)) for axis, values in AXES.items()}
-ROWS = covering_rows()
-EVERY_DAY = sample(ROWS, 12)
+SEED = int(os.environ.get("COMBINATIONS", "0"))
+ROWS = covering_rows(SEED)
+EVERY_DAY = combinations.sample(ROWS, 12)
 #: of these, code is generated every day
 GENERATED = EVERY_DAY[:2]
 
@@ -54,10 +43,16 @@ def test_options_together_give_what_each_promises_op_by_op(row: Row, tmp_path: P
     check(row, tmp_path, generate=False)
 
 
-def test_every_pair_of_values_that_may_stand_together_is_in_a_row() -> None:
-    assert set[Any]().union(*map(pairs_of, ROWS)) == allowed_pairs()
-    assert all(map(is_allowed, ROWS))
+def test_every_pair_of_values_that_may_stand_together_is_in_a_row_and_every_value_in_one_of_every_day() -> (
+    None
+):
+    assert set[Any]().union(*map(combinations.pairs_of, ROWS)) == combinations.allowed_pairs()
+    assert all(map(combinations.is_allowed, ROWS))
     assert len(ROWS) < 70
+    assert covering_rows(SEED) == ROWS, "the rows are the same each time"
+    assert covering_rows(SEED + 1) != ROWS
+    values = {(axis, name) for row in EVERY_DAY for axis, name in row.items()}
+    assert values == {(axis, name) for axis, names in AXES.items() for name in names}
 
 
 def test_no_pair_is_left_out_but_what_the_table_says_and_what_follows_from_it() -> None:
@@ -65,26 +60,16 @@ def test_no_pair_is_left_out_but_what_the_table_says_and_what_follows_from_it() 
         frozenset({(one, a), (other, b)})
         for one, other in itertools.combinations(AXES, 2)
         for a, b in itertools.product(AXES[one], AXES[other])
-    } - allowed_pairs()
+    } - combinations.allowed_pairs()
     # the recipe needs policy fp8, which those numerics cannot have
-    assert [pair for pair in left_out if is_allowed(dict(pair))] == [
+    assert [pair for pair in left_out if combinations.is_allowed(dict(pair))] == [
         frozenset({("fp8", "rowwise"), ("numerics", "eager")})
     ]
 
 
-def test_the_rows_are_the_same_each_time() -> None:
-    assert covering_rows() == ROWS
-    assert covering_rows(seed=1) != ROWS
-
-
-def test_the_rows_of_every_day_have_every_value() -> None:
-    values = {(axis, name) for row in EVERY_DAY for axis, name in row.items()}
-    assert values == {(axis, name) for axis, names in AXES.items() for name in names}
-
-
-@pytest.mark.parametrize("excluded", EXCLUDED, ids=lambda excluded: excluded.reason)
-def test_what_is_excluded_names_values_of_the_table(excluded: Excluded) -> None:
-    assert all(set(names) <= AXES[axis].keys() for axis, names in excluded.values.items())
+def test_what_is_excluded_names_values_of_the_table() -> None:
+    for excluded in EXCLUDED:
+        assert all(set(names) <= AXES[axis].keys() for axis, names in excluded.values.items())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +79,7 @@ def test_what_contradicts_itself_is_refused(excluded: Excluded) -> None:
     for names in itertools.product(*excluded.values.values()):
         row = {**DEFAULTS, **dict(zip(excluded.values, names, strict=True))}
         with pytest.raises(OptionsError):
-            Options.parse(None, options_of(row))
+            Options.parse(None, combinations.options_of(row))
 
 
 @pytest.mark.parametrize("gradients", ["train", "no_grad"])
@@ -134,37 +119,3 @@ ALONE: dict[str, tuple[Row, bool]] = {
 @pytest.mark.parametrize(("row", "generate"), ALONE.values(), ids=ALONE)
 def test_a_feature_by_itself(row: Row, generate: bool, tmp_path: Path) -> None:
     check({**DEFAULTS, **row}, tmp_path, generate=generate)
-
-
-@pytest.fixture(params=["tied", "convolutions"])
-def model(request: pytest.FixtureRequest) -> Model:
-    return make(request.param)
-
-
-def test_explain(model: Model) -> None:
-    batch = model.batch(4, 0)
-    report = amp_fx.explain(model, batch)
-    assert [plan.fallback for plan in report.plans] == [""] * len(report.plans)
-    assert {plan.phase for plan in report.plans} == {"forward", "backward"}
-    assert "casts" in str(report)
-
-
-def test_export(model: Model) -> None:
-    batch = model.eval().batch(4, 0)
-    found = amp_fx.export(model, (batch,)).module()(batch)
-    wanted = model.double()(batch.double() if batch.is_floating_point() else batch)
-    assert found.dtype is torch.float32
-    assert (found - wanted).norm() <= 1e-2 * wanted.norm()
-
-
-def test_histogram(model: Model) -> None:
-    found = amp_fx.histogram(model, model.batch(4, 0), lambda outputs: outputs.square().mean())
-    assert "gradient" in str(found)
-
-
-def test_calibrate() -> None:
-    model = make("large")
-    found = amp_fx.calibrate(model, model.batch(4, 0), lambda outputs: outputs.square().mean())
-    plan = found.plan(budget=0.5)
-    assert plan.point.error <= 0.5 * found.autocast_error
-    assert plan.measured is not None
