@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,24 +28,13 @@ SCALED = {**DEFAULTS, "dtype": "float16", "scaler": "default"}
 ROWS, WIDTH = 8, 256
 
 
-def on_two_processes(
-    program: Callable[..., dict[str, Any]], folder: Path, *args: Any
-) -> list[dict[str, Any]]:
-    """Runs a program of this file on two processes; see :func:`on_processes`."""
-    return on_processes(2, program, folder, *args)
-
-
-def on_processes(
-    count: int, program: Callable[..., dict[str, Any]], folder: Path, *args: Any
-) -> list[dict[str, Any]]:
+def on_processes(count: int, program: Callable[..., Any], folder: Path, *args: Any) -> list[dict[str, Any]]:
     """Runs a program of this file in processes that meet in a folder; returns what each returned, by rank."""
     spawn(_process, (count, str(folder), program, args), nprocs=count)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
-def _process(
-    rank: int, count: int, folder: str, program: Callable[..., dict[str, Any]], args: tuple[Any, ...]
-) -> None:
+def _process(rank: int, count: int, folder: str, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
     # the loopback interface: a machine without a network has no other
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
@@ -131,11 +121,8 @@ def counted_reductions() -> Iterator[list[int]]:
         sizes.append(tensor.nbytes)
         return plain(tensor, *args, **kwargs)
 
-    dist.all_reduce = all_reduce
-    try:
+    with mock.patch.object(dist, "all_reduce", all_reduce):
         yield sizes
-    finally:
-        dist.all_reduce = plain
 
 
 def scaled_training(kind: str, bad_step: int) -> dict[str, Any]:
@@ -198,12 +185,8 @@ def trained_and_resumed(kind: str) -> dict[str, Any]:
     resumed_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
     resumed_optimizer.load_state_dict(saved[1])
     resumed = train(net, resumed_optimizer, batches[2:])
-    return {
-        "losses": losses,
-        "resumed": resumed,
-        "other": compressed() if kind == "ddp" else owned_by_fsdp(),
-        **state(model),
-    }
+    others = compressed() if kind == "ddp" else owned_by_fsdp()
+    return {"losses": losses, "resumed": resumed, "other": others, **state(model)}
 
 
 # not annotated: DDP compares annotations with its types, and they are texts in this file

@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from torch.utils.data import DataLoader
 
 import amp_fx
 from small_models import Parts, UpDown
-
-__all__ = ["APART", "BEFORE", "ELSEWHERE", "FENCE", "NOT_RUN", "ROOT", "SETUPS", "blocks", "pages"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,12 +40,8 @@ NOT_RUN = {
 
 def pages() -> list[Path]:
     """All that is written for users."""
-    return [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        ROOT / "SECURITY.md",
-        *sorted((ROOT / "docs").glob("*.md")),
-    ]
+    top = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")]
+    return [*top, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page: Path) -> Iterator[tuple[int, str]]:
@@ -117,8 +112,7 @@ def recipes() -> dict[str, Any]:
         return HuggingFaceTrainer(*args, **options) if args else LightningTrainer(**options)
 
     given = common()
-    return {
-        **given,
+    return given | {
         "model": loss_net(),
         "loss": given["model"](given["batch"]).sum(),
         "batches": [given["batch"]],
@@ -133,18 +127,13 @@ def recipes() -> dict[str, Any]:
     }
 
 
-def profiling() -> dict[str, Any]:
-    return {**common(), "model": loss_net()}
-
-
 def scaling() -> dict[str, Any]:
     given = common()
-    given |= {
+    return given | {
         "batches": [(given["batch"], torch.randn(4, 16))],
         "loss_fn": F.mse_loss,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(given["optimizer"]),
     }
-    return given
 
 
 def integrations() -> dict[str, Any]:
@@ -166,14 +155,7 @@ def integrations() -> dict[str, Any]:
         def train_dataloader(self) -> Any:
             return DataLoader(ROWS, batch_size=4)
 
-    class Run:
-        """As wandb's."""
-
-        def log(self, values: dict[str, Any]) -> None:
-            assert values
-
-    given = common()
-    given |= {
+    return common() | {
         "scaler": amp_fx.GradScaler("cpu"),
         "loader": DataLoader(ROWS, batch_size=4),
         "Fabric": Fabric,
@@ -181,10 +163,9 @@ def integrations() -> dict[str, Any]:
         "data": [{"x": torch.randn(16)}],
         # its thread writes after the page's folder is left
         "SummaryWriter": functools.partial(SummaryWriter, str(Path.cwd() / "runs")),
-        "wandb": type("wandb", (), {"run": Run()}),
+        "wandb": SimpleNamespace(run=SimpleNamespace(log=dict)),
         "step": 0,
     }
-    return given
 
 
 def llama(**more: Any) -> dict[str, Any]:
@@ -194,10 +175,6 @@ def llama(**more: Any) -> dict[str, Any]:
     more |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     config = LlamaConfig(**more, num_attention_heads=2, num_key_value_heads=2)
     return {"config": config, "LlamaForCausalLM": LlamaForCausalLM}
-
-
-def targets() -> dict[str, Any]:
-    return common() | llama(use_cache=False)
 
 
 def generation() -> dict[str, Any]:
@@ -217,10 +194,10 @@ BEFORE: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
 SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": readme,
     "integrations.md": integrations,
-    "profiling.md": profiling,
+    "profiling.md": lambda: {**common(), "model": loss_net()},
     "reading-the-report.md": reading,
     "recipes.md": recipes,
     "scaling.md": scaling,
-    "targets.md": targets,
+    "targets.md": lambda: common() | llama(use_cache=False),
 }
 SETUPS |= {page.name: common for page in pages() if page.name not in SETUPS}

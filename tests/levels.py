@@ -27,11 +27,6 @@ from benchmarks.workloads import llama_512
 from graphs import Rewritten, op_by_op, rewrite
 from small_models import GPT
 
-__all__ = [
-    "FP8_CPU", "MLP", "Attention", "Step", "calls", "emulating_blocks", "error", "evaluated", "exact",
-    "exact_gradients", "gpt", "gradients", "llama", "lowered", "options", "scaled", "widened",
-]  # fmt: skip
-
 aten = torch.ops.aten
 
 #: fp8 always gains on it; matmuls in fp8 are emulated there

@@ -1,99 +1,61 @@
-"""Programs that a low dtype spoils, each in one module, and a healthy one."""
+"""Programs that a low dtype spoils, each in one module."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Cancelling", "Kelvin", "Large", "llama", "mean_square", "next_token"]
+from small_models import Parts
 
 
-class _Variance(nn.Module):
-    """E[x^2] - E[x]^2."""
+def cancelling() -> nn.Module:
+    """A variance E[x^2] - E[x]^2, of values far from zero."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normed(_: object, x: Tensor) -> Tensor:
         mean = x.mean(-1, keepdim=True)
         variance = (x * x).mean(-1, keepdim=True) - mean * mean
         return (x - mean) * (variance + 1e-6).rsqrt()
 
-
-class Cancelling(nn.Module):
-    """A variance by cancellation, of values far from zero."""
-
-    culprit = "norm"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.head = nn.Linear(64, 64), _Variance(), nn.Linear(64, 16)
-        nn.init.constant_(self.up.bias, 16.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.norm(self.up(x))))
+    up = nn.Linear(64, 64)
+    nn.init.constant_(up.bias, 16.0)
+    layers = {"up": up, "norm": Parts(normed), "tanh": nn.Tanh(), "head": nn.Linear(64, 16)}
+    return nn.Sequential(OrderedDict(layers))
 
 
-class _MeanSquare(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
-
-
-class Large(nn.Module):
+def large() -> nn.Module:
     """A norm of activations whose squares leave the range of fp16."""
-
-    culprit = "norm"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.head = nn.Linear(64, 64), _MeanSquare(), nn.Linear(64, 16)
-        with torch.no_grad():
-            self.up.weight.mul_(800)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.up(x)))
+    up = nn.Linear(64, 64)
+    with torch.no_grad():
+        up.weight.mul_(800)
+    norm = Parts(lambda _, x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6))
+    return nn.Sequential(OrderedDict(up=up, norm=norm, head=nn.Linear(64, 16)))
 
 
-class _Attend(nn.Module):
-    def forward(self, scores: Tensor, values: Tensor) -> Tensor:
-        return torch.softmax(scores, -1) @ values
-
-
-class Kelvin(nn.Module):
+def kelvin() -> nn.Module:
     """A softmax of scores with an offset, which it takes away: in bf16, numbers near 290 are 2 apart."""
-
-    culprit = "attend"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score, self.value, self.attend = nn.Linear(64, 32), nn.Linear(64, 64), _Attend()
-        self.head = nn.Linear(64, 16)
-        nn.init.constant_(self.score.bias, 290.0)
-        with torch.no_grad():
-            self.score.weight.mul_(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attend(self.score(x), self.value(x)))
+    score, value = nn.Linear(64, 32), nn.Linear(64, 64)
+    nn.init.constant_(score.bias, 290.0)
+    with torch.no_grad():
+        score.weight.mul_(4)
+    attend = Parts(lambda _, scores, values: torch.softmax(scores, -1) @ values)
+    parts = {"score": score, "value": value, "attend": attend, "head": nn.Linear(64, 16)}
+    return Parts(lambda m, x: m.head(m.attend(m.score(x), m.value(x))), **parts)
 
 
-def llama() -> nn.Module:
-    """A small Llama with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+OFF = {"profile": "off"}
+FP16 = {**OFF, "dtype": "float16"}
 
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-    }
-    return LlamaForCausalLM(
-        LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
-    )
+#: program -> what makes it, the module to name, the size of its input, and options
+SPOILED: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...], dict[str, Any]]] = {
+    "cancelling": (cancelling, "norm", (128, 64), OFF),
+    "large": (large, "norm", (128, 64), FP16),
+    "kelvin": (kelvin, "attend", (4, 32, 64), OFF),
+}
 
 
 def mean_square(outputs: Tensor) -> Tensor:
     return outputs.square().mean()
-
-
-def next_token(ids: Tensor, logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

@@ -7,6 +7,7 @@ because the time goes into compiling. Nothing is downloaded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,6 @@ from torch import Tensor, nn
 
 from examples import hugging_face
 from small_models import Parts
-
-__all__ = ["CASES", "Batch", "Case", "make"]
 
 Batch = dict[str, Tensor]
 Outputs = Any
@@ -34,27 +33,17 @@ def _call_with_first(model: nn.Module, batch: Batch) -> Outputs:
 
 @dataclass(frozen=True)
 class Case:
-    """One model with what it takes to run it.
+    """One model with what it takes to run it."""
 
-    Attributes:
-        name: the key in ``CASES``.
-        model: fp32, in training mode; copy it before use.
-        inputs: from a seed to the batch, a dict of tensors.
-        loss_fn: from the outputs and the batch to a scalar; called outside the compiled code.
-        parts: names of the submodules to compile instead of the whole model (the two networks of a GAN).
-        run: from the (compiled) model and the batch to the outputs.
-        dynamo: settings of ``torch._dynamo.config`` that the model needs.
-        low_in_eval: False where autocast itself computes in fp32 in evaluation, with the reason at the case.
-    """
-
-    name: str
-    model: nn.Module
-    inputs: Callable[[int], Batch]
-    loss_fn: Callable[[Outputs, Batch], Tensor]
-    parts: tuple[str, ...] = ()
+    model: nn.Module  # fp32, in training mode; copy it before use
+    inputs: Callable[[int], Batch]  # from a seed
+    loss_fn: Callable[[Outputs, Batch], Tensor]  # a scalar; called outside the compiled code
+    parts: tuple[
+        str, ...
+    ] = ()  # submodules to compile instead of the whole model (the two networks of a GAN)
     run: Callable[[nn.Module, Batch], Outputs] = _call_with_batch
-    dynamo: Mapping[str, Any] = field(default_factory=dict)
-    low_in_eval: bool = True
+    dynamo: Mapping[str, Any] = field(default_factory=dict)  # settings of ``torch._dynamo.config``
+    low_in_eval: bool = True  # False where autocast itself computes in fp32 in evaluation
 
 
 CASES: dict[str, Callable[[], Case]] = {}
@@ -67,7 +56,7 @@ def make(name: str) -> Case:
         return CASES[name]()
 
 
-def _case(build: Callable[[], Case]) -> Callable[[], Case]:
+def _case(build: Callable[..., Case]) -> Callable[..., Case]:
     CASES[build.__name__] = build
     return build
 
@@ -100,7 +89,9 @@ def _padded_tokens(seed: int) -> Batch:
 # --- Hugging Face transformers: tiny configurations, random weights. ---
 
 
-def _bert(name: str, attention: str) -> Case:
+@_case
+def bert(attention: str = "sdpa") -> Case:
+    """Encoder with a padding mask."""
     model = hugging_face.bert(
         layers=2, width=64, heads=2, hidden=128, vocab=128, length=64, attention=attention
     )
@@ -108,19 +99,11 @@ def _bert(name: str, attention: str) -> Case:
     def inputs(seed: int) -> Batch:
         return {**_padded_tokens(seed), "labels": _tokens(seed + 1, 4, vocab=4)}
 
-    return Case(name, model.train(), inputs, _returned_loss)
+    return Case(model.train(), inputs, _returned_loss)
 
 
-@_case
-def bert() -> Case:
-    """Encoder with a padding mask."""
-    return _bert("bert", "sdpa")
-
-
-@_case
-def bert_eager_attention() -> Case:
-    """The same with attention spelled out: two matmuls, an additive mask, a softmax."""
-    return _bert("bert_eager_attention", "eager")
+# attention spelled out: two matmuls, an additive mask, a softmax
+CASES["bert_eager_attention"] = functools.partial(bert, "eager")
 
 
 @_case
@@ -132,10 +115,12 @@ def gpt2() -> Case:
         tokens = _tokens(seed, 4, 32)
         return {"input_ids": tokens, "labels": tokens}
 
-    return Case("gpt2", model.train(), inputs, _returned_loss)
+    return Case(model.train(), inputs, _returned_loss)
 
 
-def _llama(name: str, attention: str) -> Case:
+@_case
+def llama(attention: str = "sdpa") -> Case:
+    """Decoder with RMS norms, rotary positions and grouped-query attention."""
     model = hugging_face.llama(
         layers=2, width=64, heads=4, kv_heads=2, hidden=128, vocab=128, length=64, attention=attention
     )
@@ -143,19 +128,11 @@ def _llama(name: str, attention: str) -> Case:
     def inputs(seed: int) -> Batch:
         return {**_padded_tokens(seed), "labels": _tokens(seed, 4, 32)}
 
-    return Case(name, model.train(), inputs, _returned_loss)
+    return Case(model.train(), inputs, _returned_loss)
 
 
-@_case
-def llama() -> Case:
-    """Decoder with RMS norms, rotary positions and grouped-query attention."""
-    return _llama("llama", "sdpa")
-
-
-@_case
-def llama_eager_attention() -> Case:
-    """The same with attention spelled out: the softmax asks for fp32 itself."""
-    return _llama("llama_eager_attention", "eager")
+# attention spelled out: the softmax asks for fp32 itself
+CASES["llama_eager_attention"] = functools.partial(llama, "eager")
 
 
 @_case
@@ -166,21 +143,21 @@ def t5() -> Case:
     def inputs(seed: int) -> Batch:
         return {**_padded_tokens(seed), "labels": _tokens(seed + 1, 4, 16)}
 
-    return Case("t5", model.train(), inputs, _returned_loss)
+    return Case(model.train(), inputs, _returned_loss)
 
 
 @_case
 def resnet() -> Case:
     """Residual convolutions with BatchNorm: training mode updates the running statistics."""
     model = hugging_face.resnet(width=16, hidden=[16, 32], depths=[1, 1])
-    return Case("resnet", model.train(), _images, _returned_loss)
+    return Case(model.train(), _images, _returned_loss)
 
 
 @_case
 def vit() -> Case:
     """Patches by convolution, then an encoder."""
     model = hugging_face.vit(layers=2, width=64, heads=2, hidden=128, image=32, patch=8)
-    return Case("vit", model.train(), _images, _returned_loss)
+    return Case(model.train(), _images, _returned_loss)
 
 
 # --- Plain torch.nn ---
@@ -193,7 +170,7 @@ def mlp() -> Case:
     def inputs(seed: int) -> Batch:
         return {"input": _normal(seed, 32, 64), "target": _tokens(seed, 32, vocab=10)}
 
-    return Case("mlp", model, inputs, _classification_loss, run=_call_with_first)
+    return Case(model, inputs, _classification_loss, run=_call_with_first)
 
 
 @_case
@@ -215,7 +192,7 @@ def conv_net() -> Case:
     def inputs(seed: int) -> Batch:
         return {"input": _normal(seed, 8, 3, 16, 16), "target": _tokens(seed, 8, vocab=10)}
 
-    return Case("conv_net", model, inputs, _classification_loss, run=_call_with_first)
+    return Case(model, inputs, _classification_loss, run=_call_with_first)
 
 
 @_case
@@ -236,7 +213,7 @@ def transformer_layer() -> Case:
     def loss_fn(outputs: Outputs, batch: Batch) -> Tensor:
         return F.mse_loss(outputs, batch["target"])
 
-    return Case("transformer_layer", layer, inputs, loss_fn, run=run, low_in_eval=False)
+    return Case(layer, inputs, loss_fn, run=run, low_in_eval=False)
 
 
 @_case
@@ -255,7 +232,7 @@ def lstm() -> Case:
     def loss_fn(outputs: Outputs, batch: Batch) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, 1), batch["target"].flatten())
 
-    return Case("lstm", model, inputs, loss_fn, run=_call_with_first, dynamo={"allow_rnn": True})
+    return Case(model, inputs, loss_fn, run=_call_with_first, dynamo={"allow_rnn": True})
 
 
 @_case
@@ -297,4 +274,4 @@ def gan() -> Case:
         discriminator_loss = bce(outputs["on_real"], real) + bce(outputs["on_fake"], fake)
         return discriminator_loss + bce(outputs["for_generator"], real)
 
-    return Case("gan", nn.ModuleDict(networks), inputs, loss_fn, parts=tuple(networks), run=run)
+    return Case(nn.ModuleDict(networks), inputs, loss_fn, parts=tuple(networks), run=run)

@@ -7,39 +7,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from spoiled import Cancelling, Kelvin, Large, llama, mean_square, next_token
+import torch.nn.functional as F
+from spoiled import FP16, OFF, SPOILED, kelvin, mean_square
 from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import AmpFxError, Comparison, InputError, OptionsError
 from amp_fx.cli import main
 from documents import Net
-from graphs import without_inductor
+from examples import hugging_face
 from holding import peak_bytes
 from small_models import GPT, Parts, tokens
-
-OFF = {"profile": "off"}
-FP16 = {**OFF, "dtype": "float16"}
-
-#: program -> its input, and options
-SPOILED: dict[type[Any], tuple[tuple[int, ...], dict[str, Any]]] = {
-    Cancelling: ((128, 64), OFF),
-    Large: ((128, 64), FP16),
-    Kelvin: ((4, 32, 64), OFF),
-}
-
-
-@pytest.fixture
-def op_by_op() -> Iterator[None]:
-    with without_inductor():
-        yield
 
 
 def compared(model: nn.Module, *batch: Any, **given: Any) -> Comparison:
@@ -53,54 +37,51 @@ def rows(found: Comparison) -> dict[str, amp_fx.ModuleError]:
 # --- the verdict ---
 
 
-def spoiled(program: type[Any], **given: Any) -> tuple[nn.Module, Tensor, dict[str, Any]]:
-    torch.manual_seed(0)
-    size, options = SPOILED[program]
-    return program(), torch.randn(size), {"options": options, **given}
-
-
 @pytest.mark.parametrize(
-    "program",
-    [pytest.param(program, marks=() if program is Large else pytest.mark.slow) for program in SPOILED],
-    ids=lambda program: program.__name__,
+    "program", [pytest.param(name, marks=() if name == "large" else pytest.mark.slow) for name in SPOILED]
 )
-def test_the_module_that_spoils_a_compiled_program_is_named(program: type[Any]) -> None:
-    model, x, given = spoiled(program)
+def test_the_module_that_spoils_a_compiled_program_is_named(program: str) -> None:
+    make, culprit, size, options = SPOILED[program]
     # a kernel takes g++ a second; in fp16, what is written for the backward is what overflows
-    with torch.set_grad_enabled(program is Large):
-        found = amp_fx.compare(model, x, loss=mean_square if program is Large else None, **given)
+    trains = program == "large"
+    with torch.set_grad_enabled(trains):
+        loss = mean_square if trains else None
+        found = amp_fx.compare(make(), torch.randn(size), loss=loss, options=options)
     assert not found.healthy
-    assert found.culprit == program.culprit
-    assert program.culprit in found.verdict
+    assert found.culprit == culprit
+    assert culprit in found.verdict
     assert found.disturbance < 0.1 * found.result_error
 
 
-@pytest.mark.parametrize("program", SPOILED, ids=lambda program: program.__name__)
-def test_in_training_it_is_named_and_what_is_said_to_mend_it_does(program: type[Any], op_by_op: None) -> None:
-    model, x, given = spoiled(program)
-    found = compared(model, x, **given)
-    assert (found.healthy, found.culprit) == (False, program.culprit)
+@pytest.mark.parametrize("program", SPOILED)
+def test_in_training_it_is_named_and_what_is_said_to_mend_it_does(
+    program: str, without_inductor: None
+) -> None:
+    make, culprit, size, options = SPOILED[program]
+    model, x = make(), torch.randn(size)
+    found = compared(model, x, options=options)
+    assert (found.healthy, found.culprit) == (False, culprit)
+    assert found.first_nonfinite == (None if program == "kelvin" else "norm")
+    assert found.culprit_call is not None
+    assert "spoiled.py" in found.culprit_call.source
     mended = compared(model, x, options=found.remedy)
     assert mended.healthy
     assert mended.result_error < 0.2 * found.result_error
 
 
-@pytest.mark.slow  # g++ compiles a hundred kernels
-def test_nothing_is_wrong_of_a_healthy_llama_compiled() -> None:
-    found = of_llama()
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_nothing_is_wrong_of_a_healthy_llama(is_compiled: bool, request: pytest.FixtureRequest) -> None:
+    if not is_compiled:
+        request.getfixturevalue("without_inductor")
+    sizes: dict[str, Any] = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 2, "hidden": 64, "vocab": 64}
+    ids = torch.randint(64, (2, 16))
+
+    def loss(outputs: Any) -> Tensor:
+        return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    found = compared(hugging_face.llama(**sizes, length=16), ids, loss=loss)
     assert found.healthy
     assert found.disturbance < 1e-3
-
-
-def of_llama() -> Comparison:
-    torch.manual_seed(0)
-    ids = torch.randint(64, (2, 16))
-    return compared(llama(), ids, loss=lambda outputs: next_token(ids, outputs.logits))
-
-
-def test_nothing_is_wrong_of_a_healthy_llama(op_by_op: None) -> None:
-    found = of_llama()
-    assert found.healthy
     assert (found.culprit, found.first_nonfinite, found.remedy) == (None, None, {})
     names = rows(found)
     assert {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp", "lm_head"} <= names.keys()
@@ -108,20 +89,13 @@ def test_nothing_is_wrong_of_a_healthy_llama(op_by_op: None) -> None:
     assert all(0 < row.error < 0.02 for row in names.values() if row.precision == "bfloat16")
 
 
-def test_the_first_module_that_leaves_the_range_is_named(op_by_op: None) -> None:
-    found = compared(Large(), torch.randn(128, 64), options=FP16)
-    assert found.first_nonfinite == "norm"
-    assert found.culprit_call is not None
-    assert "spoiled.py" in found.culprit_call.source
-
-
 @pytest.mark.parametrize("loss", [mean_square, torch.sum], ids=["mean square", "sum, whose gradient cancels"])
-def test_a_norm_at_the_end_is_healthy(loss: Callable[[Tensor], Tensor], op_by_op: None) -> None:
+def test_a_norm_at_the_end_is_healthy(loss: Callable[[Tensor], Tensor], without_inductor: None) -> None:
     model = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     assert compared(model, torch.randn(4, 8, 32), loss=loss).healthy
 
 
-def test_a_loss_near_zero_is_healthy(op_by_op: None) -> None:
+def test_a_loss_near_zero_is_healthy(without_inductor: None) -> None:
     x, net = torch.randn(64, 16), Net()
     centre = mean_square(net(x)).item()
     model = Parts(lambda m, x: mean_square(m.net(x)) - centre, net=net)
@@ -133,7 +107,7 @@ def test_a_loss_near_zero_is_healthy(op_by_op: None) -> None:
 # --- what is measured ---
 
 
-def test_errors_are_those_of_the_values_and_of_their_gradients(op_by_op: None) -> None:
+def test_errors_are_those_of_the_values_and_of_their_gradients(without_inductor: None) -> None:
     model, x = Net(), torch.randn(64, 16)
     found = rows(compared(model, x))
 
@@ -165,7 +139,7 @@ def test_errors_are_those_of_the_values_and_of_their_gradients(op_by_op: None) -
     )
 
 
-def test_of_large_values_a_sample_is_compared_and_all_is_searched(op_by_op: None) -> None:
+def test_of_large_values_a_sample_is_compared_and_all_is_searched(without_inductor: None) -> None:
     model: Any = Parts(lambda m, x: m.scale(m.up(x)), up=nn.Linear(64, 64), scale=nn.Linear(64, 64))
     x = torch.randn(3000, 64)
     assert compared(model, x, options=FP16).first_nonfinite is None
@@ -177,7 +151,7 @@ def test_of_large_values_a_sample_is_compared_and_all_is_searched(op_by_op: None
     assert compared(model, x, options=FP16).first_nonfinite == "up"
 
 
-def test_without_a_loss_results_are_compared_in_the_mode_of_the_caller(op_by_op: None) -> None:
+def test_without_a_loss_results_are_compared_in_the_mode_of_the_caller(without_inductor: None) -> None:
     model, x = Net().eval(), torch.randn(4, 16)
     with torch.inference_mode():
         found = amp_fx.compare(model, x, options=OFF)
@@ -191,8 +165,7 @@ def lost_by_rounding(x: Tensor) -> Tensor:
     return 1 / (x - x.bfloat16())
 
 
-def test_a_result_that_alone_is_not_finite_is_named(op_by_op: None) -> None:
-    torch.manual_seed(0)
+def test_a_result_that_alone_is_not_finite_is_named(without_inductor: None) -> None:
     model = Parts(lambda m, x: {"ratio": lost_by_rounding(m.up(x).float())}, up=nn.Linear(16, 16))
     with torch.no_grad():
         found = amp_fx.compare(model, torch.randn(4, 16), options=OFF)
@@ -201,14 +174,14 @@ def test_a_result_that_alone_is_not_finite_is_named(op_by_op: None) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_sizes_may_be_symbols(dynamic: bool, op_by_op: None) -> None:
+def test_sizes_may_be_symbols(dynamic: bool, without_inductor: None) -> None:
     found = compared(Net(), torch.randn(6, 16), dynamic=dynamic)
     assert found.healthy
     assert all(row.gradient_error for row in found.worst)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_a_graph_break_starts_a_new_part(op_by_op: None) -> None:
+def test_a_graph_break_starts_a_new_part(without_inductor: None) -> None:
     def broken(m: Any, x: Tensor) -> Tensor:
         x = m.a(x)
         torch._dynamo.graph_break()
@@ -219,7 +192,7 @@ def test_a_graph_break_starts_a_new_part(op_by_op: None) -> None:
     assert all(rows(found)[name].gradient_error for name in ("a", "a.up", "b", "b.norm"))
 
 
-def test_every_call_on_request(op_by_op: None) -> None:
+def test_every_call_on_request(without_inductor: None) -> None:
     found = compared(Net(), torch.randn(6, 16), calls=True)
     assert {(row.op, row.module) for row in found.calls} >= {
         ("linear", "up"),
@@ -233,13 +206,13 @@ def test_every_call_on_request(op_by_op: None) -> None:
 
 
 @pytest.mark.parametrize("against", ["autocast", OFF], ids=["autocast", "options"])
-def test_a_run_is_close_to_others_that_round_alike(against: Any, op_by_op: None) -> None:
+def test_a_run_is_close_to_others_that_round_alike(against: Any, without_inductor: None) -> None:
     model, x = Net(), torch.randn(64, 16)
     near, far = compared(model, x, against=against), compared(model, x)
     assert rows(near)["down"].error < 0.5 * rows(far)["down"].error
 
 
-def test_eager_is_the_program_under_its_own_autocast(op_by_op: None) -> None:
+def test_eager_is_the_program_under_its_own_autocast(without_inductor: None) -> None:
     model, x = Net(), torch.randn(64, 16)
     alone = compared(model, x, against="eager")
     assert rows(alone)["down"].error == pytest.approx(rows(compared(model, x))["down"].error)
@@ -257,7 +230,7 @@ def test_an_unknown_reference_is_an_error(against: Any) -> None:
 # --- fp16 ---
 
 
-def test_gradients_that_become_zero_are_counted_and_a_scaler_mends_them(op_by_op: None) -> None:
+def test_gradients_that_become_zero_are_counted_and_a_scaler_mends_them(without_inductor: None) -> None:
     model, x = Net(), torch.randn(64, 16)
 
     def small(outputs: Tensor) -> Tensor:
@@ -270,7 +243,7 @@ def test_gradients_that_become_zero_are_counted_and_a_scaler_mends_them(op_by_op
     assert compared(model, x, loss=small, options=FP16).healthy
 
 
-def test_the_loss_scale_is_that_of_the_scaler_and_backs_off_as_its_would(op_by_op: None) -> None:
+def test_the_loss_scale_is_that_of_the_scaler_and_backs_off_as_its_would(without_inductor: None) -> None:
     model, x = Net(), torch.randn(64, 16)
     scaler = amp_fx.GradScaler("cpu", init_scale=4096.0)
     options = {**FP16, "scaler": scaler.name}
@@ -284,7 +257,7 @@ def test_the_loss_scale_is_that_of_the_scaler_and_backs_off_as_its_would(op_by_o
 # --- the call ---
 
 
-def test_nothing_is_changed(op_by_op: None) -> None:
+def test_nothing_is_changed(without_inductor: None) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4))
     x = torch.randn(32, 16)
     model(x).sum().backward()
@@ -310,7 +283,7 @@ def test_a_batch_that_the_model_does_not_take_is_an_error(batch: tuple[Any, ...]
         compared(Net(), *batch)
 
 
-def test_a_batch_is_what_calibrate_takes(op_by_op: None) -> None:
+def test_a_batch_is_what_calibrate_takes(without_inductor: None) -> None:
     model, x = Net(), torch.randn(6, 16)
     found = [compared(model, *batch).worst for batch in ((x,), ((x,),), ({"x": x},))]
     assert found[0] == found[1] == found[2]
@@ -324,13 +297,9 @@ def test_other_things_that_are_wrong_are_errors() -> None:
         compared(Net(), torch.randn(6, 16), loss=lambda outputs: outputs)
 
 
-def test_one_process_of_a_group_may_call_it(op_by_op: None, tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(Net())
-        found = compared(model, torch.randn(6, 16))
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("group_of_one")
+def test_one_process_of_a_group_may_call_it(without_inductor: None) -> None:
+    found = compared(nn.parallel.DistributedDataParallel(Net()), torch.randn(6, 16))
     assert found.healthy
     assert "up" in rows(found)
 
@@ -338,8 +307,8 @@ def test_one_process_of_a_group_may_call_it(op_by_op: None, tmp_path: Path) -> N
 # --- what a reader sees ---
 
 
-def test_text_json_and_picture(op_by_op: None, tmp_path: Path) -> None:
-    found = compared(Kelvin(), torch.randn(4, 32, 64))
+def test_text_json_and_picture(without_inductor: None, tmp_path: Path) -> None:
+    found = compared(kelvin(), torch.randn(4, 32, 64))
     lines = str(found).split("\n")
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 25
@@ -354,12 +323,13 @@ def test_text_json_and_picture(op_by_op: None, tmp_path: Path) -> None:
     assert re.search(r"error \de-0\d", dot)
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_on_the_command_line(
-    op_by_op: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "user_program.py").write_text(
-        "import torch\nfrom spoiled import Kelvin, mean_square as loss\n"
-        "def build():\n    return Kelvin(), torch.randn(4, 32, 64)\n"
+        "import torch\nfrom spoiled import kelvin, mean_square as loss\n"
+        "def build():\n    return kelvin(), torch.randn(4, 32, 64)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -370,8 +340,7 @@ def test_on_the_command_line(
     assert main([*arguments, "--against", "nothing"]) == 1
 
 
-def test_it_holds_at_most_half_as_much_again_as_a_training_step_in_fp32(op_by_op: None) -> None:
-    torch.manual_seed(0)
+def test_it_holds_at_most_half_as_much_again_as_a_training_step_in_fp32(without_inductor: None) -> None:
     model, batch = GPT(layers=2, width=128, heads=4, length=128), tokens(0, 8, 128)
     compared(model, *batch, loss=None)
     ours = peak_bytes(lambda: compared(model, *batch, loss=None))

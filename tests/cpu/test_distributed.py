@@ -8,27 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import (
-    global_batches,
-    new_model,
-    on_processes,
-    on_two_processes,
-    parallel_training,
-    scaled_training,
-    trained_and_resumed,
-)
+import distributed
+from distributed import global_batches, new_model, on_processes
+from graphs import autocast_in
 
 
-def eager(steps: int, skip: int | None = None, lr: float = 0.1) -> dict[str, Tensor]:
-    """Parameters after training in fp32 on one process, with the global batch."""
+def on_one_process(
+    steps: int, optimizer: str, lr: float, skip: int | None = None, dtype: torch.dtype | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of training with the global batch, in fp32 or under eager autocast."""
     model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    own, losses = getattr(torch.optim, optimizer)(model.parameters(), lr=lr), []
     for step, x in enumerate(global_batches(steps)):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
+        own.zero_grad()
+        with autocast_in(dtype):
+            loss = model(x).square().mean()
+        loss.backward()
         if step != skip:
-            optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
+            own.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
 def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
@@ -41,7 +40,7 @@ def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_an_overflow_on_one_process_skips_the_step_on_both(kind: str, tmp_path: Path) -> None:
-    first, second = on_two_processes(scaled_training, tmp_path, kind, 1)
+    first, second = on_processes(2, distributed.scaled_training, tmp_path, kind, 1)
     for each in (first, second):
         # one for each of DDP's buckets; one of the first block, whose input has no gradient, and one of the others
         assert each["graphs"] == {"ddp": 3, "fsdp2": 2}[kind]
@@ -55,28 +54,14 @@ def test_an_overflow_on_one_process_skips_the_step_on_both(kind: str, tmp_path: 
     for name, value in first["parameters"].items():
         assert torch.equal(value, second["parameters"][name]), name
     # as one process does that skips this step: parameters moved by the same amounts within fp16's precision
-    assert distance(first["parameters"], eager(4, skip=1)) < 0.02
-
-
-def losses_on_one_process(steps: int) -> list[float]:
-    """In fp32, with the global batch."""
-    model = new_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for x in global_batches(steps):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    assert distance(first["parameters"], on_one_process(4, "SGD", 0.1, skip=1)[1]) < 0.02
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_train_as_one_does_and_resume_where_they_were(kind: str, tmp_path: Path) -> None:
-    first, second = on_two_processes(trained_and_resumed, tmp_path, kind)
-    expected = losses_on_one_process(4)
+    first, second = on_processes(2, distributed.trained_and_resumed, tmp_path, kind)
+    expected, _ = on_one_process(4, "AdamW", 1e-3)
     # bf16 has 8 bits; the loss falls by far more
     assert first["losses"] == pytest.approx(expected, rel=5e-3)
     assert expected[0] - expected[3] > 0.1 * expected[0]
@@ -96,27 +81,12 @@ def test_two_processes_train_as_one_does_and_resume_where_they_were(kind: str, t
         assert not any("weight" in value for value in first["other"]["casts"])
 
 
-def trained_on_one_process(dtype: torch.dtype | None) -> tuple[list[float], dict[str, Tensor]]:
-    """What :func:`parallel_training` does, with the global batch, in fp32 or under eager autocast."""
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    losses = []
-    for x in global_batches(3):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tp", "fsdp2 + tp"])
 def test_four_processes_with_tensor_parallelism_train_as_one_does(kind: str, tmp_path: Path) -> None:
-    found = on_processes(4, parallel_training, tmp_path, kind)
-    losses, exact = trained_on_one_process(None)
-    _, autocast = trained_on_one_process(torch.bfloat16)
+    found = on_processes(4, distributed.parallel_training, tmp_path, kind)
+    losses, exact = on_one_process(3, "SGD", 1.0)
+    _, autocast = on_one_process(3, "SGD", 1.0, dtype=torch.bfloat16)
     assert losses[0] - losses[2] > 0.02 * losses[0]
     for each in found:
         # fp32 weights, low matmuls, nothing left to autocast; equal blocks share their graphs

@@ -1,14 +1,16 @@
-"""Every Python block of the README and of the docs runs, page by page, in one process.
+"""Every Python block of the README and of the docs runs, page by page, and the notebook, in one process.
 
 No code is generated: what is compiled runs op by op, and a package is the exported program.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from amp_fx.errors import FallbackWarning
-from documents import APART, BEFORE, ELSEWHERE, NOT_RUN, SETUPS, blocks, pages
+from documents import APART, BEFORE, ELSEWHERE, NOT_RUN, ROOT, SETUPS, blocks, pages
 from graphs import op_by_op
 from targets import one_process
 
@@ -54,7 +56,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.mark.usefixtures("_elsewhere")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_runs(page: Path) -> None:
-    torch._dynamo.reset()
     namespace = SETUPS[page.name]()
     with warnings.catch_warnings():
         # what other libraries say of small models on a CPU is no fault of the page
@@ -77,3 +78,37 @@ def test_what_is_not_run_is_there_and_counted() -> None:
     code = [(page.name, code) for page in pages() for _, code in blocks(page)]
     assert all(any(name == where and words in text for name, text in code) for where, words in NOT_RUN)
     assert len(NOT_RUN) <= 0.1 * len(code)
+
+
+# ---- examples/tour.ipynb: ten cells, committed with their outputs ----
+
+
+def cells() -> list[dict[str, Any]]:
+    found = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in found if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_has_ten_cells_with_outputs() -> None:
+    found = cells()
+    assert len(found) == 10
+    assert [cell["execution_count"] for cell in found] == list(range(1, 11))
+    outputs = [output for cell in found for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    shown = ["".join(output.get("data", {}).get("text/html", "")) for output in outputs]
+    assert any("<svg" in text for text in shown)
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_the_code_of_the_notebook_runs_and_calibration_brings_the_loss_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = "\n\n".join("".join(cell["source"]) for cell in cells())
+    # a file, so that Dynamo and the report find its lines
+    (tmp_path / "tour.py").write_text(program, encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "tour"}
+    exec(compile(program, str(tmp_path / "tour.py"), "exec"), names)
+    assert names["loss_low"] > 5 * names["loss_fp32"]
+    assert names["loss_healed"] < 1.5 * names["loss_fp32"]
+    assert names["difference"] < 0.05
+    assert (tmp_path / "tour.html").stat().st_size > 50_000

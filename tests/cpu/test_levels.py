@@ -1,22 +1,27 @@
-"""Training in fp8 on a CPU, which emulates it: gradients against fp64, zeros, infinities, loss scaling."""
+"""fp8 on a CPU, which emulates it: gradients against fp64, zeros, infinities, loss scaling; copies of weights."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import amp_fx
+import zoo
 from amp_fx.passes import PlaceLevels
 from amp_fx.placement.level_cost import LevelCost
 from amp_fx.policy.levels import LEVELS, levels_of
 from benchmarks.learning import TASKS
-from graphs import op_by_op
+from graphs import op_by_op, without_inductor
+from holding import Held
 from levels import FP8_CPU, MLP, error, exact_gradients, gpt, gradients, llama, options
 
 
@@ -146,28 +151,6 @@ def test_level_and_costs_are_part_of_the_key_of_the_caches() -> None:
     assert " at 0x" not in keys[0]
 
 
-# in another process: test_cold_and_warm.py
-def test_a_rule_that_is_added_counts_though_the_graph_is_in_the_cache(tmp_path: Path) -> None:
-    model, x, plain = MLP(32, 64, 16), torch.randn(32, 32), options(tmp_path, "rowwise")
-    exact = exact_gradients(model, [x])
-    policy = {"base": "fp8", "rules": [{"module": "layers", "precision": "low"}]}
-    in_fp8, ruled = (
-        error(gradients(model, [x], given, generate=True), exact)
-        for given in (plain, {**plain, "policy": policy})
-    )
-    assert ruled < 0.01 < 0.02 < in_fp8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "bound"), [(gpt, 0.115), (llama, 0.17)])
-def test_gradients_of_generated_code_are_as_near(tmp_path: Path, make: Any, bound: float) -> None:
-    model, args = make()
-    found = error(
-        gradients(model, args, options(tmp_path, "rowwise"), generate=True), exact_gradients(model, args)
-    )
-    assert 0.03 < found < bound
-
-
 @pytest.mark.slow
 def test_a_small_gpt_learns_the_standard_library_as_well_as_in_bf16(tmp_path: Path) -> None:
     task = TASKS["text_gpt"]()
@@ -193,3 +176,80 @@ def test_a_small_gpt_learns_the_standard_library_as_well_as_in_bf16(tmp_path: Pa
         assert fmean(losses[arm]) < 1.01 * fmean(losses["bf16"])
         # it is not the same arithmetic
         assert losses[arm] != losses["bf16"]
+
+
+# ---- without gradients ----
+
+
+class Net(nn.Module):
+    """Linears that share what they read, one whose columns are multiplied, a residual, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.up = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.columns = nn.Parameter(torch.randn(64, 64) / 8)
+        self.bias, self.head = nn.Parameter(torch.randn(64)), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.first(x))
+        x = x + F.silu(self.gate(x)) * self.up(x)
+        x = x + torch.addmm(self.bias, x.view(-1, 64), self.columns).view(x.shape)
+        return self.head(x)
+
+
+#: bytes of the weights of Net's matmuls in fp8, and of their factors
+IN_FP8, FACTORS = 32 * 64 + 3 * 64 * 64, 4 * 4 * 64
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize(
+    ("weights", "mode"), [("cache", torch.no_grad), ("auto", torch.inference_mode), ("freeze", torch.no_grad)]
+)
+def test_copies_of_weights_take_half_of_what_they_take_in_bf16_and_follow_their_weights(
+    tmp_path: Path, weights: str, mode: type[AbstractContextManager[None]]
+) -> None:
+    model, x, held = Net().eval(), torch.randn(4, 8, 32), Held()
+    # strict, what is frozen may not change
+    run, in_each_call = (
+        torch.compile(
+            model,
+            backend="amp_fx",
+            options=options(tmp_path, "rowwise", weights=each, strict=each != "freeze"),
+        )
+        for each in (weights, "cast")
+    )
+    with mode():
+        before = run(x).clone()
+        assert torch.equal(before, in_each_call(x))
+        # how else weights change is test_defaults.py's
+        for weight in (model.gate.weight, model.columns):
+            weight.data.mul_(4)
+            found = run(x).clone()
+            assert torch.equal(found, in_each_call(x))
+            assert not torch.equal(found, before)
+            before = found
+    if weights != "freeze":
+        # biases and the head's weight are bf16
+        assert held.bytes() == IN_FP8 + FACTORS + 2 * (4 * 64 + 16 + 16 * 64)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_public_architectures_are_as_near_to_fp32_as_e4m3_lets_them(name: str, tmp_path: Path) -> None:
+    case = zoo.make(name)
+    model, batch = copy.deepcopy(case.model).eval(), case.inputs(0)
+    errors = []
+    with torch.no_grad():
+        wide = _floating(case.run(model, batch))
+        for given in ({"profile": "off", "weights": "cast"}, options(tmp_path, "rowwise", weights="cast")):
+            torch._dynamo.reset()
+            with without_inductor():
+                compiled: Any = torch.compile(model, backend="amp_fx", options={**given, "strict": True})
+                found = _floating(case.run(compiled, batch))
+            assert [value.dtype for value in found] == [value.dtype for value in wide]
+            errors.append(error(found, [value.double() for value in wide]))
+    in_bf16, in_fp8 = errors
+    assert 5 * in_bf16 < in_fp8 < 0.06
+
+
+def _floating(outputs: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]

@@ -7,8 +7,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 import pytest
@@ -34,14 +33,12 @@ def trained(model: Callable[..., Tensor], i: Tensor) -> Tensor:
     return loss.detach()
 
 
-def asked(model: Callable[..., Tensor], i: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return model(i).clone()
+def asked(mode: Callable[[], Any]) -> Callable[..., Tensor]:
+    def use(model: Callable[..., Tensor], i: Tensor) -> Tensor:
+        with mode():
+            return model(i).clone()
 
-
-def asked_without_gradients(model: Callable[..., Tensor], i: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(i)
+    return use
 
 
 #: how a program uses a model, and the options
@@ -49,9 +46,9 @@ USES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "training": (trained, {}),
     "training in fp16": (trained, {"dtype": "float16", "scaler": SCALER}),
     "training after a fallback": (trained, {"strict": False}),
-    "cached weights": (asked_without_gradients, {"weights": "cache", "numerics": "eager"}),
-    "by default": (asked, {}),
-    "frozen": (asked_without_gradients, {"weights": "freeze", "strict": False}),
+    "cached weights": (asked(torch.no_grad), {"weights": "cache", "numerics": "eager"}),
+    "by default": (asked(torch.inference_mode), {}),
+    "frozen": (asked(torch.no_grad), {"weights": "freeze", "strict": False}),
 }
 
 
@@ -59,19 +56,21 @@ def fail(*_: Any, **__: Any) -> NoReturn:
     raise CaptureError("on purpose")
 
 
-@dataclass
-class Used:
-    """A model that was compiled and called.
-
-    Attributes:
-        model: the model.
-        call: calls it once more.
-        eagerly: what the call should give, by autocast.
-    """
+class Used(NamedTuple):
+    """A model that was compiled and called."""
 
     model: nn.Module
     call: Callable[[], Tensor]
-    eagerly: Callable[[], Tensor]
+    eagerly: Callable[[], Tensor]  # what the call should give, by autocast
+
+    def follows(self, change: Callable[[], object]) -> bool:
+        """True if the next call after a change of the parameters gives what they say, and not what it gave before."""
+        before = self.call()
+        self.model.zero_grad()
+        change()
+        now = self.call()
+        torch.testing.assert_close(now, self.eagerly(), rtol=0.03, atol=0.03)
+        return not torch.allclose(now, before, rtol=0.1, atol=0.1)
 
 
 @pytest.fixture(params=USES)
@@ -92,56 +91,42 @@ def used(request: pytest.FixtureRequest, op_by_op: None) -> Iterator[Used]:
             stack.enter_context(pytest.warns(FallbackWarning))
         for _ in range(2):
             use(compiled, i)
-        model.zero_grad()
         yield Used(model, lambda: use(compiled, i), eagerly)
     del scaler
 
 
-def follows(used: Used, before: Tensor) -> bool:
-    now = used.call()
-    torch.testing.assert_close(now, used.eagerly(), rtol=0.03, atol=0.03)
-    return not torch.allclose(now, before, rtol=0.1, atol=0.1)
+def double(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
 
 
-def test_parameters_are_swapped(used: Used) -> None:
+def test_two_models_exchange_their_parameters_and_change_them_back(used: Used) -> None:
     assert [p for p in used.model.parameters() if weakref.getweakrefs(p)] == []
-    held, before = Held(), used.call()
     used.model.zero_grad()
-    for mine in used.model.parameters():
-        torch.utils.swap_tensors(mine, nn.Parameter(2 * mine.detach()))
-    assert follows(used, before)
+    held, others = Held(), [copy.deepcopy(used.model)]
+    double(others[0])
+
+    def exchange() -> None:
+        for mine, theirs in zip(used.model.parameters(), others[0].parameters(), strict=True):
+            torch.utils.swap_tensors(mine, theirs)
+
+    assert used.follows(exchange)
+    assert used.follows(exchange)
+    others.clear()
     gc.collect()
-    # what was made of the old ones went with them
+    # what was made of the others went with them
     assert held.bytes() == 0
 
 
 def test_a_module_is_moved_by_swapping(used: Used) -> None:
-    before = used.call()
-    used.model.zero_grad()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        used.model.double()
-        with torch.no_grad():
-            for parameter in used.model.parameters():
-                parameter.mul_(2.0)
-        used.model.float()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert follows(used, before)
+    def move() -> None:
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            used.model.double()
+            double(used.model)
+            used.model.float()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
 
-
-def test_two_models_exchange_their_parameters(used: Used) -> None:
-    other, before = copy.deepcopy(used.model), used.call()
-    used.model.zero_grad()
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(2.0)
-    expected = used.eagerly()
-    used.model.zero_grad()
-    for mine, theirs in zip(used.model.parameters(), other.parameters(), strict=True):
-        torch.utils.swap_tensors(mine, theirs)
-    assert follows(used, before)
-    used.model.zero_grad()
-    for mine, theirs in zip(used.model.parameters(), other.parameters(), strict=True):
-        torch.utils.swap_tensors(mine, theirs)
-    torch.testing.assert_close(used.call(), expected, rtol=0.03, atol=0.03)
+    assert used.follows(move)

@@ -1,7 +1,8 @@
-"""Programs whose numbers the pages have, run on less than what the pages show."""
+"""Programs whose numbers the pages have, run on less than what the pages show; and other engines."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import torch
 
 from benchmarks import budgets, held_out, learning, long_runs
 from benchmarks.__main__ import main
-from benchmarks.arms import ARMS
+from benchmarks.arms import ARMS, prepare
 from benchmarks.learning import TASKS
 from benchmarks.long_runs import SHOWN, Run
 from benchmarks.results import read_timings
+from benchmarks.workloads import build_workload, linears
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -100,3 +102,18 @@ def test_held_out_digits_are_read_by_measured_scales() -> None:
     rows = {row.arm: row for row in held_out.measure(held_out.digits(30), 1)}
     assert rows["measured"].in_int8
     assert rows["measured"].loss == pytest.approx(rows["bf16"].loss, rel=0.02)
+
+
+# theirs
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [arm.name for arm in ARMS.values() if arm.engine])
+def test_an_engine_returns_what_the_model_returns(name: str) -> None:
+    arm = ARMS[name]
+    missing = [library for library in arm.needs if not importlib.util.find_spec(library)]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
+    workload = build_workload("linears", linears, batch=4, width=32, layers=2)
+    found = prepare(workload, arm, "inference").forward()
+    wanted = workload.model(**workload.batch)
+    assert found.dtype is torch.float32
+    assert (found - wanted).norm() / wanted.norm() < 0.05
