@@ -1,4 +1,4 @@
-"""Triton code that Inductor generates for a target, and its machine code: what tests run in a target's process."""
+"""What Inductor generates for a target: Triton code, its machine code, copies with scales; runs in its process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from unittest import mock
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import lower_with_inductor
-from amp_fx.targets._torch import pretended
+from amp_fx._torch import FakeTensorMode, lower_with_inductor
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.keys import LEVEL, MARK
+from amp_fx.passes import PassContext
+from amp_fx.passes.base import CUSTOM
+from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
+from amp_fx.policy.levels import LEVELS
+from amp_fx.targets._torch import compile_contexts, pretended
 from amp_fx.targets.tracing import TracedGraph, compile_graph
 from targets import arm
 
-__all__ = ["Code", "cubins", "sources"]
+aten, prims = torch.ops.aten, torch.ops.prims
 
 #: in generated code: name = async_compile.triton('name', '''...''', ...)
 _KERNEL = re.compile(r"(triton_\w+) = async_compile\.triton\('\w+', '''\n(.*?)'''", re.DOTALL)
@@ -24,19 +30,12 @@ _KERNEL = re.compile(r"(triton_\w+) = async_compile\.triton\('\w+', '''\n(.*?)''
 
 @dataclass(frozen=True)
 class Code:
-    """One graph, forward or backward, as Inductor would load it.
+    """One graph, forward or backward, as Inductor would load it."""
 
-    Attributes:
-        text: a Python module, with a function ``call`` that takes its arguments in one list.
-        inputs: names of the arguments, as AOTAutograd gave them.
-        kinds: shape and dtype of each argument.
-        outputs: names of what it returns; the backward reads what has the same name in the forward.
-    """
-
-    text: str
-    inputs: tuple[str, ...]
-    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    outputs: tuple[str | None, ...]
+    text: str  # a module with a function ``call`` that takes its arguments in one list
+    inputs: tuple[str, ...]  # names, as AOTAutograd gave them
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each input
+    outputs: tuple[str | None, ...]  # the backward reads what has the same name in the forward
 
 
 def sources(
@@ -111,3 +110,40 @@ def _compiled(name: str, body: str, architectures: Sequence[int]) -> dict[int, i
         architecture: len(triton.compile(source, GPUTarget("cuda", architecture, 32), settings).asm["cubin"])
         for architecture in architectures
     }
+
+
+# ---- copies with scales ----
+
+
+def _product(
+    rows: int, columns: int, dtype: torch.dtype, read: str
+) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """(graph, fake input) of a matrix times itself: operands are its ``"rows"``, its ``"columns"``, or one each."""
+    graph = fx.Graph()
+
+    def add(target: object, *args: object) -> fx.Node:
+        node = graph.call_function(target, args)  # type: ignore[arg-type]  # an operator
+        node.meta["val"] = run_fake(node)
+        return node
+
+    matrix = source = graph.placeholder("x")
+    source.meta["val"] = torch.empty(rows, columns, dtype=dtype, device="cuda")
+    if dtype is torch.float32:
+        matrix = add(prims.convert_element_type.default, source, torch.bfloat16)
+    turned = add(aten.permute.default, matrix, [1, 0])
+    operands = {"rows": (matrix, turned), "columns": (turned, matrix), "both": (matrix, matrix)}[read]
+    graph.output((add(aten.mm.default, *operands),))
+    return fx.GraphModule({}, graph), [source.meta["val"]]
+
+
+def copy_costs(level: str, rows: int, columns: int, dtype: torch.dtype, read: str) -> tuple[int, int]:
+    """(kernels, bytes that they read and write) of the copy that a matrix times itself reads."""
+    with pretended(), FakeTensorMode() as mode, compile_contexts(mode, "0/0"):
+        gm, inputs = _product(rows, columns, dtype, read)
+        (matmul,) = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
+        matmul.meta[CUSTOM] = {MARK: "mm"}
+        LEVEL.set(matmul, (LEVELS[level], LEVELS[level].implementations[0], None))
+        QuantiseMatmuls().call(gm, PassContext())
+        gm.recompile()
+        lowered = lower_with_inductor(gm, inputs, is_inference=True)
+    return len(lowered.generated), sum(size for _, size in lowered.generated)

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from generated import Code
 
-__all__ = ["Step", "interpret"]
-
 aten = torch.ops.aten
 
 #: elements of a block at most; small, so that kernels have several blocks and loops several rounds
@@ -32,21 +30,13 @@ _BLOCK = {"XBLOCK": 256, "YBLOCK": 32, "ZBLOCK": 8, "R0_BLOCK": 64, "R1_BLOCK": 
 
 @dataclass(frozen=True)
 class Step:
-    """What is run.
-
-    Attributes:
-        forward: of the step.
-        backward: of the step, or None.
-        inputs: of the forward; what the code writes to them stays.
-        tangents: gradients of what the program returns, for the backward.
-        returns: how many results are the program's; the others are saved for the backward.
-    """
+    """What is run."""
 
     forward: Code
     backward: Code | None
-    inputs: Sequence[Tensor]
-    tangents: Sequence[Tensor] = ()
-    returns: int = 1
+    inputs: Sequence[Tensor]  # of the forward; what the code writes to them stays
+    tangents: Sequence[Tensor] = ()  # gradients of what the program returns
+    returns: int = 1  # how many results are the program's; the others are saved for the backward
 
 
 def interpret(step: Step) -> tuple[list[Tensor], list[Tensor | None]]:

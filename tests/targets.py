@@ -34,11 +34,6 @@ from benchmarks.counts import Counter, Counts, Row
 from benchmarks.workloads import make
 from zoo import Case
 
-__all__ = [
-    "MADE", "OFF", "Facts", "arm", "compiled", "compiled_at_equal_results", "count", "counted", "needs_a_target",
-    "one_process", "process", "threads", "trace_case", "traced",
-]  # fmt: skip
-
 aten = torch.ops.aten
 
 #: casts as the op lists say, whatever they cost
@@ -127,25 +122,18 @@ def trace_case(case: Case, mode: str, **settings: Any) -> list[TracedGraph]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a program became on a target.
+    """What a program became on a target."""
 
-    Attributes:
-        counts: of all kernels, forward and backward.
-        forward: of the forward's.
-        casts: for each kernel that only casts, what it casts: ``"input"``, ``"result"`` (or the gradient of one),
-            ``"gradient"`` (of a parameter or an input) or ``"activation"`` (anything else).
-        result_saved_bytes: saved 16-bit values whose widened copy is a result of the program. Where the copy is saved
-            instead, nothing is counted, as the program holds it anyway.
-        wide: matmuls that return fp32, by whether they are a ``"gradient"``, a ``"result"`` or something else.
-        rounded: gradients that leave a matmul in 16 bits and are widened.
-    """
-
-    counts: Counts
+    counts: Counts  # of all kernels, forward and backward
     forward: Counts
+    #: for each kernel that only casts, what it casts: "input", "result" (or the gradient of one), "gradient" (of a
+    #: parameter or an input) or "activation" (anything else)
     casts: tuple[str, ...]
+    #: saved 16-bit values whose widened copy is a result of the program. Where the copy is saved instead, nothing is
+    #: counted, as the program holds it anyway
     result_saved_bytes: int
-    wide: tuple[str, ...]
-    rounded: int
+    wide: tuple[str, ...]  # matmuls that return fp32: "gradient", "result" or something else
+    rounded: int  # gradients that leave a matmul in 16 bits and are widened
 
 
 def arm(options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16) -> Backend:

@@ -1,18 +1,28 @@
-"""``python -m benchmarks.counts --target``: arms beside each other for a GPU that is not there."""
+"""What a program costs on an H100 that is not there: ``python -m benchmarks.counts --target``, loss scaling, and casts
+of inputs beside what the cost model charges for them.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
+from amp_fx.placement.cost import CostModel
 from benchmarks.counts import ASSUMED, main
 from benchmarks.results import read
 from benchmarks.workloads import WORKLOADS
-from targets import needs_a_target, process
+from graphs import captured, rewrite
+from small_models import Parts
+from targets import OFF, needs_a_target, process, traced
+from versions import UP_TO_2_13
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
@@ -23,8 +33,7 @@ ARMS = ("autocast", "off", "fast")
 GRAPHS = ("forward", "backward")
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(NamedTuple):
     """What the command says of a workload: text, messages, its header and its rows by arm."""
 
     workload: str
@@ -77,3 +86,79 @@ def test_an_unknown_target_is_wrong_usage(capsys: pytest.CaptureFixture[str]) ->
         main(["--target", "cuda:h10"])
     assert ended.value.code == 2
     assert "'cuda:h100'" in capsys.readouterr().err
+
+
+# ---- loss scaling ----
+
+
+@pytest.mark.parametrize(
+    ("name", "of_plain"),
+    [
+        ("naive_attention", 1.04),
+        pytest.param("gpt2", 1.08, marks=pytest.mark.slow),
+        pytest.param("bert", 1.09, marks=pytest.mark.slow),
+        pytest.param("resnet", 1.11, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_takes_fewer_kernels_and_bytes_than_with_torchs_scaler(name: str, of_plain: float) -> None:
+    theirs, plain, ours = (
+        process().call("targets:counted", name, arm)
+        for arm in ("autocast_scaler", "amp_fx_fp16", "amp_fx_scaler")
+    )
+    autocast, scaled = theirs.forward + theirs.backward, ours.forward + ours.backward
+    assert scaled.kernels <= autocast.kernels
+    # a kernel that divides reads the scale
+    assert scaled.bytes_moved <= autocast.bytes_moved + 4 * scaled.kernels
+    assert ours.total.kernels < theirs.total.kernels
+    assert ours.total.bytes_moved < 0.99 * theirs.total.bytes_moved
+    assert ours.total.bytes_moved < of_plain * plain.total.bytes_moved
+
+
+# ---- casts of a graph's inputs ----
+
+
+def attention(x: Tensor, *projections: Tensor) -> Tensor:
+    q, k, v = (F.linear(x, weight).unflatten(-1, (4, 16)).transpose(1, 2) for weight in projections)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+WEIGHT, BIAS = torch.randn(64, 64), torch.randn(64)
+#: what is done with an input and parameters, these, and the size of the input
+PROGRAMS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], tuple[int, ...]]] = {
+    "biases": (
+        lambda x, v, b, w, c: F.linear(F.linear(x, v, b).relu(), w, c), (WEIGHT, BIAS, WEIGHT, BIAS), (128, 64)
+    ),
+    "three readers of one input": (attention, (WEIGHT, WEIGHT, WEIGHT), (2, 128, 64)),
+    "a weight of two matmuls": (lambda x, w: F.linear(F.linear(x, w).relu(), w), (WEIGHT,), (128, 64)),
+    "a transposed weight": (lambda x, w: x @ w.t(), (WEIGHT,), (128, 64)),
+    "a batch of matmuls": (lambda x, w: x @ w, (torch.randn(2, 64, 64),), (2, 128, 64)),
+    "a convolution": (
+        lambda x, w, b: F.conv2d(x, w, b, padding=1), (torch.randn(16, 16, 3, 3), torch.randn(16)), (4, 16, 32, 32)
+    ),
+    "attention on inputs": (
+        F.scaled_dot_product_attention, tuple(torch.randn(2, 4, 128, 64) for _ in range(2)), (2, 4, 128, 64)
+    ),
+}  # fmt: skip
+
+
+def charged(model: nn.Module, x: Tensor) -> int:
+    """Bytes, by the cost model: one byte is one unit."""
+    gm = captured(model, x, device="cuda")
+    run_passes(gm, (PinDtypes(), Classify(), Constrain()), PassContext())
+    cost = CostModel(gm.graph, None, training=True)
+    nodes = {node.name: node for node in gm.graph.nodes}
+    casts = rewrite(model, x, device="cuda").plan.casts
+    read = [nodes[cast.value] for cast in casts if cast.to_dtype is torch.bfloat16]
+    return sum(cost.cast_kernel(node, torch.bfloat16) for node in read if cost.is_stored(node))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_casts_of_inputs_cost_what_is_charged_for_them(name: str) -> None:
+    run, parameters, size = PROGRAMS[name]
+    model = Parts(lambda m, x: run(x, *m.own).square().mean(), own=nn.ParameterList(parameters))
+    x = torch.randn(size, requires_grad=True)
+    facts = process().call("targets:compiled", traced(model, x), OFF)
+    assert set(facts.casts) <= {"input", "gradient"}
+    # from torch 2.14 on, the second matmul adds the first one's result, which is then widened by itself
+    added_by_matmul = name == "a weight of two matmuls" and not UP_TO_2_13
+    assert facts.counts.cast_bytes == charged(model, x) + added_by_matmul * 6 * WEIGHT.numel()

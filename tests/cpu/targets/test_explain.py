@@ -128,27 +128,26 @@ SMALL = {
     "max_position_embeddings": 64,
 }  # fmt: skip
 DECODER = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 128}
-SLOW = pytest.mark.slow
+#: class -> settings of its config
+LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("Llama", "Qwen2", "Mistral"), DECODER),
+    "Mixtral": {**DECODER, "num_local_experts": 4},
+    "Gemma": {**DECODER, "head_dim": 16},
+    "GPTNeoX": {**SMALL, "intermediate_size": 128},
+    "GPT2": SMALL,
+    "T5": {**SMALL, "d_kv": 16, "d_ff": 128, "decoder_start_token_id": 0},
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("Llama", DECODER),
-        pytest.param("Qwen2", DECODER, marks=SLOW),
-        pytest.param("Mistral", DECODER, marks=SLOW),
-        pytest.param("Mixtral", {**DECODER, "num_local_experts": 4}, marks=SLOW),
-        pytest.param("Gemma", {**DECODER, "head_dim": 16}, marks=SLOW),
-        pytest.param("GPTNeoX", {**SMALL, "intermediate_size": 128}, marks=SLOW),
-        pytest.param("GPT2", SMALL, marks=SLOW),
-        pytest.param("T5", {**SMALL, "d_kv": 16, "d_ff": 128, "decoder_start_token_id": 0}, marks=SLOW),
-    ],
+    "name",
+    [pytest.param(name, marks=() if name == "Llama" else pytest.mark.slow) for name in LANGUAGE_MODELS],
 )
-def test_a_language_model_with_its_default_cache_is_explained(name: str, settings: dict[str, Any]) -> None:
+def test_a_language_model_with_its_default_cache_is_explained(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     heads = {"GPT2": "GPT2LMHeadModel", "T5": "T5ForConditionalGeneration"}
     model = getattr(transformers, heads.get(name, f"{name}ForCausalLM"))(
-        getattr(transformers, f"{name}Config")(**settings)
+        getattr(transformers, f"{name}Config")(**LANGUAGE_MODELS[name])
     )
     tokens = torch.randint(128, (2, 16))
     given = {"input_ids": tokens, **({"labels": tokens} if name == "T5" else {})}
@@ -182,19 +181,3 @@ def test_the_rates_are_those_of_the_target(
 def test_a_tensor_is_the_argument_of_the_model_that_is_called_target() -> None:
     x = torch.randn(8, 64)
     assert amp_fx.explain(Net(), x, target=torch.zeros(8, 64), options=OFF).title == "Net"
-
-
-def test_errors_of_the_other_process_are_those_of_this_one() -> None:
-    options = {"numerics": "eager", "plan": "no-such-file.json"}
-    with pytest.raises(amp_fx.PlanError, match="no-such-file"):
-        amp_fx.explain(nn.Linear(2, 2), torch.randn(1, 2), options=options, target="cuda:h100")
-
-
-def test_the_command_names_the_nearest_target_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    assert main(["explain", "test_explain:build", "--target", "cuda:a10"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert "'cuda:a10'" in line

@@ -6,14 +6,10 @@ Judged against fp64, beside what stock Inductor generates under autocast.
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,6 +23,7 @@ from amp_fx.plans.label import Kind
 from amp_fx.targets.tracing import Tracer
 from examples.gpt import GPT, GPTConfig
 from generated import Code
+from holding import run_python
 from small_models import Parts
 from targets import needs_a_target, one_process, process
 
@@ -75,16 +72,10 @@ class Keeper(Tracer):
         return super().__call__(gm, example_inputs)
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A way to compile.
+class Arm(NamedTuple):
+    """A way to compile."""
 
-    Attributes:
-        options: of amp_fx, or None for stock Inductor under autocast.
-        dtype: the low one.
-    """
-
-    options: dict[str, Any] | None
+    options: dict[str, Any] | None  # None: stock Inductor under autocast
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -182,15 +173,7 @@ def interpreted(name: str) -> dict[str, tuple[list[Tensor], list[Tensor | None]]
     with tempfile.TemporaryDirectory() as folder:
         files = [str(Path(folder) / file) for file in ("steps.pt", "results.pt")]
         torch.save(steps(name), files[0])
-        path = os.pathsep.join(filter(None, sys.path))
-        ended = subprocess.run(
-            [sys.executable, str(PROGRAM), *files],
-            env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
+        run_python(str(PROGRAM), *files, TRITON_INTERPRET="1")
         return torch.load(files[1], weights_only=False)
 
 

@@ -1,4 +1,4 @@
-"""Programs compiled for an H100 that is not there, forward and backward, as far as Inductor's fusion."""
+"""Programs compiled for an H100 that is not there, forward and backward: what is fused, the code, and machine code."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import zoo
 from amp_fx.targets.tracing import TracedGraph
 from examples.gpt import GPT, GPTConfig
+from generated import Code
 from small_models import Parts
-from targets import MADE, OFF, Facts, needs_a_target, process, traced
+from targets import MADE, OFF, Facts, needs_a_target, process, trace_case, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
 
 def compiled(graphs: list[TracedGraph], options: dict[str, Any] | None) -> Facts:
     return process().call("targets:compiled", graphs, options)
+
+
+def sources(graphs: list[TracedGraph], options: dict[str, Any] = OFF) -> list[Code]:
+    return process().call("generated:sources", graphs, options)
 
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated")
@@ -84,17 +90,89 @@ def test_weight_gradients_leave_matmuls_in_fp32_and_no_kernel_only_casts_an_acti
     assert set(facts.casts) == {"input"}
 
 
-def test_autocast_rounds_them_and_widens_them_again(head: list[TracedGraph]) -> None:
-    facts = compiled(head, None)
-    assert facts.wide == ()
-    assert facts.rounded == 2
-
-
 def test_gradients_on_a_residual_stream_are_narrowed_where_they_are_added() -> None:
     # large enough for kernels that reduce a norm's gradient by rows and by columns at once
     tokens, config = torch.randint(64, (8, 1024)), GPTConfig(64, context=1024, layers=1, heads=12, width=768)
     block = traced(GPT(config), tokens, tokens)
-    _, backward = process().call("generated:sources", block, OFF)
+    _, backward = sources(block)
     kernels = set(re.findall(r"async_compile\.triton\('(\w+)'", backward.text))
     assert any("_to_copy_add_native_layer_norm" in name for name in kernels)
     assert not [name for name in kernels if re.fullmatch(r"triton_poi_fused__to_copy(_view)?_\d+", name)]
+
+
+# ---- rules that have the result of a low product in fp32 ----
+
+#: a matmul of low operands that returns fp32
+_WIDE_CALL = re.compile(r"extern_kernels\.b?mm_dtype\(|extern_kernels\.b?mm\(.*out_dtype=torch\.float32")
+
+
+def logits() -> list[TracedGraph]:
+    """With a bias and two batch dimensions."""
+
+    def logits_and_loss(m: Any, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        found = m.head(m.up(x))
+        return found, F.cross_entropy(found.flatten(0, 1), labels.flatten())
+
+    model = Parts(logits_and_loss, up=nn.Linear(128, 128), head=nn.Linear(128, 256))
+    return traced(model, torch.randn(4, 32, 128), torch.randint(256, (4, 32)))
+
+
+def ruled(precision: str = "low", **more: str) -> dict[str, Any]:
+    return {**OFF, "policy": {"rules": [{"module": "head", "precision": precision, **more}]}}
+
+
+def wide_calls(graphs: list[TracedGraph], options: dict[str, Any]) -> list[int]:
+    return [len(_WIDE_CALL.findall(code.text)) for code in sources(graphs, options)]
+
+
+def test_the_forward_multiplies_low_operands_and_returns_fp32_with_and_without_gradients() -> None:
+    # gradients are those of a low product: of the weights in fp32, of the input low
+    assert wide_calls(logits(), ruled(result="fp32")) == [1, 2]
+    with torch.no_grad():
+        assert wide_calls(logits(), ruled(result="fp32")) == [1]
+
+
+def test_a_result_in_fp32_moves_more_than_a_rounded_one_and_less_than_an_fp32_product() -> None:
+    graphs = logits()
+    low, wide, fp32 = (compiled(graphs, given) for given in (ruled(), ruled(result="fp32"), ruled("fp32")))
+    assert low.wide == ("gradient", "gradient")
+    assert low.counts.bytes_moved < wide.counts.bytes_moved < fp32.counts.bytes_moved
+    assert wide.counts.extern_kernels == low.counts.extern_kernels
+    assert len(wide.wide) == 3
+    assert "activation" not in wide.casts
+
+
+def test_batched_products_return_fp32() -> None:
+    args = [torch.randn(4, 64, 64, requires_grad=True) for _ in range(2)]
+    given = {**OFF, "policy": {"rules": [{"op": "bmm", "precision": "low", "result": "fp32"}]}}
+    assert wide_calls(traced(lambda a, b: torch.bmm(a, b).exp().sum(), *args), given)[0] == 1
+
+
+# ---- machine code of every kernel ----
+
+
+def sizes(graphs: list[TracedGraph], *architectures: int) -> list[int]:
+    """Of the kernels, in each architecture."""
+    found = process().call("generated:cubins", sources(graphs), architectures)
+    assert all(of_kernel.keys() == set(architectures) for of_kernel in found.values())
+    return [size for of_kernel in found.values() for size in of_kernel.values()]
+
+
+def test_kernels_of_a_small_net_compile_for_hopper() -> None:
+    def block(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        """A convolution, a residual add, a norm and a loss: kernels of every kind that amp_fx casts in."""
+        x = (x + F.gelu(m.conv(x))).mean((2, 3))
+        return F.cross_entropy(m.head(m.norm(x)), labels)
+
+    layers = {"conv": nn.Conv2d(8, 8, 3, padding=1), "norm": nn.LayerNorm(8), "head": nn.Linear(8, 16)}
+    found = sizes(traced(Parts(block, **layers), torch.randn(4, 8, 16, 16), torch.randint(16, (4,))), 90)
+    assert len(found) >= 6
+    assert min(found) > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_kernels_of_a_model_compile_for_ampere_hopper_and_blackwell(name: str) -> None:
+    found = sizes(trace_case(zoo.make(name), "train"), 80, 90, 100)
+    assert len(found) >= 3 * 20
+    assert min(found) > 1000
