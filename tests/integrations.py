@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader
 
 import amp_fx
 
-__all__ = ["CLAIMS", "DOCUMENT", "FOLDER", "INF", "batches", "low", "moved", "weights"]
-
 INF = float("inf")
 
 
@@ -70,17 +68,17 @@ CLAIMS: dict[str, dict[str, str]] = {
         "a Trainer of one's own": (
             "test_transformers.py::test_a_trainer_of_ones_own_compiles_through_accelerate"
         ),
-        "`generate`": "test_generation.py::test_generation_is_low_and_the_second_call_compiles_nothing",
+        "`generate`": "test_transformers.py::test_generation_is_low_and_the_second_call_compiles_nothing",
         "`generate` with a static cache, low weights shared by prefill and decoding": (
-            "test_generation.py::"
+            "test_transformers.py::"
             "test_with_a_static_cache_prefill_and_decoding_of_any_length_share_low_weights"
         ),
         "speculative decoding": (
-            "test_generation.py::test_speculative_decoding_has_low_weights_of_both_models_once"
+            "test_transformers.py::test_speculative_decoding_has_low_weights_of_both_models_once"
         ),
     },
-    "trl": {"`SFTTrainer` with LoRA, bf16": "test_trl.py::test_lora_is_tuned_in_bf16_and_saved"},
-    "peft": {"LoRA adapters, saved with clean keys": "test_trl.py::test_lora_is_tuned_in_bf16_and_saved"},
+    "trl": {"`SFTTrainer` with LoRA, bf16": "test_recipes.py::test_lora_is_tuned_in_bf16_and_saved"},
+    "peft": {"LoRA adapters, saved with clean keys": "test_recipes.py::test_lora_is_tuned_in_bf16_and_saved"},
     "lightning": {
         "`Trainer`: bf16 training and validation, with the plugin alone": (
             "test_lightning.py::test_bf16_training_and_validation_need_the_plugin_alone"

@@ -27,6 +27,19 @@ def fp16(**arguments: Any) -> Any:
     return accelerator
 
 
+def fit(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> list[bool]:
+    """The usual loop; which batches moved the weights."""
+    taken = []
+    for x in loader:
+        before = weights(model)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        taken.append(moved(before, weights(model)))
+    return taken
+
+
 # ---- the plugin ----
 
 
@@ -92,14 +105,9 @@ def test_bf16_training_needs_the_plugin_alone() -> None:
     accelerator = Accelerator(cpu=True, dynamo_plugin=AmpFxPlugin(options={"profile": "off"}))
     own = UpDown()
     model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), batches())
-    before = weights(own)
     with amp_fx.record() as recording:
-        for x in loader:
-            accelerator.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+        assert all(fit(accelerator, model, optimizer, loader))
     assert low(recording) == {torch.bfloat16}
-    assert moved(before, weights(own))
     assert all(p.dtype is torch.float32 for p in own.parameters())
 
 
@@ -147,15 +155,7 @@ def test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of() -> None:
     accelerator = fp16(gradient_accumulation_steps=2)
     own = UpDown()
     model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), batches(0))
-    taken = []
-    for x in loader:
-        before = weights(own)
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        taken.append(moved(before, weights(own)))
-    assert taken == [False, False, False, True]
+    assert fit(accelerator, model, optimizer, loader) == [False, False, False, True]
     assert accelerator.scaler.get_scale() == 64.0
 
 
@@ -165,10 +165,7 @@ def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
     model, optimizer, loader = accelerator.prepare(
         own, torch.optim.SGD(own.parameters(), lr=0.1), batches(0, 1)
     )
-    for x in loader:
-        accelerator.backward(model(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(accelerator, model, optimizer, loader)
     saved, state = weights(own), accelerator.scaler.state_dict()
     assert state["scale"] == 32.0
     accelerator.save_state(str(tmp_path))

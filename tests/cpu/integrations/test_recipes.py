@@ -1,10 +1,13 @@
-"""The recipes of ``examples/`` with the real libraries: timm, diffusers, torchtitan.
+"""The recipes of ``examples/`` with the real libraries: timm, diffusers, torchtitan; and TRL with LoRA of PEFT.
 
 timm brings torchvision, which must fit the build of torch, and torchtitan wants other versions of what TRL wants: both
 are tested where they are installed.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import amp_fx
 import train_diffusers
 import train_timm
 import train_torchtitan
+from examples import hugging_face
 from integrations import low, weights
 
 
@@ -49,3 +53,73 @@ def test_torchtitan_compiles_the_blocks() -> None:
         losses = train_torchtitan.train()
     assert torch.bfloat16 in low(recording)
     assert losses[-1] < losses[0]
+
+
+VOCAB = 32
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(VOCAB)}
+    words["<eos>"] = words.pop("w0")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<eos>")),
+        eos_token="<eos>",
+        pad_token="<eos>",
+        unk_token="<eos>",
+    )
+
+
+# PEFT asks a model by a name that transformers is about to drop; Dynamo makes an instance of every
+# autograd.Function, and TRL's loss is one
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
+def test_lora_is_tuned_in_bf16_and_saved(tmp_path: Path) -> None:
+    # here, as they take seconds
+    from datasets import Dataset
+    from peft import LoraConfig, PeftModel
+    from safetensors.torch import load_file
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from amp_fx.integrations.transformers import AmpFxCallback
+
+    model = hugging_face.llama(layers=1, width=16, heads=2, kv_heads=1, hidden=16, vocab=VOCAB, length=32)
+    rows = Dataset.from_dict({"input_ids": torch.randint(1, VOCAB, (8, 8)).tolist()})
+    trainer = SFTTrainer(
+        model,  # pyright: ignore[reportArgumentType]
+        SFTConfig(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+            per_device_train_batch_size=2,
+            max_steps=4,
+            learning_rate=0.1,
+            save_strategy="no",
+            activation_checkpointing=False,
+            max_length=8,
+        ),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        callbacks=[AmpFxCallback({"profile": "off"}, dtype="bfloat16")],
+    )
+    tuned: Any = trainer.model
+    assert isinstance(tuned, PeftModel)
+    before = {name: p.detach().clone() for name, p in tuned.named_parameters()}
+    with amp_fx.record() as recording:
+        trainer.train()
+    moved = {name for name, p in tuned.named_parameters() if not torch.equal(p, before[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    assert torch.bfloat16 in low(recording)
+
+    trainer.save_model(str(tmp_path / "saved"))
+    keys = load_file(tmp_path / "saved" / "adapter_model.safetensors").keys()
+    assert keys
+    assert not any("_orig_mod" in key for key in keys)
