@@ -41,9 +41,7 @@ from amp_fx import CaptureError, PassError
 from amp_fx._torch import autocast_disabled, enable_autocast
 from amp_fx.graphs.regions import Region
 from amp_fx.settings import Options
-from ops import ASKED, LOW, arguments, overload
-
-__all__ = ["EXPLAINED", "REQUIRED", "Answer", "Call", "answer", "calls", "document", "table"]
+from ops import ASKED, LOW, arguments, on_device, overload
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "conformance.md"
 START, END = "<!-- agreement: start -->\n", "<!-- agreement: end -->\n"
@@ -149,7 +147,7 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if name not in _MOVES:
-            dtypes = [t.dtype for t in _floats((args, kwargs))]
+            dtypes = [t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()]
             told = (kwargs or {}).get("dtype")
             if name in ("_softmax", "_log_softmax") and args[2]:
                 # half_to_float: reads fp16, computes and returns fp32
@@ -164,7 +162,8 @@ def answer(call: Call) -> Answer | None:
     fake = None if call.device == "cpu" else FakeTensorMode(allow_non_fake_inputs=True)
     args, kwargs = call.args, call.kwargs
     if fake is not None:
-        args, kwargs = tree_map(_on(fake, call.device), (args, kwargs))
+        with fake:
+            args, kwargs = on_device((args, kwargs), call.device)
     with warnings.catch_warnings():
         # ops on the lists are deprecated, random programs of torch's lists broadcast in losses
         warnings.simplefilter("ignore")
@@ -236,22 +235,8 @@ def _rewritten(call: Call, args: Any, kwargs: Any) -> fx.GraphModule:
         return amp_fx.rewriting.rewrite(gm, ambient, options)[0]
 
 
-def _on(fake: FakeTensorMode, device: str) -> Callable[[Any], Any]:
-    def move(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        with fake:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-
-    return move
-
-
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _floats(value: Any) -> list[Tensor]:
-    return [leaf for leaf in _tensors(value) if leaf.is_floating_point()]
 
 
 # ---- telling ----

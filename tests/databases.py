@@ -1,21 +1,17 @@
 """Torch's own databases of ops and modules through the backend, beside eager autocast.
 
-``python tests/databases.py`` asks every op of ``op_db`` and every module of ``module_db`` (some minutes), with the
-first samples that torch has of each; ``tests/fake/test_conformance.py`` asks a part. A sample is compiled by the
-backend, with AOTAutograd instead of Inductor, and asked twice: in the user's ``torch.autocast``, where it has to
-return what eager autocast does (or stock ``aot_eager``, where AOTAutograd's own formulas make a difference),
+Asked are the first samples that torch has of each op of ``op_db`` and of each module of ``module_db``. A sample is
+compiled by the backend, with AOTAutograd instead of Inductor, and asked twice: in the user's ``torch.autocast``, where
+it has to return what eager autocast does (or stock ``aot_eager``, where AOTAutograd's own formulas make a difference),
 and by itself, where it has to return the dtypes of eager fp32 and be no further from fp64 than autocast.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +22,6 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graphs import DEFAULTS, NOISE, without_inductor
-
-__all__ = ["EXPLAINED", "Sample", "modules", "ops", "outcome"]
 
 #: samples of each op and of each module
 EACH = 2
@@ -115,9 +109,8 @@ def _stock_error(sample: Sample) -> str:
 
 def _differs(got: list[Any], wanted: list[Any]) -> str:
     """How results differ; an empty string: they do not, bit for bit."""
-    dtypes = [[v.dtype if isinstance(v, Tensor) else type(v) for v in values] for values in (got, wanted)]
-    if dtypes[0] != dtypes[1]:
-        return f"returns {dtypes[0]}, not {dtypes[1]}"
+    if _kinds(got) != _kinds(wanted):
+        return f"returns {_kinds(got)}, not {_kinds(wanted)}"
     if [getattr(v, "shape", None) for v in got] != [getattr(v, "shape", None) for v in wanted]:
         return "other shapes"
     return "" if all(map(_equal, got, wanted)) else "other values"
@@ -125,9 +118,8 @@ def _differs(got: list[Any], wanted: list[Any]) -> str:
 
 def _compare(sample: Sample, autocast: list[Any], ours: list[Any], eager: list[Any]) -> str:
     """The answer for a sample outside autocast."""
-    dtypes = [[v.dtype if isinstance(v, Tensor) else type(v) for v in values] for values in (ours, eager)]
-    if dtypes[0] != dtypes[1]:
-        return f"returns {dtypes[0]}, eager {dtypes[1]}"
+    if _kinds(ours) != _kinds(eager):
+        return f"returns {_kinds(ours)}, eager {_kinds(eager)}"
     try:
         exact = _run(sample, double=True)
     except Exception:  # as in outcome()
@@ -140,6 +132,10 @@ def _compare(sample: Sample, autocast: list[Any], ours: list[Any], eager: list[A
             if not (error := _error(one, reference)) <= allowed:
                 return f"error {error:.2e}, allowed {allowed:.2e}"
     return "agrees"
+
+
+def _kinds(values: list[Any]) -> list[Any]:
+    return [v.dtype if isinstance(v, Tensor) else type(v) for v in values]
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -194,32 +190,3 @@ def _double(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     return torch.float64 if value is torch.float32 else value
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code says whether anything is unexplained."""
-    parser = argparse.ArgumentParser(
-        description="Torch's databases of ops and modules, beside eager autocast."
-    )
-    parser.add_argument("--step", type=int, default=1, help="every how many-th op and module")
-    parser.add_argument("--only", default="", help="those whose name starts with this")
-    given = parser.parse_args(arguments)
-    unexplained = 0
-    for kind, samples in (("op_db", ops(given.step)), ("module_db", modules(given.step))):
-        counts: Counter[str] = Counter()
-        for sample in samples:
-            if not sample.name.startswith(given.only):
-                continue
-            found = outcome(sample)
-            differs = found != "agrees" and not found.startswith("not asked")
-            counts["differ" if differs else found] += 1
-            if differs:
-                name = sample.name.rpartition(" ")[0]
-                unexplained += name not in EXPLAINED
-                print(f"{sample.name}: {found} [{EXPLAINED.get(name, 'unexplained')}]", flush=True)
-        print(f"{kind}: {dict(counts)}", flush=True)
-    return int(bool(unexplained))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

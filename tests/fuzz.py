@@ -33,9 +33,7 @@ from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices
 from amp_fx.plans.plan import Plan
 from fuzz_programs import FP64, Program, programs, quiet
-from graphs import autocast_in
-
-__all__ = ["UNTRACED", "DisagreementError", "compare", "search"]
+from graphs import autocast_in, gradients_for, shared_storages
 
 #: Dynamo does not trace every program, and fails on some
 UNTRACED = (InternalTorchDynamoError, Unsupported, UserError)
@@ -126,14 +124,10 @@ def _look(inputs: Sequence[Tensor], outputs: Sequence[Any]) -> _Run:
     named = {f"x{index}": value for index, value in enumerate(inputs)}
     results = {f"output {i}": value for i, value in enumerate(outputs) if isinstance(value, Tensor)}
     values = {**named, **results}
-    shared: dict[int, set[str]] = {}
-    for name, value in values.items():
-        if value.untyped_storage().nbytes():
-            shared.setdefault(value.untyped_storage().data_ptr(), set()).add(name)
     return _Run(
         {name: value.detach().clone() for name, value in values.items()},
         _gradients(named, results),
-        frozenset(frozenset(names) for names in shared.values() if len(names) > 1),
+        shared_storages(values),
         {name: value.requires_grad for name, value in results.items()},
     )
 
@@ -142,12 +136,10 @@ def _gradients(named: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> di
     """Gradients of the inputs, from fixed random gradients of the outputs; None where backward fails."""
     roots = [v for v in results.values() if v.grad_fn is not None and v.is_floating_point()]
     leaves = {name: value for name, value in named.items() if value.requires_grad and value.is_leaf}
-    generator = torch.Generator().manual_seed(1)
-    seeds = [torch.randn(v.shape, generator=generator, dtype=FP64).to(v.dtype) for v in roots]
     if not roots or not leaves:
         return {}
     try:
-        found = torch.autograd.grad(roots, list(leaves.values()), seeds, allow_unused=True)
+        found = torch.autograd.grad(roots, list(leaves.values()), gradients_for(roots), allow_unused=True)
     except RuntimeError:
         # a value that the backward needs was overwritten: the program's own mistake
         return None
@@ -156,26 +148,19 @@ def _gradients(named: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> di
 
 def _compare_facts(label: str, got: _Run, eager: _Run) -> None:
     """Dtypes, shapes, strides, aliases, and who requires a gradient."""
-    for part in ("values", "gradients"):
+    for part in ("values", "gradients", "aliases", "requires_grad"):
         if getattr(eager, part) is None:
             continue
-        ours, theirs = (
-            {n: (v.dtype, v.shape) for n, v in (getattr(run, part) or {}).items()} for run in (got, eager)
-        )
+        ours, theirs = (_words(getattr(run, part)) for run in (got, eager))
         if ours != theirs:
             raise DisagreementError(f"{label}: {part} are {ours}, eagerly {theirs}")
-    if got.aliases != eager.aliases:
-        raise DisagreementError(
-            f"{label}: aliases are {_words(got.aliases)}, eagerly {_words(eager.aliases)}"
-        )
-    if got.requires_grad != eager.requires_grad:
-        raise DisagreementError(
-            f"{label}: requires_grad is {got.requires_grad}, eagerly {eager.requires_grad}"
-        )
 
 
-def _words(aliases: frozenset[frozenset[str]]) -> list[list[str]]:
-    return sorted(sorted(names) for names in aliases)
+def _words(facts: Any) -> Any:
+    """What is compared of a part of a run."""
+    if isinstance(facts, frozenset):
+        return sorted(map(sorted, facts))
+    return {n: (v.dtype, v.shape) if isinstance(v, Tensor) else v for n, v in (facts or {}).items()}
 
 
 def _compare_bits(got: _Run, eager: _Run) -> None:

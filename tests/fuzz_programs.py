@@ -19,8 +19,6 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.settings import Options
 from graphs import autocast_in
 
-__all__ = ["DEFAULTS", "DrawnOptions", "Input", "Program", "programs", "quiet"]
-
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # ---- options ----

@@ -30,12 +30,6 @@ from amp_fx.passes import PIPELINE, Pass, PassContext, run_passes
 from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 from amp_fx.settings import Options
 
-__all__ = [
-    "Block", "Rewritten", "agree", "autocast_in", "calls_text", "captured", "casts_of", "check", "checked",
-    "dynamo_graph", "known", "low_calls", "on_cuda", "op_by_op", "plans", "rewrite", "run_until",
-    "without_inductor",
-]  # fmt: skip
-
 Program = Callable[..., Any]
 
 #: graphs here are far too small to gain anything from low precision, so no device profile may decide
@@ -63,17 +57,11 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What became of a program.
-
-    Attributes:
-        gm: the rewritten graph.
-        plan: the decisions.
-        outputs: what the program returned when the rewritten graph ran eagerly; None on fake CUDA.
-    """
+    """What became of a program."""
 
     gm: fx.GraphModule
     plan: Plan
-    outputs: Any = None
+    outputs: Any = None  # of the rewritten graph when it ran eagerly; None on fake CUDA
 
     def one(self, op: str) -> NodePlan:
         """The plan of the only call of an op."""
@@ -146,7 +134,7 @@ def captured(
     """The program as pre-dispatch ATen, before any pass."""
     gm = dynamo_graph(program, *args, ambient=ambient, dynamic=dynamic)
     gm = on_cuda(gm) if device == "cuda" else gm
-    with _ambient_state(device, ambient):
+    with autocast_in(ambient, device):
         return capture(gm, ambient_regions({device: low}))
 
 
@@ -174,15 +162,11 @@ def rewrite(
     ambient: torch.dtype | None = None,
     dynamic: bool | None = None,
 ) -> Rewritten:
-    """Rewrites the program as the backend does, and runs the result eagerly where it is on CPU.
-
-    Raises:
-        CaptureError, PassError: the graph cannot be rewritten.
-    """
+    """Rewrites the program as the backend does, and runs the result eagerly where it is on CPU."""
     opts = Options.parse(None, {**DEFAULTS, **(options or {})})
     if device == "cuda":
         gm = on_cuda(dynamo_graph(program, *args))
-        with _ambient_state(device, ambient):
+        with autocast_in(ambient, device):
             return Rewritten(*amp_fx.rewriting.rewrite(gm, _regions(gm, opts), opts))
     results: list[tuple[fx.GraphModule, Plan]] = []
 
@@ -217,16 +201,10 @@ def check(
 ) -> Rewritten:
     """Asserts everything that is promised about a rewritten program at once.
 
-    Args:
-        program: function or module.
-        args: its inputs; copied before every run.
-        casts: exact number of float casts in the rewritten graph, bodies included, by (from, to).
-        dtypes: planned dtype by op (of all its calls, or one per call in order) or by node name.
-        options: of the backend.
-        ambient: dtype of an ambient ``torch.autocast("cpu")``.
-        tolerance: error allowed on top of 1.25 times that of torch.autocast. It is all that is allowed where
-            autocast raises or is not finite.
-        reference: dtype of the exact run; float32 for programs that name dtypes themselves.
+    Its inputs are copied before every run. ``casts`` is the exact number of float casts in the rewritten graph, bodies
+    included, by (from, to); ``dtypes`` the planned dtype by op (of all its calls, or one per call in order) or by node
+    name; ``tolerance`` the error allowed on top of 1.25 times that of torch.autocast, or all that is allowed where
+    autocast raises or is not finite; ``reference`` the dtype of the exact run, float32 for programs that name dtypes.
 
     Also asserted: outputs, mutated inputs, buffers and gradients have the dtypes of the eager program under
     the same ambient autocast, and outputs alias inputs and each other exactly where they do eagerly.
@@ -279,12 +257,9 @@ def agree(
     fullgraph: bool = True,
     dynamic: bool | None = None,
 ) -> list[Plan]:
-    """Asserts that a program compiled by the backend itself, with AOTAutograd, does what it does eagerly.
+    """Asserts what :func:`check` does, but for casts, of a program compiled by the backend itself, with AOTAutograd.
 
-    Args and what is asserted: as for :func:`check`, casts left out. Several graphs are fine.
-
-    Returns:
-        The plans, in order of compilation.
+    Several graphs are fine; their plans are returned in order of compilation.
     """
     low = ambient or Options.parse(None, options).low_dtype("cpu")
 
@@ -321,11 +296,7 @@ def without_inductor() -> Iterator[None]:
 def op_by_op(prepare: Callable[[fx.GraphModule], object] = id) -> Iterator[list[fx.GraphModule]]:
     """Inductor runs its passes on joint graphs, ours among them, and partitions; what comes out runs op by op.
 
-    Args:
-        prepare: changes the copy of a graph that runs.
-
-    Yields:
-        The graphs, forward before backward.
+    Yields these graphs, forward before backward; ``prepare`` changes the copy of a graph that runs.
     """
     graphs: list[fx.GraphModule] = []
 
@@ -438,14 +409,14 @@ def _run(
         inputs = tree_map(lambda value: _converted(value, dtype), inputs)
     torch.manual_seed(0)
     outputs = arm(own)(*inputs)
-    named = {f"input {index}": value for index, value in enumerate(tree_leaves(inputs)) if _is_tensor(value)}
-    results = {
-        f"output {index}": value for index, value in enumerate(tree_leaves(outputs)) if _is_tensor(value)
-    }
-    aliases: dict[int, set[str]] = {}
-    for name, value in {**named, **results}.items():
-        aliases.setdefault(value.untyped_storage().data_ptr(), set()).add(name)
-    _backward(results)
+    named, results = (
+        {f"{what} {index}": value for index, value in enumerate(tree_leaves(values)) if _is_tensor(value)}
+        for what, values in (("input", inputs), ("output", outputs))
+    )
+    aliases = shared_storages({**named, **results})
+    roots = [value for value in results.values() if value.requires_grad and value.grad_fn is not None]
+    if roots:
+        torch.autograd.backward(roots, gradients_for(roots))
     leaves = dict(named)
     if isinstance(own, nn.Module):
         results.update({f"buffer {name}": value for name, value in own.named_buffers()})
@@ -454,19 +425,22 @@ def _run(
         f"gradient of {name}": v.grad for name, v in leaves.items() if v.is_leaf and v.grad is not None
     }
     values = {**named, **results, **gradients}
-    shared = frozenset(frozenset(names) for names in aliases.values() if len(names) > 1)
-    return _Run({name: value.detach() for name, value in values.items()}, shared)
+    return _Run({name: value.detach() for name, value in values.items()}, aliases)
 
 
-def _backward(results: Mapping[str, Tensor]) -> None:
-    """Backward from every differentiable output, with the same random gradients in every arm."""
-    roots = [value for value in results.values() if value.requires_grad and value.grad_fn is not None]
+def shared_storages(values: Mapping[str, Tensor]) -> frozenset[frozenset[str]]:
+    """Who shares a storage that is not empty with whom."""
+    found: dict[int, set[str]] = {}
+    for name, value in values.items():
+        if value.untyped_storage().nbytes():
+            found.setdefault(value.untyped_storage().data_ptr(), set()).add(name)
+    return frozenset(frozenset(names) for names in found.values() if len(names) > 1)
+
+
+def gradients_for(values: Sequence[Tensor]) -> list[Tensor]:
+    """Random gradients, the same in every run."""
     generator = torch.Generator().manual_seed(1)
-    seeds = [
-        torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype) for value in roots
-    ]
-    if roots:
-        torch.autograd.backward(roots, seeds)
+    return [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.dtype) for v in values]
 
 
 def _error(value: Tensor, exact: Tensor) -> float:
@@ -491,18 +465,11 @@ def _regions(gm: fx.GraphModule, opts: Options) -> Mapping[str, Any]:
     return ambient_regions({device: opts.low_dtype(device) for device in graph_devices(gm)})
 
 
-@contextlib.contextmanager
-def autocast_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Under autocast in a dtype, or as it is."""
-    with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
-        yield
-
-
-@contextlib.contextmanager
-def _ambient_state(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Autocast's state for a device that need not exist."""
-    with enable_autocast(device, True, dtype) if dtype is not None else contextlib.nullcontext():
-        yield
+def autocast_in(dtype: torch.dtype | None, device: str = "cpu") -> contextlib.AbstractContextManager[Any]:
+    """Autocast in a dtype, on a device that need not exist; of None, nothing."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype) if device == "cpu" else enable_autocast(device, True, dtype)
 
 
 def _cpu_to_cuda(value: Any) -> Any:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-__all__ = ["IS_2_11", "UP_TO_2_12", "UP_TO_2_13", "fails_in"]
-
 
 def _is(*versions: str) -> bool:
     return torch.__version__.startswith(tuple(f"{version}." for version in versions))

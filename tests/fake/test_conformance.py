@@ -7,6 +7,7 @@ the rows of amp_fx.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -264,14 +265,16 @@ def test_custom_ops_with_an_autocast_rule(ambient: torch.dtype | None) -> None:
             agree(program, square(), square(), ambient=ambient, options=options, **close)
 
 
-# ---- a part of torch's databases of ops and modules; ``python tests/databases.py`` asks all of them ----
+# ---- a part of torch's databases of ops and modules; with ``DATABASES=1`` in the environment, all of them ----
 
 #: found by asking all: no tensor goes in, or autocast rounds some shapes only
 NAMED = ("arange", "full", "signal.windows.hann", "inner", "tensordot", "addcdiv", "einsum")
 
 
 # every how many-th op and module
-@pytest.mark.parametrize("step", [40, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "step", [40, pytest.param(int(os.environ.get("DATABASES", "4")), marks=pytest.mark.slow)]
+)
 def test_calls_of_torchs_databases_agree_with_autocast(step: int) -> None:
     # the databases take seconds to import
     from databases import EXPLAINED, modules, ops, outcome
