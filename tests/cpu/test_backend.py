@@ -171,6 +171,8 @@ def test_the_same_function_runs_with_and_without_an_ambient_autocast() -> None:
     with torch.autocast("cpu", FP16):
         assert own(x).dtype is FP16
     assert own(x).dtype is torch.float32
+    with torch.inference_mode():
+        assert own(x).is_inference()
 
 
 @pytest.mark.usefixtures("without_inductor")
