@@ -44,11 +44,7 @@ _KNOWN = {
 
 
 class Calibration:
-    """What :func:`amp_fx.calibrate` found.
-
-    Attributes:
-        sensitivity: what was measured, as plain data.
-    """
+    """What :func:`amp_fx.calibrate` found; ``sensitivity`` is what was measured, as plain data."""
 
     def __init__(
         self, sensitivity: Sensitivity, graphs: Sequence[MeasuredGraph], opts: Options, steps: Sequence[Step]

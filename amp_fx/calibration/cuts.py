@@ -21,7 +21,6 @@ from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.cut import HIGH, LOW, Problem, Var
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.priced import Choice, Labels, Priced, SensitivityTerm, choose_all
-from amp_fx.placement.profile import DeviceProfile
 from amp_fx.placement.tradeoff import BYTES, hull, within
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import NodePlan, Plan
@@ -89,23 +88,21 @@ class Cuts:
     @functools.cached_property
     def _priced(self) -> list[list[PricedGraph]]:
         """Prices of every graph and of the bodies inside it."""
-        return [
-            graph.priced(self._opts, self._profile(graph.device_type), {row.name: row for row in found.calls})
-            for graph, found in zip(self._graphs, self._sensitivity.graphs, strict=True)
-        ]
+        found = []
+        for graph, measured in zip(self._graphs, self._sensitivity.graphs, strict=True):
+            profile = resolve(self._opts.profile, graph.device_type)
+            found.append(graph.priced(self._opts, profile, {row.name: row for row in measured.calls}))
+        return found
 
     @functools.cached_property
     def _parts(self) -> list[PricedGraph]:
         """The same in one list."""
         return [part for parts in self._priced for part in parts]
 
-    def _profile(self, device_type: str) -> DeviceProfile | None:
-        return resolve(self._opts.profile, device_type)
-
     @property
     def is_timed(self) -> bool:
         """True where every device that is planned for has a profile."""
-        return all(self._profile(graph.device_type) is not None for graph in self._graphs)
+        return all(resolve(self._opts.profile, graph.device_type) is not None for graph in self._graphs)
 
     @property
     def autocast_error(self) -> float:

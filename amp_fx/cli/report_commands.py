@@ -33,10 +33,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL", "help": "see below"},
     "--loss": {"metavar": "package.module:callable", "help": "outputs -> loss"},
     "--options": {**_OPTION, "help": "options of the backend"},
-    "--target": {
-        "metavar": "NAME",
-        "help": "a GPU that need not be in this machine; see the command targets",
-    },
+    "--target": {"metavar": "NAME", "help": "a GPU that need not be here; see the command targets"},
     "--json": {"action": "store_true", "help": "print JSON instead of text"},
 }
 

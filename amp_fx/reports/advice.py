@@ -86,14 +86,13 @@ def scaling_advice(plans: Sequence[Plan]) -> list[Advice]:
 def layout_advice(plans: Sequence[Plan], weights: Mapping[str, torch.Tensor]) -> list[Advice]:
     """Convolutions in 16 bits run channels last: ``weights``, by name, that are not are laid out in every step."""
     rows = [row for plan in _trained(plans) for row in plan.nodes if _is_low(row)]
-    if not any(row.op.startswith("conv") and len(row.shape) == 4 for row in rows):
-        return []
+    is_needed = any(row.op.startswith("conv") and len(row.shape) == 4 for row in rows)
     sizes = [
         weight.nbytes
         for weight in weights.values()
         if weight.ndim == 4 and not weight.is_contiguous(memory_format=torch.channels_last)
     ]
-    if not sizes:
+    if not (is_needed and sizes):
         return []
     text = (
         f"convolutions run channels last, but not their weights ({len(sizes)}, {sum(sizes) / 1e6:.1f} MB): these and"

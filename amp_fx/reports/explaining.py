@@ -119,8 +119,7 @@ def explain(
     with progress("explain: compiling as far as fusion, with amp_fx and with torch.autocast"):
         report = _here(call) if target is None else _on_target(call, target)
     plans, weights = report.plans, call.parameters
-    notes = call.left_out(plans)
-    notes += weight_advice(plans, weights) + layout_advice(plans, weights)
+    notes = [*call.left_out(plans), *weight_advice(plans, weights), *layout_advice(plans, weights)]
     if parsed.scaler is None:
         notes += scaling_advice(plans)
     return replace(

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,17 +135,14 @@ def histogram(
         if value.is_floating_point():
             found.setdefault(name, {}).setdefault(kind, Counts()).add(value)
 
-    def hook(name: str) -> Callable[..., None]:
-        def run(module: nn.Module, given: Any, result: Any) -> None:
-            for value in tensors(plain(result)):
-                count(name, "activations", value)
-                if value.requires_grad:
-                    value.register_hook(lambda gradient: count(name, "activation_gradients", gradient))
-
-        return run
+    def observe(name: str, module: nn.Module, given: Any, result: Any) -> None:
+        for value in tensors(plain(result)):
+            count(name, "activations", value)
+            if value.requires_grad:
+                value.register_hook(partial(count, name, "activation_gradients"))
 
     leaves = [each for each in program.named_modules() if next(each[1].children(), None) is None]
-    handles = [module.register_forward_hook(hook(name)) for name, module in leaves]
+    handles = [module.register_forward_hook(partial(observe, name)) for name, module in leaves]
     try:
         gradients = step.results()
     finally:

@@ -245,20 +245,13 @@ class Report:
 
 @dataclass(eq=False)
 class Recording:
-    """What :func:`record` yields.
-
-    Attributes:
-        plans: one per compiled graph, in order of compilation.
-    """
+    """What :func:`record` yields: plans of the compiled graphs, in order; the backward is in :func:`amp_fx.explain`."""
 
     plans: list[Plan] = field(default_factory=list)
 
     @property
     def reports(self) -> list[Report]:
-        """One report per compiled graph, in order of compilation. ``Report(recording.plans)`` is one of all.
-
-        They show the forward; :func:`amp_fx.explain` shows the backward, too.
-        """
+        """One report per compiled graph. ``Report(recording.plans)`` is one of all."""
         return [Report([plan]) for plan in self.plans]
 
 

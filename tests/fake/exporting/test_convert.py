@@ -134,13 +134,13 @@ def test_low_precision_ends_on_request() -> None:
 
 def test_a_low_input_that_is_given_in_fp32_is_named_with_the_fix(tmp_path: Path) -> None:
     class Two(nn.Module):
-        def forward(self, x: Tensor, *, mask: Tensor, scale: Tensor) -> Tensor:
-            return x @ x.T * scale + mask
+        def forward(self, x: Tensor, *, mask: Tensor, scale: Tensor, times: int) -> Tensor:
+            return x @ x.T * scale * times + mask
 
     x, mask, scale = torch.randn(4, 16), torch.randn(4, 4), torch.ones((), dtype=torch.float64)
-    named = {"mask": mask, "scale": scale}
+    named = {"mask": mask, "scale": scale, "times": 2}
     ep = amp_fx.convert(torch.export.export(Two(), (x,), named), keep_io_dtypes=False)
-    module, low = ep.module(), {"mask": mask.bfloat16(), "scale": scale}
+    module, low = ep.module(), {**named, "mask": mask.bfloat16()}
     assert module(x.bfloat16(), **low).dtype is BF16
     assert module(x.bfloat16(), **dict(reversed(low.items()))).dtype is BF16
     with pytest.raises(InputError, match=r"'x' .*torch\.float32.*torch\.bfloat16.*keep_io_dtypes=True"):
