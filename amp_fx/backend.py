@@ -48,14 +48,8 @@ def amp_fx(
 ) -> Callable[..., Any]:
     """Compiles a Dynamo graph in mixed precision. Use it as ``torch.compile(model, backend="amp_fx")``.
 
-    Args:
-        gm: Dynamo's graph. Not changed.
-        example_inputs: tensors and symbolic integers, one per placeholder.
-        mode: a ``torch.compile`` mode, handed to Inductor.
-        options: see docs/options.md or :class:`amp_fx.settings.Options`.
-
-    Returns:
-        A callable with the graph's signature, whose outputs have the dtypes Dynamo traced.
+    ``mode`` goes to Inductor; docs/options.md has the options. The result has the graph's signature, and returns the
+    dtypes that Dynamo traced.
 
     Raises:
         OptionsError: bad options.
@@ -81,7 +75,14 @@ def compile_graph(
     reason = not_ours(gm, devices)
     if reason:
         logger.debug("graph passed through to Inductor: %s", reason)
-        return _first_that_works(call, [_as_it_is, _by_inductor_alone])
+        alone = "as it is, by Inductor alone"
+        return _first_that_works(
+            call,
+            [
+                lambda call, _: ("as it is", lower(gm, example_inputs, call.opts)),
+                lambda call, _: (alone, lower_as_it_is(gm, example_inputs, call.opts)),
+            ],
+        )
     return _first_that_works(call, [_as_asked, *_plainer(call), _under_autocast])
 
 
@@ -133,12 +134,9 @@ def _plainer(call: Call) -> list[Way]:
     plain = replace(opts, weights="cast", policy=policy, level=AUTO, scaler=None)
     if plain == opts:
         return []
-
-    def plainly(call: Call, reason: str) -> tuple[str, Callable[..., Any]]:
-        _, compiled = _as_asked(Call(call.gm, call.example_inputs, call.ambient, plain), reason)
-        return "plainly, with weights cast in each call, in 16 bits, and scaled from outside", compiled
-
-    return [plainly]
+    how = "plainly, with weights cast in each call, in 16 bits, and scaled from outside"
+    plain_call = Call(call.gm, call.example_inputs, call.ambient, plain)
+    return [lambda _, reason: (how, _as_asked(plain_call, reason)[1])]
 
 
 def _under_autocast(call: Call, reason: str) -> tuple[str, Callable[..., Any]]:
@@ -152,16 +150,6 @@ def _under_autocast(call: Call, reason: str) -> tuple[str, Callable[..., Any]]:
     plan.fallback = f"{reason}; compiled {how}"
     _say(plan)
     return how, compiled
-
-
-def _as_it_is(call: Call, _reason: str) -> tuple[str, Callable[..., Any]]:
-    """A graph that is none of mixed precision's business."""
-    return "as it is", lower(call.gm, call.example_inputs, call.opts)
-
-
-def _by_inductor_alone(call: Call, _reason: str) -> tuple[str, Callable[..., Any]]:
-    """The same, without amp_fx's passes in Inductor."""
-    return "as it is, by Inductor alone", lower_as_it_is(call.gm, call.example_inputs, call.opts)
 
 
 def _settled(opts: Options) -> Options:
@@ -187,12 +175,11 @@ def _say(plan: Plan) -> None:
 def _say_unscaled(call: Call) -> None:
     """An fp16 graph has no scaler: a warning, or a line in the log where the program's own autocast is the cause."""
     scaler = call.opts.scaler
-    if call.is_scaled_by_user:
-        if scaler is not None:
-            logger.info("scaler=%r is ignored under the program's own autocast in float16", scaler)
-    elif scaler is None:
+    if scaler is None and not call.is_scaled_by_user:
         warn_unscaled("the options name no scaler")
-    else:
+    elif scaler is not None and call.is_scaled_by_user:
+        logger.info("scaler=%r is ignored under the program's own autocast in float16", scaler)
+    elif scaler is not None:
         warn_unscaled(
             f"scaler={scaler!r} does not reach gradients that a compiled function takes inside itself: compile the "
             "model or the loss, and call backward() outside"

@@ -9,15 +9,19 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.fx as fx
+from torch import nn
 
 from amp_fx._torch import (
+    FakeTensor,
+    FakeTensorMode,
     autocast_shield,
     compile_with_inductor,
+    copy_of,
     fuse_quantised,
     graph_pass,
     raised_by_backend,
@@ -26,6 +30,7 @@ from amp_fx._torch import (
     tunes_kernels,
 )
 from amp_fx.errors import PassError
+from amp_fx.graphs.calls import dotted_path
 from amp_fx.graphs.fallback import is_for_the_caller, reason_of, warn_fallback
 from amp_fx.graphs.keys import LEVEL, PRODUCTS_MARK, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
@@ -34,9 +39,11 @@ from amp_fx.passes import (
     FUSED,
     PARTITIONED,
     Pass,
+    PassContext,
     PlaceLevels,
+    ScaleBackward,
     joint_passes,
-    run_keyed,
+    run_in_order,
 )
 from amp_fx.passes.base import mark_because
 from amp_fx.placement.layout import convert_op
@@ -44,13 +51,15 @@ from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard
 from amp_fx.policy.levels import is_narrow
-from amp_fx.scaling.scaled_graph import ScaledGraph
+from amp_fx.scaling import find_scaler
 from amp_fx.settings import Options
 from amp_fx.state import cache_results
 from amp_fx.weights.graphs import WeightsGraph, cached, copied_weights, freeze, packed
 from amp_fx.widened import widenings
 
-__all__ = ["KEYED_ROOMS", "Call", "Watch", "compile_rewritten", "is_raised", "lower", "lower_as_it_is"]
+__all__ = [
+    "KEYED_ROOMS", "Call", "ScaledGraph", "Watch", "compile_rewritten", "is_raised", "lower", "lower_as_it_is",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -70,31 +79,29 @@ class Watch(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Call:
     """What the backend was called with, and what follows from it; ``ambient``: autocast at entry per device type."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        ambient: Mapping[str, Region],
-        opts: Options,
-        watch: Watch | None = None,
-    ) -> None:
-        self.gm, self.example_inputs, self.ambient, self.opts = gm, example_inputs, ambient, opts
-        self.watch = watch
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    ambient: Mapping[str, Region]
+    opts: Options
+    watch: Watch | None = None
+
+    def __post_init__(self) -> None:
         # the graph will be differentiated; fake values do not say whether they require a gradient
         self.training = torch.is_grad_enabled() and any(
-            value.requires_grad for value in example_inputs if isinstance(value, torch.Tensor)
+            value.requires_grad for value in self.example_inputs if isinstance(value, torch.Tensor)
         )
-        regions = ambient.values()
+        regions = self.ambient.values()
         # under the user's own autocast in fp16 the user owns the scaling, too
         self.is_scaled_by_user = not any(r.dtype is torch.float16 and not r.by_user for r in regions)
         # what takes its gradients itself has no backward
-        is_scaled = self.training and not self.is_scaled_by_user and not takes_own_gradients(gm)
-        self.scaler = opts.scaler if is_scaled else None
+        is_scaled = self.training and not self.is_scaled_by_user and not takes_own_gradients(self.gm)
+        self.scaler = self.opts.scaler if is_scaled else None
         # where the user's own autocast is on somewhere, the graph as Dynamo made it would return other dtypes
-        self.in_autocast = any(r.by_user for r in regions) or any(map(is_autocast_call, gm.graph.nodes))
+        self.in_autocast = any(r.by_user for r in regions) or any(map(is_autocast_call, self.gm.graph.nodes))
 
 
 def is_raised(opts: Options, error: Exception) -> bool:
@@ -132,7 +139,7 @@ def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | 
     # folding BatchNorm does not round where eager autocast rounds
     packs = graph_devices(call.gm) == {"cpu"} and opts.numerics != "eager" and not has_narrow
     # by default only what takes the place of a low copy, or of a weight that is stored low
-    below = any(LEVEL.of(node) for node in rewritten.graph.nodes)
+    below = any(node.meta.get(LEVEL) for node in rewritten.graph.nodes)
     packs &= opts.weights == "cache" or (opts.weights == "auto" and bool(below or low or widenings(call.gm)))
     changes = {"may_change": not is_frozen or not opts.strict, "wide": opts.weights != "auto"}
     is_code = tunes_kernels(opts.inductor) or graph_devices(call.gm) != {"cpu"}
@@ -174,6 +181,71 @@ class _WithDerived:
         return self._graph.run(args, derived)
 
 
+@dataclass(frozen=True, eq=False)
+class ScaledGraph:
+    """A graph that scales its own gradients has the scale as one more input, see :class:`ScaleBackward`.
+
+    No constant, so that it may change at every step without another compile; and the graph knows its scaler by name
+    only, so that caches hit.
+    """
+
+    scaler: str  # its name
+    inputs: int  # number of the program's inputs; the scale comes after them
+    leaves: tuple[int, ...]  # positions of the parameters among them
+    source: int  # position of an input that gradients are taken by
+    names: tuple[str, ...]  # of the parameters, "encoder.0.weight"
+    device: torch.device  # where the scale is needed
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, example_inputs: Sequence[Any], scaler: str) -> ScaledGraph:
+        """The facts about a graph that Dynamo made, with the inputs that it came with."""
+        placeholders, inputs = gm.graph.find_nodes(op="placeholder"), list(enumerate(example_inputs))
+        differentiated = [
+            at for at, value in inputs if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        # Dynamo guards on the type: what is a parameter now is one in every call, and a leaf
+        leaves = [at for at in differentiated if isinstance(example_inputs[at], nn.Parameter)]
+        source = (leaves or differentiated)[0]
+        names = tuple(_parameter_name(placeholders[at]) for at in leaves)
+        device = example_inputs[source].device
+        return cls(scaler, len(placeholders), tuple(leaves), source, names, device)
+
+    def extend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
+        """A copy of the graph with the scale as its last input, and values for all of its inputs."""
+        extended = copy_of(gm)
+        inputs = extended.graph.find_nodes(op="placeholder")
+        examples = (node.meta.get("example_value", node.meta.get("val")) for node in inputs)
+        scale = self._fake_scale(next(value.fake_mode for value in examples if isinstance(value, FakeTensor)))
+        with extended.graph.inserting_after(inputs[-1]):
+            placeholder = extended.graph.placeholder("amp_fx_scale")
+        placeholder.meta.update(val=scale, example_value=scale)
+        # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
+        placeholder._dynamo_source = None  # type: ignore[attr-defined]
+        extended.recompile()
+        return extended, [*example_inputs, scale]
+
+    def bind(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph with the program's own signature; a call raises ScalerError if no scaler has the name."""
+
+        def run(*args: Any) -> Any:
+            if isinstance(source := args[self.source], FakeTensor):
+                # DDPOptimizer asks for the dtypes of what a graph returns
+                return compiled(*args, self._fake_scale(source.fake_mode))
+            leaves = [args[position] for position in self.leaves]
+            return compiled(*args, find_scaler(self.scaler).enter_graph(self.names, leaves, self.device))
+
+        return run
+
+    def _fake_scale(self, mode: FakeTensorMode) -> torch.Tensor:
+        with mode:
+            return torch.empty((), device=self.device)
+
+
+def _parameter_name(node: fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    return node.name if source is None else dotted_path(str(source.name)) or node.name
+
+
 def lower(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -181,26 +253,17 @@ def lower(
     scaler: str | None = None,
     place: PlaceLevels | None = None,
 ) -> Callable[..., Any]:
-    """Compiles a graph of Dynamo's, captured and rewritten or as it was, with Inductor.
-
-    Args:
-        gm: the graph.
-        example_inputs: one per placeholder.
-        opts: validated options.
-        scaler: name of the scaler of the graph's backward.
-        place: chooses what runs below 16 bits, and says afterwards what it chose.
-    """
+    """Compiles a graph with Inductor, rewritten or as Dynamo made it; ``place`` says afterwards what it chose."""
     scaled = None if scaler is None else ScaledGraph.of(gm, example_inputs, scaler)
     wide_results = mark_because(gm, Kind.WIDE_RESULT, RESULT_MARK)
     products = mark_because(gm, Kind.PRODUCTS, PRODUCTS_MARK)
     if scaled is not None:
         gm, example_inputs = scaled.extend(gm, example_inputs)
     devices = graph_devices(gm)
-    scale = None if scaled is None else scaled.rewriting
     joint = joint_passes(
         devices,
         opts.numerics,
-        scale=scale,
+        scale=None if scaled is None else ScaleBackward(scaled.inputs),
         levels=place,
         wide_results=wide_results,
         products=products,
@@ -229,9 +292,9 @@ def _hook(stage: Literal["joint", "post_grad"], passes: tuple[Pass, ...], opts: 
     uuid = f"{_sources()} {passes} mkldnn={torch.backends.mkldnn.enabled}"
 
     def run(gm: fx.GraphModule) -> None:
-        run_keyed(gm, passes)
+        run_in_order(gm, passes, PassContext())
         if stage == "post_grad" and fuse_quantised(gm.graph):
-            run_keyed(gm, FUSED)
+            run_in_order(gm, FUSED, PassContext())
 
     return graph_pass(stage, uuid, run, opts.inductor)
 

@@ -7,12 +7,12 @@ is compiled in a plainer way, at last with torch.autocast's semantics, and one :
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 __all__ = [
     "AmpFxError", "CaptureError", "ExportError", "FallbackWarning", "InputError", "MissingLibraryError",
     "OptionsError", "PassError", "PlanError", "ScalerError", "ScalingWarning", "TargetError",
-    "VerifyError", "WeightsError", "did_you_mean",
+    "VerifyError", "WeightsError", "did_you_mean", "one_of",
 ]  # fmt: skip
 
 
@@ -76,3 +76,13 @@ def did_you_mean(value: str, valid: Iterable[str]) -> str:
     """Returns ``" Did you mean 'policy'?"`` for the nearest valid name, or an empty string."""
     near = difflib.get_close_matches(value, list(valid), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def one_of(what: str, valid: Collection[str], value: object, where: str = "") -> str:
+    """The value of an option, or of a key ``where`` one stands, if it is valid; else OptionsError."""
+    if isinstance(value, str) and value in valid:
+        return value
+    raise OptionsError(
+        f"Unknown {what} {value!r}{where and f' in {where}'}; valid: {', '.join(map(repr, valid))}."
+        + did_you_mean(str(value), valid)
+    )

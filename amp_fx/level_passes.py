@@ -83,7 +83,7 @@ def level_placement(
     inputs = (node.meta["val"] for node in rewritten.graph.find_nodes(op="placeholder"))
     return replace(
         placed,
-        budget=None if placed.level is None else BUDGET.of(rewritten),
+        budget=None if placed.level is None else rewritten.meta.get(BUDGET),
         marks=tuple(name for name in marks if name is not None),
         hints=tuple(size_hint(value) for value in inputs if isinstance(value, torch.SymInt)),
     )

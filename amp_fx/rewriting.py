@@ -50,14 +50,10 @@ def rewrite(
     training: bool = False,
     placement: Placement | None = None,
 ) -> tuple[fx.GraphModule, Plan]:
-    """Captures a Dynamo graph and runs the passes on the capture.
+    """Captures a Dynamo graph, which is not changed, and runs the passes on the capture.
 
-    Args:
-        gm: Dynamo's graph; not changed.
-        ambient: autocast state at graph entry per device type.
-        opts: validated options.
-        training: the graph will be differentiated; costs count the backward too.
-        placement: where each call is, with sensitivity in the options; None: the policy's budget decides.
+    ``ambient`` is the autocast state at graph entry per device type. With sensitivity in the options, ``placement``
+    says where each call is; None: the policy's budget decides.
 
     Raises:
         CaptureError, PassError: the graph cannot be rewritten.
@@ -125,11 +121,7 @@ def add_autocast(plan: Plan, gm: fx.GraphModule, ambient: Mapping[str, Region], 
 
 
 def replay(captured: fx.GraphModule, opts: Options, device: str, given: Given, context: PassContext) -> Plan:
-    """Runs the passes with the decisions of that plan in the options that was made for this graph.
-
-    Raises:
-        PlanError: none of the plans is about this graph, or it has a level that this device has not.
-    """
+    """Runs the passes with the decisions of that plan in the options that was made for this graph, or PlanError."""
     outline = _outline(captured, context)
     chosen = choose_plan(opts.plan or (), outline)
     # a step and a call without gradients multiply in levels of their own
@@ -175,14 +167,14 @@ def _place_by_sensitivity(
     step = PlaceBySensitivity(rows, first, placement=placement)
     plan = run_passes(captured, captured_passes(replace(given, place=step)), context)
     if below:
-        BUDGET.set(captured, _left_below(captured, rows, budget))
+        captured.meta[BUDGET] = _left_below(captured, rows, budget)
     return plan
 
 
 def _left_below(captured: fx.GraphModule, rows: Mapping[str, CallSensitivity], budget: float) -> Budget:
     """What matmuls below 16 bits may add to the error of a graph that was placed by sensitivity, bodies included."""
     graphs = [module for module in captured.modules() if isinstance(module, fx.GraphModule)]
-    sensitivities_found = [found for graph in graphs if (found := SENSITIVITY.of(graph)) is not None]
+    sensitivities_found = [found for graph in graphs if (found := graph.meta.get(SENSITIVITY)) is not None]
     spent, autocast = (sum(column) for column in zip((0.0, 0.0), *sensitivities_found, strict=True))
     sensitivities = tuple(((row.name, role), row.below(role)) for row in rows.values() for role in row.roles)
     return Budget(sensitivities, max(budget**2 * autocast - spent, 0.0))

@@ -7,14 +7,14 @@ where they are written, they are those of :func:`amp_fx.options` and :func:`amp_
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 import torch
 
 from amp_fx._torch import inductor_mode_options, inductor_option_names
-from amp_fx.errors import OptionsError, did_you_mean
+from amp_fx.errors import OptionsError, did_you_mean, one_of
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.plans.plan_files import load_plans
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "DTYPES", "LEVEL_OPTIONS", "NUMERICS", "WEIGHTS", "OptionNames", "Options", "compile", "one_of", "options",
+    "DTYPES", "LEVEL_OPTIONS", "NUMERICS", "WEIGHTS", "OptionNames", "Options", "compile", "options",
 ]  # fmt: skip
 
 #: accepted spellings of the low dtype
@@ -86,37 +86,23 @@ _OWN = OptionNames.__annotations__.keys() - {"inductor"}
 
 @dataclass(frozen=True)
 class Options:
-    """Validated options: those of :class:`OptionNames`, parsed, and what follows from them.
+    """Validated options: those of :class:`OptionNames`, parsed, and what follows from them."""
 
-    Attributes:
-        dtype: the low dtype, of the options or the policy, or None for "auto".
-        profile: ``"auto"``, ``"off"``, a file, or, as ``amp_fx.calibrate`` has it, the rates themselves.
-        plan: None: amp_fx plans.
-        scaler: with dtype "auto", it counts where that is fp16.
-        inductor: options of Inductor, from ``mode=`` and by their own names.
-        sensitivity: what the file that the policy names holds, or None.
-        level: what the option of a policy below 16 bits is, see :data:`LEVEL_OPTIONS`.
-    """
-
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # of the options or the policy; None: "auto"
     policy: Policy = Policy()
     numerics: str = "compiled"
-    profile: str | DeviceProfile = "auto"
+    profile: str | DeviceProfile = "auto"  # or, as amp_fx.calibrate has it, the rates themselves
     plan: tuple[Plan, ...] | None = None
-    scaler: str | None = None
+    scaler: str | None = None  # with dtype "auto", it counts where that is fp16
     weights: str = "auto"
     strict: bool = False
-    inductor: Mapping[str, Any] = field(default_factory=dict)
-    sensitivity: Sensitivity | None = None
-    level: str = AUTO
+    inductor: Mapping[str, Any] = field(default_factory=dict)  # from mode= and by their own names
+    sensitivity: Sensitivity | None = None  # what the file that the policy names holds
+    level: str = AUTO  # the option of a policy below 16 bits, see LEVEL_OPTIONS
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
-        """Builds options from what ``torch.compile`` passes to a backend.
-
-        Args:
-            mode: a ``torch.compile`` mode, or None.
-            options: of :class:`OptionNames`, and of Inductor by their own names.
+        """Builds options from what ``torch.compile`` passes to a backend: those of Inductor have their own names.
 
         Raises:
             OptionsError: unknown key, bad value, or a contradiction.
@@ -126,23 +112,21 @@ class Options:
         values = {key: value for key, value in given.items() if key in _OWN}
         inductor = {_inductor_name(key): value for key, value in given.items() if key not in _OWN}
         policy = Policy.parse(values.get("policy", "autocast"))
-        dtype = _parse_dtype(values.get("dtype", "auto"), policy)
-        numerics = one_of("numerics", NUMERICS, values.get("numerics", "compiled"))
-        level = _parse_level(values, policy)
+        dtype, level = _parse_dtype(values.get("dtype", "auto"), policy), _parse_level(values, policy)
         parsed = cls(
             dtype=dtype,
             policy=policy,
-            numerics=numerics,
+            numerics=one_of("numerics", NUMERICS, values.get("numerics", "compiled")),
             profile=_of_kind("profile", str, "'auto', 'off' or a file's path", values.get("profile", "auto")),
             plan=_parse_plan(values.get("plan")),
             scaler=_parse_scaler(values.get("scaler"), dtype),
             weights=one_of("weights", WEIGHTS, values.get("weights", "auto")),
             strict=_of_kind("strict", bool, "True or False", values.get("strict", False)),
-            inductor={**_mode_options(mode), **inductor},
+            inductor={**({} if mode is None else _mode_options(mode)), **inductor},
             sensitivity=_load_sensitivity(policy, dtype, level),
             level=level,
         )
-        return _as_eager(parsed) if numerics == "eager" else parsed
+        return _as_eager(parsed) if parsed.numerics == "eager" else parsed
 
     def low_dtype(self, device_type: str) -> torch.dtype:
         """The low dtype on a device type: the one asked for, or what "auto" means there."""
@@ -210,15 +194,6 @@ def compile(
         model, backend="amp_fx", options=checked, dynamic=dynamic, fullgraph=fullgraph
     )
     return compiled
-
-
-def one_of(option: str, valid: Collection[str], value: object) -> str:
-    """The value of an option; OptionsError if it is none of the valid ones."""
-    if isinstance(value, str) and value in valid:
-        return value
-    raise OptionsError(
-        f"Unknown {option} {value!r}; valid: {', '.join(map(repr, valid))}." + did_you_mean(str(value), valid)
-    )
 
 
 def _of_kind(option: str, kind: type, valid: str, value: Any) -> Any:
@@ -323,9 +298,7 @@ def _as_eager(parsed: Options) -> Options:
     return replace(parsed, inductor={**parsed.inductor, "emulate_precision_casts": True})
 
 
-def _mode_options(mode: str | None) -> dict[str, Any]:
-    if mode is None:
-        return {}
+def _mode_options(mode: str) -> dict[str, Any]:
     try:
         return dict(inductor_mode_options(mode))
     except RuntimeError as error:

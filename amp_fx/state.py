@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["cache_results", "register", "registered", "reset"]
+__all__ = ["cache_results", "register", "reset"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -31,11 +31,6 @@ def cache_results(maxsize: int | None = None) -> Callable[[Function], Function]:
         return wrapped
 
     return decorate
-
-
-def registered() -> tuple[str, ...]:
-    """Names of all that is kept, by those files that are imported."""
-    return tuple(_resets)
 
 
 def reset() -> None:

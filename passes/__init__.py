@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from amp_fx.passes.base import Pass, PassContext, run_in_order, run_keyed, run_passes
+from amp_fx.passes.base import Pass, PassContext, run_in_order, run_passes
 from amp_fx.passes.forward.after_casts import FuseCasts, Verify
 from amp_fx.passes.forward.choose_attention import ChooseAttention
 from amp_fx.passes.forward.classify import Classify, PinDtypes
@@ -44,7 +44,7 @@ __all__ = [
     "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext",
     "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
     "ScaleBackward", "SeparateOutputs", "Verify", "WriteCasts", "captured_passes", "joint_passes",
-    "run_in_order", "run_keyed", "run_passes",
+    "run_in_order", "run_passes",
 ]  # fmt: skip
 
 #: what a plan is matched with: calls and their classes

@@ -11,19 +11,17 @@ none of these: two graphs that differ there alone are one to them, and the secon
 from __future__ import annotations
 
 import abc
-import contextlib
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
 
 import torch.fx as fx
 
 from amp_fx._torch import HigherOrderOperator, log_artifact
 from amp_fx.errors import PassError, PlanError
-from amp_fx.graphs.keys import MARK, MARKS, REGION_META
+from amp_fx.graphs.keys import MARK, REGION_META
 from amp_fx.graphs.values import LOW_DTYPES
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind, label_of
@@ -33,7 +31,7 @@ from amp_fx.policy import Policy
 from amp_fx.policy.rules import Rule
 
 __all__ = [
-    "CUSTOM", "Pass", "PassContext", "bodies", "mark", "mark_because", "marked", "run_in_order", "run_keyed",
+    "CUSTOM", "Pass", "PassContext", "bodies", "mark", "mark_because", "marked", "run_in_order",
     "run_passes",
 ]  # fmt: skip
 
@@ -42,39 +40,25 @@ logger = logging.getLogger(__name__)
 #: node.meta key of what AOTAutograd copies to all that a call becomes, backward included
 CUSTOM = "custom"
 
-#: node.meta keys that tracing makes of a graph's code and inputs, and of nothing else
-_KEYED = frozenset({"desc", "original_aten", "partitioner_tag", "val"})
-
 
 @dataclass(frozen=True)
 class PassContext:
-    """What passes may read besides the graph.
-
-    Attributes:
-        policy: base list and user rules.
-        numerics: ``"compiled"`` or ``"eager"``.
-        profile: rates of the device; None: every listed op goes low, as autocast would have it.
-        training: True if the graph will be differentiated.
-        path: prefix of node names, the path of the body being rewritten: ``"wrap_body_0."``.
-        folded: names of the graph's inputs whose casts cost nothing, because they are made once and stored; and of what
-            widens an input that is stored low.
-        matched: the user's rules that are about a call of the graph; ``classify`` adds them.
-    """
+    """What passes may read besides the graph."""
 
     policy: Policy = Policy()
-    numerics: str = "compiled"
-    profile: DeviceProfile | None = None
-    training: bool = False
-    path: str = ""
+    numerics: str = "compiled"  # or "eager"
+    profile: DeviceProfile | None = None  # None: every listed op goes low, as autocast would have it
+    training: bool = False  # the graph will be differentiated
+    path: str = ""  # prefix of node names, the path of the body being rewritten: "wrap_body_0."
+    #: names of inputs whose casts cost nothing, because they are made once and stored; and of what widens an input that
+    #: is stored low
     folded: frozenset[str] = frozenset()
+    #: the user's rules that are about a call of the graph; ``classify`` adds them
     matched: set[Rule] = field(default_factory=set, compare=False)
 
 
 class Pass(abc.ABC):
     """Base of all passes. Subclasses are frozen dataclasses; their fields are their options."""
-
-    #: on Inductor's graphs: names of marked calls that the pass knows
-    marks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -125,12 +109,6 @@ def run_in_order(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassCont
     gm.recompile()
 
 
-def run_keyed(gm: fx.GraphModule, pipeline: Sequence[Pass]) -> None:
-    """Runs passes on one of Inductor's graphs; PassError where one reads what is in no key of the compile caches."""
-    with _only_keyed(gm, {name for step in pipeline for name in step.marks}):
-        run_in_order(gm, pipeline, PassContext())
-
-
 def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
     """Captured bodies of the graph's higher-order ops, by attribute name, each once."""
     found: dict[str, fx.GraphModule] = {}
@@ -145,7 +123,7 @@ def bodies(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
 
 
 def mark(node: fx.Node, key: str, name: str) -> None:
-    """Marks a captured call, by one of :data:`MARKS`, with its name in the plan."""
+    """Marks a captured call, by a key of :mod:`amp_fx.graphs.keys`, with its name in the plan."""
     node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), key: name}
 
 
@@ -162,50 +140,3 @@ def mark_because(gm: fx.GraphModule, kind: Kind, key: str) -> tuple[str, ...]:
 def marked(node: fx.Node, key: str = MARK) -> str | None:
     """The name in the plan of the call that a node comes from, if that has such a mark."""
     return (node.meta.get(CUSTOM) or {}).get(key)
-
-
-@contextlib.contextmanager
-def _only_keyed(gm: fx.GraphModule, marks: Collection[str]) -> Iterator[None]:
-    """Inside, what no cache key holds can be copied from node to node, but not read; so can other marks than these."""
-
-    def shown(key: str, value: Any) -> Any:
-        if key == CUSTOM and isinstance(value, dict):
-            return _Marks(value, marks)
-        return value if key in _KEYED else _Unread(key, value)
-
-    for node in gm.graph.nodes:
-        node.meta = {key: shown(key, value) for key, value in node.meta.items()}
-    try:
-        yield
-    finally:
-        for node in gm.graph.nodes:
-            node.meta = {
-                key: value.whole if isinstance(value, (_Unread, _Marks)) else value
-                for key, value in node.meta.items()
-            }
-
-
-class _Marks(dict[str, Any]):
-    """Of what is in ``node.meta["custom"]``, the marks that are in a uuid."""
-
-    def __init__(self, whole: dict[str, Any], marks: Collection[str]) -> None:
-        super().__init__({key: whole[key] for key in MARKS if whole.get(key) in marks})
-        self.whole = whole
-
-
-class _Unread:
-    """Stands for a value of ``node.meta`` in a pass that may not depend on it."""
-
-    def __init__(self, key: str, whole: Any) -> None:
-        self.key, self.whole = key, whole
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise PassError(
-            f"a pass reads node.meta[{self.key!r}], which is in no key of the compile caches: what it depends on "
-            "belongs into its fields"
-        )
-
-    __bool__ = __contains__ = __eq__ = __getitem__ = __hash__ = __iter__ = __len__ = __str__ = _refuse  # type: ignore[assignment]
-
-    def __getattr__(self, name: str) -> NoReturn:
-        self._refuse()

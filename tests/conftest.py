@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
+from torch import fx
 
 import amp_fx
+import amp_fx.compiling
+from amp_fx.errors import PassError
+from amp_fx.graphs.keys import MARK, PRODUCTS_MARK, RESULT_MARK
+from amp_fx.passes import Pass, PassContext
+from amp_fx.passes.base import CUSTOM
 from holding import Held
 
 
@@ -79,3 +87,59 @@ def _fresh_state() -> Iterator[None]:
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     assert depth == 0, f"the test left {depth} of autocast's regions open"
+
+
+#: node.meta keys that tracing makes of a graph's code and inputs, and of nothing else
+_KEYED = frozenset({"desc", "original_aten", "partitioner_tag", "val"})
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _only_keyed() -> Iterator[None]:
+    """Passes on Inductor's graphs read of a node what the keys of the compile caches hold, and the marks they name."""
+    run = amp_fx.compiling.run_in_order
+
+    def guarded(gm: fx.GraphModule, pipeline: Sequence[Pass], context: PassContext) -> None:
+        marks = {name for step in pipeline for name in getattr(step, "marks", ())}
+
+        def shown(key: str, value: Any) -> Any:
+            if key == CUSTOM and isinstance(value, dict):
+                return _Marks(value, marks)
+            return value if key in _KEYED else _Unread(key, value)
+
+        for node in gm.graph.nodes:
+            node.meta = {key: shown(key, value) for key, value in node.meta.items()}
+        try:
+            run(gm, pipeline, context)
+        finally:
+            for node in gm.graph.nodes:
+                node.meta = {
+                    key: value.whole if isinstance(value, (_Unread, _Marks)) else value
+                    for key, value in node.meta.items()
+                }
+
+    with mock.patch.object(amp_fx.compiling, "run_in_order", guarded):
+        yield
+
+
+class _Marks(dict[str, Any]):
+    """Of what is in ``node.meta["custom"]``, the marks that are in a uuid."""
+
+    def __init__(self, whole: dict[str, Any], marks: Collection[str]) -> None:
+        keys = (MARK, RESULT_MARK, PRODUCTS_MARK)
+        super().__init__({key: whole[key] for key in keys if whole.get(key) in marks})
+        self.whole = whole
+
+
+class _Unread:
+    """Stands for a value of ``node.meta`` in a pass that may not depend on it, but hand it on."""
+
+    def __init__(self, key: str, whole: Any) -> None:
+        self.key, self.whole = key, whole
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise PassError(f"a pass reads node.meta[{self.key!r}], which is in no key of the compile caches")
+
+    __bool__ = __contains__ = __eq__ = __getitem__ = __hash__ = __iter__ = __len__ = __str__ = _refuse  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()

@@ -5,8 +5,8 @@ package imports from ``torch._*``, but what stands for an absent GPU (``amp_fx/t
 name is private only by its underscore but documented or used by other projects (``compile_fx``, ``CustomGraphPass``),
 the comment says so.
 
-Here: one file for each of torch's layers: Dynamo, tracing and autocast, AOTAutograd, Inductor; and in ``hooks.py`` the
-list of what torch calls of amp_fx.
+Here: one file for each of torch's layers: Dynamo (with the list of what torch calls of amp_fx), tracing and autocast,
+AOTAutograd, Inductor.
 Not here: decisions. What is asked is asked in torch's words, and what is answered is plain data or a torch type.
 Open ``inductor.py`` first.
 """
@@ -16,7 +16,6 @@ Open ``inductor.py`` first.
 from __future__ import annotations
 
 from amp_fx._torch.dynamo import *
-from amp_fx._torch.hooks import *
 from amp_fx._torch.inductor import *
 from amp_fx._torch.lowering import *
 from amp_fx._torch.packing import *

@@ -1,30 +1,114 @@
-"""What Dynamo compiles now, where it stopped, and its log."""
+"""What Dynamo compiles now, where it stopped, and its log; and what amp_fx hooks into torch: all of it, in one list.
+
+Importing amp_fx hooks in nothing. :func:`install_all` is called when ``torch.compile`` is first given the backend's
+name.
+
+Torch calls some of these where Dynamo would compile whatever Python runs, and with a lock held that compiling takes. So
+what torch gets to call is disabled for Dynamo, here, and takes no lock of ours. Torch also refuses hooks that come or
+go while it goes through them: a hook stays where nobody listens any more.
+"""
 
 # what is imported here is private on purpose
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dynamo import compiled_autograd as _compiled_autograd
+import torch.optim.optimizer as _optimizer
+from torch._dynamo import compiled_autograd, external_utils, trace_rules
 from torch._dynamo import config as _dynamo_config
+from torch._dynamo.backends import registry
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.output_graph import graph_break_reasons
 from torch._dynamo.utils import counters as _counters
 from torch._guards import CompileContext
-from torch._logging import trace_structured as _trace_structured
-
-from amp_fx._torch.hooks import COMPILE_STARTS
+from torch._logging import trace_structured
 
 __all__ = [
-    "breaks_since_reset", "compile_id", "copy_of", "given_up", "graph_break", "in_compiled_autograd",
-    "in_inference_mode", "is_left_out_in_place", "is_looked_up", "log_artifact",
-    "note_inference_mode", "note_mode", "raised_by_backend", "speaks_to_dynamo", "take_over", "unwrapped_errors",
+    "AFTER_STEP", "BEFORE_STEP", "COMPILE_STARTS", "EXIT", "HOOKS", "UNTRACED", "breaks_since_reset", "compile_id",
+    "copy_of", "given_up", "graph_break", "in_compiled_autograd", "in_inference_mode", "install_all",
+    "is_left_out_in_place", "is_looked_up", "log_artifact", "note_inference_mode", "note_mode", "raised_by_backend",
+    "speaks_to_dynamo", "take_over", "unwrapped_errors",
 ]  # fmt: skip
+
+
+class Hook:
+    """One place where torch calls us, and whom that calls; ``add`` makes torch call a function."""
+
+    def __init__(self, add: Callable[[Any], object]) -> None:
+        self._add = add
+        self._call = torch.compiler.disable(self._call_listeners)
+        self._is_installed = False
+        self._listeners: tuple[Callable[..., object], ...] = ()
+
+    def install(self) -> None:
+        """Puts it there; may be called again."""
+        if not self._is_installed:
+            self._is_installed = True
+            self._add(self._call)
+
+    def listen(self, listener: Callable[..., object]) -> None:
+        """From now on ``listener`` is called, with whatever torch passes; may be called again."""
+        self.install()
+        if listener not in self._listeners:
+            self._listeners = (*self._listeners, listener)
+
+    def leave(self, listener: Callable[..., object]) -> None:
+        """``listener`` is called no more; it may ask for that itself."""
+        self._listeners = tuple(other for other in self._listeners if other != listener)
+
+    def _call_listeners(self, *args: Any) -> None:
+        for listener in self._listeners:
+            listener(*args)
+
+
+class _Callbacks(list[Any]):
+    """Callbacks of Dynamo's of which ``torch.compiler.reset()`` keeps the first, which is ours."""
+
+    def clear(self) -> None:
+        del self[1:]
+
+
+def _when_compiling_starts(call: Any) -> None:
+    callback_handler.start_callbacks = _Callbacks([call, *callback_handler.start_callbacks])
+
+
+def _leave_untraced(_: Any) -> None:
+    """Dynamo leaves our code alone, as it does torch's own scaler; but for what is around or in modules to compile."""
+    traced = ("integrations", "widened.py")
+    ours = [str(path) for path in Path(__file__).parents[1].iterdir() if path.name not in traced]
+    trace_rules.SKIP_DIRS.extend(ours)
+    trace_rules._recompile_re()
+
+
+#: in which mode the program called the function that Dynamo compiles; with ``torch._dynamo.callback.CallbackArgs``
+COMPILE_STARTS = Hook(_when_compiling_starts)
+
+#: an optimizer steps without the scaler that has scaled its gradients; with the optimizer and the arguments of a step
+BEFORE_STEP = Hook(_optimizer.register_optimizer_step_pre_hook)
+#: copies of weights, which a step changes; an optimizer steps, and no graph has arrived; likewise
+AFTER_STEP = Hook(_optimizer.register_optimizer_step_post_hook)
+#: the process ends, and no graph has arrived
+EXIT = Hook(atexit.register)
+#: Dynamo does not trace what programs call of amp_fx in their steps
+UNTRACED = Hook(_leave_untraced)
+
+HOOKS = (COMPILE_STARTS, BEFORE_STEP, AFTER_STEP, EXIT, UNTRACED)
+
+
+def install_all() -> None:
+    """Puts everything of amp_fx into torch; may be called again."""
+    for hook in HOOKS:
+        hook.install()
 
 
 class _Started(threading.local):
@@ -60,7 +144,7 @@ def in_inference_mode() -> bool:
 
 def in_compiled_autograd() -> bool:
     """True while compiled autograd hands a backward graph to the backend."""
-    return _compiled_autograd.in_compiled_autograd_region
+    return compiled_autograd.in_compiled_autograd_region
 
 
 def compile_id() -> str:
@@ -99,14 +183,10 @@ def graph_break(gm: fx.GraphModule) -> str:
 
 def breaks_since_reset() -> list[str]:
     """Every graph break since the last ``torch.compiler.reset()``, also those before which there was no graph."""
-    from torch._dynamo.output_graph import graph_break_reasons
-
     return list(dict.fromkeys(map(_break_text, graph_break_reasons)))
 
 
 def _break_text(cause: Any) -> str:
-    from torch._dynamo import external_utils
-
     reason = str(cause.reason).strip().splitlines()[0]
     if not cause.user_stack:
         return reason
@@ -125,15 +205,11 @@ def given_up() -> dict[str, int]:
 
 def is_left_out_in_place(module: torch.nn.Module) -> bool:
     """True where ``module.compile()``, unlike ``torch.compile(module)``, compiles nothing: Dynamo skips torch's own."""
-    from torch._dynamo import trace_rules
-
     return not _dynamo_config.wrap_top_frame and bool(trace_rules.check(module.forward))
 
 
 def is_looked_up(name: str) -> bool:
     """True if ``torch.compile`` was given this name as backend."""
-    from torch._dynamo.backends import registry
-
     return name in registry._COMPILER_FNS
 
 
@@ -151,8 +227,6 @@ def unwrapped_errors(kind: type[Exception]) -> Iterator[None]:
 
 def raised_by_backend(error: Exception) -> Exception:
     """What a backend has raised, of what Dynamo or Inductor have made of it."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
     while isinstance(error, BackendCompilerFailed):
         error = error.inner_exception
     return error
@@ -160,11 +234,9 @@ def raised_by_backend(error: Exception) -> Exception:
 
 def speaks_to_dynamo(error: Exception) -> bool:
     """True for what asks Dynamo to trace again or to leave a function alone, or says what a program cannot do."""
-    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-
     return isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)
 
 
 def log_artifact(name: str, text: Callable[[], str]) -> None:
     """Adds a text to the TORCH_TRACE log of this compile, where tlparse shows it."""
-    _trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+# inside the block, ops are not seen by dispatch modes: not by the program's, and not by those of a compiler
+from torch.utils._python_dispatch import _disable_current_modes as modes_disabled
+
+# tensors that consist of others, such as DTensors
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 __all__ = [
     "StorageRef", "borrowed", "find_nonfinite_", "is_wrapper", "largest_magnitudes", "modes_disabled",
@@ -24,11 +28,6 @@ __all__ = [
 ]  # fmt: skip
 
 StorageRef = weakref.ref[torch.UntypedStorage]
-
-
-def is_wrapper(value: torch.Tensor) -> bool:
-    """True for tensors that consist of others, such as DTensors."""
-    return is_traceable_wrapper_subclass(value)
 
 
 def wrapped_tensors(value: Any) -> list[torch.Tensor]:
@@ -66,24 +65,9 @@ def words_of_memory(start: int, count: int, device: torch.device) -> Tensor:
     return empty.set_(storage, 0, (count,), (1,))  # type: ignore[call-overload]
 
 
-def modes_disabled() -> AbstractContextManager[Any]:
-    """Ops inside the block are not seen by dispatch modes: not by the program's, and not by those of a compiler."""
-    return _disable_current_modes()
-
-
-def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    """One update of a loss scale, in place and on its device, as of torch.amp.GradScaler.
-
-    All tensors are 0-d: fp32, the tracker int32. ``found_inf`` is not zero where something was inf or nan.
-    """
-    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+#: one update of a loss scale, in place and on its device, as of torch.amp.GradScaler. Takes the scale, the growth
+#: tracker (int32), what is not zero where something was inf or nan, all 0-d; growth factor, backoff factor, interval
+update_scale = torch._amp_update_scale_
 
 
 def find_nonfinite_(values: Sequence[Tensor], found: Tensor) -> None:

@@ -14,7 +14,9 @@ from torch._C._autograd import (
     _saved_tensors_hooks_is_enabled,  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 )
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._dispatch.python import enable_python_dispatcher
+
+# composite ops decompose in Python, as when Dynamo traces: in torch 2.11, matmul's C++ takes no symbolic sizes
+from torch._dispatch.python import enable_python_dispatcher as symbolic_kernels
 from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -69,23 +71,18 @@ def ignore_fresh_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextMana
     return mode.shape_env.ignore_fresh_unbacked_symbols()
 
 
-def symbolic_kernels() -> contextlib.AbstractContextManager[None]:
-    """Composite ops decompose in Python, as when Dynamo traces: in torch 2.11, matmul's C++ takes no symbolic sizes."""
-    return enable_python_dispatcher()
-
-
 def nesting_change(target: object) -> int:
     """+1 for a call, or the name of one, that opens a functorch level, -1 for one that closes it, else 0."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return next((step for part, step in _NESTING.items() if name.endswith(part)), 0)
 
 
-def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
-    """The concrete size a symbolic size was traced with, or ``fallback`` for an unbacked one."""
+def size_hint(size: int | torch.SymInt) -> int:
+    """The concrete size a symbolic size was traced with; 1 for an unbacked one."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
-    return fallback if hint is None else int(hint)
+    return 1 if hint is None else int(hint)
 
 
 def known_sizes(fakes: Sequence[Any], given: Sequence[Any]) -> dict[Any, int]:

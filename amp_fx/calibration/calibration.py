@@ -15,7 +15,7 @@ from amp_fx.calibration.cuts import NEVER, Cuts, Placed
 from amp_fx.calibration.frontier import CalibratedPlan, Point, blame_lines, save_frontier
 from amp_fx.calibration.traced import MeasuredGraph
 from amp_fx.calibration.verifying import SLACK, Verifier
-from amp_fx.errors import OptionsError
+from amp_fx.errors import OptionsError, one_of
 from amp_fx.placement.level_cost import multiplies
 from amp_fx.placement.priced import Choice
 from amp_fx.placement.tradeoff import BYTES, MINIMISED, TIME
@@ -24,7 +24,7 @@ from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy import Policy
 from amp_fx.policy.levels import LEVELS
 from amp_fx.reports.step import Step
-from amp_fx.settings import Options, one_of
+from amp_fx.settings import Options
 
 __all__ = ["Calibration"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from amp_fx.errors import AmpFxError, OptionsError, did_you_mean
+from amp_fx.errors import AmpFxError, OptionsError, did_you_mean, one_of
 from amp_fx.exporting.program import beyond_range, narrow_ends, new_program, store_low, stored_weights, tied
 from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.exported import adopt, ambient_dtype
@@ -33,7 +33,7 @@ from amp_fx.policy import OpClass
 from amp_fx.policy.levels import levels_of
 from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import replay
-from amp_fx.settings import LEVEL_OPTIONS, Options, one_of
+from amp_fx.settings import LEVEL_OPTIONS, Options
 
 __all__ = ["CHOICES", "REPORT_FILE", "convert", "export", "extra_files"]
 

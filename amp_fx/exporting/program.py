@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from amp_fx.errors import InputError, OptionsError
 from amp_fx.graphs.calls import output_nodes
-from amp_fx.graphs.keys import CAST_META, COPY_META, NODE_KEYS, OUTPUT_META, RECIPE_META, REGION_META
+from amp_fx.graphs.keys import CAST_META, COPY_META, OUTPUT_META, OWN, RECIPE_META, REGION_META
 from amp_fx.graphs.values import is_eligible, storage_of, tensors, written_storages
 from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.recipes import Scaled
@@ -221,8 +221,7 @@ def new_program(
     inputs = _input_specs(gm, signature)
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            for key in NODE_KEYS & node.meta.keys():
-                del node.meta[key]
+            node.meta = {key: value for key, value in node.meta.items() if not key.startswith(OWN)}
     kind = _LowInputsProgram if narrowed else torch.export.ExportedProgram
     return kind(
         root=gm,

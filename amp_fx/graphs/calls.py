@@ -14,9 +14,9 @@ from amp_fx._torch import OpOverload
 from amp_fx.state import cache_results
 
 __all__ = [
-    "argument_value", "arguments", "class_name", "differentiated", "grad_modes", "is_cast",
+    "argument_value", "arguments", "class_name", "differentiated", "dotted_path", "grad_modes", "is_cast",
     "is_gradient_call", "is_leaf_call", "is_parameter", "is_returned", "module_path", "output_nodes",
-    "readers", "short_source", "source_line", "tensor_arguments", "tensor_nodes", "where",
+    "readers", "short_source", "source_line", "target_name", "tensor_arguments", "tensor_nodes", "where",
 ]  # fmt: skip
 
 
@@ -57,6 +57,11 @@ def readers(node: fx.Node, passes_on: Callable[[fx.Node], bool]) -> list[fx.Node
             found.update(dict.fromkeys(more))
             stack += more
     return list(found)
+
+
+def target_name(node: fx.Node) -> str:
+    """What Python calls the target of a call."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:
@@ -120,15 +125,15 @@ def differentiated(graph: fx.Graph) -> set[fx.Node]:
 
 # ---- source line and module
 
-#: Dynamo writes a module's path as Python source: L['self'].encoder._modules['layer']._modules['0']
-_FRAME_LOCAL = re.compile(r"^[LG]\['\w+'\]")
-_INDEXED = re.compile(r"(?:\._modules)?\['?([^'\]]+)'?\]")
+_FRAME_LOCAL = re.compile(r"^\w\['\w+'\]")
+_INDEXED = re.compile(r"(?:\._(?:modules|parameters|buffers))?\['?([^'\]]+)'?\]")
+#: of a stack trace: path, line number and code
+_LAST_FRAME = re.compile(r'(?s:.*)^\s*File "([^"]*)", line (\d+).*\n?\s*(.*)', re.MULTILINE)
 
 
 def source_line(node: fx.Node) -> str:
     """The user's innermost source line, as ``file:line: code``, or an empty string."""
     trace = node.meta.get("stack_trace")
-    # passes on Inductor's graphs see none
     return _innermost_line(trace) if isinstance(trace, str) else ""
 
 
@@ -144,8 +149,12 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    path = _FRAME_LOCAL.sub("", str(list(stack.values())[-1][0]))
-    return _INDEXED.sub(r".\1", path).lstrip(".")
+    return dotted_path(str(list(stack.values())[-1][0]))
+
+
+def dotted_path(source: str) -> str:
+    """``"encoder.layer.0"`` of what Dynamo writes as ``L['self'].encoder._modules['layer']._modules['0']``."""
+    return _INDEXED.sub(r".\1", _FRAME_LOCAL.sub("", source)).lstrip(".")
 
 
 def short_source(source: str) -> str:
@@ -161,10 +170,5 @@ def class_name(kind: type | str) -> str:
 
 @cache_results(4096)  # repeated layers have the same lines
 def _innermost_line(trace: str) -> str:
-    lines = [line.strip() for line in trace.strip().splitlines()]
-    for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith("File "):
-            path, number = lines[index].split('"')[1], lines[index].split("line ")[1].split(",")[0]
-            code = lines[index + 1] if index + 1 < len(lines) else ""
-            return f"{path}:{number}: {code}"
-    return ""
+    frame = _LAST_FRAME.match(trace)
+    return "{}:{}: {}".format(*frame.groups()) if frame else ""

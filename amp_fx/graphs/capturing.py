@@ -32,7 +32,7 @@ from amp_fx._torch import (
     track_tensor_tree,
 )
 from amp_fx.errors import CaptureError
-from amp_fx.graphs.calls import is_gradient_call, is_leaf_call, where
+from amp_fx.graphs.calls import is_gradient_call, is_leaf_call, target_name, where
 from amp_fx.graphs.keys import REGION_META
 from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
 from amp_fx.graphs.values import tensors
@@ -121,16 +121,14 @@ class CapturingInterpreter(fx.Interpreter):
         _check_rule(n, self._regions[n])
         with self._set_current_node(n):
             args, kwargs = self._arguments(n)
-            given = (
-                {id(t): (t, self._tracer.unwrap_proxy(t)) for t in tensors((args, kwargs))} if n.args else {}
-            )
+            given = [(t, self._tracer.unwrap_proxy(t)) for t in (tensors((args, kwargs)) if n.args else ())]
             result = getattr(self, n.op)(n.target, args, kwargs)
-        before = {key: proxy for key, (_, proxy) in given.items()}
+        before = {id(value): proxy for value, proxy in given}
         if type(result) in (list, tuple):
             result = type(result)(self._separate(value, before.get(id(value))) for value in result)
         else:
             result = self._separate(result, before.get(id(result)))
-        for value, proxy in given.values():
+        for value, proxy in given:
             # F.mse_loss broadcasts inside, and returns something else
             self._separate(value, proxy)
         return result
@@ -165,11 +163,12 @@ class CapturingInterpreter(fx.Interpreter):
                 f"higher-order op {name} inside torch.autocast cannot be rewritten"
                 f" ({OPAQUE_BODIES.get(name, 'it has no body')})"
             )
-        args, kwargs = self._arguments(n)
-        proxy_args, proxy_kwargs = tree_map(self._to_proxy, (args, kwargs))
-        proxy = self._tracer.create_proxy("call_function", n.target, proxy_args, proxy_kwargs, name=n.name)
+        if "example_value" not in n.meta:
+            raise CaptureError(f"{n.name} ({where(n)}) has no fake value")
+        args, kwargs = tree_map(self._to_proxy, self._arguments(n))
+        proxy = self._tracer.create_proxy("call_function", n.target, args, kwargs, name=n.name)
         proxy.node.meta.update(_origin(n))
-        return track_tensor_tree(_example(n), proxy, constant=None, tracer=self._tracer)
+        return track_tensor_tree(n.meta["example_value"], proxy, constant=None, tracer=self._tracer)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An attribute, or the captured body in its place."""
@@ -244,12 +243,6 @@ def _origin(n: fx.Node) -> dict[str, Any]:
     return {key: n.meta[key] for key in ("stack_trace", "nn_module_stack") if key in n.meta}
 
 
-def _example(n: fx.Node) -> Any:
-    if "example_value" not in n.meta:
-        raise CaptureError(f"{n.name} ({where(n)}) has no fake value")
-    return n.meta["example_value"]
-
-
 def is_distributed(value: object) -> bool:
     """True for a DTensor. Nobody has one who has not imported the module."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -274,14 +267,8 @@ def changes_layout(node: fx.Node) -> bool:
     """True for a call that makes a DTensor of something else, or the reverse, or places it in another way."""
     if node.op not in ("call_function", "call_method"):
         return False
-    given = any(map(is_distributed, _example_tensors(*node.all_input_nodes)))
-    made = any(map(is_distributed, _example_tensors(node)))
-    return given != made or (made and _name(node) in ("redistribute", "full_tensor"))
-
-
-def _example_tensors(*nodes: fx.Node) -> list[torch.Tensor]:
-    return [value for node in nodes for value in tensors(node.meta.get("example_value"))]
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    made, *given = (
+        any(map(is_distributed, tensors(each.meta.get("example_value"))))
+        for each in (node, *node.all_input_nodes)
+    )
+    return any(given) != made or (made and target_name(node) in ("redistribute", "full_tensor"))

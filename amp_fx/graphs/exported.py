@@ -8,6 +8,7 @@ detached, so that none leaves it.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -137,11 +138,9 @@ class _Splice:
             isinstance(user, HigherOrderOperator) and user.name() in OPAQUE_BODIES
         ):
             value = adopt(value, region)
-        name = stem = str(node.target).replace(".", "_")
-        number = 0
-        while hasattr(self._root, name):
-            number += 1
-            name = f"{stem}_{number}"
+        stem = str(node.target).replace(".", "_")
+        names = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(1)))
+        name = next(name for name in names if not hasattr(self._root, name))
         setattr(self._root, name, value)
         copied = self._graph.node_copy(node)
         copied.target = name

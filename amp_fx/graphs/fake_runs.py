@@ -41,17 +41,15 @@ def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any], Fake
         # changes no shape, and refuses views
         and node.target is not torch.ops.aten.detach_.default
     )
-    args, kwargs = fx.map_arg(
-        (node.args, node.kwargs),  # type: ignore[arg-type]  # a tuple of arguments is one
-        lambda n: _aliased(n.meta["val"]) if reshapes else n.meta["val"],
-    )
+
+    def value_of(source: fx.Node) -> Any:
+        value = source.meta["val"]
+        return torch.ops.aten.alias.default(value) if reshapes and isinstance(value, torch.Tensor) else value
+
+    with torch.no_grad():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)  # type: ignore[arg-type]  # of a tuple
     modes = [t.fake_mode for t in tensors((args, kwargs)) if isinstance(t, FakeTensor)]
     return args, kwargs, modes[0] if modes else FakeTensorMode()  # type: ignore[return-value]  # of map_arg
-
-
-def _aliased(value: Any) -> Any:
-    with torch.no_grad():
-        return torch.ops.aten.alias.default(value) if isinstance(value, torch.Tensor) else value
 
 
 def run_fake(node: fx.Node) -> Any:

@@ -41,13 +41,11 @@ class Region:
 
 def ambient_regions(defaults: Mapping[str, torch.dtype]) -> dict[str, Region]:
     """The state at graph entry: the user's ambient autocast, else the low dtype that amp_fx has by default."""
-    regions = {}
-    for device_type, low in defaults.items():
-        by_user = torch.is_autocast_enabled(device_type)
-        regions[device_type] = Region(
-            True, torch.get_autocast_dtype(device_type) if by_user else low, by_user
-        )
-    return regions
+    by_user = {device: torch.is_autocast_enabled(device) for device in defaults}
+    return {
+        device: Region(True, torch.get_autocast_dtype(device) if by_user[device] else low, by_user[device])
+        for device, low in defaults.items()
+    }
 
 
 def is_autocast_call(node: fx.Node) -> bool:

@@ -28,9 +28,7 @@ class Trait(enum.Enum):
     RECURRENT = "a recurrent layer: matmuls inside, whose operations nobody counts"
     SOMETIMES_MATMUL = "comes down to a matmul that autocast lists for some shapes only"
     WIDE_GRADIENT = "comes down to matmuls that can return the gradient of an operand in fp32"
-    PLANAR_CONVOLUTION = (
-        "convolves over two dimensions, or any number of them; the second argument is the weight"
-    )
+    PLANAR_CONVOLUTION = "convolves over two dimensions, or any number; the second argument is the weight"
     # what happens to elements
     UNCHANGED = "returns the numbers of its argument in their shape, or a copy of them"
     RESHAPES = "returns every element of its argument once, at most in another shape or order"
@@ -49,9 +47,7 @@ class Trait(enum.Enum):
     RELU = "a kink that calibration smooths"
     # norms
     NORM = "a norm that computes in fp32 inside, and keeps its statistics for the backward"
-    BATCH_NORM = (
-        "a norm by statistics that it may be given; kernels for CUDA take a low input with fp32 weights"
-    )
+    BATCH_NORM = "a norm by given statistics, or its own; kernels for CUDA take a low input with fp32 weights"
     NORM_BACKWARD = "reads the statistics of a norm"
     # hazards of a low range
     DIVIDES = "turns an eps that was flushed to zero into inf or nan"

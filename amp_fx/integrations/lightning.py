@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from amp_fx.errors import one_of
 from amp_fx.integrations import backend_options, compile_in_place, needed
 from amp_fx.integrations.metrics import ScalerMetrics
 from amp_fx.scaling import GradScaler
-from amp_fx.settings import one_of
 
 with needed("lightning"):
     from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision

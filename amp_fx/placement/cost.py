@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from amp_fx._torch import OpOverload, size_hint
 from amp_fx.graphs.calls import arguments, is_parameter
@@ -88,11 +88,7 @@ class CostModel:
 
     def is_input(self, node: fx.Node) -> bool:
         """True for values that are in memory before the graph runs."""
-        return node.op in ("placeholder", "get_attr") or self.is_folded(node)
-
-    def is_folded(self, node: fx.Node) -> bool:
-        """True for an input whose casts cost nothing at run time."""
-        return node.name in self.folded
+        return node.op in ("placeholder", "get_attr") or node.name in self.folded
 
     def is_view(self, node: fx.Node) -> bool:
         """True where the value looks into the storage of its first argument, or is one of its results."""
@@ -184,13 +180,14 @@ class CostModel:
         """Time of a matmul-like op in (fp32, low); None without a profile or a formula for the op."""
         if self.profile is None or dtype_name(low) not in self.profile.peak:
             return None
-        flops = self._operations(node, low)
+        flops, peak = self._operations(node, low), self.profile.peak
         if not flops:
             return None
-        seconds = (self.profile.matmul_seconds(flops, name) for name in ("float32", dtype_name(low)))
-        high, fast = (round(1e12 * each) for each in seconds)
+        high, fast = (round(1e12 * (flops / peak[name])) for name in ("float32", dtype_name(low)))
         slower = device_row(self.profile.device_type).one_query
-        if slower is not None and _is_one_query(node):
+        is_attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
+        # a single query, as in decoding
+        if slower and is_attention and size_hint(node.all_input_nodes[0].meta["val"].shape[-2]) == 1:
             high, fast = high * slower[0], fast * slower[1 + bool(refusal(node, training=self.training))]
         return high + self._packing(node), fast
 
@@ -204,7 +201,9 @@ class CostModel:
         """Floating-point operations of a call and of its backward; 0 without a formula."""
         # repeated layers have the same shapes, and asking torch for a formula takes a millisecond
         args, kwargs, _ = fake_arguments(node)
-        call = repr((node.target, tree_map(_signature, (args, kwargs))))
+        call = repr(
+            (node.target, tree_map_only(torch.Tensor, lambda value: tuple(value.shape), (args, kwargs)))
+        )
         if call not in self._flops:
             self._flops[call] = matmul_flops(node, low)
         return self._flops[call] * (3 if self.training else 1)
@@ -230,7 +229,7 @@ class CostModel:
 
     def _time(self, nbytes: int) -> int:
         # without a profile only bytes are compared: a byte is one unit
-        return nbytes if self.profile is None else round(self.profile.bytes_seconds(nbytes) * 1e12)
+        return nbytes if self.profile is None else round(nbytes / self.profile.bandwidth * 1e12)
 
 
 def _matrix(node: fx.Node) -> object:
@@ -239,19 +238,9 @@ def _matrix(node: fx.Node) -> object:
     return None if form is None or form.weight >= len(node.args) else node.args[form.weight]
 
 
-def _is_one_query(node: fx.Node) -> bool:
-    """True for attention of a single query, as in decoding."""
-    is_attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
-    return is_attention and size_hint(node.all_input_nodes[0].meta["val"].shape[-2]) == 1
-
-
 def _fuses_casts(value: fx.Node) -> bool:
     return device_row(value.meta["val"].device.type).fuses_casts
 
 
 def _is_bias(reader: fx.Node, value: fx.Node) -> bool:
     return any(name == "bias" and argument is value for name, argument in arguments(reader))
-
-
-def _signature(value: object) -> object:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value

@@ -120,19 +120,14 @@ _CPUS = (
 #: bytes/s that one thread can ask for (measured: 17e9 to 24e9 alone, 8e9 on each of two busy cores), and that
 #: a socket gives (eight channels of DDR4-3200: 205e9)
 _CPU_BANDWIDTH = 15e9, 200e9
-
 #: seconds; measured: 1 to 2 us for the call, the rest is an OpenMP region
 _CPU_LAUNCH = 5e-6
-
 #: oneDNN may round fp32 operands to bf16 (float32_matmul_precision "medium"): rate relative to bf16, measured
 _CPU_FLOAT32_AS_BFLOAT16 = 0.65
-
 #: what a graph for CUDA is planned with where there is no CUDA device, such as an export on a build machine
 _ASSUMED = gpu_row((8, 0))
-
 #: large GEMMs and copies reach this part of the datasheet: on an H200 bf16 sustains about 790 of 989 TFLOP/s
 _SUSTAINED = 0.8
-
 #: Seconds between the starts of empty kernels in one stream. What depends on it: a training step of a ResNet with 8
 #: images of 96 x 96. By Inductor's counts for an H100, two convolutions and the classifier in fp32 are 6 kernels fewer
 #: and 10 MB more, which pays from 1 us a kernel on.

@@ -29,10 +29,8 @@ aten = torch.ops.aten
 
 #: how Inductor's graphs spell a cast
 CAST = torch.ops.prims.convert_element_type.default
-
 #: elements of a 16-bit piece: half of a megabyte, the second-level cache of today's cores
 _PIECE = 2**18
-
 #: elements below which calling the library costs what its copy saves
 _WORTH_A_CALL = 2**15
 

@@ -35,16 +35,8 @@ from amp_fx.policy.levels import AUTO, Implementation, Level, level_named, level
 from amp_fx.state import cache_results
 
 __all__ = [
-    "BYTES",
-    "NARROW",
-    "OPERATIONS",
-    "LevelCost",
-    "Meaning",
-    "auto_level",
-    "copy_traffic",
-    "meaning",
-    "multiplies",
-]
+    "BYTES", "NARROW", "OPERATIONS", "LevelCost", "Meaning", "auto_level", "copy_traffic", "meaning", "multiplies",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

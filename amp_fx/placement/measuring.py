@@ -27,25 +27,18 @@ __all__ = ["measure"]
 
 #: a measurement is repeated at least so often
 _ROUNDS = 20
-
 #: a median so far above the best round means that something else used the machine
 _BUSY = 1.5
 #: seconds; no kernel takes so long to start where its threads have cores to run on
 _ABSURD_LAUNCH = 500e-6
-
 #: rows of the square matrices that are multiplied, until one takes its share of the time
 _GEMM_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
-
 #: elements of the float32 tensors that are copied; the last are larger than the caches of most devices
 _COPY_SIZES = {"cpu": (1 << 20, 1 << 23, 1 << 25), "cuda": (1 << 20, 1 << 23, 1 << 25, 1 << 27)}
-
 #: elements of the byte tensor of the empty kernel: one more than ATen's grain size, so that CPUs open a
 #: parallel region
 _LAUNCH_SIZE = 32768 + 1
 _LAUNCHES = 10
-
-#: compute capability from which ``torch._scaled_mm`` takes fp8
-_FIRST_FP8 = (8, 9)
 
 
 class _Task(NamedTuple):
@@ -74,9 +67,10 @@ def measure(
     makers: dict[str, Callable[[int], _Task]] = {
         name: partial(_gemm, dtype=dtype, device_type=device_type) for name, dtype in DTYPES.items()
     }
-    if _takes_fp8(device_type):
+    rates = builtin(device_type).peak
+    if FLOAT8 in rates:
         makers[FLOAT8] = partial(_scaled_gemm, device_type=device_type)
-    if INT8 in builtin(device_type).peak:
+    if INT8 in rates:
         makers[INT8] = _packed_int8_gemm if device_type == "cpu" else _int8_gemm
     share = seconds / (_ROUNDS * (len(makers) + 2))
     tasks = {}
@@ -154,12 +148,6 @@ def _gemm(size: int, dtype: torch.dtype, device_type: str) -> _Task:
         torch.mm(a.t(), b)
 
     return _Task(run, 3 * 2 * size**3)
-
-
-def _takes_fp8(device_type: str) -> bool:
-    """True where the library multiplies e4m3 as NVIDIA has it; AMD's first e4m3 is another."""
-    is_nvidia = device_type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability() >= _FIRST_FP8
 
 
 def _scaled_gemm(size: int, device_type: str) -> _Task:

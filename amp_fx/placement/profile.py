@@ -32,19 +32,14 @@ __all__ = [
 
 #: device types that have profiles
 DEVICE_TYPES = tuple(device.name for device in DEVICES.values() if device.has_rates)
-
 #: dtypes that every device multiplies in, and that are measured
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 #: the key of the rate of scaled matmuls in fp8, which few devices have
 FLOAT8 = "float8_e4m3fn"
-
 #: the key of the rate of products of 8-bit integers
 INT8 = "int8"
-
 #: what the flash kernel for attention on a CPU takes for a block of queries and one of keys, beside the products
 FLASH_BLOCK, FLASH_BLOCK_BACKWARD = "flash_block", "flash_block_backward"
-
 #: what a profile may have a matmul rate for, and which calls of libraries that take time beside their arithmetic
 _KEYS = {
     "peak": tuple(dict.fromkeys(level.rate for level in LEVELS.values())),
@@ -61,39 +56,19 @@ class ProfileError(AmpFxError, ValueError):
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Rates of one device.
+    """Rates of one device."""
 
-    Attributes:
-        name: what was looked up or measured, for reports.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        peak: dtype name -> sustained rate of a large matmul, in FLOP/s; always has "float32". Without
-            "float8_e4m3fn" nothing runs in fp8, without "int8" nothing in int8.
-        bandwidth: of main or device memory, in bytes/s, reads and writes together.
-        launch: what a kernel of its own costs at least, in seconds: the launch on CUDA, the call and a
-            parallel region on CPU.
-        calls: name -> seconds, on all threads together, that a call of a library takes beside its arithmetic: the flash
-            kernel's blocks, where they were measured.
-    """
-
-    name: str
-    device_type: str
+    name: str  # what was looked up or measured, for reports
+    device_type: str  # "cpu" or "cuda"
+    #: dtype name -> sustained rate of a large matmul, in FLOP/s; always has "float32". Without "float8_e4m3fn" nothing
+    #: runs in fp8, without "int8" nothing in int8
     peak: Mapping[str, float] = field(hash=False)
-    bandwidth: float
+    bandwidth: float  # of main or device memory, in bytes/s, reads and writes together
+    #: what a kernel of its own costs at least, in seconds: the launch on CUDA, the call and a parallel region on CPU
     launch: float
+    #: name -> seconds, on all threads together, that a call of a library takes beside its arithmetic: the flash
+    #: kernel's blocks, where they were measured
     calls: Mapping[str, float] = field(default_factory=dict, hash=False)
-
-    def matmul_seconds(self, flops: float, dtype: str) -> float:
-        """Time of so many FLOP in large matmuls with operands of a dtype; ProfileError if it has no rate for that."""
-        if dtype not in self.peak:
-            raise ProfileError(
-                f"profile {self.name!r} has no matmul rate for {dtype!r}; it has {', '.join(self.peak)}."
-                + did_you_mean(dtype, self.peak)
-            )
-        return flops / self.peak[dtype]
-
-    def bytes_seconds(self, n: float) -> float:
-        """Time to read or write so many bytes of memory."""
-        return n / self.bandwidth
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form, with its format and version."""
@@ -106,11 +81,7 @@ class DeviceProfile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DeviceProfile:
-        """Reads what :meth:`to_dict` wrote.
-
-        Raises:
-            ProfileError: another format or version, or a field that is missing, unknown or out of range.
-        """
+        """Reads what :meth:`to_dict` wrote; ProfileError for another version, or a field that is wrong or missing."""
         values = dict(data)
         found = values.pop("format", None), values.pop("version", None)
         if found != (_FORMAT, _VERSION):
@@ -142,20 +113,12 @@ class DeviceProfile:
         return profile
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes :meth:`to_json` to a file: all of it, or nothing and the old file stays.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes :meth:`to_json` to a file: all of it, or nothing and the old file stays."""
         write_text(path, self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeviceProfile:
-        """Reads a file that :meth:`save` wrote.
-
-        Raises:
-            ProfileError: the file cannot be read, or is not a device profile.
-        """
+        """Reads a file that :meth:`save` wrote; ProfileError if it cannot be read, or is none."""
         return read_object(path, "a device profile", cls.from_dict, ProfileError)
 
 

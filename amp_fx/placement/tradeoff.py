@@ -12,6 +12,7 @@ cheapest placement that it has seen.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -168,16 +169,13 @@ def _towards(parts: Sequence[Priced], limit: float, start: Placement, goal: Plac
         at, group = move
         return parts[at].flipped(state[at], group)
 
-    def sensitivity_for_time(move: tuple[int, set[Var]]) -> float:
+    def rate(move: tuple[int, set[Var]], back: bool) -> float:
+        """Sensitivity for time, and on the way back time for sensitivity."""
         time, sensitivity = change(move)
-        return sensitivity / max(time, 1e-3)
+        return time / max(sensitivity, 1e-30) if back else sensitivity / max(time, 1e-3)
 
-    def time_for_sensitivity(move: tuple[int, set[Var]]) -> float:
-        time, sensitivity = change(move)
-        return time / max(sensitivity, 1e-30)
-
-    for back, rate in enumerate((sensitivity_for_time, time_for_sensitivity)):
-        for at, group in sorted(moves, key=rate):
+    for back in (False, True):
+        for at, group in sorted(moves, key=functools.partial(rate, back=back)):
             time, sensitivity = change((at, group))
             if (time < 0 and total + sensitivity <= limit) if back else total > limit:
                 total += sensitivity

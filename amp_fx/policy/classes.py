@@ -20,41 +20,31 @@ __all__ = [
 class OpClass(str, enum.Enum):
     """What mixed precision does with an op. Values are the names used in plans, reports and user rules.
 
-    ============  ==================================================================================
-    ``low``       every eligible tensor argument is cast to the low dtype (matmul, convolution, attention)
-    ``fp32``      every eligible tensor argument is cast to fp32 (the ops whose range or sums need it)
-    ``promote``   runs in the widest dtype among its eligible arguments, as native type promotion does
-    ``follow``    as ``promote``, and the op commutes with rounding: it only moves, selects or compares
-                  values, so rounding before it or after it gives the same numbers
-    ``keep``      not ours: arguments and results have exactly the dtypes the program was traced with
-    ============  ==================================================================================
-
     A tensor is *eligible* when it is floating point, not fp64, and on the device being autocast: the rule of
     ``is_eligible`` in ``ATen/autocast_mode.h``.
     """
 
+    #: every eligible tensor argument is cast to the low dtype (matmul, convolution, attention)
     LOW = "low"
+    #: every eligible tensor argument is cast to fp32 (the ops whose range or sums need it)
     FP32 = "fp32"
+    #: runs in the widest dtype among its eligible arguments, as native type promotion does
     PROMOTE = "promote"
+    #: as PROMOTE, and the op commutes with rounding: it only moves, selects or compares values
     FOLLOW = "follow"
+    #: not ours: arguments and results have exactly the dtypes the program was traced with
     KEEP = "keep"
 
     def __str__(self) -> str:
         return self.value
 
 
-class Origin(str, enum.Enum):
+class Origin(enum.Enum):
     """Where a row's class comes from, which decides how the test suite checks it."""
 
-    #: registered under AutocastCPU / AutocastCUDA in the installed torch
-    AUTOCAST = "autocast"
-    #: a composite op that autocast does not list, whose inner ops it does (``cross_entropy_loss`` on CUDA)
-    COMPOSITE = "composite"
-    #: not listed by autocast: runs in the dtype of its inputs
-    UNLISTED = "unlisted"
-
-    def __str__(self) -> str:
-        return self.value
+    AUTOCAST = "registered under AutocastCPU / AutocastCUDA in the installed torch"
+    COMPOSITE = "composite, not listed by autocast; its inner ops are (``cross_entropy_loss`` on CUDA)"
+    UNLISTED = "not listed by autocast: runs in the dtype of its inputs"
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from amp_fx.errors import OptionsError, did_you_mean
+from amp_fx.errors import OptionsError, one_of
 
 __all__ = ["PRESETS", "dtypes_preset", "preset"]
 
 
-def _everything(precision: str) -> list[dict[str, str]]:
-    return [{"module": ".*", "precision": precision}]
-
-
-_FLOAT32: dict[str, Any] = {"base": "autocast", "rules": _everything("fp32")}
+_FLOAT32: dict[str, Any] = {"base": "autocast", "rules": [{"module": ".*", "precision": "fp32"}]}
 
 #: name -> the policy in its object form
 PRESETS: dict[str, dict[str, Any]] = {
@@ -35,7 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "O0": _FLOAT32,
     "O1": {"base": "autocast", "dtype": "float16"},
     "O2": {"base": "fast", "dtype": "float16"},
-    "O3": {"base": "fast", "dtype": "float16", "rules": _everything("low")},
+    "O3": {"base": "fast", "dtype": "float16", "rules": [{"module": ".*", "precision": "low"}]},
 }
 
 #: what JMP, FSDP and DeepSpeed call the dtypes -> why it can only be float32; only that of the computation may be low
@@ -76,21 +72,13 @@ def dtypes_preset(dtypes: Mapping[Any, Any]) -> tuple[str, dict[str, Any]] | Non
     """As :func:`preset`, of a mapping such as ``{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}``."""
     if not _KEYS.keys() & dtypes.keys():
         return None
-    compute, given = "float32", dict[str, str]()
+    compute, given, where = "float32", dict[str, str](), f"policy {dict(dtypes)!r}"
     for key, value in dtypes.items():
-        if key not in _KEYS:
-            raise OptionsError(
-                f"Unknown key {key!r} in policy {dict(dtypes)!r}; valid: {', '.join(_KEYS)}."
-                + did_you_mean(str(key), _KEYS)
-            )
+        one_of("key", _KEYS, key, where)
         if value is None:  # FSDP: left as it is
             continue
-        dtype = _DTYPES.get(str(value).removeprefix("torch."))
-        if dtype is None:
-            raise OptionsError(
-                f"Unknown dtype {value!r} for {key!r} in policy {dict(dtypes)!r}; valid: "
-                f"{', '.join(_DTYPES)}." + did_you_mean(str(value), _DTYPES)
-            )
+        name = str(value).removeprefix("torch.")
+        dtype = _DTYPES[one_of("dtype", _DTYPES, name, f"{key!r} of {where}")]
         if _KEYS[key] is _COMPUTE:
             compute = dtype
         elif dtype != "float32":

@@ -10,11 +10,7 @@ A policy is ``"autocast"`` or, with rules, an object (or its JSON text)::
 
 The last rule that matches a node wins. A name of another system, ``"mixed_bfloat16"`` or ``"O1"``, is a policy, too
 (``presets.py``), and may be a base: the rules come after its own. ``str(policy)`` prints the form it parses.
-
-With ``"sensitivity"``, the file that ``amp_fx.calibrate(...).save(...)`` wrote, measured sensitivity decides instead
-of the base list; ``"budget"`` is how much error a graph may have, relative to torch.autocast's::
-
-    {"base": "autocast", "sensitivity": "sensitivity.json", "budget": 1.0}
+With ``"sensitivity"``, what ``amp_fx.calibrate`` has measured decides instead of the base list.
 """
 
 from __future__ import annotations
@@ -23,11 +19,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from amp_fx.errors import OptionsError, did_you_mean
+from amp_fx.errors import OptionsError, did_you_mean, one_of
 from amp_fx.policy.classes import OpClass
 from amp_fx.policy.presets import PRESETS, dtypes_preset, preset
 from amp_fx.policy.table import check_op
@@ -44,14 +40,11 @@ BASES = {
 
 #: what a rule can force, and the class a forced node gets
 PRECISIONS = {"fp32": OpClass.FP32, "low": OpClass.LOW, "int8": OpClass.LOW}
-
 #: those that are levels below 16 bits, which a rule may ask for under the policy of its name -> the ops that have it.
 #: No other is matched: a rule about a module leaves its softmax alone
 BELOW = {"int8": ("addmm", "linear", "matmul", "mm")}
-
 #: what a rule can say of the result of a low product -> what it means
 RESULTS = {"fp32": "the sum as it is, which the product is added up in"}
-
 #: how attention in 16 bits is computed on a CPU -> what it means
 IMPLEMENTATIONS = {
     "flash": "by the flash kernel of torch",
@@ -62,7 +55,6 @@ _ATTENTION = "scaled_dot_product_attention"
 _RULE_KEYS = ("op", "module", "precision", "result", "implementation")
 _POLICY_KEYS = ("base", "dtype", "rules", "sensitivity", "budget")
 _POLICY_DTYPES = ("bfloat16", "float16")
-
 #: keys of older policies -> what they are called now
 _RENAMED = {"harm": "sensitivity"}
 
@@ -118,7 +110,7 @@ class Rule:
             )
         where = f"policy rule {dict(data)!r}"
         _check_keys(data, _RULE_KEYS, where)
-        precision = _one_of(PRECISIONS, data.get("precision"), "precision", where)
+        precision = one_of("precision", PRECISIONS, data.get("precision"), where)
         op, module, result, way = map(data.get, ("op", "module", "result", "implementation"))
         for key, value in (("op", op), ("module", module)):
             if value is not None and not isinstance(value, str):
@@ -140,13 +132,13 @@ class Rule:
                 re.compile(module)
             except re.error as error:
                 raise OptionsError(f"'module' in {where} is not a regular expression: {error}.") from error
-        if result is not None and _one_of(RESULTS, result, "result", where) and precision != "low":
+        if result is not None and one_of("result", RESULTS, result, where) and precision != "low":
             raise OptionsError(
                 f"'result' in {where} is about products of low operands, not {precision}; say 'precision': 'low', or "
                 "drop it."
             )
         of_attention = precision == "low" and op is not None and op.partition(".")[0] == _ATTENTION
-        if way is not None and _one_of(IMPLEMENTATIONS, way, "implementation", where) and not of_attention:
+        if way is not None and one_of("implementation", IMPLEMENTATIONS, way, where) and not of_attention:
             raise OptionsError(
                 f"'implementation' in {where} is about attention in 16 bits; say 'op': {_ATTENTION!r} and "
                 "'precision': 'low', or drop it."
@@ -241,7 +233,7 @@ class Policy:
                 )
         dtype = base.dtype
         if data.get("dtype") is not None:
-            dtype = _one_of(_POLICY_DTYPES, data["dtype"], "dtype", where)
+            dtype = one_of("dtype", _POLICY_DTYPES, data["dtype"], where)
             if base.dtype not in (None, dtype):
                 raise OptionsError(
                     f"dtype {dtype!r} contradicts base {str(base)!r}, which means {base.dtype}; drop one of the two."
@@ -261,16 +253,6 @@ class Policy:
             f"Unknown policy {name!r}; valid: {', '.join(map(repr, BASES))}, or a name of another system: "
             f"{', '.join(PRESETS)}." + did_you_mean(str(name), [*BASES, *PRESETS])
         )
-
-
-def _one_of(valid: Iterable[str], value: object, what: str, where: str) -> str:
-    """The value, if it is a valid one."""
-    if not isinstance(value, str) or value not in valid:
-        raise OptionsError(
-            f"Unknown {what} {value!r} in {where}; valid: {', '.join(valid)}."
-            + did_you_mean(str(value), valid)
-        )
-    return value
 
 
 def _parse_sensitivity(data: Mapping[Any, Any]) -> tuple[str | None, float]:
@@ -297,7 +279,4 @@ def _check_keys(data: Mapping[Any, Any], valid: tuple[str, ...], where: str) -> 
     for key in data:
         if key in _RENAMED and _RENAMED[key] in valid:
             raise OptionsError(f"Key {key!r} in {where} is called {_RENAMED[key]!r} now; rename it.")
-        if key not in valid:
-            raise OptionsError(
-                f"Unknown key {key!r} in {where}; valid: {', '.join(valid)}." + did_you_mean(str(key), valid)
-            )
+        one_of("key", valid, key, where)

@@ -23,13 +23,10 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 #: runs an op, or adds it to a graph: ``call(op, *args, **kwargs)``
 Emit = Callable[..., Any]
-
 #: the smallest magnitude that a scale is made for: scale and inverse are normal numbers in fp32, and zeros stay zeros
 _LEAST = 2.0**-100
-
 #: what stands for zero in uint8
 ZERO_POINT = 128
-
 #: scales of blocks in a tile: rows and columns. Byte 16 * (row % 32) + 4 * (row // 32) + column of it is the scale at
 #: (row, column)
 TILE = (128, 4)
@@ -185,14 +182,9 @@ def packed_int8_mm(given: Product, call: Emit) -> Any:
     These are the calls of a quantised model as PyTorch exports it, which Inductor's freezing makes one call of oneDNN
     with a packed weight of (``torch/_inductor/fx_passes/quantization.py``).
     """
-    ops = quantised_ops()
     weight = call(aten.permute.default, given.second, [1, 0])
-    scales = call(aten.view.default, given.factors[1], [-1])
-    # made of the weight, so that it is a constant where that is one
-    zeros = call(aten.zeros_like.default, scales, dtype=torch.int64)
-    value = call(ops.dequantize_per_tensor.default, given.first, 1.0, ZERO_POINT, 0, 255, torch.uint8)
-    weight = call(ops.dequantize_per_channel.default, weight, scales, zeros, 0, -128, 127, torch.int8)
-    return given.finished(call(aten.linear.default, value, weight), given.factors[0], call)
+    pair = dequantised(given.first, (1.0, ZERO_POINT), weight, given.factors[1], torch.float32, call)
+    return given.finished(call(aten.linear.default, *pair), given.factors[0], call)
 
 
 def measured_int8_mm(given: Product, call: Emit) -> Any:

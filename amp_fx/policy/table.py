@@ -135,15 +135,9 @@ def _rows(groups: Iterable[OpGroup], autocast: str) -> dict[str, OpGroup]:
 
 
 def _holds(group: OpGroup) -> bool:
-    running = _release(torch.__version__)
-    return (group.since is None or _release(group.since) <= running) and (
-        group.until is None or running < _release(group.until)
-    )
-
-
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    versions = group.since or "0.0", torch.__version__, group.until or "99.0"
+    since, running, until = ([int(part) for part in version.split(".")[:2]] for version in versions)
+    return since <= running < until
 
 
 def check_op(op: str, rule: object) -> None:
@@ -151,18 +145,16 @@ def check_op(op: str, rule: object) -> None:
     if op in _listed():
         return
     names = {name.removeprefix("aten::") for name in registered_ops()}
-    namespace, separator, _ = op.rpartition("::")
-    if op in names or (separator and not any(name.startswith(f"{namespace}::") for name in names)):
-        # nobody knows yet what a library that is imported later will register
-        return
     packets = {name.partition(".")[0] for name in names}
-    if op in packets:
+    namespace, separator, _ = op.rpartition("::")
+    # nobody knows yet what a library that is imported later will register
+    is_later = separator and not any(name.startswith(f"{namespace}::") for name in names)
+    if op in names or op in packets or is_later:
         return
     packet = op.partition(".")[0]
     if packet in packets:
-        overloads = sorted(
-            name for name in names if name.partition(".")[0] == packet and not name.endswith("out")
-        )
+        of_packet = (name for name in names if name.partition(".")[0] == packet)
+        overloads = sorted(name for name in of_packet if not name.endswith("out"))
         raise OptionsError(
             f"Unknown overload {op!r} in policy rule {rule!r}; valid: {', '.join(map(repr, overloads))}, or {packet!r} "
             "for every overload."

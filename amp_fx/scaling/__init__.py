@@ -1,14 +1,13 @@
 """Loss scaling inside the compiled backward.
 
-Here: :class:`amp_fx.GradScaler`, what a step of it finds, and graphs that take a scale.
-Not here: the arithmetic in the backward (``passes/inductor/scale_backward.py``). The scaler does not know graphs; a
-graph finds its scaler by name.
+Here: :class:`amp_fx.GradScaler`, and what a step of it finds.
+Not here: the arithmetic in the backward (``passes/inductor/scale_backward.py``), and graphs that take a scale
+(``amp_fx/compiling.py``). The scaler does not know graphs; a graph finds its scaler by name.
 Open ``scaler.py`` first.
 """
 
 from __future__ import annotations
 
-from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.scaling.scaler import GradScaler, find_scaler
 
-__all__ = ["GradScaler", "ScaledGraph", "find_scaler"]
+__all__ = ["GradScaler", "find_scaler"]

@@ -32,16 +32,13 @@ Marks = list[tuple[int, Tensor]]
 
 @dataclass
 class Step:
-    """What a scaler learns between two updates.
+    """What a scaler learns between two updates."""
 
-    Attributes:
-        names: of the parameters of its graphs by id, in the order in which the graphs were called.
-        leaves: these parameters by id. Neither they nor graphs live longer for being scaled: kept until the update.
-        looks: whose gradients were looked at, and what was found.
-    """
-
+    #: of the parameters of its graphs by id, in the order in which the graphs were called
     names: dict[int, str] = field(default_factory=dict)
+    #: these parameters by id. Neither they nor graphs live longer for being scaled: kept until the update
     leaves: dict[int, Tensor] = field(default_factory=dict)
+    #: whose gradients were looked at, and what was found
     looks: list[tuple[weakref.ref[Optimizer], Marks]] = field(default_factory=list)
 
     def enter(self, names: Iterable[str], leaves: Sequence[Tensor]) -> None:
@@ -92,17 +89,12 @@ def names_of(optimizer: Optimizer) -> dict[int, str]:
 
 
 def look(parameters: Sequence[Tensor], found: Tensor) -> Marks:
-    """Reads the gradients of parameters.
+    """Reads the gradients of parameters on any devices: dense, sparse, sharded or None.
 
-    Args:
-        parameters: on any devices. Their gradients are dense, sparse, sharded or None.
-        found: 0.0 in fp32, 0-d; becomes 1.0 if inf or nan is found.
+    ``found``, 0.0 in fp32 and 0-d, becomes 1.0 if inf or nan is found.
     """
-    owners, grads = list[int](), list[Tensor]()
-    for parameter in parameters:
-        for part in _plain(parameter.grad):
-            owners.append(id(parameter))
-            grads.append(part)
+    parts = [(id(parameter), part) for parameter in parameters for part in _plain(parameter.grad)]
+    owners, grads = [owner for owner, _ in parts], [part for _, part in parts]
     kinds = [(grad.device, grad.dtype) for grad in grads]
     if kinds.count((found.device, torch.float32)) == len(kinds):
         return list(zip(owners, _marks(grads, found), strict=True))

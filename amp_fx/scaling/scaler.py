@@ -2,11 +2,8 @@
 
 A graph compiled with ``options={"dtype": "float16", "scaler": "default"}`` multiplies the gradients that enter its
 backward by the scale of the scaler called "default", and divides those that leave it. So ``scale`` returns the loss
-as it is, gradients are true to scale as soon as ``backward`` returns, and ``update`` adapts the scale on its device.
-
-What is left is to look for inf and nan. ``unscale_``, or ``step`` without it, reads the gradients that the optimizer
-is about to use, whoever made or changed them: hooks, clipping, DistributedDataParallel, the user. What is written
-after ``unscale_`` is the user's, as in torch.
+as it is, and what is left is to look for inf and nan in the gradients that an optimizer is about to use, whoever made
+or changed them: hooks, clipping, DistributedDataParallel, the user. What is written after ``unscale_`` is the user's.
 """
 
 from __future__ import annotations
@@ -135,12 +132,9 @@ class GradScaler(torch.amp.GradScaler):
         if not self._by_graphs:
             self._here.scaled_outside = self._enabled
             return super().scale(outputs)
-        if isinstance(outputs, Tensor):
-            return outputs
-        if isinstance(outputs, Iterable):
-            scaled = map(self.scale, outputs)
-            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        if not isinstance(outputs, (Tensor, Iterable)):
+            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        return outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Reads the gradients of an optimizer's parameters, before they are clipped; else as in torch.
@@ -157,17 +151,9 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps, unless one of the optimizer's own parameters has a gradient with inf or nan.
+        """Steps, unless one of the optimizer's own parameters has a gradient with inf or nan; returns what that does.
 
         Fused optimizers of ``torch.optim`` find out on the device; for others the host waits once.
-
-        Args:
-            optimizer: whose ``step`` is called.
-            args: passed on.
-            kwargs: passed on.
-
-        Returns:
-            What the optimizer's step returns.
 
         Raises:
             RuntimeError: a closure; or a second step without ``update``.
@@ -229,39 +215,27 @@ class GradScaler(torch.amp.GradScaler):
         return self._look(optimizer, found_inf)
 
     def _look(self, optimizer: Optimizer, found: Tensor) -> dict[torch.device, Tensor]:
-        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
-        low = [p for p in parameters if p.dtype is torch.float16]
-        if low:
-            self._refuse_fp16(low, optimizer)
-        self._here.now.looks.append((weakref.ref(optimizer), look(parameters, found)))
-        if self._is_distributed():
+        here, parameters = self._here, [p for p in parameters_of(optimizer) if p.grad is not None]
+        if low := [p for p in parameters if p.dtype is torch.float16]:
+            names = {**names_of(optimizer), **here.now.names}
+            listed = ", ".join(names[id(p)] for p in low[:5]) + (", ..." if len(low) > 5 else "")
+            raise ScalerError(
+                f"Attempting to unscale FP16 gradients: {len(low)} parameters are float16 themselves: {listed}. "
+                "Keep them in float32, model.float(): amp_fx casts them where that is fast."
+            )
+        here.now.looks.append((weakref.ref(optimizer), look(parameters, found)))
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(here.process_group) > 1:
             # one process may have none of the parameters
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._here.process_group)
+            dist.all_reduce(found, dist.ReduceOp.MAX, here.process_group)
         elif not parameters:
             return {}
         return {found.device: found}
 
-    def _refuse_fp16(self, low: Sequence[Tensor], optimizer: Optimizer) -> None:
-        names = {**names_of(optimizer), **self._here.now.names}
-        listed = ", ".join(names[id(p)] for p in low[:5]) + (", ..." if len(low) > 5 else "")
-        raise ScalerError(
-            f"Attempting to unscale FP16 gradients: {len(low)} parameters are float16 themselves: {listed}. "
-            "Keep them in float32, model.float(): amp_fx casts them where that is fast."
-        )
-
-    def _is_distributed(self) -> bool:
-        if not dist.is_available() or not dist.is_initialized():
-            return False
-        return dist.get_world_size(self._here.process_group) > 1
-
     # ---- what happened ----
 
     def _all_found(self) -> list[Tensor]:
-        return [
-            value
-            for state in self._per_optimizer_states.values()
-            for value in state["found_inf_per_device"].values()
-        ]
+        states = self._per_optimizer_states.values()
+        return [value for state in states for value in state["found_inf_per_device"].values()]
 
     @property
     def last_found_inf(self) -> Tensor:
@@ -326,11 +300,7 @@ def _register(scaler: GradScaler, *, replace: bool) -> None:
 
 
 def find_scaler(name: str) -> GradScaler:
-    """The living scaler that was made last under a name.
-
-    Raises:
-        ScalerError: there is none.
-    """
+    """The living scaler that was made last under a name; ScalerError if there is none."""
     scaler = _scalers.get(name)
     if scaler is None:
         known = sorted(_scalers.keys())

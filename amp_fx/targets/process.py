@@ -32,8 +32,6 @@ from amp_fx.placement.profile import DeviceProfile
 __all__ = ["TARGETS", "Target", "TargetProcess", "find_target", "load_library", "serve"]
 
 _SOURCE = Path(__file__).with_name("deviceless.cpp")
-#: as torch's headers want it
-_STANDARD = "-std=c++20"
 
 
 @dataclass(frozen=True)
@@ -84,19 +82,17 @@ def load_library() -> None:
 
 def _library() -> Path:
     """The shared library, compiled if it is not there yet: 10 to 20 seconds."""
-    flags = [_STANDARD, "-O1", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    # C++20, as torch's headers want it
+    flags = ["-std=c++20", "-O1", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     facts = [_SOURCE.read_text(encoding="utf-8"), torch.__version__, sys.platform, *flags]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    path = _cache_folder() / f"deviceless-{digest}.so"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    folder = Path(cache) if cache else Path.home() / ".cache"
+    path = folder / "amp_fx" / f"deviceless-{digest}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _compile(path, flags)
     return path
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "amp_fx"
 
 
 def _compile(path: Path, flags: list[str]) -> None:

@@ -33,16 +33,9 @@ from amp_fx.graphs.keys import SOURCE_META
 from amp_fx.graphs.values import tensors
 
 __all__ = [
-    "Backend",
-    "InnerCompile",
-    "TracedGraph",
-    "Tracer",
-    "compile_graph",
-    "move",
-    "on_meta",
-    "on_target",
-]
-__all__ += ["without_data"]
+    "Backend", "InnerCompile", "TracedGraph", "Tracer", "compile_graph", "move", "on_meta", "on_target",
+    "without_data",
+]  # fmt: skip
 
 #: as in ``torch.compile``
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -50,10 +43,8 @@ Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 InnerCompile = Callable[..., Callable[[list[Any]], Any]]
 
 _CUDA = torch.device("cuda", 0)
-
 #: what of a node's metadata the passes and the reports read
 _META = ("example_value", "nn_module_stack", "source_fn_stack", "stack_trace")
-
 #: calls that make a tensor of sizes and numbers, on the current device unless told
 _FACTORIES = frozenset(
     {
@@ -76,23 +67,16 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """One of Dynamo's graphs, with what a backend would find around it.
+    """One of Dynamo's graphs, with what a backend would find around it."""
 
-    Attributes:
-        name: Dynamo's id, ``"0/0"``.
-        gm: a copy of the graph that holds nothing of the user's; its inputs say whether they require a gradient.
-        grad: whether gradients were enabled.
-        inference: whether it is called under ``torch.inference_mode``.
-        autocast: the dtype of an ambient ``torch.autocast("cpu")``, or None.
-        graph_break: why the graph ends before the program does, or an empty string.
-    """
-
-    name: str
-    gm: fx.GraphModule
-    grad: bool
-    inference: bool
-    autocast: torch.dtype | None
-    graph_break: str
+    name: str  # Dynamo's id, "0/0"
+    gm: (
+        fx.GraphModule
+    )  # a copy that holds nothing of the user's; its inputs say whether they require a gradient
+    grad: bool  # gradients were enabled
+    inference: bool  # it is called under torch.inference_mode
+    autocast: torch.dtype | None  # the dtype of an ambient torch.autocast("cpu")
+    graph_break: str  # why the graph ends before the program does, or empty
 
     def __reduce__(self) -> tuple[Callable[..., TracedGraph], tuple[Any, ...]]:
         """Graphs and fake tensors need a pickler of their own."""
@@ -158,9 +142,8 @@ def without_data(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Copies of a program and of its arguments, whose tensors are fake ones on the CPU."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copies: dict[int, Any] = {}
-    for value in _held(program, args, kwargs):
-        copies[id(value)] = _like(value, mode, torch.device("cpu"))
+    held = _held(program, args, kwargs)
+    copies: dict[int, Any] = {id(value): _like(value, mode, torch.device("cpu")) for value in held}
     try:
         return copy.deepcopy((program, args, kwargs), copies)
     except Exception as error:  # of the user's classes
@@ -280,12 +263,13 @@ def on_target(traced: TracedGraph) -> Iterator[tuple[fx.GraphModule, list[Any], 
     gm = move(traced.gm, _CUDA)
     inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
-    ambient = (
-        contextlib.nullcontext()
-        if traced.autocast is None
-        else enable_autocast("cuda", True, traced.autocast)
-    )
-    with pretended(), compile_contexts(mode, traced.name), torch.set_grad_enabled(traced.grad), ambient:
+    is_on, low = traced.autocast is not None, traced.autocast or torch.get_autocast_dtype("cuda")
+    with (
+        pretended(),
+        compile_contexts(mode, traced.name),
+        torch.set_grad_enabled(traced.grad),
+        enable_autocast("cuda", is_on, low),
+    ):
         note_mode(traced.inference)
         yield gm, inputs, mode
 

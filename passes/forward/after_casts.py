@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -37,14 +36,12 @@ class FuseCasts(Pass):
     No case applies to a storage that anything in the graph writes to, to a value that the graph takes gradients by,
     nor between code with gradients and code without.
 
-    Before::
+    Before, and after::
 
         wide = torch.ops.aten.to.dtype(x_bf16, torch.float32)       # the program's .float()
         low = torch.ops.aten.to.dtype(wide, torch.bfloat16)         # inserted
         mm = torch.ops.aten.matmul.default(low, w)
-
-    After::
-
+        # after
         mm = torch.ops.aten.matmul.default(x_bf16, w)
     """
 
@@ -80,15 +77,13 @@ def _fusible_casts(graph: fx.Graph) -> set[fx.Node]:
 
     The cast that a gradient is taken by stays, and so does what leads from it to the loss.
     """
-    written = storages_written_in(graph)
-    fixed = differentiated(graph)
+    written, fixed = storages_written_in(graph), differentiated(graph)
+    casts = [(node, node.all_input_nodes[0]) for node in graph.nodes if is_cast(node) and node not in fixed]
     return {
-        node
-        for node in graph.nodes
-        if is_cast(node)
-        and node not in fixed
-        and all(is_eligible(n.meta.get("val")) for n in (node, node.all_input_nodes[0]))
-        and not {storage_of(node), storage_of(node.all_input_nodes[0])} & written
+        cast
+        for cast, source in casts
+        if all(is_eligible(n.meta.get("val")) for n in (cast, source))
+        and not {storage_of(cast), storage_of(source)} & written
     }
 
 
@@ -129,9 +124,9 @@ class Verify(Pass):
             plan, ran = label_of(node), node.meta.pop(RAN_META, None)
             if plan is None or not isinstance(node.target, OpOverload) or plan.op_class is OpClass.KEEP:
                 continue
-            if not _has_run(node, ran) and any(
-                _is_retyped(source) for source in node.all_input_nodes
-            ):  # case 1
+            now = fake_values(node)
+            has_run = ran is not None and len(ran) == len(now) and all(map(operator.is_, ran, now))
+            if not has_run and any(map(_is_retyped, node.all_input_nodes)):  # case 1
                 _check_runs(node)
             # without gradients, what multiplies below 16 bits takes what its level says
             is_below = plan.computed is not plan.dtype and not context.training
@@ -140,11 +135,6 @@ class Verify(Pass):
             checked += 1
         _check_outputs(gm)  # case 3
         return f"{checked} calls checked"
-
-
-def _has_run(node: fx.Node, ran: list[Any] | None) -> bool:
-    now = fake_values(node)
-    return ran is not None and len(ran) == len(now) and all(map(operator.is_, ran, now))
 
 
 def _is_retyped(source: fx.Node) -> bool:

@@ -10,7 +10,14 @@ import torch
 import torch.fx as fx
 
 from amp_fx._torch import OpOverload, op_name
-from amp_fx.graphs.calls import argument_value, is_cast, module_path, source_line, tensor_arguments
+from amp_fx.graphs.calls import (
+    argument_value,
+    is_cast,
+    module_path,
+    source_line,
+    target_name,
+    tensor_arguments,
+)
 from amp_fx.graphs.fake_runs import dtype_under_autocast
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, REGION_META, STEP_META, TIED
 from amp_fx.graphs.regions import Region
@@ -20,7 +27,7 @@ from amp_fx.passes.base import Pass, PassContext
 from amp_fx.plans.label import Kind, Label, Reason, Takes
 from amp_fx.policy import OpClass, OpGroup, Origin
 from amp_fx.policy.common import FAST_LOW_IO, FAST_MAY_ROUND
-from amp_fx.policy.rules import PRECISIONS, Rule
+from amp_fx.policy.rules import PRECISIONS
 from amp_fx.policy.table import device_row, lookup
 
 __all__ = ["Classify", "PinDtypes", "may_return_wide"]
@@ -36,13 +43,11 @@ class PinDtypes(Pass):
     1. ``zeros_like(x)`` and its kin get ``dtype=``.
     2. ``type_as`` and the other spellings of a pure conversion become ``torch.ops.aten.to.dtype``.
 
-    Before::
+    Before, and after::
 
         zeros = torch.ops.aten.zeros_like.default(x)                    # f32
         as_x = torch.ops.aten.type_as.default(y, x)                     # f32
-
-    After::
-
+        # after
         zeros = torch.ops.aten.zeros_like.default(x, dtype=torch.float32)
         as_x = torch.ops.aten.to.dtype(y, torch.float32)
     """
@@ -79,13 +84,11 @@ class Classify(Pass):
        multiplies low operands and returns that.
     7. the device's list; else ``keep``.
 
-    Before::
+    Before, and after::
 
         linear = torch.ops.aten.linear.default(x, weight, bias)         # f32
         softmax = torch.ops.aten.softmax.int(linear, -1)                # f32
-
-    After, on CUDA (nodes unchanged, ``meta["amp_fx"]`` added)::
-
+        # after, on CUDA (nodes unchanged, ``meta["amp_fx"]`` added)
         linear      low    GEMM: tensor cores take 16-bit operands
         softmax     fp32   exponentials and their sum leave the low range
     """
@@ -110,7 +113,7 @@ def _label(node: fx.Node, context: PassContext) -> Label:
     regions: Mapping[str, Region] = node.meta.get(REGION_META, {})
     device = call_device(inputs + outputs, regions)
     region = None if device is None else regions[device]
-    op = op_name(node.target) if isinstance(node.target, OpOverload) else _target_name(node)
+    op = op_name(node.target) if isinstance(node.target, OpOverload) else target_name(node)
     plan = Label(
         name=f"{context.path}{node.name}",
         op=op,
@@ -133,9 +136,9 @@ def _label(node: fx.Node, context: PassContext) -> Label:
         return keep(Kind.NOT_ATEN)
     if device is None or region is None:
         return keep(Kind.NOT_FLOATING)
-    if any(
-        _chooses_dtype(value) for source in node.all_input_nodes for value in tensors(source.meta.get("val"))
-    ):
+    given = [value for source in node.all_input_nodes for value in tensors(source.meta.get("val"))]
+    # of a dtype that amp_fx places, but of a type or layout that it does not
+    if any(value.dtype in (torch.float32, *LOW_DTYPES) and not is_eligible(value) for value in given):
         return keep(Kind.SUBCLASS)
     if is_cast(node):  # case 2
         return keep(Kind.CAST, Takes.ANY)
@@ -151,28 +154,28 @@ def _label(node: fx.Node, context: PassContext) -> Label:
         return _label_write(plan, node, node.target)
     rules = context.policy.matching(plan.op, plan.module_path)
     context.matched.update(rules)
+    row = lookup(node.target, device)
     if rules:  # case 6
-        plan = _label_by_rule(plan, rules[-1], lookup(node.target, device))
-        return plan if rules[-1].result is None else _label_wide(plan, node, device)
-    return _label_from_lists(plan, node, node.target, context, device)  # case 7
+        rule = rules[-1]
+        plan.op_class, plan.takes = PRECISIONS[rule.precision], Takes.DTYPE
+        plan.reasons = (Reason.of(Kind.RULE, rule=str(rule)),)
+        plan.own_dtype_slots = row.own_dtype_slots if row is not None else ()
+        return plan if rule.result is None else _label_wide(plan, node, device)
+    return _label_from_lists(plan, node, row, context, device)  # case 7
 
 
 def _label_write(plan: Label, node: fx.Node, op: OpOverload) -> Label:
     """In-place ops are on no list: autocast leaves them in the dtype of what they write to."""
-    value, functional, row = node.meta.get("val"), _functional(op), None
+    value, row = node.meta.get("val"), None
+    # aten.add.Tensor for aten.add_.Tensor
+    packet = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    functional = getattr(packet, op._overloadname, None)
     if functional is not None and isinstance(value, torch.Tensor):
         row = lookup(functional, value.device.type)
     plan.op_class = OpClass.PROMOTE
     plan.takes = Takes.MIXED if row is not None and row.mixes else Takes.SELF
     plan.reasons = (Reason(Kind.WRITES),)
-    TIED.set(node, True)
-    return plan
-
-
-def _label_by_rule(plan: Label, rule: Rule, row: OpGroup | None) -> Label:
-    plan.op_class, plan.takes = PRECISIONS[rule.precision], Takes.DTYPE
-    plan.reasons = (Reason.of(Kind.RULE, rule=str(rule)),)
-    plan.own_dtype_slots = row.own_dtype_slots if row is not None else ()
+    node.meta[TIED] = True
     return plan
 
 
@@ -198,11 +201,10 @@ def _label_wide(plan: Label, node: fx.Node, device: str) -> Label:
     return plan
 
 
-def _label_from_lists(plan: Label, node: fx.Node, op: OpOverload, context: PassContext, device: str) -> Label:
-    row = lookup(op, device)
-    if row is not None and any(argument_value(node, name) is not None for name in row.unless_given):
-        row = None
-    if row is None:
+def _label_from_lists(
+    plan: Label, node: fx.Node, row: OpGroup | None, context: PassContext, device: str
+) -> Label:
+    if row is None or any(argument_value(node, name) is not None for name in row.unless_given):
         plan.reasons, plan.dtype = (Reason(Kind.UNLISTED),), plan.traced
         return plan
     plan.op_class, plan.own_dtype_slots = row.op_class, row.own_dtype_slots
@@ -213,23 +215,8 @@ def _label_from_lists(plan: Label, node: fx.Node, op: OpOverload, context: PassC
     if may_be_none and dtype_under_autocast(node, device, plan.low) is not plan.low:
         plan.op_class, plan.reasons = OpClass.PROMOTE, (Reason(Kind.NO_MATMUL),)
     if context.policy.base == "fast" and plan.op in FAST_MAY_ROUND:
-        MAY_ROUND.set(node, True)
+        node.meta[MAY_ROUND] = True
         if plan.op in FAST_LOW_IO and plan.op_class is OpClass.FP32:
             plan.op_class, plan.own_dtype_slots = OpClass.PROMOTE, ("weight", "bias")
             plan.reasons += (Reason(Kind.LOW_IO),)
     return plan
-
-
-def _functional(op: OpOverload) -> OpOverload | None:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``."""
-    packet = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    return getattr(packet, op._overloadname, None)
-
-
-def _chooses_dtype(value: torch.Tensor) -> bool:
-    """A tensor of a dtype that amp_fx places, but of a type or layout that it does not."""
-    return value.dtype in (torch.float32, *LOW_DTYPES) and not is_eligible(value)
-
-
-def _target_name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

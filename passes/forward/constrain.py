@@ -34,13 +34,11 @@ class Constrain(Pass):
     that share a storage with something written, or with another output, are tied together: none of them can be
     re-typed alone, and where an input or two outputs share it, it keeps its traced dtype.
 
-    Before, low dtype fp16::
+    Before, low dtype fp16, and after::
 
         scores = torch.ops.aten.matmul.default(q, k)                        # low
         masked = torch.ops.aten.masked_fill.Scalar(scores, mask, -3.4e38)   # promote: RuntimeError in fp16
-
-    After::
-
+        # after
         masked = torch.ops.aten.masked_fill.Scalar(scores, mask, -3.4e38)   # fp32: scalar-range
     """
 
@@ -61,10 +59,11 @@ def _to_fp32(node: fx.Node, why: Reason) -> int:
     plan = node.meta[LABEL]
     if plan.op_class is OpClass.FP32:
         return 0
-    if TIED.of(node):
+    if node.meta.get(TIED):
         # a write runs in the dtype of what it writes to: the storage has to be fp32
         for _, target in written_arguments(node):
-            root = _root(target)
+            key = storage_of(target)
+            root = label_of(next(owner for owner in node.graph.nodes if storage_of(owner) == key))
             if root is not None:
                 root.pinned, root.reasons = torch.float32, (why,)
     else:
@@ -96,7 +95,7 @@ def _forbid_rounding(graph: fx.Graph) -> None:
         ):
             huge.add(node)
         if node in huge or node not in feeds_low:
-            MAY_ROUND.set(node, False)
+            node.meta[MAY_ROUND] = False
 
 
 def _pin_differentiated(graph: fx.Graph) -> None:
@@ -111,13 +110,6 @@ def _pin_differentiated(graph: fx.Graph) -> None:
             plan.pinned = plan.traced
 
 
-def _root(node: fx.Node) -> Label | None:
-    """The plan of the node that made the storage ``node`` looks into."""
-    key = storage_of(node)
-    owner = next(other for other in node.graph.nodes if storage_of(other) == key)
-    return label_of(owner)
-
-
 def _tie_storages(gm: fx.GraphModule) -> int:
     """Ties every node whose storage is written to, or visible twice from outside."""
     members: dict[int, list[fx.Node]] = {}
@@ -125,13 +117,8 @@ def _tie_storages(gm: fx.GraphModule) -> int:
         key = storage_of(node)
         if key is not None:
             members.setdefault(key, []).append(node)
-    written = {
-        key
-        for node in gm.graph.nodes
-        if node.op == "call_function"
-        for _, source in written_arguments(node)
-        if (key := storage_of(source)) is not None
-    }
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    written = {storage_of(source) for call in calls for _, source in written_arguments(call)}
     outputs = set(gm.graph.output_node().all_input_nodes)
     tied = 0
     for key, nodes in members.items():
@@ -151,7 +138,7 @@ def _tie(nodes: list[fx.Node], pin: bool) -> None:
         plan = label_of(node)
         if plan is None:
             continue
-        TIED.set(node, True)
+        node.meta[TIED] = True
         writes = bool(written_arguments(node))
         if plan.op_class is OpClass.KEEP:
             pin = True
@@ -161,7 +148,7 @@ def _tie(nodes: list[fx.Node], pin: bool) -> None:
     plan = label_of(root)
     if plan is None or not is_eligible(root.meta.get("val")):
         return
-    TIED.set(root, True)
+    root.meta[TIED] = True
     if pin and plan.pinned is None:
         plan.pinned = plan.traced
 

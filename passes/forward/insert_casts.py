@@ -32,6 +32,9 @@ __all__ = ["InsertCasts", "retyped_arguments"]
 #: what an inserted node takes over from those around it
 _COPIED_META = ("nn_module_stack", "stack_trace", REGION_META)
 
+#: where type promotion decides, the plan records what the kernel really returns
+_PROMOTING = (OpClass.PROMOTE, OpClass.FOLLOW)
+
 
 @dataclass(frozen=True)
 class InsertCasts(Pass):
@@ -47,14 +50,12 @@ class InsertCasts(Pass):
     that is stored, whatever the device: ONNX has no norm with two dtypes, and its optimizer would fold fp32 weights of
     a batch norm into a low convolution.
 
-    Before::
+    Before, and after::
 
         q = torch.ops.aten.linear.default(x, wq)
         k = torch.ops.aten.linear.default(x, wk)
         return (q, k)
-
-    After::
-
+        # after
         x_bf16 = torch.ops.aten.to.dtype(x, torch.bfloat16)
         wq_bf16 = torch.ops.aten.to.dtype(wq, torch.bfloat16)
         q = torch.ops.aten.linear.default(x_bf16, wq_bf16)
@@ -63,12 +64,9 @@ class InsertCasts(Pass):
         q_f32 = torch.ops.aten.to.dtype(q, torch.float32)
         k_f32 = torch.ops.aten.to.dtype(k, torch.float32)
         return (q_f32, k_f32)
-
-    Attributes:
-        stored: the program is stored, for any runtime.
     """
 
-    stored: bool = False
+    stored: bool = False  # the program is stored, for any runtime
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         # a kernel that takes both rounds as eager PyTorch does
@@ -146,20 +144,19 @@ class _Casts:
         if widened:
             wanted = dict.fromkeys(tensor_arguments(node), torch.float32)
             self._rounded.update(dict.fromkeys(_first_results(node), plan.dtype))
-        names = [name for name, _ in arguments(node)]
-        cast = [
-            fx.map_arg(value, lambda n, name=name: self.get(n, wanted.get((name, n)), before=node))
+        cast = {
+            name: fx.map_arg(value, lambda n, name=name: self.get(n, wanted.get((name, n)), before=node))
             for name, value in arguments(node)
-        ]
-        positional = len(node.args)
-        node.args = tuple(cast[:positional])
-        node.kwargs = dict(zip(names[positional:], cast[positional:], strict=True))
+        }
+        node.args = tuple(cast.values())[: len(node.args)]
+        node.kwargs = {name: cast[name] for name in node.kwargs}
         if self._retyped(node, plan):
             node.meta["val"] = run_fake(node)
             node.meta[RAN_META] = fake_values(node)
             node.meta.pop("tensor_meta", None)
-            if not widened and node not in self._rounded:
-                _note_result(node, plan)
+            if not widened and node not in self._rounded and plan.op_class in _PROMOTING:
+                results = (value.dtype for value in tensors(node.meta["val"]) if is_eligible(value))
+                plan.dtype = next(results, plan.dtype)
             self._keep_copy(node)
         for key in self._written_by[node]:
             self._writes[key] = self._writes.get(key, 0) + 1
@@ -272,13 +269,6 @@ def _first_results(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.meta["val"], torch.Tensor):
         return [node]
     return [user for user in node.users if _element_of_call(user) and user.args[1] == 0]
-
-
-def _note_result(node: fx.Node, plan: Label) -> None:
-    """Where type promotion decides, the plan records what the kernel really returns."""
-    if plan.op_class in (OpClass.PROMOTE, OpClass.FOLLOW):
-        results = (value.dtype for value in tensors(node.meta["val"]) if is_eligible(value))
-        plan.dtype = next(results, plan.dtype)
 
 
 def _element_of_call(node: fx.Node) -> bool:

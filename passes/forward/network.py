@@ -20,7 +20,7 @@ from amp_fx.policy import OpClass
 
 __all__ = [
     "ALWAYS", "Network", "converts_alone", "is_stored_value", "is_summed", "named_arguments", "place_as_autocast",
-    "rounded",
+    "placed_dtype", "rounded",
 ]  # fmt: skip
 
 #: variables of the cut whose label is known
@@ -45,7 +45,7 @@ def _assign_as_autocast(node: fx.Node, plan: Label) -> None:
         plan.dtype = _widest(node, plan)
 
 
-def _placed_dtype(node: fx.Node) -> torch.dtype | None:
+def placed_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype a value is stored in; None for values that are not floating tensors."""
     plan = label_of(node)
     if plan is not None and (plan.pinned or plan.dtype) is not None:
@@ -58,19 +58,18 @@ def _widest(node: fx.Node, plan: Label) -> torch.dtype | None:
     """Native type promotion over the inputs: 0-d tensors count only where there is no other."""
     target = in_place_target(node)
     if target is not None:
-        return _placed_dtype(target)
-    inputs = [
-        (source, dtype) for _, source in _slots(node, plan) if (dtype := _placed_dtype(source)) is not None
-    ]
-    if not inputs:
+        return placed_dtype(target)
+    sources = _sources(node, plan)
+    placed = [(each, dtype) for each in sources if (dtype := placed_dtype(each)) is not None]
+    if not placed:
         return plan.traced
-    shaped = [dtype for source, dtype in inputs if _is_shaped(source)] or [dtype for _, dtype in inputs]
+    shaped = [dtype for source, dtype in placed if _is_shaped(source)] or [dtype for _, dtype in placed]
     return functools.reduce(torch.promote_types, shaped)
 
 
-def _slots(node: fx.Node, plan: Label) -> list[tuple[str, fx.Node]]:
-    """(argument name, node) for every tensor argument whose dtype the node cares about."""
-    return [slot for slot in tensor_arguments(node) if slot[0] not in plan.own_dtype_slots]
+def _sources(node: fx.Node, plan: Label) -> list[fx.Node]:
+    """Every tensor argument whose dtype the node cares about."""
+    return [source for name, source in tensor_arguments(node) if name not in plan.own_dtype_slots]
 
 
 def _is_shaped(node: fx.Node) -> bool:
@@ -101,11 +100,8 @@ class Network:
         self._wide = {node for node in measured or () if cost.is_external(node) and may_return_wide(node)}
         self._problem = Problem(pins={var: label for label, var in ALWAYS.items()})
         self._itemsize = {HIGH: torch.float32.itemsize, LOW: low.itemsize}
-        sizes = [
-            cost.cast_bytes(node, low)
-            for node in graph.nodes
-            if isinstance(node.meta.get("val"), torch.Tensor)
-        ]
+        values = (node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
+        sizes = [cost.cast_bytes(value, low) for value in values]
         # one unit of cost outweighs a cast of every value, and one cast outweighs all their bytes;
         # the scale: units of the problem that are one unit of cost
         self._per_cast = 2 * sum(sizes) + 1
@@ -144,7 +140,7 @@ class Network:
     def _is_free(self, node: fx.Node, plan: Label) -> bool:
         """True where the policy allows both dtypes."""
         low_already = plan.op_class is OpClass.PROMOTE and plan.dtype is self._low
-        return plan.op_class is OpClass.FOLLOW or MAY_ROUND.of(node) or low_already
+        return plan.op_class is OpClass.FOLLOW or node.meta.get(MAY_ROUND) or low_already
 
     def stored(self, node: fx.Node) -> Var:
         """The variable of the dtype a value is stored in: a pinned or given one, or its node's."""
@@ -153,8 +149,10 @@ class Network:
             return rounded(node)
         plan = label_of(node)
         if plan is not None and plan.pinned is None and plan.dtype is not None:
-            return rounded(node) if MAY_ROUND.of(node) and self._cost.accumulates_backward(node) else node
-        return ALWAYS[_placed_dtype(node) is not self._low]
+            return (
+                rounded(node) if node.meta.get(MAY_ROUND) and self._cost.accumulates_backward(node) else node
+            )
+        return ALWAYS[placed_dtype(node) is not self._low]
 
     def demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
         """The variable whose label is the dtype in which ``reader`` wants ``value``; None: as it is."""
@@ -178,8 +176,8 @@ class Network:
         if not self._by_lists:
             # what the other inputs are is not known before the cut
             return False
-        others = [source for _, source in _slots(reader, plan) if source is not value and _is_shaped(source)]
-        return _placed_dtype(value) is self._low and any(_placed_dtype(o) is torch.float32 for o in others)
+        others = [each for each in _sources(reader, plan) if each is not value and _is_shaped(each)]
+        return placed_dtype(value) is self._low and any(placed_dtype(o) is torch.float32 for o in others)
 
     def _add_value(self, value: fx.Node) -> None:
         """What it costs to store and convert one value."""
@@ -192,7 +190,7 @@ class Network:
         ]
         demands = [(reader, self.demand(reader, name, value)) for reader, name in slots]
         self._add_exactness(value, demands)
-        folded = self._cost.is_folded(value)
+        folded = value.name in self._cost.folded
         if not folded:
             self._add_casts(value, stored, [want for _, want in demands if want is not None])
         if not isinstance(value.meta.get("val"), torch.Tensor):
@@ -225,7 +223,7 @@ class Network:
 
         Its gradient is rounded as well, which splits kernels of the backward: counted as one pass over it.
         """
-        if MAY_ROUND.of(value):
+        if value.meta.get(MAY_ROUND):
             fused = [
                 want
                 for reader, want in demands
@@ -237,7 +235,7 @@ class Network:
     def _add_exactness(self, value: fx.Node, demands: list[tuple[fx.Node, Var | None]]) -> None:
         """Case 2: where autocast stores fp32, only readers that round anyway may get a rounded value."""
         plan = label_of(value)
-        if plan is None or plan.dtype is not torch.float32 or MAY_ROUND.of(value):
+        if plan is None or plan.dtype is not torch.float32 or value.meta.get(MAY_ROUND):
             return
         for reader, want in demands:
             if want is None and is_cast(reader) and reader.meta["val"].dtype is self._low:
@@ -271,7 +269,7 @@ class Network:
 
 def is_stored_value(node: fx.Node) -> bool:
     """True for floating values that somebody reads."""
-    return _placed_dtype(node) is not None and bool(node.users)
+    return placed_dtype(node) is not None and bool(node.users)
 
 
 def converts_alone(cost: CostModel, reader: fx.Node) -> bool:

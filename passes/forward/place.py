@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.passes.forward.network import Network, place_as_autocast, rounded
+from amp_fx.passes.forward.network import Network, place_as_autocast, placed_dtype, rounded
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var, solve
 from amp_fx.plans.label import Kind, Label, Reason, label_of
@@ -42,13 +42,11 @@ class Place(Pass):
     fp32. (Inductor fuses the sum of a bias's gradient with what makes it less often where a view stands behind a cast.)
     ``numerics="eager"`` keeps autocast's own placement, and so does a graph with two low dtypes.
 
-    Before (dtypes as autocast would have them)::
+    Before (dtypes as autocast would have them), and after::
 
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # f32, follow; kv has 1 head
         mm = torch.ops.aten.matmul.default(q, e)                    # bf16
-
-    After: the cast to bf16 stands before the expand, which moves a quarter of the elements::
-
+        # after: the cast to bf16 stands before the expand, which moves a quarter of the elements
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
         mm = torch.ops.aten.matmul.default(q, e)                    # bf16
     """
@@ -95,23 +93,18 @@ def _why(plan: Label, dtype: torch.dtype) -> Reason:
 class Replay(Pass):
     """Stands where ``place`` does when the user gives a plan.
 
-    Before (dtypes as autocast would have them)::
+    Before (dtypes as autocast would have them), and after::
 
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # f32
-
-    After, where the plan has bf16 for the call::
-
+        # after, where the plan has bf16 for the call
         e = torch.ops.aten.expand.default(kv, [8, 4, 512, 64])      # bf16
 
     A product whose result the plan has in fp32 runs in fp32 where no kernel reads low operands and returns that.
-
-    Attributes:
-        rows: node name in this graph, with the path of its body -> what the plan has decided about it.
-        stored: the program is stored, for any runtime: none has an op that returns such a result.
     """
 
+    #: node name in this graph, with the path of its body -> what the plan has decided about it
     rows: Mapping[str, NodePlan] = field(hash=False)
-    stored: bool = False
+    stored: bool = False  # the program is stored, for any runtime: none has an op that returns such a result
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         followed = 0
@@ -123,23 +116,16 @@ class Replay(Pass):
             if row is None:
                 # what is about numbers has no row, nor has what only hands on
                 if plan.op_class is OpClass.FOLLOW and plan.traced is not None:
-                    plan.dtype = _dtype_of(node.all_input_nodes[0])
+                    plan.dtype = placed_dtype(node.all_input_nodes[0])
                 continue
             for name in _DECIDED:
                 setattr(plan, name, getattr(row, name))
-            if row.is_because(Kind.WIDE_RESULT):
-                self._check_wide(plan, node.meta["val"].device.type)
             followed += 1
+            if not row.is_because(Kind.WIDE_RESULT):
+                continue
+            where = "a program" if self.stored else node.meta["val"].device.type
+            if not device_row(where).wide_results:
+                why = Reason.of(Kind.NO_WIDE_RESULT, device=where, op=plan.op, low=plan.low)
+                others = [reason for reason in plan.reasons if reason.kind is not Kind.WIDE_RESULT]
+                plan.op_class, plan.dtype, plan.reasons = OpClass.FP32, torch.float32, (*others, why)
         return f"{followed} nodes as the plan has them"
-
-    def _check_wide(self, plan: Label, device: str) -> None:
-        where = "a program" if self.stored else device
-        if not device_row(where).wide_results:
-            why = Reason.of(Kind.NO_WIDE_RESULT, device=where, op=plan.op, low=plan.low)
-            others = [reason for reason in plan.reasons if reason.kind is not Kind.WIDE_RESULT]
-            plan.op_class, plan.dtype, plan.reasons = OpClass.FP32, torch.float32, (*others, why)
-
-
-def _dtype_of(node: fx.Node) -> torch.dtype:
-    plan = label_of(node)
-    return node.meta["val"].dtype if plan is None or plan.dtype is None else plan.dtype

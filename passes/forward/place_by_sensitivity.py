@@ -107,7 +107,7 @@ def price(
         and context.policy.rule_for(plan.op, plan.module_path) is None
     }
     for node, plan in measured.items():
-        MAY_ROUND.set(node, True)
+        node.meta[MAY_ROUND] = True
         if plan.op in FAST_LOW_IO:
             plan.own_dtype_slots = tuple(dict.fromkeys((*plan.own_dtype_slots, "weight", "bias")))
     # which roundings happen does not depend on rates
@@ -141,16 +141,14 @@ def price(
 def _is_free(node: fx.Node, plan: Label) -> bool:
     """True for the calls whose dtype sensitivity may decide: on a low list, or fp32 inside their kernel."""
     is_float = plan.traced is torch.float32 and plan.low is not None and plan.op_class is not OpClass.KEEP
-    is_pinned = plan.pinned is not None or TIED.of(node)
+    is_pinned = plan.pinned is not None or node.meta.get(TIED)
     if not is_float or is_pinned or (plan.op_class is OpClass.FP32 and plan.is_because(*HAZARDS)):
         return False
     if plan.op_class in (OpClass.LOW, OpClass.FOLLOW):
         return True
     # Inductor writes code that computes in fp32, whatever it reads and writes
-    tags = {torch.Tag.pointwise, torch.Tag.reduction}
-    if not isinstance(node.target, OpOverload):
-        return False
-    return plan.op in FAST_MAY_ROUND or not tags.isdisjoint(node.target.tags)
+    tags = {torch.Tag.pointwise, torch.Tag.reduction}.intersection(getattr(node.target, "tags", ()))
+    return isinstance(node.target, OpOverload) and (plan.op in FAST_MAY_ROUND or bool(tags))
 
 
 @dataclass(frozen=True)
@@ -161,24 +159,20 @@ class PlaceBySensitivity(Pass):
     of no list goes low where it does not. What hazards and the user's rules pin stays pinned, and what was not
     measured is as autocast has it.
 
-    Before (dtypes as autocast would have them)::
+    Before (dtypes as autocast would have them), and after::
 
         square = torch.ops.aten.mul.Tensor(x, x)                    # bf16: x comes out of a matmul
         mean = torch.ops.aten.mean.dim(square, [-1])                # bf16
-
-    After, where rounding x adds more error than an fp32 matmul costs time::
-
+        # after, where rounding x adds more error than an fp32 matmul costs time
         square = torch.ops.aten.mul.Tensor(x, x)                    # f32, and so is the matmul
         mean = torch.ops.aten.mean.dim(square, [-1])                # f32
-
-    Attributes:
-        rows: call of this graph, with the path of its body -> what was measured.
-        budget: how much error the graph may have, relative to torch.autocast's; the cheapest such placement is taken.
-        placement: instead of a budget, where each call is, as :meth:`PricedGraph.placement` gave it.
     """
 
+    #: call of this graph, with the path of its body -> what was measured
     rows: Mapping[str, CallSensitivity] = field(hash=False)
+    #: how much error the graph may have, relative to torch.autocast's; the cheapest such placement is taken
     budget: float = 1.0
+    #: instead of a budget, where each call is, as :meth:`PricedGraph.placement` gave it
     placement: Placement | None = field(default=None, hash=False)
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
@@ -191,7 +185,7 @@ class PlaceBySensitivity(Pass):
         else:
             (labels,) = within([found.priced], self.budget**2 * theirs, [found.autocast]).placement
         ours = found.priced.sensitivity(labels)
-        SENSITIVITY.set(gm, (ours, theirs))
+        gm.meta[SENSITIVITY] = (ours, theirs)
         low_nodes = _apply(labels, found)
         errors = f"error {math.sqrt(ours):.2e}, of autocast {math.sqrt(theirs):.2e}"
         return f"{low_nodes} nodes in the low dtype, {errors}"

@@ -11,7 +11,7 @@ from amp_fx.graphs.calls import argument_value, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META, TIED
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_view, storage_of, storages_written_in
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import CUSTOM, Pass, PassContext
 from amp_fx.passes.levels.quantise_matmuls import Part, erase_unread
 from amp_fx.plans.label import Kind, Reason, Takes, label_of
 from amp_fx.plans.plan import dtype_name
@@ -35,13 +35,11 @@ class CacheWeights(Pass):
     1. casts to a low dtype.
     2. copies with scales, and their factors (:class:`QuantiseMatmuls`).
 
-    Before::
+    Before, and after::
 
         w_bf16 = torch.ops.aten.to.dtype(w, torch.bfloat16)             # w: f32, an input
         linear = torch.ops.aten.linear.default(x_bf16, w_bf16)
-
-    After::
-
+        # after
         w_bfloat16 = placeholder()                                      # bf16, after all others
         linear = torch.ops.aten.linear.default(x_bf16, w_bfloat16)
     """
@@ -50,51 +48,48 @@ class CacheWeights(Pass):
         if context.path:
             return "a body has no weights of its own"
         written = storages_written_in(gm.graph)
-        inputs = _Inputs(gm.graph)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        #: what is made of a weight, the weight, by which recipe, which of its tensors, and its name
+        made: list[tuple[fx.Node, fx.Node, CopyRecipe, int, str]] = []
         parts: dict[fx.Node, list[tuple[fx.Node, Part]]] = {}
         for node in gm.graph.nodes:
-            if (part := PART.of(node)) is not None:
+            if (part := node.meta.get(PART)) is not None:
                 parts.setdefault(part.source, []).append((node, part))
-        for weight in gm.graph.find_nodes(op="placeholder"):
+        for weight in placeholders:
             if weight.name not in context.folded or storage_of(weight) in written:
                 continue
             for user in list(weight.users):  # case 1
                 dtype = user.meta["val"].dtype if _is_plain_cast(user) and not is_returned(user) else None
                 if dtype in LOW_DTYPES:
-                    inputs.take(user, weight, Cast(dtype), 0, dtype_name(dtype))
+                    made.append((user, weight, Cast(dtype), 0, dtype_name(dtype)))
             for node, part in parts.get(weight, ()):  # case 2
-                policy = LEVELS[part.recipe.level].policy
-                inputs.take(node, weight, part.recipe, part.index, (policy, f"{policy}_scale")[part.index])
+                suffix = LEVELS[part.recipe.level].policy + ("", "_scale")[part.index]
+                made.append((node, weight, part.recipe, part.index, suffix))
+        for row in made:
+            placeholders.append(_make_input(placeholders[-1], *row))
         if parts:
             erase_unread(gm.graph)
-        return f"{inputs.count} low copies of weights are inputs"
+        return f"{len(made)} low copies of weights are inputs"
 
 
-class _Inputs:
-    """Adds inputs to a graph, after all others."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
-        placeholders = graph.find_nodes(op="placeholder")
-        self._last = placeholders[-1] if placeholders else None
-        self.count = 0
-
-    def take(self, made: fx.Node, weight: fx.Node, recipe: CopyRecipe, part: int, suffix: str) -> None:
-        """What the graph has made of a weight becomes an input."""
-        with self._graph.inserting_after(self._last):
-            copy = self._graph.placeholder(f"{weight.name}_{suffix}")
-        value = made.meta["val"]
-        copy.meta = {
-            "val": value,
-            "example_value": value,
-            COPY_META: weight.name,
-            RECIPE_META: (recipe, part),
-            # where it lives does not change: what CUDA graphs want to know
-            "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
-        }
-        made.replace_all_uses_with(copy)
-        self._graph.erase_node(made)
-        self._last, self.count = copy, self.count + 1
+def _make_input(
+    last: fx.Node, made: fx.Node, weight: fx.Node, recipe: CopyRecipe, part: int, suffix: str
+) -> fx.Node:
+    """What a graph has made of a weight becomes an input, after all others."""
+    value = made.meta["val"]
+    with made.graph.inserting_after(last):
+        copy = made.graph.placeholder(f"{weight.name}_{suffix}")
+    copy.meta = {
+        "val": value,
+        "example_value": value,
+        COPY_META: weight.name,
+        RECIPE_META: (recipe, part),
+        # where it lives does not change: what CUDA graphs want to know
+        "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
+    }
+    made.replace_all_uses_with(copy)
+    made.graph.erase_node(made)
+    return copy
 
 
 @dataclass(frozen=True)
@@ -113,22 +108,16 @@ class FoldWeights(Pass):
 
     The caller must store each weight in the dtype that its input has afterwards.
 
-    Before::
+    Before, and after::
 
         w_bf16 = torch.ops.aten.to.dtype(w, torch.bfloat16)             # w: f32
         linear = torch.ops.aten.linear.default(x_bf16, w_bf16)
-
-    After::
-
+        # after
         linear = torch.ops.aten.linear.default(x_bf16, w)               # w: bf16
-
-    Attributes:
-        weights: names of the inputs that hold weights; inputs that hold the same one stand together.
-        tables: ``"tied"``, ``"low"`` or ``"keep"``: which tables of lookups are rounded.
     """
 
-    weights: tuple[tuple[str, ...], ...]
-    tables: str = "tied"
+    weights: tuple[tuple[str, ...], ...]  # names of inputs; those that hold the same weight stand together
+    tables: str = "tied"  # or "low" or "keep": which tables of lookups are rounded
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         if context.path:
@@ -177,10 +166,10 @@ def _scaled_recipe(holders: list[fx.Node]) -> Scaled | None:
     """The recipe of the copies with scales, if all that is made of these inputs are copies of one recipe."""
 
     def is_step(reader: fx.Node) -> bool:
-        return STEP_META in reader.meta and PART.of(reader) is None
+        return STEP_META in reader.meta and reader.meta.get(PART) is None
 
     read = {reader for holder in holders for reader in readers(holder, is_step) if not is_step(reader)}
-    recipes = {None if (part := PART.of(reader)) is None else part.recipe for reader in read}
+    recipes = {None if (part := reader.meta.get(PART)) is None else part.recipe for reader in read}
     return recipes.pop() if len(recipes) == 1 else None
 
 
@@ -188,7 +177,9 @@ def _store_scaled(holders: list[fx.Node], recipe: Scaled) -> None:
     """The inputs become the copy, and its factors inputs of their own where somebody reads them."""
     graph = holders[0].graph
     parts = [
-        (node, part) for node in graph.nodes if (part := PART.of(node)) is not None and part.source in holders
+        (node, part)
+        for node in graph.nodes
+        if (part := node.meta.get(PART)) is not None and part.source in holders
     ]
     stored = next(node.meta["val"] for node, part in parts if part.index == 0)
     for holder in holders:
@@ -234,13 +225,8 @@ def _widen_rows(lookup: fx.Node) -> None:
     lookup.meta.pop("tensor_meta", None)
     with lookup.graph.inserting_after(lookup):
         rows = lookup.graph.call_function(aten.to.dtype, (lookup, torch.float32))
-    rows.meta = {
-        key: value
-        for key, value in lookup.meta.items()
-        if key in ("nn_module_stack", "stack_trace", "custom")
-    }
-    rows.meta[CAST_META] = True
-    rows.meta["val"] = run_fake(rows)
+    kept = {key: lookup.meta[key] for key in ("nn_module_stack", "stack_trace", CUSTOM) if key in lookup.meta}
+    rows.meta = {**kept, CAST_META: True, "val": run_fake(rows)}
     lookup.replace_all_uses_with(rows, delete_user_cb=lambda user: user is not rows)
     plan = label_of(lookup)
     if plan is not None:
@@ -252,19 +238,14 @@ def _widen_rows(lookup: fx.Node) -> None:
 class KeepWeights(Pass):
     """Moves the readers of named inputs to fp32, also those that see them through views.
 
-    Before::
+    Before, and after::
 
         linear = torch.ops.aten.linear.default(x, w)        # low; a value of w is infinite in fp16
-
-    After::
-
+        # after
         linear = torch.ops.aten.linear.default(x, w)        # fp32
-
-    Attributes:
-        weights: names of graph inputs.
     """
 
-    weights: tuple[str, ...]
+    weights: tuple[str, ...]  # names of inputs
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         moved = 0
@@ -273,14 +254,10 @@ class KeepWeights(Pass):
                 continue
             for reader in readers(node, is_view):
                 plan = label_of(reader)
-                if (
-                    plan is None
-                    or is_view(reader)
-                    or TIED.of(reader)
-                    or plan.op_class in (OpClass.KEEP, OpClass.FP32)
-                ):
+                if plan is None or is_view(reader) or reader.meta.get(TIED):
                     continue
-                plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
-                plan.reasons = (Reason.of(Kind.WEIGHT_RANGE, weight=node.name, low=plan.low),)
-                moved += 1
+                if plan.op_class not in (OpClass.KEEP, OpClass.FP32):
+                    plan.op_class, plan.takes = OpClass.FP32, Takes.DTYPE
+                    plan.reasons = (Reason.of(Kind.WEIGHT_RANGE, weight=node.name, low=plan.low),)
+                    moved += 1
         return f"{moved} nodes to fp32 for their weights' sake"

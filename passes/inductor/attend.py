@@ -35,13 +35,11 @@ class Attend(Pass):
     of the probabilities, are in fp32 here as in the kernel: rounded to 16 bits they would double the error of the
     call. Probabilities and the gradients of the scores are multiplied in 16 bits, as in the kernel.
 
-    Before (8 heads in a batch)::
+    Before (8 heads in a batch), and after::
 
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)   # bf16[1, 8, 64, 32]
         out = operator.getitem(flash, 0)
-
-    After::
-
+        # after
         scores = torch.ops.aten.bmm.default(q_fp32, k_fp32_t)         # f32[8, 64, 64]
         exp = torch.ops.aten.exp.default(sub)                         # minus the largest of each row
         div = torch.ops.aten.div.Tensor(exp, sum_1)
@@ -51,14 +49,12 @@ class Attend(Pass):
     The backward reads ``div`` and ``out``, and is written likewise: gradients of scores are rounded once, as in the
     kernel, which has probabilities in fp32, too. Calls are marked on the captured graph, by
     :class:`amp_fx.passes.forward.choose_attention.ChooseAttention`.
-
-    Attributes:
-        marks: names in the plan of the calls that are written so.
-        low_scores: policy ``fast``: scores come from a product in 16 bits, and are widened for the softmax.
     """
 
-    marks: tuple[str, ...] = ()
-    low_scores: bool = False
+    marks: tuple[str, ...] = ()  # names in the plan of the calls that are written so
+    low_scores: bool = (
+        False  # policy fast: scores come from a product in 16 bits, and are widened for the softmax
+    )
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         written = 0
@@ -74,14 +70,12 @@ class Attend(Pass):
 
 def _readers_of_sums(flash: fx.Node) -> list[fx.Node]:
     """What reads the second result, the logarithms of the sums of exponentials."""
-    found, stack = list[fx.Node](), [item for item in flash.users if item.args[1] == 1]
-    while stack:
-        node = stack.pop()
-        if node.target is operator.getitem or node.target in _ALIASES:
-            stack += node.users
-        else:
-            found.append(node)
-    return found
+
+    def passes_on(node: fx.Node) -> bool:
+        return node.target is operator.getitem or node.target in _ALIASES
+
+    sums = [item for item in flash.users if item.args[1] == 1]
+    return [reader for item in sums for reader in readers(item, passes_on) if not passes_on(reader)]
 
 
 def _write(flash: fx.Node, backwards: list[fx.Node], *, low_scores: bool) -> None:

@@ -35,14 +35,12 @@ class KeepStatistics(Pass):
     error, and so has the whole gradient: of BERT under policy ``fast`` it was a fifth of the squared error. Kept in
     fp32 they take two bytes more per row. Only what a decomposition rounds is changed, never a cast of the program.
 
-    Before::
+    Before, and after::
 
         low = torch.ops.prims.convert_element_type.default(rsqrt, torch.bfloat16)       # bf16[8, 32, 1]
         share = torch.ops.aten.div.Tensor(low, 64)                                      # bf16[8, 32, 1], backward
         mul = torch.ops.aten.mul.Tensor(share, sub)                                     # f32[8, 32, 64]
-
-    After::
-
+        # after
         share = torch.ops.aten.div.Tensor(rsqrt, 64)                                    # f32[8, 32, 1], backward
         mul = torch.ops.aten.mul.Tensor(share, sub)                                     # f32[8, 32, 64]
     """
@@ -62,13 +60,9 @@ class KeepStatistics(Pass):
 
 def _rounds_a_statistic(cast: fx.Node) -> bool:
     before, after = cast.all_input_nodes[0].meta.get("val"), cast.meta["val"]
-    if (
-        not has_trait(cast.meta.get("original_aten"), Trait.NORM)
-        or after.dtype not in LOW_DTYPES
-        or not is_eligible(before)
-    ):
-        return False
-    return before.dtype is torch.float32 and any(_is_backward(user) for user in cast.users)
+    is_of_norm = has_trait(cast.meta.get("original_aten"), Trait.NORM)
+    narrows = is_eligible(before) and before.dtype is torch.float32 and after.dtype in LOW_DTYPES
+    return is_of_norm and narrows and any(map(_is_backward, cast.users))
 
 
 def _low_readers(cast: fx.Node) -> set[fx.Node] | None:
@@ -99,14 +93,12 @@ class LayOutGradients(Pass):
     layout than the parameter, and autograd copies it once more, element by element: 8 bytes moved per weight
     that this pass saves (``AccumulateGrad``, "Gradient Layout Contract").
 
-    Before::
+    Before, and after::
 
         backward = torch.ops.aten.convolution_backward.default(grad, x_16, w_16, ...)
         grad_w = backward[1]                                                             # bf16[O, I, 3, 3]
         wide = torch.ops.prims.convert_element_type.default(grad_w, torch.float32)
-
-    After::
-
+        # after
         wide = torch.ops.amp_fx.convert.default(grad_w, torch.float32, [I * 9, 9, 3, 1])
     """
 
@@ -141,18 +133,15 @@ class SeparateOutputs(Pass):
 
     A value that is returned in fp32 has to be written in fp32. Whoever reads it in the graph would then read 4 bytes
     per element, and the backward keeps them: logits, which the program returns and its loss reads. Read from the low
-    value, they are 2, and the cast is part of the reader's kernel. The values are the same.
+    value, they are 2, and the cast is part of the reader's kernel. The values are the same. A matmul takes its operands
+    from memory: it reads what is returned.
 
-    A matmul takes its operands from memory: it reads what is returned.
-
-    Before::
+    Before, and after::
 
         wide = torch.ops.prims.convert_element_type.default(logits, torch.float32)      # bf16 to f32
         sub = torch.ops.aten.sub.Tensor(wide, amax)
         return [wide, loss]
-
-    After::
-
+        # after
         wide = torch.ops.prims.convert_element_type.default(logits, torch.float32)      # within sub's kernel
         sub = torch.ops.aten.sub.Tensor(wide, amax)
         wide_1 = torch.ops.prims.convert_element_type.default(logits, torch.float32)
@@ -165,7 +154,9 @@ class SeparateOutputs(Pass):
             if not _widens_for_both(cast):
                 continue
             from_memory = {user for user in cast.users if user.op == "output" or is_matmul(user)}
-            if len(from_memory) == len(cast.users) or _is_returned_twice(cast):
+            others = {*gm.graph.output_node().all_input_nodes} - {cast}
+            # it needs a memory that nothing else that is returned shares
+            if len(from_memory) == len(cast.users) or storage_of(cast) in map(storage_of, others):
                 continue
             with gm.graph.inserting_after(cast):
                 returned = gm.graph.node_copy(cast)
@@ -183,33 +174,23 @@ def _widens_for_both(cast: fx.Node) -> bool:
     return widens and len(cast.users) > 1 and any(user.op == "output" for user in cast.users)
 
 
-def _is_returned_twice(cast: fx.Node) -> bool:
-    """True if something else that is returned shares its memory."""
-    others = cast.graph.output_node().all_input_nodes
-    return any(other is not cast and storage_of(other) == storage_of(cast) for other in others)
-
-
 # ---- after partitioning: forward, backward and inference graphs, each by itself
 
 
 @dataclass(frozen=True)
 class LayOutWeights(Pass):
-    """Runs on Inductor's graphs after partitioning, on CPU.
-
-    Backward graphs included: one that recomputes activations has convolutions, too.
+    """Runs on Inductor's graphs after partitioning, on CPU, backward graphs included: they may recompute convolutions.
 
     Inductor runs convolutions channels last and lays out their weights for that in every call. What it compiles for
     a cast that also changes the layout takes longer than the library's copies. It has to run after Inductor has
     noted the strides of what the graph returns, as a convolution whose weight is laid out returns channels last.
     Inputs of the graph only; what the graph computes is written in any layout as it is computed.
 
-    Before::
+    Before, and after::
 
         w_16 = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)           # bf16[O, I, 3, 3]
         conv = torch.ops.aten.convolution.default(x_16, w_16, ...)
-
-    After::
-
+        # after
         w_16 = torch.ops.amp_fx.convert.default(w, torch.bfloat16, [I * 9, 1, I * 3, I])
         conv = torch.ops.aten.convolution.default(x_16, w_16, ...)
     """
@@ -246,16 +227,14 @@ class WriteCasts(Pass):
     2. each element is copied several times, as heads of keys are: loops over the copies fuse with nothing before them,
        so that the source would be written in fp32, and read and converted once per copy.
 
-    Before::
+    Before, and after::
 
         add = torch.ops.aten.add.Tensor(residual, grad)                                   # f32[8, 1024, 768]
         low = torch.ops.prims.convert_element_type.default(add, torch.bfloat16)           # bf16[8, 1024, 768]
         rows = torch.ops.aten.view.default(low, [8192, 768])                              # what Inductor writes
         mm = torch.ops.aten.mm.default(rows, w)
         more = torch.ops.aten.mul.Tensor(add, ...)
-
-    After::
-
+        # after
         low = torch.ops.prims.convert_element_type.default(add, torch.bfloat16)           # what Inductor writes
         rows = torch.ops.aten.view.default(low, [8192, 768])
     """

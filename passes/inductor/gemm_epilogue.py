@@ -53,22 +53,17 @@ class GemmEpilogue(Pass):
        and costs nothing there, while the matmul would write twice the bytes and the reader read them.
     5. where a rule has the result of a call in fp32 it returns fp32, whoever reads it (:func:`_keep_sums`).
 
-    Before::
+    Before, and after::
 
         mm = torch.ops.aten.mm.default(grad_t, x)                                        # bf16
         wide = torch.ops.prims.convert_element_type.default(mm, torch.float32)           # f32
         return [y, wide]
-
-    After::
-
+        # after
         mm = torch.ops.aten.mm.dtype(grad_t, x, torch.float32)                           # f32
         return [y, mm]
-
-    Attributes:
-        marks: names in the plan of the calls of case 5.
     """
 
-    marks: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()  # names in the plan of the calls of case 5
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         widened = _keep_sums(gm) if self.marks else 0
@@ -141,14 +136,12 @@ def _keep_sums(gm: fx.GraphModule) -> int:
     A bias is added in fp32, by a kernel that fuses with what reads the sum: no kernel adds one in the epilogue and
     returns fp32. Gradients of such a call are products of low operands as those of any other; they are left.
 
-    Before::
+    Before, and after::
 
         addmm = torch.ops.aten.addmm.default(bias, x, w)                                 # bf16, marked
         view = torch.ops.aten.view.default(addmm, [8, 4, 6])                             # bf16, marked
         wide = torch.ops.prims.convert_element_type.default(view, torch.float32)         # f32
-
-    After::
-
+        # after
         mm = torch.ops.aten.mm.dtype(x, w, torch.float32)                                # f32
         bias_f32 = torch.ops.prims.convert_element_type.default(bias, torch.float32)
         add = torch.ops.aten.add.Tensor(mm, bias_f32)

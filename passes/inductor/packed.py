@@ -31,27 +31,24 @@ class CallPacked(Pass):
     Runs on Inductor's graphs after partitioning, on CPU: after Inductor has noted the strides of what the graph
     returns, as oneDNN's calls return channels last, and before it fuses with them what follows.
 
-    Before::
+    Before, and after::
 
         conv = torch.ops.amp_fx.packed_convolution.default(x, w_packed, b, [1, 1], ...)
-
-    After::
-
+        # after
         conv = torch.ops.mkldnn._convolution_pointwise.default(x, w_packed, b, ..., "none", [], "")
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        found = [node for node in gm.graph.nodes if str(node.target) == "amp_fx.packed_convolution.default"]
-        for node in found:
-            node.target, node.args = pointwise_convolution(*node.args)
-        in_int8 = [
-            node for node in gm.graph.nodes if str(node.target) == "amp_fx.packed_convolution_int8.default"
-        ]
-        for node in in_int8:
-            node.target, node.args = pointwise_convolution_int8(*node.args)
+        calls = {
+            "amp_fx.packed_convolution.default": pointwise_convolution,
+            "amp_fx.packed_convolution_int8.default": pointwise_convolution_int8,
+        }
+        found = [(node, calls[name]) for node in gm.graph.nodes if (name := str(node.target)) in calls]
+        for node, call in found:
+            node.target, node.args = call(*node.args)
         if any(node.target in (LINEAR, LINEAR_INT8) for node in gm.graph.nodes):
             takes_packed_inputs()
-        return f"{len(found) + len(in_int8)} convolutions have packed weights"
+        return f"{len(found)} convolutions have packed weights"
 
 
 @dataclass(frozen=True)
@@ -62,12 +59,10 @@ class ReadScales(Pass):
     anything else, of a norm, say, is left, and is part of one of Inductor's kernels. With its scale as a number in the
     code, the kernel of each layer would be compiled by itself: 23 kernels for a BERT of 6 layers instead of 11.
 
-    Before::
+    Before, and after::
 
         quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default(norm, 0.0125, 131, 0, 255, torch.uint8)
-
-    After, with ``amp_fx_scale_0`` a constant of the graph::
-
+        # after, with ``amp_fx_scale_0`` a constant of the graph
         mul = torch.ops.aten.mul.Tensor(norm, amp_fx_scale_0[0:1])
         add = torch.ops.aten.add.Tensor(torch.ops.aten.round.default(mul), amp_fx_scale_0[1:2])
         clamp = torch.ops.aten.clamp_max.default(torch.ops.aten.clamp_min.default(add, 0), 255)

@@ -35,24 +35,19 @@ class ScaleBackward(Pass):
        kernel that makes the rows or adds them: the table is then not read and written once more.
     4. graphs without a backward, and bodies of higher-order ops, stay as they are.
 
-    Before::
+    Before, and after::
 
         mm = torch.ops.aten.mm.default(tangent_16, x)                                    # f16
         grad = torch.ops.prims.convert_element_type.default(mm, torch.float32)           # f32
         return [y, grad]
-
-    After::
-
+        # after
         mul = torch.ops.aten.mul.Tensor(tangent, scale)                                  # f32, becomes tangent_16
         mm = torch.ops.aten.mm.default(tangent_16, x)                                    # f16
         grad = torch.ops.aten.div.Tensor(mm, scale_1x1)                                  # f32
         return [y, grad]
-
-    Attributes:
-        scale: position of the scale among the graph's inputs.
     """
 
-    scale: int
+    scale: int  # position of the loss scale among the graph's inputs
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         roles = joint_roles(gm)
@@ -138,8 +133,9 @@ def _added_rows(node: fx.Node) -> int | None:
     rows = node.args[position]
     if not isinstance(rows, fx.Node) or rows.meta["val"].dtype in LOW_DTYPES:
         return None
-    is_external = node.target is aten.embedding_dense_backward.default
-    if not is_external and not _is_zeros(node.args[0]):
+    is_external, base = node.target is aten.embedding_dense_backward.default, node.args[0]
+    is_full = isinstance(base, fx.Node) and base.target is aten.full.default and base.args[1] in (0, 0.0)
+    if not is_external and not is_full:
         return None
     if node.target is aten.index_put.default and node.args[3:] != (True,):
         return None
@@ -148,10 +144,6 @@ def _added_rows(node: fx.Node) -> int | None:
     if device_row(value.device.type).fuses_casts and not is_external:
         return position
     return position if size_hint(value.numel()) < size_hint(node.meta["val"].numel()) else None
-
-
-def _is_zeros(node: object) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.full.default and node.args[1] in (0, 0.0)
 
 
 def _before_widening(node: fx.Node) -> fx.Node:

@@ -120,7 +120,7 @@ class PlaceLevels(Pass):
             level = self._wanted(matmul) if matmul in chosen else None
             if level is not None:
                 scale = self._scales[matmul.name] if allowed[matmul].measured else None
-                LEVEL.set(matmul.node, (level, way, scale))
+                matmul.node.meta[LEVEL] = (level, way, scale)
             why = self._why(matmul, level, way)
             self.choices[matmul.variable] = level, why
             if (row := label_of(matmul.node)) is not None:

@@ -77,7 +77,7 @@ class QuantiseMatmuls(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         work: Quantiser = Quantiser(gm.graph) if self.joint else _CapturedQuantiser(gm.graph, self.stored)
         matmuls = read_matmuls(gm, context, joint=self.joint)
-        chosen = [(matmul, found) for matmul in matmuls if (found := LEVEL.of(matmul.node)) is not None]
+        chosen = [(matmul, found) for matmul in matmuls if (found := matmul.node.meta.get(LEVEL)) is not None]
         for matmul, (level, way, scale) in chosen:
             if isinstance(work, _CapturedQuantiser) and scale is not None:
                 work.multiply_measured(matmul, level, way, scale)
@@ -108,7 +108,7 @@ class Part:
 
 def _is_step_between(node: fx.Node) -> bool:
     """True for an activation, a cast or a view of one value that one op reads."""
-    if len(node.users) != 1 or len(node.all_input_nodes) != 1 or LEVEL.of(node) is not None:
+    if len(node.users) != 1 or len(node.all_input_nodes) != 1 or node.meta.get(LEVEL) is not None:
         return False
     row = label_of(node)
     return is_view(node) or is_cast(node) or (row is not None and row.op_class is OpClass.FOLLOW)
@@ -140,7 +140,7 @@ class _CapturedQuantiser(Quantiser):
             while _is_step_between(node):
                 steps += [] if is_cast(node) else [node]
                 [node] = node.all_input_nodes
-            if LEVEL.of(node) is None or not is_cast(node) or len(node.users) > 1:
+            if node.meta.get(LEVEL) is None or not is_cast(node) or len(node.users) > 1:
                 continue
             node.args = (node.args[0], torch.float32)
             node.meta["val"] = run_fake(node)
@@ -209,7 +209,7 @@ class _CapturedQuantiser(Quantiser):
         recipe = Scaled(level.name, in_rows=not operand.transposed)
         parts = recipe.steps(operand.source, self._call)
         for index, made in enumerate(parts):
-            PART.set(made, Part(operand.source, recipe, index))
+            made.meta[PART] = Part(operand.source, recipe, index)
         return WithScale(*parts)
 
     def _settled(self, scale: fx.Node) -> fx.Node:

@@ -19,7 +19,6 @@ import amp_fx.compiling
 from amp_fx import FallbackWarning, GradScaler, PlanError, ScalingWarning, record
 from amp_fx.graphs.fallback import is_for_the_caller
 from amp_fx.passes import LayOutGradients, PlaceLevels
-from amp_fx.scaling.scaled_graph import ScaledGraph
 from amp_fx.settings import Options
 from amp_fx.weights.derived import WeightCache
 from graphs import without_inductor
@@ -123,7 +122,7 @@ def test_where_our_passes_in_inductor_fail_it_compiles_without_them(monkeypatch:
 
 
 def test_where_scaling_fails_the_scaler_works_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScaledGraph, "extend", fails)
+    monkeypatch.setattr(amp_fx.compiling.ScaledGraph, "extend", fails)
     model, x = net(), torch.randn(8, 64)
     scaler = GradScaler("cpu", init_scale=256.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

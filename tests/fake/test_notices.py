@@ -17,7 +17,7 @@ from torch._dynamo.backends import registry
 import amp_fx
 import amp_fx.backend
 from amp_fx import notices
-from amp_fx._torch import hooks
+from amp_fx._torch import dynamo as hooks
 from amp_fx.reports import explaining
 
 

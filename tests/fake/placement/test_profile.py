@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,14 +35,6 @@ def saved(tmp_path: Path) -> Path:
 
 
 # --- the data --------------------------------------------------------------------------------------
-
-
-def test_times_are_work_over_rate_and_a_dtype_without_a_rate_is_named() -> None:
-    assert A_PROFILE.matmul_seconds(4e11, "float32") == 2.0
-    assert A_PROFILE.matmul_seconds(4e11, "bfloat16") == 1.0
-    assert A_PROFILE.bytes_seconds(3e10) == 1.0
-    with pytest.raises(ProfileError, match=r"'bfloat'.*'bfloat16'"):
-        A_PROFILE.matmul_seconds(1, "bfloat")
 
 
 @pytest.mark.parametrize(
@@ -235,10 +228,12 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("takes_fp8", [False, True])
 def test_measuring_fills_every_field(takes_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # a CPU emulates the call
-    monkeypatch.setattr(measuring, "_takes_fp8", lambda device: takes_fp8)
+    profile = builtin("cpu")
+    profile = replace(profile, peak={**profile.peak, **({FLOAT8: 1.0} if takes_fp8 else {})})
+    monkeypatch.setattr(measuring, "builtin", lambda device: profile)
     lines: list[str] = []
     measured = measure("cpu", 0.01, lines.append)
-    rates = {*builtin("cpu").peak, *([FLOAT8] if takes_fp8 else [])}
+    rates = profile.peak.keys()
     assert DeviceProfile.from_dict(json.loads(measured.to_json())) == measured
     assert measured.peak.keys() == rates
     assert all(rate > 0 for rate in measured.peak.values())
@@ -259,9 +254,11 @@ def test_measuring_fills_every_field(takes_fp8: bool, monkeypatch: pytest.Monkey
 def test_fp8_is_measured_where_the_library_takes_it(
     device: str, capability: tuple[int, int], hip: str | None, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert measuring._takes_fp8(device) is takes
+    assert (FLOAT8 in builtin(device).peak) is takes
 
 
 def test_the_library_takes_what_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
