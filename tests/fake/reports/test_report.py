@@ -258,3 +258,18 @@ def test_a_diff_counts_casts_as_first_screens_do(report: Report) -> None:
 
 def test_a_report_is_one_line_in_a_console(report: Report) -> None:
     assert repr(report) == "<amp_fx net: 2 graphs, policy autocast>"
+
+
+def test_what_is_missing_in_a_file_is_named() -> None:
+    with pytest.raises(AmpFxError, match=r"report\.title"):
+        Report.from_dict({"version": 1})
+    with pytest.raises(AmpFxError, match=r"plan\.nodes"):
+        Plan.from_dict({"version": 4})
+
+
+def test_bytes_are_told_only_where_they_are_known_of_both() -> None:
+    costs = {"amp_fx": Cost(1, 8, 1, 8, 99), "torch.autocast": Cost(2, 16)}
+    text = str(Report([Plan()], costs=costs))
+    assert "casts in the graphs" in text
+    assert "cast kernels after fusion" not in text
+    assert "bytes moved" not in text
