@@ -24,7 +24,7 @@ from amp_fx.passes.levels.matmuls import (
     read_matmuls,
 )
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
-from amp_fx.placement.level_cost import NARROW, OPERATIONS, LevelCost, copy_traffic
+from amp_fx.placement.level_cost import NARROW, OPERATIONS, LevelCost
 from amp_fx.placement.priced import Priced, SensitivityTerm
 from amp_fx.placement.tradeoff import within
 from amp_fx.plans.label import Kind, Label, Reason, label_of
@@ -322,9 +322,9 @@ def _copies(operand: Operand, level: Level, cost: LevelCost, *, measured: bool) 
         # written by the kernel that computes the value
         return {"measured": cost.moving(elements * NARROW)}
     if level.by_row:
-        traffic = copy_traffic(elements, itemsize, in_rows=operand.lies_in_rows, block=level.block)
-        return {operand.layout: cost.moving(*traffic)}
-    whole = {"": cost.moving(*copy_traffic(elements, itemsize, in_rows=False))}
+        copy = cost.copying(elements, itemsize, in_rows=operand.lies_in_rows, block=level.block)
+        return {operand.layout: copy}
+    whole = {"": cost.copying(elements, itemsize)}
     if operand.lies_in_rows:
         return whole
     if operand.is_gradient:

@@ -283,11 +283,14 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Net, t
 @pytest.mark.usefixtures("code")
 def test_layers_share_the_kernels_that_round_what_they_read() -> None:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)) for _ in range(4)]
-    net, x = nn.Sequential(*layers, nn.Linear(32, 4)).eval(), torch.randn(16, 32)
-    for number, layer in enumerate(layers):
+    linears, norms = (
+        [make() for _ in range(4)] for make in (lambda: nn.Linear(32, 32), lambda: nn.LayerNorm(32))
+    )
+    for number, norm in enumerate(norms):
         # so that no two scales are equal
-        layer[1].weight.data.mul_(1.0 + number)
+        norm.weight.data.mul_(1.0 + number)
+    layers = [layer for pair in zip(linears, norms, strict=True) for layer in pair]
+    net, x = nn.Sequential(*layers, nn.Linear(32, 4)).eval(), torch.randn(16, 32)
     plan = amp_fx.calibrate(net, x, of="outputs", policy="int8", profile=PROFILE).plan(100, verify=False)
     assert len({row.scales[INPUT] for row in plan.plans[0].nodes if row.scales}) == 4
     options: Any = {"plan": plan, "strict": True}

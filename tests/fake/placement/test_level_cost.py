@@ -53,6 +53,18 @@ def test_a_weight_that_is_low_in_memory_is_not_converted_for_few_tokens() -> Non
     assert runs_below(4096, tokens=8192, weight=2)
 
 
+def test_a_copy_on_a_cpu_takes_arithmetic_too() -> None:
+    here, there = (
+        LevelCost.of(
+            DeviceProfile("", device, {"bfloat16": 1e12, "int8": 2e12}, 1e12, 0.0), BF16, LEVELS["int8"]
+        )
+        for device in ("cpu", "cuda")
+    )
+    assert here is not None
+    assert there is not None
+    assert (here.copying(100, 2, in_rows=True), there.copying(100, 2, in_rows=True)) == (1100, 300)
+
+
 def test_copies_by_columns_and_of_all_take_three_kernels_and_read_twice() -> None:
     elements = 4096 * 4096
     assert copy_traffic(elements, 2, in_rows=True) == (3 * elements, 1)
