@@ -23,14 +23,8 @@ from amp_fx.reports.report import Report
 from amp_fx.viz.words import short_dtype
 
 __all__ = [
-    "CallError",
-    "Comparison",
-    "ModuleError",
-    "call_errors",
-    "culprit_call",
-    "module_errors",
-    "verdict",
-]
+    "CallError", "Comparison", "ModuleError", "call_errors", "culprit_call", "module_errors", "verdict",
+]  # fmt: skip
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1

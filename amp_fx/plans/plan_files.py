@@ -26,15 +26,8 @@ from amp_fx.plans.plan import NodePlan, Plan, dtype_name
 from amp_fx.policy.levels import FORWARD
 
 __all__ = [
-    "Change",
-    "Diff",
-    "choose_plan",
-    "counterparts",
-    "diff_plans",
-    "keyed",
-    "load_plans",
-    "moved_nodes",
-]
+    "Change", "Diff", "choose_plan", "counterparts", "diff_plans", "keyed", "load_plans", "moved_nodes",
+]  # fmt: skip
 
 #: phase, module path, op, turn among equals
 Key = tuple[str, str, str, int]
