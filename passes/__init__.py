@@ -129,6 +129,5 @@ def joint_passes(
 
 #: the passes on each of Inductor's forward, backward and inference graphs, in order
 PARTITIONED: tuple[Pass, ...] = (LayOutWeights(), CallPacked(), WriteCasts())
-
 #: those behind Inductor's own, which have products in int8 do what follows them
 FUSED: tuple[Pass, ...] = (ReadScales(),)

@@ -34,7 +34,6 @@ _NOTE = (
 
 #: column -> its left edge
 _COLUMNS = {_THEIRS: _MARGIN, _OURS: 2 * _MARGIN + _COLUMN}
-
 #: phase, what, before, after
 _Kind = tuple[str, str, str, str]
 

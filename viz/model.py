@@ -28,7 +28,6 @@ _SUM = "add.Tensor"
 _BUFFER = "_buffers_"
 #: Dynamo's names of a parameter and of an argument: ``l_self_modules_head_parameters_weight_``, ``l_tokens_``
 _GIVEN = re.compile(r"^l_(?:\w+_(?:parameters|buffers)_|kwargs_)?(\w+?)_*$")
-
 #: a node in both of two reports: phase, module, op and turn; or phase and name for inputs
 _Name = tuple[Any, ...]
 

@@ -92,7 +92,6 @@ def _leave_untraced(_: Any) -> None:
 
 #: in which mode the program called the function that Dynamo compiles; with ``torch._dynamo.callback.CallbackArgs``
 COMPILE_STARTS = Hook(_when_compiling_starts)
-
 #: an optimizer steps without the scaler that has scaled its gradients; with the optimizer and the arguments of a step
 BEFORE_STEP = Hook(_optimizer.register_optimizer_step_pre_hook)
 #: copies of weights, which a step changes; an optimizer steps, and no graph has arrived; likewise

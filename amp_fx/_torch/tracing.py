@@ -38,10 +38,8 @@ __all__ = [
 
 #: a device type no graph of ours runs on: see autocast_shield
 _UNUSED_DEVICE = "xla"
-
 #: an op lives as long as its library
 _LIBRARIES: list[torch.library.Library] = []
-
 #: functorch levels are opened and closed by these calls in a Dynamo graph (torch/_functorch/predispatch.py)
 _NESTING = {"_increment_nesting": 1, "_decrement_nesting": -1, "_enter_dual_level": 1, "_exit_dual_level": -1}
 

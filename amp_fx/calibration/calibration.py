@@ -34,7 +34,6 @@ _CORNERS = 12
 _MORE = math.inf, 4.0, 1.0
 #: plans that are compiled to find one that keeps its budget
 _TRIES = 3
-
 #: placements to compare with: name -> policy; listed ops low, whatever the device
 _KNOWN = {
     "autocast": Policy("autocast"),

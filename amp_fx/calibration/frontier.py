@@ -30,7 +30,6 @@ __all__ = ["CalibratedPlan", "Point", "blame_lines", "save_frontier"]
 _SHOWN, _SHOWN_EACH = 12, 7
 #: above it a prediction says only that the error is large
 _LARGE = 5e-2
-
 #: colours that differ in lightness too, for those who do not see them; and a shape each
 _MARKS = {
     "autocast": ("#d55e00", "s"),

@@ -22,15 +22,12 @@ logger = logging.getLogger(__name__)
 
 #: elements of a tensor that are looked at
 SAMPLES = 65536
-
 #: elements of a value that are kept of each batch
 _KEPT = 16384
-
 #: shares of each extreme that ranges are tried with
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 #: a smaller range has no scale whose inverse is a number
 _LEAST = 2.0**-100
-
 #: graph, name of the call
 Call = tuple[int, str]
 

@@ -50,7 +50,6 @@ OPAQUE_BODIES = {
 
 #: A plain call of its body. AOTAutograd differentiates a body that was traced again with no tangents, and fails.
 INLINED = "invoke_subgraph"
-
 #: graph, autocast state per node -> captured bodies of its higher-order ops, by attribute name
 CaptureBodies = Callable[[fx.GraphModule, Mapping[fx.Node, Mapping[str, Region]]], dict[str, fx.GraphModule]]
 

@@ -26,28 +26,20 @@ __all__ = ["Attention", "operands", "refusal"]
 
 #: keys in a block of the flash kernel; it skips blocks that a causal mask hides as a whole
 _KEYS = 512
-
 #: queries from which the flash kernel takes blocks of so many (``cpu_flash_attention`` of torch 2.13)
 _QUERIES = ((768, 256), (192, 64), (0, 32))
-
 #: share of the rate of products in 16 bits that the flash kernel reaches inside, in the forward and in the backward
 _FLASH_REACHES = 0.45, 0.65
-
 #: share of the nominal rates that two products of all heads reach
 _PRODUCTS_REACH = 1.5
-
 #: operations of the softmax for a score, forward and backward: as many as a product in fp32 does meanwhile
 _SOFTMAX = 70, 150
-
 #: likewise where a row of scores is no multiple of a vector, and where a causal mask is applied
 _RAGGED, _CAUSAL = 55, 40
-
 #: likewise for an element of an operand, which is widened and laid out
 _OPERAND = 130, 180
-
 #: likewise for a score that is beyond the caches, and how many scores they hold
 _BEYOND, _CACHE = 170, 2e6
-
 #: products that are taken in fp32 and in 16 bits, forward and backward
 _WIDE, _LOW = (1, 1), (1, 3)
 

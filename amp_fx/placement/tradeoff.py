@@ -26,7 +26,6 @@ __all__ = ["BYTES", "MINIMISED", "TIME", "bracket", "hull", "within"]
 
 #: what a placement is to be the cheapest in
 MINIMISED = TIME, BYTES = "time", "bytes"
-
 #: halves that are searched: so many, and fewer where they have more variables together than that
 _HALVES, _VARIABLES = 100, 5_000
 

@@ -97,7 +97,6 @@ class Kind(str, enum.Enum):
 
 #: what :mod:`amp_fx.passes.forward.constrain` finds
 HAZARDS = frozenset({Kind.SCALAR_RANGE, Kind.TINY_EPS, Kind.EXP_SUM, Kind.POSITIONS, Kind.NO_KERNEL})
-
 #: what rounding a call costs in accuracy
 SENSITIVITY = frozenset(
     {Kind.ROUNDING_ADDS, Kind.ROUNDING_WOULD_ADD, Kind.ROUNDING_ADDS_UP_TO, Kind.ROUNDING_OVERFLOWS}

@@ -29,7 +29,6 @@ __all__ = [
 
 #: what a matmul is to a call of the forward: itself, or what gives the gradient of its first or second operand
 ROLES = FORWARD, INPUT, WEIGHT = "forward", "gradient of its input", "gradient of its weight"
-
 #: the option that leaves the choice to the device and to costs
 AUTO = "auto"
 

@@ -49,7 +49,6 @@ __all__ = ["compiled_graphs", "explain", "progress"]
 
 #: seconds until the line of :func:`progress` appears
 _PATIENCE = 5.0
-
 #: how Dynamo's message about recurrent layers begins, and what to do. Its own hint is torch._dynamo.config.allow_rnn,
 #: with which Inductor fails on an LSTM in training (torch 2.13, CPU)
 _RECURRENT = "Attempted to wrap RNN, GRU, or LSTM"

@@ -32,7 +32,6 @@ __all__ = ["KINDS", "Histogram", "histogram"]
 
 #: bumped when the JSON form changes incompatibly
 _VERSION = 1
-
 #: what is counted, and what it is called in a figure
 KINDS = {
     "activations": "outputs of modules",

@@ -40,10 +40,8 @@ _version: Callable[[Tensor], int] = attrgetter("_version")
 
 #: sampled elements of a weight
 SAMPLED = 32
-
 #: where in its piece of a weight each of these lies: 0 is the first element, 1 the first of the next piece
 _PLACES = np.random.default_rng(0).random(SAMPLED)
-
 #: bytes that are compared at a time
 _WORD = 8
 

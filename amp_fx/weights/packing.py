@@ -44,7 +44,6 @@ aten = torch.ops.aten
 #: of all elements of a graph's weights, those that may be added by what is computed from them: embeddings that are
 #: expanded to a batch are others for each batch size
 _EXPANDED = 1 / 32
-
 #: the factors of a product in int8
 _DEQUANTISED = [
     f"quantized_decomposed.{name}.default" for name in ("dequantize_per_tensor", "dequantize_per_channel")

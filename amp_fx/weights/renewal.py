@@ -33,13 +33,10 @@ __all__ = ["CHUNK", "OPTIONS", "Renewal", "constants", "places_of", "renew_kerne
 
 #: elements of a chunk
 CHUNK = 16384
-
 #: of Triton's compiler. There is nothing to fuse; Triton 3.9 warns where nobody says so
 OPTIONS = {"enable_fp_fusion": False}
-
 #: elements that are converted at a time
 _BLOCK = 2048
-
 #: magnitudes below count as this: see amp_fx.policy.scaled
 _LEAST = tl.constexpr(2.0**-100)
 _LARGEST = tl.constexpr(448.0)

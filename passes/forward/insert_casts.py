@@ -31,7 +31,6 @@ __all__ = ["InsertCasts", "retyped_arguments"]
 
 #: what an inserted node takes over from those around it
 _COPIED_META = ("nn_module_stack", "stack_trace", REGION_META)
-
 #: where type promotion decides, the plan records what the kernel really returns
 _PROMOTING = (OpClass.PROMOTE, OpClass.FOLLOW)
 

@@ -26,7 +26,6 @@ aten = torch.ops.aten
 #: matmul -> the overload that takes an output dtype; they have CUDA kernels only. There is an ``addmm.dtype``, too,
 #: but Inductor hands it to a lowering that takes no dtype (``tuned_addmm`` of torch 2.13), and fails
 _WIDE: dict[OpOverload, OpOverload] = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
-
 #: the same with something added -> the product alone
 _ADDING: dict[OpOverload, OpOverload] = {
     aten.addmm.default: aten.mm.dtype,
