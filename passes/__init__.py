@@ -74,7 +74,7 @@ def captured_passes(given: Given) -> tuple[Pass, ...]:
     passes: list[Pass] = [*OUTLINE, Constrain()]
     if given.keep is not None:
         passes.append(given.keep)
-    passes.append(given.place or Place())
+    passes.append(given.place or Place(stored=given.fold is not None))
     if given.fold is None and not isinstance(given.place, Replay):
         # a program is stored with the call as it is; a plan has the choice
         passes.append(ChooseAttention())

@@ -52,6 +52,8 @@ class CostModel:
     training: bool
     #: names of inputs whose casts are made once and stored, and of what widens an input that is stored low
     folded: frozenset[str] = frozenset()
+    #: attention may be written as products; False in a program that is stored, for any runtime
+    writes_attention: bool = True
 
     def __post_init__(self) -> None:
         self._stored: dict[fx.Node, bool] = {}
@@ -188,7 +190,8 @@ class CostModel:
         is_attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
         # a single query, as in decoding
         if slower and is_attention and size_hint(node.all_input_nodes[0].meta["val"].shape[-2]) == 1:
-            high, fast = high * slower[0], fast * slower[1 + bool(refusal(node, training=self.training))]
+            by_kernel = not self.writes_attention or bool(refusal(node, training=self.training))
+            high, fast = high * slower[0], fast * slower[1 + by_kernel]
         return high + self._packing(node), fast
 
     def nominal_arithmetic(self, node: fx.Node, low: torch.dtype) -> tuple[int, int]:

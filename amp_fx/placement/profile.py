@@ -119,7 +119,8 @@ class DeviceProfile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeviceProfile:
         """Reads a file that :meth:`save` wrote; ProfileError if it cannot be read, or is none."""
-        return read_object(path, "a device profile", cls.from_dict, ProfileError)
+        # it has about 400 bytes
+        return read_object(path, "a device profile", cls.from_dict, ProfileError, most=64 * 1024)
 
 
 def _short(value: object) -> str:

@@ -62,17 +62,18 @@ def read_object(
     read: Callable[[dict[str, Any]], T],
     error: type[AmpFxError],
     how: str = "",
+    most: int = _MAX_FILE,
 ) -> T:
-    """What ``read`` makes of the object in a JSON file; ``error`` where that fails.
+    """What ``read`` makes of the object in a JSON file, which has at most ``most`` bytes; ``error`` where that fails.
 
     Messages say ``what`` it should be, ``"a plan"``, and ``how`` to write such a file, in a sentence.
     """
     name = f"{what.removeprefix('a ')} {os.fspath(path)!r}"
     try:
         with open(path, "rb") as file:
-            data = file.read(_MAX_FILE + 1)
-        if len(data) > _MAX_FILE:
-            raise AmpFxError(f"has more than {_MAX_FILE} bytes.")
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise AmpFxError(f"has more than {most} bytes.")
         return read(parse_object(data.decode(), what))
     except OSError as caught:
         raise error(f"{in_words(caught)} {how}".rstrip()) from caught

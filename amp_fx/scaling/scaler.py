@@ -132,9 +132,12 @@ class GradScaler(torch.amp.GradScaler):
         if not self._by_graphs:
             self._here.scaled_outside = self._enabled
             return super().scale(outputs)
-        if not isinstance(outputs, (Tensor, Iterable)):
-            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-        return outputs
+        if isinstance(outputs, Tensor):
+            return outputs
+        if isinstance(outputs, Iterable):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Reads the gradients of an optimizer's parameters, before they are clipped; else as in torch.

@@ -139,14 +139,9 @@ class _Events:
 
 
 class _Writes:
-    """How often one weight may have been written to, as optimizers, graphs with gradients and users tell.
+    """How often one weight may have been written to, as optimizers, graphs with gradients and users tell."""
 
-    Attributes:
-        address: where it lay when there was last a fingerprint of it.
-        storage: and in which memory.
-        count: how often.
-    """
-
+    #: where it lay, and in which memory, when there was last a fingerprint of it; and how often
     address, storage, count = 0, 0, 0
 
 

@@ -89,11 +89,7 @@ def pack(
 
 
 class _Packer:
-    """Works on one graph.
-
-    Attributes:
-        derived: what is computed from weights alone, weights included.
-    """
+    """Works on one graph; ``derived`` is what is computed from weights alone, weights included."""
 
     def __init__(self, gm: fx.GraphModule, derived: set[fx.Node], *, wide: bool) -> None:
         self._gm, self._graph, self._wide = gm, gm.graph, wide

@@ -132,16 +132,10 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class _Computed:
-    """What a graph computes from weights alone: a tensor for each of its results.
+    """What a graph computes from weights alone: a tensor for each of its results."""
 
-    Attributes:
-        expression: the steps as text.
-        results: the step that gives each tensor, and how oneDNN packs it, or None.
-        steps: the calls, in order.
-    """
-
-    expression: str
-    results: tuple[tuple[_Place, Packing | None], ...]
+    expression: str  # the steps as text
+    results: tuple[tuple[_Place, Packing | None], ...]  # the step of each tensor, and how oneDNN packs that
     steps: tuple[_Step, ...] = field(compare=False, repr=False)
 
     def make(self, weights: Sequence[Tensor], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -51,11 +51,14 @@ class Place(Pass):
         mm = torch.ops.aten.matmul.default(q, e)                    # bf16
     """
 
+    stored: bool = False  # the program is stored, with attention as it is
+
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         placed, low = place_as_autocast(gm.graph)
         moved = 0
         if context.numerics != "eager" and low is not None:
-            cost = CostModel(gm.graph, context.profile, context.training, context.folded)
+            known = context.profile, context.training, context.folded
+            cost = CostModel(gm.graph, *known, writes_attention=not self.stored)
             network = Network(gm.graph, cost, low)
             moved = _apply(solve(network.build()), placed, low)
         low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)

@@ -147,6 +147,8 @@ class _CapturedQuantiser(Quantiser):
             for step in reversed(steps):
                 step.replace_input_with(step.all_input_nodes[0], node)
                 step.meta["val"] = run_fake(step)
+                if (row := label_of(step)) is not None:
+                    row.dtype = torch.float32
                 node = step
             data.replace_input_with(data.all_input_nodes[0], node)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, SkipFrame
 
 import amp_fx
@@ -226,6 +226,37 @@ def test_errors_about_options_and_words_to_dynamo_are_raised(monkeypatch: pytest
     monkeypatch.setattr(amp_fx.backend, "rewrite", refuses)
     with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="no such plan"):
         compiled(net())(torch.randn(8, 64))
+
+
+class Scale(torch.autograd.Function):
+    """A function with a backward of its own: Dynamo keeps it as one higher-order op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * gradient
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_a_function_with_its_own_backward_inside_autocast_is_named_with_its_line() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return Scale.apply(x @ w) + 1  # the line to name
+
+    x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    with pytest.warns(FallbackWarning) as caught, record() as recording:
+        got = torch.compile(program, backend="amp_fx")(x, w)
+    assert got.dtype is torch.bfloat16
+    torch.testing.assert_close(got, program(x, w))
+    [text] = [str(each.message) for each in caught if each.category is FallbackWarning]
+    named = ("autograd_function_apply", "test_fallbacks.py", "the line to name", "options={'strict': True}")
+    assert all(each in text for each in named)
+    [plan] = recording.plans
+    assert "autograd_function_apply" in plan.fallback
+    assert plan.nodes == []
 
 
 # ---- in a call ----

@@ -274,6 +274,8 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Net, t
     # the activation between two products has no casts around it, so that runtimes make one call of three
     relu = next(node for node in program.graph.nodes if node.name.startswith("relu__1"))
     assert relu.meta["val"].dtype is torch.float32
+    rows = amp_fx.Plan.from_json(amp_fx.extra_files(program)["amp_fx.json"])
+    assert rows.node("relu__1").dtype is torch.float32
     assert [str(user.target) for user in relu.users] == ["quantized_decomposed.quantize_per_tensor.default"]
     session = pytest.importorskip("onnxruntime").InferenceSession(path)
     [onnx_result] = session.run(None, {session.get_inputs()[0].name: x.numpy()})

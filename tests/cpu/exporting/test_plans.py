@@ -26,24 +26,6 @@ def _dtypes(plan: amp_fx.Plan) -> list[tuple[str, torch.dtype | None]]:
     return [(row.op, row.dtype) for row in plan.nodes if row.op != "contiguous"]
 
 
-@torch.no_grad()
-def test_a_plan_of_the_compiled_model_is_followed_by_its_export() -> None:
-    attend = nn.MultiheadAttention(64, 4, batch_first=True)
-    net = Parts(
-        lambda m, x: m.out(m.attend(x, x, x, need_weights=False)[0]), attend=attend, out=nn.Linear(64, 64)
-    )
-    model, x = net.eval(), torch.randn(2, 16, 64)
-    plan = amp_fx.explain(model, x, options={"profile": "off"}).plan
-    program = amp_fx.export(model, (x,), plan=plan)
-    followed = amp_fx.Plan.from_json(amp_fx.extra_files(program)["amp_fx.json"])
-    assert _dtypes(followed) == _dtypes(plan)
-    assert dict(_dtypes(followed))["scaled_dot_product_attention"] is torch.bfloat16
-    back = amp_fx.explain(model, x, options={"profile": "off", "plan": (followed,)}).plan
-    assert [(row.op, row.dtype) for row in back.nodes] == [(row.op, row.dtype) for row in plan.nodes]
-    exact = model.double()(x.double())
-    assert error([program.module()(x)], [exact]) < 4 * torch.finfo(torch.bfloat16).eps
-
-
 @pytest.mark.usefixtures("op_by_op")
 def test_an_export_by_measurement_keeps_in_fp32_what_leaves_the_range_of_fp16() -> None:
     model = Beyond().eval()

@@ -290,8 +290,9 @@ def test_nested_losses_come_back_as_they_were() -> None:
     loss, scale = loop.loss(), loop.scaler.scale
     assert scale([loss, (loss,)]) == [loss, (loss,)]
     assert list(scale(itertools.repeat(loss, 2))) == [loss, loss]
-    with pytest.raises(ValueError, match="Tensor"):
-        scale(3)
+    for wrong in (3, [loss, 3], (loss, [3])):
+        with pytest.raises(ValueError, match="Tensor"):
+            scale(wrong)
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,10 @@ def test_source_line_is_the_users_innermost_line() -> None:
     line = source_line(node(traced, "gelu"))
     assert line.startswith(f"{inspect.getfile(Block)}:")
     assert line.endswith("return x + self.down(F.gelu(self.up(self.norm(x))))")
+    node(traced, "gelu").meta["stack_trace"] = (
+        '  File "a.py", line 1, in f\n    x = g(x)\n  File "b.py", line 22, in g\n    return h(x)\n'
+    )
+    assert source_line(node(traced, "gelu")) == "b.py:22: return h(x)"
 
 
 def test_module_paths_are_those_of_named_modules() -> None:

@@ -58,7 +58,9 @@ def test_a_wrong_field_is_named_with_its_value(change: dict[str, Any], message: 
         DeviceProfile.from_dict({**A_PROFILE.to_dict(), **change})
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"{", "JSON"), (b"{}", "None"), (b"\xff", "utf-8")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{", "JSON"), (b"{}", "None"), (b" " * 70_000, "65536"), (b"\xff", "utf-8")]
+)
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "broken.json"
     path.write_bytes(content)
