@@ -48,6 +48,8 @@ def choice(
     **how: Any,
 ) -> tuple[Kind, str] | None:
     """What is chosen for one call of attention, and why; None where nothing is said."""
+    # else sizes of an earlier call make these unknown
+    torch._dynamo.reset()
     gm = captured(lambda q, k: F.scaled_dot_product_attention(q, k, k, **how), query, key, device=device)
     plan = run_passes(gm, PIPELINE, PassContext(Policy.parse(policy), numerics, profile, training))
     (row,) = [row for row in plan.nodes if row.op == OP]
@@ -61,9 +63,10 @@ def test_short_sequences_take_two_products_and_long_ones_the_flash_kernel() -> N
     assert found is not None
     assert found[0] is Kind.PRODUCTS
     assert "96 x 64 x 64 scores" in found[1]
-    found = choice(long, long, is_causal=True)
-    assert found is not None
-    assert found[0] is Kind.FLASH
+    for found in (choice(long, long, is_causal=True), choice(*[heads(4, 12, 256, 64)] * 2, training=False)):
+        assert found is not None
+        assert found[0] is Kind.FLASH
+        assert "of its time" in found[1]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def written(x: Tensor, w: Tensor) -> Tensor:
 
 
 FP32_EVERYWHERE = {"policy": {"rules": [{"module": ".*", "precision": "fp32"}]}}
+FAST: dict[str, Any] = {"options": {"policy": "fast"}, "device": "cuda"}
 
 #: what it is about -> program, op, its arguments, how else it is captured
 CASES: dict[str, tuple[Program, str, tuple[Tensor, ...], dict[str, Any]]] = {
@@ -68,6 +69,8 @@ CASES: dict[str, tuple[Program, str, tuple[Tensor, ...], dict[str, Any]]] = {
     ),
     "an op of no list": (lambda x: torch.unique(x, dim=0), "unique_dim", (X,), {}),
     "a listed op": (lambda x, w: torch.matmul(x, w), "matmul", (X, W), {}),
+    "a softmax under fast": (lambda x: F.softmax(x, -1), "softmax", (X,), FAST),
+    "a norm under fast": (lambda x: F.group_norm(x, 2), "group_norm", (X,), FAST),
 }  # fmt: skip
 
 
@@ -100,7 +103,9 @@ a write by a kernel that promotes: promote, takes mixed, None, writes-in-place
 a write by one that does not: promote, takes self, None, writes-in-place
 a write that a rule is about: promote, takes self, None, writes-in-place
 an op of no list: keep, takes traced, float32, unlisted
-a listed op: low, takes dtype, None, listed""",
+a listed op: low, takes dtype, None, listed
+a softmax under fast: promote, takes dtype, None, listed, fast-low-io
+a norm under fast: promote, takes dtype, None, listed, fast-low-io""",
     )
 
 
