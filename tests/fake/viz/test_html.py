@@ -21,6 +21,7 @@ from amp_fx.plans.plan import Cost
 from amp_fx.reports.report import Report
 from amp_fx.viz import beside, dot, html, style
 from amp_fx.viz.model import drawing
+from amp_fx.viz.words import more_bytes
 from pictures import NASTY, blocks, compared, nasty
 
 
@@ -194,6 +195,9 @@ def test_more_bytes_than_under_autocast_have_their_cause_in_every_picture(tmp_pa
     page = report.save(tmp_path / "report.html").read_text(encoding="utf-8")
     assert f'<div id="more">{words}' in page
     assert drawing(compared()).more == ""
+    row = next(row for row in nodes if row.flops)
+    row.reasons, row.dtype = (Reason.of(Kind.PRODUCTS, why=""),), torch.bfloat16
+    assert "1 of 3 matmuls are attention as two products" in more_bytes(report.plans, 105, 100)
 
 
 def test_casts_of_weights_in_the_backward_say_so() -> None:
