@@ -62,13 +62,13 @@ def read_object(
     read: Callable[[dict[str, Any]], T],
     error: type[AmpFxError],
     how: str = "",
-    most: int = _MAX_FILE,
+    most: int | None = None,
 ) -> T:
     """What ``read`` makes of the object in a JSON file, which has at most ``most`` bytes; ``error`` where that fails.
 
     Messages say ``what`` it should be, ``"a plan"``, and ``how`` to write such a file, in a sentence.
     """
-    name = f"{what.removeprefix('a ')} {os.fspath(path)!r}"
+    name, most = f"{what.removeprefix('a ')} {os.fspath(path)!r}", most or _MAX_FILE
     try:
         with open(path, "rb") as file:
             data = file.read(most + 1)
