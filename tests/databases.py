@@ -21,7 +21,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphs import DEFAULTS, NOISE, without_inductor
+from checks import NOISE
+from graphs import DEFAULTS, without_inductor
 
 #: samples of each op and of each module
 EACH = 2

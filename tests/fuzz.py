@@ -32,8 +32,9 @@ import amp_fx.rewriting
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import graph_devices
 from amp_fx.plans.plan import Plan
+from checks import gradients_for, shared_storages
 from fuzz_programs import FP64, Program, programs, quiet
-from graphs import autocast_in, gradients_for, shared_storages
+from graphs import autocast_in
 
 #: Dynamo does not trace every program, and fails on some
 UNTRACED = (InternalTorchDynamoError, Unsupported, UserError)

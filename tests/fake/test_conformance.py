@@ -18,7 +18,7 @@ from torch.library import _scoped_library
 
 import conformance
 from amp_fx import FallbackWarning
-from graphs import agree
+from checks import agree
 from versions import fails_in
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -20,7 +20,8 @@ from amp_fx.graphs.calls import module_path, source_line
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.keys import OUTPUT_META, REGION_META
 from amp_fx.graphs.regions import ambient_regions
-from graphs import Block, agree, captured, check, dynamo_graph, plans, rewrite
+from checks import agree, check
+from graphs import Block, captured, dynamo_graph, plans, rewrite
 from small_models import Parts
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from amp_fx import Plan
 from amp_fx._torch import has_low_lstm
 from amp_fx.plans.label import Kind
-from graphs import agree, plans, rewrite, without_inductor
+from checks import agree
+from graphs import plans, rewrite, without_inductor
 from small_models import Parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

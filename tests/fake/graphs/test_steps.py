@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx import GradScaler, ScalingWarning, record
-from graphs import DEFAULTS, agree, plans, without_inductor
+from checks import agree
+from graphs import DEFAULTS, plans, without_inductor
 
 BF16 = torch.bfloat16
 

@@ -15,7 +15,8 @@ from amp_fx.graphs.keys import TIED
 from amp_fx.passes import Classify, PinDtypes
 from amp_fx.plans.label import Kind, Takes
 from amp_fx.policy import OpClass
-from graphs import Rewritten, check, plans, run_until
+from checks import check
+from graphs import Rewritten, plans, run_until
 
 BF16, FP16 = torch.bfloat16, torch.float16
 X, W = torch.randn(4, 4), torch.randn(4, 4)

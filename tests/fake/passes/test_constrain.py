@@ -13,7 +13,8 @@ from amp_fx.passes import Constrain
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import NodePlan
 from amp_fx.policy import OpClass
-from graphs import check, checked, rewrite, run_until
+from checks import check, checked
+from graphs import rewrite, run_until
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.passes import FuseCasts, InsertCasts, PassContext
-from graphs import check, checked, rewrite, run_until
+from checks import check, checked
+from graphs import rewrite, run_until
 
 aten = torch.ops.aten
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from amp_fx.graphs.keys import CAST_META
 from amp_fx.passes import InsertCasts
-from graphs import casts_of, check, checked, rewrite, run_until
+from checks import check, checked
+from graphs import casts_of, rewrite, run_until
 from small_models import Parts
 
 aten = torch.ops.aten

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_fx.plans.label import Kind
-from graphs import checked, rewrite
+from checks import checked
+from graphs import rewrite
 
 BF16 = torch.bfloat16
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")

@@ -16,7 +16,8 @@ from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import CastPlan, Plan
 from amp_fx.policy import OpClass, table
-from graphs import captured, casts_of, check, checked, rewrite
+from checks import check, checked
+from graphs import captured, casts_of, rewrite
 
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
 randn = torch.randn

@@ -18,7 +18,8 @@ from amp_fx import OptionsError, Plan, Policy, Rule, export, extra_files
 from amp_fx.graphs.traits import LINEAR_OPS, OPS
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.policy.table import all_names, supported_devices
-from graphs import check, rewrite
+from checks import check
+from graphs import rewrite
 from small_models import Parts
 
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")

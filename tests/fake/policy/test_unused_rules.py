@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import amp_fx
 from amp_fx import Plan, Report
 from amp_fx.plans.reading import unused_rules
-from graphs import agree, rewrite
+from checks import agree
+from graphs import rewrite
 from small_models import Parts
 
 
