@@ -9,7 +9,8 @@ Both keep scores and gradients of probabilities in fp32, and multiply probabilit
 
 Constants are fitted to 18 sizes on a Zen 4, torch 2.13, one thread (12 to 384 heads, 32 to 1024 queries): two
 products took 0.19 to 1.47 of the flash kernel's time, forward and backward; predicted was 0.8 to 1.3 times what was
-found. That was with 16-bit probabilities in the backward; fp32, 9 to 16 % of a call, is part of its softmax.
+found. With AMX (Sapphire Rapids, 6 sizes) products took 0.19 to 1.74 of it with the backward, and 1.6 to 5 times as
+long without. That was with 16-bit probabilities in the backward; fp32, 9 to 16 % of a call, is part of its softmax.
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import argument_value, is_parameter
-from amp_fx.placement.profile import FLASH_BLOCK, FLASH_BLOCK_BACKWARD, DeviceProfile
+from amp_fx.placement.profile import FLASH_BLOCK, FLASH_BLOCK_BACKWARD, FLASH_QUERY, DeviceProfile
 
-__all__ = ["Attention", "operands", "refusal"]
+__all__ = ["PAYS", "Attention", "operands", "refusal", "share_of_single_query"]
+
+#: share of the flash kernel's time from which products are taken: predictions are that good
+PAYS = 0.88
 
 #: keys in a block of the flash kernel; it skips blocks that a causal mask hides as a whole
 _KEYS = 512
 #: queries from which the flash kernel takes blocks of so many (``cpu_flash_attention`` of torch 2.13)
 _QUERIES = ((768, 256), (192, 64), (0, 32))
-#: share of the rate of products in 16 bits that the flash kernel reaches inside, in the forward and in the backward
+#: share of the rate of products in 16 bits that the flash kernel reaches inside, in the forward and in the backward,
+#: and how often that in fp32 the backward reaches at most: its products do not use AMX's rate
 _FLASH_REACHES = 0.45, 0.65
+_BACKWARD_REACHES = 1.9
 #: share of the nominal rates that two products of all heads reach
 _PRODUCTS_REACH = 1.5
 #: operations of the softmax for a score, forward and backward: as many as a product in fp32 does meanwhile
@@ -69,6 +75,7 @@ class Attention:
         for backward, block in enumerate((FLASH_BLOCK, FLASH_BLOCK_BACKWARD)[: 1 + self.training]):
             products = (2, 5)[backward]
             rate = profile.peak["bfloat16"] * _FLASH_REACHES[backward]
+            rate = min(rate, profile.peak["float32"] * _BACKWARD_REACHES) if backward else rate
             seconds += blocks * profile.calls[block] + products * 2 * scores * self.width / rate
         return seconds
 
@@ -86,6 +93,15 @@ class Attention:
             seconds += 2 * scores * self.width * products / _PRODUCTS_REACH
             seconds += (scores * (_SOFTMAX[backward] + each) + operands * _OPERAND[backward] + beyond) / wide
         return seconds
+
+
+def share_of_single_query(profile: DeviceProfile) -> float | None:
+    """Share of the flash kernel's time that two products take for one query, whatever the number of keys.
+
+    They read each key and each value once, where they lie. None where the profile does not know the kernel's time.
+    """
+    kernel = profile.calls.get(FLASH_QUERY)
+    return None if kernel is None else 2 * torch.bfloat16.itemsize / profile.bandwidth / kernel
 
 
 # ---- what products can do

@@ -31,7 +31,7 @@ from amp_fx.graphs.calls import arguments, is_parameter
 from amp_fx.graphs.fake_runs import fake_arguments, matmul_flops
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import is_eligible, is_view, numel
-from amp_fx.placement.attention import refusal
+from amp_fx.placement.attention import PAYS, refusal, share_of_single_query
 from amp_fx.placement.gpus import NOMINAL
 from amp_fx.placement.layout import is_convolution, is_relaid
 from amp_fx.placement.profile import DeviceProfile
@@ -191,6 +191,7 @@ class CostModel:
         # a single query, as in decoding
         if slower and is_attention and size_hint(node.all_input_nodes[0].meta["val"].shape[-2]) == 1:
             by_kernel = not self.writes_attention or bool(refusal(node, training=self.training))
+            by_kernel |= (share_of_single_query(self.profile) or 1) >= PAYS
             high, fast = high * slower[0], fast * slower[1 + by_kernel]
         return high + self._packing(node), fast
 

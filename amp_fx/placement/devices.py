@@ -15,6 +15,7 @@ from amp_fx.placement.profile import (
     DEVICE_TYPES,
     FLASH_BLOCK,
     FLASH_BLOCK_BACKWARD,
+    FLASH_QUERY,
     FLOAT8,
     INT8,
     DeviceProfile,
@@ -74,9 +75,16 @@ class _Cpu(NamedTuple):
     bfloat16: float  # relative to float32
     float16: float  # relative to float32
     int8: float | None = None  # likewise: packed weights, products summed in int32; None: slower than bf16
-    # seconds of one thread for a pair of blocks, forward and backward
-    flash: tuple[float, float] | None = None
+    # seconds of one thread: the flash kernel for an element of a key and of a value, a single query
+    query: float | None = None
+    # likewise for a pair of blocks, forward and backward
+    flash: tuple[float, ...] = ()
 
+
+#: without AMX the flash kernel multiplies the keys of a single query by a loop: measured on the Zen 4
+_LOOP = 1.9e-9
+#: with AMX: a single query, and pairs of blocks. Measured on a Sapphire Rapids
+_AMX_FLASH = 0.17e-9, (3e-6, 72e-6)
 
 #: The first row whose flags the CPU has counts. The ratios matter, the rates less so: FLOP a cycle times a
 #: sustained clock, times 0.7 for what a GEMM reaches. "Measured": torch 2.13, one thread of a Zen 4, where
@@ -86,19 +94,19 @@ _CPUS = (
     # IA-32 Optimization Reference Manual, chapter on AMX); half is left at AMX clocks and memory speed.
     # int8: twice as many. Measured on a Sapphire Rapids, layers of 2048 and 4096: 1.8 to 2.5 times bf16, from 1 to 1024
     # rows.
-    _Cpu("amx_fp16", frozenset({"amx_bf16", "amx_fp16"}), 100e9, 8.0, 8.0, 16.0),
+    _Cpu("amx_fp16", frozenset({"amx_bf16", "amx_fp16"}), 100e9, 8.0, 8.0, 16.0, *_AMX_FLASH),
     # Sapphire and Emerald Rapids: fp16 has AVX-512 vectors, but oneDNN widens and accumulates in fp32.
-    _Cpu("amx_bf16", frozenset({"amx_bf16", "avx512_fp16"}), 100e9, 8.0, 1.0, 16.0),
+    _Cpu("amx_bf16", frozenset({"amx_bf16", "avx512_fp16"}), 100e9, 8.0, 1.0, 16.0, *_AMX_FLASH),
     # An AMX CPU whose hypervisor hides AVX512-FP16.
-    _Cpu("amx_bf16 without fp16", frozenset({"amx_bf16"}), 100e9, 8.0, 0.03, 16.0),
+    _Cpu("amx_bf16 without fp16", frozenset({"amx_bf16"}), 100e9, 8.0, 0.03, 16.0, *_AMX_FLASH),
     # Sapphire Rapids whose hypervisor hides AMX: vdpbf16ps does two multiply-adds a lane.
-    _Cpu("avx512_bf16 avx512_fp16", frozenset({"avx512_bf16", "avx512_fp16"}), 100e9, 2.0, 1.0, 4.0),
+    _Cpu("avx512_bf16 avx512_fp16", frozenset({"avx512_bf16", "avx512_fp16"}), 100e9, 2.0, 1.0, 4.0, _LOOP),
     # Zen 5: bf16 vectors are as wide as the registers, and MKL runs fp32 with AVX2 on AMD. Measured on one: 4.4.
-    _Cpu("avx512_bf16 zen5", frozenset({"avx512_bf16", "avx512_vp2intersect"}), 90e9, 4.0, 0.03, 8.0),
+    _Cpu("avx512_bf16 zen5", frozenset({"avx512_bf16", "avx512_vp2intersect"}), 90e9, 4.0, 0.03, 8.0, _LOOP),
     # Cooper Lake, Zen 4. Measured: bf16 2.2 in a GEMM, 1.8 in a whole GPT step. oneDNN has no fp16
     # kernel here, ATen's own loops do 0.15 (linear) or 0.02 (mm): 0.04 in all, less for larger matrices. int8
     # (VNNI), a layer of 2048 with packed weights: 1.5 times bf16 at 1 row, 1.8 at 16, 2.0 at 128.
-    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0, (4e-6, 45e-6)),
+    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0, _LOOP, (4e-6, 45e-6)),
     # Skylake to Ice Lake: oneDNN emulates bf16 in fp32 vectors. Measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE:
     # 0.36 alone, 0.53 where other processes take half of the time (pytorch#86270: half as fast).
     _Cpu("avx512", frozenset({"avx512_bw"}), 100e9, 0.4, 0.03),
@@ -165,14 +173,17 @@ def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
     exact = max(1.0, row.bfloat16 * _CPU_FLOAT32_AS_BFLOAT16) if may_round else 1.0
     relative = {"float32": exact, "bfloat16": row.bfloat16, "float16": row.float16, INT8: row.int8}
     per_thread, socket = _CPU_BANDWIDTH
-    blocks = (seconds / threads for seconds in row.flash or ())
+    calls = {
+        FLASH_QUERY: row.query,
+        **dict(zip((FLASH_BLOCK, FLASH_BLOCK_BACKWARD), row.flash, strict=False)),
+    }
     return DeviceProfile(
         name=f"{row.name}, {threads} threads",
         device_type="cpu",
         peak={dtype: rate * times for dtype, times in relative.items() if times is not None},
         bandwidth=min(per_thread * threads, socket),
         launch=_CPU_LAUNCH,
-        calls=dict(zip((FLASH_BLOCK, FLASH_BLOCK_BACKWARD), blocks, strict=False)),
+        calls={name: seconds / threads for name, seconds in calls.items() if seconds is not None},
     )
 
 

@@ -15,6 +15,7 @@ from amp_fx.placement.profile import (
     DTYPES,
     FLASH_BLOCK,
     FLASH_BLOCK_BACKWARD,
+    FLASH_QUERY,
     FLOAT8,
     INT8,
     DeviceProfile,
@@ -81,7 +82,7 @@ def measure(
     copies = (_copy(size, device_type) for size in _COPY_SIZES[device_type])
     tasks["bandwidth"] = _largest(copies, 4, share, device_type)
     tasks["launch"] = _launch(device_type)
-    calls = _flash_blocks() if device_type == "cpu" else {}
+    calls = _flash_calls() if device_type == "cpu" else {}
     tasks |= calls
     samples: dict[str, list[float]] = {name: [] for name in tasks}
     progress("all of them in turns")
@@ -189,8 +190,8 @@ def _copy(size: int, device_type: str) -> _Task:
     return _Task(lambda: target.copy_(source), source.nbytes + target.nbytes)
 
 
-def _flash_blocks() -> dict[str, _Task]:
-    """The flash kernel for attention on a CPU where each head is one pair of blocks, and its backward."""
+def _flash_calls() -> dict[str, _Task]:
+    """The flash kernel for attention on a CPU where a head is a pair of blocks, its backward, and single queries."""
     aten, heads = torch.ops.aten, 256
     query = torch.randn(1, heads, 32, 16).to(torch.bfloat16)
     out, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, query, query)
@@ -199,7 +200,13 @@ def _flash_blocks() -> dict[str, _Task]:
         query, query, query, query, out, sums, 0.0, False,
     )  # fmt: skip
     forward = partial(aten._scaled_dot_product_flash_attention_for_cpu, query, query, query)
-    return {FLASH_BLOCK: _Task(forward, heads), FLASH_BLOCK_BACKWARD: _Task(backward, heads)}
+    keys = torch.randn(1, 16, 512, 64).to(torch.bfloat16)
+    single = partial(aten._scaled_dot_product_flash_attention_for_cpu, keys[:, :, :1], keys, keys)
+    return {
+        FLASH_BLOCK: _Task(forward, heads),
+        FLASH_BLOCK_BACKWARD: _Task(backward, heads),
+        FLASH_QUERY: _Task(single, keys.numel()),
+    }
 
 
 def _launch(device_type: str) -> _Task:

@@ -26,8 +26,8 @@ from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.table import DEVICES
 
 __all__ = [
-    "DEVICE_TYPES", "DTYPES", "FLASH_BLOCK", "FLASH_BLOCK_BACKWARD", "FLOAT8", "INT8", "DeviceProfile", "ProfileError",
-    "check_device_type",
+    "DEVICE_TYPES", "DTYPES", "FLASH_BLOCK", "FLASH_BLOCK_BACKWARD", "FLASH_QUERY", "FLOAT8", "INT8",
+    "DeviceProfile", "ProfileError", "check_device_type",
 ]  # fmt: skip
 
 #: device types that have profiles
@@ -40,10 +40,12 @@ FLOAT8 = "float8_e4m3fn"
 INT8 = "int8"
 #: what the flash kernel for attention on a CPU takes for a block of queries and one of keys, beside the products
 FLASH_BLOCK, FLASH_BLOCK_BACKWARD = "flash_block", "flash_block_backward"
+#: what it takes for an element of a key and one of a value where each head has a single query
+FLASH_QUERY = "flash_query"
 #: what a profile may have a matmul rate for, and which calls of libraries that take time beside their arithmetic
 _KEYS = {
     "peak": tuple(dict.fromkeys(level.rate for level in LEVELS.values())),
-    "calls": (FLASH_BLOCK, FLASH_BLOCK_BACKWARD),
+    "calls": (FLASH_BLOCK, FLASH_BLOCK_BACKWARD, FLASH_QUERY),
 }
 
 _FORMAT = "amp_fx device profile"

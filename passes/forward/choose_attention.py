@@ -10,13 +10,10 @@ import torch.fx as fx
 
 from amp_fx.graphs.calls import argument_value
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.placement.attention import Attention, operands, refusal
+from amp_fx.placement.attention import PAYS, Attention, operands, refusal, share_of_single_query
 from amp_fx.plans.label import Kind, Label, Reason, label_of
 
 __all__ = ["ChooseAttention"]
-
-#: share of the flash kernel's time from which products are taken: predictions are that good
-_PAYS = 0.88
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,8 @@ class ChooseAttention(Pass):
        heads of different widths, a mask with a gradient, one query in training.
     2. ``numerics="eager"`` and graphs without rates keep the kernel.
     3. a user's rule with ``"implementation"``.
-    4. a single query, whatever the number of keys, known or not: Inductor's kernels read keys and values once, where
-       they lie. The products took 0.08 to 0.6 of the kernel's time, with 8 to 4,096 keys (Zen 4, torch 2.13).
+    4. a single query, whatever the number of keys, known or not: by what an element of a key takes. The products took
+       0.08 to 0.6 of the kernel's time on a Zen 4, with 8 to 4,096 keys, and 0.7 to 1.3 of it with AMX (torch 2.13).
     5. the one that takes fewer operations (:class:`amp_fx.placement.attention.Attention`).
 
     The graph is not changed. :class:`amp_fx.passes.inductor.attend.Attend` writes the products, forward and backward::
@@ -66,7 +63,7 @@ def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
     query, key, _ = operands(node)
     *outer, queries, width = query.shape
     if queries == 1:
-        return Reason.of(Kind.PRODUCTS, why="a single query reads keys and values where they lie")
+        return _cheaper(share_of_single_query(context.profile), "a single query")
     sizes = Attention(
         heads=math.prod(outer),
         queries=queries,
@@ -77,9 +74,12 @@ def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
         low_scores=context.policy.base == "fast",
     )
     flash = sizes.flash(context.profile)
-    if flash is None:
+    share = flash and sizes.products(context.profile) / flash
+    return _cheaper(share, f"{sizes.heads} x {sizes.queries} x {sizes.keys} scores")
+
+
+def _cheaper(share: float | None, what: str) -> Reason:
+    if share is None:
         return Reason.of(Kind.FLASH, why="the profile has no times of the flash kernel")
-    share = sizes.products(context.profile) / flash
-    kind = Kind.PRODUCTS if share < _PAYS else Kind.FLASH
-    scores = f"{sizes.heads} x {sizes.queries} x {sizes.keys}"
-    return Reason.of(kind, why=f"products take {share:.2f} of its time for {scores} scores")
+    kind = Kind.PRODUCTS if share < PAYS else Kind.FLASH
+    return Reason.of(kind, why=f"products take {share:.2f} of its time for {what}")

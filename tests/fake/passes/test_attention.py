@@ -21,7 +21,9 @@ from amp_fx.plans.label import Kind
 from amp_fx.policy import Policy
 from graphs import calls_text, captured, op_by_op
 
-ZEN4 = _cpu_profile(next(row for row in _CPUS if row.name == "avx512_bf16"), 2)
+ZEN4, AMX = (
+    _cpu_profile(next(row for row in _CPUS if row.name == name), 2) for name in ("avx512_bf16", "amx_bf16")
+)
 OP = "scaled_dot_product_attention"
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -93,6 +95,15 @@ def test_a_cpu_whose_flash_kernel_was_not_measured_keeps_it() -> None:
     found = choice(query, query, profile=profile)
     assert found is not None
     assert found[0] is Kind.FLASH
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("queries", [1, 128])
+def test_with_amx_the_flash_kernel_stays_but_for_its_backward(queries: int, training: bool) -> None:
+    query, key = heads(1, 12, queries, 64).bfloat16(), heads(1, 12, 128, 64).bfloat16()
+    found = choice(query, key, profile=AMX, training=training)
+    assert found is not None
+    assert (found[0] is Kind.PRODUCTS) is (training and queries > 1)
 
 
 def test_a_rule_asks_for_products_whatever_they_take() -> None:
