@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
-from amp_fx._torch import HigherOrderOperator, log_artifact
+from amp_fx._torch import HigherOrderOperator, joint_roles, log_artifact
 from amp_fx.errors import PassError, PlanError
 from amp_fx.graphs.keys import MARK, REGION_META
 from amp_fx.graphs.values import LOW_DTYPES
@@ -31,7 +31,7 @@ from amp_fx.policy import Policy
 from amp_fx.policy.rules import Rule
 
 __all__ = [
-    "CUSTOM", "Pass", "PassContext", "bodies", "mark", "mark_because", "marked", "run_in_order",
+    "CUSTOM", "Pass", "PassContext", "bodies", "gradients_in", "mark", "mark_because", "marked", "run_in_order",
     "run_passes",
 ]  # fmt: skip
 
@@ -140,3 +140,13 @@ def mark_because(gm: fx.GraphModule, kind: Kind, key: str) -> tuple[str, ...]:
 def marked(node: fx.Node, key: str = MARK) -> str | None:
     """The name in the plan of the call that a node comes from, if that has such a mark."""
     return (node.meta.get(CUSTOM) or {}).get(key)
+
+
+def gradients_in(gm: fx.GraphModule) -> set[fx.Node]:
+    """What depends on a gradient that enters the backward; nothing in a graph without one."""
+    roles = joint_roles(gm)
+    found = set() if roles is None else set(roles.tangents)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found

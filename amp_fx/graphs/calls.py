@@ -14,9 +14,10 @@ from amp_fx._torch import OpOverload
 from amp_fx.state import cache_results
 
 __all__ = [
-    "argument_value", "arguments", "class_name", "differentiated", "dotted_path", "grad_modes", "is_cast",
-    "is_gradient_call", "is_leaf_call", "is_parameter", "is_returned", "module_path", "output_nodes",
-    "readers", "short_source", "source_line", "target_name", "tensor_arguments", "tensor_nodes", "where",
+    "argument_value", "arguments", "class_name", "convolution_settings", "differentiated", "dotted_path",
+    "grad_modes", "is_cast", "is_gradient_call", "is_leaf_call", "is_parameter", "is_returned", "module_path",
+    "output_nodes", "readers", "short_source", "source_line", "target_name", "tensor_arguments", "tensor_nodes",
+    "where",
 ]  # fmt: skip
 
 
@@ -33,6 +34,20 @@ def arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
 def argument_value(node: fx.Node, name: str) -> Any:
     """The argument called ``name``, or None where the program leaves it out."""
     return next((value for given, value in arguments(node) if given == name), None)
+
+
+def convolution_settings(node: fx.Node) -> dict[str, Any]:
+    """What a convolution is given besides tensors, sizes for each dimension."""
+    dims = argument_value(node, "weight").meta["val"].ndim - 2
+    schema: Any = node.target
+    given = {each.name: each.default_value for each in schema._schema.arguments} | dict(arguments(node))
+
+    def spread(value: Any) -> tuple[int, ...]:
+        values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        return values if len(values) == dims else values * dims
+
+    names = [name for name in given if name not in ("input", "weight", "bias")]
+    return {name: given[name] if name == "groups" else spread(given[name]) for name in names}
 
 
 def tensor_nodes(value: Any) -> list[fx.Node]:

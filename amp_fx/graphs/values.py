@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
@@ -17,7 +18,7 @@ from amp_fx.graphs.traits import op_row
 
 __all__ = [
     "LOW_DTYPES", "call_device", "cast_bytes", "graph_device", "graph_devices", "in_place_target",
-    "is_eligible", "is_view", "numel", "storage_of", "storages_written_in", "tensors",
+    "is_eligible", "is_fixed", "is_pure", "is_view", "numel", "storage_of", "storages_written_in", "tensors",
     "written_arguments", "written_storages",
 ]  # fmt: skip
 
@@ -159,3 +160,20 @@ def written_storages(node: fx.Node) -> set[int]:
     else:
         sources = node.all_input_nodes
     return {key for source in sources if (key := storage_of(source)) is not None}
+
+
+def is_fixed(node: fx.Node) -> bool:
+    """True for tensors of known sizes."""
+    values = tensors(node.meta.get("val"))
+    return bool(values) and all(isinstance(size, int) for value in values for size in value.shape)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """True where a value follows from arguments alone, in a call that may as well run elsewhere."""
+    if node.op != "call_function" or not is_fixed(node):
+        return False
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload):
+        return False
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags

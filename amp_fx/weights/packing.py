@@ -24,16 +24,15 @@ import torch.fx as fx
 from amp_fx._torch import (
     LINEAR,
     LINEAR_INT8,
-    OpOverload,
     Packing,
     convolution_int8_op,
     convolution_op,
     onednn_packs,
     packing,
 )
-from amp_fx.graphs.calls import argument_value, arguments, is_cast, is_returned
+from amp_fx.graphs.calls import argument_value, convolution_settings, is_cast, is_returned
 from amp_fx.graphs.traits import linear_form
-from amp_fx.graphs.values import is_view, numel, storage_of, storages_written_in, tensors
+from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, storages_written_in, tensors
 from amp_fx.weights.derived import DerivedInputs, derivation
 from amp_fx.weights.recipes import Derived, with_norm
 
@@ -115,7 +114,7 @@ class _Packer:
             is_computed = any(arg in self.derived for arg in inputs) and all(
                 arg in self.derived or arg in fixed for arg in inputs
             )
-            if node in self.derived or not is_computed or not _is_pure(node) or storage_of(node) in written:
+            if node in self.derived or not is_computed or not is_pure(node) or storage_of(node) in written:
                 continue
             if not is_view(node):
                 elements = sum(numel(weight.meta["val"]) for weight in sources[node])
@@ -181,7 +180,7 @@ class _Packer:
             or _args(call)[0].meta["val"].ndim != _args(call)[1].meta["val"].ndim
         ):
             return None
-        given = _convolution(call)
+        given = convolution_settings(call)
         if "output_padding" not in given:
             return 0
         return 1 if given["groups"] == 1 else None
@@ -242,10 +241,10 @@ class _Packer:
             return
         dtype, kernel = node.meta["val"].dtype, weight.meta["val"].shape
         if is_convolution:
-            given = _convolution(node)
+            given = convolution_settings(node)
             window = [given[name] for name in ("stride", "padding", "dilation", "groups")]
             # where sizes are not known, oneDNN packs for any
-            sizes = tuple(x.meta["val"].shape) if _is_fixed(x) else None
+            sizes = tuple(x.meta["val"].shape) if is_fixed(x) else None
             how = packing("convolution_int8", kernel, torch.int8, scale, zero, *window, sizes)
             node.target, after = convolution_int8_op(), (*window, dtype)
         else:
@@ -264,15 +263,15 @@ class _Packer:
         value, kernel = x.meta["val"], weight.meta["val"]
         if kernel.ndim < 4 or value.ndim != kernel.ndim or not self._packs(value, kernel):
             return
-        given = _convolution(node)
+        given = convolution_settings(node)
         transposed, how = "output_padding" in given, None
         padding, stride, dilation, groups = (
             given[name] for name in ("padding", "stride", "dilation", "groups")
         )
         more = (given["output_padding"],) if transposed else ()
-        if transposed and (groups > 1 or not _is_fixed(x) or any(map(operator.ge, *more, stride))):
+        if transposed and (groups > 1 or not is_fixed(x) or any(map(operator.ge, *more, stride))):
             return
-        if _is_fixed(x):
+        if is_fixed(x):
             kind, sizes = "transposed_convolution" if transposed else "convolution", tuple(value.shape)
             how = packing(kind, kernel.shape, kernel.dtype, padding, *more, stride, dilation, groups, sizes)
         packed = self._input(weight, kernel, how)
@@ -337,37 +336,6 @@ class _Packer:
         return [*self._taken.values()], [*map(self._programs.index, weights)], inputs
 
 
-def _convolution(node: fx.Node) -> dict[str, Any]:
-    """What a convolution is given besides tensors, sizes for each dimension."""
-    dims = _args(node)[1].meta["val"].ndim - 2
-    schema: Any = node.target
-    given = {each.name: each.default_value for each in schema._schema.arguments} | dict(arguments(node))
-
-    def spread(value: Any) -> tuple[int, ...]:
-        values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        return values if len(values) == dims else values * dims
-
-    names = [name for name in given if name not in ("input", "weight", "bias")]
-    return {name: given[name] if name == "groups" else spread(given[name]) for name in names}
-
-
 def _args(node: fx.Node) -> Any:
     """Its arguments, of types that its target implies."""
     return node.args
-
-
-def _is_fixed(node: fx.Node) -> bool:
-    """True for tensors of known sizes."""
-    values = tensors(node.meta.get("val"))
-    return bool(values) and all(isinstance(size, int) for value in values for size in value.shape)
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """True where a value follows from arguments alone, in a call that may as well run elsewhere."""
-    if node.op != "call_function" or not _is_fixed(node):
-        return False
-    if node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, OpOverload):
-        return False
-    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags

@@ -14,8 +14,7 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import Pass, PassContext, marked
-from amp_fx.passes.levels.matmuls import gradients_in
+from amp_fx.passes.base import Pass, PassContext, gradients_in, marked
 from amp_fx.placement.layout import CAST
 from amp_fx.policy.table import device_row
 

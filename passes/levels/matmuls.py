@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import joint_roles
 from amp_fx.graphs.calls import is_cast
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.keys import CAST_META, REGION_META
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import LOW_DTYPES
-from amp_fx.passes.base import PassContext, marked
+from amp_fx.passes.base import PassContext, gradients_in, marked
 from amp_fx.placement.layout import CAST
 from amp_fx.plans.label import Kind, label_of
 from amp_fx.policy import OpClass
@@ -29,7 +28,7 @@ from amp_fx.policy.levels import FORWARD, INPUT, WEIGHT
 from amp_fx.policy.rules import BELOW
 
 __all__ = [
-    "Matmul", "Operand", "captured_matmul", "divides", "gradients_in", "last_calls", "may_run_below",
+    "Matmul", "Operand", "captured_matmul", "divides", "last_calls", "may_run_below",
     "read_matmuls",
 ]  # fmt: skip
 
@@ -239,16 +238,6 @@ def _is_transpose(node: fx.Node) -> bool:
 
 
 # ---- joint graphs
-
-
-def gradients_in(gm: fx.GraphModule) -> set[fx.Node]:
-    """What depends on a gradient that enters the backward; nothing in a graph without one."""
-    roles = joint_roles(gm)
-    found = set() if roles is None else set(roles.tangents)
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _joint_matmuls(gm: fx.GraphModule) -> list[Matmul]:

@@ -13,12 +13,11 @@ import torch.fx as fx
 from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import LEVEL
 from amp_fx.graphs.values import cast_bytes, numel
-from amp_fx.passes.base import Pass, PassContext
+from amp_fx.passes.base import Pass, PassContext, gradients_in
 from amp_fx.passes.levels.matmuls import (
     Matmul,
     Operand,
     divides,
-    gradients_in,
     last_calls,
     may_run_below,
     read_matmuls,
