@@ -201,7 +201,7 @@ def _unused_rule(rule: dict[str, str], plans: Sequence[Plan]) -> str:
     ops = sorted({row.op.partition(".")[0] for row in rows})
     op, module = rule.get("op", "").partition(".")[0], rule.get("module", "")
     modules = sorted({row.module_path for row in rows})
-    hint = did_you_mean(op, ops) if op and op not in ops else did_you_mean(module, modules)
+    hint = did_you_mean(op, ops) if op and op not in ops else did_you_mean(module, modules) if module else ""
     return f"policy rule {json.dumps(rule)} matched no call in {where}{'.' if hint else ''}{hint}"
 
 

@@ -56,6 +56,8 @@ def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
         return Reason.of(Kind.FLASH, why="as eager PyTorch has it")
     rule = context.policy.rule_for(plan.op, plan.module_path)
     if rule is not None and rule.implementation is not None:
+        # with operands that were low before, its precision changes nothing
+        context.matched.add(rule)
         kind = Kind.PRODUCTS if rule.implementation == "products" else Kind.FLASH
         return Reason.of(kind, why="as the rule has it")
     if context.profile is None:

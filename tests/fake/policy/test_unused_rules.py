@@ -71,6 +71,15 @@ def test_a_rule_about_what_stays_as_it_was_written_has_not() -> None:
     assert unused(plan) == ["tanh", "add_"]
 
 
+def test_a_rule_about_the_implementation_holds_for_operands_that_are_low() -> None:
+    query = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
+    given = {"op": "scaled_dot_product_attention", "precision": "low", "implementation": "products"}
+    attention = torch.nn.functional.scaled_dot_product_attention
+    assert unused(rewrite(attention, query, query, query, options=rules(given)).plan) == []
+    with_softmax = rewrite(lambda x: x.softmax(-1), query, options=rules({"op": "softmax"})).plan
+    assert "Did you mean" not in unused_rules([with_softmax])[0]
+
+
 def test_calls_inside_of_bodies_count() -> None:
     checkpointed = Parts(lambda m, x: checkpoint(m.net, x.exp(), use_reentrant=False), net=net())
     given = rules({"op": "softmax"}, {"op": "exp"}, {"op": "log"})
