@@ -51,6 +51,14 @@ class Loop:
         return self.scaler.step_taken(self.optimizer)
 
 
+def step(scaler: Any, optimizer: torch.optim.Optimizer, run: Callable[..., Tensor]) -> None:
+    """A step with any scaler."""
+    optimizer.zero_grad()
+    scaler.scale(loss_of(run, batch())).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def compiled(program: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return torch.compile(program, backend="amp_fx", options={**OPTIONS, **options})
 

@@ -27,7 +27,7 @@ def write(*at: Any, value: float = INF) -> Callable[[Any], object]:
     return lambda model: gradient(model.up.weight).data.__setitem__(at, value)
 
 
-def set_gradient(p: Tensor, value: Tensor) -> None:
+def put(p: Tensor, value: Tensor) -> None:
     p.grad = value
 
 
@@ -53,7 +53,7 @@ def clipped_by_norm(model: UpDown) -> None:
 
 
 CHANGES: dict[str, Callable[[UpDown], object]] = {
-    "replaced": lambda model: set_gradient(model.up.weight, gradient(model.up.weight) * INF),
+    "replaced": lambda model: put(model.up.weight, gradient(model.up.weight) * INF),
     "written through data": write(...),
     "one element through data": write(7, 3, value=NAN),
     "numpy": lambda model: gradient(model.up.weight).numpy().__setitem__((2, 5), NAN),
@@ -96,11 +96,9 @@ def on_node(p: Tensor, *, after: bool) -> Any:
 
 HOOKS: dict[str, Callable[[Tensor], Any]] = {
     "tensor": lambda p: p.register_hook(lambda g: g / 0.0),
-    "replacing": lambda p: p.register_post_accumulate_grad_hook(
-        lambda leaf: set_gradient(leaf, gradient(leaf) * INF)
-    ),
+    "replacing": lambda p: p.register_post_accumulate_grad_hook(lambda leaf: put(leaf, gradient(leaf) * INF)),
     "writing": lambda p: p.register_post_accumulate_grad_hook(
-        lambda leaf: gradient(leaf).data.__setitem__(..., NAN)
+        lambda p: gradient(p).data.__setitem__(..., NAN)
     ),
     "before the node": functools.partial(on_node, after=False),
     "after the node": functools.partial(on_node, after=True),

@@ -15,6 +15,8 @@ from amp_fx.scaling import findings
 from amp_fx.scaling.findings import Step, _bad, look
 from scaled import INF, NAN
 
+FP32 = torch.float32
+
 
 @pytest.fixture(params=["host", "device"], autouse=True)
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,19 +49,15 @@ def spoilt(dtype: torch.dtype, value: float = NAN) -> Tensor:
 
 
 BAD: dict[str, Callable[[], Tensor]] = {
-    **{
-        f"one {v} in {d}": lambda d=d, v=v: spoilt(d, v)
-        for d in (torch.float32, torch.bfloat16)
-        for v in (INF, NAN)
-    },
+    **{f"one {v} in {d}": lambda d=d, v=v: spoilt(d, v) for d in (FP32, torch.bfloat16) for v in (INF, NAN)},
     "one -inf in fp64": lambda: spoilt(torch.float64, -INF),
     "inf and -inf": lambda: torch.tensor([INF, -INF]),
     "one number": lambda: torch.tensor(NAN),
     "complex": lambda: torch.tensor([1.0, complex(0.0, INF)]),
     "sparse": lambda: sparse([1.0, INF]),
     "sparse, finite until its duplicates are added": lambda: sparse([3e38, 3e38]),
-    "strides": lambda: spoilt(torch.float32).t()[1::2],
-    "channels last": lambda: spoilt(torch.float32).view(2, 5, 10, 7).to(memory_format=torch.channels_last),
+    "strides": lambda: spoilt(FP32).t()[1::2],
+    "channels last": lambda: spoilt(FP32).view(2, 5, 10, 7).to(memory_format=torch.channels_last),
     "made of two": lambda: TwoTensor(torch.ones(3), torch.tensor([1.0, NAN, 1.0])),
 }
 
@@ -88,24 +86,19 @@ def test_what_is_good_is_not_suspected(make: Callable[[], Tensor | None]) -> Non
     assert seen(parameter(torch.ones(5)), parameter(make())) == (0.0, set())
 
 
-def test_where_there_is_no_gradient_nothing_is_found() -> None:
+def test_what_was_found_in_several_dtypes_is_one_number_and_of_no_gradients_nothing() -> None:
+    dtypes = (FP32, torch.bfloat16, torch.float64)
+    assert seen(*(parameter(spoilt(dtype)) for dtype in dtypes))[0] == 1.0
+    assert seen(*(parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes))[0] == 0.0
     assert seen() == seen(parameter(None)) == (0.0, set())
 
 
-def test_what_was_found_in_several_dtypes_is_one_number() -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float64)
-    assert seen(*(parameter(spoilt(dtype)) for dtype in dtypes))[0] == 1.0
-    assert seen(*(parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes))[0] == 0.0
-
-
 def test_nothing_is_written() -> None:
-    parameters = [parameter(spoilt(torch.float32)), parameter(torch.ones(3))]
-    before = [p.grad.clone() for p in parameters if p.grad is not None]
-    seen(*parameters)
-    for p, value in zip(parameters, before, strict=True):
-        assert p.grad is not None
-        assert p.grad._version == (1 if p is parameters[0] else 0)
-        assert torch.equal(p.grad.nan_to_num(7.0), value.nan_to_num(7.0))
+    grads = [spoilt(FP32), torch.ones(3)]
+    before, versions = [grad.clone() for grad in grads], [grad._version for grad in grads]
+    seen(*map(parameter, grads))
+    assert [grad._version for grad in grads] == versions
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(grads, before, strict=True))
 
 
 def test_bad_parameters_are_named_by_graphs_then_by_optimizers_and_not_once_these_are_dead() -> None:

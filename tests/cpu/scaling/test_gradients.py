@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -22,6 +23,8 @@ from scaled import INF, OPTIONS, Loop, batch, compiled, gradient, gradients_are,
 from small_models import Parts, UpDown
 from versions import fails_in
 
+PARAMETERS = ["up.weight", "up.bias", "down.weight", "down.bias"]
+
 # ---- torch's own cases ----
 
 
@@ -33,14 +36,12 @@ def torchs() -> ModuleType:
     return common_cuda
 
 
-def backwards(
-    pattern: str, x: Tensor, y: Tensor, model: Any, optimizer: Any, scaler: Any, loss_fn: Any, bad: bool
-) -> None:
+def backwards(pattern: str, x: Tensor, y: Tensor, model: Any, optimizer: Any, scaler: Any, bad: bool) -> None:
     """From a batch to the step of the optimizer."""
     parts = 2 if pattern == "accumulation" else 1
     for part, (own, target) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
         spoils = bad and part == 0 and pattern != "plain"
-        scaler.scale(loss_fn(model(own * INF if spoils else own), target) / parts).backward()
+        scaler.scale(F.mse_loss(model(own * INF if spoils else own), target) / parts).backward()
     if bad and pattern == "plain":
         gradient(next(model.parameters())).fill_(INF)
     if pattern == "clipping":
@@ -51,24 +52,21 @@ def backwards(
 
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("pattern", ["plain", "clipping", "accumulation"])
-@pytest.mark.parametrize(
-    ("optimizer", "arguments"),
-    [(torch.optim.SGD, {"lr": 0.5}), (torch.optim.AdamW, {"lr": 1e-2, "fused": True})],
-    ids=["SGD", "fused AdamW"],
-)
-def test_torchs_scaling_cases_end_where_eager_fp32_ends(
-    torchs: Any, optimizer: Any, arguments: dict[str, Any], pattern: str
-) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["SGD", "fused AdamW"])
+def test_torchs_scaling_cases_end_where_eager_fp32_ends(torchs: Any, fused: bool, pattern: str) -> None:
+    optimizer, arguments = torch.optim.SGD, {"lr": 0.5}
+    if fused:
+        optimizer, arguments = torch.optim.AdamW, {"lr": 1e-2, "fused": True}
     case = torchs._create_scaling_case(device="cpu", optimizer_ctor=optimizer, optimizer_kwargs=arguments)
-    control, scaling, opt_control, opt_scaling, data, loss_fn, skip = case
+    control, scaling, opt_control, opt_scaling, data, _, skip = case
     scaler, disabled = new_scaler(growth_interval=1), torch.amp.GradScaler("cpu", enabled=False)
     model = compiled(scaling)
     for index, (x, y) in enumerate(data):
         if index != skip:
             opt_control.zero_grad()
-            backwards(pattern, x, y, control, opt_control, disabled, loss_fn, False)
+            backwards(pattern, x, y, control, opt_control, disabled, False)
         opt_scaling.zero_grad()
-        backwards(pattern, x, y, model, opt_scaling, scaler, loss_fn, index == skip)
+        backwards(pattern, x, y, model, opt_scaling, scaler, index == skip)
         assert scaler.step_taken(opt_scaling) is (index != skip)
         scaler.update()
     assert scaled.close(scaling, control, 5e-3)
@@ -78,11 +76,9 @@ def test_torchs_scaling_cases_end_where_eager_fp32_ends(
 
 
 @pytest.mark.usefixtures("op_by_op")
-def test_several_losses_models_and_optimizers_share_a_scaler(
-    torchs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # torch's own condition for retain_graph on compiled graphs
-    monkeypatch.setattr(functorch_config, "donated_buffer", False)
+# torch's own condition for retain_graph on compiled graphs
+@functorch_config.patch(donated_buffer=False)
+def test_several_losses_models_and_optimizers_share_a_scaler(torchs: Any) -> None:
     case, more = torchs._create_scaling_case, torchs._create_scaling_models_optimizers
     control0, scaling0, opt_control0, opt_scaling0, data, loss_fn, skip = case(device="cpu")
     control1, scaling1, opt_control1, opt_scaling1 = more(device="cpu")
@@ -159,12 +155,7 @@ def test_caches_hit_and_know_the_names_of_parameters() -> None:
         torch._dynamo.reset()
         loop = Loop()
         loop.loss().backward()
-        assert list(loop.scaler._here.now.names.values()) == [
-            "up.weight",
-            "up.bias",
-            "down.weight",
-            "down.bias",
-        ]
+        assert list(loop.scaler._here.now.names.values()) == PARAMETERS
     found = counters["aot_autograd"]
     assert (found["autograd_cache_hit"], found["autograd_cache_bypass"]) == (1, 0)
 
@@ -215,7 +206,7 @@ def test_programs_of_several_graphs(program: Callable[..., Tensor], called: Call
     assert gradients_are(loop.model, x)
     assert loop.end()
     assert not loop.step(loss_of(called(loop.run), x * INF))
-    assert set(loop.scaler.first_nonfinite()) == {"up.weight", "up.bias", "down.weight", "down.bias"}
+    assert set(loop.scaler.first_nonfinite()) == set(PARAMETERS)
 
 
 @pytest.mark.usefixtures("op_by_op")
@@ -241,9 +232,7 @@ def test_sparse_embedding_gradients_of_eager_code_are_read() -> None:
 
 
 @pytest.mark.usefixtures("op_by_op")
-def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torchs_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torchs_error() -> None:
     loop, x, head = Loop(), batch().requires_grad_(), nn.Linear(8, 1)
 
     def penalized(net: Callable[..., Tensor]) -> Tensor:
@@ -254,11 +243,11 @@ def test_a_gradient_penalty_on_the_eager_part_works_and_inside_the_graph_is_torc
     loop.backward(penalized(loop.run))
     assert gradients_are(loop.model, penalized)
     assert loop.end()
-    monkeypatch.setattr(functorch_config, "donated_buffer", False)
     torch._dynamo.reset()
-    (own,) = torch.autograd.grad(loop.scaler.scale(loss_of(loop.run, x)), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
-        own.pow(2).sum().backward()
+    with functorch_config.patch(donated_buffer=False):
+        (own,) = torch.autograd.grad(loop.scaler.scale(loss_of(loop.run, x)), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward"):
+            own.pow(2).sum().backward()
 
 
 @pytest.mark.usefixtures("op_by_op")

@@ -14,19 +14,12 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx._torch import BEFORE_STEP
 from amp_fx.errors import ScalerError, ScalingWarning
-from scaled import OPTIONS, Loop, batch, compiled, gradients_are, loss_of, new_scaler, same, weights
+from scaled import OPTIONS, Loop, batch, compiled, gradients_are, loss_of, new_scaler, same, step, weights
 from small_models import UpDown
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
 SGD = torch.optim.SGD
-
-
-def step(scaler: Any, optimizer: torch.optim.Optimizer, run: Callable[..., Tensor]) -> None:
-    optimizer.zero_grad()
-    scaler.scale(loss_of(run, batch())).backward()
-    scaler.step(optimizer)
-    scaler.update()
 
 
 def theirs(init_scale: float = 128.0, **arguments: Any) -> torch.amp.GradScaler:
@@ -71,9 +64,7 @@ def unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> 
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_step_without_the_graphs_scaler_is_refused(
-    way: Callable[[torch.optim.Optimizer], object],
-) -> None:
+def test_a_step_without_the_graphs_scaler_is_refused(way: Callable[[torch.optim.Optimizer], object]) -> None:
     loop = Loop()
     loop.backward()
     with pytest.raises(ScalerError, match=loop.scaler.name):
@@ -174,9 +165,7 @@ def test_torchs_own_scaler_works_around_a_graph_without_a_scaler(fused: bool) ->
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_under_an_fp16_autocast_of_the_users_scaling_is_theirs_and_a_scaler_is_one_from_outside(
-    given: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_under_the_users_fp16_autocast_a_scaler_is_one_from_outside(given: bool, caplog: Any) -> None:
     model, x, scaler = UpDown(), batch(), new_scaler()
     optimizer, losses = SGD(model.parameters()), list[Tensor]()
 
