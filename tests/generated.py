@@ -38,11 +38,7 @@ class Code:
     outputs: tuple[str | None, ...]  # the backward reads what has the same name in the forward
 
 
-def sources(
-    graphs: Sequence[TracedGraph],
-    options: dict[str, Any] | None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> list[Code]:
+def sources(graphs: Sequence[TracedGraph], options: Any, dtype: torch.dtype = torch.bfloat16) -> list[Code]:
     """Code of every forward and backward graph, in order; as :func:`targets.compiled`, with stock autocast as None."""
     found: list[Code] = []
 
@@ -56,9 +52,7 @@ def sources(
     return found
 
 
-def _generated(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-) -> tuple[Code, Callable[..., Any]]:
+def _generated(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[Code, Callable[..., Any]]:
     """The code of a graph after partitioning, and what runs it op by op."""
     from torch._inductor.graph import GraphLowering
 
@@ -74,7 +68,7 @@ def _generated(
 
     # counting comes after fusion, which is where code generation begins
     with mock.patch.object(GraphLowering, "count_bytes", count_and_generate):
-        lowered = lower_with_inductor(gm, example_inputs, **kwargs)
+        lowered = lower_with_inductor(gm, inputs, **kwargs)
     graph = lowered.before.graph
     placeholders = graph.find_nodes(op="placeholder")
     kinds = tuple((tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in placeholders)
@@ -84,9 +78,8 @@ def _generated(
 
 def cubins(codes: Sequence[Code], architectures: Sequence[int]) -> dict[str, dict[int, int]]:
     """Bytes of machine code for each kernel and architecture, 90 for sm_90; kernels that differ by name are one."""
-    kernels = {
-        body.replace(name, "kernel"): name for code in codes for name, body in _KERNEL.findall(code.text)
-    }
+    found = [kernel for code in codes for kernel in _KERNEL.findall(code.text)]
+    kernels = {body.replace(name, "kernel"): name for name, body in found}
     with pretended():
         return {name: _compiled(name, body, architectures) for body, name in kernels.items()}
 
@@ -115,9 +108,7 @@ def _compiled(name: str, body: str, architectures: Sequence[int]) -> dict[int, i
 # ---- copies with scales ----
 
 
-def _product(
-    rows: int, columns: int, dtype: torch.dtype, read: str
-) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+def _product(rows: int, columns: int, dtype: torch.dtype, read: str) -> tuple[fx.GraphModule, list[Any]]:
     """(graph, fake input) of a matrix times itself: operands are its ``"rows"``, its ``"columns"``, or one each."""
     graph = fx.Graph()
 

@@ -41,24 +41,21 @@ class Step:
 
 def interpret(step: Step) -> tuple[list[Tensor], list[Tensor | None]]:
     """What the program returns, and a gradient or None for each input of the forward."""
-    results = _load(step.forward)(list(step.inputs))
+    results = _load(step.forward.text)(list(step.inputs))
     returned = list(results[: step.returns])
     if step.backward is None:
         return returned, []
     known = dict(zip(step.forward.outputs, results, strict=True))
-    known |= dict(zip(_tangents(step.backward), step.tangents, strict=True))
-    return returned, list(_load(step.backward)([known[name] for name in step.backward.inputs]))
+    tangents = [name for name in step.backward.inputs if name.startswith("tangents")]
+    known |= dict(zip(tangents, step.tangents, strict=True))
+    return returned, list(_load(step.backward.text)([known[name] for name in step.backward.inputs]))
 
 
-def _tangents(backward: Code) -> list[str]:
-    return [name for name in backward.inputs if name.startswith("tangents")]
-
-
-def _load(code: Code) -> Callable[[list[Tensor]], Sequence[Any]]:
+def _load(text: str, name: str = "call") -> Any:
+    """What code has under a name."""
     from torch._inductor.codecache import PyCodeCache
 
-    module = PyCodeCache.load(code.text)
-    return module.call
+    return getattr(PyCodeCache.load(text), name)
 
 
 class _Kernel:
@@ -69,9 +66,7 @@ class _Kernel:
 
     def run(self, *args: Any, stream: int = 0) -> None:
         given = dict(zip(self._fn.arg_names, args, strict=False))
-        sizes = {
-            name.removesuffix("numel").upper(): size for name, size in given.items() if name.endswith("numel")
-        }
+        sizes = {name[:-5].upper(): size for name, size in given.items() if name.endswith("numel")}
         blocks = {
             block: min(most, 1 << (sizes[block.removesuffix("BLOCK")] - 1).bit_length())
             for block, most in _BLOCK.items()
@@ -79,16 +74,6 @@ class _Kernel:
         }
         grid = [-(-sizes[axis] // blocks.get(f"{axis}BLOCK", 1)) for axis in "XYZ" if axis in sizes]
         self._fn[tuple(grid)](*args, **blocks)
-
-
-def _heuristics(**_: Any) -> Callable[[Any], _Kernel]:
-    return _Kernel
-
-
-def _triton(self: Any, name: str, source: str, **_: Any) -> _Kernel:
-    from torch._inductor.codecache import PyCodeCache
-
-    return getattr(PyCodeCache.load(source), name)
 
 
 # --- what library kernels compute ---
@@ -112,9 +97,8 @@ def _convolution(x: Tensor, weight: Tensor, **settings: Any) -> Tensor:
     return aten.convolution(x.float(), weight.float(), wide, **settings).to(x.dtype)
 
 
-_EXTERN = SimpleNamespace(
-    mm=_mm, bmm=_mm, mm_dtype=_mm, bmm_dtype=_mm, addmm=_addmm, baddbmm=_addmm, convolution=_convolution
-)
+_EXTERN = SimpleNamespace(**dict.fromkeys(("mm", "bmm", "mm_dtype", "bmm_dtype"), _mm))
+_EXTERN.addmm, _EXTERN.baddbmm, _EXTERN.convolution = _addmm, _addmm, _convolution
 
 
 # --- attention, as FlashAttention rounds it ---
@@ -135,15 +119,9 @@ def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> tuple
 
 
 def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout: float = 0.0,
-    is_causal: bool = False,
-    mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, is_causal: bool = False, mask: bool = False,
+    *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     scores, _ = _scores(q, k, is_causal, scale)
     summed = scores.logsumexp(-1)
     weights = (scores - summed[..., None]).exp().to(q.dtype)
@@ -153,15 +131,9 @@ def _flash(
 
 
 def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    summed: Tensor,
-    *settings: Any,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, summed: Tensor,
+    *settings: Any, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scores, scale = _scores(q, k, settings[5], scale)
     weights = (scores - summed[..., None]).exp()
     row = (grad.float() * out.float()).sum(-1, keepdim=True)
@@ -196,17 +168,13 @@ class _Libdevice:
         function = getattr(torch, self._names.get(name, name))
 
         def call(*args: Any) -> Any:
-            values = [
-                torch.from_numpy(np.asarray(getattr(a, "handle", SimpleNamespace(data=a)).data)) for a in args
-            ]
+            values = [np.asarray(getattr(a, "handle", SimpleNamespace(data=a)).data) for a in args]
             like = next(a for a in args if hasattr(a, "handle"))
-            result = function(*values)
+            result = function(*map(torch.from_numpy, values))
             kind = tl.int32 if result.dtype is torch.bool else like.dtype
-            shape = like.type.shape if like.type.is_block() else None
             data = (result.int() if result.dtype is torch.bool else result).numpy()
-            return tl.tensor(
-                TensorHandle(data, kind), tl.block_type(kind, shape) if shape is not None else kind
-            )
+            block = tl.block_type(kind, like.type.shape) if like.type.is_block() else kind
+            return tl.tensor(TensorHandle(data, kind), block)
 
         return call
 
@@ -228,10 +196,10 @@ def _on_cpu() -> Any:
         patch(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
         patch(torch.cuda, "_DeviceGuard", lambda device: contextlib.nullcontext())
         patch(torch.cuda, "set_device", lambda device: None)
-        patch(async_compile.AsyncCompile, "triton", _triton)
+        patch(async_compile.AsyncCompile, "triton", lambda self, name, source, **_: _load(source, name))
         patch(select_algorithm, "extern_kernels", _EXTERN)
         for name in ("pointwise", "reduction", "persistent_reduction", "split_scan"):
-            patch(triton_heuristics, name, _heuristics)
+            patch(triton_heuristics, name, lambda **_: _Kernel)
         patch(triton_helpers, "set_driver_to_gpu", lambda: None)
         patch(triton_helpers, "libdevice", _Libdevice())
         patch(interpreter, "_convert_float", _convert_float)

@@ -11,7 +11,7 @@ import io
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -44,6 +44,11 @@ needs_a_target = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or shutil.which(os.environ.get("CXX", "g++")) is None,
     reason="needs Triton and a C++ compiler",
 )
+
+
+def quick_ones(names: Iterable[str], *quick: str) -> list[Any]:
+    """Parameters of a test: the others take minutes in all, and are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 #: calls that make a tensor out of nothing but sizes and numbers
@@ -97,11 +102,11 @@ def one_process() -> Iterator[None]:
         yield
 
 
-def traced(program: Callable[..., Any], *args: Tensor, **settings: Any) -> list[TracedGraph]:
-    """The graphs of a call as Dynamo makes them on the CPU; ``settings`` are those of ``torch.compile``."""
+def traced(program: Callable[..., Any], *args: Tensor) -> list[TracedGraph]:
+    """The graphs of a call as Dynamo makes them on the CPU."""
     torch._dynamo.reset()
     tracer = Tracer()
-    torch.compile(program, backend=tracer, **settings)(*args)
+    torch.compile(program, backend=tracer)(*args)
     return tracer.graphs
 
 
@@ -161,11 +166,9 @@ def count(arguments: Sequence[str]) -> tuple[str, str]:
     return out.getvalue(), messages.getvalue()
 
 
-def compiled(
-    graphs: Sequence[TracedGraph], options: dict[str, Any] | None, dtype: torch.dtype = torch.bfloat16
-) -> Facts:
+def compiled(graphs: Sequence[TracedGraph], options: dict[str, Any] | None) -> Facts:
     """Runs in the process. Compiles for an :func:`arm`."""
-    return _facts(graphs, arm(options, dtype))
+    return _facts(graphs, arm(options))
 
 
 def compiled_at_equal_results(graphs: Sequence[TracedGraph]) -> Facts:
@@ -177,26 +180,15 @@ def _facts(graphs: Sequence[TracedGraph], backend: Backend) -> Facts:
     counter = Counter()
     for graph in graphs:
         compile_graph(graph, backend, counter.inner_compile)
-    casts = [
-        _what(kind, cast)
-        for kind, lowered in counter.graphs
-        for calls, _ in cast_kernels(lowered)
-        for cast in list(calls)[:1]
-    ]
-    wide = [_what(kind, node) for kind, graph in counter.graphs for node in _calls(graph.after, _WIDE)]
-    return Facts(
-        counter.total,
-        counter.forward,
-        tuple(casts),
-        sum(_saved_results(graph.before) for kind, graph in counter.graphs if kind == "forward"),
-        tuple(wide),
-        sum(
-            _is_rounded(node)
-            for kind, graph in counter.graphs
-            if kind == "backward"
-            for node in _calls(graph.after, _MATMULS)
-        ),
-    )
+    casts, wide, saved, rounded = list[str](), list[str](), 0, 0
+    for kind, graph in counter.graphs:
+        casts += [_what(kind, cast) for calls, _ in cast_kernels(graph) for cast in list(calls)[:1]]
+        wide += [_what(kind, node) for node in _calls(graph.after, _WIDE)]
+        if kind == "forward":
+            saved += _saved_results(graph.before)
+        else:
+            rounded += sum(map(_is_rounded, _calls(graph.after, _MATMULS)))
+    return Facts(counter.total, counter.forward, tuple(casts), saved, tuple(wide), rounded)
 
 
 def threads(graphs: Sequence[TracedGraph]) -> list[str]:
@@ -243,12 +235,8 @@ def _saved_results(forward: fx.GraphModule) -> int:
     results = program_outputs(forward)
     low = {storage_of(node.all_input_nodes[0]) for node in results if node.target is _CAST}
     saved = [node for node in forward.graph.output_node().all_input_nodes if node not in results]
-    storages = {
-        storage: size_hint(node.meta["val"].untyped_storage().nbytes())
-        for node in saved
-        if (storage := storage_of(node)) in low
-    }
-    return sum(storages.values())
+    values = {storage: node.meta["val"] for node in saved if (storage := storage_of(node)) in low}
+    return sum(size_hint(value.untyped_storage().nbytes()) for value in values.values())
 
 
 def _only_leaves(node: fx.Node) -> bool:

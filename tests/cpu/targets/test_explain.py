@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.cli import main
+from amp_fx.plans.plan import NodePlan
 from amp_fx.reports.report import Report
 from amp_fx.targets import find_target
 from amp_fx.viz.model import drawing
 from small_models import Parts
-from targets import needs_a_target
+from targets import OFF, needs_a_target, quick_ones
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
@@ -38,9 +39,6 @@ class Net(nn.Module):
         return {"y": y, "loss": nn.functional.mse_loss(y, x if target is None else target)}
 
 
-OFF = {"profile": "off"}
-
-
 @pytest.fixture(scope="module")
 def model() -> Net:
     torch.manual_seed(0)
@@ -49,19 +47,27 @@ def model() -> Net:
 
 @pytest.fixture(scope="module")
 def report(model: Net) -> Report:
-    return amp_fx.explain(model, torch.randn(256, 64), options=OFF, target="cuda:h100")
+    return explained(model)
+
+
+def explained(model: nn.Module, *args: Any, **options: Any) -> Report:
+    x = args or (torch.randn(256, 64),)
+    return amp_fx.explain(model, *x, options=options or OFF, target="cuda:h100")
+
+
+def linears(report: Report) -> list[NodePlan]:
+    return [row for plan in report.plans for row in plan.nodes if row.op == "linear"]
+
+
+def moved(report: Report, by: str = "amp_fx") -> int:
+    return report.costs[by].moved or 0
 
 
 def test_the_report_has_plans_and_costs_of_forward_and_backward(report: Report) -> None:
     assert report.title == "Net on cuda:h100"
     assert sorted(plan.phase for plan in report.plans) == ["backward", "backward", "forward", "forward"]
-    assert {row.dtype for plan in report.plans for row in plan.nodes if row.op == "linear"} == {
-        torch.bfloat16
-    }
-    ours, autocast = report.costs["amp_fx"], report.costs["torch.autocast"]
-    assert ours.moved is not None
-    assert autocast.moved is not None
-    assert 0 < ours.moved < autocast.moved
+    assert {row.dtype for row in linears(report)} == {torch.bfloat16}
+    assert 0 < moved(report) < moved(report, "torch.autocast")
 
 
 def test_every_cast_kernel_that_is_left_has_a_reason(report: Report) -> None:
@@ -78,11 +84,11 @@ def test_under_inference_mode_low_copies_of_weights_are_read_as_on_the_card() ->
     found = {}
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            found[mode] = amp_fx.explain(model, torch.randn(256, 64), options=OFF, target="cuda:h100")
+            found[mode] = explained(model)
     each_call, kept = found[torch.no_grad], found[torch.inference_mode]
     assert not each_call.held
     assert len(kept.held) == 4
-    assert (kept.costs["amp_fx"].moved or 0) < (each_call.costs["amp_fx"].moved or 0)
+    assert moved(kept) < moved(each_call)
     assert len(kept.kept) < len(each_call.kept)
 
 
@@ -91,8 +97,7 @@ def test_a_default_plan_that_moves_more_bytes_than_autocast_says_why() -> None:
     layers = (nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64))
     model = Parts(lambda m, x: m.layers(x).square().mean(), layers=nn.Sequential(*layers))
     report = amp_fx.explain(model, torch.randn(16, 64, 16, 16), target="cuda:h100")
-    ours, autocast = report.costs["amp_fx"], report.costs["torch.autocast"]
-    assert (ours.moved or 0) > (autocast.moved or 0)
+    assert moved(report) > moved(report, "torch.autocast")
     assert "more bytes than torch.autocast moves, because 2 of 2 matmuls" in str(report)
     assert "because 2 of 2 matmuls" in drawing(report).more
 
@@ -100,7 +105,7 @@ def test_a_default_plan_that_moves_more_bytes_than_autocast_says_why() -> None:
 def test_the_report_names_graph_breaks_modules_and_source_lines(report: Report) -> None:
     assert len(report.graph_breaks) == 1
     assert "graph_break" in report.graph_breaks[0]
-    (up, down) = [row for plan in report.plans for row in plan.nodes if row.op == "linear"]
+    up, down = linears(report)
     assert (up.module_path, down.module_path) == ("up", "down")
     assert "test_explain.py" in up.source
 
@@ -117,7 +122,7 @@ def test_the_model_is_left_as_it_was(model: Net) -> None:
 def test_a_model_on_the_meta_device_has_the_same_report(report: Report) -> None:
     with torch.device("meta"):
         model, x = Net(), torch.empty(256, 64)
-    found = amp_fx.explain(model, x, options=OFF, target="cuda:h100")
+    found = explained(model, x)
     assert found.costs == report.costs
     assert [plan.nodes for plan in found.plans] == [plan.nodes for plan in report.plans]
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -139,10 +144,7 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "Llama" else pytest.mark.slow) for name in LANGUAGE_MODELS],
-)
+@pytest.mark.parametrize("name", quick_ones(LANGUAGE_MODELS, "Llama"))
 def test_a_language_model_with_its_default_cache_is_explained(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     heads = {"GPT2": "GPT2LMHeadModel", "T5": "T5ForConditionalGeneration"}
@@ -151,7 +153,7 @@ def test_a_language_model_with_its_default_cache_is_explained(name: str) -> None
     )
     tokens = torch.randint(128, (2, 16))
     given = {"input_ids": tokens, **({"labels": tokens} if name == "T5" else {})}
-    found = amp_fx.explain(model, **given, options={**OFF, "strict": True}, target="cuda:h100")
+    found = amp_fx.explain(model, **given, options=OFF, target="cuda:h100")
     assert not found.graph_breaks
     assert [plan.fallback for plan in found.plans] == ["", ""]
     # the attention's four and the head at least
@@ -172,9 +174,8 @@ def test_the_rates_are_those_of_the_target(
     assert fast.title == "Sequential on cuda:h100"
     find_target("cuda:a100").profile.save(tmp_path / "a100.json")
     model, args = build()
-    options = {"profile": str(tmp_path / "a100.json")}
-    slow = amp_fx.explain(model, *args, options=options, target="cuda:h100")
-    found = [[row.dtype for row in r.plan.nodes if row.op == "linear"] for r in (fast, slow)]
+    slow = explained(model, *args, profile=str(tmp_path / "a100.json"))
+    found = [[row.dtype for row in linears(report)] for report in (fast, slow)]
     assert found == [[torch.float32] * 2, [torch.bfloat16] * 2]
 
 

@@ -14,14 +14,9 @@ import zoo
 from amp_fx.errors import WeightsError
 from amp_fx.targets.tracing import TracedGraph
 from small_models import Parts
-from targets import OFF, Facts, needs_a_target, process, trace_case, traced
+from targets import OFF, Facts, needs_a_target, process, quick_ones, trace_case, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
-
-
-def cases(quick: str) -> list[Any]:
-    """One is small, which has linears and attention or linears alone; the others take minutes."""
-    return [pytest.param(name, marks=() if name == quick else pytest.mark.slow) for name in zoo.CASES]
 
 
 TRAINING = {
@@ -30,8 +25,6 @@ TRAINING = {
     "fp16": {**OFF, "dtype": "float16", "scaler": "default"},
     "fast fp16": {**OFF, "policy": "fast", "dtype": "float16", "scaler": "default"},
 }
-#: what the others are put together from
-QUICK = ("bf16", "fast fp16")
 
 
 def compiled(graphs: Any, options: dict[str, Any]) -> Facts:
@@ -58,10 +51,9 @@ def training(name: str) -> tuple[list[TracedGraph], Facts]:
     return graphs, compiled_by_autocast(graphs)
 
 
-@pytest.mark.parametrize("name", cases("transformer_layer"))
-@pytest.mark.parametrize(
-    "arm", [pytest.param(arm, marks=() if arm in QUICK else pytest.mark.slow) for arm in TRAINING]
-)
+# the other arms are put together from these
+@pytest.mark.parametrize("name", quick_ones(zoo.CASES, "transformer_layer"))
+@pytest.mark.parametrize("arm", quick_ones(TRAINING, "bf16", "fast fp16"))
 def test_training_compiles_and_is_never_above_autocast(name: str, arm: str) -> None:
     graphs, autocast = training(name)
     ours = compiled(graphs, TRAINING[arm])
@@ -70,14 +62,14 @@ def test_training_compiles_and_is_never_above_autocast(name: str, arm: str) -> N
     assert ours.counts.extern_kernels == autocast.counts.extern_kernels
 
 
-@pytest.mark.parametrize("name", cases("transformer_layer"))
+@pytest.mark.parametrize("name", quick_ones(zoo.CASES, "transformer_layer"))
 def test_inference_compiles_and_is_never_above_autocast(name: str) -> None:
     graphs = trace_case(zoo.make(name), "no_grad")
     assert_no_worse(compiled(graphs, {**OFF, "weights": "cast"}), compiled_by_autocast(graphs))
     compiled(graphs, {**OFF, "weights": "cache"})
 
 
-@pytest.mark.parametrize("name", cases("mlp"))
+@pytest.mark.parametrize("name", quick_ones(zoo.CASES, "mlp"))
 def test_dynamic_shapes_compile(name: str) -> None:
     graphs = trace_case(zoo.make(name), "train", dynamic=True)
     assert_no_worse(compiled(graphs, OFF), compiled_by_autocast(graphs))
@@ -95,8 +87,6 @@ def test_checkpointing_compiles() -> None:
             x = x + checkpoint(layer, x, use_reentrant=False)
         return x.square().mean()
 
-    layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2))
-    graphs = traced(
-        Parts(program, **dict(zip(("first", "second"), layers, strict=True))), torch.randn(32, 64)
-    )
+    first, second = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2))
+    graphs = traced(Parts(program, first=first, second=second), torch.randn(32, 64))
     assert_no_worse(compiled(graphs, OFF), compiled_by_autocast(graphs))
