@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import enable_grad, inference_mode, no_grad
 
 from amp_fx.settings import OptionNames
 from combined_models import MODELS
@@ -29,11 +30,7 @@ LEFT_OUT = None
 #: axis -> name of a value -> the value. The first is the default.
 AXES: Mapping[str, Mapping[str, Any]] = {
     "model": MODELS,
-    "gradients": {
-        "train": torch.enable_grad,
-        "no_grad": torch.no_grad,
-        "inference_mode": torch.inference_mode,
-    },
+    "gradients": {"train": enable_grad, "no_grad": no_grad, "inference_mode": inference_mode},
     "weights": {"auto": LEFT_OUT, "cast": "cast", "cache": "cache", "freeze": "freeze"},
     # the third stands for the file of a CPU that multiplies in fp8, which is emulated
     "profile": {"auto": LEFT_OUT, "off": "off", "with fp8": "a file"},
@@ -81,9 +78,7 @@ EXCLUDED = (
         "eager torch.autocast has nothing below 16 bits",
         is_error=True,
     ),
-    Excluded(
-        {"numerics": ["eager"], "weights": ["freeze"]}, "what is folded rounds otherwise", is_error=True
-    ),
+    Excluded({"numerics": ["eager"], "weights": ["freeze"]}, "folded values round otherwise", is_error=True),
     Excluded({"scaler": ["default"], "autocast": ["float16"]}, "the scaler is ignored there"),
     Excluded({"scaler": ["default"], "dtype": ["bfloat16"]}, "bf16 needs no loss scaling", is_error=True),
     Excluded(
@@ -109,21 +104,19 @@ def words(row: Row) -> str:
 
 def is_allowed(row: Mapping[str, str]) -> bool:
     """Whether a row, or a part of one, holds nothing that is excluded."""
-    return not any(
-        all(row.get(axis) in names for axis, names in excluded.values.items()) for excluded in EXCLUDED
-    )
+    return not any(all(row.get(axis) in names for axis, names in each.values.items()) for each in EXCLUDED)
 
 
 def allowed_pairs() -> set[Pair]:
     """Every two values of two axes that can stand in one row."""
-    return {pair for pair in _pairs(AXES) if _completed(dict(pair), set(), random.Random(0)) is not None}
+    return {pair for pair in all_pairs() if _completed(dict(pair), set(), random.Random(0)) is not None}
 
 
 def covering_rows(seed: int = 0) -> list[Row]:
     """Rows in which every allowed pair occurs; the first ones cover most, and other seeds give others."""
     left, rows, chance = allowed_pairs(), [], random.Random(seed)
     # in the order of the table: sets have none
-    order = [pair for pair in _pairs(AXES) if pair in left]
+    order = [pair for pair in all_pairs() if pair in left]
     while left:
         first = next(pair for pair in order if pair in left)
         row = _completed(dict(first), left, chance)
@@ -167,7 +160,8 @@ def _completed(part: Row, left: set[Pair], chance: random.Random) -> Row | None:
     return None
 
 
-def _pairs(axes: Mapping[str, Mapping[str, Any]]) -> Iterator[Pair]:
-    for one, other in itertools.combinations(axes, 2):
-        for names in itertools.product(axes[one], axes[other]):
+def all_pairs() -> Iterator[Pair]:
+    """Every two values of two axes."""
+    for one, other in itertools.combinations(AXES, 2):
+        for names in itertools.product(AXES[one], AXES[other]):
             yield frozenset(zip((one, other), names, strict=True))

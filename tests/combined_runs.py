@@ -81,9 +81,7 @@ def compiled(row: Row, options: Mapping[str, Any]) -> list[Seen]:
     return session(row, prepare, AXES["autocast"][row["autocast"]])
 
 
-def session(
-    row: Row, prepare: Prepare, autocast: torch.dtype | None = None, dtype: torch.dtype = torch.float32
-) -> list[Seen]:
+def session(row: Row, prepare: Prepare, autocast: Any = None, dtype: Any = torch.float32) -> list[Seen]:
     """Calls a model at every step of :data:`STEPS`; its weights change after each call."""
     training = row["gradients"] == "train"
     model = make(row["model"]).to(dtype).train(training)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_fx import GradScaler, record
 from graphs import DEFAULTS, plans, without_inductor
+from small_models import UpDown
 
 BF16 = {**DEFAULTS, "dtype": "bfloat16"}
 SCALED = {**DEFAULTS, "dtype": "float16", "scaler": "default"}
@@ -44,26 +45,9 @@ def _process(rank: int, count: int, folder: str, program: Callable[..., Any], ar
         dist.destroy_process_group()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
+class Block(UpDown):
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-
-class Blocks(nn.Module):
-    """Three equal blocks: compiled one by one they share one graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return x + super().forward(x)
 
 
 def global_batches(steps: int) -> list[Tensor]:
@@ -76,12 +60,13 @@ def my_rows(batch: Tensor) -> Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def new_model() -> Blocks:
+def new_model() -> nn.Sequential:
+    """Three equal blocks: compiled one by one they share one graph."""
     torch.manual_seed(0)
-    return Blocks()
+    return nn.Sequential(*(Block(WIDTH, 2 * WIDTH, act=torch.nn.functional.gelu) for _ in range(3)))
 
 
-def wrapped(kind: str, model: Blocks, options: dict[str, Any]) -> nn.Module:
+def wrapped(kind: str, model: nn.Sequential, options: dict[str, Any]) -> nn.Module:
     """The model as the README says to compile it for ``"ddp"`` or ``"fsdp2"``."""
     if kind == "ddp":
         # a bucket a block: Dynamo cuts the graph there
@@ -90,9 +75,9 @@ def wrapped(kind: str, model: Blocks, options: dict[str, Any]) -> nn.Module:
     return sharded(model, options, MixedPrecisionPolicy(reduce_dtype=torch.float32))
 
 
-def sharded(model: Blocks, options: dict[str, Any], precision: MixedPrecisionPolicy) -> Blocks:
+def sharded(model: nn.Sequential, options: dict[str, Any], precision: MixedPrecisionPolicy) -> nn.Sequential:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
+    for block in model:
         block.compile(backend="amp_fx", options=options)
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
@@ -131,7 +116,7 @@ def scaled_training(kind: str, bad_step: int) -> dict[str, Any]:
     net = wrapped(kind, model, SCALED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", init_scale=1024.0)
-    taken, scales, reductions, names = [], [], [], []
+    seen: dict[str, list[Any]] = {"taken": [], "scales": [], "reductions": [], "names": []}
     graphs = 0
     for step, batch in enumerate(global_batches(4)):
         x = my_rows(batch)
@@ -144,12 +129,10 @@ def scaled_training(kind: str, bad_step: int) -> dict[str, Any]:
         with counted_reductions() as sizes:
             scaler.step(optimizer)
         scaler.update()
-        names.append(scaler.first_nonfinite())
-        taken.append(scaler.step_taken(optimizer))
-        scales.append(scaler.get_scale())
-        reductions.append(sizes)
-    seen = {"graphs": graphs, "taken": taken, "scales": scales, "reductions": reductions, "names": names}
-    return {**seen, **state(model)}
+        now = (scaler.step_taken(optimizer), scaler.get_scale(), sizes, scaler.first_nonfinite())
+        for values, value in zip(seen.values(), now, strict=True):
+            values.append(value)
+    return {"graphs": graphs, **seen, **state(model)}
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
@@ -230,7 +213,7 @@ def parallel_training(kind: str) -> dict[str, Any]:
     model = new_model()
     shards = {"tp": 1, "fsdp2 + tp": 2}[kind]
     mesh = init_device_mesh("cpu", (shards, dist.get_world_size() // shards), mesh_dim_names=("dp", "tp"))
-    for block in model.blocks:
+    for block in model:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         block.compile(backend="amp_fx", options=BF16, fullgraph=True)
         if shards > 1:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -83,15 +83,13 @@ def common() -> dict[str, Any]:
 
 
 def readme() -> dict[str, Any]:
-    given = common()
-    given["batch"] = torch.randn(8, 128, 512)
-    small = Net()
+    small, x = Net(), torch.randn(4, 16)
 
     def train_one_step() -> None:
-        torch.compile(small, backend="amp_fx")(torch.randn(4, 16)).sum().backward()
+        torch.compile(small, backend="amp_fx")(x).sum().backward()
 
-    amp_fx.explain(small, torch.randn(4, 16)).save("yesterday.json")
-    return {**given, "train_one_step": train_one_step}
+    amp_fx.explain(small, x).save("yesterday.json")
+    return common() | {"batch": torch.randn(8, 128, 512), "train_one_step": train_one_step}
 
 
 def reading() -> dict[str, Any]:
@@ -137,20 +135,14 @@ def scaling() -> dict[str, Any]:
 
 
 def integrations() -> dict[str, Any]:
-    import lightning.pytorch as lightning
     from lightning.fabric import Fabric
     from torch.utils.tensorboard import SummaryWriter
 
-    class LitModel(lightning.LightningModule):
+    from lit import LitNet
+
+    class LitModel(LitNet):
         def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batch: Tensor) -> Tensor:
-            return self.net(batch).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
+            super().__init__(Net(), lr=1e-3)
 
         def train_dataloader(self) -> Any:
             return DataLoader(ROWS, batch_size=4)
@@ -185,13 +177,13 @@ def generation() -> dict[str, Any]:
     }
 
 
+Setup: TypeAlias = Callable[[], dict[str, Any]]
+
 #: (page, words in a block) -> what that block finds, too
-BEFORE: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
-    ("integrations.md", "model.generate("): generation
-}
+BEFORE: dict[tuple[str, str], Setup] = {("integrations.md", "model.generate("): generation}
 
 #: page -> what its first block finds
-SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
+SETUPS: dict[str, Setup] = {
     "README.md": readme,
     "integrations.md": integrations,
     "profiling.md": lambda: {**common(), "model": loss_net()},

@@ -43,6 +43,21 @@ def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
+def stepping(model: nn.Module, scaler: Any) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:
+    """A whole step of training, and its optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, optimizer
+
+
 def gradients(model: nn.Module) -> list[float]:
     return [p.grad.double().abs().sum().item() for p in model.parameters() if p.grad is not None]
 
@@ -69,17 +84,7 @@ def backward_inside(backend: str) -> list[float]:
 
 
 def whole_step(backend: str) -> list[float]:
-    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(x: Tensor) -> Tensor:
-        loss = loss_of(model, x)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step, _ = stepping(net(), torch.amp.GradScaler("cpu", init_scale=4.0))
     compiled = torch.compile(step, backend=backend)
     return [compiled(batch()).item() for _ in range(3)]
 
@@ -126,11 +131,8 @@ def swapped(backend: str) -> list[float]:
     for mine, new in zip(model.parameters(), copy.deepcopy(other).parameters(), strict=True):
         torch.utils.swap_tensors(mine, new)
     found = [loss_of(compiled, x).item()]
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
+    with mock.patch("torch.__future__._swap_module_params_on_conversion", True):
         model.double().float()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
     return [*found, loss_of(compiled, x).item()]
 
 
@@ -178,15 +180,8 @@ def use_amp_fx() -> list[str]:
         return convert(self, frame, *args, **kwargs)
 
     options = {"profile": "off", "numerics": "eager", "dtype": "float16"}
-    scaler, trained, kept, x = amp_fx.GradScaler("cpu"), net(), net(), batch()
-    optimizer = torch.optim.AdamW(trained.parameters())
-
-    def step(x: Tensor) -> None:
-        scaler.scale(loss_of(trained, x)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
+    kept, x = net(), batch()
+    step, optimizer = stepping(net(), amp_fx.GradScaler("cpu"))
     with without_inductor(), mock.patch.object(ConvertFrame, "__call__", spy):
         compiled = torch.compile(step, backend="amp_fx", options={**options, "scaler": "default"})
         for _ in range(3):

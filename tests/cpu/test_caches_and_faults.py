@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,20 +43,20 @@ def cache_events(**options: Any) -> tuple[int, int]:
     return found["autograd_cache_hit"], found["autograd_cache_miss"]
 
 
-def test_the_same_options_share_an_entry_and_different_decisions_never_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_same_options_share_an_entry_and_different_decisions_never_do() -> None:
     missed, hit = (0, 1), (1, 0)
     policy = {"base": "autocast", "rules": [{"op": "tanh", "precision": "fp32"}]}
     lookup = classify.lookup
+    # which does not know matmul
+    unlisted = mock.patch.object(
+        classify, "lookup", lambda op, d: None if "matmul" in str(op) else lookup(op, d)
+    )
     with fresh_cache():
         assert cache_events() == missed
         assert cache_events() == hit
         assert cache_events(policy=policy) == missed
         assert cache_events(dtype="float16") == missed
-        with monkeypatch.context() as patch:
-            # an op list that does not know matmul
-            patch.setattr(classify, "lookup", lambda op, d: None if "matmul" in str(op) else lookup(op, d))
+        with unlisted:
             assert cache_events() == missed
         assert cache_events() == hit
 
@@ -63,11 +64,12 @@ def test_the_same_options_share_an_entry_and_different_decisions_never_do(
 @pytest.mark.parametrize("how", ["bf16", "int8", "stored low", "convolutions"])
 def test_what_is_packed_is_compiled_once_for_all_processes(how: str) -> None:
     # in sizes of this test alone
-    net: nn.Module = nn.Sequential(nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)).eval()
+    layers: tuple[nn.Module, ...] = nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)
     x, policy = torch.randn(32, 96), "int8" if how == "int8" else "autocast"
     if how == "convolutions":
         layers = nn.Conv2d(6, 10, 3), nn.BatchNorm2d(10), nn.ReLU(), nn.ConvTranspose2d(10, 6, 3)
-        net, x = nn.Sequential(*layers).eval(), torch.randn(2, 6, 9, 9)
+        x = torch.randn(2, 6, 9, 9)
+    net = nn.Sequential(*layers).eval()
     if how == "stored low":
         amp_fx.store_low(net, x)
     results = []
@@ -97,10 +99,7 @@ FEATURES = {
 }
 
 #: what the second process runs as well: graphs that the first one has compiled with other decisions
-OTHERS = {
-    "fp8 with a rule": {**FP8, "policy": "fp8, rules"},
-    "fp8 by rows": {**FP8, "fp8": "rowwise"},
-}
+OTHERS = {"fp8 with a rule": {**FP8, "policy": "fp8, rules"}, "fp8 by rows": {**FP8, "fp8": "rowwise"}}
 
 #: runs rows, and saves results of their calls and what the caches counted
 FEATURES_SCRIPT = """
@@ -179,8 +178,8 @@ attempt()
 
 def test_a_missing_compiler_a_blocked_cache_and_a_full_disk_are_named(tmp_path: Path) -> None:
     pytest.importorskip("resource")
-    environment = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = run_python("-c", FAULTS, str(tmp_path), **environment)
+    cache = str(tmp_path / "cache")
+    done = run_python("-c", FAULTS, str(tmp_path), CXX="no-such-compiler", TORCHINDUCTOR_CACHE_DIR=cache)
     compiler, blocked, full = done.stdout.splitlines()
     assert "InvalidCxxCompiler" in compiler
     assert str(tmp_path / "blocked") in blocked
@@ -200,37 +199,28 @@ def resident() -> int:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc, as on Linux")
 
 
-@pytest.fixture
-def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[fx.GraphModule]]:
-    """Weak references to every graph that reaches the compiler; it runs them op by op."""
+@needs_proc
+def test_100_recompiles_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
     made: list[weakref.ref[fx.GraphModule]] = []
 
-    def run_eagerly(gm: fx.GraphModule, inputs: Any, config_patches: Any) -> Callable[..., Any]:
+    def run_eagerly(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
         made.append(weakref.ref(gm))
         return gm.forward
 
-    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", run_eagerly)
-    return made
-
-
-@needs_proc
-def test_100_recompiles_leave_nothing_behind(graphs_made: list[weakref.ref[fx.GraphModule]]) -> None:
-    x, w = torch.randn(4, 4), torch.randn(4, 4)
-
-    def recompile(times: int) -> None:
+    def recompile(times: int) -> int:
         for _ in range(times):
             torch._dynamo.reset()
             torch.compile(program, backend="amp_fx", options=dict(DEFAULTS))(x, w)
+        torch._dynamo.reset()
+        gc.collect()
+        return resident()
 
-    recompile(20)
-    gc.collect()
-    before = resident()
-    recompile(80)
-    torch._dynamo.reset()
-    gc.collect()
-    assert len(graphs_made) == 100
-    assert sum(graph() is not None for graph in graphs_made) <= 2
-    assert resident() - before < 12e6
+    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", run_eagerly)
+    before = recompile(20)
+    assert recompile(80) - before < 12e6
+    assert len(made) == 100
+    assert sum(graph() is not None for graph in made) <= 2
 
 
 @needs_proc
@@ -238,14 +228,13 @@ def test_10_000_inference_calls_do_not_grow_the_process() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(2, 8)
     own = torch.compile(model, backend="amp_fx", options=dict(DEFAULTS))
     with torch.inference_mode(), record() as recording:
-        for _ in range(500):
-            own(x)
-        gc.collect()
-        before = resident()
-        for _ in range(10_000):
-            own(x)
-        gc.collect()
-        assert resident() - before < 4e6
+        sizes = []
+        for calls in (500, 10_000):
+            for _ in range(calls):
+                own(x)
+            gc.collect()
+            sizes.append(resident())
+        assert sizes[1] - sizes[0] < 4e6
     assert len(recording.plans) == 1
 
 

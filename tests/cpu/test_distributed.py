@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,12 @@ def on_one_process(
 
 def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     start = dict(new_model().named_parameters())
-    return max(
-        ((got[name] - exact[name]).norm() / (exact[name] - start[name]).norm()).item() for name in exact
-    )
+    return max(float((got[n] - exact[n]).norm() / (exact[n] - start[n]).norm()) for n in exact)
+
+
+def assert_same_parameters(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, value in one["parameters"].items():
+        assert torch.equal(value, other["parameters"][name]), name
 
 
 @pytest.mark.slow
@@ -51,8 +55,7 @@ def test_an_overflow_on_one_process_skips_the_step_on_both(kind: str, tmp_path: 
     # each says what it found itself
     assert second["names"][1]
     assert first["names"][0] == second["names"][0] == []
-    for name, value in first["parameters"].items():
-        assert torch.equal(value, second["parameters"][name]), name
+    assert_same_parameters(first, second)
     # as one process does that skips this step: parameters moved by the same amounts within fp16's precision
     assert distance(first["parameters"], on_one_process(4, "SGD", 0.1, skip=1)[1]) < 0.02
 
@@ -68,8 +71,7 @@ def test_two_processes_train_as_one_does_and_resume_where_they_were(kind: str, t
     assert first["losses"] == second["losses"]
     assert first["resumed"] == first["losses"][2:]
     assert first["dtypes"] == {torch.float32}
-    for name, value in first["parameters"].items():
-        assert torch.equal(value, second["parameters"][name]), name
+    assert_same_parameters(first, second)
     if kind == "ddp":
         # gradients sent in bf16
         assert first["other"]["losses"] == second["other"]["losses"]
@@ -96,5 +98,4 @@ def test_four_processes_with_tensor_parallelism_train_as_one_does(kind: str, tmp
         assert each["losses"] == pytest.approx(losses, rel=2e-3)
         # parameters moved as in fp32, no further off than autocast on one process
         assert distance(each["parameters"], exact) <= 1.25 * distance(autocast, exact)
-        for name, value in each["parameters"].items():
-            assert torch.equal(value, found[0]["parameters"][name]), name
+        assert_same_parameters(each, found[0])

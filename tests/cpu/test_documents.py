@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,17 +44,14 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks write files, and libraries set variables."""
-    before = dict(os.environ)
     monkeypatch.chdir(tmp_path)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        yield
 
 
-@pytest.mark.usefixtures("_elsewhere")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_runs(page: Path) -> None:
     namespace = SETUPS[page.name]()
@@ -89,25 +87,18 @@ def cells() -> list[dict[str, Any]]:
 
 
 def test_the_notebook_has_ten_cells_with_outputs() -> None:
-    found = cells()
-    assert len(found) == 10
-    assert [cell["execution_count"] for cell in found] == list(range(1, 11))
-    outputs = [output for cell in found for output in cell["outputs"]]
-    assert not [output for output in outputs if output["output_type"] == "error"]
-    shown = ["".join(output.get("data", {}).get("text/html", "")) for output in outputs]
-    assert any("<svg" in text for text in shown)
+    assert [cell["execution_count"] for cell in cells()] == list(range(1, 11))
+    outputs = [output for cell in cells() for output in cell["outputs"]]
+    assert "error" not in {output["output_type"] for output in outputs}
+    assert any("<svg" in "".join(output.get("data", {}).get("text/html", "")) for output in outputs)
 
 
 @pytest.mark.usefixtures("op_by_op")
-def test_the_code_of_the_notebook_runs_and_calibration_brings_the_loss_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    program = "\n\n".join("".join(cell["source"]) for cell in cells())
+def test_the_code_of_the_notebook_runs_and_calibration_brings_the_loss_back(tmp_path: Path) -> None:
     # a file, so that Dynamo and the report find its lines
-    (tmp_path / "tour.py").write_text(program, encoding="utf-8")
-    names: dict[str, Any] = {"__name__": "tour"}
-    exec(compile(program, str(tmp_path / "tour.py"), "exec"), names)
+    file = tmp_path / "tour.py"
+    file.write_text("\n\n".join("".join(cell["source"]) for cell in cells()), encoding="utf-8")
+    names = runpy.run_path(str(file), run_name="tour")
     assert names["loss_low"] > 5 * names["loss_fp32"]
     assert names["loss_healed"] < 1.5 * names["loss_fp32"]
     assert names["difference"] < 0.05

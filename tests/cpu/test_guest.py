@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import guest
@@ -15,27 +14,25 @@ from holding import run_python
 # one worker starts the processes
 pytestmark = pytest.mark.xdist_group("guest")
 
-PROGRAM = Path(__file__).parents[1] / "guest.py"
 NAMES = [program.__name__ for program in guest.PROGRAMS]
 KINDS = ("alone", "imported", "used")
+Said = dict[str, dict[str, Any]]
 
 
 def say(*arguments: str, **environment: str) -> dict[str, Any]:
     """What the program says in a process of its own."""
-    return json.loads(run_python(str(PROGRAM), *arguments, **environment).stdout)
+    return json.loads(run_python(guest.__file__, *arguments, **environment).stdout)
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, dict[str, Any]]:
+def said() -> Said:
     """What the same programs say in three processes, side by side; nothing of them is cached."""
     with ThreadPoolExecutor() as threads:
         return dict(zip(KINDS, threads.map(say, KINDS), strict=True))
 
 
 @pytest.mark.parametrize("program", NAMES)
-def test_importing_or_a_model_of_amp_fx_changes_nothing_for_others(
-    said: dict[str, dict[str, Any]], program: str
-) -> None:
+def test_importing_or_a_model_of_amp_fx_changes_nothing_for_others(said: Said, program: str) -> None:
     alone, imported, used = (said[kind][program] for kind in KINDS)
     assert (used["values"], used["graphs"]) == (alone["values"], alone["graphs"])
     if program == "compiled_autograd":
@@ -44,9 +41,7 @@ def test_importing_or_a_model_of_amp_fx_changes_nothing_for_others(
     assert imported == alone
 
 
-def test_importing_imports_no_library_and_hooks_nothing_in_and_use_hooks_in_once(
-    said: dict[str, dict[str, Any]],
-) -> None:
+def test_importing_imports_no_library_and_hooks_nothing_in_and_use_hooks_in_once(said: Said) -> None:
     assert said["imported"]["libraries"] == []
     free = {"dynamo": [0, 0], "optimizers": [0, 0], "skipped": False}
     assert said["alone"]["hooked"] == said["imported"]["hooked"] == free
@@ -57,7 +52,5 @@ def test_importing_imports_no_library_and_hooks_nothing_in_and_use_hooks_in_once
 
 @pytest.mark.slow
 def test_a_backward_in_a_step_of_inductor_compiles_with_cold_caches() -> None:
-    alone, imported = (
-        say(kind, "inductor", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1") for kind in ("alone", "imported")
-    )
-    assert alone == imported
+    cold = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    assert say("alone", "inductor", **cold) == say("imported", "inductor", **cold)

@@ -33,12 +33,8 @@ def trained(model: Callable[..., Tensor], i: Tensor) -> Tensor:
     return loss.detach()
 
 
-def asked(mode: Callable[[], Any]) -> Callable[..., Tensor]:
-    def use(model: Callable[..., Tensor], i: Tensor) -> Tensor:
-        with mode():
-            return model(i).clone()
-
-    return use
+def asked(model: Callable[..., Tensor], i: Tensor) -> Tensor:
+    return model(i).clone()
 
 
 #: how a program uses a model, and the options
@@ -46,9 +42,9 @@ USES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "training": (trained, {}),
     "training in fp16": (trained, {"dtype": "float16", "scaler": SCALER}),
     "training after a fallback": (trained, {"strict": False}),
-    "cached weights": (asked(torch.no_grad), {"weights": "cache", "numerics": "eager"}),
-    "by default": (asked(torch.inference_mode), {}),
-    "frozen": (asked(torch.no_grad), {"weights": "freeze", "strict": False}),
+    "cached weights": (torch.no_grad()(asked), {"weights": "cache", "numerics": "eager"}),
+    "by default": (torch.inference_mode()(asked), {}),
+    "frozen": (torch.no_grad()(asked), {"weights": "freeze", "strict": False}),
 }
 
 
@@ -87,6 +83,7 @@ def used(request: pytest.FixtureRequest, op_by_op: None) -> Iterator[Used]:
 
     with contextlib.ExitStack() as stack:
         if "fallback" in request.param:
+            # a mock would keep the graphs
             stack.enter_context(mock.patch("amp_fx.backend.rewrite", fail))
             stack.enter_context(pytest.warns(FallbackWarning))
         for _ in range(2):
@@ -121,12 +118,9 @@ def test_two_models_exchange_their_parameters_and_change_them_back(used: Used) -
 
 def test_a_module_is_moved_by_swapping(used: Used) -> None:
     def move() -> None:
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
+        with mock.patch("torch.__future__._swap_module_params_on_conversion", True):
             used.model.double()
             double(used.model)
             used.model.float()
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
 
     assert used.follows(move)
