@@ -27,6 +27,12 @@ def fp16(**arguments: Any) -> Any:
     return accelerator
 
 
+def prepared(accelerator: Any, *bad: int) -> tuple[UpDown, tuple[Any, Any, Any]]:
+    """A model, and what the accelerator makes of it, of an optimizer and of batches, some of them infinite."""
+    own = UpDown()
+    return own, accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), batches(*bad))
+
+
 def fit(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> list[bool]:
     """The usual loop; which batches moved the weights."""
     taken = []
@@ -50,15 +56,11 @@ def test_accelerate_has_no_name_for_other_backends() -> None:
 
 
 def test_the_plugin_compiles_with_amp_fx() -> None:
-    plugin = AmpFxPlugin(options={"policy": "fast"}, dynamic=True, fullgraph=True)
+    given = {"options": {"policy": "fast"}, "dynamic": True, "fullgraph": True}
+    plugin = AmpFxPlugin(**given)
     assert isinstance(plugin, TorchDynamoPlugin)
     assert plugin.backend is DynamoBackend.INDUCTOR
-    assert plugin.to_kwargs() == {
-        "backend": "amp_fx",
-        "options": {"policy": "fast"},
-        "dynamic": True,
-        "fullgraph": True,
-    }
+    assert plugin.to_kwargs() == {"backend": "amp_fx", **given}
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
@@ -66,15 +68,12 @@ def test_a_mode_becomes_options(by_environment: bool, monkeypatch: pytest.Monkey
     if by_environment:
         monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "max-autotune")
         monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "True")
-    options = {"policy": "fast"}
-    plugin = (
-        AmpFxPlugin(options=options) if by_environment else AmpFxPlugin(mode="max-autotune", options=options)
-    )
+    mode: Any = {} if by_environment else {"mode": "max-autotune"}
+    plugin = AmpFxPlugin(options={"policy": "fast"}, **mode)
     kwargs = plugin.to_kwargs()
     assert kwargs.pop("dynamic", None) is (True if by_environment else None)
     assert kwargs.keys() == {"backend", "options"}
-    assert kwargs["options"]["policy"] == "fast"
-    assert kwargs["options"]["max_autotune"] is True
+    assert {"policy": "fast", "max_autotune": True}.items() <= kwargs["options"].items()
     torch.compile(UpDown(), **kwargs)
 
 
@@ -103,10 +102,9 @@ def test_regional_compilation_compiles_the_repeated_blocks() -> None:
 
 def test_bf16_training_needs_the_plugin_alone() -> None:
     accelerator = Accelerator(cpu=True, dynamo_plugin=AmpFxPlugin(options={"profile": "off"}))
-    own = UpDown()
-    model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), batches())
+    own, trained = prepared(accelerator)
     with amp_fx.record() as recording:
-        assert all(fit(accelerator, model, optimizer, loader))
+        assert all(fit(accelerator, *trained))
     assert low(recording) == {torch.bfloat16}
     assert all(p.dtype is torch.float32 for p in own.parameters())
 
@@ -153,26 +151,20 @@ def test_gradients_are_true_to_scale_and_clipped_as_in_fp32() -> None:
 
 def test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of() -> None:
     accelerator = fp16(gradient_accumulation_steps=2)
-    own = UpDown()
-    model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1), batches(0))
-    assert fit(accelerator, model, optimizer, loader) == [False, False, False, True]
+    assert fit(accelerator, *prepared(accelerator, 0)[1]) == [False, False, False, True]
     assert accelerator.scaler.get_scale() == 64.0
 
 
 def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
     accelerator = fp16()
-    own = UpDown()
-    model, optimizer, loader = accelerator.prepare(
-        own, torch.optim.SGD(own.parameters(), lr=0.1), batches(0, 1)
-    )
-    fit(accelerator, model, optimizer, loader)
+    own, trained = prepared(accelerator, 0, 1)
+    fit(accelerator, *trained)
     saved, state = weights(own), accelerator.scaler.state_dict()
     assert state["scale"] == 32.0
     accelerator.save_state(str(tmp_path))
 
     again = fp16()
-    other = UpDown()
-    model, optimizer = again.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    other, (model, optimizer, _) = prepared(again)
     again.load_state(str(tmp_path))
     assert not moved(saved, weights(other))
     again.backward(model(torch.randn(4, 8)).square().mean())

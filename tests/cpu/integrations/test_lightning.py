@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,8 @@ def test_training_follows_fp32(lit: Any, tmp_path: Path) -> None:
 
 def test_one_bad_micro_batch_spoils_the_step_that_it_is_part_of(lit: Any, tmp_path: Path) -> None:
     plugin, watch = lit.fp16(), lit.Watch()
-    lit.trainer(tmp_path, watch, plugins=[plugin], accumulate_grad_batches=2).fit(
-        lit.LitNet(), lit.batches(0)
-    )
+    own = lit.trainer(tmp_path, watch, plugins=[plugin], accumulate_grad_batches=2)
+    own.fit(lit.LitNet(), lit.batches(0))
     assert watch.moved == [False, False, False, True]
 
 
@@ -100,24 +100,19 @@ def test_a_module_that_is_compiled_already_stays_as_it_is(lit: Any, tmp_path: Pa
     assert plugin.scaler.get_scale() == 64.0
 
 
-@pytest.mark.parametrize(
-    ("parts", "step", "graphs"),
-    [
-        # itself: one graph
-        ({"net": UpDown}, lambda m, x: m(x), 1),
-        # modules of torch itself: nn.Sequential(...).compile() compiles nothing
-        (
-            {"net": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()), "head": lambda: nn.Linear(8, 8)},
-            lambda m, x: m.head(m.net(x)),
-            2,
-        ),
-        ({"net": lambda: nn.ModuleList([UpDown()])}, lambda m, x: m.net[0](x), 1),
-    ],
-    ids=["itself", "of torch", "in a list"],
-)
-def test_what_a_step_calls_is_compiled_and_stays_out_of_checkpoints(
-    lit: Any, tmp_path: Path, parts: dict[str, Any], step: Any, graphs: int
-) -> None:
+#: what a module calls in a step: itself, its parts of torch's own (``nn.Sequential(...).compile()`` compiles nothing),
+#: and one in a list; its part ``net``, and how many graphs
+CALLED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module], int]] = {
+    "itself": (lambda m, x: m(x), UpDown, 1),
+    "of torch": (lambda m, x: m.head(m.net(x)), lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2),
+    "in a list": (lambda m, x: m.net[0](x), lambda: nn.ModuleList([UpDown()]), 1),
+}
+
+
+@pytest.mark.parametrize("called", CALLED)
+def test_what_a_step_calls_is_compiled_and_is_in_no_checkpoint(lit: Any, tmp_path: Path, called: str) -> None:
+    step, make, graphs = CALLED[called]
+
     class Net(lit.LitNet):
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x)
@@ -125,9 +120,9 @@ def test_what_a_step_calls_is_compiled_and_stays_out_of_checkpoints(
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return step(self, batch).square().mean()
 
-    model, plugin = Net(), lit.fp16()
-    for name, make in parts.items():
-        model.add_module(name, make())
+    model, plugin = Net(make()), lit.fp16()
+    if called == "of torch":
+        model.head = nn.Linear(8, 8)
     keys = list(model.state_dict())
     with amp_fx.record() as recording:
         lit.trainer(tmp_path, plugins=[plugin]).fit(model, lit.batches(0))
@@ -149,10 +144,9 @@ def test_bad_arguments_are_errors(lit: Any, plugin: str) -> None:
     make = getattr(lit, plugin)
     with pytest.raises(amp_fx.OptionsError, match="'16-mixed'"):
         make("16-mix")
-    with pytest.raises(amp_fx.OptionsError, match="float16"):
-        make("bf16-mixed", scaler=amp_fx.GradScaler("cpu"))
-    with pytest.raises(amp_fx.OptionsError, match="float16"):
-        make("bf16-mixed", options={"dtype": "float16"})
+    for wrong in ({"scaler": amp_fx.GradScaler("cpu")}, {"options": {"dtype": "float16"}}):
+        with pytest.raises(amp_fx.OptionsError, match="float16"):
+            make("bf16-mixed", **wrong)
 
 
 # ---- Fabric ----

@@ -17,7 +17,7 @@ import train_diffusers
 import train_timm
 import train_torchtitan
 from examples import hugging_face
-from integrations import low, weights
+from integrations import QUIET, low, weights
 
 
 @pytest.mark.slow
@@ -64,12 +64,9 @@ def tokenizer() -> Any:
 
     words = {f"w{i}": i for i in range(VOCAB)}
     words["<eos>"] = words.pop("w0")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<eos>")),
-        eos_token="<eos>",
-        pad_token="<eos>",
-        unk_token="<eos>",
-    )
+    own = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=own, **special)
 
 
 # PEFT asks a model by a name that transformers is about to drop; Dynamo makes an instance of every
@@ -88,22 +85,11 @@ def test_lora_is_tuned_in_bf16_and_saved(tmp_path: Path) -> None:
     from amp_fx.integrations.transformers import AmpFxCallback
 
     model = hugging_face.llama(layers=1, width=16, heads=2, kv_heads=1, hidden=16, vocab=VOCAB, length=32)
+    settings: Any = {"bf16": False, "max_steps": 4, "activation_checkpointing": False, "max_length": 8}
     rows = Dataset.from_dict({"input_ids": torch.randint(1, VOCAB, (8, 8)).tolist()})
     trainer = SFTTrainer(
         model,  # pyright: ignore[reportArgumentType]
-        SFTConfig(
-            output_dir=str(tmp_path),
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            disable_tqdm=True,
-            per_device_train_batch_size=2,
-            max_steps=4,
-            learning_rate=0.1,
-            save_strategy="no",
-            activation_checkpointing=False,
-            max_length=8,
-        ),
+        SFTConfig(str(tmp_path), **QUIET, **settings),
         train_dataset=rows,
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
@@ -111,10 +97,11 @@ def test_lora_is_tuned_in_bf16_and_saved(tmp_path: Path) -> None:
     )
     tuned: Any = trainer.model
     assert isinstance(tuned, PeftModel)
-    before = {name: p.detach().clone() for name, p in tuned.named_parameters()}
+    before = weights(tuned)
     with amp_fx.record() as recording:
         trainer.train()
-    moved = {name for name, p in tuned.named_parameters() if not torch.equal(p, before[name])}
+    pairs = zip(tuned.named_parameters(), before, strict=True)
+    moved = {name for (name, p), old in pairs if not torch.equal(p, old)}
     assert moved
     assert all("lora_" in name for name in moved)
     assert torch.bfloat16 in low(recording)

@@ -18,20 +18,17 @@ from amp_fx.integrations.metrics import ScalerMetrics
 from amp_fx.integrations.transformers import AmpFxCallback, AmpFxTrainerMixin, MetricsCallback
 from examples import hugging_face
 from holding import Held
-from integrations import INF, low, moved, weights
+from integrations import INF, QUIET, low, moved, weights
+from small_models import UpDown
 
 OPTIONS = {"profile": "off"}
 
 
-class Net(nn.Module):
+class Net(UpDown):
     """As models of transformers: its batch is a dict, its result has the loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.down(self.up(x).relu())
+    def forward(self, x: Tensor, labels: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits = super().forward(x)
         return {"loss": F.mse_loss(logits, labels), "logits": logits}
 
 
@@ -44,28 +41,13 @@ def data(*bad: int, count: int = 8) -> Any:
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
-    return TrainingArguments(
-        **{
-            "output_dir": str(folder),
-            "use_cpu": True,
-            "report_to": [],
-            "disable_tqdm": True,
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 2,
-            "num_train_epochs": 1,
-            "learning_rate": 0.1,
-            "save_strategy": "no",
-            "train_sampling_strategy": "sequential",
-            **more,
-        }
-    )
+    own = {**QUIET, "per_device_eval_batch_size": 2, "num_train_epochs": 1}
+    return TrainingArguments(str(folder), **{**own, "train_sampling_strategy": "sequential", **more})
 
 
-def trainer(
-    folder: Path, *callbacks: TrainerCallback, model: nn.Module | None = None, rows: Any = None, **more: Any
-) -> Trainer:
+def trainer(folder: Path, *callbacks: TrainerCallback, rows: Any = None, **more: Any) -> Trainer:
     args = arguments(folder, **more)
-    return Trainer(model or Net(), args, train_dataset=rows or data(), callbacks=list(callbacks))
+    return Trainer(Net(), args, train_dataset=rows or data(), callbacks=list(callbacks))
 
 
 def fp16(**settings: Any) -> AmpFxCallback:
@@ -200,9 +182,14 @@ def test_a_trainer_of_ones_own_compiles_through_accelerate(tmp_path: Path) -> No
 
 def llama(layers: int = 1) -> Any:
     # in sizes that oneDNN does not pad
-    return hugging_face.llama(
-        layers=layers, width=64, heads=4, kv_heads=2, hidden=256, vocab=128, length=64
-    ).eval()
+    sizes: Any = {"width": 64, "heads": 4, "kv_heads": 2, "hidden": 256, "vocab": 128, "length": 64}
+    return hugging_face.llama(layers=layers, **sizes).eval()
+
+
+def compiled(layers: int = 1) -> Any:
+    model = llama(layers)
+    model.forward = torch.compile(model.forward, backend="amp_fx", options={**OPTIONS, "dtype": "bfloat16"})
+    return model
 
 
 def low_bytes(models: Sequence[nn.Module]) -> int:
@@ -224,11 +211,11 @@ def test_generation_is_low_and_the_second_call_compiles_nothing() -> None:
     eager = model.generate(prompt(4), **settings)
     model.compile(backend="amp_fx", options={**OPTIONS, "dtype": "bfloat16"})
     with amp_fx.record() as recording:
-        compiled = model.generate(prompt(4), **settings)
+        first = model.generate(prompt(4), **settings)
         plans = len(recording.plans)
         again = model.generate(prompt(4), **settings)
-    assert compiled.shape == eager.shape == (1, 10)
-    assert torch.equal(compiled, again)
+    assert first.shape == eager.shape == (1, 10)
+    assert torch.equal(first, again)
     assert torch.bfloat16 in {node.dtype for plan in recording.plans for node in plan.nodes}
     # prefill, the first decode step, and one for all lengths
     assert plans <= 3
@@ -237,8 +224,7 @@ def test_generation_is_low_and_the_second_call_compiles_nothing() -> None:
 
 @pytest.mark.slow
 def test_with_a_static_cache_prefill_and_decoding_of_any_length_share_low_weights() -> None:
-    held, model = Held(), llama()
-    model.forward = torch.compile(model.forward, backend="amp_fx", options={**OPTIONS, "dtype": "bfloat16"})
+    held, model = Held(), compiled()
     with torch.inference_mode(), amp_fx.record() as recording:
         for length in (7, 9, 12):
             found = model.generate(prompt(length), **greedy(6, cache_implementation="static", use_cache=True))
@@ -250,9 +236,7 @@ def test_with_a_static_cache_prefill_and_decoding_of_any_length_share_low_weight
 
 @pytest.mark.slow
 def test_speculative_decoding_has_low_weights_of_both_models_once() -> None:
-    held, model, assistant = Held(), llama(2), llama(1)
-    for each in (model, assistant):
-        each.forward = torch.compile(each.forward, backend="amp_fx", options={**OPTIONS, "dtype": "bfloat16"})
+    held, model, assistant = Held(), compiled(2), compiled(1)
     settings = greedy(8, assistant_model=assistant, use_cache=True)
     with torch.inference_mode(), amp_fx.record() as recording:
         found = model.generate(prompt(6), **settings)
