@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import amp_fx.compiling
 from amp_fx import weights
@@ -44,9 +46,8 @@ class Held:
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that are held at once of all that a function allocates on the CPU, as torch's profiler counts."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as found:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as found:
         run()
     assert found.profiler is not None
     assert found.profiler.kineto_results is not None
@@ -56,6 +57,35 @@ def peak_bytes(run: Callable[[], object]) -> int:
         held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]  # of memory events
         most = max(most, held)
     return most
+
+
+def double(model: nn.Module) -> None:
+    """As no version tells, such as weights that a trainer sends."""
+    for p in model.parameters():
+        p.data.mul_(2.0)
+
+
+def served(model: nn.Module, x: Tensor, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """A model, compiled and called often enough that copies of its weights are there."""
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="amp_fx", options=options)
+    for _ in range(3):
+        compiled(x)
+    return compiled
+
+
+@torch.inference_mode()
+def renewed(model: nn.Module, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Results before weights on a GPU change, and after: compiled, without a wait of the host, and in fp64."""
+    compiled = served(model, x, options)
+    before = compiled(x)
+    double(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        after = compiled(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return before, after, copy.deepcopy(model).double()(x.double())
 
 
 def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
+from holding import double, renewed, served
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 OPTIONS = {"profile": "off", "strict": True}
 
@@ -72,43 +70,22 @@ def test_modes_of_inductor_work(mode: str) -> None:
 # ---- inference ----
 
 
-def serving(**options: Any) -> tuple[nn.Module, Any, Tensor]:
-    """A model, compiled and called often enough that its copies are there."""
-    model, x = network().eval(), torch.randn(64, 256, device="cuda")
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="amp_fx", options={**OPTIONS, **options})
-    with torch.inference_mode():
-        for _ in range(3):
-            compiled(x)
-    return model, compiled, x
-
-
 @pytest.mark.parametrize("weights", ["auto", "cache"])
 def test_copies_of_weights_are_renewed_without_a_wait_of_the_host(weights: str) -> None:
-    model, compiled, x = serving(weights=weights)
-    with torch.inference_mode():
-        before = compiled(x)
-        # what no version tells, such as weights that a trainer sends
-        for p in model.parameters():
-            p.data.mul_(2.0)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            after = compiled(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        exact = model(x)
+    model, x = network().eval(), torch.randn(64, 256, device="cuda")
+    before, after, exact = renewed(model, x, {**OPTIONS, "weights": weights})
     assert (after - exact).norm() / exact.norm() < 0.02
     assert (before - exact).norm() / exact.norm() > 0.1
 
 
 def test_copies_are_renewed_in_a_cuda_graph_of_the_user() -> None:
-    model, compiled, x = serving()
+    model, x = network().eval(), torch.randn(64, 256, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():
+        compiled = served(model, x, OPTIONS)
         with torch.cuda.graph(graph):
             result = compiled(x)
-        for p in model.parameters():
-            p.data.mul_(2.0)
+        double(model)
         graph.replay()
         exact = model(x)
     assert (result - exact).norm() / exact.norm() < 0.02

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from amp_fx.placement.measuring import measure
 from amp_fx.placement.profile import FLOAT8
 from amp_fx.policy.levels import levels_of
 from benchmarks.workloads import llama_512
+from holding import renewed
 from levels import MLP, error, exact_gradients, gradients
 from small_models import GPT
 
@@ -24,10 +24,8 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(_capability() < (8, 9), reason="needs a CUDA device with fp8"),
-]
+needs_fp8 = pytest.mark.skipif(_capability() < (8, 9), reason="needs a CUDA device with fp8")
+pytestmark = [pytest.mark.gpu, needs_fp8]
 
 BF16 = {"profile": "off", "strict": True}
 
@@ -63,14 +61,14 @@ def _drawn(model: nn.Module) -> nn.Module:
     return model.cuda()
 
 
-@pytest.mark.parametrize(
-    ("make", "by_row", "whole"), [(gpt, 0.115, 0.14), (llama, 0.17, 0.20)], ids=["gpt", "llama"]
-)
+#: model -> the most error with scales of rows, and with one for each operand
+BOUNDS = {gpt: (0.115, 0.14), llama: (0.17, 0.20)}
+
+
+@pytest.mark.parametrize("make", BOUNDS)
 @pytest.mark.parametrize("recipe", LEVELS)
-def test_gradients_are_as_near_to_fp64_as_e4m3_lets_them(
-    make: Callable[[], tuple[nn.Module, list[Tensor]]], by_row: float, whole: float, recipe: str
-) -> None:
-    options = in_fp8(recipe)
+def test_gradients_are_as_near_to_fp64_as_e4m3_lets_them(make: Callable[..., Any], recipe: str) -> None:
+    options, (by_row, whole) = in_fp8(recipe), BOUNDS[make]
     model, args = make()
     exact = exact_gradients(model, args)
     low = error(gradients(model, args, BF16, generate=True), exact)
@@ -78,25 +76,24 @@ def test_gradients_are_as_near_to_fp64_as_e4m3_lets_them(
     assert 3 * low < found < (by_row if LEVELS[recipe].by_row else whole)
 
 
+def fp8_error(model: nn.Module, x: Tensor, recipe: str) -> float:
+    exact = exact_gradients(model, [x])
+    return error(gradients(model, [x], in_fp8(recipe), generate=True), exact)
+
+
 @pytest.mark.parametrize("recipe", LEVELS)
 def test_sizes_that_fill_no_tile_are_multiplied_right(recipe: str) -> None:
     # 48 and 80 columns, 96 rows: none is a multiple of 128, as scales of blocks are laid out in
-    options = in_fp8(recipe)
-    model, x = MLP(96, 160, 160, 80, 32).cuda(), torch.randn(96, 96, device="cuda")
-    exact = exact_gradients(model, [x])
-    assert error(gradients(model, [x], options, generate=True), exact) < 0.12
+    assert fp8_error(MLP(96, 160, 160, 80, 32).cuda(), torch.randn(96, 96, device="cuda"), recipe) < 0.12
 
 
 @pytest.mark.parametrize("recipe", LEVELS)
 def test_values_of_very_different_magnitude_find_their_own_scales(recipe: str) -> None:
-    options = in_fp8(recipe)
-    model = MLP(256, 256, 256, 32).cuda()
     x = torch.randn(256, 256, device="cuda")
     if LEVELS[recipe].by_row:
         # rows only: what the gradient of a weight contracts has a scale for each column
         x *= torch.exp2(torch.arange(256, device="cuda") % 16 - 8.0)[:, None]
-    exact = exact_gradients(model, [x])
-    assert error(gradients(model, [x], options, generate=True), exact) < 0.12
+    assert fp8_error(MLP(256, 256, 256, 32).cuda(), x, recipe) < 0.12
 
 
 @pytest.mark.parametrize("recipe", LEVELS)
@@ -120,7 +117,7 @@ def test_gradients_of_weights_are_not_rounded_to_16_bits(recipe: str) -> None:
     assert not torch.equal(weight, weight.bfloat16().float())
 
 
-def test_the_profile_of_the_device_has_a_rate_for_fp8(tmp_path: Path) -> None:
+def test_the_profile_of_the_device_has_a_rate_for_fp8() -> None:
     peak = measure("cuda", 2.0).peak
     assert peak[FLOAT8] > 1.2 * peak["bfloat16"]
 
@@ -142,9 +139,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("rows", [1, 48, 300])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_without_gradients_copies_of_weights_give_what_casts_in_each_call_give(
-    recipe: str, dtype: str, rows: int
-) -> None:
+def test_without_gradients_copies_of_weights_give_what_casts_give(recipe: str, dtype: str, rows: int) -> None:
     model, x = Net().cuda(), torch.randn(rows, 256, device="cuda")
     found = {}
     for weights in ("cast", "cache"):
@@ -159,21 +154,7 @@ def test_without_gradients_copies_of_weights_give_what_casts_in_each_call_give(
 
 
 def test_fp8_copies_of_weights_are_renewed_without_a_wait_of_the_host() -> None:
-    torch._dynamo.reset()
-    model, x = Net().cuda(), torch.randn(48, 256, device="cuda")
-    compiled = torch.compile(model, backend="amp_fx", options=in_fp8("auto"))
-    with torch.inference_mode():
-        for _ in range(3):
-            before = compiled(x)
-        # what no version tells, such as weights that a trainer sends
-        for p in model.parameters():
-            p.data.mul_(2.0)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            after = compiled(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        exact = copy.deepcopy(model).double()(x.double())
+    before, after, exact = renewed(Net().cuda(), torch.randn(48, 256, device="cuda"), in_fp8("auto"))
     assert error([after], [exact]) < 0.06
     assert error([before], [exact]) > 0.1
 
