@@ -27,18 +27,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.testing._internal import autocast_test_lists
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import amp_fx.rewriting
 from amp_fx import CaptureError, PassError
-from amp_fx._torch import autocast_disabled, enable_autocast
+from amp_fx._torch import FakeTensorMode, autocast_disabled, enable_autocast
 from amp_fx.graphs.regions import Region
 from amp_fx.settings import Options
 from ops import ASKED, LOW, arguments, on_device, overload
@@ -52,10 +48,8 @@ REQUIRED = 0.98
 #: calls that differ on purpose, by device and name, and why
 EXPLAINED: dict[tuple[str, str], str] = {
     ("cpu", "_grid_sampler_2d_cpu_fallback"): "an inner call without a fake kernel, which no graph can hold",
-    **dict.fromkeys(
-        (("cpu", "gru.input"), ("mps", "gru.input")),
-        "the same roundings; its steps are split and joined by other ops",
-    ),
+    ("cpu", "gru.input"): "the same roundings; its steps are split and joined by other ops",
+    ("mps", "gru.input"): "the same roundings; its steps are split and joined by other ops",
     ("mps", "lstm.input"): "one kernel on a Mac, in the dtype given; what was asked is not that kernel",
     ("cuda", "lstm.input"): "computed in fp16 by both; traced, and so returned, in fp32 without cudnn",
 }
@@ -205,11 +199,8 @@ def _differences(call: Call, got: Any, wanted: Any, ours: list[Any], theirs: lis
 def _equal(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor):
         return one == other
-    return (
-        one.shape == other.shape
-        and one.dtype is other.dtype
-        and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-    )
+    same = one.shape == other.shape and one.dtype is other.dtype
+    return same and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _rewritten(call: Call, args: Any, kwargs: Any) -> fx.GraphModule:
@@ -244,23 +235,18 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def table(answers: Sequence[Answer]) -> str:
     """The table of agreement, and every disagreement with its reason, in Markdown."""
-    groups: dict[tuple[str, str, str], list[Answer]] = {}
+    groups: dict[str, list[Answer]] = {}
     for each in answers:
         call = each.call
-        key = call.source, call.device, str(call.low).removeprefix("torch.")
+        key = f"{call.source} | {call.device} | {str(call.low).removeprefix('torch.')}"
         groups.setdefault(key, []).append(each)
     lines = ["| source | device | low dtype | calls | agree | share |", "|---|---|---|---|---|---|"]
-    for key, members in groups.items():
+    for key, members in (*groups.items(), ("all | |", answers)):
         agree = sum(not each.differences for each in members)
-        lines.append(f"| {' | '.join(key)} | {len(members)} | {agree} | {100 * agree / len(members):.1f} % |")
-    agree = sum(not each.differences for each in answers)
-    lines.append(f"| all | | | {len(answers)} | {agree} | {100 * agree / len(answers):.1f} % |")
+        lines.append(f"| {key} | {len(members)} | {agree} | {100 * agree / len(members):.1f} % |")
     lines += ["", "Disagreements, each with its reason:", ""]
-    named = dict.fromkeys((each.call.device, each.call.name) for each in answers if each.differences)
-    lines += [
-        f"- `{name}` on {device}: {EXPLAINED.get((device, name), '**unexplained**')}"
-        for device, name in named
-    ]
+    for key in dict.fromkeys((each.call.device, each.call.name) for each in answers if each.differences):
+        lines.append(f"- `{key[1]}` on {key[0]}: {EXPLAINED.get(key, '**unexplained**')}")
     return "\n".join(lines) + "\n"
 
 

@@ -9,6 +9,7 @@ and by itself, where it has to return the dtypes of eager fp32 and be no further
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ def ops(step: int = 1) -> Iterator[Sample]:
             continue
         for number in range(EACH):
             name = f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}"
-            yield Sample(f"{name} {number}", lambda op=op, number=number: _op_call(op, number))
+            yield Sample(f"{name} {number}", functools.partial(_op_call, op, number))
 
 
 def _op_call(op: Any, number: int) -> Any:
@@ -62,16 +63,13 @@ def modules(step: int = 1) -> Iterator[Sample]:
     """The first samples of every ``step``-th module, each with its own arguments."""
     for module in module_db[::step]:
         for number in range(EACH):
-            yield Sample(
-                f"{module.name} {number}", lambda module=module, number=number: _module_call(module, number)
-            )
+            yield Sample(f"{module.name} {number}", functools.partial(_module_call, module, number))
 
 
 def _module_call(module: Any, number: int) -> Any:
     torch.manual_seed(0)
-    found = module.module_inputs_func(
-        module, device="cpu", dtype=torch.float32, requires_grad=False, training=True
-    )
+    own = {"device": "cpu", "dtype": torch.float32, "requires_grad": False, "training": True}
+    found = module.module_inputs_func(module, **own)
     sample = next(itertools.islice(found, number, None))
     made = sample.constructor_input
     instance = module.module_cls(*made.args, **made.kwargs)
@@ -91,21 +89,16 @@ def outcome(sample: Sample) -> str:
     try:
         inside, ours = _run(sample, backend="amp_fx", low=True), _run(sample, backend="amp_fx")
     except Exception as error:  # this one is an answer, unless torch.compile raises without us
-        return _stock_error(sample) or f"raises {type(error).__name__}: {str(error)[:300]}"
+        try:
+            _run(sample, backend="aot_eager", low=True)
+            _run(sample, backend="aot_eager")
+        except Exception as stock:  # as above, for torch.compile
+            return f"not asked: torch.compile raises {type(stock).__name__}"
+        return f"raises {type(error).__name__}: {str(error)[:300]}"
     differs = _differs(inside, autocast)
     if differs and _differs(inside, _run(sample, backend="aot_eager", low=True)):
         return f"{differs}, in autocast"
     return _compare(sample, autocast, ours, eager)
-
-
-def _stock_error(sample: Sample) -> str:
-    """Why stock ``aot_eager`` cannot be asked, or an empty string."""
-    try:
-        _run(sample, backend="aot_eager", low=True)
-        _run(sample, backend="aot_eager")
-    except Exception as error:  # as above, for torch.compile
-        return f"not asked: torch.compile raises {type(error).__name__}"
-    return ""
 
 
 def _differs(got: list[Any], wanted: list[Any]) -> str:

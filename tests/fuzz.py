@@ -100,28 +100,22 @@ def _rewritten(function: Callable[..., Any], program: Program) -> dict[str, _Run
     result = {}
     for chosen in ("compiled", "eager"):
         with torch._dynamo.config.patch(error_on_recompile=chosen == "eager"):
-            run = _run(compiled, program.arguments(), program.ambient, raises=True)
-        assert run is not None
-        result[chosen] = run
+            result[chosen] = _raising_run(compiled, program.arguments(), program.ambient)
     return result
 
 
-def _run(
-    function: Callable[..., Any], inputs: list[Tensor], ambient: torch.dtype | None, raises: bool = False
-) -> _Run | None:
+def _run(function: Callable[..., Any], inputs: list[Tensor], ambient: Any = None) -> _Run | None:
     """One run; None where the program itself does not work with these inputs."""
     try:
-        with autocast_in(ambient):
-            outputs = function(*inputs)
-        return _look(inputs, outputs)
+        return _raising_run(function, inputs, ambient)
     except RuntimeError:
-        if raises:
-            raise
         return None
 
 
-def _look(inputs: Sequence[Tensor], outputs: Sequence[Any]) -> _Run:
+def _raising_run(function: Callable[..., Any], inputs: list[Tensor], ambient: torch.dtype | None) -> _Run:
     """Everything that is visible afterwards."""
+    with autocast_in(ambient):
+        outputs = function(*inputs)
     named = {f"x{index}": value for index, value in enumerate(inputs)}
     results = {f"output {i}": value for i, value in enumerate(outputs) if isinstance(value, Tensor)}
     values = {**named, **results}
@@ -174,14 +168,14 @@ def _compare_values(function: Callable[..., Any], program: Program, got: _Run) -
     """Within a few times the error of autocast, or of the inputs rounded, whichever is larger."""
     low = program.low
     eps = torch.finfo(low).eps
-    exact = None if program.names_dtypes else _run(function, program.arguments(FP64), None)
-    exact = exact or _run(function, program.arguments(), None)
+    exact = None if program.names_dtypes else _run(function, program.arguments(FP64))
+    exact = exact or _run(function, program.arguments())
     if exact is None:
         return
     dtype = FP64 if all(given.dtype is not FP64 for given in program.inputs) else None
     others = [
         _run(function, program.arguments(), low),
-        *(_run(function, program.arguments(dtype, eps, seed), None) for seed in range(3)),
+        *(_run(function, program.arguments(dtype, eps, seed)) for seed in range(3)),
     ]
     for part in ("values", "gradients"):
         for name, wanted in (getattr(exact, part) or {}).items():
@@ -196,9 +190,8 @@ def _compare_values(function: Callable[..., Any], program: Program, got: _Run) -
             allowed = 8 * max([eps * wanted.abs().max().item(), *spread])
             distance = _distance(value, wanted)
             if math.isfinite(allowed) and not distance <= allowed:
-                raise DisagreementError(
-                    f"{name} is off by {distance:.1e}, allowed {allowed:.1e}: {value}, {wanted}"
-                )
+                error = f"off by {distance:.1e}, allowed {allowed:.1e}"
+                raise DisagreementError(f"{name} is {error}: {value}, {wanted}")
 
 
 def _distance(value: Tensor, exact: Tensor) -> float:

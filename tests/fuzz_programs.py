@@ -35,12 +35,7 @@ _GAINS = DeviceProfile("gains", "cpu", {"float32": 1e6, "bfloat16": 1e9, "float1
 #: rates by which some gain and others do not
 _MIXED = DeviceProfile("mixed", "cpu", {"float32": 1e9, "bfloat16": 2e9, "float16": 2e9}, 1e10, 1e-9)
 
-_PROFILES: Mapping[str, str | DeviceProfile] = {
-    "off": "off",
-    "auto": "auto",
-    "gains": _GAINS,
-    "mixed": _MIXED,
-}
+_PROFILES: Mapping[str, Any] = {"off": "off", "auto": "auto", "gains": _GAINS, "mixed": _MIXED}
 
 
 @dataclass(frozen=True)
@@ -61,10 +56,8 @@ class DrawnOptions:
     def options(self, numerics: str) -> Options:
         """The options as the backend takes them."""
         rules: list[dict[str, Any]] = [{"op": op, "precision": precision} for op, precision in self.rules]
-        policy = {"base": self.base, "rules": rules}
-        given = Options.parse(
-            None, {"dtype": self.low, "policy": policy, "numerics": numerics, "strict": True}
-        )
+        own = {"dtype": self.low, "policy": {"base": self.base, "rules": rules}}
+        given = Options.parse(None, {**own, "numerics": numerics, "strict": True})
         return replace(given, profile=_PROFILES[self.profile])
 
 
@@ -208,9 +201,8 @@ class Program:
             value = torch.randn(given.shape, generator=numbers, dtype=FP64).to(given.dtype)
             value = value.to(dtype or given.dtype)
             if jitter:
-                value = value * (1 + jitter * torch.randn(given.shape, generator=errors, dtype=FP64)).to(
-                    value.dtype
-                )
+                error = jitter * torch.randn(given.shape, generator=errors, dtype=FP64)
+                value = value * (1 + error).to(value.dtype)
             made.append(value.requires_grad_(given.requires_grad))
         return made
 
@@ -249,7 +241,8 @@ def programs(draw: st.DrawFn) -> Program:
 def _draw_line(draw: st.DrawFn, names: Sequence[str]) -> tuple[str, str]:
     """One line, and the name that it binds."""
     # the newest values most: chains find more than bushes
-    operands = {key: names[-1 - draw(st.integers(0, len(names) - 1).map(_closer))] for key in "abc"}
+    back = st.integers(0, len(names) - 1).map(lambda back: back // 2)
+    operands = {key: names[-1 - draw(back)] for key in "abc"}
     block = draw(st.sampled_from(BLOCKS)) if draw(st.integers(0, 3)) == 0 else ""
     if draw(st.integers(0, 3)) == 0:
         line, result = draw(st.sampled_from(STATEMENTS)).format(**operands), ""
@@ -257,10 +250,6 @@ def _draw_line(draw: st.DrawFn, names: Sequence[str]) -> tuple[str, str]:
         result = f"y{len(names)}"
         line = f"{result} = {draw(st.sampled_from(EXPRESSIONS)).format(**operands)}"
     return (f"{block}\n    {line}" if block else line), result
-
-
-def _closer(back: int) -> int:
-    return back // 2
 
 
 def _works(line: str, result: str, scope: dict[str, Any], ambient: torch.dtype | None) -> bool:

@@ -21,8 +21,9 @@ from amp_fx import FallbackWarning
 from checks import agree
 from versions import fails_in
 
-BF16, FP16 = torch.bfloat16, torch.float16
-ONE_ROUNDING = 1e-2
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+#: one rounding more is fine
+CLOSE: dict[str, Any] = {"reference": FP32, "tolerance": 1e-2}
 #: every how many-th row of the op lists is asked here
 STEP = 16
 
@@ -46,14 +47,10 @@ def test_every_disagreement_with_autocast_is_explained(answers: list[conformance
 
 
 @pytest.mark.xdist_group("conformance")
-@pytest.mark.parametrize(
-    ("source", "device", "count"), [("torch", "cpu", 90), ("torch", "cuda", 90), ("amp_fx", "cpu", 20)]
-)
-def test_nearly_all_calls_of_a_source_agree(
-    answers: list[conformance.Answer], source: str, device: str, count: int
-) -> None:
-    own = [each for each in answers if (each.call.source, each.call.device) == (source, device)]
-    assert len(own) >= count
+@pytest.mark.parametrize("source", [("torch", "cpu"), ("torch", "cuda"), ("amp_fx", "cpu")], ids=" ".join)
+def test_nearly_all_of_a_source_agree(answers: list[conformance.Answer], source: tuple[str, str]) -> None:
+    own = [each for each in answers if (each.call.source, each.call.device) == source]
+    assert len(own) >= {"torch": 90, "amp_fx": 20}[source[0]]
     assert sum(not each.differences for each in own) >= conformance.REQUIRED * len(own)
 
 
@@ -89,55 +86,36 @@ def square(requires_grad: bool = False) -> Tensor:
     return torch.randn(8, 8, requires_grad=requires_grad)
 
 
-def mul_in(device: str, **settings: Any) -> Callable[..., Any]:
+SETTINGS: list[dict[str, Any]] = [
+    {"dtype": FP16},
+    {},
+    {"enabled": False},
+    {"dtype": BF16, "cache_enabled": False},
+    {"dtype": BF16, "enabled": True, "cache_enabled": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("ambient", [None, FP16], ids=["plain", "ambient"])
+def test_arguments_of_autocast_mean_the_same_as_eagerly(settings: Any, ambient: torch.dtype | None) -> None:
     def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(device, **settings):
+        with torch.autocast("cpu", **settings):
             inside = torch.mm(x, y)
         return inside, torch.mm(x, y)
 
-    return program
+    agree(program, square(), square(), ambient=ambient, reference=FP32)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dtype": FP16},
-        {},
-        {"enabled": False},
-        {"dtype": BF16, "cache_enabled": False},
-        {"dtype": BF16, "enabled": True, "cache_enabled": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("ambient", [None, FP16], ids=["plain", "ambient"])
-def test_arguments_of_autocast_mean_what_they_mean_eagerly(
-    settings: dict[str, Any], ambient: torch.dtype | None
-) -> None:
-    agree(mul_in("cpu", **settings), square(), square(), ambient=ambient, reference=torch.float32)
-
-
-def test_autocast_as_a_decorator() -> None:
+def test_autocast_as_a_decorator_and_with_fp64_inputs() -> None:
     @torch.autocast("cpu", dtype=BF16)
-    def inner(x: Tensor) -> Tensor:
-        return torch.mm(x, x)
+    def inner(x: Tensor, y: Tensor) -> Tensor:
+        return torch.mm(x, x) * y
 
-    def program(x: Tensor) -> tuple[Tensor, Tensor]:
-        return inner(x), torch.mm(x, x)
-
-    agree(program, torch.randn(8, 8), reference=torch.float32)
+    agree(lambda x: (inner(x, x), torch.mm(x, x)), square(), reference=FP32)
+    agree(inner, square().double(), square())
 
 
-def test_autocast_with_fp64_inputs() -> None:
-    def program(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=BF16):
-            return torch.mm(x, x) * y
-
-    agree(program, torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8), reference=torch.float64)
-
-
-@pytest.mark.parametrize(
-    "where", ["in the region", "in a function called from it", "in a method called from it"]
-)
+@pytest.mark.parametrize("where", ["here", "in a function called from it", "in a method called from it"])
 def test_a_graph_break_inside_a_region(where: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -151,7 +129,7 @@ def test_a_graph_break_inside_a_region(where: str) -> None:
         def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
             with torch.autocast("cpu", dtype=BF16):
                 c = torch.mm(a, b)
-                if where == "in the region":
+                if where == "here":
                     torch._dynamo.graph_break()
                     d = torch.mm(c, self.bias)
                 elif where == "in a function called from it":
@@ -164,8 +142,7 @@ def test_a_graph_break_inside_a_region(where: str) -> None:
         torch._dynamo.graph_break()
         return torch.mm(x, y)
 
-    close = {"reference": torch.float32, "tolerance": ONE_ROUNDING}
-    agree(Model(), square(), square(), fullgraph=False, **close)
+    agree(Model(), square(), square(), fullgraph=False, **CLOSE)
 
 
 def test_nested_regions_of_two_dtypes() -> None:
@@ -178,7 +155,7 @@ def test_nested_regions_of_two_dtypes() -> None:
         return a, b, c
 
     # no gradient for x: eagerly, autocast would return its cached bf16 copy of a leaf within the fp16 region
-    agree(program, torch.randn(8, 8), reference=torch.float32, tolerance=ONE_ROUNDING)
+    agree(program, square(), **CLOSE)
 
 
 # ---- custom_fwd, custom_bwd, register_autocast ----
@@ -210,36 +187,26 @@ class AsAutocast(CastToFp32):
         return torch.matmul(x, w).float()
 
 
-NO_INSTANCE = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+LOST = fails_in("2.11", fault="a gradient is lost where the forward ends in a float() that does nothing")
 
 
-@NO_INSTANCE
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::amp_fx.FallbackWarning")
 @pytest.mark.parametrize(
     ("function", "ambient"),
     [
         pytest.param(CastToFp32, None, id="plain-CastToFp32"),
-        pytest.param(
-            AsAutocast,
-            None,
-            id="plain-AsAutocast",
-            marks=fails_in(
-                "2.11", fault="a gradient is lost where the forward ends in a float() that does nothing"
-            ),
-        ),
+        pytest.param(AsAutocast, None, id="plain-AsAutocast", marks=LOST),
         pytest.param(CastToFp32, BF16, id="ambient-CastToFp32"),
         pytest.param(AsAutocast, BF16, id="ambient-AsAutocast"),
     ],
 )
-def test_functions_with_custom_fwd_and_bwd(
-    function: type[torch.autograd.Function], ambient: torch.dtype | None
-) -> None:
+def test_functions_with_custom_fwd_and_bwd(function: Any, ambient: torch.dtype | None) -> None:
     def program(x: Tensor, w: Tensor) -> Tensor:
         return function.apply(x, w) * 2
 
-    close = {"reference": torch.float32, "tolerance": ONE_ROUNDING}
-    options = {"strict": False}
-    agree(program, square(True), square(True), ambient=ambient, options=options, fullgraph=False, **close)
+    given = {"options": {"strict": False}, "fullgraph": False, **CLOSE}
+    agree(program, square(True), square(True), ambient=ambient, **given)
 
 
 @pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "ambient"])
@@ -260,9 +227,7 @@ def test_custom_ops_with_an_autocast_rule(ambient: torch.dtype | None) -> None:
         # where the rule counts, the graph is autocast's
         falls_back = pytest.warns(FallbackWarning, match="product.default")
         with falls_back if ambient is not None else contextlib.nullcontext():
-            close = {"reference": torch.float32, "tolerance": ONE_ROUNDING}
-            options = {"strict": ambient is None}
-            agree(program, square(), square(), ambient=ambient, options=options, **close)
+            agree(program, square(), square(), ambient=ambient, options={"strict": ambient is None}, **CLOSE)
 
 
 # ---- a part of torch's databases of ops and modules; with ``DATABASES=1`` in the environment, all of them ----
@@ -271,10 +236,11 @@ def test_custom_ops_with_an_autocast_rule(ambient: torch.dtype | None) -> None:
 NAMED = ("arange", "full", "signal.windows.hann", "inner", "tensordot", "addcdiv", "einsum")
 
 
-# every how many-th op and module
-@pytest.mark.parametrize(
-    "step", [40, pytest.param(int(os.environ.get("DATABASES", "4")), marks=pytest.mark.slow)]
-)
+#: every how many-th op and module
+STEPS = [40, pytest.param(int(os.environ.get("DATABASES", "4")), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_calls_of_torchs_databases_agree_with_autocast(step: int) -> None:
     # the databases take seconds to import
     from databases import EXPLAINED, modules, ops, outcome
@@ -282,11 +248,7 @@ def test_calls_of_torchs_databases_agree_with_autocast(step: int) -> None:
     samples = [*ops(step), *modules(step)]
     samples += [sample for sample in ops() if sample.name.rpartition(" ")[0] in NAMED]
     found = {sample.name: outcome(sample) for sample in samples}
-    agreeing = [name for name, said in found.items() if said == "agrees"]
-    others = {
-        name: said
-        for name, said in found.items()
-        if said != "agrees" and not said.startswith("not asked") and name.rpartition(" ")[0] not in EXPLAINED
-    }
-    assert others == {}
-    assert len(agreeing) > 30
+    asked = {name: said for name, said in found.items() if not said.startswith("not asked")}
+    others = {name: said for name, said in asked.items() if said != "agrees"}
+    assert [name for name in others if name.rpartition(" ")[0] not in EXPLAINED] == [], others
+    assert len(asked) - len(others) > 30

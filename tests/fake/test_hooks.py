@@ -14,6 +14,7 @@ import amp_fx.backend
 from amp_fx import notices, state
 from amp_fx._torch import dynamo as hooks
 from amp_fx.policy import table
+from documents import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -90,24 +91,16 @@ LEFT = {"state.py"}
 
 
 def test_results_are_cached_in_one_way() -> None:
-    files = list((Path(__file__).parents[2] / "amp_fx").rglob("*.py"))
-    found = {
-        path.name
-        for path in files
-        if re.search(r"\b(lru_cache|functools\.cache)\b", path.read_text(encoding="utf-8"))
-    }
-    assert len(files) > 100
-    assert found <= LEFT
+    texts = [(path.name, path.read_text("utf-8")) for path in (ROOT / "amp_fx").rglob("*.py")]
+    assert len(texts) > 100
+    assert {name for name, text in texts if re.search(r"\b(lru_cache|functools\.cache)\b", text)} <= LEFT
 
 
-def test_what_is_kept_is_forgotten() -> None:
+def test_what_is_kept_is_registered_under_a_name_of_its_own_and_forgotten() -> None:
     notices._told.add("something")
     rows = table._table("cpu")
     assert table._table("cpu") is rows
+    assert {"tensors derived from weights", "results of amp_fx.policy.table._table"} <= state._resets.keys()
     amp_fx.reset()
     assert not notices._told
     assert table._table("cpu") is not rows
-
-
-def test_everything_is_registered_under_a_name_of_its_own() -> None:
-    assert {"tensors derived from weights", "results of amp_fx.policy.table._table"} <= state._resets.keys()
