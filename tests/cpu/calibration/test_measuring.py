@@ -1,38 +1,39 @@
-"""Measured sensitivity against ablation: one call low at a time, run op by op, its gradient beside fp64's."""
+"""Measured sensitivity against ablation, one call low at a time; what flips of a ReLU do, what attention rounds."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import amp_fx
+from amp_fx.calibration import measuring
+from amp_fx.calibration.measuring import noise, smoothed
+from amp_fx.calibration.meter import Meter
+from amp_fx.calibration.operands import attend
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.values import in_place_target
-from amp_fx.passes import (
-    Classify,
-    Constrain,
-    FuseCasts,
-    InsertCasts,
-    Pass,
-    PassContext,
-    PinDtypes,
-)
+from amp_fx.passes import Classify, Constrain, FuseCasts, InsertCasts, Pass, PassContext, PinDtypes
 from amp_fx.passes.base import run_in_order
 from amp_fx.plans.label import Takes, label_of
-from amp_fx.plans.sensitivity import CallSensitivity, as_number
+from amp_fx.plans.sensitivity import INSIDE, CallSensitivity, ReadSensitivity, as_number
 from amp_fx.policy import OpClass
+from graphs import captured
+from levels import calls, error, exact_gradients
 from small_models import GPT, Fragile, Parts, tokens, train
 
 Batch = tuple[Tensor, Tensor]
-Gradients = list[Tensor | None]
+PROBABILITIES, SCORES, RESULT = INSIDE
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,9 @@ def judged(model: nn.Module, batch: Batch, dtype: str, scale: float = 1.0) -> tu
     """Estimates and truths of every call that computes."""
     cal = amp_fx.calibrate(model, batch, dtype=dtype, scale=scale, profile="off")
     (graph,) = cal.sensitivity.graphs
-    rows = {row.name: row for row in graph.outline.nodes}
     ablation = Ablation(model, batch, cal.sensitivity.dtype, cal.sensitivity.scale)
-    calls = [
-        row
-        for row in graph.calls
-        if rows[row.name].op_class is not OpClass.FOLLOW and rows[row.name].traced is not None
-    ]
+    computing = {row.name for row in graph.outline.nodes if row.op_class is not OpClass.FOLLOW and row.traced}
+    calls = [row for row in graph.calls if row.name in computing]
     return [estimate(row) for row in calls], [ablation.error(row.name) for row in calls]
 
 
@@ -124,7 +121,6 @@ def judged(model: nn.Module, batch: Batch, dtype: str, scale: float = 1.0) -> tu
 def test_the_sensitivity_of_a_gpts_calls_is_that_of_ablation(dtype: str) -> None:
     model = train(GPT(), tokens, 30)
     estimates, truths = judged(model, tokens(0), dtype, 4096.0)
-    print(f"spearman {spearman(estimates, truths):.3f}")
     assert len(truths) > 20
     assert spearman(estimates, truths) >= 0.95
     ratios = sorted(e / t for e, t in zip(estimates, truths, strict=True) if t > 3e-5)
@@ -133,12 +129,9 @@ def test_the_sensitivity_of_a_gpts_calls_is_that_of_ablation(dtype: str) -> None
 
 @pytest.mark.slow
 def test_fragile_calls_are_ranked_as_by_ablation() -> None:
-    def batch(seed: int) -> Batch:
-        return tokens(seed, 1, 256, 512)
-
+    batch = partial(tokens, rows=1, length=256, vocab=512)
     model = train(Fragile(), batch, 5)
     estimates, truths = judged(model, batch(0), "bfloat16")
-    print(f"spearman {spearman(estimates, truths):.3f}")
     assert spearman(estimates, truths) >= 0.93
 
 
@@ -147,9 +140,206 @@ def test_calls_that_overflow_in_fp16_are_named() -> None:
         h = m.a(x) * 1e5
         return (m.b(h / 1e5) ** 2).mean()
 
-    torch.manual_seed(0)
     model = Parts(program, a=nn.Linear(8, 8), b=nn.Linear(8, 1))
     cal = amp_fx.calibrate(model, torch.randn(4, 8), dtype="float16", scale=1.0, profile="off")
     (graph,) = cal.sensitivity.graphs
     assert [row.name for row in graph.calls if row.value is None] == ["mul"]
     assert [row.name for row in graph.calls if any(r.value is None for r in row.reads.values())] == ["div"]
+
+
+# --- ReLU under BatchNorm: flips of its derivative ---
+
+
+def net(in_place: bool) -> nn.Module:
+    """Convolutions, BatchNorm and ReLU, with the choice of the one in place."""
+
+    def program(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(m.head(m.body(x).mean((2, 3))), labels)
+
+    parts = ((nn.Conv2d(c, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(in_place)) for c in (3, 16, 16))
+    return Parts(program, body=nn.Sequential(*itertools.chain(*parts)), head=nn.Linear(16, 4))
+
+
+def labelled(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(32, 3, 16, 16, generator=generator), torch.randint(4, (32,), generator=generator)
+
+
+def true_error(model: nn.Module) -> float:
+    """Of eager torch.autocast, against fp64."""
+    squares: list[float] = []
+    for seed in range(2):
+        low = copy.deepcopy(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = low(*labelled(seed))
+        loss.backward()
+        gradients = [p.grad for p in low.parameters() if p.grad is not None]
+        squares.append(error(gradients, exact_gradients(model, labelled(seed))) ** 2)
+    return math.sqrt(sum(squares) / 2)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_flips_of_a_relu_are_predicted_in_magnitude(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net(in_place)
+    before = copy.deepcopy(model.state_dict())
+    batches = [labelled(seed) for seed in range(2)]
+    with_flips = amp_fx.calibrate(model, batches, profile="off").autocast_error
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    monkeypatch.setattr(measuring, "noise", lambda *_: {})
+    without = amp_fx.calibrate(model, batches, profile="off").autocast_error
+    true = true_error(model)
+
+    assert without < true / 3
+    assert true / 2 < with_flips < 2 * true
+
+
+def test_a_smoothed_relu_has_the_values_of_a_relu_and_the_slope_of_a_ramp() -> None:
+    (node,) = calls(captured(torch.relu, torch.randn(4)), torch.ops.aten.relu.default)
+    x = torch.linspace(-4, 4, 81).requires_grad_()
+    y = smoothed(node, x, math.sqrt(8))
+    torch.testing.assert_close(y, x.relu())
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(slope, torch.special.ndtr(x.detach()))
+
+
+def classified(program: Callable[..., Tensor], *args: Tensor) -> fx.GraphModule:
+    gm = captured(program, *args)
+    run_in_order(gm, (PinDtypes(), Classify()), PassContext(training=True))
+    return gm
+
+
+def test_noise_is_what_autocast_adds_and_leaves_inputs_and_generator_alone() -> None:
+    def program(x: Tensor, w: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        h = F.dropout(torch.matmul(x, w), 0.5)
+        return torch.relu(F.batch_norm(h, mean, var, training=True) * 3 + h)
+
+    args = torch.randn(256, 32), torch.randn(32, 8), torch.zeros(8), torch.ones(8)
+    gm = classified(program, *args)
+    state, given = torch.get_rng_state(), [arg.clone() for arg in args]
+    (sigma,) = noise(gm, torch.bfloat16, args).values()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(arg, before) for arg, before in zip(args, given, strict=True))
+    # both runs dropped the same elements: what is left is rounding, of a matmul's result and of its operands
+    scale = torch.matmul(*args[:2]).std().item()
+    assert 2**-11 * scale < sigma < 2**-5 * scale
+    assert noise(captured(torch.matmul, *args[:2]), torch.bfloat16, args[:2]) == {}
+    # only what is on a low list is rounded
+    gm = classified(lambda x: torch.relu(x.sin() * 3), args[0])
+    assert [*noise(gm, torch.bfloat16, args[:1]).values()] == [0]
+
+
+# --- what attention rounds inside: beside gradients computed by hand with those roundings, in fp64 ---
+
+ROWS, HEADS, LENGTH, SIZE = 4, 2, 16, 8
+WIDTH = HEADS * SIZE
+
+
+def low(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+class FusedAttention(torch.autograd.Function):
+    """Causal attention as fused kernels compute it, with one kind of rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rounded: str) -> Tensor:
+        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        p = (q @ k.mT / math.sqrt(SIZE)).masked_fill(hidden, -math.inf).softmax(-1)
+        read = low(p) if rounded == PROBABILITIES else p
+        result = read @ v
+        ctx.rounded = rounded
+        ctx.save_for_backward(q, k, v, p, read, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = gradients
+        q, k, v, p, read, result = ctx.saved_tensors
+        stored = low(result) if ctx.rounded == RESULT else result
+        scores = p * (gradient @ v.mT - (gradient * stored).sum(-1, keepdim=True))
+        if ctx.rounded == SCORES:
+            scores = low(scores)
+        scores = scores / math.sqrt(SIZE)
+        return scores @ k, scores.mT @ q, read.mT @ gradient, None
+
+
+class Attention(nn.Module):
+    """Attention between linears; ``rounded`` names what is rounded in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 1)
+        self.rounded: str | None = None
+        nn.init.normal_(self.qkv.weight, std=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).view(ROWS, LENGTH, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
+        q, k, v = heads.unbind(0)
+        if self.rounded is None:
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            a: Any = FusedAttention.apply(q, k, v, self.rounded)
+        return self.out(a.transpose(1, 2).reshape(ROWS, LENGTH, WIDTH)).tanh().square().mean()
+
+
+def error_of_rounding(model: Attention, x: Tensor, rounded: str) -> float:
+    """Relative error of the gradient of all parameters."""
+    found: list[Tensor] = []
+    for kind in ("", rounded):
+        wide = copy.deepcopy(model).double()
+        wide.rounded = kind
+        wide(x.double()).backward()
+        found.append(torch.cat([p.grad.flatten() for p in wide.parameters() if p.grad is not None]))
+    return ((found[1] - found[0]).norm() / found[0].norm()).item()
+
+
+def reads_of_attention(model: nn.Module, batches: Any, **settings: Any) -> dict[str, ReadSensitivity]:
+    (graph,) = amp_fx.calibrate(model, batches, profile="off", **settings).sensitivity.graphs
+    return next(row for row in graph.calls if "scaled_dot_product" in row.name).reads
+
+
+@pytest.mark.parametrize("slot", INSIDE)
+def test_the_sensitivity_of_roundings_inside_attention_is_that_of_a_kernel_that_does_them(slot: str) -> None:
+    model, batches = Attention(), [torch.randn(ROWS, LENGTH, WIDTH) for _ in range(4)]
+    read = reads_of_attention(model, batches, probes=4)[slot]
+    sensitivity = as_number(read.value) + as_number(read.gradient)
+    true = math.sqrt(sum(error_of_rounding(model, x, slot) ** 2 for x in batches) / len(batches))
+    assert true > 1e-5
+    assert 0.75 <= math.sqrt(sensitivity) / true <= 1.33
+
+
+KEEP = torch.ones(5, 7, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"is_causal": True}, id="causal"),
+        pytest.param({"attn_mask": KEEP}, id="boolean mask"),
+        pytest.param({"attn_mask": KEEP & (torch.arange(5)[:, None] > 0)}, id="a row without anything"),
+        pytest.param({"attn_mask": torch.randn(2, 1, 5, 7)}, id="additive mask"),
+        pytest.param({"scale": 0.3}, id="scale"),
+    ],
+)
+@pytest.mark.parametrize("heads", [4, 2])
+def test_values_and_gradients_are_those_of_the_op(settings: dict[str, Any], heads: int) -> None:
+    q, k, v = (torch.randn(2, h, n, 4, requires_grad=True) for h, n in ((4, 5), (heads, 7), (heads, 7)))
+    shared = {**settings, "enable_gqa": heads < 4}
+    ours = attend(Meter(torch.bfloat16, 1.0), (0, "a"), q, k, v, **shared)
+    theirs = F.scaled_dot_product_attention(q, k, v, **shared)
+    torch.testing.assert_close(ours, theirs)
+    found, true = (torch.autograd.grad(each.sin().sum(), [q, k, v]) for each in (ours, theirs))
+    torch.testing.assert_close(found, true)
+
+
+def test_with_dropout_on_a_cpu_scores_and_the_gradient_of_probabilities_are_rounded_instead() -> None:
+    def slots(dropout: float) -> dict[str, tuple[bool, bool]]:
+        def program(m: Any, x: Tensor) -> Tensor:
+            q, k, v = m.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).tanh().square().mean()
+
+        reads = reads_of_attention(Parts(program, qkv=nn.Linear(8, 24)), torch.randn(2, 5, 8))
+        return {slot: (bool(r.value), bool(r.gradient)) for slot, r in reads.items() if slot in INSIDE}
+
+    assert slots(0.0) == {PROBABILITIES: (True, False), SCORES: (False, True), RESULT: (True, False)}
+    assert slots(0.2) == {PROBABILITIES: (True, True), SCORES: (True, True)}

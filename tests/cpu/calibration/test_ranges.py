@@ -6,6 +6,7 @@ import copy
 import importlib
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import amp_fx
+from amp_fx import CalibratedPlan, Calibration
 from amp_fx.calibration.ranges import Ranges, fitted, requantised
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from amp_fx.plans.sensitivity import INPUT, MEASURED
+from levels import error, exact
+from small_models import Parts
 
 #: int8 pays wherever it may run
 PROFILE = DeviceProfile("test", "cpu", {"float32": 1e9, "bfloat16": 2e9, "int8": 8e9}, 1e12, 0.0)
@@ -50,17 +54,34 @@ def model() -> Net:
     return net.eval()
 
 
+def calibrated(model: nn.Module, batches: Any, **given: Any) -> Calibration:
+    return amp_fx.calibrate(model, batches, of="outputs", **{"policy": "int8", "profile": PROFILE, **given})
+
+
+def images(rows: int = 4) -> Tensor:
+    return torch.randn(rows, 3, 17, 17)
+
+
 @pytest.fixture(scope="module")
-def cal(model: Net) -> amp_fx.Calibration:
+def cal(model: Net) -> Calibration:
     torch.manual_seed(1)
-    batches = [torch.randn(4, 3, 17, 17) for _ in range(4)]
-    return amp_fx.calibrate(model, batches, of="outputs", policy="int8", profile=PROFILE)
+    return calibrated(model, [images() for _ in range(4)])
+
+
+@pytest.fixture
+def plan(cal: Calibration) -> CalibratedPlan:
+    """All in int8 that may be."""
+    return cal.plan(budget=100, verify=False)
 
 
 def wrong(got: Tensor, model: nn.Module, x: Tensor) -> float:
     """Relative distance from fp64."""
-    exact = copy.deepcopy(model).double()(x.double())
-    return ((got - exact).norm() / exact.norm()).item()
+    return error([got.detach()], [exact(model, x)])
+
+
+def compiled(model: nn.Module, plan: Any, **options: Any) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="amp_fx", options={"plan": plan, "strict": True, **options})
 
 
 def test_a_range_has_zero_in_it_and_one_sided_values_have_all_bytes() -> None:
@@ -84,7 +105,7 @@ def test_few_values_that_are_far_out_saturate_where_that_adds_less() -> None:
     assert fitted(x, *(each.item() for each in x.aminmax()))[0] > 10 * by_extremes
 
 
-def test_every_linear_and_convolution_has_a_scale_and_what_it_adds(cal: amp_fx.Calibration) -> None:
+def test_every_linear_and_convolution_has_a_scale_and_what_it_adds(cal: Calibration) -> None:
     [graph] = cal.sensitivity.graphs
     rows = {graph.outline.node(call.name).module_path: call for call in graph.calls if call.scales}
     assert list(rows) == ["stem", "depth", "point", "up", "down", "head"]
@@ -97,7 +118,7 @@ def test_every_linear_and_convolution_has_a_scale_and_what_it_adds(cal: amp_fx.C
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("budget", [1.5, 100])
 def test_the_error_on_other_batches_is_the_predicted_one(
-    model: Net, cal: amp_fx.Calibration, budget: float, tmp_path: Path
+    model: Net, cal: Calibration, budget: float, tmp_path: Path
 ) -> None:
     plan = cal.plan(budget=budget, verify=False)
     rows = [row for row in plan.plans[0].nodes if row.op in ("linear", "conv2d")]
@@ -105,10 +126,9 @@ def test_the_error_on_other_batches_is_the_predicted_one(
     assert static == ["stem", "depth", "point", "up", "down"] if budget == 100 else 0 < len(static) < 5
     assert math.isclose(cal.predict(plan), plan.point.error)
     plan.save(tmp_path / "plan.json")
-    x = torch.randn(4, 3, 17, 17)
+    x = images()
     with torch.inference_mode():
-        options: Any = {"plan": tmp_path / "plan.json", "strict": True}
-        got = torch.compile(model, backend="amp_fx", options=options)(x)
+        got = compiled(model, tmp_path / "plan.json")(x)
     assert plan.point.error / 1.3 < wrong(got, model, x) < plan.point.error * 1.3
 
 
@@ -127,20 +147,14 @@ def test_a_value_that_is_zero_or_not_finite_has_no_scale_and_that_is_said(
 
 
 def test_calls_of_equal_names_in_two_graphs_have_scales_of_their_own() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+    def program(m: Any, x: Tensor) -> Tensor:
+        x = m.first(x)
+        torch._dynamo.graph_break()
+        return m.second(100 * x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            torch._dynamo.graph_break()
-            return self.second(100 * x)
-
-    rule = {"op": "linear", "precision": "int8"}
-    policy = {"base": "int8", "rules": [rule]}
-    x = torch.randn(8, 32)
-    cal = amp_fx.calibrate(Broken(), x, of="outputs", policy=policy, profile=PROFILE)
+    broken = Parts(program, first=nn.Linear(32, 32), second=nn.Linear(32, 32))
+    policy = {"base": "int8", "rules": [{"op": "linear", "precision": "int8"}]}
+    cal = calibrated(broken, torch.randn(8, 32), policy=policy)
     plan = cal.plan(budget=100, verify=False)
     scales = [row.scales[INPUT][0] for each in plan.plans for row in each.nodes if row.op == "linear"]
     assert scales[1] > 20 * scales[0]
@@ -159,104 +173,76 @@ def test_calls_of_equal_names_in_two_graphs_have_scales_of_their_own() -> None:
 
 
 def test_a_convolution_with_a_weight_that_was_turned_stays_low(caplog: pytest.LogCaptureFixture) -> None:
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.head = nn.Parameter(torch.randn(8, 8, 3, 3)), nn.Linear(8, 4)
+    def program(m: Any, x: Tensor) -> Tensor:
+        y = nn.functional.conv2d(x, m.kernel.weight.transpose(0, 1).transpose(2, 3))
+        return m.head(y.flatten(2).mT)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = nn.functional.conv2d(x, self.weight.transpose(0, 1).transpose(2, 3))
-            return self.head(y.flatten(2).mT)
-
-    x = torch.randn(2, 8, 6, 6)
-    cal = amp_fx.calibrate(Turned(), x, of="outputs", policy="int8", profile=PROFILE)
-    [plan] = cal.plan(budget=100, verify=False).plans
+    turned = Parts(program, kernel=nn.Conv2d(8, 8, 3), head=nn.Linear(8, 4))
+    [plan] = calibrated(turned, torch.randn(2, 8, 6, 6)).plan(budget=100, verify=False).plans
     assert [row.levels for row in plan.nodes if row.op == "conv2d"] == [{}]
 
 
-def test_a_single_row_and_a_gpu_have_no_measured_scales(model: Net) -> None:
+def test_a_single_row_has_no_measured_scales() -> None:
     linears = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
-    given: dict[str, Any] = {"of": "outputs", "policy": "int8"}
-    one = amp_fx.calibrate(linears, torch.randn(1, 64), profile=PROFILE, **given).plan(
-        budget=100, verify=False
-    )
-    assert {name for row in one.plans[0].nodes for name in row.levels.values()} == {"int8"}
-    assert not any(row.scales for row in one.plans[0].nodes)
-    there = amp_fx.calibrate(linears, torch.randn(32, 64), target="cuda:h100", **given)
-    assert not any(call.scales for graph in there.sensitivity.graphs for call in graph.calls)
+    (plan,) = calibrated(linears, torch.randn(1, 64)).plan(budget=100, verify=False).plans
+    assert {name for row in plan.nodes for name in row.levels.values()} == {"int8"}
+    assert not any(row.scales for row in plan.nodes)
 
 
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("weights", ["auto", "cache", "freeze", "stored low"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_batches_of_other_sizes_are_multiplied_by_the_same_scales(
-    model: Net, cal: amp_fx.Calibration, weights: str, dynamic: bool | None
+    model: Net, plan: CalibratedPlan, weights: str, dynamic: bool | None
 ) -> None:
     net = copy.deepcopy(model)
     if weights == "stored low":
-        amp_fx.store_low(net, torch.randn(4, 3, 17, 17), options={"policy": "int8"})
+        amp_fx.store_low(net, images(), options={"policy": "int8"})
         weights = "auto"
-    options: Any = {"plan": cal.plan(budget=100, verify=False), "weights": weights, "strict": True}
+    options: Any = {"plan": plan, "weights": weights, "strict": True}
     run = torch.compile(net, backend="amp_fx", options=options, dynamic=dynamic)
     with torch.inference_mode():
-        for rows in (4, 6, 9):
-            x = torch.randn(rows, 3, 17, 17)
+        for x in (images(4), images(6), images(9)):
             assert wrong(run(x), model, x) < 0.02
 
 
-def test_without_kept_weights_a_plan_with_scales_finds_them_in_each_call(
-    model: Net, cal: amp_fx.Calibration
-) -> None:
-    plan = cal.plan(budget=100, verify=False).plans[0]
-    rows = [row if row.op == "linear" else replace(row, levels={}, scales={}) for row in plan.nodes]
+def test_without_kept_weights_scales_are_found_in_each_call(model: Net, plan: CalibratedPlan) -> None:
+    (first,), x = plan.plans, images()
+    rows = [row if row.op == "linear" else replace(row, levels={}, scales={}) for row in first.nodes]
     with amp_fx.record() as recording, torch.no_grad():
-        options = {"plan": replace(plan, nodes=rows), "weights": "cast", "strict": True}
-        x = torch.randn(4, 3, 17, 17)
-        got = torch.compile(model, backend="amp_fx", options=options)(x)
+        got = compiled(model, replace(first, nodes=rows), weights="cast")(x)
     assert wrong(got, model, x) < 0.03
-    ways = [
-        r.values["level"]
-        for row in recording.plans[0].nodes
-        for r in row.reasons
-        if r.kind is Kind.LEVEL_PLANNED
-    ]
-    assert ways == ["int8_signed"] * 2
+    reasons = [reason for row in recording.plans[0].nodes for reason in row.reasons]
+    assert [r.values["level"] for r in reasons if r.kind is Kind.LEVEL_PLANNED] == ["int8_signed"] * 2
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_a_report_says_why_a_convolution_stays_low(model: Net, cal: amp_fx.Calibration) -> None:
+def test_a_report_says_why_a_convolution_stays_low(model: Net, plan: CalibratedPlan) -> None:
     def why(**options: Any) -> str:
         torch._dynamo.reset()
         with torch.inference_mode():
-            return amp_fx.explain(model, torch.randn(4, 3, 17, 17), options=options).why("conv2d")
+            return amp_fx.explain(model, images(), options=options).why("conv2d")
 
     assert "its scale was not measured" in why(policy="int8", profile="off")
-    plan = cal.plan(budget=100, verify=False)
     assert "int8, int8_measured, as the plan has it" in why(plan=plan)
     assert "weights of which copies are kept" in why(plan=plan, weights="cast")
 
 
 @pytest.mark.parametrize("scale", [(0.0, 3), (math.nan, 3), (math.inf, 3), (0.1, 256)])
 @pytest.mark.usefixtures("without_inductor")
-def test_a_plan_with_a_scale_that_is_none_is_refused(
-    model: Net, cal: amp_fx.Calibration, scale: tuple[float, int]
-) -> None:
-    plan = cal.plan(budget=100, verify=False).plans[0]
-    plan.nodes[[bool(row.scales) for row in plan.nodes].index(True)].scales = {INPUT: scale}
-    options: Any = {"plan": plan}
-    run = torch.compile(model, backend="amp_fx", options=options)
+def test_a_plan_with_a_scale_that_is_none_is_refused(model: Net, plan: CalibratedPlan, scale: Any) -> None:
+    next(row for row in plan.plans[0].nodes if row.scales).scales = {INPUT: scale}
+    run = compiled(model, plan.plans[0], strict=False)
     with pytest.raises(Exception, match="the plan has scales") as caught, torch.no_grad():
-        run(torch.randn(4, 3, 17, 17))
+        run(images())
     assert "amp_fx.calibrate" in str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Net, tmp_path: Path) -> None:
     profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
-    given = {"policy": "int8", "dtype": "float16", "profile": profile}
-    cal = amp_fx.calibrate(model, torch.randn(16, 3, 17, 17), of="outputs", **given)
-    plan, x = cal.plan(budget=100, verify=False), torch.randn(4, 3, 17, 17)
-    path = tmp_path / "model.onnx"
+    plan = calibrated(model, images(16), dtype="float16", profile=profile).plan(budget=100, verify=False)
+    x, path = images(), tmp_path / "model.onnx"
     program = amp_fx.export_onnx(model, (x,), path, plan=plan, dtype="float16")
     ops = [str(node.target) for node in program.graph.nodes]
     assert ops.count("quantized_decomposed.quantize_per_tensor.default") == 5
@@ -284,32 +270,27 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Net, t
 
 @pytest.mark.usefixtures("code")
 def test_layers_share_the_kernels_that_round_what_they_read() -> None:
-    torch.manual_seed(0)
-    linears, norms = (
-        [make() for _ in range(4)] for make in (lambda: nn.Linear(32, 32), lambda: nn.LayerNorm(32))
-    )
-    for number, norm in enumerate(norms):
+    layers: list[nn.Module] = []
+    for number in range(4):
+        layers += [nn.Linear(32, 32), norm := nn.LayerNorm(32)]
         # so that no two scales are equal
         norm.weight.data.mul_(1.0 + number)
-    layers = [layer for pair in zip(linears, norms, strict=True) for layer in pair]
     net, x = nn.Sequential(*layers, nn.Linear(32, 4)).eval(), torch.randn(16, 32)
-    plan = amp_fx.calibrate(net, x, of="outputs", policy="int8", profile=PROFILE).plan(100, verify=False)
+    plan = calibrated(net, x).plan(budget=100, verify=False)
     assert len({row.scales[INPUT] for row in plan.plans[0].nodes if row.scales}) == 4
-    options: Any = {"plan": plan, "strict": True}
     with torch.inference_mode():
-        _, [code] = run_and_get_code(torch.compile(net, backend="amp_fx", options=options), x)
+        _, [code] = run_and_get_code(compiled(net, plan), x)
     # of the input, of three norms, and of the last norm, whose reader is in 16 bits
     assert code.count("async_compile.cpp") == 4
 
 
 @pytest.mark.usefixtures("code")
 def test_compiled_products_write_integers_follow_weights_and_come_from_the_cache(
-    model: Net, cal: amp_fx.Calibration
+    model: Net, plan: CalibratedPlan
 ) -> None:
-    net, x = copy.deepcopy(model), torch.randn(4, 3, 17, 17)
-    options = {"plan": cal.plan(budget=100, verify=False), "strict": True}
+    net, x = copy.deepcopy(model), images()
     with torch.inference_mode(), fresh_cache():
-        run = torch.compile(net, backend="amp_fx", options=options)
+        run = compiled(net, plan)
         got, [code] = run_and_get_code(run, x)
         assert wrong(got, net, x) < 0.02
         assert len(re.findall(r"torch\.ops\.onednn\.q\w+\.\w+\(", code)) == 5
@@ -320,8 +301,7 @@ def test_compiled_products_write_integers_follow_weights_and_come_from_the_cache
             net.down.weight.mul_(1.5)
             net.stem.weight.mul_(0.9)
         assert wrong(run(x), net, x) < 0.02
-        torch._dynamo.reset()
+        again = compiled(net, plan)
         counters.clear()
-        again = torch.compile(net, backend="amp_fx", options=options)
         assert torch.equal(again(x), run(x))
         assert counters["inductor"]["fxgraph_cache_hit"] == 1

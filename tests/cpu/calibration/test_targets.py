@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
+from amp_fx import Calibration, Plan
 from amp_fx.plans.label import Kind
 from amp_fx.plans.sensitivity import Sensitivity
 from amp_fx.policy.levels import ROLES
@@ -26,27 +28,29 @@ def _without_code() -> None:
     """Op by op, a plan's harmless roundings, which fused kernels leave out, are more than one test here allows."""
 
 
-def net() -> nn.Module:
-    """``softplus`` is on CUDA's fp32 list, not on that of the CPU."""
-    torch.manual_seed(0)
-    layers = {"up": nn.Linear(64, 256), "down": nn.Linear(256, 64)}
-    return Parts(lambda m, x: m.down(F.softplus(m.up(x))).square().mean(), **layers)
-
-
 BATCH = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+
+Pair = tuple[Calibration, Calibration]
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[amp_fx.Calibration, amp_fx.Calibration]:
-    here = amp_fx.calibrate(net(), BATCH, profile="off")
-    return here, amp_fx.calibrate(net(), BATCH, target="cuda:h100")
+def pair() -> Pair:
+    """Here and there: ``softplus`` is on CUDA's fp32 list, not on that of the CPU."""
+    torch.manual_seed(0)
+    layers = {"up": nn.Linear(64, 256), "down": nn.Linear(256, 64)}
+    net = Parts(lambda m, x: m.down(F.softplus(m.up(x))).square().mean(), **layers)
+    return amp_fx.calibrate(net, BATCH, profile="off"), amp_fx.calibrate(net, BATCH, target="cuda:h100")
 
 
-def dtypes(plan: amp_fx.Plan) -> dict[str, torch.dtype | None]:
+def dtypes(plan: Plan) -> dict[str, torch.dtype | None]:
     return {row.name: row.dtype for row in plan.nodes}
 
 
-def test_a_targets_op_lists_and_rates_count(pair: tuple[amp_fx.Calibration, amp_fx.Calibration]) -> None:
+def explained(model: nn.Module, *batch: Tensor, target: str = "cuda:h100", **options: Any) -> amp_fx.Report:
+    return amp_fx.explain(model, *batch, target=target, options={"strict": True, **options})
+
+
+def test_a_targets_op_lists_and_rates_count(pair: Pair) -> None:
     here, there = (known(cal, "autocast") for cal in pair)
     assert dtypes(here.plan.plans[0])["softplus"] is torch.bfloat16
     assert dtypes(there.plan.plans[0])["softplus"] is torch.float32
@@ -58,22 +62,18 @@ def test_a_targets_op_lists_and_rates_count(pair: tuple[amp_fx.Calibration, amp_
     assert pair[1].plan(verify=False).plans[0].profile == find_target("cuda:h100").profile.name
 
 
-def test_what_was_measured_is_the_same_wherever_it_is_planned_for(
-    pair: tuple[amp_fx.Calibration, amp_fx.Calibration],
-) -> None:
+def test_what_was_measured_is_the_same_wherever_it_is_planned_for(pair: Pair) -> None:
     here, there = ({row.name: row for row in cal.sensitivity.graphs[0].calls} for cal in pair)
     assert here == there
 
 
-def charged(cal: amp_fx.Calibration) -> set[tuple[str, str]]:
+def charged(cal: Calibration) -> set[tuple[str, str]]:
     """(call, operand) whose gradient is rounded on the way back."""
     terms = [term for part in cal._cuts._parts for term in part.priced.terms]
     return {(term.call, term.slot) for term in terms if term.backward and term.slot}
 
 
-def test_gradients_of_weights_that_leave_their_matmul_in_fp32_are_not_charged(
-    pair: tuple[amp_fx.Calibration, amp_fx.Calibration],
-) -> None:
+def test_gradients_of_weights_that_leave_their_matmul_in_fp32_are_not_charged(pair: Pair) -> None:
     weights = {("linear", "weight"), ("linear_1", "weight")}
     assert weights <= charged(pair[0])
     assert not weights & charged(pair[1])
@@ -88,14 +88,14 @@ def test_gradients_of_a_weight_with_two_readers_are_added_and_charged() -> None:
 
 
 @pytest.fixture(scope="module")
-def gpt() -> tuple[nn.Module, amp_fx.Calibration]:
+def gpt() -> tuple[nn.Module, Calibration]:
     torch.manual_seed(0)
     model = train(GPT(layers=1), tokens, 5)
     return model, amp_fx.calibrate(model, tokens(0), target="cuda:h100")
 
 
 def test_a_plan_for_a_target_is_replayed_there_and_its_sensitivity_serves_explain(
-    gpt: tuple[nn.Module, amp_fx.Calibration], tmp_path: Path
+    gpt: tuple[nn.Module, Calibration], tmp_path: Path
 ) -> None:
     (model, cal), batch = gpt, tokens(0)
     plan = cal.plan(1.0, verify=False)
@@ -107,30 +107,23 @@ def test_a_plan_for_a_target_is_replayed_there_and_its_sensitivity_serves_explai
     assert report.sensitivities[report.plan.graph]
     # the same file under a policy: the cut is solved in the process that compiles
     policy = {"base": "autocast", "sensitivity": str(tmp_path / "sensitivity.json"), "budget": 1.0}
-    again = amp_fx.explain(model, *batch, target="cuda:h100", options={"policy": policy, "strict": True})
-    assert dtypes(again.plan) == dtypes(plan.plans[0])
+    assert dtypes(explained(model, *batch, policy=policy).plan) == dtypes(plan.plans[0])
     assert Sensitivity.load(tmp_path / "sensitivity.json") == cal.sensitivity
 
 
-class Indexing(nn.Module):
+def indexing(m: Any, x: Tensor) -> Tensor:
     """What Python does to tensors, literal numbers, and a norm whose kernel torch looks for on the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.norm, self.head = nn.Linear(32, 96), nn.BatchNorm1d(8), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).reshape(4, 8, 3, 2, 16).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 8, 32)
-        y = self.norm(y)[torch.tensor([0, 2, 1])] * torch.tensor([0.5, 2.0] * 16)
-        y[:, 0] = 0
-        return self.head(y[..., 2:, :] * torch.tensor(1.5)).square().mean() + y[:, 1].mean()
+    q, k, v = m.qkv(x).reshape(4, 8, 3, 2, 16).permute(2, 0, 3, 1, 4)
+    y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 8, 32)
+    y = m.norm(y)[torch.tensor([0, 2, 1])] * torch.tensor([0.5, 2.0] * 16)
+    y[:, 0] = 0
+    return m.head(y[..., 2:, :] * torch.tensor(1.5)).square().mean() + y[:, 1].mean()
 
 
 def test_programs_that_index_and_unpack_are_planned_for_a_target() -> None:
-    x = torch.randn(4, 8, 32)
-    cal = amp_fx.calibrate(Indexing(), x, target="cuda:h100")
+    parts = {"qkv": nn.Linear(32, 96), "norm": nn.BatchNorm1d(8), "head": nn.Linear(32, 8)}
+    model, x = Parts(indexing, **parts), torch.randn(4, 8, 32)
+    cal = amp_fx.calibrate(model, x, target="cuda:h100")
     plan = cal.plan(error=1e-12)
     # a compiled step on the CPU, which follows the target's plan
     assert plan.measured is not None
@@ -138,9 +131,7 @@ def test_programs_that_index_and_unpack_are_planned_for_a_target() -> None:
     assert cal.predict(plan) == 0
     autocast = known(cal, "autocast")
     assert autocast.error > 1e-4
-    options = {"plan": autocast.plan.plans, "strict": True}
-    report = amp_fx.explain(Indexing(), x, target="cuda:h100", options=options)
-    assert dtypes(report.plan) == dtypes(autocast.plan.plans[0])
+    assert dtypes(explained(model, x, plan=autocast.plan.plans).plan) == dtypes(autocast.plan.plans[0])
 
 
 def test_a_graph_with_other_calls_on_the_target_is_refused() -> None:
@@ -160,7 +151,6 @@ def test_the_process_of_a_target_ends_with_what_uses_it() -> None:
 
 @pytest.mark.slow
 def test_a_plan_with_fp8_for_a_target_is_followed_there() -> None:
-    torch.manual_seed(0)
     model, x = MLP(16, 4096, 4096, 16), torch.randn(2048, 16)
     cal = amp_fx.calibrate(model, x, policy="fp8", target="cuda:h100")
     # what an H100 is best at
@@ -173,17 +163,21 @@ def test_a_plan_with_fp8_for_a_target_is_followed_there() -> None:
     # the first contracts too little
     placed = [(*row.levels_below,) for row in plan.plans[0].nodes if row.op == "linear"]
     assert placed == [(), ROLES, ()]
-    report = amp_fx.explain(model, x, target="cuda:h100", options={"plan": plan.plans, "strict": True})
+    report = explained(model, x, plan=plan.plans)
     assert [(*row.levels_below,) for row in report.plan.nodes if row.op == "linear"] == placed
     assert report.shares()["float8_e4m3fn"]["flops"] > 0.95
     with pytest.raises(amp_fx.AmpFxError, match=r"cuda sm_80 \(A100\)"):
-        amp_fx.explain(model, x, target="cuda:a100", options={"plan": plan.plans, "strict": True})
+        explained(model, x, target="cuda:a100", plan=plan.plans)
     with pytest.raises(amp_fx.OptionsError, match=r"cuda sm_80 \(A100\) .*fp8"):
         amp_fx.calibrate(model, x, policy="fp8", target="cuda:a100")
 
 
+def wide(plan: Plan) -> set[str]:
+    return {row.name for row in plan.nodes if row.is_because(Kind.WIDE_RESULT)}
+
+
 def test_a_budget_buys_results_in_fp32_where_they_are_cheap(
-    gpt: tuple[nn.Module, amp_fx.Calibration], tmp_path: Path
+    gpt: tuple[nn.Module, Calibration], tmp_path: Path
 ) -> None:
     (model, cal), batch = gpt, tokens(0)
     plans = ((budget, cal.plan(budget, minimise="bytes", verify=False)) for budget in (1.0, 0.8, 0.6, 0.4))
@@ -192,13 +186,8 @@ def test_a_budget_buys_results_in_fp32_where_they_are_cheap(
     # saved, loaded, followed; and by the process that compiles for the target
     plan.save(tmp_path / "plan.json")
     assert cal.predict(tmp_path / "plan.json") == pytest.approx(plan.point.error)
-    report = amp_fx.explain(model, *batch, target="cuda:h100", options={"plan": plan, "strict": True})
-    assert wide(report.plan) == wide(plan.plans[0])
+    assert wide(explained(model, *batch, plan=plan).plan) == wide(plan.plans[0])
     # a CPU has no such kernel: what is checked there is more exact
     checked = cal.plan(budget, minimise="bytes")
     assert checked.measured is not None
     assert checked.measured < 1.3 * plan.point.error
-
-
-def wide(plan: amp_fx.Plan) -> set[str]:
-    return {row.name for row in plan.nodes if row.is_because(Kind.WIDE_RESULT)}
