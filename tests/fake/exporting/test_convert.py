@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from pathlib import Path
@@ -14,10 +13,12 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 import amp_fx
-from amp_fx import AmpFxError, InputError, OptionsError, Plan
+from amp_fx import AmpFxError, CaptureError, InputError, OptionsError, Plan
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.sensitivity import Sensitivity
 from graphs import rewrite
+from levels import error as error_of
+from levels import exact
 from small_models import Parts, UpDown
 
 aten = torch.ops.aten
@@ -31,12 +32,8 @@ def tied() -> Parts:
     """An embedding tied to the head, beside a table of its own."""
     head, table = nn.Linear(16, 32, bias=False), nn.Embedding(32, 16)
     head.weight = table.weight
-    return Parts(
-        lambda m, x: m.head(m.embedding(x) + m.positions(torch.arange(x.shape[1]))),
-        embedding=table,
-        positions=nn.Embedding(8, 16),
-        head=head,
-    )
+    parts = {"embedding": table, "positions": nn.Embedding(8, 16), "head": head}
+    return Parts(lambda m, x: m.head(m.embedding(x) + m.positions(torch.arange(x.shape[1]))), **parts)
 
 
 def mlp() -> UpDown:
@@ -58,8 +55,8 @@ def casts(ep: ExportedProgram) -> Counter[tuple[torch.dtype, torch.dtype]]:
     )
 
 
-def error(got: Tensor, exact: Tensor) -> float:
-    return float((got.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
+def error(got: Tensor, true: Tensor) -> float:
+    return error_of([got.detach()], [true.detach().double()])
 
 
 def test_weights_of_matmuls_are_stored_low_and_their_casts_are_gone() -> None:
@@ -89,12 +86,12 @@ def test_norms_are_stored_with_operands_of_one_dtype(numerics: str) -> None:
 
 
 def assert_as_accurate_as_autocast(ep: ExportedProgram, model: nn.Module, x: Tensor) -> None:
-    result, exact = ep.module()(x), copy.deepcopy(model).double()(x.double())
+    result, true = ep.module()(x), exact(model, x)
     with torch.autocast("cpu", BF16):
         autocast = model(x)
     assert result.dtype is FP32
-    assert error(result, exact) <= 1.1 * error(autocast, exact)
-    assert error(result, exact) > 10 * error(model(x), exact), "it really computes in bf16"
+    assert error(result, true) <= 1.1 * error(autocast, true)
+    assert error(result, true) > 10 * error(model(x), true), "it really computes in bf16"
 
 
 def test_a_converted_program_is_accurate_validates_decomposes_and_survives_a_file(tmp_path: Path) -> None:
@@ -141,8 +138,8 @@ def test_a_low_input_that_is_given_in_fp32_is_named_with_the_fix(tmp_path: Path)
     named = {"mask": mask, "scale": scale, "times": 2}
     ep = amp_fx.convert(torch.export.export(Two(), (x,), named), keep_io_dtypes=False)
     module, low = ep.module(), {**named, "mask": mask.bfloat16()}
-    assert module(x.bfloat16(), **low).dtype is BF16
-    assert module(x.bfloat16(), **dict(reversed(low.items()))).dtype is BF16
+    for ordered in (low, dict(reversed(low.items()))):
+        assert module(x.bfloat16(), **ordered).dtype is BF16
     with pytest.raises(InputError, match=r"'x' .*torch\.float32.*torch\.bfloat16.*keep_io_dtypes=True"):
         module(x, **low)
     with pytest.raises(InputError, match=r"'mask' .*torch\.float32"):
@@ -273,3 +270,11 @@ def test_bad_options_are_named(
     Sensitivity("MLP", BF16).save("sensitivity.json")
     with pytest.raises(OptionsError, match=message):
         amp_fx.export(mlp(), (torch.randn(4, 16),), **options)
+
+
+def test_metadata_that_no_autocast_explains_is_refused_with_the_fix() -> None:
+    ep = torch.export.export(UpDown(16, 32, 8).eval(), (torch.randn(4, 16),))
+    relu = next(node for node in ep.graph.nodes if node.target is aten.relu.default)
+    relu.meta["val"] = relu.meta["val"].to(BF16)
+    with pytest.raises(CaptureError, match=r"relu .*torch.bfloat16.*amp_fx\.export"):
+        amp_fx.convert(ep)
