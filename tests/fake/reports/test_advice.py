@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from amp_fx import Plan
 from amp_fx.reports.advice import Advice, advise, layout_advice, scaling_advice, weight_advice
@@ -18,13 +18,16 @@ from graphs import Rewritten, rewrite
 from small_models import Parts
 
 
-def block(width: int = 16, inner: int = 32) -> nn.Module:
-    up, down = nn.Linear(width, inner), nn.Linear(inner, width)
+def block(inner: int = 32) -> nn.Module:
+    up, down = nn.Linear(16, inner), nn.Linear(inner, 16)
     return Parts(lambda m, x: x + m.down(F.gelu(m.up(x))), up=up, down=down)
 
 
 def stack(inner: int = 32) -> nn.Module:
-    return nn.Sequential(*(block(inner=inner) for _ in range(3)))
+    return nn.Sequential(*(block(inner) for _ in range(3)))
+
+
+X, FP16 = torch.randn(4, 16), {"dtype": "float16"}
 
 
 def kinds(plan: Plan) -> dict[str, list[Advice]]:
@@ -46,7 +49,7 @@ def dtypes(found: Rewritten, op: str, module: str) -> set[torch.dtype | None]:
 
 
 def test_dimensions_that_are_no_multiple_of_8_are_named_once() -> None:
-    rows = kinds(rewrite(stack(30), torch.randn(4, 16)).plan)["dimensions"]
+    rows = kinds(rewrite(stack(30), X).plan)["dimensions"]
     texts = [row.text.partition(";")[0] for row in rows]
     assert texts == [f"*.{name} linear x3: dimension 30 is no multiple of 8" for name in ("up", "down")]
     assert not {"dimensions", "torch.func"} & kinds(rewrite(stack(), torch.randn(5, 16)).plan).keys()
@@ -68,34 +71,33 @@ def test_an_fp32_island_goes_low_with_its_remedy() -> None:
 
 
 def test_layers_too_small_to_gain_go_low_with_their_remedy() -> None:
-    model, x = stack(), torch.randn(4, 16)
-    before = rewrite(model, x, options={"profile": "auto"})
+    model, auto = stack(), {"profile": "auto"}
+    before = rewrite(model, X, options=auto)
     assert dtypes(before, "linear", "") == {torch.float32}
     (row,) = kinds(before.plan)["small"]
     assert row.text.startswith("6 matmuls stay in fp32, too small to gain here (0.up, ...)")
-    after = rewrite(model, x, options={"profile": "auto", **pasted(str(row))})
+    after = rewrite(model, X, options={**auto, **pasted(str(row))})
     assert dtypes(after, "linear", "") == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("value", "shown"), [(7e4, "7e+04"), (math.inf, "inf"), (math.nan, "nan")])
 def test_a_weight_beyond_fp16_stays_fp32_with_its_remedy(value: float, shown: str) -> None:
-    model, x = block(), torch.randn(4, 16)
+    model = block()
     weights = dict(model.named_parameters())
     weights["up.weight"].data[0, 0] = value
-    plan = rewrite(model, x, options={"dtype": "float16"}).plan
-    (row,) = weight_advice([plan], weights)
+    (row,) = weight_advice([rewrite(model, X, options=FP16).plan], weights)
     assert row.text == f"up.weight holds {shown}, beyond fp16's 65504"
-    after = rewrite(model, x, options={"dtype": "float16", **pasted(str(row))})
+    after = rewrite(model, X, options={**FP16, **pasted(str(row))})
     assert dtypes(after, "linear", "up") == {torch.float32}
     assert dtypes(after, "linear", "down") == {torch.float16}
-    assert weight_advice([rewrite(model, x).plan], weights) == []
+    assert weight_advice([rewrite(model, X).plan], weights) == []
 
 
 def test_weights_that_become_zero_are_counted() -> None:
     model = block()
     weight = model.get_parameter("up.weight")
     weight.data.fill_(1.0)[0] = 2.0**-25
-    plan = rewrite(model, torch.randn(4, 16), options={"dtype": "float16"}).plan
+    plan = rewrite(model, X, options=FP16).plan
     others = {"empty": torch.ones(0), "ids": torch.ones(3).long()}
     (row,) = weight_advice([plan], {"up.weight": weight, **others})
     assert row.text == f"{float((weight.half() == 0).float().mean()):.1%} of up.weight becomes zero in fp16"
@@ -113,12 +115,12 @@ def test_convolutions_that_are_trained_want_weights_that_are_channels_last() -> 
 
 
 def test_training_in_fp16_wants_a_scaler() -> None:
-    plan = rewrite(stack(), torch.randn(4, 16), options={"dtype": "float16"}).plan
+    plan = rewrite(stack(), X, options=FP16).plan
     assert scaling_advice([plan]) == []
     plan.training = True
     (row,) = scaling_advice([plan])
-    assert pasted(str(row)) == {"dtype": "float16", "scaler": "default"}
-    assert scaling_advice([rewrite(stack(), torch.randn(4, 16)).plan]) == []
+    assert pasted(str(row)) == {**FP16, "scaler": "default"}
+    assert scaling_advice([rewrite(stack(), X).plan]) == []
 
 
 def test_fallbacks_graph_breaks_and_what_vmap_leaves_are_told() -> None:
@@ -126,10 +128,10 @@ def test_fallbacks_graph_breaks_and_what_vmap_leaves_are_told() -> None:
     assert [(row.kind, row.options) for row in rows] == [("fallback", {}), ("graph break", {})]
     assert "no trace" in rows[0].text
     assert "print [a.py:1]" in rows[1].text
-    pinn = Parts(
-        lambda m, x: torch.func.vmap(torch.func.grad(lambda p: m.net(p).squeeze(-1)))(m.encoder(x)).mean(),
-        encoder=nn.Linear(16, 16),
-        net=nn.Linear(16, 1),
-    )
-    (row,) = kinds(rewrite(pinn, torch.randn(4, 16)).plan)["torch.func"]
+
+    def pinn(m: Any, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda p: m.net(p).squeeze(-1)))(m.encoder(x)).mean()
+
+    model = Parts(pinn, encoder=nn.Linear(16, 16), net=nn.Linear(16, 1))
+    (row,) = kinds(rewrite(model, X).plan)["torch.func"]
     assert row.text.startswith("1 of 2 matmuls are inside vmap or torch.func (net, ...): left as written")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import json
@@ -12,9 +11,9 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -33,7 +32,6 @@ from small_models import Parts
 
 
 def net() -> nn.Module:
-    """Low, fp32 and mixed ops."""
     parts = {"up": nn.Linear(24, 40), "norm": nn.LayerNorm(40), "down": nn.Linear(40, 24)}
     return Parts(lambda m, x: x + m.down(F.softmax(m.norm(m.up(x)), -1)), **parts)
 
@@ -53,10 +51,10 @@ def report(rewritten: Rewritten) -> Report:
 
 def test_the_table_counts_what_is_in_the_graph(rewritten: Rewritten) -> None:
     table = Report([rewritten.plan]).table()
-    linear, softmax = torch.ops.aten.linear.default, torch.ops.aten.softmax.int
+    aten = torch.ops.aten
     for op, target, dtype, count in (
-        ("linear", linear, "bfloat16", 2),
-        ("softmax.int", softmax, "float32", 1),
+        ("linear", aten.linear.default, "bfloat16", 2),
+        ("softmax.int", aten.softmax.int, "float32", 1),
     ):
         nodes = rewritten.gm.graph.find_nodes(op="call_function", target=target)
         assert [dtype_name(node.meta["val"].dtype) for node in nodes] == [dtype] * count
@@ -72,8 +70,7 @@ def test_the_shares_are_those_of_the_arithmetic_and_of_the_results(rewritten: Re
         net()(torch.randn(6, 24))
     shares = Report([rewritten.plan]).shares()
     assert counter.get_total_flops() == sum(row.flops for row in rewritten.plan.nodes)
-    assert shares["bfloat16"]["flops"] == 1.0
-    assert shares["float32"]["flops"] == 0.0
+    assert {dtype: share["flops"] for dtype, share in shares.items()} == {"bfloat16": 1.0, "float32": 0.0}
     stored: Counter[str] = Counter()
     for node in rewritten.gm.graph.nodes:
         value = node.meta.get("val")
@@ -123,21 +120,21 @@ def crowded() -> Report:
     return Report(plans, "crowded", costs, [Advice("weights", "long " * 40, {"profile": "off"})])
 
 
-@pytest.mark.parametrize("width", [80, None])
+@pytest.mark.parametrize(("terminal", "width"), [(True, 80), (False, 118)])
 def test_the_first_screen_is_as_wide_as_the_terminal(
-    width: int | None, monkeypatch: pytest.MonkeyPatch
+    terminal: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if width is not None:
+    if terminal:
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     lines = str(crowded()).splitlines()
     assert 20 < len(lines) <= 25
     assert any(line.startswith("advice") for line in lines)
+    # what is pasted stays whole
     pasted = [line for line in lines if "options={" in line]
     assert pasted
-    # they stay whole
     assert all(line.endswith("}") for line in pasted)
-    assert all(len(line) <= (width or 118) for line in lines if line not in pasted)
+    assert all(len(line) <= width for line in lines if line not in pasted)
 
 
 def test_graph_breaks_are_named(report: Report) -> None:
@@ -163,6 +160,8 @@ def test_a_report_goes_through_json_unchanged(report: Report, tmp_path: Path) ->
     ("path", "value", "message"),
     [
         (["version"], 7, "7.*1"),
+        ([], {"version": 1}, r"report\.title"),
+        (["plans", 0], {"version": 4}, r"plan\.nodes"),
         (["plans"], 3, "report.plans.*list.*3"),
         (["costs", "amp_fx", "cast_bytes"], "2", r"report.costs.amp_fx.cast_bytes.*int.*'2'"),
         (["notes"], [{"kind": "x"}], r"report.notes\[0\].text"),
@@ -174,12 +173,12 @@ def test_a_report_goes_through_json_unchanged(report: Report, tmp_path: Path) ->
 def test_what_is_wrong_in_a_file_is_named(
     report: Report, tmp_path: Path, path: list[str | int], value: object, message: str
 ) -> None:
-    data = json.loads(json.dumps(report.to_dict()))
-    data["costs"] = {"amp_fx": {"casts": 1, "cast_bytes": 2}}
-    *place, last = path
+    report.costs = {"amp_fx": Cost(1, 2)}
+    data: Any = {"report": json.loads(json.dumps(report.to_dict()))}
+    *place, last = "report", *path
     functools.reduce(operator.getitem, place, data)[last] = value
     file = tmp_path / "report.json"
-    file.write_text(json.dumps(data))
+    file.write_text(json.dumps(data["report"]))
     with pytest.raises(AmpFxError, match=rf"report\.json.*{message}"):
         Report.load(file)
 
@@ -197,26 +196,21 @@ def test_another_suffix_is_refused(report: Report, tmp_path: Path) -> None:
         report.save(tmp_path / "report.htm")
 
 
-@contextlib.contextmanager
-def no_room() -> Iterator[None]:
-    """No file of this process can grow beyond 100 bytes: as on a full disk, a write fails half-way."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_where_there_is_no_room_the_old_file_stays(report: Report, tmp_path: Path, suffix: str) -> None:
     if suffix in (".svg", ".png") and shutil.which("dot") is None:
         pytest.skip("needs Graphviz")
     path = tmp_path / f"report{suffix}"
     path.write_text("old")
-    with no_room(), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
-        report.save(path)
+    resource = pytest.importorskip("resource")
+    limit, (soft, hard) = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
+    # no file can grow beyond that: as on a full disk, a write fails half-way
+    resource.setrlimit(limit, (100, hard))
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+            report.save(path)
+    finally:
+        resource.setrlimit(limit, (soft, hard))
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == [path.name]
 
@@ -260,16 +254,8 @@ def test_a_report_is_one_line_in_a_console(report: Report) -> None:
     assert repr(report) == "<amp_fx net: 2 graphs, policy autocast>"
 
 
-def test_what_is_missing_in_a_file_is_named() -> None:
-    with pytest.raises(AmpFxError, match=r"report\.title"):
-        Report.from_dict({"version": 1})
-    with pytest.raises(AmpFxError, match=r"plan\.nodes"):
-        Plan.from_dict({"version": 4})
-
-
 def test_bytes_are_told_only_where_they_are_known_of_both() -> None:
     costs = {"amp_fx": Cost(1, 8, 1, 8, 99), "torch.autocast": Cost(2, 16)}
     text = str(Report([Plan()], costs=costs))
     assert "casts in the graphs" in text
-    assert "cast kernels after fusion" not in text
-    assert "bytes moved" not in text
+    assert not re.search("cast kernels after fusion|bytes moved", text)
