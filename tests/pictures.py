@@ -56,32 +56,22 @@ def parameter(name: str, module: str = "net") -> InputPlan:
 
 def chain(count: int) -> Report:
     """A forward of ``count`` calls in a row with links across, every tenth in fp32."""
-    plan = Plan()
-    value = "x"
-    plan.inputs.append(InputPlan("x", False, HIGH, (2, 8), 64))
+    plan = Plan(inputs=[InputPlan("x", False, HIGH, (2, 8), 64)])
     for index in range(count):
-        name = f"op_{index}"
-        inputs = [value]
+        inputs = [f"op_{index - 1}" if index else "x"]
         if index % 7 == 6:
             inputs.append(f"op_{index - 6}")
-        dtype = HIGH if index % 10 == 9 else LOW
-        if index and (index % 10 in (9, 0)):
-            plan.casts.append(
-                cast(f"cast_{index}", value, name, before=HIGH if dtype is LOW else LOW, after=dtype)
-            )
+        before, after = (LOW, HIGH) if index % 10 == 9 else (HIGH, LOW)
+        if index and index % 10 in (9, 0):
+            plan.casts.append(cast(f"cast_{index}", inputs[0], f"op_{index}", before=before, after=after))
             inputs[0] = f"cast_{index}"
-        plan.nodes.append(call(name, *inputs, dtype=dtype))
-        value = name
+        plan.nodes.append(call(f"op_{index}", *inputs, dtype=after))
     return Report([plan], f"chain of {count}")
 
 
 def blocks(count: int = 3, odd: Sequence[int] = (), policy: str = "autocast") -> Report:
-    """A forward and a backward of equal blocks: a norm in fp32, a linear with a cast weight, a sum.
-
-    The linears of ``odd`` blocks stay in fp32.
-    """
-    forward = Plan("0/0", policy)
-    forward.inputs.append(InputPlan("x", False, HIGH, (2, 8), 64))
+    """Equal blocks, forward and backward: a norm in fp32, a linear, in ``odd`` blocks in fp32 too, and a sum."""
+    forward = Plan("0/0", policy, inputs=[InputPlan("x", False, HIGH, (2, 8), 64)])
     wide: dict[str, Any] = {"dtype": HIGH, "op_class": OpClass.PROMOTE}
     embed = {"op": "embedding", "dtype": HIGH, "op_class": OpClass.FOLLOW}
     forward.nodes.append(call("embed", "x", module="net.embed", **embed))
@@ -115,9 +105,8 @@ def blocks(count: int = 3, odd: Sequence[int] = (), policy: str = "autocast") ->
 
 
 def _backward(count: int, policy: str) -> Plan:
-    plan = Plan("0/0", policy, phase="backward")
+    plan = Plan("0/0", policy, phase="backward", inputs=[InputPlan("tangents_1", False, HIGH, (2, 8), 64)])
     wide: dict[str, Any] = {"dtype": HIGH, "op_class": OpClass.FOLLOW}
-    plan.inputs.append(InputPlan("tangents_1", False, HIGH, (2, 8), 64))
     value = "tangents_1"
     for index in reversed(range(count)):
         module, tag = f"net.layers.{index}", f"_{index}"
@@ -136,16 +125,13 @@ def _backward(count: int, policy: str) -> Plan:
 
 def nasty(labels: Sequence[str] = NASTY) -> Report:
     """A graph whose ops, modules, reasons and source lines are ``labels``."""
-    plan = Plan("0/0", graph_break=labels[4])
-    value = "x"
-    plan.inputs.append(InputPlan("x", False, HIGH, (2, 8), 64))
+    plan = Plan("0/0", graph_break=labels[4], inputs=[InputPlan("x", False, HIGH, (2, 8), 64)])
     for index, text in enumerate(labels):
         module = f"{text.replace('.', '')}.inner"
         fields: dict[str, Any] = {"op": text, "why": text, "source": text, "module": module}
-        plan.nodes.append(call(f"n{index}", value, **fields))
+        plan.nodes.append(call(f"n{index}", f"m{index - 1}" if index else "x", **fields))
         # a second call, so that the module is drawn
         plan.nodes.append(call(f"m{index}", f"n{index}", **fields))
-        value = f"m{index}"
     return Report([plan], labels[4])
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +27,6 @@ class Layer(nn.Linear):
 def new_layer() -> Layer:
     torch.manual_seed(0)
     return Layer()
-
-
-class Write(NamedTuple):
-    """A way to write to the weight of a layer.
-
-    Attributes:
-        write: to the weight of ``new_layer()``.
-        is_seen: True if the next call sees it, False if :func:`amp_fx.weights.touch` is needed.
-    """
-
-    write: Callable[[Layer], object]
-    is_seen: bool = True
 
 
 def _new() -> Tensor:
@@ -74,64 +61,68 @@ def _two_rows_change_places(layer: Layer) -> None:
     data[3], data[5] = data[5].clone(), data[3].clone()
 
 
-WRITES: dict[str, Write] = {
+#: the ways to write to the weight of ``new_layer()`` that the next call sees
+SEEN: dict[str, Callable[[Layer], object]] = {
     # autograd counts these
-    "an in-place operation": Write(_without_gradients(lambda p: p.mul_(2.0))),
-    "an in-place operation on one element": Write(_without_gradients(lambda p: p[33, 3].add_(1.0))),
-    "an assignment to a row": Write(_without_gradients(lambda p: p.__setitem__(33, 1.0))),
-    "in place, detached": Write(lambda layer: layer.weight.detach()[33].zero_()),
-    "nn.init": Write(lambda layer: nn.init.normal_(layer.weight)),
-    "load_state_dict": Write(lambda layer: layer.load_state_dict({"weight": _new()})),
+    "an in-place operation": _without_gradients(lambda p: p.mul_(2.0)),
+    "an in-place operation on one element": _without_gradients(lambda p: p[33, 3].add_(1.0)),
+    "an assignment to a row": _without_gradients(lambda p: p.__setitem__(33, 1.0)),
+    "in place, detached": lambda layer: layer.weight.detach()[33].zero_(),
+    "nn.init": lambda layer: nn.init.normal_(layer.weight),
+    "load_state_dict": lambda layer: layer.load_state_dict({"weight": _new()}),
     # the parameter is another, or elsewhere
-    "load_state_dict(assign=True)": Write(
-        lambda layer: layer.load_state_dict({"weight": _new()}, assign=True)
+    "load_state_dict(assign=True)": lambda layer: layer.load_state_dict({"weight": _new()}, assign=True),
+    "a new parameter": lambda layer: setattr(layer, "weight", nn.Parameter(_new())),
+    "p.data = q": lambda layer: setattr(layer.weight, "data", _new()),
+    "p.data = f(p.data)": lambda layer: setattr(layer.weight, "data", layer.weight.data * 1.5),
+    "swap_tensors": lambda layer: torch.utils.swap_tensors(layer.weight, nn.Parameter(_new())),
+    "vector_to_parameters": lambda layer: vector_to_parameters(
+        2 * parameters_to_vector(layer.parameters()), layer.parameters()
     ),
-    "a new parameter": Write(lambda layer: setattr(layer, "weight", nn.Parameter(_new()))),
-    "p.data = q": Write(lambda layer: setattr(layer.weight, "data", _new())),
-    "p.data = f(p.data)": Write(lambda layer: setattr(layer.weight, "data", layer.weight.data * 1.5)),
-    "swap_tensors": Write(lambda layer: torch.utils.swap_tensors(layer.weight, nn.Parameter(_new()))),
-    "vector_to_parameters": Write(
-        lambda layer: vector_to_parameters(2 * parameters_to_vector(layer.parameters()), layer.parameters())
-    ),
-    "half(), double(), float()": Write(lambda layer: layer.half().double().float()),
+    "half(), double(), float()": lambda layer: layer.half().double().float(),
     # optimizers; more of them in test_changes.py
-    "a step": Write(lambda layer: _step(layer, _new())),
-    "a fused step": Write(lambda layer: _step(layer, _new(), fused=True)),
-    "a fused step that changes one row": Write(lambda layer: _step(layer, _one_row(), fused=True)),
+    "a step": lambda layer: _step(layer, _new()),
+    "a fused step": lambda layer: _step(layer, _new(), fused=True),
+    "a fused step that changes one row": lambda layer: _step(layer, _one_row(), fused=True),
     # in silence, to at least half of the elements
-    "p.data.copy_": Write(lambda layer: layer.weight.data.copy_(_new())),
-    "p.data.mul_().add_(), as a moving average": Write(
-        lambda layer: layer.weight.data.mul_(0.999).add_(_new(), alpha=0.001)
+    "p.data.copy_": lambda layer: layer.weight.data.copy_(_new()),
+    "p.data.mul_().add_(), as a moving average": lambda layer: layer.weight.data.mul_(0.999).add_(
+        _new(), alpha=0.001
     ),
-    "p.data.zero_": Write(lambda layer: layer.weight.data.zero_()),
-    "p.data.addmm_, as an adapter is merged": Write(
-        lambda layer: layer.weight.data.addmm_(torch.randn(1024, 4), torch.randn(4, 64))
+    "p.data.zero_": lambda layer: layer.weight.data.zero_(),
+    "p.data.addmm_, as an adapter is merged": lambda layer: layer.weight.data.addmm_(
+        torch.randn(1024, 4), torch.randn(4, 64)
     ),
-    "torch._foreach_mul_": Write(lambda layer: torch._foreach_mul_([layer.weight.data], 0.5)),
-    "in inference_mode": Write(_in_inference_mode),
-    "numpy": Write(lambda layer: layer.weight.detach().numpy().__iadd__(1.0)),
-    "DLPack": Write(lambda layer: torch.from_dlpack(layer.weight.detach()).neg_()),
-    "its storage": Write(
-        lambda layer: layer.weight.untyped_storage().copy_(torch.randn(3 * 65536).untyped_storage())
+    "torch._foreach_mul_": lambda layer: torch._foreach_mul_([layer.weight.data], 0.5),
+    "in inference_mode": _in_inference_mode,
+    "numpy": lambda layer: layer.weight.detach().numpy().__iadd__(1.0),
+    "DLPack": lambda layer: torch.from_dlpack(layer.weight.detach()).neg_(),
+    "its storage": lambda layer: layer.weight.untyped_storage().copy_(
+        torch.randn(3 * 65536).untyped_storage()
     ),
-    "a flat vector": Write(lambda layer: layer.flat.mul_(2.0)),
-    "a slice of a flat vector, all of the view": Write(lambda layer: layer.flat[65536:131072].mul_(2.0)),
-    "a slice of a flat vector, half of the view": Write(lambda layer: layer.flat[:98304].mul_(2.0)),
-    "half of the rows": Write(lambda layer: layer.weight.data[512:].mul_(2.0)),
-    "every second column": Write(lambda layer: layer.weight.data[:, 1::2].mul_(2.0)),
-    "the left half": Write(lambda layer: layer.weight.data[:, :32].mul_(2.0)),
-    "the upper halves of its experts": Write(
-        lambda layer: layer.weight.data.view(8, 2, 64, 64)[:, 1].mul_(2.0)
-    ),
-    # in silence, to a smaller part
-    "a row": Write(lambda layer: layer.weight.data[33].mul_(300.0), is_seen=False),
-    "an element": Write(lambda layer: layer.weight.data[57, 3].add_(1.0), is_seen=False),
-    "a row by numpy": Write(lambda layer: layer.weight.detach().numpy()[99].fill(0.0), is_seen=False),
-    "two rows that change places": Write(_two_rows_change_places, is_seen=False),
-    "a row in a flat vector": Write(
-        lambda layer: layer.flat[65536 + 33 * 64 : 65536 + 34 * 64].zero_(), is_seen=False
-    ),
-    "another slice of a flat vector": Write(lambda layer: layer.flat[:65536].mul_(2.0), is_seen=False),
+    "a flat vector": lambda layer: layer.flat.mul_(2.0),
+    "a slice of a flat vector, all of the view": lambda layer: layer.flat[65536:131072].mul_(2.0),
+    "a slice of a flat vector, half of the view": lambda layer: layer.flat[:98304].mul_(2.0),
+    "half of the rows": lambda layer: layer.weight.data[512:].mul_(2.0),
+    "every second column": lambda layer: layer.weight.data[:, 1::2].mul_(2.0),
+    "the left half": lambda layer: layer.weight.data[:, :32].mul_(2.0),
+    "the upper halves of its experts": lambda layer: layer.weight.data.view(8, 2, 64, 64)[:, 1].mul_(2.0),
+}
+
+#: those that it sees after ``amp_fx.weights.touch`` only: in silence, to a smaller part
+MISSED: dict[str, Callable[[Layer], object]] = {
+    "a row": lambda layer: layer.weight.data[33].mul_(300.0),
+    "an element": lambda layer: layer.weight.data[57, 3].add_(1.0),
+    "a row by numpy": lambda layer: layer.weight.detach().numpy()[99].fill(0.0),
+    "two rows that change places": _two_rows_change_places,
+    "a row in a flat vector": lambda layer: layer.flat[65536 + 33 * 64 : 65536 + 34 * 64].zero_(),
+    "another slice of a flat vector": lambda layer: layer.flat[:65536].mul_(2.0),
+}
+
+#: way -> how to write, and whether the next call sees it
+WRITES = {
+    **{way: (write, True) for way, write in SEEN.items()},
+    **{way: (write, False) for way, write in MISSED.items()},
 }
 
 

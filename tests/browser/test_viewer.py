@@ -91,7 +91,6 @@ class Viewer:
         self.all("#depth option")[-1].click()
 
     def numbers(self, selector: str, style: str) -> list[float]:
-        """What a style is of all elements."""
         return [float(each.value_of_css_property(style).removesuffix("px")) for each in self.all(selector)]
 
     def view_box(self) -> list[float]:
@@ -178,7 +177,7 @@ def test_a_click_tells_in_the_panel_what_the_hint_beside_the_pointer_does_not_re
     assert "cast_out: bf16 \N{RIGHTWARDS ARROW} fp32, 96 B" in viewer.hover(label)
 
 
-def test_zoom_pan_and_fit(viewer: Viewer) -> None:
+def test_the_picture_zooms_and_pans_the_report_opens_and_the_legend_folds(viewer: Viewer) -> None:
     viewer.show(blocks(3))
     fitted = viewer.view_box()
     viewer.find("#in").click()
@@ -193,6 +192,15 @@ def test_zoom_pan_and_fit(viewer: Viewer) -> None:
     assert viewer.view_box()[2] > moved[2]
     viewer.find("#fit").click()
     assert viewer.view_box() == fitted
+    viewer.find("#open-report").click()
+    text = viewer.find("#text")
+    assert text.is_displayed()
+    assert not viewer.run("return arguments[0].scrollWidth > arguments[0].clientWidth + 1", text)
+    viewer.find("#close-report").click()
+    assert not text.is_displayed()
+    assert viewer.find("#legend").is_displayed()
+    viewer.find("#key summary").click()
+    assert not viewer.find("#legend").is_displayed()
 
 
 def test_labels_are_text_whatever_they_look_like(viewer: Viewer) -> None:
@@ -226,13 +234,25 @@ def test_a_graph_of_5000_nodes_is_searched_and_opened_in_parts(viewer: Viewer) -
     assert len(viewer.boxes()) < 400
 
 
-def test_the_panel_opens_with_one_sentence_and_a_bar_for_each(viewer: Viewer) -> None:
+def test_the_panel_compares_by_a_sentence_and_bars_and_a_tab_shows_both_side_by_side(viewer: Viewer) -> None:
     viewer.show(compared())
     assert viewer.find("#sentence").text.startswith("3 of 9 cast kernels gone: casts move 600 kB")
     assert "6 cast kernels of 20 casts move 600 kB of 9.7 MB" in viewer.find("#bars").text
     # what is asked first comes first
     places = [viewer.find(name).location["y"] for name in ("#sentence", "#bars", "#dearest", "#key")]
     assert places == sorted(places)
+    tab = viewer.all("#graphs button")[-1]
+    assert tab.text == "beside autocast"
+    tab.click()
+    assert not viewer.find("#picture").is_displayed()
+    assert "3 of 9 cast kernels gone" in viewer.find("#beside").text
+    viewer.all("#graphs button")[0].click()
+    assert viewer.find("#picture").is_displayed()
+    assert not viewer.find("#beside").is_displayed()
+    viewer.show(blocks(2))
+    assert [button.text for button in viewer.all("#graphs button")] == ["forward", "backward"]
+    viewer.show(Report(title="nothing"))
+    assert (viewer.find("#title").text, viewer.boxes()) == ("nothing", {})
 
 
 def test_the_dearest_casts_lead_to_where_they_are(viewer: Viewer) -> None:
@@ -250,21 +270,15 @@ def test_the_dearest_casts_lead_to_where_they_are(viewer: Viewer) -> None:
     assert picture["y"] < middle["y"] < picture["y"] + picture["height"]
 
 
-def fused() -> Report:
-    """As after Inductor: the casts of activations are fused, those of weights are kernels, one of them large."""
+def test_fused_casts_fade_others_are_as_wide_as_their_bytes_and_tint_closed_modules(viewer: Viewer) -> None:
     report = blocks(2, odd=[1])
+    # the casts of activations are fused, those of weights are kernels, one of them large
     for plan in report.plans:
         for at, cast in enumerate(plan.casts):
             is_head = cast.name == "cast_head"
             alone = is_head or cast.name.startswith("castw")
             plan.casts[at] = replace(cast, kernel=alone, bytes=96_000 if is_head else cast.bytes)
-    return report
-
-
-def test_fused_casts_fade_the_others_are_as_wide_as_their_bytes_and_tint_closed_modules(
-    viewer: Viewer,
-) -> None:
-    viewer.show(fused())
+    viewer.show(report)
     tinted, plain = viewer.named("layers.0"), viewer.named("layers.1")
     assert "casts inside" in tinted.text
     look = "return getComputedStyle(arguments[0].querySelectorAll('.face')[1]).fill"
@@ -276,35 +290,6 @@ def test_fused_casts_fade_the_others_are_as_wide_as_their_bytes_and_tint_closed_
     assert 0 < max(viewer.numbers(".edge.fused path", "opacity")) < 0.6
     # the line must not show through what stands on it
     assert {*viewer.numbers(".edge.fused rect", "opacity")} == {1}
-
-
-def test_autocast_and_amp_fx_side_by_side(viewer: Viewer) -> None:
-    viewer.show(compared())
-    tab = viewer.all("#graphs button")[-1]
-    assert tab.text == "beside autocast"
-    tab.click()
-    assert not viewer.find("#picture").is_displayed()
-    assert "3 of 9 cast kernels gone" in viewer.find("#beside").text
-    viewer.all("#graphs button")[0].click()
-    assert viewer.find("#picture").is_displayed()
-    assert not viewer.find("#beside").is_displayed()
-    viewer.show(blocks(2))
-    assert [button.text for button in viewer.all("#graphs button")] == ["forward", "backward"]
-    viewer.show(Report(title="nothing"))
-    assert (viewer.find("#title").text, viewer.boxes()) == ("nothing", {})
-
-
-def test_the_report_is_read_in_full_and_the_legend_folds(viewer: Viewer) -> None:
-    viewer.show(blocks(3))
-    viewer.find("#open-report").click()
-    text = viewer.find("#text")
-    assert text.is_displayed()
-    assert not viewer.run("return arguments[0].scrollWidth > arguments[0].clientWidth + 1", text)
-    viewer.find("#close-report").click()
-    assert not text.is_displayed()
-    assert viewer.find("#legend").is_displayed()
-    viewer.find("#key summary").click()
-    assert not viewer.find("#legend").is_displayed()
 
 
 def window(viewer: Viewer, width: int, height: int, scheme: str) -> None:

@@ -15,17 +15,13 @@ from amp_fx._torch import enable_autocast
 from amp_fx.graphs.regions import Region, ambient_regions, node_regions
 from checks import agree
 from graphs import dynamo_graph, rewrite
+from small_models import Parts
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 OURS = Region(True, BF16, by_user=False)
 
 #: what a user gets who names no option: matmuls as small as these stay in fp32
 NO_OPTION: Mapping[str, Any] = {"profile": "auto", "strict": False}
-
-
-class Attention(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v)
 
 
 def tensor(*shape: int) -> Tensor:
@@ -35,13 +31,19 @@ def tensor(*shape: int) -> Tensor:
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "linear": (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), (tensor(4, 8),)),
+    # what copies a dtype has the one that autocast gives where nothing is cast
+    "linear, its dtype copied": (
+        lambda x, w: (torch.zeros_like(h := F.linear(x, w)), h.float()), (tensor(4, 8), tensor(8, 8))
+    ),
     "conv1d": (nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4)), (tensor(2, 2, 8),)),
     "conv2d": (nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)), (tensor(2, 2, 6, 6),)),
     "conv_transpose2d": (nn.Sequential(nn.ConvTranspose2d(2, 4, 3), nn.ReLU()), (tensor(2, 2, 6, 6),)),
     "bmm": (lambda x: torch.bmm(x, x).relu(), (tensor(2, 4, 4),)),
     "baddbmm": (lambda x, y, z: torch.baddbmm(x, y, z), (tensor(2, 4, 4), tensor(2, 4, 4), tensor(2, 4, 4))),
     "einsum": (lambda x, y: torch.einsum("bij,bjk->bik", x, y), (tensor(2, 4, 4), tensor(2, 4, 4))),
-    "scaled_dot_product_attention": (Attention(), (tensor(1, 2, 4, 8), tensor(1, 2, 4, 8), tensor(1, 2, 4, 8))),
+    "scaled_dot_product_attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v), tuple(tensor(1, 2, 4, 8) for _ in "qkv")
+    ),
 }  # fmt: skip
 
 
@@ -54,13 +56,13 @@ def dtypes(plans: list[Plan], op: str) -> list[torch.dtype | None]:
 
 
 @pytest.mark.parametrize("ambient", [BF16, FP16])
-@pytest.mark.parametrize("op", PROGRAMS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_too_small_to_gain_stays_in_fp32_and_returns_what_autocast_returns(
-    op: str, ambient: torch.dtype
+    name: str, ambient: torch.dtype
 ) -> None:
-    program, inputs = PROGRAMS[op]
+    program, inputs = PROGRAMS[name]
     plans = agree(program, *inputs, options=NO_OPTION, ambient=ambient)
-    assert FP32 in dtypes(plans, op)
+    assert FP32 in dtypes(plans, name.partition(",")[0])
 
 
 def test_a_call_with_several_results_returns_what_autocast_returns() -> None:
@@ -79,80 +81,54 @@ def test_a_call_with_several_results_returns_what_autocast_returns() -> None:
 
 @pytest.mark.parametrize("ambient", [None, BF16])
 def test_regions_inside_the_model_and_islands_in_them(ambient: torch.dtype | None) -> None:
-    class Regions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outside, self.region, self.island, self.nested = (nn.Linear(8, 8) for _ in range(4))
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        a = m.outside(x)
+        with torch.autocast("cpu", BF16):
+            b = m.region(a)
+            with torch.autocast("cpu", enabled=False):
+                c = m.island(b.float())
+                with torch.autocast("cpu", BF16):
+                    d = m.nested(c)
+        return a, b, c, d
 
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            a = self.outside(x)
-            with torch.autocast("cpu", BF16):
-                b = self.region(a)
-                with torch.autocast("cpu", enabled=False):
-                    c = self.island(b.float())
-                    with torch.autocast("cpu", BF16):
-                        d = self.nested(c)
-            return a, b, c, d
-
-    plans = agree(Regions(), tensor(4, 8), options=NO_OPTION, ambient=ambient, reference=FP32, tolerance=2e-2)
+    net = Parts(forward, **{name: nn.Linear(8, 8) for name in ("outside", "region", "island", "nested")})
+    plans = agree(net, tensor(4, 8), options=NO_OPTION, ambient=ambient, reference=FP32, tolerance=2e-2)
     assert dtypes(plans, "linear") == [FP32] * 4
 
 
-class Softmax(nn.Module):
+def softmax() -> nn.Module:
     """A listed fp32 op on CUDA, between two linears."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities = F.softmax(m.first(x), -1)
+        return m.second(probabilities), probabilities
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        probabilities = F.softmax(self.first(x), -1)
-        return self.second(probabilities), probabilities
+    return Parts(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
 
 
 def test_a_rule_may_keep_in_fp32_what_the_ambient_autocast_lowers() -> None:
-    plans = agree(Softmax(), tensor(4, 8), options=rule("linear", "fp32"), ambient=BF16)
+    plans = agree(softmax(), tensor(4, 8), options=rule("linear", "fp32"), ambient=BF16)
     assert set(dtypes(plans, "linear")) == {FP32}
 
 
 @pytest.mark.parametrize("options", [rule("softmax", "low"), {"policy": "fast"}], ids=["rule", "fast"])
 def test_a_policy_may_lower_what_the_ambient_autocast_keeps_in_fp32(options: Mapping[str, Any]) -> None:
-    rewritten = rewrite(Softmax(), tensor(4, 8), device="cuda", options=options, ambient=BF16)
+    rewritten = rewrite(softmax(), tensor(4, 8), device="cuda", options=options, ambient=BF16)
     assert rewritten.one("softmax").dtype is BF16
-    (softmax,) = [node for node in rewritten.gm.graph.nodes if "softmax" in str(node.target)]
-    assert softmax.meta["val"].dtype is BF16
+    (call,) = [node for node in rewritten.gm.graph.nodes if "softmax" in str(node.target)]
+    assert call.meta["val"].dtype is BF16
     # autocast has returned it in fp32
     returned = [node.meta["val"].dtype for node in rewritten.gm.graph.output_node().all_input_nodes]
     assert returned == [BF16, FP32]
 
 
-def test_what_copies_a_dtype_has_the_one_that_autocast_gives_where_nothing_is_cast() -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        h = F.linear(x, w)
-        return torch.zeros_like(h), h.float()
-
-    plans = agree(program, tensor(4, 8), tensor(8, 8), options=NO_OPTION, ambient=BF16)
-    assert dtypes(plans, "linear") == [FP32]
-
-
 # ---- facts about nodes ----
 
 
-def regions_of(gm: fx.GraphModule, ambient: Region = OURS) -> list[Region]:
-    """The CPU region of every matmul, in order."""
-    found = node_regions(gm.graph.nodes, {"cpu": ambient})
-    return [found[n]["cpu"] for n in gm.graph.nodes if n.target is torch.matmul]
-
-
-def test_devices_have_regions_of_their_own() -> None:
+def test_devices_have_regions_of_their_own_and_one_that_is_disabled_is_no_autocast() -> None:
     with enable_autocast("cuda", True, FP16):
-        assert ambient_regions({"cpu": BF16, "cuda": BF16}) == {
-            "cpu": OURS,
-            "cuda": Region(True, FP16, by_user=True),
-        }
-
-
-def test_an_ambient_autocast_that_is_disabled_is_no_autocast() -> None:
+        found = ambient_regions({"cpu": BF16, "cuda": BF16})
+    assert found == {"cpu": OURS, "cuda": Region(True, FP16, by_user=True)}
     with torch.autocast("cpu", enabled=False):
         assert ambient_regions({"cpu": BF16}) == {"cpu": OURS}
 
@@ -163,7 +139,9 @@ def test_a_region_without_a_dtype_has_the_devices_autocast_dtype() -> None:
             return torch.matmul(x, w)
 
     gm = dynamo_graph(program, torch.randn(4, 4), torch.randn(4, 4))
-    assert regions_of(gm, Region(True, FP16, by_user=False)) == [Region(True, BF16, by_user=True)]
+    found = node_regions(gm.graph.nodes, {"cpu": Region(True, FP16, by_user=False)})
+    (matmul,) = gm.graph.find_nodes(op="call_function", target=torch.matmul)
+    assert found[matmul] == {"cpu": Region(True, BF16, by_user=True)}
 
 
 def test_a_region_of_another_device_leaves_this_one_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,24 +45,19 @@ def node(gm: fx.GraphModule, name: str) -> fx.Node:
     return next(n for n in gm.graph.nodes if n.name == name)
 
 
-def enabled(gm: fx.GraphModule, name: str) -> bool:
-    return node(gm, name).meta[REGION_META]["cpu"].enabled
-
-
 # ---- the graph itself ----
 
 
-def test_a_capture_has_one_call_per_dynamo_call() -> None:
+def test_a_capture_has_dynamos_calls_and_placeholders_and_leaves_its_graph_as_it_was() -> None:
     gm = dynamo_graph(net(), torch.randn(2, 8))
+    code = gm.code
+    before = {n: (n.name, n.target, copy.copy(n.meta)) for n in gm.graph.nodes}
     traced = capture(gm, ambient_regions({"cpu": BF16}))
+    assert gm.code == code
+    assert {n: (n.name, n.target, n.meta) for n in gm.graph.nodes} == before
     assert len(traced.graph.nodes) == len(gm.graph.nodes)
     block = ["aten::layer_norm", "aten::linear", "aten::gelu", "aten::linear", "aten::add.Tensor"]
     assert ops(traced) == [*block, *block, "aten::linear"]
-
-
-def test_placeholders_keep_name_order_target_and_metadata() -> None:
-    gm = dynamo_graph(net(), torch.randn(2, 8))
-    traced = capture(gm, ambient_regions({"cpu": BF16}))
     originals = gm.graph.find_nodes(op="placeholder")
     copies = traced.graph.find_nodes(op="placeholder")
     assert [(n.name, n.target) for n in copies] == [(n.name, n.target) for n in originals]
@@ -72,42 +68,25 @@ def test_placeholders_keep_name_order_target_and_metadata() -> None:
     assert traced.meta.items() >= gm.meta.items()
 
 
-def test_capturing_leaves_dynamos_graph_as_it_was() -> None:
-    gm = dynamo_graph(net(), torch.randn(2, 8))
-    code = gm.code
-    before = {n: (n.name, n.target, copy.copy(n.meta)) for n in gm.graph.nodes}
-    capture(gm, ambient_regions({"cpu": BF16}))
-    assert gm.code == code
-    assert {n: (n.name, n.target, n.meta) for n in gm.graph.nodes} == before
-
-
 def test_traced_dtypes_of_outputs_are_recorded() -> None:
-    def program(x: Tensor) -> tuple[Tensor, ...]:
-        return x.to(BF16), x.argmax(), x.double(), x + 1
-
-    traced = captured(program, torch.randn(4))
+    traced = captured(lambda x: (x.to(BF16), x.argmax(), x.double(), x + 1), torch.randn(4))
     expected = [[BF16], [torch.int64], [torch.float64], [torch.float32]]
     assert traced.graph.output_node().meta[OUTPUT_META] == expected
 
 
-@pytest.mark.parametrize(
-    "convert",
-    [
-        lambda x: x.to(torch.float32),
-        lambda x: x.contiguous(),
-        lambda x: F.dropout(x, 0.5, training=False),
-        lambda x: x.to("cpu"),
-        lambda x: x.expand(4, 4),
-    ],
-    ids=["float", "contiguous", "dropout in eval", "device", "expand"],
-)
-def test_a_call_that_does_nothing_has_a_value_of_its_own_and_leaves_its_argument_alone(
-    convert: Callable[[Tensor], Tensor],
-) -> None:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return convert(x).exp(), x @ w
+DO_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": lambda x: x.to(torch.float32),
+    "contiguous": lambda x: x.contiguous(),
+    "dropout in eval": lambda x: F.dropout(x, 0.5, training=False),
+    "device": lambda x: x.to("cpu"),
+    "expand": lambda x: x.expand(4, 4),
+}
 
-    traced = captured(program, torch.randn(4, 4), torch.randn(4, 4))
+
+@pytest.mark.parametrize("call", DO_NOTHING)
+def test_a_call_that_does_nothing_has_a_value_of_its_own_and_leaves_its_argument_alone(call: str) -> None:
+    convert = DO_NOTHING[call]
+    traced = captured(lambda x, w: (convert(x).exp(), x @ w), torch.randn(4, 4), torch.randn(4, 4))
     kept = {n.target for n in traced.graph.nodes}
     (read,) = node(traced, "exp").all_input_nodes
     assert read.target is torch.ops.aten.to.dtype or torch.ops.aten.to.dtype not in kept
@@ -140,10 +119,8 @@ def test_switching_gradients_off_inside_the_program_is_kept() -> None:
 
 
 def test_symbolic_sizes_stay_placeholders_and_arithmetic() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return (x @ w).reshape(x.shape[0] * 2, -1) / x.shape[0]
-
-    traced = captured(program, torch.randn(6, 8), torch.randn(8, 8), dynamic=True)
+    args = torch.randn(6, 8), torch.randn(8, 8)
+    traced = captured(lambda x, w: (x @ w).reshape(x.shape[0] * 2, -1) / x.shape[0], *args, dynamic=True)
     symbols = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
     assert any(isinstance(value, torch.SymInt) for value in symbols)
     assert isinstance(node(traced, "matmul").meta["val"].shape[0], torch.SymInt)
@@ -200,11 +177,6 @@ def test_capturing_leaves_the_threads_autocast_state_alone() -> None:
 # ---- higher-order ops and functorch ----
 
 
-def body(gm: fx.GraphModule) -> fx.GraphModule:
-    (found,) = (m for m in gm.modules() if isinstance(m, fx.GraphModule) and m is not gm)
-    return found
-
-
 def test_a_checkpoint_body_stands_in_the_region_around_its_call() -> None:
     block = Block()
 
@@ -213,14 +185,15 @@ def test_a_checkpoint_body_stands_in_the_region_around_its_call() -> None:
             return checkpoint(block, x, use_reentrant=False)
 
     traced = captured(program, torch.randn(2, 8, requires_grad=True))
-    region = node(body(traced), "linear").meta[REGION_META]["cpu"]
+    (body,) = (m for m in traced.modules() if isinstance(m, fx.GraphModule) and m is not traced)
+    region = node(body, "linear").meta[REGION_META]["cpu"]
     assert (region.enabled, region.dtype, region.by_user) == (True, FP16, True)
 
 
 def test_a_body_that_cannot_be_captured_inside_autocast_is_an_error() -> None:
     def program(q: Tensor) -> Tensor:
         with torch.autocast("cpu", BF16):
-            return flex_attention(q, q, q)  # the line to name
+            return flex_attention(q, q, q)
 
     gm = dynamo_graph(program, torch.randn(1, 2, 16, 16))
     with pytest.raises(CaptureError, match="flex_attention"):
@@ -245,13 +218,8 @@ def test_module_paths_are_those_of_named_modules() -> None:
     rewritten = rewrite(net(), torch.randn(2, 8))
     paths = {row.name: row.module_path for row in rewritten.plan.nodes if row.op == "linear"}
     names = dict(net().named_modules())
-    assert list(paths.values()) == [
-        "blocks.0.up",
-        "blocks.0.down",
-        "blocks.1.up",
-        "blocks.1.down",
-        "heads.class",
-    ]
+    blocks = [f"blocks.{index}.{linear}" for index in range(2) for linear in ("up", "down")]
+    assert list(paths.values()) == [*blocks, "heads.class"]
     assert set(paths.values()) <= names.keys()
 
 
@@ -272,51 +240,40 @@ def test_module_paths_are_read_off_dynamos_source(path: str, expected: str) -> N
     assert module_path(made) == expected
 
 
-def test_a_program_that_fails_under_tracing_names_node_and_line() -> None:
+def test_a_program_that_cannot_be_traced_is_an_error_that_names_node_and_line() -> None:
     def program(x: Tensor) -> Tensor:
         return x.exp()  # the line to name
 
     gm = dynamo_graph(program, torch.randn(4))
-
     gm.graph.find_nodes(op="call_method", target="exp")[0].target = "no_such_method"
     with pytest.raises(CaptureError, match=r"exp .*test_capture\.py:\d+: return x\.exp\(\)") as info:
         capture(gm, ambient_regions({"cpu": BF16}))
     assert isinstance(info.value.__cause__, AttributeError)
-
-
-def test_a_graph_that_dynamo_did_not_make_is_an_error() -> None:
-    gm = fx.symbolic_trace(nn.Linear(4, 4))
+    # and one that Dynamo did not make
     with pytest.raises(CaptureError, match="Dynamo"):
-        capture(gm, ambient_regions({"cpu": BF16}))
+        capture(fx.symbolic_trace(nn.Linear(4, 4)), ambient_regions({"cpu": BF16}))
+
+
+#: name -> program without tensors as inputs, its arguments
+WITHOUT_INPUTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "arange": (lambda: torch.arange(5.0), ()),
+    "full": (lambda: torch.full((2, 2), 1.5), ()),
+    "window": (lambda: torch.hann_window(8) + 1, ()),
+    "arithmetic": (lambda: torch.linspace(0, 1, 5).exp(), ()),
+    "matmul": (lambda: torch.randn(8, 8) @ torch.randn(8, 8), ()),
+    "matmul of a size": (lambda n: torch.ones(n, 8) @ torch.eye(8), (4,)),
+}
 
 
 @pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
-@pytest.mark.parametrize(
-    "program",
-    [
-        lambda: torch.arange(5.0),
-        lambda: torch.full((2, 2), 1.5),
-        lambda: torch.hann_window(8) + 1,
-        lambda: torch.linspace(0, 1, 5).exp(),
-    ],
-    ids=["arange", "full", "window", "arithmetic"],
-)
-def test_graphs_without_inputs_pass_through_in_silence(
-    program: Callable[[], Tensor], ambient: torch.dtype | None
+@pytest.mark.parametrize("name", WITHOUT_INPUTS)
+def test_a_graph_that_makes_all_its_tensors_passes_in_silence_and_its_matmuls_run_low(
+    name: str, ambient: torch.dtype | None
 ) -> None:
-    (plan,) = agree(program, ambient=ambient)
-    assert not plan.changed
+    program, args = WITHOUT_INPUTS[name]
+    is_matmul = name.startswith("matmul")
+    exactness: dict[str, Any] = {"reference": torch.float32, "tolerance": 0.02} if is_matmul else {}
+    (plan,) = agree(program, *args, ambient=ambient, **exactness)
+    assert [row.dtype for row in plans(plan, "matmul")] == [BF16] * is_matmul
+    assert is_matmul or not plan.changed
     assert not plan.fallback
-
-
-@pytest.mark.parametrize("ambient", [None, BF16], ids=["plain", "autocast"])
-def test_a_graph_that_makes_all_its_tensors_runs_low_too(ambient: torch.dtype | None) -> None:
-    def program() -> Tensor:
-        return torch.randn(8, 8) @ torch.randn(8, 8)
-
-    def with_a_size(n: int) -> Tensor:
-        return torch.ones(n, 8) @ torch.eye(8)
-
-    for own, args in ((program, ()), (with_a_size, (4,))):
-        (plan,) = agree(own, *args, ambient=ambient, reference=torch.float32, tolerance=0.02)
-        assert plans(plan, "matmul")[0].dtype is BF16

@@ -19,6 +19,7 @@ from amp_fx.policy.table import lookup, supported_devices
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 from amp_fx.targets.tracing import move
+from graphs import dynamo_graph
 
 aten = torch.ops.aten
 
@@ -27,32 +28,14 @@ OTHERS = sorted({*supported_devices()} - {"cpu", "cuda"})
 
 def graph(device: str) -> fx.GraphModule:
     """Two Linears around a norm, as Dynamo makes it, on a device."""
-    graphs: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, _: object) -> Any:
-        graphs.append(gm)
-        return gm.forward
-
     net = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU(), nn.Linear(512, 512))
-    torch.compile(net.requires_grad_(False), backend=keep)(torch.randn(256, 512))
-    return move(graphs[0], torch.device(device, 0))
+    return move(dynamo_graph(net.requires_grad_(False), torch.randn(256, 512)), torch.device(device, 0))
 
 
-def rewritten(gm: fx.GraphModule, device: str, **options: Any) -> Any:
+def rewritten(gm: fx.GraphModule, *devices: str, **options: Any) -> Any:
     parsed = Options.parse(None, {"dtype": "float16", "weights": "cast", **options})
     with torch.no_grad():
-        return rewrite(gm, ambient_regions({device: torch.float16}), parsed, training=False)
-
-
-@pytest.mark.parametrize("device", OTHERS)
-def test_every_listed_op_goes_low(device: str) -> None:
-    gm, plan = rewritten(graph(device), device)[:2]
-    dtypes = {
-        str(node.target): node.meta["val"].dtype for node in gm.graph.nodes if node.op == "call_function"
-    }
-    assert dtypes["aten.linear.default"] is torch.float16
-    assert dtypes["aten.layer_norm.default"] is torch.float32
-    assert plan.profile == ""
+        return rewrite(gm, ambient_regions(dict.fromkeys(devices, torch.float16)), parsed, training=False)
 
 
 def with_number(gm: fx.GraphModule) -> fx.GraphModule:
@@ -73,14 +56,13 @@ def with_number(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 @pytest.mark.parametrize("device", OTHERS)
-def test_a_number_on_the_cpu_changes_neither_rates_nor_lists(device: str) -> None:
-    opts = Options.parse(None, {"dtype": "float16", "weights": "cast"})
+def test_listed_ops_go_low_and_a_number_on_the_cpu_changes_neither_rates_nor_lists(device: str) -> None:
     gm = with_number(graph(device))
-    devices = graph_devices(gm)
-    with torch.no_grad():
-        gm, plan = rewrite(gm, ambient_regions(dict.fromkeys(devices, torch.float16)), opts)
+    gm, plan = rewritten(gm, *graph_devices(gm))[:2]
+    for op, dtype in ((aten.linear.default, torch.float16), (aten.layer_norm.default, torch.float32)):
+        calls = gm.graph.find_nodes(op="call_function", target=op)
+        assert {node.meta["val"].dtype for node in calls} == {dtype}
     assert plan.profile == ""
-    assert {row.dtype for row in plan.nodes if row.op == "linear"} == {torch.float16}
     power = lookup(aten.pow.Tensor_Tensor, device)
     assert power is not None
     assert [row.op_class for row in plan.nodes if row.op == "pow.Tensor_Tensor"] == [power.op_class]
@@ -143,9 +125,7 @@ def test_a_number_on_the_cpu_says_nothing_about_the_device(device: str) -> None:
     gm = of_values(("placeholder", "cpu", ()), ("placeholder", device, (8,)), ("call_function", device, (8,)))
     assert graph_devices(gm) == {device}
     assert graph_device(gm, {"cpu", device}) == device
-
-
-def test_a_graph_of_numbers_alone_is_about_the_cpu() -> None:
+    # unless there are numbers alone
     assert graph_devices(of_values(("placeholder", "cpu", ()), ("call_function", "cpu", ()))) == {"cpu"}
 
 
@@ -156,9 +136,7 @@ def test_a_graph_is_about_the_device_that_computes_most(large: str, small: str) 
     )
     assert graph_devices(gm) == {large, small}
     assert graph_device(gm, {large, small}) == large
-
-
-def test_a_graph_that_computes_nothing_is_about_one_of_its_devices() -> None:
+    # one that computes nothing is about one of its devices
     gm = of_values(("placeholder", "cpu", (8,)), ("placeholder", "xpu", (8,)))
     assert graph_device(gm, {"cpu", "xpu"}) == "xpu"
     assert graph_device(gm, ()) == "cpu"

@@ -8,33 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.counts import counting
 from graphs import DEFAULTS
+from small_models import Block, Parts
 
 
-class Block(nn.Module):
-    """A transformer's block and a loss."""
-
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-        self.out, self.up = nn.Linear(width, width), nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v))
-        return (x + self.down(F.gelu(self.up(self.norm(x))))).square().mean()
+def block() -> nn.Module:
+    return Parts(lambda m, x: m.block(x).square().mean(), block=Block(128, 1))
 
 
 @functools.cache
 def moved(update: bool, policy: str | None) -> int:
     """Bytes by Inductor's estimate; without a policy, those of stock Inductor under autocast."""
     torch._dynamo.reset()
-    model = Block()
+    model = block()
     parameters = list(model.parameters())
 
     def step(x: Tensor) -> object:
@@ -66,4 +55,4 @@ def test_a_step_in_one_graph_moves_at_most_what_stock_moves(update: bool, policy
 def test_an_update_in_the_graph_is_one_kernel_with_the_widening_of_its_gradient() -> None:
     gradients, update = (moved(inside, "autocast") for inside in (False, True))
     # apart, the update reads a gradient and a parameter and writes one: 12 bytes
-    assert update - gradients < 7 * sum(p.numel() for p in Block().parameters())
+    assert update - gradients < 7 * sum(p.numel() for p in block().parameters())

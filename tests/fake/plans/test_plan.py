@@ -42,10 +42,6 @@ def plan() -> Plan:
     return rewrite(model, torch.randint(16, (6,)), options={"policy": {"rules": rules}}).plan
 
 
-def test_a_plan_among_the_options_of_a_backend_is_printed_in_one_line(plan: Plan) -> None:
-    assert len(repr({"plan": plan})) < 300 < len(plan.to_json())
-
-
 def test_a_plan_goes_through_json_copies_and_pickles_unchanged(plan: Plan) -> None:
     data = plan.to_dict()
     assert json.loads(json.dumps(data)) == data
@@ -54,6 +50,9 @@ def test_a_plan_goes_through_json_copies_and_pickles_unchanged(plan: Plan) -> No
     assert data["casts"][0].keys() == {field.name for field in fields(CastPlan)}
     assert Plan.from_json(plan.to_json()) == Plan.from_dict(data) == plan
     assert copy.deepcopy(plan) == pickle.loads(pickle.dumps(plan)) == plan
+    # the policy is in the form it parses; among the options of a backend a plan is printed in one line
+    assert json.loads(plan.policy) == {"base": "autocast", "rules": [{"op": "gelu", "precision": "low"}]}
+    assert len(repr({"plan": plan})) < 300 < len(plan.to_json())
 
 
 def test_bodies_are_in_the_plan_under_their_names(plan: Plan) -> None:
@@ -76,35 +75,20 @@ def test_a_call_is_found_by_its_name_and_counted_by_its_dtype(plan: Plan) -> Non
     assert table["cross_entropy_loss"] == table["add.Tensor"] == {"float32": 1}
 
 
-def test_the_policy_is_in_the_form_it_parses(plan: Plan) -> None:
-    assert json.loads(plan.policy) == {"base": "autocast", "rules": [{"op": "gelu", "precision": "low"}]}
-
-
-def test_cast_bytes_are_read_plus_written() -> None:
+def test_casts_are_counted_in_bytes_read_and_written_and_have_changed_the_graph() -> None:
     plan = rewrite(torch.matmul, torch.randn(3, 8), torch.randn(8, 5)).plan
     assert sorted(cast.bytes for cast in plan.casts) == [15 * 6, 24 * 6, 40 * 6]
-
-
-def test_a_plan_with_an_inserted_cast_has_changed_the_graph(plan: Plan) -> None:
     assert plan.changed
     assert not rewrite(lambda x: x.to(torch.bfloat16), torch.randn(4)).plan.changed
     assert not Plan().changed
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "narrows"),
-    [
-        (torch.float32, torch.bfloat16, True),
-        (torch.bfloat16, torch.float16, True),
-        (torch.bfloat16, torch.float8_e4m3fn, True),
-        (torch.float16, torch.float32, False),
-    ],
-)
-def test_a_cast_narrows_unless_its_result_is_wider(
-    before: torch.dtype, after: torch.dtype, narrows: bool
-) -> None:
-    assert CastPlan("cast", "value", before, after, 6, (), True, "").narrows is narrows
-    assert CastSum("amp_fx", "forward", "weight", before, after, 1, 6, 0, 0).narrows is narrows
+def test_a_cast_narrows_unless_its_result_is_wider() -> None:
+    wide, low, half = torch.float32, torch.bfloat16, torch.float16
+    pairs = {(wide, low): True, (low, half): True, (low, torch.float8_e4m3fn): True, (half, wide): False}
+    for (before, after), narrows in pairs.items():
+        assert CastPlan("cast", "value", before, after, 6, (), True, "").narrows is narrows
+        assert CastSum("amp_fx", "forward", "weight", before, after, 1, 6, 0, 0).narrows is narrows
 
 
 def test_a_module_computes_in_the_dtype_of_its_matmul_else_of_its_last_call(plan: Plan) -> None:
@@ -142,17 +126,13 @@ def test_two_runs_of_one_program_do_not_differ(before: Plan) -> None:
     assert str(found).endswith("no difference")
 
 
-def test_nodes_in_another_dtype_are_named_with_the_reason(before: Plan, after: Plan) -> None:
+def test_nodes_in_another_dtype_are_named_with_reasons_and_casts_counted(before: Plan, after: Plan) -> None:
     found = diff_plans([before], [after])
     assert found
     (linear,) = [row for row in found.changes if row.op == "linear"]
     assert (linear.module_path, linear.before, linear.after) == ("1.0", "bfloat16", "float32")
     assert [reason.kind for reason in linear.reasons] == [Kind.RULE]
     assert "1.0 linear (forward): bfloat16 -> float32" in str(found)
-
-
-def test_casts_are_counted_on_both_sides_and_all_is_json(before: Plan, after: Plan) -> None:
-    found = diff_plans([before], [after])
     data = found.to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["changes"][0].keys() == Change("", "", "", "", "", ()).__dict__.keys()
@@ -176,9 +156,7 @@ def test_new_nodes_and_nodes_that_are_gone_are_told(before: Plan) -> None:
     found = diff_plans([before], [replace(before, phase="backward")])
     assert {row.phase for row in found.changes} == {"forward", "backward"}
     assert all("" in (row.before, row.after) for row in found.changes)
-
-
-def test_long_lists_are_cut_and_say_so(before: Plan) -> None:
+    # long lists are cut and say so
     many = Plan(nodes=[replace(before.nodes[0], module_path=f"m{number}") for number in range(30)])
     text = str(diff_plans([], [many]))
     assert "nodes: 30" in text
@@ -188,18 +166,8 @@ def test_long_lists_are_cut_and_say_so(before: Plan) -> None:
 # --- plans are published to whoever records ---
 
 
-def test_a_recording_holds_the_plans_published_inside_it_in_order_and_a_report_of_each() -> None:
-    first, second, outside = Plan("first"), Plan("second"), Plan("outside")
-    publish(outside)
-    with record() as recording:
-        publish(first)
-        publish(second)
-    publish(outside)
-    assert recording.plans == [first, second]
-    assert recording.reports == [Report([first]), Report([second])]
-
-
-def test_recordings_nest_and_those_with_equal_contents_are_two() -> None:
+def test_a_recording_holds_the_plans_published_inside_it_and_closes_when_its_block_ends_or_raises() -> None:
+    publish(Plan("outside"))
     # what closes is the inner one, although they are equal then
     with record() as outer:
         with record() as inner:
@@ -211,9 +179,7 @@ def test_recordings_nest_and_those_with_equal_contents_are_two() -> None:
     publish(Plan("d"))
     found = [[plan.graph for plan in each.plans] for each in (outer, inner, second)]
     assert found == [["a", "b", "c"], [], ["b"]]
-
-
-def test_a_recording_closes_when_its_block_raises() -> None:
+    assert outer.reports == [Report([plan]) for plan in outer.plans]
     with pytest.raises(ZeroDivisionError), record() as recording:
         raise ZeroDivisionError
     publish(Plan())

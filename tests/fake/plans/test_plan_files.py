@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
-import amp_fx.backend
-from amp_fx import Plan, PlanError, Report, VerifyError
+from amp_fx import AmpFxError, Plan, PlanError, Report, VerifyError
+from amp_fx._torch import unwrapped_errors
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan_files import choose_plan, load_plans
 from amp_fx.policy import OpClass
@@ -137,38 +136,24 @@ def test_a_plan_that_cannot_run_is_an_error_even_when_not_strict(made: Rewritten
         compile_with(broken, net(), strict=False)
 
 
-def compile_with(plan: object, model: nn.Module, **options: Any) -> None:
-    """What torch.compile does, up to Inductor; errors as the backend raises them."""
-
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return amp_fx.backend.amp_fx(gm, inputs, options={"plan": plan, **options})
-
-    try:
-        torch.compile(model, backend=backend)(torch.randn(6, 8))
-    except BackendCompilerFailed as error:
-        raise error.inner_exception from None
+def compile_with(plan: Any, model: nn.Module, **options: Any) -> None:
+    with unwrapped_errors(AmpFxError):
+        torch.compile(model, backend="amp_fx", options={"plan": plan, **options})(torch.randn(6, 8))
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
-    ("model", "moved"),
-    [
-        (net(after=torch.tanh), r"tanh \(tanh\)"),
-        (net(), None),
-        (net(lambda x: x.bfloat16().float()), r"to \(to.dtype\).*to_1 \(to.dtype\)"),
-    ],
-)
-def test_a_plan_of_another_model_names_the_nodes_that_moved(
-    made: Rewritten, model: nn.Module, moved: str | None, strict: bool
-) -> None:
-    plan = made.plan
-    if moved is None:
-        # the same model, its plan with one node more and one of another op
-        extra = replace(plan.nodes[-1], name="late", op="tanh", module_path="tail")
-        plan = replace(plan, nodes=[replace(plan.nodes[0], op="mm"), *plan.nodes[1:], extra])
-        moved = r"linear \(block.0 mm\).*linear \(block.0 linear\).*late \(tail tanh\)"
-    with pytest.raises(PlanError, match=moved):
-        compile_with(plan, model, strict=strict)
+def test_a_plan_of_another_model_names_the_nodes_that_moved(made: Rewritten, strict: bool) -> None:
+    # the same model, its plan with one node more and one of another op
+    first, *others = made.plan.nodes
+    late = replace(others[-1], name="late", op="tanh", module_path="tail")
+    longer = replace(made.plan, nodes=[replace(first, op="mm"), *others, late])
+    for plan, model, moved in (
+        (made.plan, net(after=torch.tanh), r"tanh \(tanh\)"),
+        (made.plan, net(lambda x: x.bfloat16().float()), r"to \(to.dtype\).*to_1 \(to.dtype\)"),
+        (longer, net(), r"linear \(block.0 mm\).*linear \(block.0 linear\).*late \(tail tanh\)"),
+    ):
+        with pytest.raises(PlanError, match=moved):
+            compile_with(plan, model, strict=strict)
 
 
 def test_other_dtypes_are_named(made: Rewritten) -> None:

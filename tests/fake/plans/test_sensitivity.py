@@ -45,33 +45,21 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "sensitivity.json"
 
 
-def test_a_sensitivity_file_reads_back_as_it_was_written(path: Path) -> None:
+def test_a_sensitivity_file_reads_back_as_it_was_written_levels_below_16_bits_included(path: Path) -> None:
     sensitivity = measured(two_matmuls, *ARGS, value=1 / 3)
-    sensitivity.graphs[0].calls[0].gradient = None
-    sensitivity.save(path)
-    assert Sensitivity.load(path) == sensitivity
-    # an overflow is null, which every JSON reader takes; it has no rates
-    text = path.read_text()
-    assert "Infinity" not in text
-    assert not {"bandwidth", "peak", "launch"} & set(json.loads(text))
-
-
-def test_every_call_that_was_measured_is_found_in_the_same_graph() -> None:
-    (graph,) = measured(lambda x, w: x.t().contiguous() @ w, *ARGS).graphs
-    assert "contiguous" in {call.name for call in graph.calls}
-    assert graph.renamed(graph.outline) == graph.calls
-
-
-def test_what_was_measured_below_16_bits_is_a_part_of_the_file(path: Path) -> None:
-    sensitivity = measured(two_matmuls, *ARGS)
-    sensitivity.level = "rowwise"
-    sensitivity.graphs[0].calls[0].roles = {
+    call = sensitivity.graphs[0].calls[0]
+    call.gradient, sensitivity.level = None, "rowwise"
+    call.roles = {
         "forward": {"input": 1e-4, "weight": 2e-4},
         "gradient of its weight": {"input": None},
     }
     sensitivity.save(path)
     read = Sensitivity.load(path)
     assert read == sensitivity
+    # an overflow is null, which every JSON reader takes; it has no rates
+    text = path.read_text()
+    assert "Infinity" not in text
+    assert not {"bandwidth", "peak", "launch"} & set(json.loads(text))
     first, second, *_ = read.graphs[0].calls
     assert first.below("forward") == pytest.approx(3e-4)
     # it overflows, or was not measured
@@ -93,9 +81,7 @@ def test_of_several_states_the_largest_sensitivity_of_each_rounding_counts(path:
     assert all((read.value, read.gradient) == (2e-6, 2e-6) for read in first.reads.values())
     worst.save(path)
     assert Sensitivity.load(path) == worst
-
-
-def test_states_have_to_be_measured_alike() -> None:
+    # they have to be measured alike
     state = measured(two_matmuls, *ARGS)
     for other, named in (
         (replace(state, level="tensorwise"), "none, tensorwise"),
@@ -123,11 +109,6 @@ def test_the_wrong_field_of_a_file_is_named(path: Path, change: Any, of_a_call: 
         Sensitivity.load(path)
 
 
-def test_a_missing_file_says_how_to_write_it() -> None:
-    with pytest.raises(PlanError, match=r"calibrate\(...\).save\('nowhere.json'\)"):
-        Options.parse(None, {"policy": {"sensitivity": "nowhere.json"}})
-
-
 def test_a_policy_with_sensitivity_prints_the_form_it_parses(path: Path) -> None:
     policy = Policy.parse({"base": "autocast", "sensitivity": str(path), "budget": 0.5})
     assert Policy.parse(str(policy)) == policy
@@ -153,7 +134,9 @@ def test_a_wrong_policy_is_refused(policy: dict[str, Any], message: str) -> None
         Policy.parse(policy)
 
 
-def test_contradictions_with_sensitivity_are_refused(path: Path) -> None:
+def test_a_missing_file_and_contradictions_with_sensitivity_are_refused(path: Path) -> None:
+    with pytest.raises(PlanError, match=r"calibrate\(...\).save\('nowhere.json'\)"):
+        Options.parse(None, {"policy": {"sensitivity": "nowhere.json"}})
     measured(two_matmuls, *ARGS).save(path)
     policy = {"policy": {"sensitivity": str(path)}}
     with pytest.raises(OptionsError, match=r"bfloat16.*float16"):
@@ -179,6 +162,9 @@ def test_policy_fp8_takes_a_sensitivity_file_that_has_fp8(path: Path) -> None:
 
 
 def test_a_graph_is_found_by_its_calls_and_other_batch_sizes_do_not_matter(path: Path) -> None:
+    (graph,) = measured(lambda x, w: x.t().contiguous() @ w, *ARGS).graphs
+    assert "contiguous" in {call.name for call in graph.calls}
+    assert graph.renamed(graph.outline) == graph.calls
     sensitivity = measured(two_matmuls, *ARGS)
     sensitivity.graphs[0].calls[0].value = None
     sensitivity.save(path)

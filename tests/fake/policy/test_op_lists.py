@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +13,26 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+import ops
 from amp_fx._torch import op_name
 from amp_fx.policy import table
 from amp_fx.policy.classes import OpClass, Origin, follow, fp32
 from amp_fx.policy.common import FFT, LINALG
 from amp_fx.policy.cuda import CUDA_GROUPS
-from ops import (
-    ASKED,
-    DIFFERS,
-    EVERY_ROW,
-    LOW,
-    NOT_ASKED,
-    arguments,
-    cast,
-    first_dtype,
-    floats_in,
-    is_float,
-    overload,
-    repeat,
-    row,
-    run,
-    t,
-    under_autocast,
-)
+from ops import LOW, cast, first_dtype, repeat, row, run
 
 #: Registered in builds with cudnn only; pre-dispatch graphs hold the layer (lstm.input), not this inner call.
 BUILD_DEPENDENT = {"cuda": {"_cudnn_rnn"}}
-
 
 #: overloads for named tensors, which Dynamo refuses; torch 2.13 has none
 NAMED_TENSORS = re.compile(r"\.\w*(dimname|names_)", re.IGNORECASE)
 
 
 def registered(device: str) -> set[str]:
-    """ATen's names registered under the autocast key of a device. A private call: public torch has no such list.
-
-    Other namespaces are those of extensions, and of custom ops that other tests made in this process.
-    """
+    """ATen's names registered under the autocast key of a device; extensions have other namespaces."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device.upper()}")
-    return {
-        name.removeprefix("aten::")
-        for name in names
-        if name.startswith("aten::") and not NAMED_TENSORS.search(name)
-    }
+    ours = (name for name in names if name.startswith("aten::") and not NAMED_TENSORS.search(name))
+    return {name.removeprefix("aten::") for name in ours}
 
 
 def autocast_names(device: str) -> set[str]:
@@ -71,7 +49,12 @@ def test_the_autocast_rows_are_the_ops_registered_in_the_installed_torch(device:
     assert theirs - ours == set(), "registered, not on our list"
 
 
-@functools.cache
+@pytest.mark.parametrize("device", sorted({*table.supported_devices()} - LOW.keys()))
+def test_a_device_has_the_ops_that_its_autocast_registers(device: str) -> None:
+    # hpu's are registered by a package that is not here
+    assert registered(device) in (autocast_names(device), set())
+
+
 def header_macros() -> dict[str, set[str]]:
     """Parses the op lists of ``ATen/autocast_mode.h``: macro name -> op names."""
     path = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
@@ -85,22 +68,19 @@ def header_macros() -> dict[str, set[str]]:
     return macros
 
 
-@pytest.mark.parametrize(
-    ("macro", "op_class"),
-    [
-        ("LOWER_PRECISION_FP", OpClass.LOW),
-        ("FP32", OpClass.FP32),
-        ("FP32_SET_OPT_DTYPE", OpClass.FP32),
-        ("DIFFERENT_REDISPATCH_SIGNATURE", OpClass.FP32),
-        ("PROMOTE", OpClass.PROMOTE),
-    ],
-)
-def test_the_cuda_classes_are_those_of_the_macros_in_the_torch_header(macro: str, op_class: OpClass) -> None:
-    names = header_macros()[macro]
-    assert names
-    assert {name: row("cuda", name).op_class for name in names} == dict.fromkeys(names, op_class)
-    if macro == "FP32_SET_OPT_DTYPE":
-        assert all(row("cuda", name).unless_given == ("dtype",) for name in names)
+def test_the_cuda_classes_are_those_of_the_macros_in_the_torch_header() -> None:
+    macros = header_macros()
+    wide = ("FP32", "FP32_SET_OPT_DTYPE", "DIFFERENT_REDISPATCH_SIGNATURE")
+    classes = {
+        "LOWER_PRECISION_FP": OpClass.LOW,
+        **dict.fromkeys(wide, OpClass.FP32),
+        "PROMOTE": OpClass.PROMOTE,
+    }
+    for macro, op_class in classes.items():
+        names = macros[macro]
+        assert names, macro
+        assert {name: row("cuda", name).op_class for name in names} == dict.fromkeys(names, op_class), macro
+    assert all(row("cuda", name).unless_given == ("dtype",) for name in macros["FP32_SET_OPT_DTYPE"])
 
 
 # ---- (b) the classes
@@ -108,13 +88,13 @@ def test_the_cuda_classes_are_those_of_the_macros_in_the_torch_header(macro: str
 
 def answer_of_autocast(device: str, name: str, first: torch.dtype, rest: torch.dtype) -> torch.dtype | None:
     """Runs an op under autocast on arguments of these dtypes; slots with a dtype of their own stay fp32."""
-    call = cast(name, arguments(name), repeat(first, rest), row(device, name).own_dtype_slots)
-    return first_dtype(under_autocast(device, name, call))
+    call = cast(name, ops.arguments(name), repeat(first, rest), row(device, name).own_dtype_slots)
+    return first_dtype(ops.under_autocast(device, name, call))
 
 
 @pytest.mark.parametrize("device", LOW)
 def test_autocast_itself_gives_the_dtypes_that_the_class_of_the_op_says(device: str) -> None:
-    for name in [name for on, name in ASKED if on == device and (on, name) not in DIFFERS]:
+    for name in [name for on, name in ops.ASKED if on == device and (on, name) not in ops.DIFFERS]:
         check_class(device, name)
 
 
@@ -145,12 +125,12 @@ def check_class(device: str, name: str) -> None:
         assert ask(low, low) is low
         if group.mixes or (group.op_class is OpClass.PROMOTE and group.origin is Origin.AUTOCAST):
             assert ask(full, low) is full
-            if floats_in(name) > 1:
+            if ops.floats_in(name) > 1:
                 assert ask(low, full) is full
 
 
 def test_where_the_lists_differ_from_autocast_theirs_is_the_wider_dtype() -> None:
-    for device, name in DIFFERS:
+    for device, name in ops.DIFFERS:
         assert answer_of_autocast(device, name, torch.float32, torch.float32) is LOW[device]
         assert row(device, name).op_class in (OpClass.PROMOTE, OpClass.FP32)
 
@@ -158,21 +138,21 @@ def test_where_the_lists_differ_from_autocast_theirs_is_the_wider_dtype() -> Non
 @pytest.mark.parametrize("device", LOW)
 def test_at_least_nine_in_ten_autocast_rows_are_asked(device: str) -> None:
     names = autocast_names(device) - {*FFT.split(), *LINALG.split()}
-    asked = names - NOT_ASKED[device].keys()
-    assert NOT_ASKED[device].keys() <= {*table.all_names(device)}
+    asked = names - ops.NOT_ASKED[device].keys()
+    assert ops.NOT_ASKED[device].keys() <= {*table.all_names(device)}
     assert len(asked) >= 0.9 * len(names)
 
 
 # ---- (c) follow means: commutes with rounding
 
-FOLLOWERS = sorted({name for device, name in EVERY_ROW if row(device, name).op_class is OpClass.FOLLOW})
+FOLLOWERS = sorted({name for device, name in ops.EVERY_ROW if row(device, name).op_class is OpClass.FOLLOW})
 
 
 def assert_same(left: Any, right: Any, dtype: torch.dtype) -> None:
     lefts, rights = tree_leaves(left), tree_leaves(right)
     assert len(lefts) == len(rights)
     for one, other in zip(lefts, rights, strict=True):
-        if is_float(one):
+        if ops.is_float(one):
             assert torch.equal(one.to(dtype), other.to(dtype))
         elif isinstance(one, torch.Tensor):
             assert torch.equal(one, other)
@@ -184,7 +164,7 @@ def assert_same(left: Any, right: Any, dtype: torch.dtype) -> None:
 def test_a_follow_op_gives_the_same_numbers_rounded_before_or_after(low: torch.dtype) -> None:
     for name in FOLLOWERS:
         torch.manual_seed(0)
-        call = arguments(name, t)
+        call = ops.arguments(name, ops.t)
         rounded = cast(name, call, repeat(low, low))
         before = run(name, rounded)
         assert first_dtype(before) is low, name
@@ -196,9 +176,8 @@ def test_a_follow_op_gives_the_same_numbers_rounded_before_or_after(low: torch.d
 # ---- (d) mixes means: widens inside
 
 
-def pointwise_by_default() -> list[str]:
+def pointwise_by_default() -> Iterator[str]:
     """Functional ATen overloads that get the default row."""
-    found = []
     for qualified in torch._C._dispatch_get_all_op_names():
         name = qualified.removeprefix("aten::")
         # bitwise ops (and their operators), gcd and lcm take integers only
@@ -206,25 +185,19 @@ def pointwise_by_default() -> list[str]:
             continue
         packet, _, which = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet, None), which or "default", None)
-        if op is None or name in table.all_names("cpu"):
-            continue
-        if table.lookup(op, "cpu") is not None:
-            found.append(name)
-    return found
+        if op and name not in table.all_names("cpu") and table.lookup(op, "cpu") is not None:
+            yield name
 
 
-MIXERS = sorted(
-    name
-    for name in {*pointwise_by_default(), *(name for device, name in EVERY_ROW if row(device, name).mixes)}
-    if floats_in(name) > 1
-)
+MIXING_ROWS = {name for device, name in ops.EVERY_ROW if row(device, name).mixes}
+MIXERS = sorted(name for name in {*pointwise_by_default(), *MIXING_ROWS} if ops.floats_in(name) > 1)
 
 
 def test_an_op_that_mixes_dtypes_equals_widening_first() -> None:
     low, full = torch.bfloat16, torch.float32
     for name, (first, rest) in itertools.product(MIXERS, ((full, low), (low, full))):
         torch.manual_seed(0)
-        mixed = cast(name, arguments(name), repeat(first, rest))
+        mixed = cast(name, ops.arguments(name), repeat(first, rest))
         result = run(name, mixed)
         expected = run(name, cast(name, mixed, repeat(full, full)))
         assert first_dtype(result) is first_dtype(expected), name
@@ -240,8 +213,8 @@ def test_a_list_with_an_op_in_two_rows_is_refused() -> None:
 
 
 def test_every_name_is_an_out_of_place_overload_of_the_installed_torch() -> None:
-    for device, name in EVERY_ROW:
-        op = overload(name)
+    for device, name in ops.EVERY_ROW:
+        op = ops.overload(name)
         assert op_name(op) == name
         assert not op._schema.is_mutable or name in ("batch_norm", "instance_norm", "native_batch_norm")
         group = row(device, name)
@@ -249,30 +222,20 @@ def test_every_name_is_an_out_of_place_overload_of_the_installed_torch() -> None
         assert slots & {*group.own_dtype_slots} or not group.own_dtype_slots
 
 
+@pytest.mark.parametrize(
+    ("version", "op_class"),
+    [("2.11.1+cu130", OpClass.PROMOTE), ("2.12.0a0+git1234", OpClass.FP32), ("2.15.0", OpClass.FP32)],
+)
 def test_rows_hold_from_their_first_torch_version_to_before_their_last(
-    monkeypatch: pytest.MonkeyPatch,
+    version: str, op_class: OpClass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def classes(version: str) -> OpClass:
-        monkeypatch.setattr(torch, "__version__", version)
-        return table._rows(CUDA_GROUPS, "")["rms_norm"].op_class
-
-    assert classes("2.11.1+cu130") is OpClass.PROMOTE
-    assert classes("2.12.0a0+git1234") is OpClass.FP32
-    assert classes("2.15.0") is OpClass.FP32
+    monkeypatch.setattr(torch, "__version__", version)
+    assert table._rows(CUDA_GROUPS, "")["rms_norm"].op_class is op_class
 
 
-def test_a_device_list_wins_over_the_common_one() -> None:
+def test_a_device_list_wins_over_the_common_one_and_reasons_name_the_autocast_of_the_device() -> None:
     assert row("cuda", "max_pool3d").op_class is OpClass.FOLLOW
     assert row("cpu", "max_pool3d").op_class is OpClass.FP32
-
-
-@pytest.mark.parametrize("device", sorted({*table.supported_devices()} - LOW.keys()))
-def test_a_device_has_the_ops_that_its_autocast_registers(device: str) -> None:
-    # hpu's are registered by a package that is not here
-    assert registered(device) in (autocast_names(device), set())
-
-
-def test_the_reason_of_a_row_names_the_autocast_of_its_device() -> None:
     assert row("cpu", "linear").reason.endswith(", listed by CPU autocast")
     assert row("mps", "linear").reason.endswith(", listed by MPS autocast")
     assert row("cpu", "softmax.int").reason.endswith(", not listed by CPU autocast")
@@ -290,16 +253,7 @@ def test_pointwise_ops_that_no_list_names_run_in_the_dtype_of_their_inputs() -> 
     assert group.reason == "pointwise, not listed: runs in the dtype of its inputs"
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        torch.ops.aten.erf_.default,
-        torch.ops.aten.erf.out,
-        torch.ops.aten.unique_dim.default,
-        torch.ops.aten.to.dtype,
-        torch.ops.prims.add.default,
-    ],
-    ids=str,
-)
-def test_writes_unknown_ops_and_other_namespaces_have_no_row(op: torch._ops.OpOverload) -> None:
-    assert table.lookup(op, "cuda") is None
+def test_writes_unknown_ops_and_other_namespaces_have_no_row() -> None:
+    aten, added = torch.ops.aten, torch.ops.prims.add.default
+    rowless = (aten.erf_.default, aten.erf.out, aten.unique_dim.default, aten.to.dtype, added)
+    assert [op for op in rowless if table.lookup(op, "cuda") is not None] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,114 +20,81 @@ from amp_fx.graphs.traits import LINEAR_OPS, OPS
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.policy.table import all_names, supported_devices
 from checks import check
-from graphs import rewrite
+from graphs import plans, rewrite
 from small_models import Parts
 
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
 
 
 def attention() -> nn.Module:
-    return Parts(
-        lambda m, x: F.softmax(m.query(x) @ m.key(x).mT, -1), query=nn.Linear(8, 8), key=nn.Linear(8, 8)
-    )
-
-
-def encoder() -> nn.Module:
-    layers = nn.ModuleList([attention(), attention()])
-    return Parts(lambda m, x: (m.layers[0](x), m.layers[1](x)), layers=layers)
+    linears = {"query": nn.Linear(8, 8), "key": nn.Linear(8, 8)}
+    return Parts(lambda m, x: F.softmax(m.query(x) @ m.key(x).mT, -1), **linears)
 
 
 def rules(*given_rules: dict[str, str]) -> dict[str, Any]:
     return {"policy": {"base": "autocast", "rules": list(given_rules)}}
 
 
-def linears(*given_rules: dict[str, str]) -> dict[str, str]:
-    """Dtype of every linear of the encoder by module path."""
-    rewritten = rewrite(encoder(), torch.randn(2, 8), options=rules(*given_rules))
-    return {
-        row.module_path: str(row.dtype).removeprefix("torch.")
-        for row in rewritten.plan.nodes
-        if row.op == "linear"
-    }
-
-
 # ---- what rules do to graphs ----
 
+LOW_LOSS = {"casts": {DOWN: 2, UP: 1}, "dtypes": {"mse_loss": "bfloat16"}, "tolerance": 1e-2}
 
-def test_a_rule_forces_an_op_to_fp32() -> None:
-    check(
-        attention(),
-        torch.randn(2, 8),
-        options=rules({"op": "softmax", "precision": "fp32"}),
-        casts={DOWN: 5, UP: 1},
-        dtypes={"softmax": "float32", "linear": "bfloat16", "matmul": "bfloat16"},
-    )
-
-
-def test_a_rule_forces_an_op_low() -> None:
-    def program(x: Tensor) -> Tensor:
-        return F.mse_loss(x, torch.zeros_like(x))
-
-    plain = check(program, torch.randn(4, 8), casts={}, dtypes={"mse_loss": "float32"})
-    forced = check(
-        program,
-        torch.randn(4, 8),
-        options=rules({"op": "mse_loss", "precision": "low"}),
-        casts={DOWN: 2, UP: 1},
-        dtypes={"mse_loss": "bfloat16"},
-        tolerance=1e-2,
-    )
-    assert forced.one("mse_loss").is_because(Kind.RULE)
-    assert plain.one("mse_loss").is_because(Kind.LISTED)
-
-
-def test_a_rule_by_module_path_is_a_regular_expression() -> None:
-    assert linears({"module": r"^layers\.0\b", "precision": "fp32"}) == {
-        "layers.0.query": "float32",
-        "layers.0.key": "float32",
-        "layers.1.query": "bfloat16",
-        "layers.1.key": "bfloat16",
-    }
+#: name -> makes a program and its arguments, a rule, and what is promised of them
+RULED: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, str], dict[str, Any]]] = {
+    "an op is forced to fp32": (
+        lambda: (attention(), torch.randn(2, 8)), {"op": "softmax", "precision": "fp32"},
+        {
+            "casts": {DOWN: 5, UP: 1},
+            "dtypes": {"softmax": "float32", "linear": "bfloat16", "matmul": "bfloat16"},
+        },
+    ),
+    "an op is forced low": (
+        lambda: (lambda x: F.mse_loss(x, torch.zeros_like(x)), torch.randn(4, 8)),
+        {"op": "mse_loss", "precision": "low"}, LOW_LOSS,
+    ),
+    "the program's own casts and integers are not reached": (
+        lambda: (lambda x: (x.to(torch.float16), x.argmax()), torch.randn(8)), {"module": ".*", "precision": "low"},
+        {"casts": {("float32", "float16"): 1, DOWN: 1}, "reference": torch.float32},
+    ),
+    "the exceptions of an op's arguments are kept": (
+        lambda: (lambda *args: F.batch_norm(*args), torch.randn(4, 8, 2), torch.zeros(8), torch.ones(8)),
+        {"op": "batch_norm", "precision": "low"},
+        {"casts": {DOWN: 1, UP: 1}, "dtypes": {"batch_norm": "bfloat16"}, "tolerance": 1e-2},
+    ),
+}  # fmt: skip
 
 
-def test_a_rule_by_op_and_module_needs_both_and_the_last_that_matches_wins() -> None:
-    dtypes = linears(
-        {"op": "linear", "module": "key$", "precision": "fp32"},
-        {"op": "mm", "module": ".", "precision": "fp32"},
-    )
-    assert [path for path, dtype in dtypes.items() if dtype == "float32"] == ["layers.0.key", "layers.1.key"]
+@pytest.mark.parametrize("name", RULED)
+def test_a_rule_does_what_it_says(name: str) -> None:
+    make, rule, promised = RULED[name]
+    program, *args = make()
+    plan = check(program, *args, options=rules(rule), **promised).plan
+    assert all(row.is_because(Kind.RULE) for row in plan.nodes if row.op == rule.get("op"))
+    if promised is LOW_LOSS:
+        plain = check(program, *args, casts={}, dtypes={"mse_loss": "float32"})
+        assert plain.one("mse_loss").is_because(Kind.LISTED)
+
+
+def wide_linears(*given_rules: dict[str, str]) -> list[str]:
+    """Module paths of the linears of an encoder that are in fp32; the others are in bf16."""
+    layers = nn.ModuleList([attention(), attention()])
+    encoder = Parts(lambda m, x: (m.layers[0](x), m.layers[1](x)), layers=layers)
+    rows = plans(rewrite(encoder, torch.randn(2, 8), options=rules(*given_rules)).plan, "linear")
+    assert {row.dtype for row in rows} <= {torch.float32, torch.bfloat16}
+    return [row.module_path for row in rows if row.dtype is torch.float32]
+
+
+def test_a_rule_by_op_and_module_a_regular_expression_needs_both_and_the_last_that_matches_wins() -> None:
+    by_op = {"op": "linear", "module": "key$", "precision": "fp32"}
+    assert wide_linears({"module": r"^layers\.0\b", "precision": "fp32"}) == [
+        "layers.0.query",
+        "layers.0.key",
+    ]
+    found = wide_linears(by_op, {"op": "mm", "module": ".", "precision": "fp32"})
+    assert found == ["layers.0.key", "layers.1.key"]
     everything, one = {"module": ".*", "precision": "fp32"}, {"module": r"layers\.1\.key", "precision": "low"}
-    assert set(linears(everything, one).values()) == {"float32", "bfloat16"}
-    assert set(linears(one, everything).values()) == {"float32"}
-
-
-def test_a_rule_does_not_reach_the_programs_own_casts_and_integers() -> None:
-    def program(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.to(torch.float16), x.argmax()
-
-    check(
-        program,
-        torch.randn(8),
-        options=rules({"module": ".*", "precision": "low"}),
-        casts={("float32", "float16"): 1, DOWN: 1},
-        reference=torch.float32,
-    )
-
-
-def test_a_rule_keeps_the_exceptions_of_the_ops_arguments() -> None:
-    def program(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-        return F.batch_norm(x, mean, var)
-
-    check(
-        program,
-        torch.randn(4, 8, 2),
-        torch.zeros(8),
-        torch.ones(8),
-        options=rules({"op": "batch_norm", "precision": "low"}),
-        casts={DOWN: 1, UP: 1},
-        dtypes={"batch_norm": "bfloat16"},
-        tolerance=1e-2,
-    )
+    assert wide_linears(everything, one) == ["layers.0.query", "layers.0.key", "layers.1.query"]
+    assert len(wide_linears(one, everything)) == 4
 
 
 # ---- rules by themselves ----
@@ -190,18 +158,10 @@ def test_bad_rules_are_named(rule: object, message: str) -> None:
         Policy.parse({"rules": [rule]})
 
 
-def test_the_old_name_of_sensitivity_is_answered_with_the_new_one() -> None:
-    with pytest.raises(OptionsError, match=r"'harm'.*'sensitivity' now"):
-        Policy.parse({"harm": "old.json"})
-
-
-@pytest.mark.parametrize("device", supported_devices())
-def test_every_op_on_a_list_may_be_in_a_rule(device: str) -> None:
-    for name in all_names(device):
+def test_every_op_on_a_list_and_one_that_no_list_has_may_be_in_a_rule() -> None:
+    for name in {name for device in supported_devices() for name in all_names(device)}:
         assert Rule.parse({"op": name, "precision": "fp32"}).op == name
 
-
-def test_an_op_that_no_list_has_may_be_in_a_rule() -> None:
     @torch.library.custom_op("amp_fx_rules::halve", mutates_args=())
     def halve(x: Tensor) -> Tensor:
         return x / 2
@@ -209,9 +169,9 @@ def test_an_op_that_no_list_has_may_be_in_a_rule() -> None:
     assert Rule.parse({"op": "amp_fx_rules::halve", "precision": "low"}).op == "amp_fx_rules::halve"
     with pytest.raises(OptionsError, match=r"'amp_fx_rules::halv'.*'amp_fx_rules::halve'"):
         Rule.parse({"op": "amp_fx_rules::halv", "precision": "low"})
-    # a library that is imported later
-    assert Rule.parse({"op": "not_imported_yet::op", "precision": "low"}).op == "not_imported_yet::op"
-    assert Rule.parse({"op": "_fused_rms_norm", "precision": "low"}).op == "_fused_rms_norm"
+    # the first of a library that is imported later
+    for name in ("not_imported_yet::op", "_fused_rms_norm"):
+        assert Rule.parse({"op": name, "precision": "low"}).op == name
 
 
 _RULES = st.builds(
@@ -240,7 +200,7 @@ def with_head() -> nn.Module:
 
 def test_on_cuda_the_call_reads_low_and_everybody_reads_its_result_in_fp32() -> None:
     rewritten = rewrite(with_head(), torch.randn(2, 3, 8), device="cuda", options=rules(WIDE))
-    [row] = [row for row in rewritten.plan.nodes if row.op == "linear"]
+    row = rewritten.one("linear")
     assert (row.dtype, row.pinned) == (torch.bfloat16, torch.float32)
     assert row.is_because(Kind.WIDE_RESULT)
     [linear] = rewritten.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
@@ -252,8 +212,7 @@ def test_on_cuda_the_call_reads_low_and_everybody_reads_its_result_in_fp32() -> 
 
 
 def test_on_a_cpu_the_call_runs_in_fp32_and_the_plan_says_why() -> None:
-    rewritten = rewrite(with_head(), torch.randn(2, 3, 8), options=rules(WIDE))
-    [row] = [row for row in rewritten.plan.nodes if row.op == "linear"]
+    row = rewrite(with_head(), torch.randn(2, 3, 8), options=rules(WIDE)).one("linear")
     assert row.dtype is torch.float32
     assert row.reasons[-1] == Reason.of(Kind.NO_WIDE_RESULT, device="cpu", op="linear", low=torch.bfloat16)
 
@@ -268,12 +227,10 @@ def test_on_a_cpu_the_call_runs_in_fp32_and_the_plan_says_why() -> None:
     ids=["a vector", "a scaled addend", "a convolution"],
 )
 def test_what_no_kernel_returns_in_fp32_runs_in_fp32_on_cuda_too(program: Any) -> None:
-    wide = [{**WIDE, "module": ".*"}]
-    rewritten = rewrite(program, torch.randn(8, 8), device="cuda", options=rules(*wide))
-    assert all(
-        row.is_because(Kind.NO_WIDE_RESULT) for row in rewritten.plan.nodes if row.is_because(Kind.RULE)
-    )
-    assert torch.bfloat16 not in {row.dtype for row in rewritten.plan.nodes}
+    wide = rules({**WIDE, "module": ".*"})
+    rows = rewrite(program, torch.randn(8, 8), device="cuda", options=wide).plan.nodes
+    assert all(row.is_because(Kind.NO_WIDE_RESULT) for row in rows if row.is_because(Kind.RULE))
+    assert torch.bfloat16 not in {row.dtype for row in rows}
 
 
 def test_a_plan_with_a_result_in_fp32_is_followed_and_where_there_is_none_in_fp32(tmp_path: Path) -> None:
@@ -281,20 +238,16 @@ def test_a_plan_with_a_result_in_fp32_is_followed_and_where_there_is_none_in_fp3
     first.save(tmp_path / "plan.json")
     options = {"plan": str(tmp_path / "plan.json")}
     again = rewrite(with_head(), torch.randn(2, 8), device="cuda", options=options).plan
-    assert [(row.dtype, row.pinned, row.reasons) for row in again.nodes] == [
-        (row.dtype, row.pinned, row.reasons) for row in first.nodes
-    ]
+    rows = [[(row.dtype, row.pinned, row.reasons) for row in plan.nodes] for plan in (first, again)]
+    assert rows[0] == rows[1]
     program = export(with_head(), (torch.randn(2, 8),), plan=first)
-    exported = Plan.from_json(extra_files(program)["amp_fx.json"])
-    (stored,) = (row for row in exported.nodes if row.op == "linear")
+    (stored,) = plans(Plan.from_json(extra_files(program)["amp_fx.json"]), "linear")
     on_cpu = rewrite(with_head(), torch.randn(2, 8), options=options).one("linear")
     for row, device in ((on_cpu, "cpu"), (stored, "a program")):
         assert row.dtype is torch.float32
         assert not row.is_because(Kind.WIDE_RESULT)
         why = Reason.of(Kind.NO_WIDE_RESULT, device=device, op="linear", low=torch.bfloat16)
         assert row.reasons[-1] == why
-
-
-def test_an_exported_program_has_no_such_results() -> None:
+    # an exported program has no such results of its own
     with pytest.raises(OptionsError):
         export(with_head(), (torch.randn(2, 8),), **rules(WIDE))

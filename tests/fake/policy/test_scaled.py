@@ -58,10 +58,8 @@ def test_each_block_has_the_byte_where_the_library_looks_for_it() -> None:
 def test_a_factor_that_a_device_misses_by_a_bit_is_the_same_power_of_two() -> None:
     factors = torch.tensor([1.0, 0.25, 2.0**100]).repeat(32)[:, None, None]
     exact = block_scales(factors, run).view(torch.uint8)
-    for near in (
-        torch.nextafter(factors, torch.zeros(())),
-        torch.nextafter(factors, torch.tensor(torch.inf)),
-    ):
+    for towards in (0.0, torch.inf):
+        near = torch.nextafter(factors, torch.tensor(towards))
         assert torch.equal(block_scales(near, run).view(torch.uint8), exact)
 
 

@@ -41,12 +41,9 @@ def unused(plan: Plan) -> list[str]:
 
 
 def test_ops_and_modules_that_are_not_there_are_named() -> None:
+    there = {"op": "softmax"}, {"module": "head"}
     given = rules(
-        {"op": "softmax"},
-        {"op": "softmax.int", "module": "encoder"},
-        {"op": "log_softmax"},
-        {"module": "head"},
-        {"module": "decoder"},
+        *there, {"op": "softmax.int", "module": "encoder"}, {"op": "log_softmax"}, {"module": "decoder"}
     )
     plan = rewrite(net(), torch.randn(2, 8), options=given).plan
     assert unused(plan) == ["softmax.int", "log_softmax", "decoder"]
@@ -54,21 +51,26 @@ def test_ops_and_modules_that_are_not_there_are_named() -> None:
 
 
 def test_a_rule_that_another_one_overrules_has_matched_and_those_of_a_name_are_not_the_users() -> None:
-    plan = rewrite(net(), torch.randn(2, 8), options=rules({"module": "head"}, {"module": ".*"})).plan
-    assert unused(plan) == []
-    assert (
-        unused(rewrite(lambda x: x.to(torch.bfloat16), torch.randn(8), options={"policy": "O3"}).plan) == []
-    )
+    both = rewrite(net(), torch.randn(2, 8), options=rules({"module": "head"}, {"module": ".*"}))
+    named = rewrite(lambda x: x.to(torch.bfloat16), torch.randn(8), options={"policy": "O3"})
+    assert unused(both.plan) == unused(named.plan) == []
 
 
-def test_a_rule_about_what_stays_as_it_was_written_has_not() -> None:
+def test_a_rule_about_what_stays_as_it_was_written_is_unused_one_about_calls_inside_of_bodies_is_not() -> (
+    None
+):
     def program(x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             x = x.tanh()
         return x.add_(1)
 
-    plan = rewrite(program, torch.randn(8), options=rules({"op": "tanh"}, {"op": "add_"})).plan
-    assert unused(plan) == ["tanh", "add_"]
+    given = rules({"op": "tanh"}, {"op": "add_"})
+    assert unused(rewrite(program, torch.randn(8), options=given).plan) == ["tanh", "add_"]
+    checkpointed = Parts(lambda m, x: checkpoint(m.net, x.exp(), use_reentrant=False), net=net())
+    given = rules({"op": "softmax"}, {"op": "exp"}, {"op": "log"})
+    plan = rewrite(checkpointed, torch.randn(2, 8), options=given).plan
+    assert "wrap_body" in str([row.name for row in plan.nodes])
+    assert unused(plan) == ["log"]
 
 
 def test_a_rule_about_the_implementation_holds_for_operands_that_are_low() -> None:
@@ -80,35 +82,20 @@ def test_a_rule_about_the_implementation_holds_for_operands_that_are_low() -> No
     assert "Did you mean" not in unused_rules([with_softmax])[0]
 
 
-def test_calls_inside_of_bodies_count() -> None:
-    checkpointed = Parts(lambda m, x: checkpoint(m.net, x.exp(), use_reentrant=False), net=net())
-    given = rules({"op": "softmax"}, {"op": "exp"}, {"op": "log"})
-    plan = rewrite(checkpointed, torch.randn(2, 8), options=given).plan
-    assert "wrap_body" in str([row.name for row in plan.nodes])
-    assert unused(plan) == ["log"]
-
-
 TWO = rules({"module": "encoder"}, {"module": "head"}, {"module": "decoder"})
 
 
-def test_a_rule_that_matches_in_one_of_several_graphs_is_used() -> None:
+def test_a_rule_is_unused_if_it_matches_in_none_of_the_graphs_that_have_it() -> None:
     plans = agree(net(breaks=True), torch.randn(2, 8), options=TWO, fullgraph=False)
     assert [unused(plan) for plan in plans] == [["head", "decoder"], ["encoder", "decoder"]]
     (text,) = unused_rules(plans)
     assert "decoder" in text
     assert "2 graphs" in text
-
-
-def test_graphs_with_other_rules_do_not_hide_it() -> None:
-    plans = [
-        rewrite(net(), torch.randn(2, 8), options=rules({"module": module})).plan
-        for module in ("decoder", "head")
-    ]
-    (text,) = unused_rules(plans)
+    # graphs with other rules do not hide one
+    others = [rules({"module": module}) for module in ("decoder", "head")]
+    (text,) = unused_rules([rewrite(net(), torch.randn(2, 8), options=each).plan for each in others])
     assert "decoder" in text
-
-
-def test_a_graph_that_is_left_to_autocast_says_nothing_about_rules() -> None:
+    # one that is left to autocast says nothing about rules
     fallen = Plan(fallback="it cannot be captured", policy="a")
     unused_here = Plan(policy="a", unused_rules=[{"module": "decoder", "precision": "fp32"}])
     assert len(unused_rules([fallen, unused_here])) == 1
@@ -129,18 +116,15 @@ def test_the_log_names_rule_graph_and_the_nearest_module(caplog: pytest.LogCaptu
     assert record.levelno == logging.WARNING
     for part in ('{"module": "decoder", "precision": "fp32"}', "graph 0/0", "'encoder'"):
         assert part in record.getMessage()
-
-
-def test_in_the_log_a_graph_that_others_follow_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="amp_fx")
+    # a graph that others follow warns of nothing
+    caplog.clear()
     agree(net(breaks=True), torch.randn(2, 8), options=rules({"module": "head"}), fullgraph=False)
-    (record,) = [
-        r for r in caplog.records if '{"module": "head"' in r.getMessage() and "casts" not in r.getMessage()
-    ]
+    said = [r for r in caplog.records if "casts" not in r.getMessage()]
+    (record,) = [r for r in said if '{"module": "head"' in r.getMessage()]
     assert record.levelno == logging.INFO
 
 
-def test_every_report_names_it(tmp_path: Path) -> None:
+def test_reports_and_the_log_of_an_export_name_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     report = amp_fx.explain(net(breaks=True), torch.randn(2, 8), options=TWO)
     assert '{"module": "decoder", "precision": "fp32"}' in str(report)
     assert '"module": "head"' not in str(report).partition("unused rules")[2]
@@ -151,8 +135,7 @@ def test_every_report_names_it(tmp_path: Path) -> None:
         assert "decoder" in saved
     assert str(Report.load(tmp_path / "report.json")) == str(report)
     assert json.loads((tmp_path / "report.json").read_text())["plans"][0]["unused_rules"]
-
-
-def test_export_tells_it(caplog: pytest.LogCaptureFixture) -> None:
+    # and so does the log of an export
+    caplog.clear()
     amp_fx.export(net(), (torch.randn(2, 8),), **rules({"module": "decoder"}))
     assert "decoder" in caplog.text

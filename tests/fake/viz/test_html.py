@@ -1,7 +1,4 @@
-"""The page is one file that fetches nothing, and nothing in a model can become part of its code.
-
-And torch.autocast and amp_fx side by side in it: what is gone is struck through, what is left has its bytes.
-"""
+"""The page is one file that fetches nothing and runs nothing of a model; torch.autocast and amp_fx side by side."""
 
 from __future__ import annotations
 
@@ -80,18 +77,12 @@ def test_the_page_fetches_nothing(page: Page) -> None:
     assert not re.search(r"url\((?!#)|@import|fetch\(|XMLHttpRequest|import\(", page.scripts[2])
 
 
-def test_the_licence_of_the_layout_library_is_in_the_page() -> None:
-    text = html.render(drawing(Report()))
-    assert re.search("Chris Pettitt.*Permission is hereby granted", text, re.DOTALL)
-
-
-def test_the_page_says_policy_totals_bars_and_legend() -> None:
+def test_the_page_says_policy_totals_bars_legend_and_licence() -> None:
     text = html.render(drawing(blocks(12, policy="fast")))
-    for said in (
-        "policy: fast", "50 casts, 4.8 kB", "computes in bf16", "low: on the low-precision list",
-        "cast to a wider dtype",
-    ):  # fmt: skip
-        assert said in text
+    said = ["policy: fast", "50 casts, 4.8 kB", "computes in bf16", "low: on the low-precision list"]
+    assert [each for each in (*said, "cast to a wider dtype") if each not in text] == []
+    # and the licence of the layout library
+    assert re.search("Chris Pettitt.*Permission is hereby granted", text, re.DOTALL)
     text = html.render(drawing(compared()))
     # what casts move of all that kernels move
     widths = re.findall(r'class="(casts|rest)" style="width:([\d.]+)%"', text)
@@ -100,10 +91,8 @@ def test_the_page_says_policy_totals_bars_and_legend() -> None:
 
 @pytest.mark.parametrize("dark", [0, 1])
 def test_text_on_boxes_can_be_read(dark: int) -> None:
-    pairs = [
-        *((name, f"on-{name}") for name in style.DTYPES),
-        *((name, "ink") for name in ("plain", "paper", "tinted")),
-    ]
+    pairs = [*((name, f"on-{name}") for name in style.DTYPES)]
+    pairs += [(name, "ink") for name in ("plain", "paper", "tinted")]
     colours = [(style.COLOURS[fill][dark], style.COLOURS[ink][dark]) for fill, ink in pairs]
     colours += [(fill, style._INK_ON_HEAT) for _, fill in style.HEAT]
     assert all(contrast(fill, ink) > 4.5 for fill, ink in colours)
@@ -120,7 +109,6 @@ def contrast(*colours: str) -> float:
 
 
 # --- beside torch.autocast ---
-
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -164,11 +152,15 @@ def test_what_is_saved_is_said_struck_through_and_as_long_as_its_bytes() -> None
 
 
 @pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.int8])
-def test_casts_below_16_bits_are_narrowing_in_every_picture(narrow: torch.dtype) -> None:
+def test_casts_below_16_bits_narrow_and_those_in_the_backward_say_so(narrow: torch.dtype) -> None:
     report = compared()
     (row,) = report.modules
     report.modules = [replace(row, casts=[replace(cast, after=narrow) for cast in row.casts])]
     assert bars(svg_of(report), "widen") == []
+    for phase, times in (("forward", 0), ("backward", 2)):
+        casts = [replace(cast, phase=phase) for cast in row.casts if cast.what == "weight"]
+        report.modules = [replace(row, casts=casts)]
+        assert sum("in the backward" in text for text in texts(svg_of(report))) == times
 
 
 def test_where_nothing_is_saved_the_headline_does_not_say_so() -> None:
@@ -200,14 +192,6 @@ def test_more_bytes_than_under_autocast_have_their_cause_in_every_picture(tmp_pa
     assert "1 of 3 matmuls are attention as two products" in more_bytes(report.plans, 105, 100)
 
 
-def test_casts_of_weights_in_the_backward_say_so() -> None:
-    report = compared()
-    for phase, times in (("forward", 0), ("backward", 2)):
-        casts = [replace(cast, phase=phase) for cast in report.modules[0].casts if cast.what == "weight"]
-        report.modules = [replace(report.modules[0], casts=casts)]
-        assert sum("in the backward" in text for text in texts(svg_of(report))) == times
-
-
 def test_many_modules_are_summed_up_and_long_names_lose_their_first_levels() -> None:
     report = compared()
     (row,) = report.modules
@@ -230,16 +214,13 @@ def test_labels_are_text_whatever_they_look_like() -> None:
     assert any(NASTY[4] in text for text in texts(svg))
 
 
-def test_a_report_writes_it_and_shows_it_in_a_notebook(tmp_path: Path) -> None:
+def test_a_report_writes_it_shows_it_in_a_notebook_and_says_so_where_there_is_none(tmp_path: Path) -> None:
     report = compared()
     path = report.save(tmp_path / "x.beside.svg")
     assert path.read_text(encoding="utf-8") in report._repr_html_()
     again = Report.load(report.save(tmp_path / "x.json"))
     assert again.modules == report.modules
     assert svg_of(again) == path.read_text(encoding="utf-8")
-
-
-def test_a_report_that_compares_nothing_says_so(tmp_path: Path) -> None:
     with pytest.raises(AmpFxError, match=r"amp_fx\.explain"):
         Report(costs={"amp_fx": Cost(1, 2)}).save(tmp_path / "x.beside.svg")
     assert beside.drawn(drawing(Report())) == ""

@@ -79,18 +79,15 @@ def test_what_differs_or_is_no_list_is_drawn_apart() -> None:
     assert titles(drawn(*nodes), depth=1) == ["conv1", "conv2"]
 
 
-def test_modules_are_closed_below_depth_two_and_know_the_casts_inside() -> None:
+def test_modules_are_closed_below_depth_two_and_an_open_folded_block_shows_one_block() -> None:
     graph = drawing(blocks()).graphs[0]
     assert {graph.groups[group].depth for group in closed(graph)} == {2}
     assert set(graph.groups[closed(graph)[0]].casts) == {"cast_0", "castw_0"}
     assert not closed(graph, depth=9)
-
-
-def test_an_open_folded_block_shows_one_block_and_nothing_leads_back() -> None:
-    graph = drawing(blocks()).graphs[0]
     names = {graph.nodes[node.drawn].name for node in graph.nodes}
     assert "linear_0" in names
     assert "linear_1" not in names
+    # and nothing leads back
     edges = shown_edges(graph)
     assert [row.cast.name for row in edges["norm_0", "linear_0"]] == ["cast_0"]
     assert ("add_0", "norm_0") not in edges
@@ -108,28 +105,42 @@ def test_what_leaves_the_graph_through_a_cast_is_drawn_beside_its_producer() -> 
     assert [node.label for node in gradients] == ["gradient"] * 3
     homes = {node.name: node.group for node in backward.nodes}
     assert homes["grad_1"] == homes["mm_1"]
+    # sums of gradients in the module of the last summand
+    labels = [backward.groups[homes[f"sum_{index}"]].label for index in range(3)]
+    assert labels == ["layers.0", "layers.1", "layers.2"]
+    assert titles(backward) == [folded("layers.2", "layers.0", 3)]
 
 
-def test_parameters_of_one_reader_share_a_box_and_appear_only_where_they_are_cast() -> None:
-    weight, bias, scale = (parameter(name) for name in ("weight", "bias", "scale"))
-    graph = drawn(
-        call("linear", "cast", "cast_1", scale.name),
-        inputs=(weight, bias, scale),
-        casts=(cast("cast", weight.name, "linear"), cast("cast_1", bias.name, "linear")),
-    )
-    (box,) = [node for node in graph.nodes if node.kind == "parameter"]
-    assert box.label == "weight, bias"
-    assert box.bytes == weight.bytes + bias.bytes
-    assert set(casts(graph)) == {"cast", "cast_1"}
+def given(name: str, dtype: torch.dtype = HIGH, copy_of: str = "") -> InputPlan:
+    return InputPlan(name, False, dtype, (2, 8), 64, copy_of=copy_of)
 
 
-def test_scales_of_a_copy_are_told_from_the_copy() -> None:
-    name = "l_self_modules_net_parameters_weight_"
-    dtypes = {"copy": LOW, "scales": HIGH}
-    copies = tuple(InputPlan(key, False, dtype, (8, 8), 64, copy_of=name) for key, dtype in dtypes.items())
-    casts = tuple(cast(f"cast_{key}", key, "linear", before=dtypes[key]) for key in dtypes)
-    graph = drawn(call("linear", "cast_copy", "cast_scales"), inputs=copies, casts=casts)
-    assert [node.label for node in graph.nodes if node.kind == "parameter"] == ["weight", "weight scales"]
+WEIGHT, SCALE = parameter("weight"), parameter("scale")
+TABLE, MEAN = (given(f"l_self_modules_norm_buffers_{name}_") for name in ("table", "mean"))
+
+#: inputs that are cast, inputs that are not, and the boxes of them
+INPUTS: dict[str, tuple[list[InputPlan], list[InputPlan], list[tuple[str, str]]]] = {
+    "by the program's names": ([given("l_kwargs_tokens_")], [], [("input", "tokens")]),
+    "parameters of one reader share a box": ([WEIGHT, parameter("bias")], [SCALE], [("parameter", "weight, bias")]),
+    "scales of a copy are told from the copy": (
+        [given("copy", LOW, WEIGHT.name), given("scales", HIGH, WEIGHT.name)], [],
+        [("parameter", "weight"), ("parameter", "weight scales")],
+    ),
+    "buffers where they are cast": ([TABLE], [MEAN], [("parameter", "table")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", INPUTS)
+def test_inputs_are_drawn_where_they_are_cast_and_nowhere_else(which: str) -> None:
+    cast_inputs, others, boxes = INPUTS[which]
+    added = [cast(f"cast_{row.name}", row.name, "linear", before=row.dtype or HIGH) for row in cast_inputs]
+    reads = [row.name for row in (*added, *others)]
+    graph = drawn(call("linear", *reads), inputs=(*cast_inputs, *others), casts=(*added,))
+    found = [node for node in graph.nodes if node.kind != "call"]
+    assert [(node.kind, node.label) for node in found] == boxes
+    assert sum(node.bytes for node in found) == sum(row.bytes for row in cast_inputs)
+    assert set(casts(graph)) == {row.name for row in added}
+    assert "incoming gradient" in [node.label for node in drawing(blocks(1)).graphs[1].nodes]
 
 
 def test_a_folded_module_has_the_share_of_all_that_are_equal_to_it() -> None:
@@ -138,18 +149,9 @@ def test_a_folded_module_has_the_share_of_all_that_are_equal_to_it() -> None:
     shares = [group_face(graph, group, hot=False, folded=folded).share for folded in (True, False)]
     # two casts of each block, one before the head and one behind it
     assert shares == pytest.approx([8 / 10, 2 / 10])
-
-
-def test_shares_below_ten_per_cent_have_a_digit_more() -> None:
+    # below ten per cent they have a digit more
     found = [per_cent(part, 1000).removesuffix("\N{NO-BREAK SPACE}%") for part in (0, 62, 99.4, 99.6, 650)]
     assert found == ["0", "6.2", "9.9", "10", "65"]
-
-
-def test_inputs_have_the_names_that_the_program_gives_them() -> None:
-    tokens = InputPlan("l_kwargs_tokens_", False, HIGH, (2, 8), 64)
-    graph = drawn(call("linear", "cast"), inputs=(tokens,), casts=(cast("cast", tokens.name, "linear"),))
-    assert [node.label for node in graph.nodes if node.kind == "input"] == ["tokens"]
-    assert "incoming gradient" in [node.label for node in drawing(blocks(1)).graphs[1].nodes]
 
 
 def test_a_closed_module_says_what_the_casts_move_that_are_kernels() -> None:
@@ -180,7 +182,7 @@ def test_casts_in_a_chain_and_behind_views_are_on_one_edge_in_order() -> None:
     assert [[row.cast.name for row in edge.casts] for edge in graph.edges] == [["down"]]
 
 
-def test_what_computes_nothing_is_no_box() -> None:
+def test_what_computes_nothing_is_no_box_and_calls_without_a_floating_dtype_are_one_per_module() -> None:
     keep: dict[str, Any] = {"dtype": None, "op_class": OpClass.KEEP, "shape": ()}
     graph = drawn(
         call("off", op="_set_grad_enabled", **keep),
@@ -189,19 +191,8 @@ def test_what_computes_nothing_is_no_box() -> None:
         call("check", "finite", op="_assert_async", **keep),
     )
     assert [node.name for node in graph.nodes] == ["linear", "finite"]
-
-
-def test_sums_of_gradients_are_drawn_in_the_module_of_the_last_summand() -> None:
-    graph = drawing(blocks()).graphs[1]
-    home = {node.name: graph.groups[node.group].label for node in graph.nodes}
-    assert [home[f"sum_{index}"] for index in range(3)] == ["layers.0", "layers.1", "layers.2"]
-    assert titles(graph) == [folded("layers.2", "layers.0", 3)]
-
-
-def test_calls_without_a_floating_dtype_are_one_box_per_module() -> None:
-    masks = [
-        call(f"mask_{i}", op="eq", module="net.mask", dtype=None, op_class=OpClass.KEEP) for i in range(6)
-    ]
+    mask: dict[str, Any] = {"op": "eq", "module": "net.mask", "dtype": None, "op_class": OpClass.KEEP}
+    masks = [call(f"mask_{index}", **mask) for index in range(6)]
     graph = drawn(*masks, call("linear", "mask_5", module="net.linear"))
     assert titles(graph, depth=9) == ["6 integer and boolean ops"]
 
@@ -233,21 +224,10 @@ def test_blocks_of_a_backward_fold_whatever_masks_and_constants_they_have() -> N
     assert not [node for node in graph.nodes if node.op in ("le.Scalar", "full")]
     found = [(node.label, graph.groups[node.group].label) for node in graph.nodes if node.kind == "input"]
     assert found == [("saved value", "layers.1"), ("saved value", "layers.0")]
-
-
-def test_a_cast_that_only_masks_read_is_no_gradient() -> None:
+    # a cast that only masks read is no gradient
     nodes = call("mm", "x", op="mm", flops=10), call("mask", "wide", op="le.Scalar", dtype=None)
     wide = cast("wide", "mm", "mask", before=LOW, after=HIGH)
     assert [node.kind for node in drawn(*nodes, casts=(wide,), phase="backward").nodes] == ["call"]
-
-
-def test_buffers_are_drawn_where_they_are_cast_and_nowhere_else() -> None:
-    name = "l_self_modules_norm_buffers_{}_"
-    mean, table = (InputPlan(name.format(what), False, HIGH, (8,), 32) for what in ("mean", "table"))
-    nodes = call("norm", mean.name, module="net.norm"), call("linear", "cast", module="net.linear")
-    graph = drawn(*nodes, inputs=(mean, table), casts=(cast("cast", table.name, "linear"),))
-    others = [(node.kind, node.label) for node in graph.nodes if node.kind != "call"]
-    assert others == [("parameter", "table")]
 
 
 def test_what_a_rule_changed_is_marked_against_the_earlier_report() -> None:
@@ -272,14 +252,9 @@ def test_a_module_is_named_after_its_only_listed_call_and_nothing_can_be_drawn()
     assert drawing(Report()).graphs == []
     graph = drawing(Report([Plan()])).graphs[0]
     assert (graph.nodes, graph.edges) == ([], [])
-
-
-def test_a_list_and_the_place_in_it_are_one_level() -> None:
-    for path, levels in (
-        ("model.layers.0.mlp.up", ["model", "layers.0", "mlp"]),
-        ("0.1.conv", ["0", "1"]),
-        ("layer1.10.0.bn2", ["layer1.10", "0"]),
-    ):
+    # a list and the place in it are one level
+    one, other, last = ["model", "layers.0", "mlp"], ["0", "1"], ["layer1.10", "0"]
+    for path, levels in (("model.layers.0.mlp.up", one), ("0.1.conv", other), ("layer1.10.0.bn2", last)):
         assert [group.label for group in drawn(call("a", module=path)).groups[1:]] == levels
 
 

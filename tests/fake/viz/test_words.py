@@ -61,17 +61,16 @@ def test_matmuls_are_counted_by_dtype_with_the_casts() -> None:
     assert summary(Plan(fallback="no trace")) == "not rewritten: no trace"
 
 
-def test_layers_too_small_to_gain_are_named_with_the_device_and_the_way_to_force_them() -> None:
+RULED = {"policy": {"rules": [{"module": "head", "precision": "fp32"}]}}
+
+
+def test_layers_too_small_to_gain_are_named_with_the_device_and_the_way_to_force_them_or_with_the_rule() -> (
+    None
+):
     why = f"too small to gain on {builtin('cpu').name} (options={{'profile': 'off'}} forces them)"
     assert line({"profile": "auto"}) == f"3 matmuls, none in low precision, 0 casts; 3 in fp32: {why}"
     # and that is the way
     assert line({"profile": "off"}).startswith("3 of 3")
-
-
-RULED = {"policy": {"rules": [{"module": "head", "precision": "fp32"}]}}
-
-
-def test_what_a_rule_keeps_in_fp32_names_the_rule() -> None:
     assert re.match("2 of 3 matmuls in bf16, .*; 1 in fp32: user rule .*head", line(RULED))
 
 
@@ -88,11 +87,10 @@ def test_more_bytes_than_under_autocast_have_their_cause() -> None:
 
 def test_matmuls_inside_vmap_and_torch_func_are_counted_as_left() -> None:
     # a network and the gradient of it by its input, point by point
-    network = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
     model = Parts(
         lambda m, x: (vmap(grad(lambda point: m.net(point).squeeze(-1)))(m.encoder(x)) ** 2).mean(),
         encoder=nn.Linear(16, 16),
-        net=network,
+        net=nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)),
     )
     plan = rewrite(model, torch.randn(4, 16)).plan
     assert [row.module_path for row in plan.matmuls] == ["encoder"]
@@ -101,11 +99,8 @@ def test_matmuls_inside_vmap_and_torch_func_are_counted_as_left() -> None:
     assert summary(plan) == f"1 of 3 matmuls in bf16, {len(plan.casts)} casts{said}"
 
 
-def test_each_graph_has_a_line_in_the_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("amp_fx.compiling.lower", lambda gm, *_: gm.forward)
-    torch.compiler.reset()
+@pytest.mark.usefixtures("without_inductor")
+def test_each_graph_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.compile(net().requires_grad_(False), backend="amp_fx", options={"profile": "off"})
     with caplog.at_level(logging.INFO, "amp_fx.backend"), record() as recording:
         for _ in range(2):
@@ -118,7 +113,6 @@ def test_each_graph_has_a_line_in_the_log(
 # for each of its four steps
 @pytest.mark.parametrize(("kind", "matmuls"), [(nn.LSTM, 2), (nn.RNN, 2), (nn.GRU, 6)])
 def test_recurrent_layers_count_as_matmuls(kind: Callable[..., nn.Module], matmuls: int) -> None:
-
     model = Parts(lambda m, x: m.last(m.cell(x)[0]), cell=kind(16, 16), last=nn.Linear(16, 16))
     with torch._dynamo.config.patch(allow_rnn=True), torch.no_grad():
         plan = rewrite(model, torch.randn(4, 2, 16), options={"weights": "cast"}).plan

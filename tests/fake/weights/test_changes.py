@@ -36,31 +36,25 @@ def test_a_write_is_seen_by_the_next_call_or_after_touch(way: str) -> None:
 
 def test_touch_takes_tensors_in_the_memory_of_a_weight_and_nothing_else() -> None:
     parameters = [nn.Parameter(torch.randn(1000, 16)) for _ in range(2)]
-    copies = copies_for(2)
-    assert are_current(copies, parameters)
-    for parameter in parameters:
-        parameter.data[501] = 0.0
-    assert not are_current(copies, parameters)
-    weights.touch(parameters[0], parameters[1].data)
-    assert are_current(copies, parameters)
+    # a graph that clear() does not reach counts as well
+    fingerprint, copies = Fingerprint(parameters, parameters), copies_for(2)
+    for tell in (
+        lambda: weights.touch(parameters[0], parameters[1].data),
+        # all weights: clear, and what has no memory of its own
+        weights.clear,
+        lambda: weights.touch(TwoTensor(torch.ones(2), torch.ones(2))),
+    ):
+        assert are_current(copies, parameters)
+        for parameter in parameters:
+            parameter.data[501] += 1.0
+        assert not are_current(copies, parameters)
+        assert fingerprint.matches(parameters)
+        tell()
+        assert are_current(copies, parameters)
+        assert not fingerprint.matches(parameters)
+        fingerprint = Fingerprint(parameters, parameters)
     with pytest.raises(WeightsError, match=r"touch\(\*model.parameters\(\)\)"):
         weights.touch(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    "tell",
-    [weights.clear, lambda: weights.touch(TwoTensor(torch.ones(2), torch.ones(2)))],
-    ids=["clear", "touch of what has no memory of its own"],
-)
-def test_all_weights_are_touched(tell: Callable[[], object]) -> None:
-    parameter = nn.Parameter(torch.randn(1000, 16))
-    # a graph that clear() does not reach counts as well
-    fingerprint, copies = Fingerprint([parameter], [parameter]), copies_for(1)
-    assert are_current(copies, [parameter])
-    parameter.data[501] = 0.0
-    tell()
-    assert are_current(copies, [parameter])
-    assert not fingerprint.matches([parameter])
 
 
 # ---- the sample ----
@@ -135,10 +129,10 @@ FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": 
 FUSED = {"Adagrad", "Adam", "AdamW", "SGD"}
 
 
-def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+def step(run: Callable[[], object], parameters: list[nn.Parameter]) -> None:
     for p in parameters:
         p.grad = torch.randn_like(p)
-    optimizer.step()
+    run()
     for p in parameters:
         p.grad = None
 
@@ -155,7 +149,7 @@ def test_a_step_of_an_optimizer_is_noticed(form: str, monkeypatch: pytest.Monkey
         optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **FORMS[form])
         for _ in range(2):
             assert are_current(copies, parameters)
-            step(optimizer, parameters)
+            step(optimizer.step, parameters)
         assert are_current(copies, parameters), name
 
 
@@ -174,31 +168,28 @@ def test_a_step_that_writes_to_some_rows_is_noticed() -> None:
 def test_a_compiled_step_is_noticed() -> None:
     parameters = new_weights()[:2]
     copies = copies_for(2)
-    optimizer = torch.optim.AdamW(parameters, lr=0.1)
-    compiled = torch.compile(optimizer.step, backend="aot_eager")
+    compiled = torch.compile(torch.optim.AdamW(parameters, lr=0.1).step, backend="aot_eager")
     for _ in range(2):
         assert are_current(copies, parameters)
-        for p in parameters:
-            p.grad = torch.randn_like(p)
-        compiled()
+        step(compiled, parameters)
     assert are_current(copies, parameters)
 
 
 # ---- events elsewhere ----
 
 
-class Casts:
-    """Counts the weights that are cast."""
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The weights that are cast."""
+    found = list[Tensor]()
+    original = Tensor.copy_
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        original = Tensor.copy_
+    def copy_(self_: Tensor, source: Tensor, *args: Any) -> Tensor:
+        found.extend([source] if self_.dtype is torch.bfloat16 else [])
+        return original(self_, source, *args)
 
-        def copy_(self_: Tensor, source: Tensor, *args: Any) -> Tensor:
-            self.count += self_.dtype is torch.bfloat16
-            return original(self_, source, *args)
-
-        monkeypatch.setattr(Tensor, "copy_", copy_)
+    monkeypatch.setattr(Tensor, "copy_", copy_)
+    return found
 
 
 def train(parameters: list[nn.Parameter]) -> None:
@@ -206,48 +197,48 @@ def train(parameters: list[nn.Parameter]) -> None:
     changes.counting(lambda *args: None)(*parameters, torch.ones(3))
 
 
-def test_a_step_of_a_student_costs_its_teacher_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_a_student_costs_its_teacher_nothing(casts: list[Tensor]) -> None:
     teacher, student = new_weights(), new_weights()
     of_teacher, of_student = copies_for(4), copies_for(4)
     first = of_teacher.of(teacher)
     of_student.of(student)
     optimizer = torch.optim.SGD(student, lr=0.1)
-    casts = Casts(monkeypatch)
+    casts.clear()
     for _ in range(3):
         train(student)
-        step(optimizer, student)
+        step(optimizer.step, student)
         assert of_teacher.of(teacher) is first
-    assert casts.count == 0
+    assert len(casts) == 0
     assert are_current(of_student, student)
-    assert casts.count == len(student)
+    assert len(casts) == len(student)
 
 
-def test_only_the_weights_of_a_step_are_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_weights_of_a_step_are_cast_again(casts: list[Tensor]) -> None:
     parameters = new_weights()
     parameters[3].requires_grad_(False)
     copies = copies_for(4)
     copies.of(parameters)
-    casts = Casts(monkeypatch)
-    step(torch.optim.SGD(parameters[:1], lr=0.1), parameters[:1])
+    casts.clear()
+    step(torch.optim.SGD(parameters[:1], lr=0.1).step, parameters[:1])
     assert are_current(copies, parameters)
-    assert casts.count == 1
+    assert len(casts) == 1
     # of an optimizer that has all of them, those that it may have written to
     torch.optim.SGD(parameters, lr=0.1).step()
     assert are_current(copies, parameters)
-    assert casts.count == 4
+    assert len(casts) == 4
 
 
-def test_after_a_call_with_gradients_its_weights_count_as_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_call_with_gradients_its_weights_count_as_written_to(casts: list[Tensor]) -> None:
     parameters = [nn.Parameter(torch.randn(1000, 16)) for _ in range(3)]
     parameters[1].requires_grad_(False)
     copies = copies_for(3)
     copies.of(parameters)
-    casts = Casts(monkeypatch)
+    casts.clear()
     train(parameters[:2])
     # an optimizer of one's own, that is no torch.optim.Optimizer and writes to one row
     parameters[0].data[501] -= 1.0
     assert are_current(copies, parameters)
-    assert casts.count == 1
+    assert len(casts) == 1
 
 
 def test_what_torch_calls_after_a_step_goes_with_the_last_weight() -> None:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from amp_fx import compiling
 from amp_fx.graphs.calls import is_cast
 from amp_fx.weights.derived import DerivedInputs, Input, WeightCache
 from amp_fx.weights.recipes import Cast
+from graphs import DEFAULTS
 from holding import Held
 
 #: seconds; more than any of this takes
@@ -30,18 +32,13 @@ LONG = 20.0
 def test_graphs_with_gradients_cast_their_weights_and_the_log_says_so(
     asked: str, held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lowered: list[torch.fx.GraphModule] = []
-
-    def lower(gm: torch.fx.GraphModule, *_: Any) -> torch.fx.GraphModule:
-        lowered.append(gm)
-        return gm
-
+    lower = Mock(side_effect=lambda gm, *_: gm)
     monkeypatch.setattr(compiling, "lower", lower)
-    options = {"weights": asked, "profile": "off", "strict": True}
+    options = {"weights": asked, **DEFAULTS}
     with caplog.at_level(logging.INFO, logger="amp_fx.backend"):
         for width in (16, 32):
             torch.compile(nn.Linear(width, 8), backend="amp_fx", options=options)(torch.randn(4, width))
-    inputs = [gm.graph.find_nodes(op="placeholder") for gm in lowered]
+    inputs = [call.args[0].graph.find_nodes(op="placeholder") for call in lower.call_args_list]
     assert [*map(len, inputs)] == [3, 3]
     assert all(map(is_cast, (user for found in inputs for node in found for user in node.users)))
     assert held.bytes() == 0
@@ -92,18 +89,13 @@ def test_a_weight_in_another_order_of_memory_gets_a_copy_in_that_order() -> None
     assert copies.of([parameter])[0].stride() == parameter.stride()
 
 
-def test_inference_tensors_are_weights_too() -> None:
+def test_inference_tensors_are_weights_too_and_copies_that_were_made_there_are_renewed_outside() -> None:
     with torch.inference_mode():
-        parameters = [nn.Parameter(torch.randn(64, 64))]
-        copies = copies_for(1)
-        assert are_current(copies, parameters)
-        parameters[0].mul_(2.0)
-        assert are_current(copies, parameters)
-
-
-def test_copies_that_were_made_in_inference_mode_can_be_renewed_outside() -> None:
-    parameters = new_weights()
-    copies = copies_for(4)
+        made_there, copies = [nn.Parameter(torch.randn(64, 64))], copies_for(1)
+        assert are_current(copies, made_there)
+        made_there[0].mul_(2.0)
+        assert are_current(copies, made_there)
+    parameters, copies = new_weights(), copies_for(4)
     with torch.inference_mode():
         copies.of(parameters)
     parameters[0].data.mul_(2.0)
@@ -176,12 +168,7 @@ def test_what_is_derived_during_a_write_counts_for_one_call_even_if_the_write_is
 
 @dataclass(frozen=True)
 class Doubled:
-    """Twice the weight, in a moment or later, in place.
-
-    Attributes:
-        name: of the recipe.
-        meanwhile: is called before the value is made.
-    """
+    """A recipe by name: twice the weight, in place; ``meanwhile`` is called before that is made."""
 
     name: str
     meanwhile: Callable[[], object] = field(default=lambda: None, compare=False)

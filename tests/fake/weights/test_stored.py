@@ -16,6 +16,7 @@ from amp_fx import AmpFxError, OptionsError, Plan, StoredLow, WeightsError, stor
 from amp_fx._torch import unwrapped_errors
 from graphs import DEFAULTS
 from levels import lowered
+from small_models import Parts
 
 BF16 = torch.bfloat16
 
@@ -51,7 +52,15 @@ def stored(model: nn.Module, *batch: Any, **options: Any) -> StoredLow:
     return store_low(model, *(batch or (TOKENS,)), options={**DEFAULTS, **options})
 
 
-def test_what_is_only_read_low_is_stored_low_and_the_rest_stays() -> None:
+@pytest.fixture
+def low_decoder() -> Decoder:
+    """It is stored low."""
+    model = decoder()
+    stored(model)
+    return model
+
+
+def test_what_is_only_read_low_is_stored_low_the_rest_stays_and_what_is_tied_stays_tied() -> None:
     model = decoder()
     before = copy.deepcopy(model)
     found = stored(model)
@@ -62,6 +71,9 @@ def test_what_is_only_read_low_is_stored_low_and_the_rest_stays() -> None:
         now = model.state_dict()[name]
         assert torch.equal(now, value.to(BF16) if name in low else value)
         assert now.dtype is (BF16 if name in low else torch.float32)
+    assert model.head.weight is model.table.weight
+    up, down = (dict(layer.named_parameters()) for layer in (model.up, model.down))
+    assert up["parametrizations.bias.original"] is down["parametrizations.bias.original"]
 
 
 def test_bytes_are_those_of_the_parameters_tied_ones_once() -> None:
@@ -74,16 +86,6 @@ def test_bytes_are_those_of_the_parameters_tied_ones_once() -> None:
     assert "\n" not in str(found)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.bytes_after = 0  # type: ignore[misc]
-
-
-def test_tied_weights_stay_tied() -> None:
-    model = decoder()
-    stored(model)
-    assert model.head.weight is model.table.weight
-    originals = [
-        dict(layer.named_parameters())["parametrizations.bias.original"] for layer in (model.up, model.down)
-    ]
-    assert originals[0] is originals[1]
 
 
 def plan_of(model: nn.Module, *args: Tensor, **options: Any) -> Plan:
@@ -100,58 +102,46 @@ def test_the_plan_is_that_of_the_model_before() -> None:
     assert rows[0] == rows[1] == rows[2]
     followed = plan_of(model, plan=plans[0])
     assert [(row.op, row.dtype) for row in followed.nodes] == [(row.op, row.dtype) for row in plans[0].nodes]
-
-
-def test_no_cast_is_left_of_what_is_stored() -> None:
-    model = decoder()
-    stored(model)
-    plan = plan_of(model, profile="off", weights="cast")
+    # no cast is left of what is stored
+    plan = plans[2]
     tables = {given.name for given in plan.inputs if given.shape == (48, 16)}
     assert {cast.value for cast in plan.casts} & {given.name for given in plan.inputs} == tables
 
 
-def test_what_one_batch_of_a_list_reads_in_fp32_stays() -> None:
+def test_what_one_batch_of_a_list_or_a_rule_reads_in_fp32_stays() -> None:
     model = decoder()
     found = stored(model, [TOKENS, (TOKENS, True)])
     assert found.stored.keys() == {"up.weight", "up.bias", "down.bias"}
     assert stored(decoder(), [{"tokens": TOKENS}]).stored.keys() > found.stored.keys()
+    ruled = stored(decoder(), policy={"rules": [{"module": "down", "precision": "fp32"}]})
+    assert set(ruled.stored) == {"up.weight"}
 
 
-def test_a_rule_for_fp32_keeps_a_weight() -> None:
-    found = stored(decoder(), policy={"rules": [{"module": "down", "precision": "fp32"}]})
-    assert set(found.stored) == {"up.weight"}
-
-
-class Tied(nn.Module):
+def tied() -> Any:
     """Two linears of one weight, a product from the other side, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.again, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-        self.again.weight = self.up.weight
-        self.right = nn.Parameter(torch.randn(32, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.again(self.up(x).relu() @ self.right))
+    torch.manual_seed(0)
+    model: Any = Parts(
+        lambda m, x: m.head(m.again(m.up(x).relu() @ m.right)),
+        **{name: nn.Linear(32, 32) for name in ("up", "again", "head")},
+    )
+    model.again.weight = model.up.weight
+    model.register_parameter("right", nn.Parameter(torch.randn(32, 32)))
+    return model.eval()
 
 
 INT8 = {"policy": "int8", "weights": "cast"}
 
 
-def quantised() -> tuple[Tied, Tied, StoredLow]:
+def quantised() -> tuple[Any, Any, StoredLow]:
     """A model, as it was and stored."""
-    torch.manual_seed(0)
-    model = Tied().eval()
+    model = tied()
     return copy.deepcopy(model), model, stored(model, torch.randn(32, 32), **INT8)
 
 
 def test_weights_in_int8_are_stored_with_their_scales() -> None:
     wide, model, found = quantised()
-    assert {name for name, dtype in found.stored.items() if dtype == "int8"} == {
-        "up.weight",
-        "again.weight",
-        "right",
-    }
+    names = [name for name, dtype in found.stored.items() if dtype == "int8"]
+    assert {*names} == {"up.weight", "again.weight", "right"}
     state = model.state_dict()
     for name, turned in (("up.weight", False), ("right", True)):
         data, scale = state[name], state[f"{name}_int8_scale"]
@@ -161,10 +151,7 @@ def test_weights_in_int8_are_stored_with_their_scales() -> None:
         assert (exact - (values.t() if turned else values)).abs().max() <= 0.51 * scale.max()
     pair = 32 * 32 + 4 * 32
     assert found.bytes_after == 2 * pair + 2 * 32 * 32 + 2 * 3 * 32
-
-
-def test_tied_weights_in_int8_stay_tied() -> None:
-    _, model, _ = quantised()
+    # what is tied stays tied
     pairs = [dict(layer.named_parameters()) for layer in (model.up, model.again)]
     for part in ("original0", "original1"):
         assert pairs[0][f"parametrizations.weight.{part}"] is pairs[1][f"parametrizations.weight.{part}"]
@@ -176,10 +163,9 @@ def test_a_state_dict_in_int8_and_one_in_fp32_go_into_a_model_in_int8() -> None:
     with torch.no_grad():
         dict(other.up.named_parameters())["parametrizations.weight.original0"].zero_()
     state = model.state_dict()
-    other.load_state_dict(state)
-    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
-    other.load_state_dict(wide.state_dict())
-    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+    for given in (state, wide.state_dict()):
+        other.load_state_dict(given)
+        assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
 
 
 def test_the_plan_in_int8_is_that_of_the_model_before() -> None:
@@ -194,14 +180,9 @@ def test_what_batch_norm_is_folded_into_stays_in_fp32_unless_weights_are_cast() 
     def network() -> nn.Module:
         return nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
 
-    image = torch.randn(1, 4, 8, 8)
-    assert set(stored(network(), image).stored) == {"3.weight", "3.bias"}
-    assert set(stored(network(), image, weights="cast").stored) == {
-        "0.weight",
-        "0.bias",
-        "3.weight",
-        "3.bias",
-    }
+    image, last = torch.randn(1, 4, 8, 8), {"3.weight", "3.bias"}
+    assert set(stored(network(), image).stored) == last
+    assert set(stored(network(), image, weights="cast").stored) == {"0.weight", "0.bias", *last}
 
 
 def test_a_state_dict_goes_into_a_stored_model_and_into_one_in_fp32() -> None:
@@ -237,31 +218,21 @@ def test_a_model_that_was_loaded_low_is_read_low_without_a_batch() -> None:
         assert torch.equal(fresh(TOKENS), model(TOKENS))
 
 
-def test_a_copy_of_a_stored_model_is_stored() -> None:
-    model = decoder()
-    stored(model)
-    other = copy.deepcopy(model)
-    assert {name: value.dtype for name, value in other.state_dict().items()} == {
-        name: value.dtype for name, value in model.state_dict().items()
-    }
+def test_a_copy_of_a_stored_model_is_stored(low_decoder: Decoder) -> None:
+    other = copy.deepcopy(low_decoder)
+    dtypes = [{name: v.dtype for name, v in each.state_dict().items()} for each in (other, low_decoder)]
+    assert dtypes[0] == dtypes[1]
     with torch.no_grad():
-        assert torch.equal(other(TOKENS), model(TOKENS))
+        assert torch.equal(other(TOKENS), low_decoder(TOKENS))
 
 
-def test_compiling_a_stored_model_for_training_is_an_error() -> None:
-    model = decoder()
-    stored(model)
-    for each, batch in ((model, TOKENS), (quantised()[1], torch.randn(32, 32))):
+def test_training_a_stored_model_is_an_error_compiled_and_eagerly(low_decoder: Decoder) -> None:
+    for each, batch in ((low_decoder, TOKENS), (quantised()[1], torch.randn(32, 32))):
         program = torch.compile(each, backend="amp_fx", options=dict(DEFAULTS))
         with pytest.raises(WeightsError), unwrapped_errors(WeightsError):
             program(batch)
-
-
-def test_gradients_of_what_is_stored_are_an_error_in_eager_code() -> None:
-    model = decoder()
-    stored(model)
     with pytest.raises(WeightsError):
-        model(TOKENS).sum().backward()
+        low_decoder(TOKENS).sum().backward()
 
 
 def test_weights_that_were_frozen_let_gradients_through() -> None:
