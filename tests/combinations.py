@@ -127,7 +127,6 @@ def covering_rows(seed: int = 0) -> list[Row]:
 
 
 def pairs_of(row: Row) -> set[Pair]:
-    """Every two values of a row."""
     return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
 
 

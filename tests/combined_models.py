@@ -18,9 +18,7 @@ _WIDTH = 32
 class Model(Parts):
     """Its layer ``first`` is what rules of the table are about; the optimizer's rate is such that a step shows."""
 
-    def __init__(
-        self, call: Callable[..., Tensor], rate: float, *row: int, rows: int = 1, **parts: Any
-    ) -> None:
+    def __init__(self, call: Callable[..., Any], rate: float, *row: int, rows: int = 1, **parts: Any) -> None:
         super().__init__(call, **parts)
         self.rate, self._row, self._rows = rate, row or (_WIDTH,), rows
 
@@ -75,11 +73,8 @@ def attention() -> Model:
 
 def tied() -> Model:
     """A head whose weight is the embedding's: a low and an fp32 reader."""
-    embedding, first, head = (
-        nn.Embedding(64, _WIDTH),
-        nn.Linear(_WIDTH, _WIDTH),
-        nn.Linear(_WIDTH, 64, bias=False),
-    )
+    embedding, first = nn.Embedding(64, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+    head = nn.Linear(_WIDTH, 64, bias=False)
     head.weight = embedding.weight
     parts = {"embedding": embedding, "first": first, "head": head}
     return Model(lambda m, ids: m.head(F.gelu(m.first(m.embedding(ids)))), 0.06, **parts)

@@ -67,8 +67,6 @@ _MOVES = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """One call to ask for."""
-
     source: str  # "torch" for torch's own lists, "amp_fx" for the rows of the op lists
     device: str
     low: torch.dtype
@@ -250,14 +248,7 @@ def table(answers: Sequence[Answer]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def document(text: str, agreement: str) -> str:
-    """``docs/conformance.md`` with the table in its place."""
-    before, rest = text.split(START)
-    return before + START + agreement + END + rest.split(END)[1]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code says whether anything is unexplained."""
     parser = argparse.ArgumentParser(description="Agreement with torch.autocast, op by op.")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.name}")
     given = parser.parse_args(arguments)
@@ -269,7 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agreement = table(answers)
     print(agreement)
     if given.write:
-        DOCUMENT.write_text(document(DOCUMENT.read_text(encoding="utf-8"), agreement), encoding="utf-8")
+        before, rest = DOCUMENT.read_text(encoding="utf-8").split(START)
+        DOCUMENT.write_text(before + START + agreement + END + rest.split(END)[1], encoding="utf-8")
     return int("**unexplained**" in agreement)
 
 

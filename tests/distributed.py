@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_fx import GradScaler, record
 from graphs import DEFAULTS, plans, without_inductor
-from small_models import UpDown
 
 BF16 = {**DEFAULTS, "dtype": "bfloat16"}
 SCALED = {**DEFAULTS, "dtype": "float16", "scaler": "default"}
@@ -45,9 +43,26 @@ def _process(rank: int, count: int, folder: str, program: Callable[..., Any], ar
         dist.destroy_process_group()
 
 
-class Block(UpDown):
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
     def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Three equal blocks: compiled one by one they share one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def global_batches(steps: int) -> list[Tensor]:
@@ -60,13 +75,12 @@ def my_rows(batch: Tensor) -> Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def new_model() -> nn.Sequential:
-    """Three equal blocks: compiled one by one they share one graph."""
+def new_model() -> Blocks:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(WIDTH, 2 * WIDTH, act=torch.nn.functional.gelu) for _ in range(3)))
+    return Blocks()
 
 
-def wrapped(kind: str, model: nn.Sequential, options: dict[str, Any]) -> nn.Module:
+def wrapped(kind: str, model: Blocks, options: dict[str, Any]) -> nn.Module:
     """The model as the README says to compile it for ``"ddp"`` or ``"fsdp2"``."""
     if kind == "ddp":
         # a bucket a block: Dynamo cuts the graph there
@@ -75,9 +89,9 @@ def wrapped(kind: str, model: nn.Sequential, options: dict[str, Any]) -> nn.Modu
     return sharded(model, options, MixedPrecisionPolicy(reduce_dtype=torch.float32))
 
 
-def sharded(model: nn.Sequential, options: dict[str, Any], precision: MixedPrecisionPolicy) -> nn.Sequential:
+def sharded(model: Blocks, options: dict[str, Any], precision: MixedPrecisionPolicy) -> Blocks:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model:
+    for block in model.blocks:
         block.compile(backend="amp_fx", options=options)
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
@@ -90,24 +104,9 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """Parameters, and the dtypes of parameters and gradients."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     parameters = {name: whole(p) for name, p in model.named_parameters()}
     return {"parameters": parameters, "dtypes": {p.dtype for p in (*model.parameters(), *gradients)}}
-
-
-@contextmanager
-def counted_reductions() -> Iterator[list[int]]:
-    """Sizes in bytes of what is given to ``all_reduce``."""
-    sizes: list[int] = []
-    plain = dist.all_reduce
-
-    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(tensor.nbytes)
-        return plain(tensor, *args, **kwargs)
-
-    with mock.patch.object(dist, "all_reduce", all_reduce):
-        yield sizes
 
 
 def scaled_training(kind: str, bad_step: int) -> dict[str, Any]:
@@ -126,8 +125,9 @@ def scaled_training(kind: str, bad_step: int) -> dict[str, Any]:
         with record() as recording:
             scaler.scale(net(x).square().mean()).backward()
         graphs += len(recording.plans)
-        with counted_reductions() as sizes:
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
             scaler.step(optimizer)
+        sizes = [call.args[0].nbytes for call in all_reduce.call_args_list]
         scaler.update()
         now = (scaler.step_taken(optimizer), scaler.get_scale(), sizes, scaler.first_nonfinite())
         for values, value in zip(seen.values(), now, strict=True):
@@ -182,7 +182,6 @@ def in_bf16(process_group, bucket):
 
 
 def compressed() -> dict[str, Any]:
-    """Three steps with gradients sent in bf16."""
     model = new_model()
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     ddp.register_comm_hook(None, in_bf16)
@@ -213,7 +212,7 @@ def parallel_training(kind: str) -> dict[str, Any]:
     model = new_model()
     shards = {"tp": 1, "fsdp2 + tp": 2}[kind]
     mesh = init_device_mesh("cpu", (shards, dist.get_world_size() // shards), mesh_dim_names=("dp", "tp"))
-    for block in model:
+    for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         block.compile(backend="amp_fx", options=BF16, fullgraph=True)
         if shards > 1:

@@ -69,7 +69,6 @@ def loss_net() -> nn.Module:
 
 
 def common() -> dict[str, Any]:
-    """What every training script has."""
     torch.manual_seed(0)
     model = Net()
     return {
@@ -161,7 +160,6 @@ def integrations() -> dict[str, Any]:
 
 
 def llama(**more: Any) -> dict[str, Any]:
-    """A small Llama's config, and its class."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     more |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}

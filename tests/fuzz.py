@@ -231,7 +231,6 @@ def search(cases: int, seed: int, report: Callable[[Program, Exception], None]) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code says whether anything was found."""
     parser = argparse.ArgumentParser(description="Compares random programs with eager autocast.")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

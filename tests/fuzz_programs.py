@@ -40,8 +40,6 @@ _PROFILES: Mapping[str, Any] = {"off": "off", "auto": "auto", "gains": _GAINS, "
 
 @dataclass(frozen=True)
 class DrawnOptions:
-    """Options of a compilation."""
-
     low: torch.dtype = torch.bfloat16  # where the program has no autocast of its own
     base: str = "autocast"
     rules: tuple[tuple[str, str], ...] = ()  # op and precision
@@ -146,8 +144,6 @@ _DTYPES = (FP32, FP32, FP32, FP32, FP32, BF16, FP16, FP64)
 
 @dataclass(frozen=True)
 class Input:
-    """One argument: normal random numbers."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
@@ -155,8 +151,6 @@ class Input:
 
 @dataclass(frozen=True)
 class Program:
-    """A program and the way to call it."""
-
     inputs: tuple[Input, ...]  # named x0, x1, ...
     lines: tuple[str, ...]
     outputs: tuple[str, ...]  # names that it returns, repeats allowed
@@ -165,12 +159,10 @@ class Program:
 
     @property
     def low(self) -> torch.dtype:
-        """The low dtype."""
         return self.ambient or self.options.low
 
     @property
     def source(self) -> str:
-        """The program as Python."""
         arguments = ", ".join(f"x{index}" for index in range(len(self.inputs)))
         body = "\n".join(f"    {line}" for part in self.lines for line in part.split("\n"))
         return f"def program({arguments}):\n{body}\n    return ({', '.join(self.outputs)},)\n"

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import amp_fx
+from scaled import INF, weights
 
-INF = float("inf")
+__all__ = ["INF", "weights"]
 
 #: arguments of trainers of transformers: quiet, and on the CPU
 QUIET: dict[str, Any] = {
@@ -25,10 +26,6 @@ def batches(*bad: int, count: int = 4) -> DataLoader[Any]:
     """Inputs of the model, some of them infinite."""
     found = [torch.randn(4, 8) * (INF if step in bad else 1) for step in range(count)]
     return DataLoader(found, batch_size=None)  # pyright: ignore[reportArgumentType]
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def moved(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:

@@ -30,8 +30,6 @@ _BLOCK = {"XBLOCK": 256, "YBLOCK": 32, "ZBLOCK": 8, "R0_BLOCK": 64, "R1_BLOCK": 
 
 @dataclass(frozen=True)
 class Step:
-    """What is run."""
-
     forward: Code
     backward: Code | None
     inputs: Sequence[Tensor]  # of the forward; what the code writes to them stays

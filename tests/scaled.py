@@ -52,7 +52,6 @@ class Loop:
 
 
 def step(scaler: Any, optimizer: torch.optim.Optimizer, run: Callable[..., Tensor]) -> None:
-    """A step with any scaler."""
     optimizer.zero_grad()
     scaler.scale(loss_of(run, batch())).backward()
     scaler.step(optimizer)

@@ -13,6 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -80,33 +81,30 @@ def process(target: str = "cuda:h100") -> TargetProcess:
     return found
 
 
-class _Shared:
+def _shared(target: str) -> SimpleNamespace:
     """The process that there is; who is done with it does not end it."""
-
-    def __init__(self, target: str) -> None:
-        self._process = process(target)
-
-    def call(self, function: str, *args: Any) -> Any:
-        return self._process.call(function, *args)
-
-    def close(self) -> None: ...
+    return SimpleNamespace(call=process(target).call, close=lambda: None)
 
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
     """``explain`` and ``calibrate`` ask the process of the tests instead of starting theirs, which takes seconds."""
     with (
-        mock.patch("amp_fx.calibration.calibrating.TargetProcess", _Shared),
-        mock.patch("amp_fx.reports.explaining.TargetProcess", _Shared),
+        mock.patch("amp_fx.calibration.calibrating.TargetProcess", _shared),
+        mock.patch("amp_fx.reports.explaining.TargetProcess", _shared),
     ):
         yield
 
 
-def traced(program: Callable[..., Any], *args: Tensor) -> list[TracedGraph]:
-    """The graphs of a call as Dynamo makes them on the CPU."""
+def facts(graphs: Sequence[TracedGraph], options: dict[str, Any] | None, target: str = "cuda:h100") -> Facts:
+    return process(target).call("targets:compiled", graphs, options)
+
+
+def traced(program: Callable[..., Any], *args: Tensor, **settings: Any) -> list[TracedGraph]:
+    """The graphs of a call as Dynamo makes them on the CPU; ``settings`` are those of ``torch.compile``."""
     torch._dynamo.reset()
     tracer = Tracer()
-    torch.compile(program, backend=tracer)(*args)
+    torch.compile(program, backend=tracer, **settings)(*args)
     return tracer.graphs
 
 
@@ -253,7 +251,6 @@ def _is_rounded(node: fx.Node) -> bool:
 
 
 def fail(message: str) -> None:
-    """An error of amp_fx."""
     raise AmpFxError(message)
 
 

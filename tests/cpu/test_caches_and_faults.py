@@ -48,7 +48,7 @@ def test_the_same_options_share_an_entry_and_different_decisions_never_do() -> N
     policy = {"base": "autocast", "rules": [{"op": "tanh", "precision": "fp32"}]}
     lookup = classify.lookup
     # which does not know matmul
-    unlisted = mock.patch.object(
+    other = mock.patch.object(
         classify, "lookup", lambda op, d: None if "matmul" in str(op) else lookup(op, d)
     )
     with fresh_cache():
@@ -56,7 +56,7 @@ def test_the_same_options_share_an_entry_and_different_decisions_never_do() -> N
         assert cache_events() == hit
         assert cache_events(policy=policy) == missed
         assert cache_events(dtype="float16") == missed
-        with unlisted:
+        with other:
             assert cache_events() == missed
         assert cache_events() == hit
 
@@ -191,7 +191,6 @@ def test_a_missing_compiler_a_blocked_cache_and_a_full_disk_are_named(tmp_path: 
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

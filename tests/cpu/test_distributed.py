@@ -33,7 +33,7 @@ def on_one_process(
 
 def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     start = dict(new_model().named_parameters())
-    return max(float((got[n] - exact[n]).norm() / (exact[n] - start[n]).norm()) for n in exact)
+    return max(((got[n] - exact[n]).norm() / (exact[n] - start[n]).norm()).item() for n in exact)
 
 
 def assert_same_parameters(one: dict[str, Any], other: dict[str, Any]) -> None:

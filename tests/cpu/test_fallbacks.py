@@ -107,7 +107,6 @@ def test_where_packing_fails_weights_are_cast_in_each_call(held: Held) -> None:
 
 
 def has_gradients_of(loss: Tensor, model: nn.Module, within: float) -> bool:
-    """True where a model's gradients are nearly those of a loss."""
     pairs = zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True)
     return all(p.grad is not None and (p.grad - g).norm() < within * g.norm() for p, g in pairs)
 

@@ -20,7 +20,6 @@ Said = dict[str, dict[str, Any]]
 
 
 def say(*arguments: str, **environment: str) -> dict[str, Any]:
-    """What the program says in a process of its own."""
     return json.loads(run_python(guest.__file__, *arguments, **environment).stdout)
 
 

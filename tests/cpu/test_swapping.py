@@ -53,8 +53,6 @@ def fail(*_: Any, **__: Any) -> NoReturn:
 
 
 class Used(NamedTuple):
-    """A model that was compiled and called."""
-
     model: nn.Module
     call: Callable[[], Tensor]
     eagerly: Callable[[], Tensor]  # what the call should give, by autocast

@@ -52,9 +52,7 @@ def test_every_page_of_the_docs_is_in_the_menu_and_every_entry_is_a_page() -> No
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "images").iterdir()), ids=lambda path: path.name)
-def test_pictures_are_shown_and_drawings_fetch_nothing_and_have_dark_colours(
-    picture: Path,
-) -> None:
+def test_pictures_are_shown_and_drawings_fetch_nothing_and_have_dark_colours(picture: Path) -> None:
     assert any(picture.name in page.read_text(encoding="utf-8") for page in PAGES)
     if picture.suffix == ".svg":
         text = picture.read_text(encoding="utf-8")

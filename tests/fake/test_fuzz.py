@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 import amp_fx.rewriting
 import fuzz
 from amp_fx import Plan
-from fuzz_programs import DEFAULTS, DrawnOptions, Input, Program, programs
+from fuzz_programs import DrawnOptions, Input, Program, programs
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BUDGET = hypothesis.settings(
@@ -34,15 +35,10 @@ def test_random_programs_do_what_they_do_eagerly(program: Program) -> None:
         hypothesis.reject()
 
 
-def two(
-    *lines: str,
-    outputs: tuple[str, ...] = ("y2",),
-    ambient: torch.dtype | None = None,
-    options: DrawnOptions = DEFAULTS,
-) -> Program:
+def two(*lines: str, **more: Any) -> Program:
     """A program of two fp32 matrices."""
     matrices = Input((4, 4), FP32, False), Input((4, 4), FP32, True)
-    return Program(matrices, lines, outputs, ambient, options)
+    return Program(matrices, lines, **{"outputs": ("y2",), "ambient": None, **more})
 
 
 def test_programs_are_compiled_with_the_options_that_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,24 +57,18 @@ def test_programs_are_compiled_with_the_options_that_were_drawn(monkeypatch: pyt
     assert {plan.policy for plan in plans} == {str(options.options("compiled").policy)}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "outputs", "ambient", "found"),
-    [
-        (lambda value: value.to(BF16), ("y2",), None, "bfloat16"),
-        (lambda value: 1.5 * value, ("y2",), None, "off by"),
-        (lambda value: 1.5 * value, ("y2",), BF16, "numerics='eager'"),
-        (Tensor.clone, ("y2", "y3"), None, "aliases are"),
-    ],
-    ids=["dtype", "value", "value in autocast", "alias"],
-)
-def test_what_is_wrong_is_found(
-    spoil: Callable[[Tensor], Tensor],
-    outputs: tuple[str, ...],
-    ambient: torch.dtype | None,
-    found: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rewrite = amp_fx.rewriting.rewrite
+#: what is wrong -> how, the program, and the words about it
+WRONG: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any], str]] = {
+    "dtype": (lambda value: value.to(BF16), {}, "bfloat16"),
+    "value": (lambda value: 1.5 * value, {}, "off by"),
+    "value in autocast": (lambda value: 1.5 * value, {"ambient": BF16}, "numerics='eager'"),
+    "alias": (Tensor.clone, {"outputs": ("y2", "y3")}, "aliases are"),
+}
+
+
+@pytest.mark.parametrize("wrong_in", WRONG)
+def test_what_is_wrong_is_found(wrong_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite, (spoil, given, found) = amp_fx.rewriting.rewrite, WRONG[wrong_in]
 
     def wrong(*args: object, **kwargs: object) -> object:
         gm, plan = rewrite(*args, **kwargs)  # type: ignore[arg-type]
@@ -86,4 +76,4 @@ def test_what_is_wrong_is_found(
 
     monkeypatch.setattr(amp_fx.rewriting, "rewrite", wrong)
     with pytest.raises(fuzz.DisagreementError, match=found):
-        fuzz.compare(two("y2 = x0 @ x1", "y3 = y2.view(-1)", outputs=outputs, ambient=ambient))
+        fuzz.compare(two("y2 = x0 @ x1", "y3 = y2.view(-1)", **given))

@@ -86,14 +86,12 @@ def room_of(name: str) -> str:
 
 
 def module_of(imported: str) -> str:
-    """The file that an imported name comes from."""
     while imported not in MODULES:
         imported = imported.rpartition(".")[0]
     return imported
 
 
 def arrows(name: str) -> set[str]:
-    """The files of the package that a file imports from."""
     return {module_of(i) for i in imports(name) if inside(i, "amp_fx")} - {name}
 
 

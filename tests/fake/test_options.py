@@ -47,9 +47,7 @@ def test_spellings_of_the_dtype() -> None:
 BAD_DTYPES = ("fp32", "float32", torch.float32, torch.float64, "float8_e4m3fn", 16, None, "")
 
 
-def test_auto_is_what_the_gpu_has_or_sensitivity_was_measured_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_is_what_the_gpu_has_or_sensitivity_was_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Options.parse().low_dtype("cpu") is BF16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for native, dtype in ((True, BF16), (False, FP16)):
@@ -63,12 +61,9 @@ def test_auto_is_what_the_gpu_has_or_sensitivity_was_measured_in(
     assert {options.low_dtype(device) for device in ("cpu", "cuda", "xpu")} == {FP16}
 
 
-def test_of_plans_only_those_of_forwards_are_followed() -> None:
+def test_policies_by_name_by_object_and_as_json_text_and_plans_of_forwards_alone() -> None:
     forward, backward = Plan("0/0"), Plan("0/0", phase="backward")
     assert Options.parse(None, {"plan": [forward, backward]}).plan == (forward,)
-
-
-def test_policies_by_name_by_object_and_as_json_text() -> None:
     data = {"base": "autocast", "rules": [{"op": "softmax", "precision": "fp32"}]}
     expected = Policy("autocast", (Rule("fp32", op="softmax"),))
     for form in (data, json.dumps(data), expected):
@@ -141,12 +136,6 @@ def test_what_is_wrong_is_named_with_what_is_right(options: dict[str, Any], name
         Options.parse(None, options)
 
 
-def test_an_unknown_mode_is_an_error_that_names_the_valid_ones() -> None:
-    with pytest.raises(OptionsError, match=r"'max-autotun'.*max-autotune") as info:
-        amp_fx.compile(nn.Linear(2, 2), mode="max-autotun")
-    assert isinstance(info.value.__cause__, RuntimeError)
-
-
 def test_options_survive_copying_and_pickling_and_policies_print_the_form_that_they_parse() -> None:
     options = Options.parse("reduce-overhead", {"policy": {"rules": [{"op": "mm", "precision": "fp32"}]}})
     assert copy.deepcopy(options) == options
@@ -183,6 +172,9 @@ def test_errors_come_where_options_are_written(given: dict[str, Any]) -> None:
         amp_fx.options(**given)
     with pytest.raises(OptionsError):
         amp_fx.compile(nn.Linear(2, 2), **given)
+    with pytest.raises(OptionsError, match=r"'max-autotun'.*max-autotune") as info:
+        amp_fx.compile(nn.Linear(2, 2), mode="max-autotun")
+    assert isinstance(info.value.__cause__, RuntimeError)
 
 
 def test_keywords_the_page_and_the_combinations_have_every_option_and_its_values() -> None:

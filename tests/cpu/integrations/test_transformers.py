@@ -55,10 +55,6 @@ def fp16(**settings: Any) -> AmpFxCallback:
     return AmpFxCallback(OPTIONS, dtype="float16", scaler=scaler)
 
 
-def scale(callback: AmpFxCallback) -> float:
-    return callback.scaler_state["scale"]
-
-
 class Watch(TrainerCallback):
     """Notes the weights and the learning rate after each step."""
 
@@ -66,15 +62,11 @@ class Watch(TrainerCallback):
         self.weights: list[list[Tensor]] = []
         self.rates: list[float] = []
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._note(**kwargs)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._note(**kwargs)
+        self.weights.append(weights(kwargs["model"]))
+        self.rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
 
-    def _note(self, model: nn.Module, lr_scheduler: Any, **kwargs: Any) -> None:
-        self.weights.append(weights(model))
-        self.rates.append(lr_scheduler.get_last_lr()[0])
+    on_train_begin = on_step_end
 
     @property
     def moved(self) -> list[bool]:
@@ -115,7 +107,7 @@ def test_accumulated_micro_batches_are_judged_together(tmp_path: Path) -> None:
     callback, watch = fp16(), Watch()
     trainer(tmp_path, callback, watch, rows=data(0), gradient_accumulation_steps=2, optim="sgd").train()
     assert watch.moved == [False, True]
-    assert scale(callback) == 64.0
+    assert callback.scaler_state["scale"] == 64.0
 
 
 # ---- checkpoints ----
@@ -129,7 +121,7 @@ def test_a_checkpoint_has_clean_keys_and_the_scale_and_is_resumed(tmp_path: Path
 
     resumed = fp16(init_scale=2.0**16, name="again")
     trainer(tmp_path, resumed, **settings).train(resume_from_checkpoint=str(checkpoint))
-    assert scale(resumed) == 64.0
+    assert resumed.scaler_state["scale"] == 64.0
 
 
 def test_a_callback_that_the_trainer_restores_finds_its_scaler(tmp_path: Path) -> None:
@@ -193,7 +185,6 @@ def compiled(layers: int = 1) -> Any:
 
 
 def low_bytes(models: Sequence[nn.Module]) -> int:
-    """One low copy of every parameter."""
     return sum(2 * p.numel() for model in models for p in model.parameters())
 
 

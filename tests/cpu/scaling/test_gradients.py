@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,14 +27,6 @@ PARAMETERS = ["up.weight", "up.bias", "down.weight", "down.bias"]
 # ---- torch's own cases ----
 
 
-@pytest.fixture(scope="module")
-def torchs() -> ModuleType:
-    """Where torch has its cases; takes seconds to import."""
-    from torch.testing._internal import common_cuda
-
-    return common_cuda
-
-
 def backwards(pattern: str, x: Tensor, y: Tensor, model: Any, optimizer: Any, scaler: Any, bad: bool) -> None:
     """From a batch to the step of the optimizer."""
     parts = 2 if pattern == "accumulation" else 1
@@ -53,11 +44,12 @@ def backwards(pattern: str, x: Tensor, y: Tensor, model: Any, optimizer: Any, sc
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("pattern", ["plain", "clipping", "accumulation"])
 @pytest.mark.parametrize("fused", [False, True], ids=["SGD", "fused AdamW"])
-def test_torchs_scaling_cases_end_where_eager_fp32_ends(torchs: Any, fused: bool, pattern: str) -> None:
-    optimizer, arguments = torch.optim.SGD, {"lr": 0.5}
-    if fused:
-        optimizer, arguments = torch.optim.AdamW, {"lr": 1e-2, "fused": True}
-    case = torchs._create_scaling_case(device="cpu", optimizer_ctor=optimizer, optimizer_kwargs=arguments)
+def test_torchs_scaling_cases_end_where_eager_fp32_ends(fused: bool, pattern: str) -> None:
+    # which takes seconds to import
+    from torch.testing._internal import common_cuda as torchs
+
+    own: Any = (torch.optim.AdamW, {"lr": 1e-2, "fused": True}) if fused else (torch.optim.SGD, {"lr": 0.5})
+    case = torchs._create_scaling_case("cpu", torch.float32, *own)
     control, scaling, opt_control, opt_scaling, data, _, skip = case
     scaler, disabled = new_scaler(growth_interval=1), torch.amp.GradScaler("cpu", enabled=False)
     model = compiled(scaling)
@@ -78,7 +70,9 @@ def test_torchs_scaling_cases_end_where_eager_fp32_ends(torchs: Any, fused: bool
 @pytest.mark.usefixtures("op_by_op")
 # torch's own condition for retain_graph on compiled graphs
 @functorch_config.patch(donated_buffer=False)
-def test_several_losses_models_and_optimizers_share_a_scaler(torchs: Any) -> None:
+def test_several_losses_models_and_optimizers_share_a_scaler() -> None:
+    from torch.testing._internal import common_cuda as torchs
+
     case, more = torchs._create_scaling_case, torchs._create_scaling_models_optimizers
     control0, scaling0, opt_control0, opt_scaling0, data, loss_fn, skip = case(device="cpu")
     control1, scaling1, opt_control1, opt_scaling1 = more(device="cpu")

@@ -22,7 +22,7 @@ from benchmarks.results import read
 from benchmarks.workloads import WORKLOADS
 from graphs import captured, rewrite
 from small_models import Parts
-from targets import OFF, needs_a_target, process, quick_ones, traced
+from targets import OFF, facts, needs_a_target, process, quick_ones, traced
 from versions import UP_TO_2_13
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
@@ -140,8 +140,8 @@ def test_casts_of_inputs_cost_what_is_charged_for_them(name: str) -> None:
     run, sizes = PROGRAMS[name]
     x, *parameters = (torch.randn(size, requires_grad=True) for size in sizes)
     model = Parts(lambda m, x: run(x, *m.own).square().mean(), own=nn.ParameterList(parameters))
-    facts = process().call("targets:compiled", traced(model, x), OFF)
-    assert set(facts.casts) <= {"input", "gradient"}
+    found = facts(traced(model, x), OFF)
+    assert set(found.casts) <= {"input", "gradient"}
     # from torch 2.14 on, the second matmul adds the first one's result, which is then widened by itself
     added_by_matmul = name == "a weight of two matmuls" and not UP_TO_2_13
-    assert facts.counts.cast_bytes == charged(model, x) + added_by_matmul * 6 * 64 * 64
+    assert found.counts.cast_bytes == charged(model, x) + added_by_matmul * 6 * 64 * 64

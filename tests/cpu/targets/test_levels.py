@@ -18,7 +18,7 @@ from amp_fx.reports.report import Report
 from amp_fx.targets.tracing import TracedGraph
 from examples.gpt import Block, GPTConfig
 from small_models import Parts
-from targets import OFF, Facts, needs_a_target, process, quick_ones, traced
+from targets import OFF, Facts, facts, needs_a_target, process, quick_ones, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
@@ -72,22 +72,24 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def counted(graphs: list[TracedGraph], target: str = "cuda:h100", **options: Any) -> Facts:
-    return process(target).call("targets:compiled", graphs, {**OFF, **options})
+    return facts(graphs, {**OFF, **options}, target)
 
 
-@pytest.mark.parametrize(
-    ("target", "recipe", "forward", "moved"),
-    [
-        ("cuda:h100", "rowwise", 0.95, 1.06),
-        # one scale for each operand
-        pytest.param("cuda:h100", "tensorwise", 1.2, 1.12, marks=SLOW),
-        # copies by columns are read once more for each block of 32 than Inductor reads them for whole columns
-        pytest.param("cuda:b200", "mxfp8", 0.98, 1.28, marks=SLOW),
-    ],
-)
-def test_two_blocks_keep_less_than_in_bf16_and_gradients_of_weights_leave_in_fp32(
-    target: str, recipe: str, forward: float, moved: float, blocks: list[TracedGraph]
+#: recipe -> what the forward and the step move at most, beside bf16: with scales of rows; with one for each operand;
+#: copies by columns are read once more for each block of 32 than Inductor reads them for whole columns
+BOUNDS = {"rowwise": (0.95, 1.06), "tensorwise": (1.2, 1.12), "mxfp8": (0.98, 1.28)}
+RECIPES = pytest.mark.parametrize("recipe", quick_ones(BOUNDS, "rowwise"))
+
+
+def target_of(recipe: str) -> str:
+    return "cuda:b200" if recipe == "mxfp8" else "cuda:h100"
+
+
+@RECIPES
+def test_two_blocks_keep_less_than_in_bf16_and_weight_gradients_leave_in_fp32(
+    recipe: str, blocks: Any
 ) -> None:
+    target, (forward, moved) = target_of(recipe), BOUNDS[recipe]
     low, fp8 = (counted(blocks, target, **given) for given in ({}, {"policy": "fp8", "fp8": recipe}))
     assert fp8.counts.extern_kernels == low.counts.extern_kernels
     assert fp8.counts.saved_bytes < 0.62 * low.counts.saved_bytes
@@ -99,7 +101,7 @@ def test_two_blocks_keep_less_than_in_bf16_and_gradients_of_weights_leave_in_fp3
         assert fp8.casts.count("gradient") == low.casts.count("gradient")
 
 
-@pytest.mark.parametrize("recipe", quick_ones(("rowwise", "tensorwise", "mxfp8"), "rowwise", "tensorwise"))
+@pytest.mark.parametrize("recipe", quick_ones(BOUNDS, "rowwise", "tensorwise"))
 @pytest.mark.parametrize("read", ["rows", "columns"])
 @pytest.mark.parametrize(
     ("rows", "columns", "dtype"),
@@ -113,7 +115,7 @@ def test_two_blocks_keep_less_than_in_bf16_and_gradients_of_weights_leave_in_fp3
 def test_a_copy_is_the_kernels_and_bytes_that_the_cut_charges(
     recipe: str, read: str, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
-    target = process("cuda:b200" if recipe == "mxfp8" else "cuda:h100")
+    target = process(target_of(recipe))
     kernels, nbytes = target.call("generated:copy_costs", recipe, rows, columns, dtype, read)
     in_rows, block = recipe != "tensorwise" and read == "rows", LEVELS[recipe].block
     least, expected = copy_traffic(rows * columns, dtype.itemsize, in_rows=in_rows, block=block)
@@ -130,9 +132,9 @@ def test_a_copy_that_is_read_both_ways_in_one_graph_is_written_twice_by_one_kern
     assert nbytes == pytest.approx(least + elements, rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", quick_ones(("rowwise", "tensorwise", "mxfp8"), "rowwise"))
+@RECIPES
 def test_generated_code_calls_the_library_with_the_layouts_it_wants(recipe: str) -> None:
-    target, architecture = ("cuda:b200", 100) if recipe == "mxfp8" else ("cuda:h100", 90)
+    target, architecture = target_of(recipe), 100 if recipe == "mxfp8" else 90
     graphs = traced(gpt_blocks(128, count=1), torch.empty(4, 128, 128))
     codes = process(target).call("generated:sources", graphs, {**OFF, "policy": "fp8", "fp8": recipe})
     lines = [line for code in codes for line in code.text.splitlines() if "kernels._scaled_mm(" in line]
@@ -160,7 +162,6 @@ def test_generated_code_calls_the_library_with_the_layouts_it_wants(recipe: str)
 
 
 def served(tokens: int) -> list[TracedGraph]:
-    """Two blocks without gradients."""
     with torch.no_grad():
         return traced(gpt_blocks().eval(), torch.empty(1, tokens, 512))
 

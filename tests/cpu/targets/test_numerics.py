@@ -96,7 +96,6 @@ TRAINED = {
 
 
 def generated(keeper: Keeper, arm: Arm) -> list[Code]:
-    """Code for an H100."""
     return process().call("generated:sources", keeper.graphs, arm.options, arm.dtype)
 
 
@@ -130,7 +129,6 @@ def planned() -> amp_fx.CalibratedPlan:
 
 
 def inferred(weights: str, options: dict[str, Any] = OFF) -> Step:
-    """A call without gradients."""
     model, (x, _) = make("mlp")
     with torch.no_grad():
         keeper = traced(model, x)
@@ -143,7 +141,6 @@ def inferred(weights: str, options: dict[str, Any] = OFF) -> Step:
 
 
 def steps(name: str) -> dict[str, Step]:
-    """What is run of a model."""
     found = {arm: step for arm in TRAINED[name] for step in trained(name, ARMS[arm], SCALE)}
     if name == "gpt":
         (found["half the error"],) = trained(name, Arm({**OFF, "plan": planned()}), SCALE)
@@ -169,7 +166,6 @@ def interpreted(name: str) -> dict[str, tuple[list[Tensor], list[Tensor | None]]
 
 
 def reference(name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradients in fp64."""
     model, args = make(name)
     loss = model.double()(*(arg.double() if arg.is_floating_point() else arg for arg in args))
     loss.backward()

@@ -16,11 +16,6 @@ from targets import needs_a_target, process
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
 
-def test_an_unknown_target_is_an_error_before_anything_is_started() -> None:
-    with pytest.raises(TargetError, match="'cuda:h100'"):
-        TargetProcess("cuda:h1000")
-
-
 def test_the_process_returns_what_a_function_returns_and_the_asking_one_stays_as_it_is() -> None:
     assert process().call("operator:add", 2, 3) == 5
     assert not torch.cuda.is_available()
@@ -46,7 +41,9 @@ def test_what_cannot_be_sent_or_handed_back_is_an_error_of_that_call_alone() -> 
     assert process().call("operator:add", 2, 3) == 5
 
 
-def test_one_process_has_one_target() -> None:
+def test_one_process_has_one_target_which_is_known_before_anything_is_started() -> None:
+    with pytest.raises(TargetError, match="'cuda:h100'"):
+        TargetProcess("cuda:h1000")
     with pytest.raises(TargetError, match=r"cuda:h100.*cuda:a100"):
         process().call("amp_fx.targets._torch:enter", "cuda:a100")
 

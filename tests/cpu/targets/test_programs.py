@@ -16,13 +16,9 @@ from amp_fx.targets.tracing import TracedGraph
 from examples.gpt import GPT, GPTConfig
 from generated import Code
 from small_models import Parts
-from targets import MADE, OFF, Facts, needs_a_target, process, trace_case, traced
+from targets import MADE, OFF, facts, needs_a_target, process, quick_ones, trace_case, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
-
-
-def compiled(graphs: list[TracedGraph], options: dict[str, Any] | None) -> Facts:
-    return process().call("targets:compiled", graphs, options)
 
 
 def sources(graphs: list[TracedGraph], options: dict[str, Any] = OFF) -> list[Code]:
@@ -39,7 +35,7 @@ def test_what_a_program_makes_is_made_on_the_target() -> None:
     def makes(hidden: Tensor) -> Tensor:
         return torch.cat([make(hidden).flatten() for make in MADE.values()]).sum()
 
-    assert compiled(after_linear(makes), OFF).wide == ("gradient",)
+    assert facts(after_linear(makes), OFF).wide == ("gradient",)
 
 
 def test_a_result_whose_gradient_has_other_strides_is_differentiated() -> None:
@@ -48,7 +44,7 @@ def test_a_result_whose_gradient_has_other_strides_is_differentiated() -> None:
         values = x.view(4, 2, 4).transpose(0, 1)
         return torch.cat([torch.tensor([], dtype=x.dtype, device=x.device), values], dim=-2)
 
-    assert compiled(after_linear(heads), OFF).counts.extern_kernels == 2
+    assert facts(after_linear(heads), OFF).counts.extern_kernels == 2
 
 
 @torch.library.custom_op("amp_fx_targets::doubled", mutates_args=())
@@ -63,7 +59,7 @@ def _(x: Tensor) -> Tensor:
 
 def test_a_custom_op_of_a_module_compiles() -> None:
     with torch.no_grad():
-        assert compiled(after_linear(doubled), OFF).counts.extern_kernels == 2
+        assert facts(after_linear(doubled), OFF).counts.extern_kernels == 2
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +79,10 @@ def test_the_backward_runs_in_the_thread_that_asks(head: list[TracedGraph]) -> N
 
 
 def test_weight_gradients_leave_matmuls_in_fp32_and_only_inputs_are_cast(head: list[TracedGraph]) -> None:
-    facts = compiled(head, OFF)
-    assert (facts.counts.extern_kernels, facts.rounded) == (5, 0)
-    assert facts.wide == ("gradient", "gradient")
-    assert set(facts.casts) == {"input"}
+    found = facts(head, OFF)
+    assert (found.counts.extern_kernels, found.rounded) == (5, 0)
+    assert found.wide == ("gradient", "gradient")
+    assert set(found.casts) == {"input"}
 
 
 def test_gradients_on_a_residual_stream_are_narrowed_where_they_are_added() -> None:
@@ -133,7 +129,7 @@ def test_the_forward_multiplies_low_operands_and_returns_fp32_with_and_without_g
 
 def test_a_result_in_fp32_moves_more_than_a_rounded_one_and_less_than_an_fp32_product() -> None:
     graphs = logits()
-    low, wide, fp32 = (compiled(graphs, given) for given in (ruled(), ruled(result="fp32"), ruled("fp32")))
+    low, wide, fp32 = (facts(graphs, given) for given in (ruled(), ruled(result="fp32"), ruled("fp32")))
     assert low.wide == ("gradient", "gradient")
     assert low.counts.bytes_moved < wide.counts.bytes_moved < fp32.counts.bytes_moved
     assert wide.counts.extern_kernels == low.counts.extern_kernels
@@ -151,27 +147,22 @@ def test_batched_products_return_fp32() -> None:
 
 
 def sizes(graphs: list[TracedGraph], *architectures: int) -> list[int]:
-    """Of the kernels, in each architecture."""
     found = process().call("generated:cubins", sources(graphs), architectures)
     assert all(of_kernel.keys() == set(architectures) for of_kernel in found.values())
     return [size for of_kernel in found.values() for size in of_kernel.values()]
 
 
-def test_kernels_of_a_small_net_compile_for_hopper() -> None:
+@pytest.mark.parametrize("name", quick_ones(("a small net", "gpt2", "resnet"), "a small net"))
+def test_kernels_of_a_model_compile_for_hopper_and_of_a_large_one_for_ampere_and_blackwell(name: str) -> None:
     def block(m: Any, x: Tensor, labels: Tensor) -> Tensor:
         """A convolution, a residual add, a norm and a loss: kernels of every kind that amp_fx casts in."""
         x = (x + F.gelu(m.conv(x))).mean((2, 3))
         return F.cross_entropy(m.head(m.norm(x)), labels)
 
-    layers = {"conv": nn.Conv2d(8, 8, 3, padding=1), "norm": nn.LayerNorm(8), "head": nn.Linear(8, 16)}
-    found = sizes(traced(Parts(block, **layers), torch.randn(4, 8, 16, 16), torch.randint(16, (4,))), 90)
-    assert len(found) >= 6
-    assert min(found) > 1000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
-def test_kernels_of_a_model_compile_for_ampere_hopper_and_blackwell(name: str) -> None:
-    found = sizes(trace_case(zoo.make(name), "train"), 80, 90, 100)
-    assert len(found) >= 3 * 20
+    if name == "a small net":
+        layers = {"conv": nn.Conv2d(8, 8, 3, padding=1), "norm": nn.LayerNorm(8), "head": nn.Linear(8, 16)}
+        found = sizes(traced(Parts(block, **layers), torch.randn(4, 8, 16, 16), torch.randint(16, (4,))), 90)
+    else:
+        found = sizes(trace_case(zoo.make(name), "train"), 80, 90, 100)
+    assert len(found) >= (6 if name == "a small net" else 3 * 20)
     assert min(found) > 1000

@@ -14,7 +14,7 @@ import zoo
 from amp_fx.errors import WeightsError
 from amp_fx.targets.tracing import TracedGraph
 from small_models import Parts
-from targets import OFF, Facts, needs_a_target, process, quick_ones, trace_case, traced
+from targets import OFF, Facts, facts, needs_a_target, process, quick_ones, trace_case, traced
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
@@ -25,10 +25,6 @@ TRAINING = {
     "fp16": {**OFF, "dtype": "float16", "scaler": "default"},
     "fast fp16": {**OFF, "policy": "fast", "dtype": "float16", "scaler": "default"},
 }
-
-
-def compiled(graphs: Any, options: dict[str, Any]) -> Facts:
-    return process().call("targets:compiled", graphs, options)
 
 
 def compiled_by_autocast(graphs: Any) -> Facts:
@@ -46,7 +42,6 @@ def assert_no_worse(ours: Facts, autocast: Facts) -> None:
 
 @functools.cache
 def training(name: str) -> tuple[list[TracedGraph], Facts]:
-    """The graphs of a training step, and what autocast makes of them."""
     graphs = trace_case(zoo.make(name), "train")
     return graphs, compiled_by_autocast(graphs)
 
@@ -56,7 +51,7 @@ def training(name: str) -> tuple[list[TracedGraph], Facts]:
 @pytest.mark.parametrize("arm", quick_ones(TRAINING, "bf16", "fast fp16"))
 def test_training_compiles_and_is_never_above_autocast(name: str, arm: str) -> None:
     graphs, autocast = training(name)
-    ours = compiled(graphs, TRAINING[arm])
+    ours = facts(graphs, TRAINING[arm])
     if "scaler" not in TRAINING[arm]:
         assert_no_worse(ours, autocast)
     assert ours.counts.extern_kernels == autocast.counts.extern_kernels
@@ -65,20 +60,20 @@ def test_training_compiles_and_is_never_above_autocast(name: str, arm: str) -> N
 @pytest.mark.parametrize("name", quick_ones(zoo.CASES, "transformer_layer"))
 def test_inference_compiles_and_is_never_above_autocast(name: str) -> None:
     graphs = trace_case(zoo.make(name), "no_grad")
-    assert_no_worse(compiled(graphs, {**OFF, "weights": "cast"}), compiled_by_autocast(graphs))
-    compiled(graphs, {**OFF, "weights": "cache"})
+    assert_no_worse(facts(graphs, {**OFF, "weights": "cast"}), compiled_by_autocast(graphs))
+    facts(graphs, {**OFF, "weights": "cache"})
 
 
 @pytest.mark.parametrize("name", quick_ones(zoo.CASES, "mlp"))
 def test_dynamic_shapes_compile(name: str) -> None:
     graphs = trace_case(zoo.make(name), "train", dynamic=True)
-    assert_no_worse(compiled(graphs, OFF), compiled_by_autocast(graphs))
+    assert_no_worse(facts(graphs, OFF), compiled_by_autocast(graphs))
 
 
 def test_weights_without_values_cannot_be_folded() -> None:
     graphs = trace_case(zoo.make("mlp"), "no_grad")
     with pytest.raises(WeightsError, match="weights='cache'"):
-        compiled(graphs, {**OFF, "weights": "freeze"})
+        facts(graphs, {**OFF, "weights": "freeze"})
 
 
 def test_checkpointing_compiles() -> None:
@@ -89,4 +84,4 @@ def test_checkpointing_compiles() -> None:
 
     first, second = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2))
     graphs = traced(Parts(program, first=first, second=second), torch.randn(32, 64))
-    assert_no_worse(compiled(graphs, OFF), compiled_by_autocast(graphs))
+    assert_no_worse(facts(graphs, OFF), compiled_by_autocast(graphs))
