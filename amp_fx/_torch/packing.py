@@ -109,20 +109,9 @@ def convolution_op() -> OpOverload:
 def pointwise_convolution(*args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
     """The call of oneDNN, and its arguments, for the arguments of :func:`convolution_op`."""
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
-    fused = ("none", [], "")
-    if transposed:
-        op = _mkldnn._convolution_transpose_pointwise.default
-        return op, (x, weight, bias, padding, output_padding, stride, dilation, groups, *fused)
-    return _mkldnn._convolution_pointwise.default, (
-        x,
-        weight,
-        bias,
-        padding,
-        stride,
-        dilation,
-        groups,
-        *fused,
-    )
+    op = _mkldnn._convolution_transpose_pointwise if transposed else _mkldnn._convolution_pointwise
+    paddings = (padding, output_padding) if transposed else (padding,)
+    return op.default, (x, weight, bias, *paddings, stride, dilation, groups, "none", [], "")
 
 
 def convolution_int8_op() -> OpOverload:
@@ -147,17 +136,8 @@ def _run_convolution_int8(*args: Any) -> Tensor:
     return result
 
 
-def _convolution_int8_meta(
-    x: Tensor,
-    _scale: float,
-    _zero: int,
-    weight: Tensor,
-    _scales: Tensor,
-    _zeros: Tensor,
-    bias: Tensor | None,
-    *more: Any,
-) -> Tensor:
-    *given, groups, dtype = more
+def _convolution_int8_meta(*args: Any) -> Tensor:
+    x, _scale, _zero, weight, _scales, _zeros, bias, *given, groups, dtype = args
     args = x.to(dtype), weight.to(dtype), bias
     return torch.ops.aten.convolution.default(*args, *given, False, [0, 0], groups)
 

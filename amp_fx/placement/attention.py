@@ -23,7 +23,7 @@ import torch.fx as fx
 from amp_fx.graphs.calls import argument_value, is_parameter
 from amp_fx.placement.profile import FLASH_BLOCK, FLASH_BLOCK_BACKWARD, FLASH_QUERY, DeviceProfile
 
-__all__ = ["PAYS", "Attention", "operands", "refusal", "share_of_single_query"]
+__all__ = ["PAYS", "Attention", "operands", "refusal", "single_query"]
 
 #: share of the flash kernel's time from which products are taken: predictions are that good
 PAYS = 0.88
@@ -95,13 +95,13 @@ class Attention:
         return seconds
 
 
-def share_of_single_query(profile: DeviceProfile) -> float | None:
-    """Share of the flash kernel's time that two products take for one query, whatever the number of keys.
+def single_query(profile: DeviceProfile) -> tuple[float, float, float] | None:
+    """Seconds that one query takes for an element of a key and of a value: in fp32, by products, by the flash kernel.
 
-    They read each key and each value once, where they lie. None where the profile does not know the kernel's time.
+    The first two read each once, where it lies. None where the profile does not know the kernel's time.
     """
-    kernel = profile.calls.get(FLASH_QUERY)
-    return None if kernel is None else 2 * torch.bfloat16.itemsize / profile.bandwidth / kernel
+    read, kernel = 2 * torch.bfloat16.itemsize / profile.bandwidth, profile.calls.get(FLASH_QUERY)
+    return None if kernel is None else (2 * read, read, kernel)
 
 
 # ---- what products can do

@@ -31,7 +31,7 @@ from amp_fx.graphs.calls import arguments, is_parameter
 from amp_fx.graphs.fake_runs import fake_arguments, matmul_flops
 from amp_fx.graphs.traits import Trait, has_trait, op_row
 from amp_fx.graphs.values import is_eligible, is_view, numel
-from amp_fx.placement.attention import PAYS, refusal, share_of_single_query
+from amp_fx.placement.attention import PAYS, operands, refusal, single_query
 from amp_fx.placement.gpus import NOMINAL
 from amp_fx.placement.layout import is_convolution, is_relaid
 from amp_fx.placement.profile import DeviceProfile
@@ -186,13 +186,11 @@ class CostModel:
         if not flops:
             return None
         high, fast = (round(1e12 * (flops / peak[name])) for name in ("float32", dtype_name(low)))
-        slower = device_row(self.profile.device_type).one_query
-        is_attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
-        # a single query, as in decoding
-        if slower and is_attention and size_hint(node.all_input_nodes[0].meta["val"].shape[-2]) == 1:
-            by_kernel = not self.writes_attention or bool(refusal(node, training=self.training))
-            by_kernel |= (share_of_single_query(self.profile) or 1) >= PAYS
-            high, fast = high * slower[0], fast * slower[1 + by_kernel]
+        times = single_query(self.profile) if _has_single_query(node) else None
+        if times is not None:
+            wide, products, kernel = (round(1e12 * numel(operands(node)[1]) * each) for each in times)
+            written = self.writes_attention and not refusal(node, training=self.training)
+            high, fast = wide, products if written and products < PAYS * kernel else kernel
         return high + self._packing(node), fast
 
     def nominal_arithmetic(self, node: fx.Node, low: torch.dtype) -> tuple[int, int]:
@@ -248,3 +246,9 @@ def _fuses_casts(value: fx.Node) -> bool:
 
 def _is_bias(reader: fx.Node, value: fx.Node) -> bool:
     return any(name == "bias" and argument is value for name, argument in arguments(reader))
+
+
+def _has_single_query(node: fx.Node) -> bool:
+    """True for attention as in decoding."""
+    is_attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
+    return is_attention and size_hint(operands(node)[0].shape[-2]) == 1

@@ -96,7 +96,7 @@ CUDA_GROUPS = (
 
 #: registered beside the macros, for CUDA alone
 CUDNN_GROUPS = listed(
-    low("convolution with low-precision instructions", "cudnn_convolution cudnn_convolution_transpose"),
+    low("convolution with low-precision instructions", "cudnn_convolution cudnn_convolution_transpose")
 )
 
 #: rows that MPS autocast has in place of those of CUDA's, or besides

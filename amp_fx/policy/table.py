@@ -37,9 +37,6 @@ class Device:
     mixes_norms: bool = False
     #: its library copies the weight of a matmul or convolution in fp32 before it multiplies
     packs_weights: bool = False
-    #: attention of a single query in fp32, in 16 bits as products and by the flash kernel, times the time that the rate
-    #: of fp32 says
-    one_query: tuple[int, int, int] | None = None
 
 
 #: xpu, mtia and maia autocast register what CUDA autocast registers, without cudnn's ops; hpu's registrations are in
@@ -47,17 +44,7 @@ class Device:
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        Device(
-            "cpu",
-            (CPU_GROUPS,),
-            has_rates=True,
-            mixes_norms=True,
-            packs_weights=True,
-            # Measured with bf16 instructions, 16 heads of 64: 62 us in fp32 at 129 keys, 38 us by two products in 16
-            # bits, 233 us by the flash kernel, which multiplies in a loop; 12 heads at 2,048 keys: 896, 526, 2,951 us.
-            # With 4 queries 16 bits take 1.5 times the time of fp32, from 32 on 1.2.
-            one_query=(6, 4, 40),
-        ),
+        Device("cpu", (CPU_GROUPS,), has_rates=True, mixes_norms=True, packs_weights=True),
         Device("cuda", (CUDA_GROUPS, CUDNN_GROUPS), has_rates=True, wide_results=True, fuses_casts=True),
         Device("mps", (CUDA_GROUPS, MPS_GROUPS)),
         *(Device(name, (CUDA_GROUPS,)) for name in ("hpu", "maia", "mtia", "xpu")),

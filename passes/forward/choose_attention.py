@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from amp_fx.graphs.calls import argument_value
 from amp_fx.passes.base import Pass, PassContext
-from amp_fx.placement.attention import PAYS, Attention, operands, refusal, share_of_single_query
+from amp_fx.placement.attention import PAYS, Attention, operands, refusal, single_query
 from amp_fx.plans.label import Kind, Label, Reason, label_of
 
 __all__ = ["ChooseAttention"]
@@ -65,7 +65,8 @@ def _choice(node: fx.Node, plan: Label, context: PassContext) -> Reason:
     query, key, _ = operands(node)
     *outer, queries, width = query.shape
     if queries == 1:
-        return _cheaper(share_of_single_query(context.profile), "a single query")
+        times = single_query(context.profile)
+        return _cheaper(times and times[1] / times[2], "a single query")
     sizes = Attention(
         heads=math.prod(outer),
         queries=queries,

@@ -25,13 +25,7 @@ import torch.fx as fx
 from amp_fx.graphs.calls import argument_value, is_parameter
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import numel
-from amp_fx.passes.forward.network import (
-    Network,
-    converts_alone,
-    is_stored_value,
-    is_summed,
-    named_arguments,
-)
+from amp_fx.passes.forward.network import Network, converts_alone, is_stored_value, is_summed, named_arguments
 from amp_fx.placement.cost import CostModel
 from amp_fx.placement.cut import HIGH, LOW, Var
 from amp_fx.placement.priced import SensitivityTerm

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import (
-    lays_out_convolutions,
-    write_as_it_is,
-)
+from amp_fx._torch import lays_out_convolutions, write_as_it_is
 from amp_fx.graphs.fake_runs import is_matmul, run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import LOW_DTYPES, is_eligible, storage_of

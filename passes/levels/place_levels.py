@@ -14,14 +14,7 @@ from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import LEVEL
 from amp_fx.graphs.values import cast_bytes, numel
 from amp_fx.passes.base import Pass, PassContext, gradients_in
-from amp_fx.passes.levels.matmuls import (
-    Matmul,
-    Operand,
-    divides,
-    last_calls,
-    may_run_below,
-    read_matmuls,
-)
+from amp_fx.passes.levels.matmuls import Matmul, Operand, divides, last_calls, may_run_below, read_matmuls
 from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
 from amp_fx.placement.level_cost import NARROW, OPERATIONS, LevelCost
 from amp_fx.placement.priced import Priced, SensitivityTerm

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.errors import OptionsError
 from amp_fx.placement.devices import builtin
 from amp_fx.plans.label import Kind
 from graphs import without_inductor
 from holding import Held
+from levels import error
 from small_models import Parts
 
 #: all that may run in int8 does, whether it pays or not
@@ -45,10 +45,14 @@ def ids() -> Tensor:
     return torch.randint(0, 24, (4, 9), generator=torch.Generator().manual_seed(1))
 
 
+def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="amp_fx", options={**OPTIONS, **options})
+
+
 @pytest.fixture(scope="module")
 def run(model: Any) -> Callable[..., Tensor]:
-    torch._dynamo.reset()
-    return torch.compile(model, backend="amp_fx", options=OPTIONS)
+    return compiled(model)
 
 
 @pytest.fixture(autouse=True)
@@ -60,16 +64,14 @@ def _mode() -> Iterator[None]:
 def wrong(got: Tensor, model: nn.Module, *args: Tensor) -> float:
     """Relative distance from fp64."""
     given = [arg.double() if arg.is_floating_point() else arg for arg in args]
-    exact = copy.deepcopy(model).double()(*given)
-    return ((got - exact).norm() / exact.norm()).item()
+    return error([got], [copy.deepcopy(model).double()(*given)])
 
 
 def small(**options: Any) -> tuple[nn.Sequential, Callable[..., Tensor]]:
     """A model with one linear in int8, and what is compiled of it."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).eval()
-    return model, torch.compile(model, backend="amp_fx", options={**OPTIONS, **options})
+    return model, compiled(model, **options)
 
 
 def planned(run: Callable[..., Any], *args: Tensor) -> dict[str, str]:
@@ -97,15 +99,11 @@ def test_results_are_as_near_to_fp64_as_8_bits_let_them_and_follow_weights_and_s
 
 
 def test_linears_but_the_last_run_in_int8_and_rules_are_followed(model: Any, ids: Tensor) -> None:
-    def levels(policy: Any) -> dict[str, str]:
-        torch._dynamo.reset()
-        return planned(torch.compile(model, backend="amp_fx", options={**OPTIONS, "policy": policy}), ids)
-
     packed, low = "int8_packed", "torch.bfloat16"
-    assert levels("int8") == {"gate": packed, "up": packed, "down": packed, "out": low}
+    assert planned(compiled(model), ids) == {"gate": packed, "up": packed, "down": packed, "out": low}
     wanted = {"up": "fp32", "down": "low", "out": "int8"}
     rules = [{"module": module, "precision": precision} for module, precision in wanted.items()]
-    found = levels({"base": "int8", "rules": rules})
+    found = planned(compiled(model, policy={"base": "int8", "rules": rules}), ids)
     assert found == {"gate": packed, "up": "torch.float32", "down": low, "out": packed}
 
 
@@ -134,18 +132,17 @@ def test_rows_of_zeros_stay_zeros_and_an_infinity_makes_nan_of_its_row() -> None
 
 
 @pytest.mark.usefixtures("op_by_op")
-def test_with_fp16_and_with_weights_that_are_quantised_in_each_call() -> None:
-    for options in ({"dtype": "float16"}, {"weights": "cast"}):
-        model, run = small(**options)
-        x = torch.randn(6, 32)
-        assert wrong(run(x), model, x) < 0.03
+@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"weights": "cast"}], ids=str)
+def test_with_fp16_and_with_weights_that_are_quantised_in_each_call(options: dict[str, str]) -> None:
+    (model, run), x = small(**options), torch.randn(6, 32)
+    assert wrong(run(x), model, x) < 0.03
 
 
 @pytest.mark.usefixtures("op_by_op")
 def test_a_packed_weight_takes_one_byte_an_element() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)).eval()
     held = Held()
-    torch.compile(model, backend="amp_fx", options=OPTIONS)(torch.randn(8, 512))
+    compiled(model)(torch.randn(8, 512))
     # of each column a factor, two numbers that oneDNN wants, and a low bias; and the last linear is low, and oneDNN
     # may pad its 16 columns to 64
     assert 512 * 512 < held.bytes() < 512 * 512 + 512 * 24 + 2 * 512 * 64
@@ -173,12 +170,8 @@ def test_with_gradients_the_policy_means_autocast_and_says_so_once(caplog: pytes
     assert len([row for row in caplog.records if "int8" in row.getMessage()]) <= 1
 
 
-# what contradicts it among options is in the table of combinations.py
-def test_it_has_no_gradients_to_calibrate(model: Any, ids: Tensor) -> None:
-    with pytest.raises(OptionsError, match="gradients"), torch.inference_mode(False):
-        amp_fx.calibrate(model, ids, lambda out: out.square().mean(), policy="int8")
-
-
+# what contradicts it among options is in the table of combinations.py, and that it has no gradients to calibrate, in
+# calibration/test_outputs.py
 def test_an_exported_program_multiplies_integers_without_amp_fx() -> None:
     with torch.inference_mode(False), torch.no_grad():
         model, _ = small()
@@ -193,19 +186,15 @@ def test_an_exported_program_multiplies_integers_without_amp_fx() -> None:
 def test_what_explain_reports_is_counted_and_followed(
     model: Any, ids: Tensor, run: Callable[..., Tensor]
 ) -> None:
-    options: dict[str, Any] = {"policy": "int8", "profile": "off", "weights": "cache", "strict": True}
-    report = amp_fx.explain(model, ids, options=options)
+    report = amp_fx.explain(model, ids, options={**OPTIONS, "weights": "cache"})
     plan = report.plan
     below = [row.levels for row in plan.nodes if row.levels_below]
     assert below == [{"forward": "int8"}] * 3
     assert (report.costs["amp_fx"].moved or 0) > 0
     # as plans had it when a level was one implementation
-    levels = [
-        {role: name.replace("int8", "int8_packed") for role, name in row.levels.items()} for row in plan.nodes
-    ]
-    nodes = [replace(row, levels=own) for row, own in zip(plan.nodes, levels, strict=True)]
-    before = replace(plan, nodes=nodes)
-    for followed in (report, before):
+    packed = {"forward": "int8_packed"}
+    nodes = [replace(row, levels=packed if row.levels_below else row.levels) for row in plan.nodes]
+    for followed in (report, replace(plan, nodes=nodes)):
         torch._dynamo.reset()
-        options = {"plan": followed, "weights": "cache", "strict": True}
+        options: Any = {"plan": followed, "weights": "cache", "strict": True}
         assert torch.equal(torch.compile(model, backend="amp_fx", options=options)(ids), run(ids))

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.graph import GraphLowering
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -46,6 +45,9 @@ def explained(model: Callable[..., Any], *args: Tensor, **options: Any) -> Repor
     return amp_fx.explain(model, *args, options={**OFF, **options})
 
 
+X = torch.randn(4, 8)
+
+
 def of_phase(report: Report, phase: str = "forward") -> list[Plan]:
     return [plan for plan in report.plans if plan.phase == phase]
 
@@ -55,8 +57,11 @@ def rows(report: Report, phase: str = "forward", op: str = "") -> list[NodePlan]
     return [row for plan in of_phase(report, phase) for row in plan.nodes if not op or row.op == op]
 
 
+def dtypes_of_linears(report: Report) -> dict[str, torch.dtype | None]:
+    return {row.module_path: row.dtype for row in rows(report, op="linear")}
+
+
 def stacked(*layers: nn.Module) -> nn.Module:
-    """The layers behind one another, in a module of the program's own."""
     return Parts(lambda m, x: m.layers(x), layers=nn.Sequential(*layers))
 
 
@@ -88,7 +93,6 @@ def test_three_graph_breaks_are_named_and_nothing_changes(capsys: pytest.Capture
     before, gradients = copy.deepcopy(model.state_dict()), {id(p.grad) for p in model.parameters()}
     state, given = torch.get_rng_state(), x.clone()
     report = explained(model, x)
-
     lines = [line.strip() for line in Path(__file__).read_text().splitlines()]
     breaks = ["torch._dynamo.graph_break()", 'print("in the middle")', "if x.sum() > 1e9:"]
     found = [reason.rpartition("[")[2] for reason in report.graph_breaks]
@@ -99,7 +103,6 @@ def test_three_graph_breaks_are_named_and_nothing_changes(capsys: pytest.Capture
     assert len(screen) <= 25
     assert (len(of_phase(report, "forward")), len(of_phase(report, "backward"))) == (4, 4)
     assert [row.dtype for row in rows(report, op="linear")] == [torch.bfloat16] * 4
-
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
     assert gradients == {id(p.grad) for p in model.parameters()}
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
@@ -113,7 +116,6 @@ CONFIG, TOKENS = GPTConfig(layers=2, width=32, heads=2, context=16), torch.randi
 
 @pytest.fixture(scope="module")
 def gpt() -> Report:
-    """Of a small GPT with equal blocks."""
     torch._dynamo.reset()
     return explained(GPT(CONFIG), TOKENS, TOKENS)
 
@@ -121,9 +123,8 @@ def gpt() -> Report:
 def test_the_report_of_a_gpt_has_the_numbers_of_the_gpt(gpt: Report) -> None:
     model = GPT(CONFIG)
     assert len(str(gpt).splitlines()) <= 25
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found = {row.module_path: row.dtype for row in rows(gpt, op="linear")}
-    assert found == dict.fromkeys(linears, torch.bfloat16)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert dtypes_of_linears(gpt) == dict.fromkeys(linears, torch.bfloat16)
     assert gpt.to_dict()["summary"]["shares"]["bfloat16"]["flops"] > 0.9
 
     counter = FlopCounterMode(display=False)
@@ -189,8 +190,7 @@ def test_all_pictures_say_the_same_of_a_module() -> None:
 
 def test_calls_of_the_backward_have_classes_of_their_own(gpt: Report) -> None:
     classes = {row.op: row.op_class.value for row in rows(gpt, "backward")}
-    found = classes["mm"], classes["mul.Tensor"], classes["permute"]
-    assert found == ("low", "promote", "follow")
+    assert classes.items() >= {"mm": "low", "mul.Tensor": "promote", "permute": "follow"}.items()
     (backward,) = of_phase(gpt, "backward")
     assert {cast.kernel for cast in backward.casts} == {True, False}
 
@@ -223,22 +223,14 @@ def test_autocast_is_compared_at_equal_results() -> None:
     assert {node.meta["val"].dtype for node in products} == {torch.float32}
 
 
-@pytest.fixture
-def _one_process(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("group_of_one")
 def test_a_compiled_ddp_model_is_explained_and_can_train_afterwards() -> None:
     model = stacked(*(nn.Linear(512, 512) for _ in range(3)))
     # buckets as small as a weight, so that Dynamo cuts the model into a graph for each
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     x = torch.randn(8, 512)
     report = explained(torch.compile(ddp, backend="amp_fx"), x)
-    found = {row.module_path: row.dtype for row in rows(report, op="linear")}
-    assert found == dict.fromkeys(("layers.0", "layers.1", "layers.2"), torch.bfloat16)
+    assert dtypes_of_linears(report) == dict.fromkeys(("layers.0", "layers.1", "layers.2"), torch.bfloat16)
     assert len(of_phase(report, "forward")) == len(of_phase(report, "backward")) == 3
     assert all("DDPOptimizer" in reason for reason in report.graph_breaks)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -249,18 +241,17 @@ def test_a_compiled_ddp_model_is_explained_and_can_train_afterwards() -> None:
 
 def test_fp16_without_scaling_is_advice_and_the_one_warning_is_kept_for_training() -> None:
     # warnings are errors
-    report = explained(UpDown(8, 16), torch.randn(4, 8), dtype="float16")
-    scaled = explained(UpDown(8, 16), torch.randn(4, 8), dtype="float16", scaler="none")
+    report = explained(UpDown(8, 16), X, dtype="float16")
     assert [row.kind for row in report.notes] == ["scaling"]
-    assert scaled.notes == []
+    assert explained(UpDown(8, 16), X, dtype="float16", scaler="none").notes == []
     assert "float16" in report.shares()
 
 
 def test_bad_options_and_plans_of_other_models_are_raised_as_they_are() -> None:
     with pytest.raises(OptionsError, match="'polcy'"):
-        explained(UpDown(8, 16), torch.randn(4, 8), polcy="fast")
+        explained(UpDown(8, 16), X, polcy="fast")
     with pytest.raises(PlanError, match=r"up linear\)"):
-        explained(UpDown(8, 16), torch.randn(4, 8), plan=Plan())
+        explained(UpDown(8, 16), X, plan=Plan())
 
 
 @pytest.mark.usefixtures("op_by_op")
@@ -268,11 +259,11 @@ def test_what_is_recorded_around_a_compile_is_what_explain_says() -> None:
     def decisions(plan: Plan) -> list[tuple[Any, ...]]:
         return [(row.module_path, row.op, row.op_class, row.dtype, row.reasons) for row in plan.nodes]
 
-    model, x = UpDown(8, 16), torch.randn(4, 8)
-    report = explained(model, x)
+    model = UpDown(8, 16)
+    report = explained(model, X)
     compiled: Callable[..., Tensor] = torch.compile(model, backend="amp_fx", options=OFF)
     with amp_fx.record() as recording:
-        compiled(x).sum().backward()
+        compiled(X).sum().backward()
     (recorded,) = recording.reports
     assert decisions(recorded.plan) == decisions(report.plan)
     # only explain asks Inductor which casts it fuses
@@ -289,8 +280,8 @@ class Recurrent(nn.Module):
 
     def __init__(self, late: bool) -> None:
         super().__init__()
-        self.late = late
-        self.first, self.cell, self.last = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+        self.late, self.first = late, nn.Linear(8, 8)
+        self.cell, self.last = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.late:
@@ -299,16 +290,13 @@ class Recurrent(nn.Module):
 
 
 REMEDY = "    Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
+INNER = Parts(lambda m, x: m.last(m.inner(x)), inner=Recurrent(late=False), last=nn.Linear(8, 8))
+ALONE = nn.LSTM(8, 8, batch_first=True)
 
 
 @pytest.mark.parametrize(
     ("model", "graphs"),
-    [
-        (Recurrent(late=False), 0),
-        (Recurrent(late=True), 1),
-        (Parts(lambda m, x: m.last(m.inner(x)), inner=Recurrent(late=False), last=nn.Linear(8, 8)), 1),
-        (nn.LSTM(8, 8, batch_first=True), 0),
-    ],
+    [(Recurrent(late=False), 0), (Recurrent(late=True), 1), (INNER, 1), (ALONE, 0)],
     ids=["whole", "rest", "inner", "alone"],
 )
 def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(model: nn.Module, graphs: int) -> None:
@@ -344,7 +332,7 @@ def test_parts_of_torchs_own_that_are_compiled_in_place_are_named() -> None:
 
 def test_a_program_that_dynamo_does_not_look_at_says_what_to_look_for() -> None:
     with torch.compiler.set_stance("force_eager"):
-        text = str(explained(UpDown(8, 16), torch.randn(4, 8)))
+        text = str(explained(UpDown(8, 16), X))
     assert "0 graphs" in text
     assert "Dynamo makes no graph of it and gives no reason" in text
 
@@ -355,7 +343,7 @@ def test_a_program_that_is_disabled_names_the_break() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)
 
-    report = explained(Disabled(), torch.randn(4, 8))
+    report = explained(Disabled(), X)
     assert str(report).splitlines()[1] == "nothing was compiled"
     (reason,) = report.graph_breaks
     assert "torch.compiler.disable" in reason
