@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import AmpFxError, Comparison, InputError, OptionsError
-from amp_fx.cli import main
 from documents import Net
 from examples import hugging_face
 from holding import peak_bytes
@@ -254,35 +253,31 @@ def test_nothing_is_changed(without_inductor: None) -> None:
     assert torch.equal(generator, torch.get_rng_state())
 
 
-X = torch.zeros(2, 16)
+X, NET = torch.zeros(2, 16), Net()
 
 
 @pytest.mark.parametrize(
-    ("batch", "given", "kind"),
+    ("arguments", "given", "kind"),
     [
-        *((batch, {}, InputError) for batch in ((torch.zeros(2, 3),), (), (X, 3), ("text",), ({"y": X},))),
-        *(((X,), {"against": against}, OptionsError) for against in ("fp64", 3, {"polcy": "fast"})),
-        ((X,), {"loss": lambda outputs: outputs}, AmpFxError),
+        *(((NET, *b), {}, InputError) for b in ((torch.zeros(2, 3),), (), (X, 3), ("text",), ({"y": X},))),
+        *(((NET, X), {"against": against}, OptionsError) for against in ("fp64", 3, {"polcy": "fast"})),
+        ((NET, X), {"loss": lambda outputs: outputs}, AmpFxError),
+        ((torch.sin, X), {}, AmpFxError),
     ],
     ids=[
-        *("a wrong size", "nothing", "too much", "text", "another name"),
-        *("an unknown reference", "no reference", "wrong options as reference", "no loss"),
+        *("a wrong size", "nothing", "too much", "text", "another name", "an unknown reference"),
+        *("no reference", "wrong options as reference", "no loss", "a function"),
     ],
 )
-def test_what_is_wrong_is_an_error(batch: tuple[Any, ...], given: dict[str, Any], kind: Any) -> None:
+def test_what_is_wrong_is_an_error(arguments: Any, given: dict[str, Any], kind: Any) -> None:
     with pytest.raises(kind, match="no loss" if "loss" in given else None):
-        compared(Net(), *batch, **given)
+        compared(*arguments, **given)
 
 
 def test_a_batch_is_what_calibrate_takes(without_inductor: None) -> None:
     model, x = Net(), torch.randn(6, 16)
     first, *others = (compared(model, *batch).worst for batch in ((x,), ((x,),), ({"x": x},)))
     assert [*others, compared(model, x=x).worst] == [first] * 3
-
-
-def test_a_function_is_no_model() -> None:
-    with pytest.raises(AmpFxError):
-        amp_fx.compare(torch.sin, torch.randn(3))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -306,23 +301,6 @@ def test_text_json_and_picture(without_inductor: None, tmp_path: Path) -> None:
     assert json.loads(found.save(tmp_path / "found.json").read_text()) == data
     assert re.search(r'"error \de-0\d"', found.save(tmp_path / "found.html").read_text())
     assert re.search(r"error \de-0\d", found.save(tmp_path / "found.dot").read_text())
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "user_program.py").write_text(
-        "import torch\nfrom spoiled import kelvin, mean_square as loss\n"
-        "def build():\n    return kelvin(), torch.randn(4, 32, 64)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    arguments = ["compare", "user_program:build", "--loss", "user_program:loss", "--options", json.dumps(OFF)]
-    assert main([*arguments, "--json", "-o", "found.dot"]) == 0
-    assert json.loads(capsys.readouterr().out)["culprit"] == "attend"
-    assert (tmp_path / "found.dot").exists()
-    assert main([*arguments, "--against", "nothing"]) == 1
 
 
 def test_it_holds_at_most_half_as_much_again_as_a_training_step_in_fp32(without_inductor: None) -> None:

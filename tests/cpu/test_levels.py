@@ -23,6 +23,7 @@ from benchmarks.learning import TASKS
 from graphs import op_by_op, without_inductor
 from holding import Held
 from levels import FP8_CPU, MLP, error, exact_gradients, gpt, gradients, llama, options
+from small_models import Parts
 
 
 @pytest.mark.parametrize(
@@ -173,23 +174,20 @@ def test_a_small_gpt_learns_the_standard_library_as_well_as_in_bf16(tmp_path: Pa
 # ---- without gradients ----
 
 
-class Net(nn.Module):
+def net() -> Any:
     """Linears that share what they read, one whose columns are multiplied, a residual, and a head."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.gate, self.up = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 64)
-        self.columns = nn.Parameter(torch.randn(64, 64) / 8)
-        self.bias, self.head = nn.Parameter(torch.randn(64)), nn.Linear(64, 16)
+    def program(m: Any, x: Tensor) -> Tensor:
+        x = F.gelu(m.first(x))
+        x = x + F.silu(m.gate(x)) * m.up(x)
+        x = x + torch.addmm(m.columns.bias, x.view(-1, 64), m.columns.weight).view(x.shape)
+        return m.head(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.first(x))
-        x = x + F.silu(self.gate(x)) * self.up(x)
-        x = x + torch.addmm(self.bias, x.view(-1, 64), self.columns).view(x.shape)
-        return self.head(x)
+    square = {name: nn.Linear(64, 64) for name in ("gate", "up", "columns")}
+    return Parts(program, first=nn.Linear(32, 64), **square, head=nn.Linear(64, 16)).eval()
 
 
-#: bytes of the weights of Net's matmuls in fp8, and of their factors
+#: bytes of the weights of its matmuls in fp8, and of their factors
 IN_FP8, FACTORS = 32 * 64 + 3 * 64 * 64, 4 * 4 * 64
 
 
@@ -200,7 +198,7 @@ IN_FP8, FACTORS = 32 * 64 + 3 * 64 * 64, 4 * 4 * 64
 def test_copies_of_weights_take_half_of_what_they_take_in_bf16_and_follow_their_weights(
     tmp_path: Path, weights: str, mode: type[AbstractContextManager[None]]
 ) -> None:
-    model, x, held = Net().eval(), torch.randn(4, 8, 32), Held()
+    model, x, held = net(), torch.randn(4, 8, 32), Held()
     # strict, what is frozen may not change
     given = (
         options(tmp_path, "rowwise", weights=each, strict=each != "freeze") for each in (weights, "cast")
@@ -210,7 +208,7 @@ def test_copies_of_weights_take_half_of_what_they_take_in_bf16_and_follow_their_
         before = run(x).clone()
         assert torch.equal(before, in_each_call(x))
         # how else weights change is test_defaults.py's
-        for weight in (model.gate.weight, model.columns):
+        for weight in (model.gate.weight, model.columns.weight):
             weight.data.mul_(4)
             found = run(x).clone()
             assert torch.equal(found, in_each_call(x))

@@ -263,30 +263,21 @@ class FusedAttention(torch.autograd.Function):
         return scores @ k, scores.mT @ q, read.mT @ gradient, None
 
 
-class Attention(nn.Module):
-    """Attention between linears; ``rounded`` names what is rounded in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 1)
-        self.rounded: str | None = None
-        nn.init.normal_(self.qkv.weight, std=0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(x).view(ROWS, LENGTH, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
-        q, k, v = heads.unbind(0)
-        if self.rounded is None:
-            a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            a: Any = FusedAttention.apply(q, k, v, self.rounded)
-        return self.out(a.transpose(1, 2).reshape(ROWS, LENGTH, WIDTH)).tanh().square().mean()
+def attention(m: Any, x: Tensor) -> Tensor:
+    """Attention between linears; ``m.rounded`` names what is rounded in it."""
+    q, k, v = m.qkv(x).view(ROWS, LENGTH, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4).unbind(0)
+    if m.rounded is None:
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        a: Any = FusedAttention.apply(q, k, v, m.rounded)
+    return m.out(a.transpose(1, 2).reshape(ROWS, LENGTH, WIDTH)).tanh().square().mean()
 
 
-def error_of_rounding(model: Attention, x: Tensor, rounded: str) -> float:
+def error_of_rounding(model: nn.Module, x: Tensor, rounded: str) -> float:
     """Relative error of the gradient of all parameters."""
     found: list[Tensor] = []
     for kind in ("", rounded):
-        wide = copy.deepcopy(model).double()
+        wide: Any = copy.deepcopy(model).double()
         wide.rounded = kind
         wide(x.double()).backward()
         found.append(torch.cat([p.grad.flatten() for p in wide.parameters() if p.grad is not None]))
@@ -300,7 +291,9 @@ def reads_of_attention(model: nn.Module, batches: Any, **settings: Any) -> dict[
 
 @pytest.mark.parametrize("slot", INSIDE)
 def test_the_sensitivity_of_roundings_inside_attention_is_that_of_a_kernel_that_does_them(slot: str) -> None:
-    model, batches = Attention(), [torch.randn(ROWS, LENGTH, WIDTH) for _ in range(4)]
+    model: Any = Parts(attention, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, 1))
+    nn.init.normal_(model.qkv.weight, std=0.5)
+    model.rounded, batches = None, [torch.randn(ROWS, LENGTH, WIDTH) for _ in range(4)]
     read = reads_of_attention(model, batches, probes=4)[slot]
     sensitivity = as_number(read.value) + as_number(read.gradient)
     true = math.sqrt(sum(error_of_rounding(model, x, slot) ** 2 for x in batches) / len(batches))

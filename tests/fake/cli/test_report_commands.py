@@ -50,6 +50,10 @@ class Squared(nn.Linear):
 
 def with_loss():
     return Squared(4, 1), (), {"x": torch.randn(3, 4)}
+
+def spoiled():
+    import spoiled
+    return spoiled.kelvin(), torch.randn(4, 32, 64)
 """
 
 
@@ -182,6 +186,15 @@ def test_sensitivity_a_plan_and_a_figure_are_calibrated() -> None:
     assert Sensitivity.load("found.json").level == "rowwise"
 
 
+@pytest.mark.usefixtures("without_inductor")
+def test_the_module_that_spoils_a_run_is_named() -> None:
+    options = "--loss user_models:loss --options {'profile':'off'}"
+    command = ["compare", "user_models:spoiled", *options.split()]
+    assert read(*command, "-o", "found.dot")["culprit"] == "attend"
+    assert Path("found.dot").exists()
+    assert "'nothing'" in error_of(*command, "--against", "nothing")
+
+
 def test_errors_of_the_operating_system_are_told_in_words(saved: dict[str, str]) -> None:
     assert "there is no file 'none.json'." in error_of("diff", saved["off"], "none.json")
     assert "there is no file 'no.json'." in error_of("draw", saved["off"], "--against", "no.json")
@@ -214,18 +227,11 @@ def test_a_model_that_is_not_there_or_a_wrong_option_is_told_in_one_line(argv: s
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        ("", "COMMAND"),
-        ("explain", "MODEL"),
-        ("diff a.json", "AFTER"),
-        ("nonsense", "'nonsense'"),
-        ("exlpain m:f", "'explain'"),
-        ("explain m:f --options 3", "'3'"),
-        ("explain m:f -x", "-x"),
-        ("profile --seconds 0", "positive"),
-        ("profile --seconds x", "'x'"),
-        ("profile --device tpu", "'tpu'"),
+        ("", "COMMAND"), ("explain", "MODEL"), ("diff a.json", "AFTER"), ("nonsense", "'nonsense'"),
+        ("exlpain m:f", "'explain'"), ("explain m:f --options 3", "'3'"), ("explain m:f -x", "-x"),
+        ("profile --seconds 0", "positive"), ("profile --seconds x", "'x'"), ("profile --device tpu", "'tpu'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_exits_with_2(argv: str, named: str) -> None:
     _, error = run(*argv.split(), code=2)
     assert "usage: " in error
@@ -278,17 +284,12 @@ def test_a_program_calls_itself_by_the_name_it_was_started_by(path: str, name: s
 @pytest.mark.parametrize(
     ("command", "files"),
     [
-        ("explain", "-o missing/report.json"),
-        ("explain", "-o report.txt"),
-        ("draw", "-o folder"),
-        ("histogram", "-o missing/figure.png"),
-        ("compare", "-o missing/compared.html"),
-        ("compare", "-o compared.txt"),
-        ("calibrate", "--plan missing/plan.json"),
-        ("export", "-o missing/model.pt2"),
-        ("export", "-o model.bin"),
+        ("explain", "-o missing/report.json"), ("explain", "-o report.txt"), ("draw", "-o folder"),
+        ("histogram", "-o missing/figure.png"), ("calibrate", "--plan missing/plan.json"),
+        ("compare", "-o missing/compared.html"), ("compare", "-o compared.txt"),
+        ("export", "-o missing/model.pt2"), ("export", "-o model.bin"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(command: str, files: str) -> None:
     Path("folder").mkdir()
     assert Path(files.split()[-1]).name in error_of(command, "user_models:with_loss", *files.split())
