@@ -127,11 +127,8 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     ours, theirs = ours.float(), theirs.float()
     one_step = (theirs.abs() / 8).clamp_min(2.0**-9)
     half_of_a_power = (theirs.frexp().mantissa.abs() == 0.5) & (ours * 2 == theirs)
-    wrong = ours != theirs
-    return (
-        bool((((ours - theirs).abs() <= one_step) | half_of_a_power).all())
-        and float(wrong.float().mean()) < 0.2
-    )
+    near = ((ours - theirs).abs() <= one_step) | half_of_a_power
+    return bool(near.all()) and float((ours != theirs).float().mean()) < 0.2
 
 
 def is_whole(_recipe: object, weight: Tensor) -> bool:
@@ -141,13 +138,10 @@ def is_whole(_recipe: object, weight: Tensor) -> bool:
 
 if __name__ == "__main__":
     derived._is_renewed = is_whole
-    print(
-        json.dumps(
-            {
-                "ways that break the rule": ways_that_break_the_rule(),
-                "only what was written to is made again": only_what_was_written_to_is_made_again(),
-                "copies stay where they are": copies_stay_where_they_are(),
-                "matrices in fp8": matrices_in_fp8_are_renewed(),
-            }
-        )
-    )
+    found = {
+        "ways that break the rule": ways_that_break_the_rule(),
+        "only what was written to is made again": only_what_was_written_to_is_made_again(),
+        "copies stay where they are": copies_stay_where_they_are(),
+        "matrices in fp8": matrices_in_fp8_are_renewed(),
+    }
+    print(json.dumps(found))

@@ -1,7 +1,4 @@
-"""The Triton kernel of `amp_fx.weights.renewal`, without a GPU: interpreted, and compiled for GPUs.
-
-Builds of torch for a CPU bring no Triton.
-"""
+"""The Triton kernel of `amp_fx.weights.renewal`, without a GPU: interpreted, and compiled for GPUs."""
 
 from __future__ import annotations
 
