@@ -19,33 +19,27 @@ from levels import error, exact
 from small_models import Beyond, Parts
 
 
-class Net(nn.Module):
-    """A convolution with running statistics, attention, a norm, ReLU, and a head; it returns integers as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch, self.norm = nn.Conv2d(3, 64, 4, stride=4), nn.BatchNorm2d(64)
-        self.qkv, self.mix = nn.Linear(64, 192), nn.Linear(64, 64)
-        self.up, self.down, self.scale = nn.Linear(64, 128), nn.Linear(128, 64), nn.LayerNorm(64)
-        self.head = nn.Linear(64, 16)
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        x = F.relu(self.norm(self.patch(images))).flatten(2).mT
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4).unbind(0)
-        x = x + self.mix(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        x = x + self.down(F.relu(self.up(self.scale(x))))
-        scores = self.head(x.mean(1))
-        return {"scores": scores, "states": x, "best": scores.argmax(-1)}
-
-
 def images(seed: int) -> Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
-def model() -> Net:
+def model() -> Any:
+    """A convolution with running statistics, attention, a norm, ReLU, and a head; it returns integers as well."""
+
+    def program(m: Any, images: Tensor) -> dict[str, Tensor]:
+        x = F.relu(m.norm(m.patch(images))).flatten(2).mT
+        q, k, v = m.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + m.mix(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + m.down(F.relu(m.up(m.scale(x))))
+        scores = m.head(x.mean(1))
+        return {"scores": scores, "states": x, "best": scores.argmax(-1)}
+
     torch.manual_seed(0)
-    net = Net()
+    parts: dict[str, nn.Module] = {"patch": nn.Conv2d(3, 64, 4, stride=4), "norm": nn.BatchNorm2d(64)}
+    parts |= {"qkv": nn.Linear(64, 192), "mix": nn.Linear(64, 64), "up": nn.Linear(64, 128)}
+    parts |= {"down": nn.Linear(128, 64), "scale": nn.LayerNorm(64), "head": nn.Linear(64, 16)}
+    net = Parts(program, **parts)
     with torch.no_grad():
         for seed in range(8):
             net(images(seed))
@@ -67,7 +61,7 @@ def measured(model: nn.Module, run: Callable[..., Any], batches: list[Tensor]) -
     ("policy", "dtype", "budget"),
     [("autocast", "bf16", 0.5), ("autocast", "fp16", 1.0), ("int8", "bf16", 2.0)],
 )
-def test_predictions_are_what_calls_measure(model: Net, policy: str, dtype: str, budget: float) -> None:
+def test_predictions_are_what_calls_measure(model: Any, policy: str, dtype: str, budget: float) -> None:
     batches = [(images(10),), (images(11),)]
     found = amp_fx.calibrate(model, batches, of="outputs", policy=policy, dtype=dtype, profile="off")
     plan = found.plan(budget=budget, verify=False)
@@ -82,7 +76,7 @@ def test_predictions_are_what_calls_measure(model: Net, policy: str, dtype: str,
         assert 0.75 < plan.point.error / measured(model, call, [images(20), images(21)]) < 1.33
 
 
-def test_a_plan_is_checked_by_a_compiled_call(model: Net) -> None:
+def test_a_plan_is_checked_by_a_compiled_call(model: Any) -> None:
     found = amp_fx.calibrate(model, images(10), of=lambda returned: returned["scores"], profile="off")
     plan = found.plan()
     assert plan.measured is not None
@@ -170,7 +164,7 @@ def test_graphs_before_a_break_count_and_before_code_that_is_not_traced_are_as_a
     assert [[row.dtype is row.low for row in plan.nodes] for plan in strict.plans] == [[True], [False]]
 
 
-def test_a_gpu_that_is_not_there_is_planned_for(model: Net) -> None:
+def test_a_gpu_that_is_not_there_is_planned_for(model: Any) -> None:
     pytest.importorskip("triton")
     found = amp_fx.calibrate(model, images(10), of="outputs", policy="int8", target="cuda:h100")
     points = {point.name: point for point in found.frontier()}
@@ -182,7 +176,7 @@ def test_a_gpu_that_is_not_there_is_planned_for(model: Net) -> None:
     assert not any(call.scales for graph in found.sensitivity.graphs for call in graph.calls)
 
 
-def test_sensitivity_of_outputs_is_not_taken_for_that_of_gradients(model: Net, tmp_path: Path) -> None:
+def test_sensitivity_of_outputs_is_not_taken_for_that_of_gradients(model: Any, tmp_path: Path) -> None:
     small, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 32)
     found = amp_fx.calibrate(small, x, of="outputs", profile="off")
     path = str(found.save(tmp_path / "sensitivity.json"))
@@ -194,7 +188,7 @@ def test_sensitivity_of_outputs_is_not_taken_for_that_of_gradients(model: Net, t
         assert error([run(x)], [exact(small, x)]) < found.autocast_error
 
 
-def test_bad_input_is_told_in_one_sentence(model: Net) -> None:
+def test_bad_input_is_told_in_one_sentence(model: Any) -> None:
     for given, kind, message in (
         ({"of": "logits"}, OptionsError, r"'gradients', 'outputs'.*'logits'"),
         ({"loss": torch.sum, "of": "outputs"}, OptionsError, "loss"),

@@ -30,27 +30,21 @@ from small_models import Parts
 PROFILE = DeviceProfile("test", "cpu", {"float32": 1e9, "bfloat16": 2e9, "int8": 8e9}, 1e12, 0.0)
 
 
-class Net(nn.Module):
+@pytest.fixture(scope="module")
+def model() -> Any:
     """Convolutions with norms, in-place activations and a residual addition, then linears."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 16, 3, 2, bias=False), nn.BatchNorm2d(16)
-        self.depth, self.point = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 16, 1)
-        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 32), nn.Linear(32, 8)
-        self.relu = nn.ReLU(inplace=True)
+    def program(m: Any, x: Tensor) -> Tensor:
+        x = m.relu(m.norm(m.stem(x)))
+        x = (x + m.point(m.relu(m.depth(x)))).flatten(2).mT
+        return m.head(m.down(nn.functional.gelu(m.up(x))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.norm(self.stem(x)))
-        x = (x + self.point(self.relu(self.depth(x)))).flatten(2).mT
-        return self.head(self.down(nn.functional.gelu(self.up(x))))
-
-
-@pytest.fixture(scope="module")
-def model() -> Net:
     torch.manual_seed(0)
-    net = Net()
-    net(torch.randn(16, 3, 17, 17))
+    parts: dict[str, nn.Module] = {"stem": nn.Conv2d(3, 16, 3, 2, bias=False), "norm": nn.BatchNorm2d(16)}
+    parts |= {"depth": nn.Conv2d(16, 16, 3, padding=1, groups=16), "point": nn.Conv2d(16, 16, 1)}
+    parts |= {"up": nn.Linear(16, 64), "down": nn.Linear(64, 32), "head": nn.Linear(32, 8)}
+    net = Parts(program, **parts, relu=nn.ReLU(inplace=True))
+    net(images(16))
     return net.eval()
 
 
@@ -63,7 +57,7 @@ def images(rows: int = 4) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def cal(model: Net) -> Calibration:
+def cal(model: Any) -> Calibration:
     torch.manual_seed(1)
     return calibrated(model, [images() for _ in range(4)])
 
@@ -118,7 +112,7 @@ def test_every_linear_and_convolution_has_a_scale_and_what_it_adds(cal: Calibrat
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("budget", [1.5, 100])
 def test_the_error_on_other_batches_is_the_predicted_one(
-    model: Net, cal: Calibration, budget: float, tmp_path: Path
+    model: Any, cal: Calibration, budget: float, tmp_path: Path
 ) -> None:
     plan = cal.plan(budget=budget, verify=False)
     rows = [row for row in plan.plans[0].nodes if row.op in ("linear", "conv2d")]
@@ -193,7 +187,7 @@ def test_a_single_row_has_no_measured_scales() -> None:
 @pytest.mark.parametrize("weights", ["auto", "cache", "freeze", "stored low"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_batches_of_other_sizes_are_multiplied_by_the_same_scales(
-    model: Net, plan: CalibratedPlan, weights: str, dynamic: bool | None
+    model: Any, plan: CalibratedPlan, weights: str, dynamic: bool | None
 ) -> None:
     net = copy.deepcopy(model)
     if weights == "stored low":
@@ -206,7 +200,7 @@ def test_batches_of_other_sizes_are_multiplied_by_the_same_scales(
             assert wrong(run(x), model, x) < 0.02
 
 
-def test_without_kept_weights_scales_are_found_in_each_call(model: Net, plan: CalibratedPlan) -> None:
+def test_without_kept_weights_scales_are_found_in_each_call(model: Any, plan: CalibratedPlan) -> None:
     (first,), x = plan.plans, images()
     rows = [row if row.op == "linear" else replace(row, levels={}, scales={}) for row in first.nodes]
     with amp_fx.record() as recording, torch.no_grad():
@@ -217,7 +211,7 @@ def test_without_kept_weights_scales_are_found_in_each_call(model: Net, plan: Ca
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_a_report_says_why_a_convolution_stays_low(model: Net, plan: CalibratedPlan) -> None:
+def test_a_report_says_why_a_convolution_stays_low(model: Any, plan: CalibratedPlan) -> None:
     def why(**options: Any) -> str:
         torch._dynamo.reset()
         with torch.inference_mode():
@@ -230,7 +224,7 @@ def test_a_report_says_why_a_convolution_stays_low(model: Net, plan: CalibratedP
 
 @pytest.mark.parametrize("scale", [(0.0, 3), (math.nan, 3), (math.inf, 3), (0.1, 256)])
 @pytest.mark.usefixtures("without_inductor")
-def test_a_plan_with_a_scale_that_is_none_is_refused(model: Net, plan: CalibratedPlan, scale: Any) -> None:
+def test_a_plan_with_a_scale_that_is_none_is_refused(model: Any, plan: CalibratedPlan, scale: Any) -> None:
     next(row for row in plan.plans[0].nodes if row.scales).scales = {INPUT: scale}
     run = compiled(model, plan.plans[0], strict=False)
     with pytest.raises(Exception, match="the plan has scales") as caught, torch.no_grad():
@@ -239,7 +233,7 @@ def test_a_plan_with_a_scale_that_is_none_is_refused(model: Net, plan: Calibrate
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Net, tmp_path: Path) -> None:
+def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, tmp_path: Path) -> None:
     profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
     plan = calibrated(model, images(16), dtype="float16", profile=profile).plan(budget=100, verify=False)
     x, path = images(), tmp_path / "model.onnx"
@@ -286,7 +280,7 @@ def test_layers_share_the_kernels_that_round_what_they_read() -> None:
 
 @pytest.mark.usefixtures("code")
 def test_compiled_products_write_integers_follow_weights_and_come_from_the_cache(
-    model: Net, plan: CalibratedPlan
+    model: Any, plan: CalibratedPlan
 ) -> None:
     net, x = copy.deepcopy(model), images()
     with torch.inference_mode(), fresh_cache():
