@@ -196,7 +196,6 @@ BUILDERS: Builders = {
     "lu_solve": lambda: (t(4, 2), spd(), torch.tensor([1, 2, 3, 4], dtype=torch.int32)),
     "linalg_lu_solve": lambda: (spd(), torch.tensor([1, 2, 3, 4], dtype=torch.int32), t(4, 2)),
     "ormqr": lambda: (t(4, 4), p(4), t(4, 2)),
-    "linalg_vander": lambda: (t(4),),
     "fake_quantize_per_tensor_affine": lambda: (t(), 0.1, 0, 0, 255),
     # moving values
     **each("view reshape _unsafe_view", lambda: (t(4, 6), [6, 4])),
@@ -211,7 +210,7 @@ BUILDERS: Builders = {
     "broadcast_tensors": lambda: ([t(4, 1), t(1, 6)],),
     **each("meshgrid cartesian_prod", lambda: ([t(4), t(6)],)),
     "meshgrid.indexing": lambda: ([t(4), t(6)], {"indexing": "ij"}),
-    **each("combinations diag diagflat diag_embed", lambda: (t(4),)),
+    **each("combinations diag diagflat diag_embed linalg_vander", lambda: (t(4),)),
     "slice.Tensor": lambda: (t(), 1, 1, 4),
     "narrow.Tensor": lambda: (t(), 1, torch.tensor(1), 3),
     **each("split.sizes split_with_sizes unsafe_split_with_sizes", lambda: (t(), [2, 4], 1)),

@@ -58,9 +58,6 @@ def test_no_pair_is_left_out_but_what_the_table_says_and_what_follows_from_it() 
     # the recipe needs policy fp8, which those numerics cannot have
     unnamed = frozenset({("fp8", "rowwise"), ("numerics", "eager")})
     assert [pair for pair in left_out if combinations.is_allowed(dict(pair))] == [unnamed]
-
-
-def test_what_is_excluded_names_values_of_the_table() -> None:
     for excluded in EXCLUDED:
         assert all(set(names) <= AXES[axis].keys() for axis, names in excluded.values.items())
 

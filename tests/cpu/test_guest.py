@@ -14,7 +14,6 @@ from holding import run_python
 # one worker starts the processes
 pytestmark = pytest.mark.xdist_group("guest")
 
-NAMES = [program.__name__ for program in guest.PROGRAMS]
 KINDS = ("alone", "imported", "used")
 Said = dict[str, dict[str, Any]]
 
@@ -30,7 +29,7 @@ def said() -> Said:
         return dict(zip(KINDS, threads.map(say, KINDS), strict=True))
 
 
-@pytest.mark.parametrize("program", NAMES)
+@pytest.mark.parametrize("program", [program.__name__ for program in guest.PROGRAMS])
 def test_importing_or_a_model_of_amp_fx_changes_nothing_for_others(said: Said, program: str) -> None:
     alone, imported, used = (said[kind][program] for kind in KINDS)
     assert (used["values"], used["graphs"]) == (alone["values"], alone["graphs"])

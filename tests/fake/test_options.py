@@ -24,16 +24,13 @@ from documents import ROOT
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def test_the_defaults() -> None:
+def test_the_defaults_and_spellings_of_the_dtype() -> None:
     options = Options.parse()
     assert options == Options.parse(None, {}) == Options()
     found = options.dtype, options.policy, options.numerics, options.weights, options.scaler, options.strict
     assert found == (None, Policy(), "compiled", "auto", None, False)
     assert options.inductor == {}
     assert Options.parse(None, {"scaler": "default"}).scaler == "default"
-
-
-def test_spellings_of_the_dtype() -> None:
     spellings: dict[torch.dtype | None, tuple[object, ...]] = {
         None: ("auto",),
         BF16: ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16),
@@ -151,12 +148,6 @@ def test_options_survive_copying_and_pickling_and_policies_print_the_form_that_t
 # ---- amp_fx.options and amp_fx.compile ----
 
 
-def test_options_are_what_torch_compile_takes() -> None:
-    assert amp_fx.options() == {}
-    found = amp_fx.options(dtype="float16", weights="freeze", inductor={"max_autotune": False})
-    assert found == {"dtype": "float16", "weights": "freeze", "max_autotune": False}
-
-
 WRONG: list[dict[str, Any]] = [
     {"weihgts": "freeze"},
     {"policy": {"base": "autocast", "rules": [{"op": "softmaxx", "precision": "fp32"}]}},
@@ -188,7 +179,10 @@ def test_keywords_the_page_and_the_combinations_have_every_option_and_its_values
         assert [value for value in valid if f'"{value}"' not in rows[name]] == []
 
 
-def test_compile_is_torch_compile_with_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_what_torch_compile_takes_and_compile_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert amp_fx.options() == {}
+    found = amp_fx.options(dtype="float16", weights="freeze", inductor={"max_autotune": False})
+    assert found == {"dtype": "float16", "weights": "freeze", "max_autotune": False}
     seen: dict[str, Any] = {}
     monkeypatch.setattr(torch, "compile", lambda model, **given: seen.update(given) or model)
     own = {"coordinate_descent_tuning": False}

@@ -49,13 +49,10 @@ def fit(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> li
 # ---- the plugin ----
 
 
-def test_accelerate_has_no_name_for_other_backends() -> None:
+def test_the_plugin_compiles_with_amp_fx_for_which_accelerate_has_no_name() -> None:
     # when this fails, dynamo_backend="amp_fx" may work by itself
     with pytest.raises(ValueError, match="AMP_FX"):
         Accelerator(cpu=True, dynamo_backend="amp_fx")
-
-
-def test_the_plugin_compiles_with_amp_fx() -> None:
     given = {"options": {"policy": "fast"}, "dynamic": True, "fullgraph": True}
     plugin = AmpFxPlugin(**given)
     assert isinstance(plugin, TorchDynamoPlugin)

@@ -138,14 +138,11 @@ def test_a_callback_that_the_trainer_restores_finds_its_scaler(tmp_path: Path) -
 # ---- errors ----
 
 
-def test_a_contradiction_is_an_error() -> None:
+def test_contradictions_and_two_scalers_are_errors(tmp_path: Path) -> None:
     with pytest.raises(amp_fx.OptionsError, match=r"'float16'.*'bfloat16'"):
         AmpFxCallback({"dtype": "bfloat16"}, dtype="float16")
     with pytest.raises(amp_fx.ScalerError, match="nobody"):
         AmpFxCallback(dtype="float16", scaler="nobody")
-
-
-def test_two_scalers_are_an_error(tmp_path: Path) -> None:
     own = trainer(tmp_path, fp16())
     own.accelerator.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(amp_fx.ScalerError, match="fp16=False"):

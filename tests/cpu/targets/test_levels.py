@@ -24,7 +24,6 @@ pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
 FP8 = "float8_e4m3fn"
 
-#: what is like rowwise but for its scales
 SLOW = pytest.mark.slow
 
 #: operands and scales, of which the code knows by name or by sizes and strides
