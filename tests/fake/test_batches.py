@@ -39,9 +39,7 @@ X = torch.ones(2)
 def test_a_batch_is_taken_apart_where_the_program_takes_its_parts(program, batch, args, kwargs):
     assert call_of(program, batch) == (args, kwargs)
     assert arguments_of(program, (batch,), {}) == (args, kwargs)
-
-
-def test_arguments_stay_as_they_are():
+    # what is no batch stays as it is
     assert arguments_of(Two(), (X, 3), {}) == ((X, 3), {})
     assert arguments_of(Two(), (X,), {"y": 3}) == ((X,), {"y": 3})
 
