@@ -19,6 +19,9 @@ from amp_fx.plans.plan import Plan, dtype_name
 from amp_fx.settings import Options
 from graphs import DEFAULTS, Program, Rewritten, autocast_in, casts_of, plans, rewrite, without_inductor
 
+#: casts from and to a dtype
+DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
+
 #: error a result may have beyond 1.25 times that of torch.autocast
 NOISE = 1e-3
 
@@ -98,13 +101,8 @@ def agree(
     low = ambient or Options.parse(None, options).low_dtype("cpu")
 
     def compiled(of: Program) -> Program:
-        own = torch.compile(
-            of,
-            backend="amp_fx",
-            fullgraph=fullgraph,
-            dynamic=dynamic,
-            options={**DEFAULTS, **(options or {})},
-        )
+        given = {**DEFAULTS, **(options or {})}
+        own = torch.compile(of, backend="amp_fx", fullgraph=fullgraph, dynamic=dynamic, options=given)
         return _under(ambient)(own)
 
     with without_inductor(), record() as recording:
@@ -121,7 +119,10 @@ class _Run:
     aliases: frozenset[frozenset[str]]
 
 
-def _under(dtype: torch.dtype | None) -> Callable[[Program], Program]:
+_Arm = Callable[[Program], Program]
+
+
+def _under(dtype: torch.dtype | None) -> _Arm:
     """The arm that runs a program under autocast, or as it is."""
 
     def arm(of: Program) -> Program:
@@ -137,7 +138,7 @@ def _under(dtype: torch.dtype | None) -> Callable[[Program], Program]:
 def _assert_same(
     got: _Run,
     program: Program,
-    args: tuple[Any, ...],
+    args: Sequence[Any],
     ambient: torch.dtype | None,
     low: torch.dtype,
     reference: torch.dtype,
@@ -165,12 +166,7 @@ def _assert_same(
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
-def _run(
-    program: Program,
-    args: tuple[Any, ...],
-    arm: Callable[[Program], Program],
-    dtype: torch.dtype | None = None,
-) -> _Run:
+def _run(program: Program, args: Sequence[Any], arm: _Arm, dtype: torch.dtype | None = None) -> _Run:
     torch._dynamo.reset()
     own, inputs = copy.deepcopy((program, args))
     if dtype is not None:
@@ -190,10 +186,8 @@ def _run(
     if isinstance(own, nn.Module):
         results.update({f"buffer {name}": value for name, value in own.named_buffers()})
         leaves.update(own.named_parameters())
-    gradients = {
-        f"gradient of {name}": v.grad for name, v in leaves.items() if v.is_leaf and v.grad is not None
-    }
-    values = {**named, **results, **gradients}
+    grads = {f"gradient of {name}": v.grad for name, v in leaves.items() if v.is_leaf and v.grad is not None}
+    values = {**named, **results, **grads}
     return _Run({name: value.detach() for name, value in values.items()}, aliases)
 
 

@@ -110,9 +110,7 @@ def on_cuda(gm: fx.GraphModule) -> fx.GraphModule:
             value = original.meta.get("example_value")
             if node.op == "placeholder" and isinstance(value, Tensor):
                 # no requires_grad: autograd's metadata asks for the device, fake or not
-                fake = torch.empty_strided(
-                    tuple(value.shape), value.stride(), dtype=value.dtype, device="cuda"
-                )
+                fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
                 is_parameter = isinstance(value, nn.Parameter)
                 node.meta["example_value"] = nn.Parameter(fake, False) if is_parameter else fake
             node.args, node.kwargs = tree_map(_cpu_to_cuda, (node.args, node.kwargs))
@@ -134,17 +132,10 @@ def captured(
         return capture(gm, ambient_regions({device: low}))
 
 
-def run_until(
-    last: type[Pass],
-    program: Program,
-    *args: Any,
-    device: str = "cpu",
-    options: Mapping[str, Any] | None = None,
-    ambient: torch.dtype | None = None,
-) -> Rewritten:
-    """Runs the pipeline up to and including one pass."""
-    opts = Options.parse(None, options)
-    gm = captured(program, *args, device=device, low=opts.low_dtype("cpu"), ambient=ambient)
+def run_until(last: type[Pass], program: Program, *args: Any, **how: Any) -> Rewritten:
+    """Runs the pipeline up to and including one pass, on a graph that is captured so, under ``options``."""
+    opts = Options.parse(None, how.pop("options", None))
+    gm = captured(program, *args, low=opts.low_dtype("cpu"), **how)
     stop = [type(step) for step in PIPELINE].index(last)
     plan = run_passes(gm, PIPELINE[: stop + 1], PassContext(opts.policy, opts.numerics))
     return Rewritten(gm, plan)

@@ -29,14 +29,9 @@ from small_models import GPT
 
 aten = torch.ops.aten
 
+_RATES = {"float32": 1e9, "bfloat16": 1e12, "float16": 1e12, FLOAT8: 1e18}
 #: fp8 always gains on it; matmuls in fp8 are emulated there
-FP8_CPU = DeviceProfile(
-    "a CPU with fp8",
-    "cpu",
-    {"float32": 1e9, "bfloat16": 1e12, "float16": 1e12, FLOAT8: 1e18},
-    bandwidth=1e15,
-    launch=1e-12,
-)
+FP8_CPU = DeviceProfile("a CPU with fp8", "cpu", _RATES, bandwidth=1e15, launch=1e-12)
 
 
 def options(
@@ -97,6 +92,10 @@ class Step:
         """Matmuls in fp8 of forward and backward."""
         return calls(self.forward, aten._scaled_mm.default), calls(self.backward, aten._scaled_mm.default)
 
+    def counts(self) -> tuple[int, ...]:
+        """How many they are."""
+        return tuple(map(len, self.scaled()))
+
     def reasons(self) -> dict[str, list[tuple[Kind, str]]]:
         """Module path -> why its matmuls run as they do: the kind and the role."""
         return {
@@ -107,12 +106,16 @@ class Step:
 
 
 def lowered(
-    program: Callable[..., Tensor], args: Sequence[Any], options: dict[str, Any], **settings: Any
+    program: Callable[..., Tensor],
+    args: Sequence[Any],
+    options: dict[str, Any],
+    running: Callable[[], contextlib.AbstractContextManager[list[fx.GraphModule]]] = op_by_op,
+    **settings: Any,
 ) -> Step:
     """Compiles forward and backward up to code, and runs them op by op."""
     torch._dynamo.reset()
     compiled = torch.compile(program, backend="amp_fx", options=options, **settings)
-    with amp_fx.record() as recording, op_by_op() as graphs:
+    with amp_fx.record() as recording, running() as graphs:
         result = compiled(*args)
         if result.requires_grad:
             result.backward()
@@ -136,6 +139,14 @@ def exact(model: nn.Module, x: Tensor) -> Tensor:
     """The result of such a call in fp64."""
     with torch.no_grad():
         return copy.deepcopy(model).double()(x.double())
+
+
+def lies_right(node: fx.Node, by_row: bool) -> bool:
+    """Whether a matmul with scales reads what library kernels want: rows of the first, columns of the second."""
+    first, second, *scales = (arg.meta["val"] for arg in node.args[:4])  # type: ignore[union-attr]
+    shapes = [(first.shape[0], 1), (1, second.shape[1])] if by_row else [(), ()]
+    strides = first.stride() == (first.shape[1], 1) and second.stride() == (1, second.shape[0])
+    return strides and [scale.shape for scale in scales] == shapes
 
 
 def calls(gm: fx.GraphModule, target: Any) -> list[fx.Node]:

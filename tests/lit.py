@@ -49,13 +49,10 @@ class Watch(Callback):
         self.weights: list[list[Tensor]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note(pl_module)
+        self.weights.append(weights(pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self._note(pl_module)
-
-    def _note(self, module: LightningModule) -> None:
-        self.weights.append(weights(module))
+        self.weights.append(weights(pl_module))
 
     @property
     def moved(self) -> list[bool]:
@@ -63,22 +60,11 @@ class Watch(Callback):
 
 
 def trainer(folder: Path, *callbacks: Callback, **more: Any) -> Trainer:
-    return Trainer(
-        **{
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": folder,
-            "callbacks": list(callbacks),
-            **more,
-        }
-    )
+    without = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    given = {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": folder, "callbacks": list(callbacks)}
+    return Trainer(**{**dict.fromkeys(without, False), **given, **more})
 
 
 def fp16(**more: Any) -> AmpFxPrecision:
-    return AmpFxPrecision(
-        "16-mixed", scaler=amp_fx.GradScaler("cpu", init_scale=128.0), options=OPTIONS, **more
-    )
+    scaler = amp_fx.GradScaler("cpu", init_scale=128.0)
+    return AmpFxPrecision("16-mixed", scaler=scaler, options=OPTIONS, **more)

@@ -68,12 +68,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
-        q, k, v = (
-            self.qkv(self.norm1(x))
-            .view(b, t, 3, self.heads, d // self.heads)
-            .permute(2, 0, 3, 1, 4)
-            .unbind(0)
-        )
+        heads = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(a.transpose(1, 2).reshape(b, t, d))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))

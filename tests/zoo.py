@@ -38,9 +38,8 @@ class Case:
     model: nn.Module  # fp32, in training mode; copy it before use
     inputs: Callable[[int], Batch]  # from a seed
     loss_fn: Callable[[Outputs, Batch], Tensor]  # a scalar; called outside the compiled code
-    parts: tuple[
-        str, ...
-    ] = ()  # submodules to compile instead of the whole model (the two networks of a GAN)
+    # submodules to compile instead of the whole model (the two networks of a GAN)
+    parts: tuple[str, ...] = ()
     run: Callable[[nn.Module, Batch], Outputs] = _call_with_batch
     dynamo: Mapping[str, Any] = field(default_factory=dict)  # settings of ``torch._dynamo.config``
     low_in_eval: bool = True  # False where autocast itself computes in fp32 in evaluation
@@ -82,24 +81,31 @@ def _images(seed: int) -> Batch:
     return {"pixel_values": _normal(seed, 4, 3, 32, 32), "labels": _tokens(seed, 4, vocab=4)}
 
 
-def _padded_tokens(seed: int) -> Batch:
-    return {"input_ids": _tokens(seed, 4, 32), "attention_mask": hugging_face.padding_mask(4, 32)}
+def _padded_tokens(*labels: int, vocab: int = 128, ahead: int = 1) -> Callable[[int], Batch]:
+    """Batches of sentences of different lengths, and labels of a shape."""
+
+    def inputs(seed: int) -> Batch:
+        batch = {"input_ids": _tokens(seed, 4, 32), "attention_mask": hugging_face.padding_mask(4, 32)}
+        return {**batch, "labels": _tokens(seed + ahead, *labels, vocab=vocab)}
+
+    return inputs
+
+
+def _classified(*shape: int) -> Callable[[int], Batch]:
+    """Batches of random numbers, each of ten classes."""
+    return lambda seed: {"input": _normal(seed, *shape), "target": _tokens(seed, shape[0], vocab=10)}
 
 
 # --- Hugging Face transformers: tiny configurations, random weights. ---
+
+_SIZES = {"width": 64, "hidden": 128, "vocab": 128}
 
 
 @_case
 def bert(attention: str = "sdpa") -> Case:
     """Encoder with a padding mask."""
-    model = hugging_face.bert(
-        layers=2, width=64, heads=2, hidden=128, vocab=128, length=64, attention=attention
-    )
-
-    def inputs(seed: int) -> Batch:
-        return {**_padded_tokens(seed), "labels": _tokens(seed + 1, 4, vocab=4)}
-
-    return Case(model.train(), inputs, _returned_loss)
+    model = hugging_face.bert(layers=2, heads=2, length=64, attention=attention, **_SIZES)
+    return Case(model.train(), _padded_tokens(4, vocab=4), _returned_loss)
 
 
 # attention spelled out: two matmuls, an additive mask, a softmax
@@ -121,14 +127,8 @@ def gpt2() -> Case:
 @_case
 def llama(attention: str = "sdpa") -> Case:
     """Decoder with RMS norms, rotary positions and grouped-query attention."""
-    model = hugging_face.llama(
-        layers=2, width=64, heads=4, kv_heads=2, hidden=128, vocab=128, length=64, attention=attention
-    )
-
-    def inputs(seed: int) -> Batch:
-        return {**_padded_tokens(seed), "labels": _tokens(seed, 4, 32)}
-
-    return Case(model.train(), inputs, _returned_loss)
+    model = hugging_face.llama(layers=2, heads=4, kv_heads=2, length=64, attention=attention, **_SIZES)
+    return Case(model.train(), _padded_tokens(4, 32, ahead=0), _returned_loss)
 
 
 # attention spelled out: the softmax asks for fp32 itself
@@ -139,11 +139,7 @@ CASES["llama_eager_attention"] = functools.partial(llama, "eager")
 def t5() -> Case:
     """Encoder, decoder with cross attention, relative position bias, norms that widen to fp32 themselves."""
     model = hugging_face.t5(layers=1, width=64, heads=2, head_size=32, hidden=128, vocab=128)
-
-    def inputs(seed: int) -> Batch:
-        return {**_padded_tokens(seed), "labels": _tokens(seed + 1, 4, 16)}
-
-    return Case(model.train(), inputs, _returned_loss)
+    return Case(model.train(), _padded_tokens(4, 16), _returned_loss)
 
 
 @_case
@@ -166,11 +162,7 @@ def vit() -> Case:
 @_case
 def mlp() -> Case:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-
-    def inputs(seed: int) -> Batch:
-        return {"input": _normal(seed, 32, 64), "target": _tokens(seed, 32, vocab=10)}
-
-    return Case(model, inputs, _classification_loss, run=_call_with_first)
+    return Case(model, _classified(32, 64), _classification_loss, run=_call_with_first)
 
 
 @_case
@@ -188,11 +180,7 @@ def conv_net() -> Case:
         nn.Flatten(),
         nn.Linear(128, 10),
     )
-
-    def inputs(seed: int) -> Batch:
-        return {"input": _normal(seed, 8, 3, 16, 16), "target": _tokens(seed, 8, vocab=10)}
-
-    return Case(model, inputs, _classification_loss, run=_call_with_first)
+    return Case(model, _classified(8, 3, 16, 16), _classification_loss, run=_call_with_first)
 
 
 @_case

@@ -18,6 +18,7 @@ from amp_fx.placement.attention import Attention
 from amp_fx.placement.devices import _CPUS, _cpu_profile
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
+from amp_fx.plans.plan import Plan
 from amp_fx.policy import Policy
 from graphs import calls_text, captured, op_by_op
 
@@ -48,7 +49,7 @@ def choice(
     device: str = "cpu",
     training: bool = True,
     **how: Any,
-) -> tuple[Kind, str] | None:
+) -> tuple[Kind | None, str]:
     """What is chosen for one call of attention, and why; None where nothing is said."""
     # else sizes of an earlier call make these unknown
     torch._dynamo.reset()
@@ -56,19 +57,17 @@ def choice(
     plan = run_passes(gm, PIPELINE, PassContext(Policy.parse(policy), numerics, profile, training))
     (row,) = [row for row in plan.nodes if row.op == OP]
     found = [each for each in row.reasons if each.kind in (Kind.FLASH, Kind.PRODUCTS)]
-    return (found[0].kind, found[0].values["why"]) if found else None
+    return (found[0].kind, found[0].values["why"]) if found else (None, "")
 
 
 def test_short_sequences_take_two_products_and_long_ones_the_flash_kernel() -> None:
-    short, long = heads(8, 12, 64, 32), heads(1, 16, 1024, 64)
-    found = choice(short, short)
-    assert found is not None
-    assert found[0] is Kind.PRODUCTS
-    assert "96 x 64 x 64 scores" in found[1]
-    for found in (choice(long, long, is_causal=True), choice(*[heads(4, 12, 256, 64)] * 2, training=False)):
-        assert found is not None
-        assert found[0] is Kind.FLASH
-        assert "of its time" in found[1]
+    short, long, middle = heads(8, 12, 64, 32), heads(1, 16, 1024, 64), heads(4, 12, 256, 64)
+    for (found, said), kind, why in (
+        (choice(short, short), Kind.PRODUCTS, "96 x 64 x 64 scores"),
+        (choice(long, long, is_causal=True), Kind.FLASH, "of its time"),
+        (choice(middle, middle, training=False), Kind.FLASH, "of its time"),
+    ):
+        assert (found, why in said) == (kind, True)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +90,7 @@ def test_the_flash_kernel_stays_and_the_plan_says_why(query: Tensor, how: dict[s
 
 def test_a_cpu_whose_flash_kernel_was_not_measured_keeps_it() -> None:
     profile = DeviceProfile("other", "cpu", ZEN4.peak, ZEN4.bandwidth, ZEN4.launch)
-    query = heads(8, 12, 64, 32)
-    found = choice(query, query, profile=profile)
-    assert found is not None
-    assert found[0] is Kind.FLASH
+    assert choice(*[heads(8, 12, 64, 32)] * 2, profile=profile)[0] is Kind.FLASH
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -102,18 +98,13 @@ def test_a_cpu_whose_flash_kernel_was_not_measured_keeps_it() -> None:
 def test_with_amx_the_flash_kernel_stays_but_for_its_backward(queries: int, training: bool) -> None:
     query, key = heads(1, 12, queries, 64).bfloat16(), heads(1, 12, 128, 64).bfloat16()
     found = choice(query, key, profile=AMX, training=training)
-    assert found is not None
     assert (found[0] is Kind.PRODUCTS) is (training and queries > 1)
 
 
-def test_a_rule_asks_for_products_whatever_they_take() -> None:
-    query = heads(1, 2, 1024, 64)
-    assert choice(query, query, policy=by_rule("products")) == (Kind.PRODUCTS, "as the rule has it")
-
-
-def test_nothing_is_said_of_attention_on_cuda() -> None:
-    query = torch.randn(2, 4, 64, 32)
-    assert choice(query, query, device="cuda", profile=None) is None
+def test_a_rule_asks_for_products_whatever_they_take_and_nothing_is_said_on_cuda() -> None:
+    long = [heads(1, 2, 1024, 64)] * 2
+    assert choice(*long, policy=by_rule("products")) == (Kind.PRODUCTS, "as the rule has it")
+    assert choice(*[torch.randn(2, 4, 64, 32)] * 2, device="cuda", profile=None) == (None, "")
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -125,7 +116,9 @@ def test_both_take_longer_for_more_of_anything(training: bool) -> None:
         assert many.products(ZEN4) > few.products(ZEN4)
 
 
-def run(policy: object, *args: Tensor, **how: Any) -> tuple[list[fx.GraphModule], list[Tensor]]:
+def run(
+    policy: object, *args: Tensor, plan: Plan | None = None, **how: Any
+) -> tuple[list[fx.GraphModule], list[Tensor]]:
     """Graphs after partitioning; the result and the gradients, computed op by op."""
     torch._dynamo.reset()
     leaves = [arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args]
@@ -134,9 +127,9 @@ def run(policy: object, *args: Tensor, **how: Any) -> tuple[list[fx.GraphModule]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **how)
         return out.transpose(1, 2).flatten(2)
 
-    options = {"policy": policy, "strict": True, "profile": "off"}
+    options: dict[str, Any] = {"plan": plan} if plan else {"policy": policy, "profile": "off"}
     with op_by_op() as graphs, only_looking():
-        out = torch.compile(program, backend="amp_fx", options=options)(*leaves)
+        out = torch.compile(program, backend="amp_fx", options={**options, "strict": True})(*leaves)
         if out.requires_grad:
             weight = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
             (out.float() * weight).sum().backward()
@@ -155,16 +148,12 @@ def exact(*args: Tensor, **how: Any) -> list[Tensor]:
 
 
 def error(values: list[Tensor], wanted: list[Tensor]) -> list[float]:
-    return [
-        float((value.detach().double() - right.detach()).norm() / right.detach().norm())
-        for value, right in zip(values, wanted, strict=True)
-    ]
+    pairs = [(value.detach().double(), right.detach()) for value, right in zip(values, wanted, strict=True)]
+    return [float((value - right).norm() / right.norm()) for value, right in pairs]
 
 
-def causal_mask(length: int, keys: int) -> Tensor:
-    return torch.zeros(length, keys).masked_fill_(
-        torch.ones(length, keys).tril().logical_not(), float("-inf")
-    )
+def ops(*graphs: fx.GraphModule) -> set[object]:
+    return {node.target for gm in graphs for node in gm.graph.nodes}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +163,7 @@ def causal_mask(length: int, keys: int) -> Tensor:
         ((2, 4, 40, 32), 24, None, {"scale": 0.3}),
         ((1, 4, 40, 32), 40, None, {"is_causal": True}),
         ((2, 4, 40, 32), 24, torch.rand(2, 1, 40, 24) > 0.3, {}),
-        ((2, 4, 40, 32), 40, causal_mask(40, 40), {}),
+        ((2, 4, 40, 32), 40, torch.full((40, 40), float("-inf")).triu(1), {}),
         ((2, 8, 40, 32), 40, None, {"enable_gqa": True}),
     ],
     ids=["plain", "cross, scale", "causal", "boolean mask", "added mask", "grouped queries"],
@@ -185,18 +174,13 @@ def test_products_are_as_exact_as_the_flash_kernel(
     torch.manual_seed(0)
     batch, count, _, width = shape
     groups = count // 4 if how.get("enable_gqa") else count
-    args = [
-        heads(*shape, scale=1.4),
-        heads(batch, groups, keys, width, 1.4),
-        heads(batch, groups, keys, width),
-    ]
-    args = [arg.requires_grad_() for arg in args] + ([] if mask is None else [mask])
+    query, key, value = heads(*shape, scale=1.4), *(heads(batch, groups, keys, width, s) for s in (1.4, 1.0))
+    args = [arg.requires_grad_() for arg in (query, key, value)] + ([] if mask is None else [mask])
     wanted = exact(*args, **how)
     graphs, ours = run(by_rule("products"), *args, **how)
     _, theirs = run(by_rule("flash"), *args, **how)
-    targets = {node.target for gm in graphs for node in gm.graph.nodes}
-    assert torch.ops.aten.bmm.default in targets
-    assert not targets & {FLASH, FLASH_BACKWARD}
+    assert torch.ops.aten.bmm.default in ops(*graphs)
+    assert not ops(*graphs) & {FLASH, FLASH_BACKWARD}
     for got, flash in zip(error(ours, wanted), error(theirs, wanted), strict=True):
         assert got <= 1.4 * flash
 
@@ -206,7 +190,6 @@ def test_a_single_query_takes_products_for_any_number_of_keys(groups: int) -> No
     torch.manual_seed(0)
     query, rest = heads(2, 4, 1, 32, 1.4), [heads(2, groups, 40, 32, scale) for scale in (1.4, 1.0)]
     found = choice(query.bfloat16(), rest[0].bfloat16(), training=False, enable_gqa=True)
-    assert found is not None
     assert found[0] is Kind.PRODUCTS
     how: dict[str, Any] = {"enable_gqa": True}
     for value in rest:
@@ -216,9 +199,8 @@ def test_a_single_query_takes_products_for_any_number_of_keys(groups: int) -> No
     with torch.no_grad():
         (graph,), ours = run(by_rule("products"), query, *rest, mask, **how)
         _, theirs = run(by_rule("flash"), query, *rest, mask, **how)
-    targets = {node.target for node in graph.graph.nodes}
-    assert torch.ops.aten.bmm.default in targets
-    assert FLASH not in targets
+    assert torch.ops.aten.bmm.default in ops(graph)
+    assert FLASH not in ops(graph)
     wanted = exact(query, *rest, mask, **how)
     assert error(ours, wanted)[0] <= 1.1 * error(theirs, wanted)[0]
 
@@ -238,16 +220,8 @@ def test_a_plan_is_followed_in_what_computes_attention() -> None:
     args = [heads(1, 2, 64, 16).requires_grad_() for _ in range(3)]
     with amp_fx.record() as recording:
         run(by_rule("products"), *args)
-    with op_by_op() as graphs, only_looking():
-        torch._dynamo.reset()
-        options = {"plan": recording.plans[0], "strict": True}
-
-        def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            return out.transpose(1, 2).flatten(2)
-
-        torch.compile(program, backend="amp_fx", options=options)(*args)
-    assert FLASH not in {node.target for gm in graphs for node in gm.graph.nodes}
+    graphs, _ = run({}, *args, plan=recording.plans[0])
+    assert FLASH not in ops(*graphs)
 
 
 @pytest.mark.parametrize(("base", "dtype"), [("autocast", torch.float32), ("fast", torch.bfloat16)])
@@ -264,14 +238,9 @@ def test_policy_fast_takes_scores_from_a_product_in_16_bits(base: str, dtype: to
 def test_gradients_of_scores_are_rounded_once() -> None:
     args = [heads(1, 2, 64, 16).requires_grad_() for _ in range(3)]
     graphs, _ = run(by_rule("products"), *args)
-    saved = {
-        node.meta["val"].dtype
-        for gm in graphs
-        for node in gm.graph.find_nodes(op="placeholder")
-        if node.meta["val"].shape[-2:] == (64, 64)
-    }
+    inputs = [node.meta["val"] for gm in graphs for node in gm.graph.find_nodes(op="placeholder")]
     # the backward reads the probabilities of the softmax, not what the forward multiplied
-    assert saved == {torch.float32}
+    assert {value.dtype for value in inputs if value.shape[-2:] == (64, 64)} == {torch.float32}
 
 
 def test_what_is_written_for_a_call_without_gradients() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from amp_fx.policy import OpClass
 from checks import check
 from graphs import Rewritten, plans, run_until
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X, W = torch.randn(4, 4), torch.randn(4, 4)
 
 Program = Callable[..., Any]
@@ -41,95 +40,81 @@ def written(x: Tensor, w: Tensor) -> Tensor:
 
 
 FP32_EVERYWHERE = {"policy": {"rules": [{"module": ".*", "precision": "fp32"}]}}
+CUDA = {"device": "cuda"}
 FAST: dict[str, Any] = {"options": {"policy": "fast"}, "device": "cuda"}
 
-#: what it is about -> program, op, its arguments, how else it is captured
-CASES: dict[str, tuple[Program, str, tuple[Tensor, ...], dict[str, Any]]] = {
-    "an element of a call": (lambda x: x.topk(2)[0], "getitem", (X,), {}),
-    "a cast": (lambda x: x.to(BF16), "to", (X,), {}),
-    "a cast by name": (lambda x: x.half(), "to", (X,), {}),
-    "a cast like another": (lambda x: x.type_as(torch.ones((), dtype=BF16)), "to", (X,), {}),
-    "a sum in fp32": (lambda x: x.sum(dtype=torch.float32), "sum", (X,), {}),
-    "a softmax in fp32": (lambda x: F.softmax(x, -1, dtype=torch.float32), "softmax", (X,), {}),
-    "the same on CUDA": (lambda x: F.softmax(x, -1, dtype=torch.float32), "softmax", (X,), {"device": "cuda"}),
-    "a softmax on CUDA": (lambda x: F.softmax(x, -1), "softmax", (X,), {"device": "cuda"}),
-    "zeros like another": (lambda x: torch.zeros_like(x), "zeros_like", (X,), {}),
-    "zeros": (lambda x: torch.zeros(4) + x, "zeros", (X,), {}),
-    "ones after another": (lambda x: x.new_ones(3), "new_ones", (X,), {}),
-    "an island": (in_an_island, "matmul", (X, W), {}),
-    "a product that the program lowered": (lambda x, w: x.to(FP16) @ w.to(FP16), "matmul", (X, W), {}),
-    "a norm that it lowered": (lambda x: F.layer_norm(x.to(FP16), (4,)), "layer_norm", (X,), {}),
-    "one argument in fp32": (lambda x, w: x.to(BF16) * w, "mul", (X, W), {}),
+#: what it is about -> program, op, its arguments, how else it is captured; class, what it takes, dtype and why
+CASES: dict[str, tuple[Program, str, tuple[Tensor, ...], dict[str, Any], str]] = {
+    "an element of a call": (lambda x: x.topk(2)[0], "getitem", (X,), {}, "follow, takes any, None, element"),
+    "a cast": (lambda x: x.to(BF16), "to", (X,), {}, "keep, takes any, bfloat16, cast"),
+    "a cast by name": (lambda x: x.half(), "to", (X,), {}, "keep, takes any, float16, cast"),
+    "a cast like another": (
+        lambda x: x.type_as(torch.ones((), dtype=BF16)), "to", (X,), {}, "keep, takes any, bfloat16, cast"
+    ),
+    "a sum in fp32": (lambda x: x.sum(dtype=FP32), "sum", (X,), {}, "keep, takes any, float32, names-dtype"),
+    "a softmax in fp32": (
+        lambda x: F.softmax(x, -1, dtype=FP32), "softmax", (X,), {}, "keep, takes any, float32, names-dtype"
+    ),
+    "the same on CUDA": (
+        lambda x: F.softmax(x, -1, dtype=FP32), "softmax", (X,), CUDA, "keep, takes any, float32, names-dtype"
+    ),
+    "a softmax on CUDA": (lambda x: F.softmax(x, -1), "softmax", (X,), CUDA, "fp32, takes dtype, None, listed"),
+    "zeros like": (lambda x: torch.zeros_like(x), "zeros_like", (X,), {}, "keep, takes any, float32, names-dtype"),
+    "zeros": (lambda x: torch.zeros(4) + x, "zeros", (X,), {}, "keep, takes any, float32, names-dtype"),
+    "ones after another": (lambda x: x.new_ones(3), "new_ones", (X,), {}, "keep, takes any, float32, names-dtype"),
+    "an island": (in_an_island, "matmul", (X, W), {}, "keep, takes traced, float32, autocast-disabled"),
+    "a product that the program lowered": (
+        lambda x, w: x.to(FP16) @ w.to(FP16), "matmul", (X, W), {}, "keep, takes traced, float16, low-already"
+    ),
+    "a norm that it lowered": (
+        lambda x: F.layer_norm(x.to(FP16), (4,)), "layer_norm", (X,), {}, "keep, takes traced, float16, low-already"
+    ),
+    "one argument in fp32": (lambda x, w: x.to(BF16) * w, "mul", (X, W), {}, "promote, takes mixed, None, listed"),
     "low values in the user's autocast": (
-        lambda x, w: F.mse_loss(x.to(BF16), w.to(BF16)), "mse_loss", (X, W), {"ambient": BF16}
+        lambda x, w: F.mse_loss(x.to(BF16), w.to(BF16)), "mse_loss", (X, W), {"ambient": BF16},
+        "fp32, takes dtype, None, listed",
     ),
-    "a write by a kernel that promotes": (written, "add_", (X, W), {}),
-    "a write by one that does not": (written, "clamp_", (X, W), {}),
+    "a write by a kernel that promotes": (written, "add_", (X, W), {}, "promote, takes mixed, None, writes-in-place"),
+    "a write by one that does not": (written, "clamp_", (X, W), {}, "promote, takes self, None, writes-in-place"),
     "a write that a rule is about": (
-        lambda x, w: torch.matmul(x, w).relu_(), "relu_", (X, W), {"options": FP32_EVERYWHERE}
+        lambda x, w: torch.matmul(x, w).relu_(), "relu_", (X, W), {"options": FP32_EVERYWHERE},
+        "promote, takes self, None, writes-in-place",
     ),
-    "an op of no list": (lambda x: torch.unique(x, dim=0), "unique_dim", (X,), {}),
-    "a listed op": (lambda x, w: torch.matmul(x, w), "matmul", (X, W), {}),
-    "a softmax under fast": (lambda x: F.softmax(x, -1), "softmax", (X,), FAST),
-    "a norm under fast": (lambda x: F.group_norm(x, 2), "group_norm", (X,), FAST),
+    "no list": (lambda x: torch.unique(x, dim=0), "unique_dim", (X,), {}, "keep, takes traced, float32, unlisted"),
+    "a listed op": (lambda x, w: torch.matmul(x, w), "matmul", (X, W), {}, "low, takes dtype, None, listed"),
+    "a softmax under fast": (
+        lambda x: F.softmax(x, -1), "softmax", (X,), FAST, "promote, takes dtype, None, listed, fast-low-io"
+    ),
+    "a norm under fast": (
+        lambda x: F.group_norm(x, 2), "group_norm", (X,), FAST, "promote, takes dtype, None, listed, fast-low-io"
+    ),
 }  # fmt: skip
 
 
-def test_the_class_of_a_call_and_why() -> None:
-    found = []
-    for name, (program, op, args, how) in CASES.items():
-        row = plans(classified(program, *args, **how).plan, op)[0]
-        kinds = ", ".join(reason.kind.value for reason in row.reasons)
-        found.append(f"{name}: {row.op_class.value}, takes {row.takes}, {row.dtype}, {kinds}")
-    expecttest.assert_expected_inline(
-        "\n".join(found).replace("torch.", ""),
-        """\
-an element of a call: follow, takes any, None, element
-a cast: keep, takes any, bfloat16, cast
-a cast by name: keep, takes any, float16, cast
-a cast like another: keep, takes any, bfloat16, cast
-a sum in fp32: keep, takes any, float32, names-dtype
-a softmax in fp32: keep, takes any, float32, names-dtype
-the same on CUDA: keep, takes any, float32, names-dtype
-a softmax on CUDA: fp32, takes dtype, None, listed
-zeros like another: keep, takes any, float32, names-dtype
-zeros: keep, takes any, float32, names-dtype
-ones after another: keep, takes any, float32, names-dtype
-an island: keep, takes traced, float32, autocast-disabled
-a product that the program lowered: keep, takes traced, float16, low-already
-a norm that it lowered: keep, takes traced, float16, low-already
-one argument in fp32: promote, takes mixed, None, listed
-low values in the user's autocast: fp32, takes dtype, None, listed
-a write by a kernel that promotes: promote, takes mixed, None, writes-in-place
-a write by one that does not: promote, takes self, None, writes-in-place
-a write that a rule is about: promote, takes self, None, writes-in-place
-an op of no list: keep, takes traced, float32, unlisted
-a listed op: low, takes dtype, None, listed
-a softmax under fast: promote, takes dtype, None, listed, fast-low-io
-a norm under fast: promote, takes dtype, None, listed, fast-low-io""",
-    )
+@pytest.mark.parametrize("name", CASES)
+def test_the_class_of_a_call_and_why(name: str) -> None:
+    program, op, args, how, expected = CASES[name]
+    row = plans(classified(program, *args, **how).plan, op)[0]
+    kinds = ", ".join(reason.kind.value for reason in row.reasons)
+    found = f"{row.op_class.value}, takes {row.takes}, {row.dtype}, {kinds}"
+    assert found.replace("torch.", "") == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex64, torch.bool])
 def test_tensors_that_autocast_may_not_retype_are_kept(dtype: torch.dtype) -> None:
-    row = classified(
-        lambda x, y: (torch.cat([x, x]), y.exp()), torch.ones(4, dtype=dtype), torch.ones(4)
-    ).one("cat")
+    args = torch.ones(4, dtype=dtype), torch.ones(4)
+    row = classified(lambda x, y: (torch.cat([x, x]), y.exp()), *args).one("cat")
     assert (row.op_class, row.dtype, row.traced) == (OpClass.KEEP, None, None)
 
 
 def test_what_is_written_is_tied_to_what_it_writes_to() -> None:
-    assert [node.name for node in classified(written, X, W).gm.graph.nodes if node.meta.get(TIED)] == [
-        "add_",
-        "clamp_",
-    ]
+    nodes = classified(written, X, W).gm.graph.nodes
+    assert [node.name for node in nodes if node.meta.get(TIED)] == ["add_", "clamp_"]
 
 
 def test_batch_norm_writes_its_statistics_and_is_still_a_listed_op() -> None:
-    found = classified(
-        lambda x, mean, var: F.batch_norm(x, mean, var, training=True),
-        *(torch.randn(4, 8, 2), torch.zeros(8), torch.ones(8)),
-    )
+    args = torch.randn(4, 8, 2), torch.zeros(8), torch.ones(8)
+    found = classified(lambda x, mean, var: F.batch_norm(x, mean, var, training=True), *args)
     row = found.one("batch_norm")
     assert row.op_class is OpClass.PROMOTE
     assert not any(TIED in node.meta for node in found.gm.graph.nodes)
@@ -150,58 +135,41 @@ def test_a_plan_row_says_where_it_comes_from() -> None:
 
 # ---- before that, what a program only implies about dtypes is written down ----
 
-WIDE = torch.randn(4, dtype=torch.float64)
-PINNED: dict[str, tuple[Program, tuple[Tensor, ...]]] = {
-    "zeros_like": (lambda x: torch.zeros_like(x), (X,)),
-    "ones_like": (lambda x: torch.ones_like(x), (X,)),
-    "empty_like": (lambda x: torch.empty_like(x), (X,)),
-    "rand_like": (lambda x: torch.rand_like(x), (X,)),
-    "randn_like": (lambda x: torch.randn_like(x), (X,)),
-    "full_like": (lambda x: torch.full_like(x, 2.0), (X,)),
-    "randint_like": (lambda x: torch.randint_like(x, 9), (X,)),
-    "new_zeros": (lambda x: x.new_zeros(3), (X,)),
-    "new_ones": (lambda x: x.new_ones(3), (X,)),
-    "new_full": (lambda x: x.new_full((3,), 1.5), (X,)),
-    "new_empty": (lambda x: x.new_empty(3), (X,)),
-    "with a dtype": (lambda x: torch.zeros_like(x, dtype=BF16), (X,)),
-    "of integers": (lambda x: torch.zeros_like(x), (torch.ones(4, dtype=torch.int64),)),
-    "type_as": (lambda y, x: y.type_as(x), (WIDE, X)),
-    "to a dtype": (lambda y, x: y.to(x.dtype), (WIDE, X)),
-    "float": (lambda y, x: y.float(), (WIDE, X)),
-    "type": (lambda y, x: y.type(torch.float32), (WIDE, X)),
-    "to another tensor": (lambda y, x: y.to(x), (WIDE, X)),
+WIDE = torch.randn(4, 4, dtype=torch.float64)
+#: how a tensor is made or converted -> program, its arguments, the op that is left and the dtype that it names
+PINNED: dict[str, tuple[Program, tuple[Tensor, ...], str, torch.dtype | None]] = {
+    "zeros_like": (lambda x: torch.zeros_like(x), (X,), "zeros_like.default", FP32),
+    "ones_like": (lambda x: torch.ones_like(x), (X,), "ones_like.default", FP32),
+    "empty_like": (lambda x: torch.empty_like(x), (X,), "empty_like.default", FP32),
+    "rand_like": (lambda x: torch.rand_like(x), (X,), "rand_like.default", FP32),
+    "randn_like": (lambda x: torch.randn_like(x), (X,), "randn_like.default", FP32),
+    "full_like": (lambda x: torch.full_like(x, 2.0), (X,), "full_like.default", FP32),
+    "randint_like": (lambda x: torch.randint_like(x, 9), (X,), "randint_like.default", FP32),
+    "new_zeros": (lambda x: x.new_zeros(3), (X,), "new_zeros.default", FP32),
+    "new_ones": (lambda x: x.new_ones(3), (X,), "new_ones.default", FP32),
+    "new_empty": (lambda x: x.new_empty(3), (X,), "new_empty.default", FP32),
+    "new_full": (lambda x: x.new_full((3,), 1.5), (X,), "new_full.default", FP32),
+    "with a dtype": (lambda x: torch.zeros_like(x, dtype=BF16), (X,), "zeros_like.default", BF16),
+    "of integers": (
+        lambda x: torch.zeros_like(x),
+        (torch.ones(4, dtype=torch.int64),),
+        "zeros_like.default",
+        None,
+    ),
+    "type_as": (lambda y, x: y.type_as(x), (WIDE, X), "to.dtype", FP32),
+    "to a dtype": (lambda y, x: y.to(x.dtype), (WIDE, X), "to.dtype", FP32),
+    "float": (lambda y, x: y.float(), (WIDE, X), "to.dtype", FP32),
+    "type": (lambda y, x: y.type(torch.float32), (WIDE, X), "to.dtype", FP32),
+    "to another tensor": (lambda y, x: y.to(x), (WIDE, X), "to.device", FP32),
 }
 
 
-def test_creation_after_a_tensor_and_conversions_name_their_dtype() -> None:
-    found = []
-    for name, (program, args) in PINNED.items():
-        gm = run_until(PinDtypes, program, *args).gm
-        (node,) = gm.graph.output_node().all_input_nodes
-        dtypes = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)]
-        found.append(f"{name}: {node.target}, {', '.join(map(str, dtypes)) or 'none'}")
-    expecttest.assert_expected_inline(
-        "\n".join(found).replace("torch.", ""),
-        """\
-zeros_like: aten.zeros_like.default, float32
-ones_like: aten.ones_like.default, float32
-empty_like: aten.empty_like.default, float32
-rand_like: aten.rand_like.default, float32
-randn_like: aten.randn_like.default, float32
-full_like: aten.full_like.default, float32
-randint_like: aten.randint_like.default, float32
-new_zeros: aten.new_zeros.default, float32
-new_ones: aten.new_ones.default, float32
-new_full: aten.new_full.default, float32
-new_empty: aten.new_empty.default, float32
-with a dtype: aten.zeros_like.default, bfloat16
-of integers: aten.zeros_like.default, none
-type_as: aten.to.dtype, float32
-to a dtype: aten.to.dtype, float32
-float: aten.to.dtype, float32
-type: aten.to.dtype, float32
-to another tensor: aten.to.device, float32""",
-    )
+@pytest.mark.parametrize("name", PINNED)
+def test_creation_after_a_tensor_and_conversions_name_their_dtype(name: str) -> None:
+    program, args, op, dtype = PINNED[name]
+    (node,) = run_until(PinDtypes, program, *args).gm.graph.output_node().all_input_nodes
+    dtypes = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)]
+    assert (str(node.target), dtypes) == (f"aten.{op}", [dtype] if dtype else [])
 
 
 def test_what_follows_a_retyped_tensor_keeps_its_traced_dtype() -> None:

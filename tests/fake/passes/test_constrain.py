@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,18 @@ from amp_fx.passes import Constrain
 from amp_fx.plans.label import Kind
 from amp_fx.plans.plan import NodePlan
 from amp_fx.policy import OpClass
-from checks import check, checked
+from checks import DOWN, UP, check, checked
 from graphs import rewrite, run_until
 
 BF16, FP16 = torch.bfloat16, torch.float16
-DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
 FP32_MIN = torch.finfo(torch.float32).min
+TO_FP16 = {("float32", "float16"): 2, ("float16", "float32"): 1}
 #: bounds the error of fp32 arithmetic behind one rounding to a 16-bit dtype, where autocast has no answer
 ONE_ROUNDING = 1e-2
+X, W = torch.randn(4, 4), torch.randn(4, 4)
+LATER = torch.ones(4, 4).triu(1).bool()
 
-Program = Callable[..., object]
+Program = Callable[..., Any]
 
 
 def constrained(program: Program, op: str, *args: Tensor, dtype: str, numerics: str = "compiled") -> NodePlan:
@@ -30,164 +33,109 @@ def constrained(program: Program, op: str, *args: Tensor, dtype: str, numerics: 
     return run_until(Constrain, program, *args, options=options).one(op)
 
 
-def square() -> Tensor:
-    return torch.randn(4, 4)
+def behind(program: Program) -> Program:
+    """A program of the product of two matrices."""
+    return lambda x, w, *more: program(torch.matmul(x, w), *more)
 
 
-def behind_a_matmul(program: Program, op: str, *more: Tensor, dtype: str) -> NodePlan:
-    def multiplied(x: Tensor, w: Tensor, *more: Tensor) -> object:
-        return program(torch.matmul(x, w), *more)
-
-    return constrained(multiplied, op, square(), square(), *more, dtype=dtype)
+def filled(value: float) -> Program:
+    return behind(lambda h: F.softmax(h.masked_fill(LATER, value), -1))
 
 
-# ---- scalar-range ----
+def normalised(eps: float) -> Program:
+    return behind(lambda h: h / (h.norm(dim=-1, keepdim=True) + eps))
 
 
-def masked(fill: float) -> Program:
-    def program(q: Tensor, k: Tensor) -> Tensor:
-        scores = torch.matmul(q, k)
-        return F.softmax(scores.masked_fill(torch.ones(4, 4).triu(1).bool(), fill), -1)
+#: what becomes of a product -> low dtype, program, the op that it is about
+HAZARDS: dict[Kind, dict[str, tuple[str, Program, str]]] = {
+    Kind.SCALAR_RANGE: {
+        "fill by the least of fp32": ("float16", filled(FP32_MIN), "masked_fill"),
+        "fill beyond fp16": ("float16", filled(-1e9), "masked_fill"),
+        "fill beyond bf16": ("bfloat16", filled(FP32_MIN), "masked_fill"),
+        "choice": ("float16", behind(lambda h: torch.where(h > 0, h, -1e9)), "where"),
+        "tensor chosen": ("float16", behind(lambda h: torch.where(h > 0, h, torch.tensor(-1e9))), "where"),
+        "sum": ("float16", behind(lambda h: h + 1e6), "add"),
+        "bound": ("float16", behind(lambda h: h.clamp(max=1e5)), "clamp"),
+        "mask times a number": ("float16", lambda x, m: (1.0 - m) * -1e9 + x @ m, "mul"),
+    },
+    Kind.TINY_EPS: {
+        "zero in fp16": ("float16", normalised(1e-8), "add"),
+        "few digits in fp16": ("float16", normalised(1e-5), "add"),
+        "zero in bf16": ("bfloat16", normalised(1e-39), "add"),
+        "behind a view": ("float16", behind(lambda h: (h.square() + 1e-8).view(-1).rsqrt()), "add"),
+        "bound of a logarithm": ("float16", behind(lambda h: h.clamp(min=1e-12).log()), "clamp"),
+    },
+}
+#: near misses
+HARMLESS: dict[str, tuple[str, Program, str]] = {
+    "fill by the least of fp16": ("float16", filled(-65504.0), "masked_fill"),
+    "fill within fp16": ("float16", filled(-1e4), "masked_fill"),
+    "infinite fill in fp16": ("float16", filled(float("-inf")), "masked_fill"),
+    "fill within bf16": ("bfloat16", filled(-1e9), "masked_fill"),
+    "fill by the least of bf16": ("bfloat16", filled(torch.finfo(BF16).min), "masked_fill"),
+    "infinite fill in bf16": ("bfloat16", filled(float("-inf")), "masked_fill"),
+    "position": ("float16", behind(lambda h: h[1:]), "slice"),
+    "repetitions": ("float16", behind(lambda h: h.repeat_interleave(70_000, 0)), "repeat_interleave"),
+    "size": ("float16", behind(lambda h: h.expand(70_000, 4, 4)), "expand"),
+    "bound": ("float16", behind(lambda h: h.clamp(max=100.0)), "clamp"),
+    "eps that fp16 has": ("float16", normalised(1e-4), "add"),
+    "eps that bf16 has": ("bfloat16", normalised(1e-8), "add"),
+    "eps without a reader": ("float16", behind(lambda h: h + 1e-8), "add"),
+    "eps without a division": ("float16", behind(lambda h: (h + 1e-8).tanh()), "add"),
+    "bound without a logarithm": ("float16", behind(lambda h: h.clamp(min=1e-12) * 2), "clamp"),
+    **{
+        f"{name} in {dtype}": (dtype, behind(program), op)
+        for dtype in ("float16", "bfloat16")
+        for name, program, op in (
+            ("exponential added to", lambda h: h.exp() + 1, "exp"),
+            ("largest exponential", lambda h: h.exp().amax(), "exp"),
+            ("exponential of a sum", lambda h: h.sum().exp(), "sum"),
+        )
+    },
+}
 
-    return program
+
+@pytest.mark.parametrize(("kind", "name"), [(k, name) for k, cases in HAZARDS.items() for name in cases])
+def test_a_hazard_runs_in_fp32_and_says_why(kind: Kind, name: str) -> None:
+    dtype, program, op = HAZARDS[kind][name]
+    row = constrained(program, op, X, W, dtype=dtype)
+    assert row.op_class is OpClass.FP32
+    assert row.is_because(kind)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fill", "hazard"),
-    [
-        ("float16", FP32_MIN, True),
-        ("float16", -1e9, True),
-        ("float16", -65504.0, False),
-        ("float16", -1e4, False),
-        ("float16", float("-inf"), False),
-        ("bfloat16", FP32_MIN, True),
-        ("bfloat16", -1e9, False),
-        ("bfloat16", torch.finfo(BF16).min, False),
-        ("bfloat16", float("-inf"), False),
-    ],
-)
-def test_a_fill_beyond_the_low_range_is_written_in_fp32(dtype: str, fill: float, hazard: bool) -> None:
-    row = constrained(masked(fill), "masked_fill", square(), square(), dtype=dtype)
-    assert row.op_class is (OpClass.FP32 if hazard else OpClass.PROMOTE)
-    assert row.is_because(Kind.SCALAR_RANGE) is hazard
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_near_miss_does_not(name: str) -> None:
+    dtype, program, op = HARMLESS[name]
+    row = constrained(program, op, X, W, dtype=dtype)
+    assert row.op_class in (OpClass.PROMOTE, OpClass.FOLLOW)
+    assert not any(row.is_because(kind) for kind in HAZARDS)
 
 
 def test_a_mask_that_autocast_cannot_write_works() -> None:
     with pytest.raises(RuntimeError, match="cannot be converted"), torch.autocast("cpu", FP16):
-        masked(FP32_MIN)(square(), square())
-    check(
-        masked(FP32_MIN),
-        square(),
-        square(),
-        options={"dtype": "float16"},
-        casts={("float32", "float16"): 2, ("float16", "float32"): 1},
-        dtypes={"matmul": "float16", "masked_fill": "float32", "softmax": "float32"},
-        tolerance=ONE_ROUNDING,
-    )
+        filled(FP32_MIN)(X, W)
+    dtypes = {"matmul": "float16", "masked_fill": "float32", "softmax": "float32"}
+    options = {"dtype": "float16"}
+    check(filled(FP32_MIN), X, W, options=options, casts=TO_FP16, dtypes=dtypes, tolerance=ONE_ROUNDING)
 
 
 def test_the_range_of_another_low_dtype_counts_where_its_values_come() -> None:
     def program(q: Tensor, k: Tensor) -> Tensor:
         scores = torch.matmul(q, k)
         with torch.autocast("cpu", BF16):
-            return scores.relu().masked_fill(torch.ones(4, 4).triu(1).bool(), -1e9)
+            return scores.relu().masked_fill(LATER, -1e9)
 
-    assert rewrite(program, square(), square(), options={"dtype": "float16"}).dtypes("masked_fill") == [
-        "float32"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("program", "op"),
-    [
-        (lambda h, m: torch.where(m > 0, h, -1e9), "where"),
-        (lambda h, m: torch.where(m > 0, h, torch.tensor(-1e9)), "where"),
-        (lambda h, m: h + 1e6, "add"),
-        (lambda h, m: h.clamp(max=1e5), "clamp"),
-        (lambda h, m: (1.0 - m) * -1e9 + h, "mul"),
-    ],
-)
-def test_any_number_beyond_fp16_counts(program: Callable[[Tensor, Tensor], Tensor], op: str) -> None:
-    assert behind_a_matmul(program, op, square(), dtype="float16").is_because(Kind.SCALAR_RANGE)
-
-
-@pytest.mark.parametrize(
-    ("program", "op"),
-    [
-        (lambda h: h[1:], "slice"),
-        (lambda h: h.repeat_interleave(70_000, 0), "repeat_interleave"),
-        (lambda h: h.expand(70_000, 4, 4), "expand"),
-        (lambda h: h.clamp(max=100.0), "clamp"),
-    ],
-)
-def test_sizes_and_positions_are_not_numbers_to_compute_with(
-    program: Callable[[Tensor], Tensor], op: str
-) -> None:
-    assert not behind_a_matmul(program, op, dtype="float16").is_because(Kind.SCALAR_RANGE)
-
-
-# ---- tiny-eps ----
-
-
-def normalised(eps: float) -> Program:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        h = torch.matmul(x, w)
-        return h / (h.norm(dim=-1, keepdim=True) + eps)
-
-    return program
-
-
-@pytest.mark.parametrize(
-    ("dtype", "eps", "hazard"),
-    [
-        ("float16", 1e-8, True),
-        ("float16", 1e-5, True),
-        ("float16", 1e-4, False),
-        ("bfloat16", 1e-8, False),
-        ("bfloat16", 1e-39, True),
-    ],
-)
-def test_an_eps_that_vanishes_before_a_division_is_added_in_fp32(
-    dtype: str, eps: float, hazard: bool
-) -> None:
-    row = constrained(normalised(eps), "add", square(), square(), dtype=dtype)
-    assert row.is_because(Kind.TINY_EPS) is hazard
-    assert (row.op_class is OpClass.FP32) is hazard
+    assert rewrite(program, X, W, options={"dtype": "float16"}).dtypes("masked_fill") == ["float32"]
 
 
 def test_a_zero_row_is_not_divided_by_zero() -> None:
-    x = square()
+    x = X.clone()
     x[0] = 0
     with torch.autocast("cpu", FP16):
-        assert normalised(1e-8)(x, square()).isnan().any()  # pyright: ignore[reportAttributeAccessIssue]
-    check(
-        normalised(1e-8),
-        x,
-        square(),
-        options={"dtype": "float16"},
-        casts={("float32", "float16"): 2, ("float16", "float32"): 1},
-        dtypes={"matmul": "float16", "add": "float32", "div": "float32"},
-        tolerance=ONE_ROUNDING,
-    )
-
-
-@pytest.mark.parametrize(
-    ("program", "op", "hazard"),
-    [
-        (lambda h: h + 1e-8, "add", False),
-        (lambda h: (h + 1e-8).tanh(), "add", False),
-        (lambda h: (h.square() + 1e-8).view(-1).rsqrt(), "add", True),
-        (lambda h: h.clamp(min=1e-12).log(), "clamp", True),
-        (lambda h: h.clamp(min=1e-12) * 2, "clamp", False),
-    ],
-)
-def test_only_a_division_makes_an_eps_matter(
-    program: Callable[[Tensor], Tensor], op: str, hazard: bool
-) -> None:
-    assert behind_a_matmul(program, op, dtype="float16").is_because(Kind.TINY_EPS) is hazard
-
-
-# ---- exp-sum ----
+        assert normalised(1e-8)(x, W).isnan().any()
+    dtypes = {"matmul": "float16", "add": "float32", "div": "float32"}
+    options = {"dtype": "float16"}
+    check(normalised(1e-8), x, W, options=options, casts=TO_FP16, dtypes=dtypes, tolerance=ONE_ROUNDING)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -196,29 +144,16 @@ def test_exponentials_that_are_summed_run_in_fp32(dtype: str) -> None:
         e = torch.matmul(x, w).exp()
         return e / e.sum(-1, keepdim=True)
 
-    check(
-        program,
-        square(),
-        square(),
-        options={"dtype": dtype},
-        casts={("float32", dtype): 2, (dtype, "float32"): 1},
-        dtypes={"matmul": dtype, "exp": "float32", "sum": "float32", "div": "float32"},
-    )
-    assert constrained(program, "exp", square(), square(), dtype=dtype).is_because(Kind.EXP_SUM)
+    casts = {("float32", dtype): 2, (dtype, "float32"): 1}
+    dtypes = {"matmul": dtype, "exp": "float32", "sum": "float32", "div": "float32"}
+    check(program, X, W, options={"dtype": dtype}, casts=casts, dtypes=dtypes)
+    assert constrained(program, "exp", X, W, dtype=dtype).is_because(Kind.EXP_SUM)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("program", "op"),
-    [(lambda h: h.exp() + 1, "exp"), (lambda h: h.exp().amax(), "exp"), (lambda h: h.sum().exp(), "sum")],
-)
-def test_exponentials_that_are_not_summed_do_not(
-    program: Callable[[Tensor], Tensor], op: str, dtype: str
-) -> None:
-    assert behind_a_matmul(program, op, dtype=dtype).op_class is OpClass.PROMOTE
-
-
-# ---- positions ----
+def test_under_eager_numerics_only_what_eager_cannot_compute_moves() -> None:
+    eager = {"dtype": "float16", "numerics": "eager"}
+    assert constrained(filled(FP32_MIN), "masked_fill", X, W, **eager).op_class is OpClass.FP32
+    assert constrained(normalised(1e-8), "add", X, W, **eager).op_class is OpClass.PROMOTE
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -227,15 +162,8 @@ def test_positions_in_a_matmul_stay_exact(dtype: str) -> None:
         t = torch.arange(2048, device=inv_freq.device).float()
         return torch.matmul(t[:, None], inv_freq[None, :]).cos()
 
-    check(
-        angles,
-        1 / 10_000 ** (torch.arange(8) / 8),
-        options={"dtype": dtype},
-        casts={},
-        dtypes={"matmul": "float32"},
-        reference=torch.float32,
-        tolerance=0,
-    )
+    inv_freq, how = 1 / 10_000 ** (torch.arange(8) / 8), {"reference": torch.float32, "tolerance": 0}
+    check(angles, inv_freq, options={"dtype": dtype}, casts={}, dtypes={"matmul": "float32"}, **how)
 
 
 def test_positions_offset_and_scaled_are_still_positions() -> None:
@@ -247,74 +175,48 @@ def test_positions_offset_and_scaled_are_still_positions() -> None:
     assert row.is_because(Kind.POSITIONS)
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x + F.embedding(torch.arange(4), torch.randn(16, 4)),
-        lambda x: x[torch.arange(3)],
-        lambda x: torch.where(torch.arange(4)[:, None] >= torch.arange(4)[None, :], x, 0.0),
-    ],
-    ids=["learned embedding", "rows picked", "mask"],
-)
-def test_what_positions_pick_or_mask_is_no_position(read: Callable[[Tensor], Tensor]) -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return F.linear(read(x), w)
-
-    assert constrained(program, "linear", square(), square(), dtype="bfloat16").op_class is OpClass.LOW
+READS: dict[str, Program] = {
+    "learned embedding": lambda x: x + F.embedding(torch.arange(4), torch.randn(16, 4)),
+    "rows picked": lambda x: x[torch.arange(3)],
+    "mask": lambda x: torch.where(torch.arange(4)[:, None] >= torch.arange(4)[None, :], x, 0.0),
+}
 
 
-# ---- numerics="eager" ----
-
-
-def test_under_eager_numerics_only_what_eager_cannot_compute_moves() -> None:
-    eager = {"dtype": "float16", "numerics": "eager"}
-    assert constrained(masked(FP32_MIN), "masked_fill", square(), square(), **eager).op_class is OpClass.FP32
-    assert constrained(normalised(1e-8), "add", square(), square(), **eager).op_class is OpClass.PROMOTE
-
-
-# ---- storages ----
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_positions_pick_or_mask_is_no_position(read: Program) -> None:
+    row = constrained(lambda x, w: F.linear(read(x), w), "linear", X, W, dtype="bfloat16")
+    assert row.op_class is OpClass.LOW
 
 
 def test_relu_in_place_stays_in_the_low_dtype() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
-    check(
-        model,
-        torch.randn(2, 8, requires_grad=True),
-        casts={DOWN: 5, UP: 1},
-        dtypes={"relu_": "bfloat16", "linear": "bfloat16"},
-    )
+    x, dtypes = torch.randn(2, 8, requires_grad=True), {"relu_": "bfloat16", "linear": "bfloat16"}
+    check(model, x, casts={DOWN: 5, UP: 1}, dtypes=dtypes)
 
 
-def test_a_residual_added_in_place_runs_in_the_dtype_of_its_target() -> None:
-    def into_low(x: Tensor, w: Tensor) -> Tensor:
-        y = torch.matmul(x, w)
-        y += x
-        return y
-
-    def into_fp32(x: Tensor, w: Tensor) -> Tensor:
-        y = x * 2
-        y += torch.matmul(x, w)
-        return y
-
-    down = {DOWN: 2}
-    check(into_low, square(), square(), casts={**down, UP: 1}, dtypes={"add_": "bfloat16"})
-    # the kernel widens what it adds: no cast back
-    check(into_fp32, square(), square(), casts=down, dtypes={"add_": "float32", "mul": "float32"})
+@checked(X, W, casts={DOWN: 2, UP: 1}, dtypes={"add_": "bfloat16"})
+def test_a_residual_added_in_place_to_a_low_value_runs_low(x: Tensor, w: Tensor) -> Tensor:
+    y = torch.matmul(x, w)
+    y += x
+    return y
 
 
-@checked(square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"copy_": "float32"}, reference=torch.float32)
+# the kernel widens what it adds: no cast back
+@checked(X, W, casts={DOWN: 2}, dtypes={"add_": "float32", "mul": "float32"})
+def test_a_residual_added_in_place_to_an_fp32_value_runs_in_fp32(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 2
+    y += torch.matmul(x, w)
+    return y
+
+
+@checked(X, W, casts={DOWN: 2, UP: 1}, dtypes={"copy_": "float32"}, reference=torch.float32)
 def test_a_slice_assignment_casts_what_is_assigned_not_the_target(x: Tensor, w: Tensor) -> Tensor:
     out = torch.zeros(4, 8)
     out[:, :4] = torch.matmul(x, w)
     return out
 
 
-@checked(
-    square(),
-    square(),
-    casts={DOWN: 2, UP: 1},
-    dtypes={"mul_": "bfloat16", "select": "bfloat16", "add": "float32"},
-)
+@checked(X, W, casts={DOWN: 2, UP: 1}, dtypes={"mul_": "bfloat16", "select": "bfloat16", "add": "float32"})
 def test_a_view_of_a_mutated_tensor_shows_the_mutation(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     h = torch.matmul(x, w)
     row = h[0]
@@ -322,7 +224,7 @@ def test_a_view_of_a_mutated_tensor_shows_the_mutation(x: Tensor, w: Tensor) -> 
     return row + x, h @ w
 
 
-@checked(square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"matmul": "bfloat16"})
+@checked(X, W, casts={DOWN: 2, UP: 1}, dtypes={"matmul": "bfloat16"})
 def test_a_write_through_a_view_reaches_its_base(x: Tensor, w: Tensor) -> Tensor:
     h = torch.matmul(x, w)
     first, _ = h.chunk(2)
@@ -330,41 +232,35 @@ def test_a_write_through_a_view_reaches_its_base(x: Tensor, w: Tensor) -> Tensor
     return h * 2
 
 
+CACHE, INDEX = torch.zeros(16, 4), torch.arange(3, 7)
+CACHED = {"index_copy_": "float32", "matmul": "bfloat16"}
+
+
 # the key goes back up to be stored; the cache goes down to be read
 # autocast raises: it does not cast what is written in place
-@checked(
-    torch.zeros(16, 4),
-    torch.tensor([3, 4, 5, 6]),
-    square(),
-    square(),
-    casts={DOWN: 3, UP: 2},
-    dtypes={"index_copy_": "float32", "matmul": "bfloat16"},
-    tolerance=ONE_ROUNDING,
-)
-def test_a_key_value_cache_is_written_in_its_own_dtype(
-    cache: Tensor, position: Tensor, x: Tensor, w: Tensor
-) -> Tensor:
+@checked(CACHE, INDEX, X, W, casts={DOWN: 3, UP: 2}, dtypes=CACHED, tolerance=ONE_ROUNDING)
+def test_a_key_value_cache_is_written_in_its_own_dtype(*args: Tensor) -> Tensor:
+    cache, index, x, w = args
     key = torch.matmul(x, w)
-    cache.index_copy_(0, position, key)
+    cache.index_copy_(0, index, key)
     return torch.matmul(key, cache.mT)
 
 
 def test_a_cache_that_came_in_low_precision_is_written_without_a_detour() -> None:
-    def program(cache: Tensor, position: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    def program(cache: Tensor, index: Tensor, x: Tensor, w: Tensor) -> Tensor:
         key = torch.matmul(x, w)
-        cache.index_copy_(0, position, key.to(cache.dtype))
+        cache.index_copy_(0, index, key.to(cache.dtype))
         return torch.matmul(key, cache.to(key.dtype).mT)
 
-    rewritten = rewrite(program, torch.zeros(16, 4, dtype=BF16), torch.arange(4), square(), square())
-    assert rewritten.one("index_copy_").dtype is BF16
+    assert rewrite(program, CACHE.to(BF16), INDEX, X, W).one("index_copy_").dtype is BF16
 
 
-@checked(square(), square(), casts={DOWN: 2, UP: 1})
+@checked(X, W, casts={DOWN: 2, UP: 1})
 def test_an_output_that_is_a_view_of_an_input_stays_one(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return x.view(-1), torch.matmul(x.view(4, 4), w)
 
 
-@checked(square(), square(), casts={DOWN: 3, UP: 1})
+@checked(X, W, casts={DOWN: 3, UP: 1})
 def test_an_input_that_is_mutated_and_returned_stays_itself(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     x.add_(torch.matmul(x, w))
     return x.mT, torch.matmul(x, w)
@@ -377,31 +273,20 @@ def test_a_written_view_in_the_shape_of_another_value_has_the_dtype_of_its_own_s
         getattr(h, name)(x).mul_(2)
         return h
 
-    check(
-        program,
-        square(),
-        square(),
-        casts={DOWN: 2, UP: 1},
-        dtypes={"matmul": "bfloat16", name: "bfloat16", "mul_": "bfloat16"},
-    )
+    check(program, X, W, casts={DOWN: 2, UP: 1}, dtypes=dict.fromkeys(("matmul", name, "mul_"), "bfloat16"))
 
 
-@checked(
-    square(),
-    square(),
-    torch.ones(4, 4).triu(1).bool(),
-    options={"dtype": "float16"},
-    casts={("float32", "float16"): 2, ("float16", "float32"): 1},
-    dtypes={"matmul": "float16", "softmax": "float32"},
-    tolerance=ONE_ROUNDING,
-)
-def test_a_hazard_in_a_write_lifts_the_storage_it_writes_to(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    scores = torch.matmul(q, k)
-    scores.masked_fill_(mask, FP32_MIN)
-    return F.softmax(scores, -1)
+def test_a_hazard_in_a_write_lifts_the_storage_it_writes_to() -> None:
+    def program(q: Tensor, k: Tensor) -> Tensor:
+        scores = torch.matmul(q, k)
+        scores.masked_fill_(LATER, FP32_MIN)
+        return F.softmax(scores, -1)
+
+    dtypes = {"matmul": "float16", "softmax": "float32"}
+    check(program, X, W, options={"dtype": "float16"}, casts=TO_FP16, dtypes=dtypes, tolerance=ONE_ROUNDING)
 
 
-@checked(square(), square(), casts={DOWN: 2, UP: 1}, dtypes={"matmul": "bfloat16", "as_strided": "float32"})
+@checked(X, W, casts={DOWN: 2, UP: 1}, dtypes={"matmul": "bfloat16", "as_strided": "float32"})
 def test_a_strided_view_keeps_the_layout_it_counts_on(x: Tensor, w: Tensor) -> Tensor:
     return torch.matmul(x, w).as_strided((3, 2), (4, 1)) * 2
 
@@ -409,9 +294,8 @@ def test_a_strided_view_keeps_the_layout_it_counts_on(x: Tensor, w: Tensor) -> T
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_keeps_its_statistics_in_fp32(training: bool) -> None:
     model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(inplace=True)).train(training)
-    rewritten = check(
-        model, torch.randn(2, 4, 9, requires_grad=True), casts={DOWN: 3, UP: 1}, dtypes={"conv1d": "bfloat16"}
-    )
+    x = torch.randn(2, 4, 9, requires_grad=True)
+    rewritten = check(model, x, casts={DOWN: 3, UP: 1}, dtypes={"conv1d": "bfloat16"})
     statistics = [n for n in rewritten.gm.graph.find_nodes(op="placeholder") if "running" in n.name]
     assert len(statistics) == 2
     assert {user.target for n in statistics for user in n.users} == {torch.ops.aten.batch_norm.default}

@@ -1,8 +1,8 @@
-"""The passes on casts in Inductor's graphs, on what AOTAutograd hands to it. End to end: tests/cpu/targets."""
+"""Passes on casts in Inductor's graphs, on what AOTAutograd hands to it. End to end: tests/cpu/targets, tests/gpu."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import expecttest
@@ -14,9 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_fx.compiling
 from amp_fx._torch import FakeTensorMode
+from amp_fx.graphs.keys import RESULT_MARK
 from amp_fx.notices import only_looking
-from amp_fx.passes import PassContext, WriteCasts
-from graphs import DEFAULTS, op_by_op
+from amp_fx.passes import GemmEpilogue, PassContext, WriteCasts
+from amp_fx.passes.base import mark
+from graphs import DEFAULTS, calls_text, op_by_op
 
 aten, prims = torch.ops.aten, torch.ops.prims
 LOWS = torch.bfloat16, torch.float16
@@ -25,9 +27,10 @@ X, W, SCALE = torch.randn(ROWS, 16), torch.randn(16, 16) / 4, torch.rand(16) + 0
 HEAD, LABELS = torch.randn(16, CLASSES) / 4, torch.arange(ROWS)
 
 
-def compiled(
-    program: Callable[..., Any], *args: Tensor, **options: Any
-) -> tuple[list[fx.GraphModule], list[Tensor]]:
+Program = Callable[..., Any]
+
+
+def compiled(program: Program, *args: Tensor, **options: Any) -> tuple[list[fx.GraphModule], list[Tensor]]:
     """Graphs after partitioning; and results and gradients of the last one's sum, computed op by op."""
     torch._dynamo.reset()
     leaves = [arg.clone().requires_grad_() for arg in args]
@@ -41,6 +44,12 @@ def kept(forward: fx.GraphModule, size: int) -> list[torch.dtype]:
     """Dtypes of what a forward graph returns, or keeps for the backward, and has this number of elements."""
     values = [node.meta["val"] for node in forward.graph.output_node().all_input_nodes]
     return [value.dtype for value in values if value.numel() == size]
+
+
+def converted(gm: fx.GraphModule) -> list[Tensor]:
+    """What casts make."""
+    target = prims.convert_element_type.default
+    return [node.meta["val"] for node in gm.graph.find_nodes(op="call_function", target=target)]
 
 
 def without_passes(patch: pytest.MonkeyPatch) -> None:
@@ -61,14 +70,13 @@ def group_norm(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("program", [layer_norm, group_norm])
-def test_a_low_norm_keeps_its_statistics_in_fp32(program: Callable[..., Any], dtype: str) -> None:
+def test_a_low_norm_keeps_its_statistics_in_fp32(program: Program, dtype: str) -> None:
     graphs, (_, *gradients) = compiled(program, X, W, SCALE, dtype=dtype, policy="fast")
     assert kept(graphs[0], ROWS) == [torch.float32] * 2
     for gm in graphs:
         gm.graph.lint()
     # the norm itself did run low
-    casts = graphs[0].graph.find_nodes(op="call_function", target=prims.convert_element_type.default)
-    assert any(cast.meta["val"].dtype in LOWS and cast.meta["val"].numel() > ROWS for cast in casts)
+    assert any(value.dtype in LOWS and value.numel() > ROWS for value in converted(graphs[0]))
     exact = [arg.double().requires_grad_() for arg in (X, W, SCALE)]
     program(*exact)[-1].sum().backward()
     for found, true in zip(gradients, exact, strict=True):
@@ -101,9 +109,7 @@ def logits_and_loss(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("numerics", ["compiled", "eager"])
-def test_a_loss_reads_the_low_logits_and_so_does_the_backward(
-    numerics: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_backward_read_the_low_logits(numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (forward, backward), results = compiled(logits_and_loss, X, HEAD, numerics=numerics)
     assert kept(forward, ROWS * CLASSES) == [torch.float32, torch.bfloat16]
     inputs = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder") if "tangents" not in n.name]
@@ -132,9 +138,8 @@ def test_results_that_share_memory_still_do() -> None:
     (forward, _), (logits, pairs, *_) = compiled(program, X, HEAD)
     assert logits.untyped_storage().data_ptr() == pairs.untyped_storage().data_ptr()
     # nor is the memory written twice
-    casts = forward.graph.find_nodes(op="call_function", target=prims.convert_element_type.default)
-    wide = [cast.meta["val"] for cast in casts if cast.meta["val"].dtype is torch.float32]
-    assert [value.numel() for value in wide].count(ROWS * CLASSES) == 1
+    wide = [value.numel() for value in converted(forward) if value.dtype is torch.float32]
+    assert wide.count(ROWS * CLASSES) == 1
 
 
 # ---- on CUDA, casts are written before they are viewed ----
@@ -171,21 +176,15 @@ def test_which_casts_are_written_before_they_are_viewed() -> None:
         "no view": lambda x, w: (aten.bmm.default(low(total := x + 1), w.expand(2, 8, 8)), total * 2),
         "not multiplied": lambda x, w: (rows(low(total := x + 1)) * 2, total * 2),
         "also read as it is": lambda x, w: (rows(cast := low(total := x + 1)) @ w, cast * 2, total * 2),
-        "not contiguous": lambda x, w: (
-            aten.reshape.default(low(total := x.mT + 1), [8, 8]) @ w,
-            total * 2,
-        ),
+        "not contiguous": lambda x, w: (aten.reshape.default(low(y := x.mT + 1), [8, 8]) @ w, y * 2),
         "repeated in registers": lambda x, w: (
             aten.expand.default(low(aten.slice.Tensor(x, 1, 0, 1) + 1), list(STREAM)) * 2
         ),
         "a repeated input": lambda x, w: copies(x),
-        "a widening cast of a bf16 stream": lambda x, w: (
-            rows((total := x + 1).float()) @ w.float(),
-            total * 2,
-        ),
+        "a widening cast of a bf16 stream": lambda x, w: (rows((y := x + 1).float()) @ w.float(), y * 2),
         "a low copy, on a CPU": gradient,
     }
-    found = []
+    found: dict[str, int] = {}
     for name, program in cases.items():
         device = "cpu" if "CPU" in name else "cuda"
         dtype = torch.bfloat16 if "bf16" in name else torch.float32
@@ -195,20 +194,102 @@ def test_which_casts_are_written_before_they_are_viewed() -> None:
         code, before = gm.graph.python_code("self").src, {node: {*node.meta} for node in gm.graph.nodes}
         WriteCasts().call(gm, PassContext())
         assert gm.graph.python_code("self").src == code
-        found.append(f"{name}: {sum(node.meta.keys() != keys for node, keys in before.items())}")
+        if marked := sum(node.meta.keys() != keys for node, keys in before.items()):
+            found[name] = marked
+    assert found == {"a low copy of what goes on in fp32": 1, "what is repeated": 1}
+
+
+# ---- on CUDA, matmuls leave results in fp32 that are only widened ----
+
+MM, BMM, ADDMM, BADDBMM = aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default
+VIEW, ADD, PERMUTE = aten.view.default, aten.add.Tensor, aten.permute.default
+
+PAIR = (8, 4), (4, 6)
+BIASED = (6,), *PAIR
+BATCHED = (2, 8, 4), (2, 4, 6)
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def joint_graph(program: Callable[..., object], shapes: Shapes, device: str = "cuda") -> fx.GraphModule:
+    """``program`` on bf16 inputs, as ATen, with fake values."""
+    with FakeTensorMode():
+        inputs = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+        return make_fx(program)(*inputs)
+
+
+def after(gm: fx.GraphModule, *own: object, marks: tuple[str, ...] = ()) -> str:
+    """The calls after the pass; those of some targets come from one whose result a rule has in fp32."""
+    for node in gm.graph.nodes:
+        if node.target in own:
+            mark(node, RESULT_MARK, "linear")
+    GemmEpilogue(marks).call(gm, PassContext())
+    gm.graph.lint()
+    return calls_text(gm)
+
+
+def widen(x: Tensor) -> Tensor:
+    return torch.ops.prims.convert_element_type.default(x, torch.float32)
+
+
+def test_a_result_that_is_only_widened_and_returned_leaves_the_matmul_in_fp32() -> None:
+    cases: Mapping[str, tuple[Callable[..., Any], Shapes]] = {
+        "at once": (lambda g, x: widen(MM(g, x)), PAIR),
+        "after a view": (lambda g, x: widen(PERMUTE(MM(g, x), [1, 0])), PAIR),
+        "before a view": (lambda g, x: PERMUTE(widen(MM(g, x)), [1, 0]), PAIR),
+        "batched": (lambda a, b: widen(BMM(a, b)), BATCHED),
+        "twice": (lambda g, x: (widen(mm := MM(g, x)), widen(mm)), PAIR),
+        # Inductor lowers no wide one
+        "with a bias": (lambda *args: widen(ADDMM(*args)), BIASED),
+        # its cast fuses with the reader
+        "an activation": (lambda g, x: widen(MM(g, x)).exp(), PAIR),
+        "also returned": (lambda g, x: (wide := widen(MM(g, x)), wide.exp()), PAIR),
+        "read through a view": (lambda g, x: (wide := widen(MM(g, x)), VIEW(wide, [-1]).exp()), PAIR),
+        "narrowed again": (lambda g, x: widen(MM(g, x)).to(torch.bfloat16), PAIR),
+        "also read in 16 bits": (lambda g, x: (widen(mm := MM(g, x)), mm), PAIR),
+    }
+    found = [f"{name}: {after(joint_graph(*case))}" for name, case in cases.items()]
+    found.append(f"on a CPU: {after(joint_graph(*cases['at once'], device='cpu'))}")
     expecttest.assert_expected_inline(
         "\n".join(found),
         """\
-a low copy of what goes on in fp32: 1
-what is repeated: 1
-not shared: 0
-an input: 0
-no view: 0
-not multiplied: 0
-also read as it is: 0
-not contiguous: 0
-repeated in registers: 0
-a repeated input: 0
-a widening cast of a bf16 stream: 0
-a low copy, on a CPU: 0""",
+at once: mm.dtype:f32
+after a view: mm.dtype:f32, permute:f32
+before a view: mm.dtype:f32, permute:f32
+batched: bmm.dtype:f32
+twice: mm.dtype:f32
+with a bias: addmm:bf16, convert:f32
+an activation: mm:bf16, convert:f32, exp:f32
+also returned: mm:bf16, convert:f32, exp:f32
+read through a view: mm:bf16, convert:f32, view:f32, exp:f32
+narrowed again: mm:bf16, convert:f32, _to_copy:bf16
+also read in 16 bits: mm:bf16, convert:f32
+on a CPU: mm:bf16, convert:f32""",
+    )
+
+
+def test_a_result_that_a_rule_has_in_fp32_is_rounded_for_nobody_who_widens_it() -> None:
+    cases: Mapping[str, tuple[Callable[..., Any], Shapes, tuple[object, ...]]] = {
+        "through a view": (lambda x, w: widen(VIEW(MM(x, w), [2, 4, 6])).exp(), PAIR, (MM, VIEW)),
+        "with a bias": (lambda *args: widen(ADDMM(*args)).exp(), BIASED, (ADDMM,)),
+        "batched, with a bias": (lambda *args: widen(BADDBMM(*args)), ((2, 8, 6), *BATCHED), (BADDBMM,)),
+        "added to": (lambda x, w, b: widen(ADD(MM(x, w), b)).exp(), (*PAIR, (6,)), (MM, ADD)),
+        "also read in 16 bits": (lambda x, w: (widen(mm := MM(x, w)).exp(), mm.relu()), PAIR, (MM,)),
+        "multiplied again": (lambda x, w, v: widen(MM(MM(x, w), v)), (*PAIR, (6, 4)), (MM,)),
+    }
+    found = [
+        f"{name}: {after(joint_graph(program, shapes), *own, marks=('linear',))}"
+        for name, (program, shapes, own) in cases.items()
+    ]
+    found.append(f"marks of others: {after(joint_graph(lambda x, w: widen(MM(x, w)).exp(), PAIR), MM)}")
+    expecttest.assert_expected_inline(
+        "\n".join(found),
+        """\
+through a view: mm.dtype:f32, view:f32, exp:f32
+with a bias: mm.dtype:f32, convert:f32, add.Tensor:f32, exp:f32
+batched, with a bias: bmm.dtype:f32, convert:f32, add.Tensor:f32
+added to: mm.dtype:f32, convert:f32, add.Tensor:f32, exp:f32
+also read in 16 bits: mm.dtype:f32, convert:bf16, exp:f32, relu:bf16
+multiplied again: mm.dtype:f32, convert:bf16, mm.dtype:f32
+marks of others: mm:bf16, convert:f32, exp:f32""",
     )

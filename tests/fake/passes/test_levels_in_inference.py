@@ -22,7 +22,8 @@ from amp_fx.reports import Report
 from amp_fx.settings import Options
 from amp_fx.viz.model import drawing
 from graphs import Rewritten, captured, casts_of, dynamo_graph, rewrite, without_inductor
-from levels import Attention, calls, error, evaluated, exact, options, scaled
+from levels import Attention, calls, error, evaluated, exact, lies_right, options, scaled
+from small_models import Parts
 
 aten = torch.ops.aten
 
@@ -41,14 +42,12 @@ class Columns(nn.Module):
         return y.sigmoid() @ torch.ones(48, 1, dtype=y.dtype)
 
 
-def run(
-    model: nn.Module,
-    x: Tensor,
-    folder: Path,
-    level: str = "rowwise",
-    dynamic: bool | None = None,
-    **others: Any,
-) -> Rewritten:
+def chain(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 32, bias=False), nn.Linear(32, 16, bias=False))
+
+
+def run(model: nn.Module, x: Tensor, folder: Path, level: str = "rowwise", **others: Any) -> Rewritten:
+    dynamic = others.pop("dynamic", None)
     return evaluated(model, x, options(folder, level, **others), dynamic)
 
 
@@ -58,9 +57,8 @@ def test_results_are_as_near_to_fp64_as_e4m3_lets_them(tmp_path: Path, level: st
     found = run(model, x, tmp_path, level, dtype=dtype)
     assert len(scaled(found)) == 4
     low = rewrite(model, x, options={"dtype": dtype})
-    wrong, wrong_low = (
-        error([result.outputs.detach() - x], [exact(model, x) - x.double()]) for result in (found, low)
-    )
+    right = [exact(model, x) - x.double()]
+    wrong, wrong_low = (error([result.outputs.detach() - x], right) for result in (found, low))
     assert 5 * wrong_low < wrong < 0.07
     assert found.outputs.dtype is torch.float32
 
@@ -89,12 +87,8 @@ def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, level: str) -
         found = run(model, x, tmp_path, level)
         assert scaled(found)
         for node in scaled(found):
-            first, second, *scales = (arg.meta["val"] for arg in node.args[:4])  # type: ignore[union-attr]
-            assert first.dtype is second.dtype is FP8
-            assert first.stride() == (first.shape[1], 1)
-            assert second.stride() == (1, second.shape[0])
-            by_row = [(first.shape[0], 1), (1, second.shape[1])]
-            assert [scale.shape for scale in scales] == (by_row if level == "rowwise" else [(), ()])
+            assert {arg.meta["val"].dtype for arg in node.args[:2]} == {FP8}  # type: ignore[union-attr]
+            assert lies_right(node, level == "rowwise")
 
 
 @pytest.mark.parametrize(("bias", "count"), [((48,), 1), ((1,), 0), ((3, 48), 0), ((3, 1), 0)], ids=str)
@@ -112,7 +106,7 @@ def test_only_where_copies_live_across_calls_a_weight_is_packed_and_values_are_u
     keeps: bool, way: str, dtypes: set[torch.dtype]
 ) -> None:
     with torch.no_grad():
-        gm = captured(Chain(64), torch.randn(6, 64))
+        gm = captured(chain(64), torch.randn(6, 64))
     levels = PlaceLevels(LEVELS["int8"], "cpu", joint=False, keeps_weights=keeps)
     context = PassContext(folded=frozenset(node.name for node in gm.graph.find_nodes(op="placeholder")))
     plan = run_passes(gm, captured_passes(Given(levels=levels)), context)
@@ -147,13 +141,27 @@ class Shifted(Attention):
         return super().forward(y)
 
 
-@pytest.mark.parametrize(("make", "count"), [(Written, 2), (Shifted, 4)])
-def test_a_value_that_is_written_to_is_converted_again_and_no_write_goes(
-    tmp_path: Path, make: Callable[[], nn.Module], count: int
+@pytest.mark.parametrize(
+    ("make", "shape", "count", "how"),
+    [
+        (Attention, (1, 32), 4, {}),
+        (Attention, (32,), 4, {}),
+        (Attention, (2, 3, 5, 32), 4, {}),
+        (Attention, (3, 5, 32), 4, {"dynamic": True}),
+        (Attention, (3, 5, 32), 4, {"dynamic": True, "level": "tensorwise"}),
+        # a value that is written to is converted again, and no write goes
+        (Written, (16, 32), 2, {}),
+        (Shifted, (16, 32), 4, {}),
+    ],
+    ids=["one row", "no rows", "many", "symbols", "symbols, tensorwise", "written", "shifted"],
+)
+def test_any_number_of_rows_runs_below_also_of_values_that_are_written_to(
+    tmp_path: Path, make: Callable[[], nn.Module], shape: tuple[int, ...], count: int, how: dict[str, Any]
 ) -> None:
-    model, x = make(), torch.randn(16, 32)
-    found = run(model, x, tmp_path)
+    model, x = make(), torch.randn(shape)
+    found = run(model, x, tmp_path, **how)
     assert len(scaled(found)) == count
+    assert found.outputs.shape == x.shape
     assert error([found.outputs], [exact(model, x)]) < 0.03
 
 
@@ -162,10 +170,11 @@ def test_the_plan_knows_the_calls_as_before(tmp_path: Path) -> None:
     rules = {"base": "fp8", "rules": [{"op": "linear", "precision": "low"}]}
     low, found = (run(model, x, tmp_path, policy=policy) for policy in (rules, "fp8"))
     assert found.plan.meaning == "rowwise"
-    pairs = list(zip(low.plan.nodes, found.plan.nodes, strict=True))
-    assert [a.name for a, _ in pairs] == [b.name for _, b in pairs]
-    assert [a.flops for a, _ in pairs] == [b.flops for _, b in pairs]
-    assert [(a.shape, a.bytes, a.dtype) for a, _ in pairs] == [(b.shape, b.bytes, b.dtype) for _, b in pairs]
+    before, after = (
+        [(row.name, row.flops, row.shape, row.bytes, row.dtype) for row in each.plan.nodes]
+        for each in (low, found)
+    )
+    assert before == after
     linears = [row for row in found.plan.nodes if row.flops]
     assert [row.levels for row in linears] == [{"forward": "rowwise"}] * 4
     assert {row.computed for row in linears} == {FP8}
@@ -179,35 +188,11 @@ def test_the_plan_knows_the_calls_as_before(tmp_path: Path) -> None:
     assert all({*cast.users} <= names | {"output"} for cast in found.plan.casts)
 
 
-def test_any_number_of_rows_runs_below(tmp_path: Path) -> None:
-    model = Attention()
-    for x in (torch.randn(1, 32), torch.randn(32), torch.randn(2, 3, 5, 32)):
-        found = run(model, x, tmp_path)
-        assert len(scaled(found)) == 4
-        assert found.outputs.shape == x.shape
-        assert error([found.outputs], [exact(model, x)]) < 0.03
-
-
-@pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
-def test_sizes_may_be_symbols(tmp_path: Path, level: str) -> None:
-    model, x = Attention(), torch.randn(3, 5, 32)
-    found = run(model, x, tmp_path, level, dynamic=True)
-    assert len(scaled(found)) == 4
-    assert error([found.outputs], [exact(model, x)]) < 0.03
-
-
 def test_subclasses_of_tensors_stay_as_they_are(tmp_path: Path) -> None:
-    class Sub(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.plain, self.head = nn.Linear(32, 32), nn.Linear(32, 16)
-            self.weight = nn.Parameter(TwoTensor(torch.randn(32, 32), torch.randn(32, 32)))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.matmul(self.plain(x), self.weight))
-
     torch._dynamo.reset()
-    model, x = Sub(), torch.randn(4, 32)
+    model = Parts(lambda m, x: m.head(m.plain(x) @ m.weight), plain=nn.Linear(32, 32), head=nn.Linear(32, 16))
+    model.weight = nn.Parameter(TwoTensor(torch.randn(32, 32), torch.randn(32, 32)))
+    x = torch.randn(4, 32)
     with torch.no_grad(), without_inductor(), record() as recording:
         compiled = torch.compile(model, backend="amp_fx", options=options(tmp_path, weights="cast"))
         got, expected = compiled(x), model(x)
@@ -222,10 +207,8 @@ def test_subclasses_of_tensors_stay_as_they_are(tmp_path: Path) -> None:
 def test_copies_of_weights_are_inputs_with_their_factors(
     tmp_path: Path, make: Callable[[], nn.Module], wide: bool
 ) -> None:
-    model = make().eval()
-    if not wide:
-        model.bfloat16()
-    x = torch.randn(4, 32, dtype=torch.float32 if wide else torch.bfloat16)
+    dtype = torch.float32 if wide else torch.bfloat16
+    model, x = make().eval().to(dtype), torch.randn(4, 32, dtype=dtype)
     with torch.no_grad():
         found = dynamo_graph(model, x)
         opts = Options.parse(None, options(tmp_path, "rowwise", weights="cache"))
@@ -238,9 +221,7 @@ def test_copies_of_weights_are_inputs_with_their_factors(
     assert [tuple(value.shape) for value in factors] == [(rows, 1) for rows, _ in shapes]
     assert all(value.is_contiguous() for value in in_fp8)
     # no weight of a matmul below 16 bits is read any more
-    read = {
-        n.name for node in calls(gm, aten.abs.default) for n in node.all_input_nodes if n.op == "placeholder"
-    }
+    read = {n.name for node in calls(gm, aten.abs.default) for n in node.all_input_nodes}
     assert not read & {n.meta[COPY_META] for n in copies}
     assert ("float32", "float8_e4m3fn") not in casts_of(gm)
     if make is Attention and wide:
@@ -252,21 +233,11 @@ def test_copies_of_weights_are_inputs_with_their_factors(
         assert labels.count("weight") == labels.count("weight scales") == 4
 
 
-class Chain(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(width, 32, bias=False), nn.Linear(32, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x))
-
-
 @pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
 def test_a_graph_in_fp16_does_not_overflow_before_its_scales(tmp_path: Path, level: str) -> None:
-    model, x = Chain(512), torch.ones(4, 512) * 100
-    with torch.no_grad():
-        # in fp8 the weights are 448 times this
-        model.a.weight.fill_(2e-3)
+    model, x = chain(512), torch.ones(4, 512) * 100
+    # in fp8 the weights are 448 times this
+    nn.init.constant_(model.get_parameter("0.weight"), 2e-3)
     found = run(model, x, tmp_path, level, dtype="float16")
     # all weights are rounded alike
     assert error([found.outputs], [exact(model, x)]) < 0.1

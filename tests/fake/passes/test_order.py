@@ -10,41 +10,27 @@ from typing import Any
 import expecttest
 
 from amp_fx import passes
-from amp_fx.passes import (
-    FUSED,
-    OUTLINE,
-    PARTITIONED,
-    PIPELINE,
-    FoldWeights,
-    Given,
-    KeepWeights,
-    MarkMatmuls,
-    Pass,
-    PlaceBySensitivity,
-    PlaceLevels,
-    Replay,
-    ScaleBackward,
-    captured_passes,
-    joint_passes,
-)
+from amp_fx.passes import Given, captured_passes, joint_passes
 from amp_fx.policy.levels import LEVELS
 
-BELOW = PlaceLevels(LEVELS["rowwise"], "cuda")
-EXPORT: dict[str, Any] = {"keep": KeepWeights(()), "fold": FoldWeights((), "tied")}
+BELOW = passes.PlaceLevels(LEVELS["rowwise"], "cuda")
+EXPORT: dict[str, Any] = {"keep": passes.KeepWeights(()), "fold": passes.FoldWeights((), "tied")}
 ORDERS = {
     "default": captured_passes(Given()),
     "inference": captured_passes(Given(caches_weights=True)),
     "inference below 16 bits": captured_passes(Given(levels=BELOW, caches_weights=True)),
     "export": captured_passes(Given(**EXPORT)),
     "export below 16 bits": captured_passes(Given(**EXPORT, levels=BELOW)),
-    "plan, training below 16 bits": captured_passes(Given(place=Replay({}), mark=MarkMatmuls(planned=True))),
-    "sensitivity": captured_passes(Given(place=PlaceBySensitivity({}))),
+    "plan, training below 16 bits": captured_passes(
+        Given(place=passes.Replay({}), mark=passes.MarkMatmuls(planned=True))
+    ),
+    "sensitivity": captured_passes(Given(place=passes.PlaceBySensitivity({}))),
     "joint": joint_passes({"cpu", "cuda"}),
-    "joint, fp16 below 16 bits": joint_passes({"cuda"}, scale=ScaleBackward(0), levels=BELOW),
+    "joint, fp16 below 16 bits": joint_passes({"cuda"}, scale=passes.ScaleBackward(0), levels=BELOW),
     "joint, eager": joint_passes({"cpu"}, "eager"),
     "joint, mps": joint_passes({"mps"}),
-    "partitioned": PARTITIONED,
-    "fused": FUSED,
+    "partitioned": passes.PARTITIONED,
+    "fused": passes.FUSED,
 }
 
 
@@ -85,10 +71,12 @@ def test_every_pass_stands_in_an_order() -> None:
             found |= {
                 value
                 for value in vars(module).values()
-                if isinstance(value, type) and issubclass(value, Pass) and value.__module__ == module.__name__
+                if isinstance(value, type)
+                and issubclass(value, passes.Pass)
+                and value.__module__ == module.__name__
             }
     assert found == {type(step) for steps in ORDERS.values() for step in steps}
 
 
 def test_the_outline_is_where_the_pipeline_begins() -> None:
-    assert PIPELINE[: len(OUTLINE)] == OUTLINE
+    assert passes.PIPELINE[: len(passes.OUTLINE)] == passes.OUTLINE

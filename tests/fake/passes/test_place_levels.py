@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from amp_fx.graphs.keys import MARK
 from amp_fx.placement.level_cost import _say_once
@@ -21,6 +21,7 @@ from amp_fx.reports import Report
 from amp_fx.viz.words import summary
 from graphs import op_by_op
 from levels import FP8_CPU, MLP, Attention, Step, calls, evaluated, lowered, options, scaled
+from small_models import Parts
 
 aten = torch.ops.aten
 
@@ -36,36 +37,25 @@ def below(plan: Plan) -> list[bool]:
     return [row.computed is FP8 for row in plan.nodes if row.flops]
 
 
-@pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
-    return mlp(tmp_path_factory.mktemp("step"), 32, 64, 48, 16)
-
-
-def test_forward_and_both_gradients_run_below_but_the_last_linear_does_not(step: Step) -> None:
-    forward, backward = step.scaled()
+def test_forward_and_both_gradients_run_below_but_the_last_linear_does_not(tmp_path: Path) -> None:
+    step = mlp(tmp_path, 32, 64, 48, 16)
     # the input of the first requires no gradient
-    assert (len(forward), len(backward)) == (2, 3)
+    assert step.counts() == (2, 3)
     assert below(step.plan) == [True, True, False]
     assert (Kind.LAST_LINEAR, FORWARD) in step.reasons()["layers.2"]
     assert len(calls(step.backward, aten.mm.default)) == 2
-
-
-def test_a_plan_with_levels_is_kept_and_told_in_the_log(step: Step) -> None:
+    # the plan is kept, and told in the log
     assert Plan.from_json(step.plan.to_json()) == step.plan
     assert "2 in fp8 and 1 in bf16" in summary(step.plan)
     assert summary(step.plan).endswith("rowwise")
 
 
 def test_a_linear_that_ends_in_a_residual_sum_is_not_the_last_of_a_model(tmp_path: Path) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+    def block(m: Any, x: Tensor) -> Tensor:
+        return (x + m.down(m.up(x).relu())).float().square().mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + self.down(self.up(x).relu())).float().square().mean()
-
-    found = lowered(Block(), [torch.randn(16, 32)], options(tmp_path))
+    model = Parts(block, up=nn.Linear(32, 64), down=nn.Linear(64, 32))
+    found = lowered(model, [torch.randn(16, 32)], options(tmp_path))
     assert below(found.plan) == [True, True]
 
 
@@ -85,15 +75,14 @@ def test_sizes_that_16_does_not_divide_stay_low_matmul_by_matmul(
     tmp_path: Path, sizes: tuple[int, ...], tokens: int, forward: int, backward: int
 ) -> None:
     found = mlp(tmp_path, *sizes, tokens=tokens)
-    assert tuple(map(len, found.scaled())) == (forward, backward)
+    assert found.counts() == (forward, backward)
     assert forward or (Kind.INDIVISIBLE, FORWARD) in found.reasons()["layers.0"]
 
 
 def test_gradients_of_weights_stay_low_where_the_number_of_tokens_is_not_known(tmp_path: Path) -> None:
     model, x = MLP(32, 64, 64, 32), torch.randn(48, 32)
     torch._dynamo.mark_dynamic(x, 0)
-    found = lowered(model, [x], options(tmp_path))
-    assert tuple(map(len, found.scaled())) == (2, 1)
+    assert lowered(model, [x], options(tmp_path)).counts() == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -125,21 +114,15 @@ def test_levels_differ_in_gradients_of_weights_and_in_their_dtype(tmp_path: Path
 
 
 def test_no_matmul_has_gradients_on_both_sides(tmp_path: Path) -> None:
-    class Square(nn.Module):
+    def squared(m: Any, x: Tensor) -> Tensor:
         """Its backward multiplies a gradient by what another gradient becomes: twice the same value."""
+        y = m.a(x)
+        return (m.b(y) + y @ y.t() @ y).float().square().mean()
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.a(x)
-            return (self.b(y) + y @ y.t() @ y).float().square().mean()
-
-    found = lowered(Square(), [torch.randn(32, 32)], options(tmp_path, "tensorwise"))
-    every = [node for nodes in found.scaled() for node in nodes]
-    assert every
-    for node in every:
+    model = Parts(squared, a=nn.Linear(32, 32, bias=False), b=nn.Linear(32, 32, bias=False))
+    found = lowered(model, [torch.randn(32, 32)], options(tmp_path, "tensorwise"))
+    assert any(found.counts())
+    for node in itertools.chain(*found.scaled()):
         assert [a.meta["val"].dtype for a in node.args[:2]].count(torch.float8_e5m2) < 2  # type: ignore[union-attr]
 
 
@@ -171,18 +154,15 @@ def test_the_cut_keeps_what_does_not_pay(tmp_path: Path) -> None:
     assert below(found.plan) == [False, False, True, False]
     assert (Kind.LEVEL_DEARER, FORWARD) in found.reasons()["layers.0"]
     device = replace(device, launch=1e-6)
-    small, large = (
-        evaluated(Attention(width), torch.randn(rows, width), options(tmp_path, "rowwise", device))
-        for rows, width in ((4, 32), (2048, 512))
-    )
+    given = options(tmp_path, "rowwise", device)
+    small = evaluated(Attention(32), torch.randn(4, 32), given)
+    large = evaluated(Attention(512), torch.randn(2048, 512), given)
     assert not scaled(small)
     assert small.plan.nodes[1].is_because(Kind.LEVEL_DEARER)
     assert len(scaled(large)) == 4
 
 
-def test_a_model_that_is_low_as_a_whole_runs_below_but_not_where_the_program_keeps_it_from_autocast(
-    tmp_path: Path,
-) -> None:
+def test_a_low_model_runs_below_but_not_where_the_program_keeps_it_from_autocast(tmp_path: Path) -> None:
     class Island(MLP):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", enabled=False):
@@ -192,20 +172,6 @@ def test_a_model_that_is_low_as_a_whole_runs_below_but_not_where_the_program_kee
     x = torch.randn(32, 32, dtype=torch.bfloat16)
     for model, expected in ((MLP, [True, True, False]), (Island, [False, True, False])):
         assert below(lowered(model(32, 64, 64, 16).bfloat16(), [x], options(tmp_path)).plan) == expected
-
-
-def test_calls_inside_a_checkpoint_are_chosen_as_others_are(tmp_path: Path) -> None:
-    class Checkpointed(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            x = checkpoint(lambda y: self.layers[1](self.layers[0](y)).relu(), x, use_reentrant=False)  # type: ignore[assignment]
-            return self.layers[2](x).float().mean()
-
-    found = lowered(Checkpointed(32, 64, 64, 16), [torch.randn(32, 32)], options(tmp_path))
-    assert below(found.plan) == [True, True, False]
-    # the forward of both, recomputed or not, and their gradients
-    forward, backward = found.scaled()
-    assert len(forward) == 2
-    assert len(backward) >= 3
 
 
 def test_marks_do_not_stay_in_the_users_graph(tmp_path: Path) -> None:

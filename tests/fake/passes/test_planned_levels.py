@@ -24,13 +24,18 @@ from amp_fx.plans.plan import NodePlan
 from amp_fx.plans.plan_files import diff_plans
 from amp_fx.policy.levels import FORWARD, INPUT, LEVELS, ROLES, WEIGHT
 from levels import FP8_CPU, MLP, Step, lowered, options
+from small_models import Parts
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SIZES = 32, 64, 64, 64, 16
 
 
+def mlp(given: dict[str, Any], tokens: int = 32) -> Step:
+    return lowered(MLP(*SIZES), [torch.randn(tokens, 32)], given)
+
+
 def step(plan: Plan, tokens: int = 32, **given: Any) -> Step:
-    return lowered(MLP(*SIZES), [torch.randn(tokens, 32)], {"plan": plan, "strict": True, **given})
+    return mlp({"plan": plan, "strict": True, **given}, tokens)
 
 
 def roles(plan: Plan) -> list[tuple[str, ...]]:
@@ -42,8 +47,17 @@ def roles(plan: Plan) -> list[tuple[str, ...]]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A plan of policy fp8."""
     torch._dynamo.reset()
-    given = options(tmp_path_factory.mktemp("fp8"), "rowwise")
-    return lowered(MLP(*SIZES), [torch.randn(32, 32)], given).plan
+    return mlp(options(tmp_path_factory.mktemp("fp8"), "rowwise")).plan
+
+
+def with_levels(plan: Plan, op: str, levels: dict[str, str]) -> Plan:
+    """The plan with other levels of one op."""
+    return replace(plan, nodes=[replace(row, levels=levels) if row.op == op else row for row in plan.nodes])
+
+
+def silent(plan: Plan) -> Plan:
+    """The plan that says nothing of levels."""
+    return replace(plan, nodes=[replace(row, levels={}) for row in plan.nodes])
 
 
 def edited(plan: Plan, *linears: Sequence[str], level: str = "rowwise") -> Plan:
@@ -61,7 +75,7 @@ def edited(plan: Plan, *linears: Sequence[str], level: str = "rowwise") -> Plan:
 
 def refused(plan: object, **given: Any) -> str:
     with pytest.raises(BackendCompilerFailed) as info:
-        lowered(MLP(*SIZES), [torch.randn(32, 32)], {"plan": plan, **given})
+        mlp({"plan": plan, **given})
     assert isinstance(info.value.inner_exception, PlanError)
     return str(info.value.inner_exception)
 
@@ -83,7 +97,7 @@ def test_a_plan_says_of_every_matmul_in_which_level_it_runs(made: Plan) -> None:
 def test_a_plan_is_followed_whatever_policy_and_profile_say(made: Plan, given: dict[str, Any]) -> None:
     again = step(made, **given)
     assert roles(again.plan) == roles(made)
-    assert tuple(map(len, again.scaled())) == (3, 5)
+    assert again.counts() == (3, 5)
     assert again.plan.meaning == "rowwise"
     assert [row.computed for row in again.plan.nodes if row.flops] == [FP8, FP8, FP8, BF16]
     reasons = again.reasons()["layers.0"]
@@ -94,38 +108,28 @@ def test_a_plan_is_followed_whatever_policy_and_profile_say(made: Plan, given: d
 
 @pytest.mark.parametrize(
     "linears",
-    [
-        ((FORWARD,), (), (INPUT, WEIGHT), ()),
-        # the policy leaves the last in the low dtype; a plan is the last word
-        ((), (), (), (FORWARD, WEIGHT)),
-    ],
+    # the policy leaves the last in the low dtype; a plan is the last word
+    [((FORWARD,), (), (INPUT, WEIGHT), ()), ((), (), (), (FORWARD, WEIGHT))],
     ids=["some", "last"],
 )
 def test_any_choice_is_followed_to_the_letter(made: Plan, linears: Sequence[Sequence[str]]) -> None:
     found = step(edited(made, *linears))
-    forward, backward = found.scaled()
-    assert len(forward) == sum(FORWARD in each for each in linears)
-    assert len(backward) == sum(role != FORWARD for each in linears for role in each)
+    chosen = [role for each in linears for role in each]
+    assert found.counts() == (chosen.count(FORWARD), len(chosen) - chosen.count(FORWARD))
     assert [set(each) for each in roles(found.plan)] == [set(each) for each in linears]
     assert all(row.is_because(Kind.PLANNED_LOW) for row in found.plan.nodes if row.flops)
 
 
-def test_a_plan_that_has_nothing_below_runs_nothing_there_under_policy_fp8(
-    made: Plan, tmp_path: Path
-) -> None:
-    none = edited(made, (), (), (), ())
-    given = {**options(tmp_path, "rowwise"), "plan": none}
-    found = lowered(MLP(*SIZES), [torch.randn(32, 32)], given)
-    assert found.scaled() == ([], [])
+def test_a_plan_with_nothing_below_runs_nothing_there_under_policy_fp8(made: Plan, tmp_path: Path) -> None:
+    given = options(tmp_path, "rowwise")
+    assert mlp({**given, "plan": edited(made, (), (), (), ())}).counts() == (0, 0)
     # one that says nothing of levels leaves it to the policy
-    silent = replace(made, nodes=[replace(row, levels={}) for row in made.nodes])
-    found = lowered(MLP(*SIZES), [torch.randn(32, 32)], {**given, "plan": silent})
-    assert tuple(map(len, found.scaled())) == (3, 5)
+    assert mlp({**given, "plan": silent(made)}).counts() == (3, 5)
 
 
 def test_levels_are_those_of_the_plan_and_may_differ(made: Plan) -> None:
     both = edited(made, (FORWARD, WEIGHT), (), (), ())
-    rows = iter(row for row in edited(made, (), ROLES, (), (), level="tensorwise").nodes)
+    rows = edited(made, (), ROLES, (), (), level="tensorwise").nodes
     nodes = [row if row.levels_below else other for row, other in zip(both.nodes, rows, strict=True)]
     found = step(replace(both, nodes=nodes))
     assert found.plan.meaning == "rowwise, tensorwise"
@@ -137,10 +141,9 @@ def test_levels_are_those_of_the_plan_and_may_differ(made: Plan) -> None:
 
 def test_what_cannot_be_is_refused_by_name(made: Plan) -> None:
     def with_row(op: str, **changes: Any) -> Plan:
-        at = next(at for at, row in enumerate(made.nodes) if row.op == op and row.name != "linear")
-        return replace(
-            made, nodes=[*made.nodes[:at], replace(made.nodes[at], **changes), *made.nodes[at + 1 :]]
-        )
+        changed = next(row for row in made.nodes if row.op == op and row.name != "linear")
+        nodes = [replace(row, **changes) if row is changed else row for row in made.nodes]
+        return replace(made, nodes=nodes)
 
     assert "'rowwise', fp8 is 'tensorwise'" in refused(made, policy="fp8", fp8="tensorwise")
     assert "numerics='eager'" in refused(made, numerics="eager")
@@ -170,33 +173,24 @@ def test_a_diff_of_plans_names_the_matmul_and_the_role(made: Plan) -> None:
     ]
     assert not diff_plans([made], [made])
     # a plan of autocast says nothing of roles
-    plain = replace(made, nodes=[replace(row, levels={}) for row in made.nodes])
-    assert len(diff_plans([plain], [other]).changes) == 4
+    assert len(diff_plans([silent(made)], [other]).changes) == 4
 
 
 def test_what_becomes_a_batch_of_products_is_refused() -> None:
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(32, 32)
-            self.w: Tensor
-            self.register_buffer("w", torch.randn(16, 16))
+    def turned(m: Any, x: Tensor) -> Tensor:
+        return torch.matmul(m.a(x).transpose(1, 2), m.w).float().square().mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.matmul(self.a(x).transpose(1, 2), self.w).float().square().mean()
-
-    model, x = Turned(), torch.randn(4, 16, 32)
+    model, x = Parts(turned, a=nn.Linear(32, 32), w=torch.randn(16, 16)), torch.randn(4, 16, 32)
     plan = lowered(model, [x], {"profile": "off", "strict": True}).plan
-    nodes = [replace(row, levels={FORWARD: "rowwise"}) if row.op == "matmul" else row for row in plan.nodes]
     with pytest.raises(BackendCompilerFailed, match=r"matmul \(matmul\) in rowwise"):
-        lowered(model, [x], {"plan": replace(plan, nodes=nodes)})
+        lowered(model, [x], {"plan": with_levels(plan, "matmul", {FORWARD: "rowwise"})})
 
 
 def test_other_numbers_of_tokens_keep_gradients_of_weights_low_and_say_so(
     made: Plan, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = step(made, tokens=24)
-    assert tuple(map(len, found.scaled())) == (3, 2)
+    assert found.counts() == (3, 2)
     assert roles(found.plan) == [(FORWARD,), (FORWARD, INPUT), (FORWARD, INPUT), ()]
     given = {"grain": 16, "sizes": "64 x 24 x 32", "planned": "fp8"}
     assert Reason.of(Kind.INDIVISIBLE, role=WEIGHT, **given) in found.plan.node("linear").reasons
@@ -204,7 +198,7 @@ def test_other_numbers_of_tokens_keep_gradients_of_weights_low_and_say_so(
     assert any("linear" in text for text in warned)
 
 
-def test_a_plan_knows_the_calls_inside_a_checkpoint(tmp_path: Path) -> None:
+def test_calls_inside_a_checkpoint_are_chosen_and_followed_as_others_are(tmp_path: Path) -> None:
     class Checkpointed(MLP):
         def forward(self, x: Tensor) -> Tensor:
             x = checkpoint(lambda y: self.layers[1](self.layers[0](y)).relu(), x, use_reentrant=False)  # type: ignore[assignment]
@@ -212,29 +206,28 @@ def test_a_plan_knows_the_calls_inside_a_checkpoint(tmp_path: Path) -> None:
 
     model, x = Checkpointed(32, 64, 64, 16), torch.randn(32, 32)
     first = lowered(model, [x], options(tmp_path))
+    assert [bool(each) for each in roles(first.plan)] == [True, True, False]
     assert sum(map(len, roles(first.plan))) == 5
+    # the forward of both, recomputed or not, and their gradients
+    forward, backward = first.counts()
+    assert forward == 2
+    assert backward >= 3
     again = lowered(model, [x], {"plan": first.plan, "strict": True})
     assert roles(again.plan) == roles(first.plan)
-    assert tuple(map(len, again.scaled())) == tuple(map(len, first.scaled()))
+    assert again.counts() == first.counts()
 
 
 @pytest.mark.parametrize("policy", ["autocast", "fp8"])
-def test_evaluation_by_a_plan_of_training_and_training_by_one_of_evaluation(
-    made: Plan, policy: str, tmp_path: Path
-) -> None:
+def test_evaluation_by_a_plan_of_training_and_vice_versa(made: Plan, policy: str, tmp_path: Path) -> None:
     given = {"policy": policy, "profile": options(tmp_path)["profile"]}
     with torch.no_grad():
         found = step(made, **given)
         assert {row.computed for row in found.plan.nodes if row.flops} == {BF16}
         del given["policy"]
-        plan = lowered(MLP(*SIZES), [torch.randn(32, 32)], options(tmp_path, "rowwise")).plan
+        plan = mlp(options(tmp_path, "rowwise")).plan
     assert any(row.levels_below for row in plan.nodes)
     # gradients were not asked about
-    count = (3, 5) if policy == "fp8" else (0, 0)
-    assert tuple(map(len, step(plan, policy=policy, **given).scaled())) == count
-
-
-# --- measured sensitivity under the policy ---
+    assert step(plan, policy=policy, **given).counts() == ((3, 5) if policy == "fp8" else (0, 0))
 
 
 @pytest.fixture(scope="module")
@@ -247,27 +240,25 @@ def test_a_policy_with_sensitivity_runs_below_what_the_plan_of_the_same_budget_d
     cal: amp_fx.Calibration, tmp_path: Path
 ) -> None:
     path = str(cal.save(tmp_path / "sensitivity.json"))
-    counts = []
+    below = []
     for budget in (1, 4, 20):
         policy = {"base": "fp8", "sensitivity": path, "budget": budget}
-        found = lowered(MLP(*SIZES), [torch.randn(32, 32)], {**options(tmp_path), "policy": policy})
+        found = mlp({**options(tmp_path), "policy": policy})
         plan = cal.plan(budget, verify=False)
         assert roles(found.plan) == roles(plan.plans[0])
         assert cal.predict(found.plan) == pytest.approx(plan.point.error)
         assert found.plan.meaning == "tensorwise"
-        counts.append(sum(map(len, found.scaled())))
+        below.append(sum(found.counts()))
         if budget == 4:
             assert any(row.is_because(Kind.LEVEL_OVER_BUDGET) for row in found.plan.nodes)
-    assert 0 == counts[0] < counts[1] < counts[2] == 8
+    assert 0 == below[0] < below[1] < below[2] == 8
     with torch.no_grad():
-        found = lowered(MLP(*SIZES), [torch.randn(32, 32)], {**options(tmp_path), "policy": policy})
+        found = mlp({**options(tmp_path), "policy": policy})
     assert {row.computed for row in found.plan.nodes if row.flops} <= {BF16, torch.float32}
     assert found.plan.meaning.startswith("as autocast")
 
 
-def test_a_plan_of_another_level_or_of_what_was_not_measured_is_not_predicted(
-    cal: amp_fx.Calibration, made: Plan
-) -> None:
+def test_a_plan_of_what_was_not_measured_is_not_predicted(cal: amp_fx.Calibration, made: Plan) -> None:
     with pytest.raises(PlanError, match=r"rowwise.*tensorwise"):
         cal.predict(made)
     plan = cal.plan(20, verify=False).plans[0]
@@ -275,10 +266,8 @@ def test_a_plan_of_another_level_or_of_what_was_not_measured_is_not_predicted(
     with pytest.raises(PlanError, match="tensorwise"):
         plain.predict(plan)
     assert plain.predict(edited(plan, (), (), (), ())) > 0
-    row = next(row for row in plan.nodes if row.op == "gelu")
-    nodes = [replace(row, levels={FORWARD: "tensorwise"}) if each is row else each for each in plan.nodes]
     with pytest.raises(PlanError, match="gelu in tensorwise, forward"):
-        cal.predict(replace(plan, nodes=nodes))
+        cal.predict(with_levels(plan, "gelu", {FORWARD: "tensorwise"}))
 
 
 def test_a_device_without_the_rate_has_nothing_to_choose() -> None:
@@ -299,7 +288,7 @@ def test_rules_keep_calls_from_the_level_whatever_was_measured() -> None:
 
 def test_weights_are_not_held_low_for_a_plan_that_reads_them_below(made: Plan) -> None:
     found = step(made, weights="cache")
-    assert tuple(map(len, found.scaled())) == (3, 5)
+    assert found.counts() == (3, 5)
     assert not any(given.copy_of for given in found.plan.inputs)
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import amp_fx
+from amp_fx.passes import PassContext, QuantiseMatmuls
 from amp_fx.plans.label import Kind
-from amp_fx.plans.plan import Plan
 from amp_fx.policy.levels import NARROW_DTYPES, levels_of
-from levels import MLP, Step, calls, emulating_blocks, lowered, options
+from levels import MLP, Step, calls, emulating_blocks, lies_right, lowered, options
+from small_models import Parts
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -32,27 +32,21 @@ def conversions(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n in calls(gm, prims.convert_element_type.default) if n.meta["val"].dtype in NARROW_DTYPES]
 
 
-class Attention(nn.Module):
-    """Three linears that read one value, whose gradients add up, and one whose input they are."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=bias) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return (x + self.o((self.q(y) * self.k(y)).sigmoid() * self.v(y))).float().square().mean()
+def attend(m: Any, x: Tensor) -> Tensor:
+    y = m.norm(x)
+    return (x + m.o((m.q(y) * m.k(y)).sigmoid() * m.v(y))).float().square().mean()
 
 
 def attention(folder: Path, level: str, *shape: int) -> Step:
+    """A step of three linears that read one value, so that their gradients add up, and one whose input they are."""
+    model = Parts(attend, norm=nn.LayerNorm(32), **{name: nn.Linear(32, 32) for name in "qkvo"})
     x = torch.randn(*(shape or (2, 16)), 32, requires_grad=True)
-    return lowered(Attention(), [x], options(folder, level))
+    return lowered(model, [x], options(folder, level))
 
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Step]:
-    """A step of :class:`Attention` in a level; tests share it."""
+    """A step in a level; tests share it."""
     folder = tmp_path_factory.mktemp("fp8")
 
     @functools.cache
@@ -65,31 +59,19 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Step]:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_operands_lie_as_library_kernels_want_them(step: Callable[[str], Step], level: str) -> None:
-    forward, backward = step(level).scaled()
-    assert len(forward) == 4
-    assert len(backward) == (8 if LEVELS[level].weight_gradients else 4)
-    for node in (*forward, *backward):
-        first, second, *scales = (arg.meta["val"] for arg in node.args[:4])  # type: ignore[union-attr]
-        # row-major, column-major
-        assert first.stride() == (first.shape[1], 1)
-        assert second.stride() == (1, second.shape[0])
-        by_row = [(first.shape[0], 1), (1, second.shape[1])]
-        assert [scale.shape for scale in scales] == (by_row if LEVELS[level].by_row else [(), ()])
+    assert step(level).counts() == (4, 8 if LEVELS[level].weight_gradients else 4)
+    for node in itertools.chain(*step(level).scaled()):
+        assert lies_right(node, LEVELS[level].by_row)
+        scales = [arg.meta["val"] for arg in node.args[2:4]]  # type: ignore[union-attr]
         assert all(scale.dtype is torch.float32 and scale.is_contiguous() for scale in scales)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_sums_are_fast_in_the_forward_and_exact_in_the_backward(
-    step: Callable[[str], Step], level: str
-) -> None:
+def test_the_forward_sums_fast_and_the_backward_exactly(step: Callable[[str], Step], level: str) -> None:
     forward, backward = step(level).scaled()
     assert [node.args[7] for node in forward] == [True] * len(forward)
+    assert {node.args[4].meta["val"].shape for node in forward} == {(32,)}  # type: ignore[union-attr]
     assert [node.args[7] for node in backward] == [False] * len(backward)
-
-
-def test_a_bias_is_added_by_the_kernel_that_multiplies(step: Callable[[str], Step]) -> None:
-    forward, _ = step("rowwise").scaled()
-    assert all(node.args[4].meta["val"].shape == (32,) for node in forward)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -107,32 +89,24 @@ def test_a_value_is_converted_once_for_all_that_read_it(
     tmp_path: Path, level: str, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # in the graph of forward and backward together: afterwards the backward may make copies again
-    from amp_fx.passes import QuantiseMatmuls
+    made, call = list[int](), QuantiseMatmuls.call
 
-    counts: list[int] = []
-    call = QuantiseMatmuls.call
-
-    def counted(self: QuantiseMatmuls, gm: fx.GraphModule, context: object) -> object:
-        result = call(self, gm, context)  # type: ignore[arg-type]
-        counts.append(len(conversions(gm)))
+    def counted(self: QuantiseMatmuls, gm: fx.GraphModule, context: PassContext) -> str:
+        result = call(self, gm, context)
+        made.append(len(conversions(gm)))
         return result
 
     monkeypatch.setattr(QuantiseMatmuls, "call", counted)
-    step = attention(tmp_path, level)
-    assert counts == [values]
-    matmuls = sum(map(len, step.scaled()))
-    assert matmuls == (8 if level == "rowwise_gw_hp" else 12)
+    matmuls = sum(attention(tmp_path, level).counts())
+    assert (made, matmuls) == ([values], 8 if level == "rowwise_gw_hp" else 12)
 
 
 def test_a_weight_is_read_in_fp32_and_has_no_low_copy(step: Callable[[str], Step]) -> None:
     made = step("rowwise")
     for gm in (made.forward, made.backward):
-        low = [
-            n for n in calls(gm, prims.convert_element_type.default) if n.meta["val"].dtype is torch.bfloat16
-        ]
-        sources = [n.args[0].name for n in low if n.args[0].op == "placeholder"]  # type: ignore[union-attr]
-        shapes = {tuple(n.meta["val"].shape) for n in low if n.args[0].name in sources}  # type: ignore[union-attr]
-        assert (32, 32) not in shapes
+        casts = calls(gm, prims.convert_element_type.default)
+        low = [n for n in casts if n.meta["val"].dtype is torch.bfloat16 and n.args[0].op == "placeholder"]  # type: ignore[union-attr]
+        assert (32, 32) not in {tuple(n.meta["val"].shape) for n in low}
 
 
 @pytest.mark.parametrize(
@@ -157,27 +131,15 @@ def test_copies_of_weights_for_the_backward_are_made_in_the_backward(
 
 
 @pytest.mark.parametrize("level", ["rowwise", "tensorwise"])
-def test_the_copy_is_kept_where_the_backward_reads_its_source_for_nothing_else(
-    tmp_path: Path, level: str
-) -> None:
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x.float().square().mean()
-
-    step = lowered(Chain(), [torch.randn(1024, 64)], options(tmp_path, level))
-    saved = [
-        n for n in step.forward.graph.output_node().all_input_nodes if n.meta["val"].numel() == 1024 * 64
-    ]
-    fp8 = [n for n in saved if n.meta["val"].dtype in NARROW_DTYPES]
+def test_the_copy_is_kept_where_the_backward_reads_nothing_else(tmp_path: Path, level: str) -> None:
+    chain = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    given = options(tmp_path, level)
+    step = lowered(lambda x: chain(x).float().square().mean(), [torch.randn(1024, 64)], given)
+    results = [n.meta["val"] for n in step.forward.graph.output_node().all_input_nodes]
+    saved = [value.dtype for value in results if value.numel() == 1024 * 64]
     # of the second and third linear. The fourth is in bf16, and what it returns is squared
-    assert len(fp8) == 2
-    assert len([n for n in saved if n.meta["val"].dtype is torch.bfloat16]) == 2
+    assert sum(dtype in NARROW_DTYPES for dtype in saved) == 2
+    assert saved.count(torch.bfloat16) == 2
 
 
 def test_nothing_is_kept_for_the_backward_that_was_not_kept_before(tmp_path: Path) -> None:
@@ -191,24 +153,17 @@ def test_nothing_is_kept_for_the_backward_that_was_not_kept_before(tmp_path: Pat
 
 def test_one_token_has_scales_by_row_as_well(tmp_path: Path) -> None:
     step = attention(tmp_path, "rowwise", 1)
-    forward, backward = step.scaled()
     # gradients of weights contract one token
-    assert (len(forward), len(backward)) == (4, 4)
-    assert all(node.args[2].meta["val"].shape == (1, 1) for node in forward)  # type: ignore[union-attr]
+    assert step.counts() == (4, 4)
+    assert {node.args[2].meta["val"].shape for node in step.scaled()[0]} == {(1, 1)}  # type: ignore[union-attr]
 
 
 # --- scales of blocks, which no CPU multiplies ---
 
 
-def emulated(folder: Path, *sizes: int, tokens: int, **settings: Any) -> tuple[Plan, list[list[fx.Node]]]:
-    """(plan, scaled matmuls of forward and backward) of one step."""
-    torch._dynamo.reset()
-    compiled = torch.compile(  # type: ignore[call-overload]
-        MLP(*sizes), backend="amp_fx", options=options(folder, "mxfp8"), **settings
-    )
-    with amp_fx.record() as recording, emulating_blocks() as graphs:
-        compiled(torch.randn(tokens, sizes[0])).backward()
-    return recording.plans[0], [calls(graph, aten._scaled_mm.default) for graph in graphs]
+def emulated(folder: Path, *sizes: int, tokens: int, **settings: Any) -> Step:
+    given = options(folder, "mxfp8")
+    return lowered(MLP(*sizes), [torch.randn(tokens, sizes[0])], given, emulating_blocks, **settings)
 
 
 @pytest.mark.parametrize(
@@ -225,16 +180,16 @@ def emulated(folder: Path, *sizes: int, tokens: int, **settings: Any) -> tuple[P
 def test_scales_of_blocks_are_bytes_and_what_32_does_not_divide_is_not_contracted(
     tmp_path: Path, sizes: tuple[int, ...], tokens: int, expected: tuple[int, int]
 ) -> None:
-    plan, scaled = emulated(tmp_path, *sizes, tokens=tokens)
-    assert plan.meaning == "mxfp8"
-    assert tuple(map(len, scaled)) == expected
-    for node in itertools.chain(*scaled):
+    found = emulated(tmp_path, *sizes, tokens=tokens)
+    assert found.plan.meaning == "mxfp8"
+    assert found.counts() == expected
+    for node in itertools.chain(*found.scaled()):
         kinds = [arg.meta["val"].dtype for arg in node.args[:4]]  # type: ignore[union-attr]  # nodes
         assert kinds == [torch.float8_e4m3fn] * 2 + [torch.float8_e8m0fnu] * 2
 
 
 def test_a_number_of_tokens_that_is_not_known_has_no_scales_of_blocks(tmp_path: Path) -> None:
-    plan, scaled = emulated(tmp_path, 32, 64, 64, 16, tokens=64, dynamic=True)
-    assert not any(scaled)
-    first = next(row for row in plan.nodes if row.flops)
+    found = emulated(tmp_path, 32, 64, 64, 16, tokens=64, dynamic=True)
+    assert found.counts() == (0, 0)
+    first = next(row for row in found.plan.nodes if row.flops)
     assert first.is_because(Kind.UNKNOWN_ROWS)

@@ -9,12 +9,7 @@ import expecttest
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
+from torch._functorch._aot_autograd import descriptors as aot
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx._torch import FakeTensorMode
@@ -35,7 +30,7 @@ def joint_graph(
 ) -> fx.GraphModule:
     """``program(*inputs, *tangents)`` returns one output, then the gradients of inputs; then comes the scale.
 
-    Inputs and tangents are 4x4. The gradients of inputs that are not differentiable are left out of the descriptors.
+    Inputs and tangents are 4x4. The gradients of inputs that are not differentiable are left out of the aot.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         values = [torch.empty(4, 4, dtype=dtype, device=device) for dtype in inputs]
@@ -49,13 +44,16 @@ def joint_graph(
         gm = make_fx(run)(*values)
     placeholders = gm.graph.find_nodes(op="placeholder")
     for position, node in enumerate(placeholders):
-        output = PlainAOTOutput(position - count)
-        node.meta["desc"] = PlainAOTInput(position) if position < count else TangentAOTInput(output)
+        output = aot.PlainAOTOutput(position - count)
+        node.meta["desc"] = aot.PlainAOTInput(position) if position < count else aot.TangentAOTInput(output)
     output = gm.graph.output_node()
     output.args = ([*output.args[0], None],)  # type: ignore[misc]
     output.meta["desc"] = [
-        PlainAOTOutput(0),
-        *(GradAOTOutput(PlainAOTInput(p)) if p in differentiable else None for p in range(len(inputs))),
+        aot.PlainAOTOutput(0),
+        *(
+            aot.GradAOTOutput(aot.PlainAOTInput(p)) if p in differentiable else None
+            for p in range(len(inputs))
+        ),
         None,
     ]
     return gm
@@ -64,7 +62,7 @@ def joint_graph(
 def scaled(gm: fx.GraphModule) -> str:
     """The calls after the pass."""
     descriptions = [node.meta["desc"] for node in gm.graph.find_nodes(op="placeholder")]
-    inputs = sum(isinstance(description, PlainAOTInput) for description in descriptions)
+    inputs = sum(isinstance(description, aot.PlainAOTInput) for description in descriptions)
     ScaleBackward(inputs - 1).call(gm, PassContext())
     gm.graph.lint()
     return calls_text(gm)
@@ -97,10 +95,7 @@ def test_gradients_are_multiplied_and_divided_in_32_bits_or_more() -> None:
         "in 64 bits": (lambda x, tangent: (x, aten.mul.Tensor(tangent, x)), FP64),
         "low rows": (lambda x, tangent: (x, ADDING["embedding"](x, tangent)), FP16),
     }
-    found = [
-        f"{name}: {scaled(joint_graph(program, [dtype], [dtype], [0]))}"
-        for name, (program, dtype) in cases.items()
-    ]
+    found = [f"{name}: {scaled(joint_graph(of, [at], [at], [0]))}" for name, (of, at) in cases.items()]
     expecttest.assert_expected_inline(
         "\n".join(found),
         """\
@@ -118,7 +113,7 @@ def test_what_the_pass_computes_is_right() -> None:
     gm = joint_graph(program, [FP32, FP32], [FP32], [0, 1])
     scaled(gm)
     gm.recompile()
-    x, w, tangent = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4)
+    x, w, tangent = (torch.randn(4, 4) for _ in range(3))
     _, of_x, of_w, _ = gm(x, w, torch.tensor(256.0), tangent)
     assert torch.equal(of_x, tangent @ w)
     assert torch.equal(of_w, x @ tangent)
@@ -137,9 +132,7 @@ ADDING = {
 }
 
 
-def table_gradient(
-    add: Callable[[Tensor, Tensor], Tensor], size: int = 40, fill: float = 0
-) -> fx.GraphModule:
+def table_gradient(add: Callable[..., Tensor], size: int = 40, fill: float = 0) -> fx.GraphModule:
     def program(x: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
         return x, add(torch.full((size, 4), fill, dtype=x.dtype), tangent * 2)
 
@@ -156,23 +149,19 @@ def test_rows_are_divided_before_they_are_added_into_a_table_of_zeros(add: Calla
     assert torch.equal(gradient, torch.zeros(40, 4).index_add(0, ROWS, rows * 2))
 
 
-@pytest.mark.parametrize(
-    "gm",
-    [
-        table_gradient(lambda zeros, rows: aten.index_put.default(zeros, [ROWS], rows, False)),
-        table_gradient(ADDING["index_add"], fill=1),
-        table_gradient(lambda zeros, rows: aten.index_add.default(zeros, 0, ROWS % 2, rows), size=2),
-        joint_graph(
-            lambda x, t: (x, aten.mul.Tensor(ADDING["embedding"](x, t), t.sum())), [FP32], [FP32], [0]
-        ),
-    ],
-    ids=[
-        "rows that replace",
-        "a table that is not zero",
-        "a table smaller than the rows",
-        "a table used further",
-    ],
-)
+def used_further(x: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    return x, ADDING["embedding"](x, tangent) * tangent.sum()
+
+
+OTHERS = {
+    "rows replace": table_gradient(lambda zeros, rows: aten.index_put.default(zeros, [ROWS], rows, False)),
+    "not zero": table_gradient(ADDING["index_add"], fill=1),
+    "smaller": table_gradient(lambda zeros, rows: aten.index_add.default(zeros, 0, ROWS % 2, rows), size=2),
+    "used further": joint_graph(used_further, [FP32], [FP32], [0]),
+}
+
+
+@pytest.mark.parametrize("gm", OTHERS.values(), ids=OTHERS)
 def test_other_tables_are_divided_whole(gm: fx.GraphModule) -> None:
     assert division(gm) in gm.graph.output_node().all_input_nodes
 
@@ -208,11 +197,8 @@ def test_new_nodes_belong_to_the_backward() -> None:
 @pytest.mark.parametrize("description", ["nothing described", "no gradients"])
 def test_a_graph_without_a_backward_stays_as_it_is(description: str) -> None:
     gm = joint_graph(linear, [FP32], [FP32], [])
-    if description == "nothing described":
-        for node in gm.graph.nodes:
-            node.meta.pop("desc", None)
-    else:
-        gm.graph.output_node().meta["desc"] = [PlainAOTOutput(0), None, None]
+    for node in gm.graph.nodes if description == "nothing described" else ():
+        node.meta.pop("desc", None)
     before = str(gm.graph)
     ScaleBackward(1).call(gm, PassContext())
     assert str(gm.graph) == before
@@ -223,5 +209,4 @@ def test_the_epilogue_pass_does_not_pull_the_widening_out_of_the_division() -> N
     scaled(gm)
     gm.graph.eliminate_dead_code()
     GemmEpilogue().call(gm, PassContext())
-    expected = "mul.Tensor:f32, convert:f16, convert:f16, mm:f16, view:f32, div.Tensor:f32"
-    assert calls_text(gm) == expected
+    assert calls_text(gm) == "mul.Tensor:f32, convert:f16, convert:f16, mm:f16, view:f32, div.Tensor:f32"

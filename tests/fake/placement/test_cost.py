@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from amp_fx.passes import Classify, Constrain, PassContext, PinDtypes, run_passes
@@ -20,6 +21,7 @@ from amp_fx.placement.profile import FLASH_QUERY, DeviceProfile
 from amp_fx.plans.label import label_of
 from benchmarks.counts import counting
 from graphs import captured
+from small_models import Parts
 
 BF16 = torch.bfloat16
 ROWS, WIDTH = 64, 32
@@ -46,55 +48,41 @@ def w(dtype: torch.dtype = BF16) -> Tensor:
 MATMUL = 2 * (N + W + N)
 
 
-def test_a_cast_in_front_of_a_matmul_is_a_kernel_where_the_value_is_an_input() -> None:
-    assert moved(lambda x, w: x.to(BF16) @ w, x(), w()) == (4 + 2) * N + MATMUL
+def copied_twice(x: Tensor, w: Tensor) -> Tensor:
+    # a softmax, because Inductor would rather compute a sine twice than write it
+    y = torch.softmax(x, -1)
+    return y.to(BF16) @ w + y
 
 
-def test_a_cast_between_two_matmuls_is_a_kernel() -> None:
-    first = 4 * (N + W + N)
-    assert moved(lambda x, v, w: (x @ v).to(BF16) @ w, x(), w(torch.float32), w()) == first + 6 * N + MATMUL
+def viewed(x: Tensor, w: Tensor) -> Tensor:
+    return torch.sin(x).to(BF16).reshape(ROWS // 2, 2, WIDTH).flatten(0, 1) @ w
 
 
-def test_a_cast_behind_arithmetic_is_part_of_its_kernel() -> None:
+XW, XVW, LOW_XW = (x(), w()), (x(), w(torch.float32), w()), (x(BF16), w())
+#: what a cast is -> program, its arguments, bytes that its kernels read and write
+MOVED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], int]] = {
+    "a kernel of an input": (lambda x, w: x.to(BF16) @ w, XW, (4 + 2) * N + MATMUL),
+    "a kernel between matmuls": (lambda x, v, w: (x @ v).to(BF16) @ w, XVW, 4 * (N + W + N) + 6 * N + MATMUL),
     # only the bf16 copy is written: no fp32 result reaches memory
-    assert moved(lambda x, w: torch.sin(x).to(BF16) @ w, x(), w()) == 4 * N + 2 * N + MATMUL
+    "in the kernel in front": (lambda x, w: torch.sin(x).to(BF16) @ w, XW, 4 * N + 2 * N + MATMUL),
+    "in the kernel behind": (lambda x, w: torch.sin((x @ w).float()), LOW_XW, MATMUL + 2 * N + 4 * N),
+    # softmax, the statistics of its rows, matmul, add
+    "a second copy": (copied_twice, XW, (4 + 4 + 2) * N + 2 * 4 * ROWS + MATMUL + (2 + 4 + 4) * N),
+    "nothing more for a view": (viewed, XW, 4 * N + 2 * N + MATMUL),
+}
 
 
-def test_both_copies_of_a_value_are_written_where_both_are_read_from_memory() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        # a softmax, because Inductor would rather compute a sine twice than write it
-        y = torch.softmax(x, -1)
-        return y.to(BF16) @ w + y
-
-    softmax = 4 * N + 4 * N + 2 * N
-    add = 2 * N + 4 * N + 4 * N
-    row_statistics = 2 * 4 * ROWS
-    assert moved(program, x(), w()) == softmax + row_statistics + MATMUL + add
-
-
-def test_a_cast_in_front_of_arithmetic_is_part_of_its_kernel() -> None:
-    assert moved(lambda x, w: torch.sin((x @ w).float()), x(BF16), w()) == MATMUL + 2 * N + 4 * N
-
-
-def test_a_view_between_cast_and_matmul_moves_nothing() -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return torch.sin(x).to(BF16).reshape(ROWS // 2, 2, WIDTH).flatten(0, 1) @ w
-
-    assert moved(program, x(), w()) == 4 * N + 2 * N + MATMUL
+@pytest.mark.parametrize("name", MOVED)
+def test_a_cast_moves_what_the_model_believes(name: str) -> None:
+    program, args, expected = MOVED[name]
+    assert moved(program, *args) == expected
 
 
 def test_a_table_cast_in_front_of_a_lookup_alone_is_part_of_the_lookup() -> None:
     # so that where the cast stands is a tie for an unshared table, which bytes cast then decide
-    tokens = torch.zeros(ROWS, dtype=torch.long)
-
-    def before(table: Tensor, tokens: Tensor, w: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(tokens, table.to(BF16)) @ w
-
-    def after(table: Tensor, tokens: Tensor, w: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(tokens, table).to(BF16) @ w
-
-    table = torch.randn(8, WIDTH)
-    assert moved(before, table, tokens, w()) == moved(after, table, tokens, w())
+    args = torch.randn(8, WIDTH), torch.zeros(ROWS, dtype=torch.long), w()
+    before = moved(lambda table, tokens, w: F.embedding(tokens, table.to(BF16)) @ w, *args)
+    assert moved(lambda table, tokens, w: F.embedding(tokens, table).to(BF16) @ w, *args) == before
 
 
 def model(
@@ -102,11 +90,10 @@ def model(
     *args: Tensor,
     training: bool = False,
     profile: DeviceProfile | None = None,
-    dynamic: bool | None = None,
-    device: str = "cpu",
-) -> tuple[CostModel, dict]:
+    **how: Any,
+) -> tuple[CostModel, dict[str, Any]]:
     """The cost model of a program, and its nodes by name."""
-    gm = captured(program, *args, dynamic=dynamic, device=device)
+    gm = captured(program, *args, **how)
     run_passes(gm, (PinDtypes(), Classify(), Constrain()), PassContext())
     return CostModel(gm.graph, profile, training), {node.name: node for node in gm.graph.nodes}
 
@@ -134,19 +121,12 @@ def unit(device: str, low: float = 1.0) -> DeviceProfile:
     return DeviceProfile("unit", device, {"float32": 1.0, "bfloat16": low}, 1.0, 1.0)
 
 
-class Weighted(torch.nn.Module):
-    """One weight, read by one matmul or by two, as it is or in another shape."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "transposed":
-            return x @ self.weight.t()
-        y = torch.nn.functional.linear(x, self.weight)
-        return torch.nn.functional.linear(y.relu(), self.weight) if self.how == "shared" else y
+#: one weight, read by one matmul or by two, as it is or in another shape
+READ: dict[str, Callable[..., Tensor]] = {
+    "read": lambda m, x: m.linear(x),
+    "transposed": lambda m, x: x @ m.linear.weight.t(),
+    "shared": lambda m, x: m.linear(m.linear(x).relu()),
+}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +142,8 @@ class Weighted(torch.nn.Module):
 def test_on_cuda_no_kernel_widens_the_gradient_of_a_weight(
     device: str, how: str, kernels: int, gradient: int
 ) -> None:
-    cost, nodes = model(Weighted(how), x(), training=True, profile=unit(device), device=device)
+    program = Parts(READ[how], linear=torch.nn.Linear(WIDTH, WIDTH, bias=False))
+    cost, nodes = model(program, x(), training=True, profile=unit(device), device=device)
     reader = next(n for n in nodes.values() if getattr(label_of(n), "op", "") in ("linear", "matmul"))
     weight = reader.args[1]
     assert cost.cast_kernel(weight, BF16) == kernels * (6 * W + 1) * 10**12
@@ -175,8 +156,7 @@ def test_on_cuda_no_kernel_widens_the_gradient_of_a_weight(
 def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_cpu(
     device: str, rows: int, passes: int
 ) -> None:
-    linear = torch.nn.functional.linear
-    cost, nodes = model(linear, x()[:rows], w(torch.float32), profile=unit(device))
+    cost, nodes = model(F.linear, x()[:rows], w(torch.float32), profile=unit(device))
     high, low = cost.arithmetic(nodes["linear"], BF16) or (0, 0)
     assert low == 2 * rows * W * 10**12
     assert high - low == passes * 4 * W * 10**12
@@ -199,12 +179,11 @@ def test_attention_of_one_query_takes_longer_in_16_bits_on_a_cpu_by_the_flash_ke
     device: str, queries: int, how: dict[str, Any], slower: bool
 ) -> None:
     query, key = torch.randn(3, 2, queries, 8), torch.randn(3, 2, 16, 8)
-    attention = torch.nn.functional.scaled_dot_product_attention
     given = {name: value for name, value in how.items() if name in ("training", "dynamic")}
     profile = dataclasses.replace(
         unit(device, low=2.0), calls={FLASH_QUERY: how.get("query", 9.0)} if device == "cpu" else {}
     )
-    cost, nodes = model(attention, query, key, key, profile=profile, **given)
+    cost, nodes = model(F.scaled_dot_product_attention, query, key, key, profile=profile, **given)
     cost = dataclasses.replace(cost, writes_attention=how.get("writes_attention", True))
     high, low = cost.arithmetic(nodes["scaled_dot_product_attention"], BF16) or (0, 0)
     assert (low > high) is slower
@@ -223,14 +202,14 @@ def test_an_fp32_convolution_lays_out_its_weight_on_a_cpu_which_a_cast_does_by_i
     device: str, kernel: int, layout: torch.memory_format, passes: int
 ) -> None:
     weight = torch.randn(256, 256, kernel, kernel).to(memory_format=layout)
-    cost, nodes = model(torch.nn.functional.conv2d, torch.randn(1, 256, 4, 4), weight, profile=unit(device))
+    cost, nodes = model(F.conv2d, torch.randn(1, 256, 4, 4), weight, profile=unit(device))
     high, low = cost.arithmetic(nodes["conv2d"], BF16) or (0, 0)
     assert high - low == passes * 4 * weight.numel() * 10**12
 
 
 def test_symbolic_sizes_count_with_their_hint() -> None:
-    linear, rows = torch.nn.functional.linear, x().unflatten(0, (2, -1))
-    cost, nodes = model(linear, rows, w(torch.float32), profile=unit("cpu"), dynamic=True)
+    rows = x().unflatten(0, (2, -1))
+    cost, nodes = model(F.linear, rows, w(torch.float32), profile=unit("cpu"), dynamic=True)
     assert cost.traffic(nodes["linear"], 2) == 2 * N * 10**12
     _, low = cost.arithmetic(nodes["linear"], BF16) or (0, 0)
     assert low == 2 * N * WIDTH * 10**12

@@ -22,8 +22,7 @@ CHANNELS_LAST = torch.channels_last
 WEIGHT = (64, 64, 3, 3)
 IMAGE = (2, 64, 8, 8)
 
-
-# --- The call ---
+Program = Callable[..., Any]
 
 
 @pytest.mark.parametrize("shape", [WEIGHT, (3, 5, 7, 2), (1, 1, 1, 1), (0, 4, 3, 3), (700, 40, 5, 5)])
@@ -41,32 +40,24 @@ def test_there_and_back_it_has_the_values_of_a_cast_and_the_layout_asked_for(
 
 
 def test_it_keeps_the_promises_of_a_custom_op() -> None:
-    torch.library.opcheck(
-        convert_op(), (torch.randn(4, 3, 3, 3), torch.bfloat16, [27, 1, 9, 3]), raise_exception=True
-    )
+    args = torch.randn(4, 3, 3, 3), torch.bfloat16, [27, 1, 9, 3]
+    torch.library.opcheck(convert_op(), args, raise_exception=True)
 
 
-@pytest.mark.parametrize(
-    ("weight", "relaid"),
-    [
-        (torch.empty(WEIGHT), True),
-        (torch.empty(WEIGHT).to(memory_format=CHANNELS_LAST), False),
-        (torch.empty(256, 256, 1, 1), False),
-        (torch.empty(4096, 1, 3, 3), False),
-        (torch.empty(16, 16, 3, 3), False),
-        (torch.empty(64, 64, 3, 3, 3), False),
-        (torch.empty(1024, 1024), False),
-    ],
-    ids=["3x3", "channels last", "1x1", "depthwise", "small", "3d", "linear"],
-)
-def test_only_large_weights_that_lie_otherwise_are_worth_a_call(weight: Tensor, relaid: bool) -> None:
-    assert is_relaid(weight) is relaid
+def test_only_large_weights_that_lie_otherwise_are_worth_a_call() -> None:
+    weights = {
+        "3x3": torch.empty(WEIGHT),
+        "channels last": torch.empty(WEIGHT).to(memory_format=CHANNELS_LAST),
+        "1x1": torch.empty(256, 256, 1, 1),
+        "depthwise": torch.empty(4096, 1, 3, 3),
+        "small": torch.empty(16, 16, 3, 3),
+        "3d": torch.empty(64, 64, 3, 3, 3),
+        "linear": torch.empty(1024, 1024),
+    }
+    assert [name for name, weight in weights.items() if is_relaid(weight)] == ["3x3"]
 
 
-# --- Weights ---
-
-
-def traced(program: Callable[..., Any], *values: tuple[tuple[int, ...], dict[str, Any]]) -> fx.GraphModule:
+def traced(program: Program, *values: tuple[tuple[int, ...], dict[str, Any]]) -> fx.GraphModule:
     """The program as ATen on fake values, each of a shape and with arguments of ``torch.empty``."""
     with FakeTensorMode():
         return make_fx(program)(*(torch.empty(shape, **how) for shape, how in values))
@@ -78,6 +69,10 @@ def convolve(x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
 
 def narrowed(value: Tensor) -> Tensor:
     return prims.convert_element_type(value, torch.bfloat16)
+
+
+def widened(value: Tensor) -> Tensor:
+    return prims.convert_element_type(value, torch.float32)
 
 
 def targets(gm: fx.GraphModule) -> list[object]:
@@ -110,9 +105,7 @@ def test_the_cast_of_a_convolutions_weight_also_lays_it_out(transposed: bool) ->
     ],
     ids=["a computed weight", "no weight", "on cuda", "layouts are kept", "weights are packed"],
 )
-def test_other_casts_are_left_alone(
-    program: Callable[..., Any], device: str, inductor: dict[str, Any]
-) -> None:
+def test_other_casts_are_left_alone(program: Program, device: str, inductor: dict[str, Any]) -> None:
     gm = traced(program, (IMAGE, {"device": device, **LOW}), (WEIGHT, {"device": device}))
     before = targets(gm)
     with inductor_config.patch(inductor):
@@ -120,12 +113,7 @@ def test_other_casts_are_left_alone(
     assert targets(gm) == before
 
 
-# --- Gradients ---
-
-
-def backward(
-    transform: Callable[[Tensor], object] = lambda grad: prims.convert_element_type(grad, torch.float32),
-) -> Callable[..., Any]:
+def backward(transform: Program = widened) -> Program:
     """A convolution and its backward, what becomes of the gradient of the weight."""
 
     def program(x: Tensor, w: Tensor, grad: Tensor) -> tuple[object, ...]:
@@ -142,8 +130,7 @@ def test_the_gradient_of_a_weight_is_widened_into_the_layout_of_the_weight() -> 
     # the image's layout is that of the gradient, as mkldnn computes it
     image = {**LOW, "memory_format": CHANNELS_LAST}
     gm = traced(backward(), (IMAGE, image), (WEIGHT, {}), (IMAGE, image))
-    gradient = output_nodes(gm)[2]
-    assert not gradient.meta["val"].is_contiguous()
+    assert not output_nodes(gm)[2].meta["val"].is_contiguous()
     LayOutGradients().call(gm, PassContext())
     assert targets(gm).count(convert_op()) == 1
     gradient = output_nodes(gm)[2]
@@ -158,14 +145,12 @@ def test_the_gradient_of_a_weight_is_widened_into_the_layout_of_the_weight() -> 
         (lambda grad: grad, {}),
         (lambda grad: grad / 2, {}),
         (lambda grad: prims.convert_element_type(grad, torch.float64), {}),
-        (lambda grad: prims.convert_element_type(grad, torch.float32), {"memory_format": CHANNELS_LAST}),
-        (lambda grad: prims.convert_element_type(grad, torch.float32), {"device": "cuda"}),
+        (widened, {"memory_format": CHANNELS_LAST}),
+        (widened, {"device": "cuda"}),
     ],
     ids=["stays low", "is scaled", "to fp64", "weight is channels last", "cuda"],
 )
-def test_gradients_without_that_cast_or_without_a_change_of_layout_stay(
-    transform: Callable[[Tensor], object], how: dict[str, Any]
-) -> None:
+def test_other_gradients_are_left_alone(transform: Program, how: dict[str, Any]) -> None:
     device = {"device": how.get("device", "cpu")}
     gm = traced(backward(transform), (IMAGE, {**LOW, **device}), (WEIGHT, how), (IMAGE, {**LOW, **device}))
     LayOutGradients().call(gm, PassContext())

@@ -17,13 +17,15 @@ from amp_fx.targets import TARGETS, find_target
 BF16, RATES = torch.bfloat16, ("float32", "bfloat16", "float16", "int8")
 
 
-def cost_of(profile: DeviceProfile) -> LevelCost | None:
-    return LevelCost.of(profile, torch.bfloat16, LEVELS["rowwise"])
+def cost_of(profile: DeviceProfile, level: str = "rowwise") -> LevelCost:
+    found = LevelCost.of(profile, BF16, LEVELS[level])
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("name", ["a100", "rtx3090", "rtx4090", "l4", "h100", "h200", "b200"])
 def test_devices_have_fp8_by_their_published_rates(name: str) -> None:
-    cost = cost_of(TARGETS[f"cuda:{name}"].profile)
+    cost = LevelCost.of(TARGETS[f"cuda:{name}"].profile, BF16, LEVELS["rowwise"])
     assert (cost is None) is (name in ("a100", "rtx3090"))
     assert cost is None or 1.9 < cost.below / cost.low < 2.1
 
@@ -31,7 +33,6 @@ def test_devices_have_fp8_by_their_published_rates(name: str) -> None:
 def runs_below(size: int, tokens: int = 8192, weight: int = 4) -> bool:
     """Whether an H100 runs a square linear in fp8, whose input is a fused value; bytes of an element of its weight."""
     cost = cost_of(find_target("cuda:h100").profile)
-    assert cost is not None
     problem = Problem(
         {"mm": cost.matmul(2 * tokens * size * size, tokens * size + size * size, 2)},
         shared=[
@@ -44,25 +45,15 @@ def runs_below(size: int, tokens: int = 8192, weight: int = 4) -> bool:
     return Priced(problem).choose(0.0).placement["mm"] is LOW
 
 
-def test_small_linears_stay_low_and_large_ones_go() -> None:
+def test_small_linears_stay_low_and_large_ones_go_but_a_low_weight_is_not_converted_for_few_tokens() -> None:
     assert [runs_below(size) for size in (128, 256, 4096, 8192)] == [False, False, True, True]
-
-
-def test_a_weight_that_is_low_in_memory_is_not_converted_for_few_tokens() -> None:
-    assert not runs_below(4096, tokens=16, weight=2)
-    assert runs_below(4096, tokens=8192, weight=2)
+    assert [runs_below(4096, tokens, weight=2) for tokens in (16, 8192)] == [False, True]
 
 
 def test_a_copy_on_a_cpu_takes_arithmetic_too() -> None:
-    here, there = (
-        LevelCost.of(
-            DeviceProfile("", device, {"bfloat16": 1e12, "int8": 2e12}, 1e12, 0.0), BF16, LEVELS["int8"]
-        )
-        for device in ("cpu", "cuda")
-    )
-    assert here is not None
-    assert there is not None
-    assert (here.copying(100, 2, in_rows=True), there.copying(100, 2, in_rows=True)) == (1100, 300)
+    for device, time in (("cpu", 1100), ("cuda", 300)):
+        cost = cost_of(DeviceProfile("", device, {"bfloat16": 1e12, "int8": 2e12}, 1e12, 0.0), "int8")
+        assert cost.copying(100, 2, in_rows=True) == time
 
 
 def test_copies_by_columns_and_of_all_take_three_kernels_and_read_twice() -> None:
@@ -70,8 +61,8 @@ def test_copies_by_columns_and_of_all_take_three_kernels_and_read_twice() -> Non
     assert copy_traffic(elements, 2, in_rows=True) == (3 * elements, 1)
     assert copy_traffic(elements, 4, in_rows=False) == (9 * elements, 3)
     assert copy_traffic(elements, 2, in_rows=True, block=32) == (3 * elements + elements // 32, 1)
-    traffic = copy_traffic(elements, 2, in_rows=False, block=32)
-    assert traffic == (5 * elements + elements // 32 * 13, 3)
+    blocks = elements // 32
+    assert copy_traffic(elements, 2, in_rows=False, block=32) == (5 * elements + blocks * 13, 3)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +83,8 @@ def test_scales_of_blocks_are_for_devices_whose_library_takes_them(
     def means(level: str, *, training: bool = True) -> str:
         return meaning("fp8", level, profile, "cuda", torch.bfloat16, training=training).text
 
-    with (
-        mock.patch.object(torch.cuda, "is_available", return_value=True),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
-    ):
+    here = {"is_available": lambda: True, "get_device_capability": lambda *_: capability}
+    with mock.patch.multiple(torch.cuda, **here):
         assert means("auto") == auto
         unable = f"as autocast: cuda {profile.name} does not multiply in mxfp8"
         assert means("mxfp8") == ("mxfp8" if blocks else unable)
@@ -104,17 +93,13 @@ def test_scales_of_blocks_are_for_devices_whose_library_takes_them(
 
 def test_a_single_row_is_multiplied_without_a_call_of_onednn_and_more_rows_with_packed_weights() -> None:
     measured, packed, unpacked, signed = LEVELS["int8"].implementations
-    cost = LevelCost.of(
-        DeviceProfile("cpu", "cpu", dict.fromkeys(RATES, 1e12), 1e10, 0.0), BF16, LEVELS["int8"]
-    )
+    cost = cost_of(DeviceProfile("cpu", "cpu", dict.fromkeys(RATES, 1e12), 1e10, 0.0), "int8")
     for each in (cost, OPERATIONS):
-        assert each is not None
         assert each.cheapest((packed, unpacked, signed), (1, 512, 512)) is unpacked
         assert each.cheapest((packed, unpacked, signed), (16, 512, 512)) is packed
         assert each.cheapest((signed,), (1, 512, 512)) is signed
         assert each.cheapest((measured, packed, unpacked), (16, 512, 512)) is measured
     # read and written once a call
-    assert cost is not None
     assert cost.packing(unpacked, (16, 512, 256)) == cost.moving(2 * 512 * 256)
     assert cost.packing(unpacked, (1, 512, 256)) == cost.packing(packed, (16, 512, 256)) == 0
 

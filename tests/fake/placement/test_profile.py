@@ -34,9 +34,6 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-# --- the data --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -68,10 +65,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path, content: bytes, mess
         resolve(str(path), "cpu")
 
 
-# --- the option ------------------------------------------------------------------------------------
-
-
-def test_the_option_is_a_word_or_a_file(saved: Path) -> None:
+def test_the_option_is_a_word_or_a_file_for_this_device(saved: Path) -> None:
     assert resolve("off", "cpu") is None
     assert resolve("auto", "cpu") == builtin("cpu")
     assert resolve(str(saved), "cpu") == A_PROFILE
@@ -79,23 +73,18 @@ def test_the_option_is_a_word_or_a_file(saved: Path) -> None:
     assert resolve("auto", "xpu") is None
     with pytest.raises(ProfileError, match=r"'xpu'.*'cpu', 'cuda'"):
         builtin("xpu")
+    with pytest.raises(ProfileError, match=r"'cpu'.*'cuda'.*--device cuda"):
+        resolve(str(saved), "cuda")
 
 
 def test_a_wrong_word_or_file_is_answered_with_the_nearest_one(saved: Path) -> None:
     near = str(saved.with_name("cpuu.json"))
     for spec, meant in (("atuo", "auto"), ("of", "off"), ("Auto", "auto"), (near, str(saved))):
-        with pytest.raises(ProfileError) as caught:
+        with pytest.raises(ProfileError, match=f"{spec!r}.*Did you mean {meant!r}?"):
             resolve(spec, "cpu")
-        assert repr(spec) in str(caught.value)
-        assert f"Did you mean {meant!r}?" in str(caught.value)
 
 
-def test_a_profile_of_another_device_is_an_error(saved: Path) -> None:
-    with pytest.raises(ProfileError, match=r"'cpu'.*'cuda'.*--device cuda"):
-        resolve(str(saved), "cuda")
-
-
-# --- the tables ------------------------------------------------------------------------------------
+# --- the tables ---
 
 
 def test_every_row_is_a_valid_profile_for_all_dtypes() -> None:
@@ -182,13 +171,6 @@ def test_the_built_in_profile_knows_the_thread_count(monkeypatch: pytest.MonkeyP
     assert builtin("cpu").peak["float32"] == 4 * one
 
 
-def test_a_machine_without_cuda_plans_for_a_named_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    profile = builtin("cuda")
-    assert "assumed" in profile.name
-    assert "A100" in profile.name
-
-
 @pytest.fixture
 def allow() -> Iterator[Callable[[str], None]]:
     """Sets what fp32 matmuls may be computed in."""
@@ -198,23 +180,21 @@ def allow() -> Iterator[Callable[[str], None]]:
 
 
 def test_less_than_fp32_counts_where_the_user_allows_it(allow: Callable[[str], None]) -> None:
-    def peaks() -> dict[str, Mapping[str, float]]:
+    def peaks(allowed: str) -> dict[str, Mapping[str, float]]:
+        allow(allowed)
         cpus = {name: tables._cpu_profile(row, 1).peak for name, row in CPUS.items()}
         return {"A100": cuda_profile("x", gpu_row((8, 0))).peak, **cpus}
 
-    allow("highest")
-    exact = peaks()
-    allow("high")
+    exact, high, medium = map(peaks, ("highest", "high", "medium"))
     assert exact["A100"]["float32"] == pytest.approx(19.5e12 * 0.8)
     assert exact["A100"]["bfloat16"] == pytest.approx(312e12 * 0.8)
-    assert peaks()["A100"]["float32"] == pytest.approx(156e12 * 0.8)
-    allow("medium")
-    relaxed = peaks()["avx512_bf16"]
+    assert high["A100"]["float32"] == pytest.approx(156e12 * 0.8)
+    relaxed = medium["avx512_bf16"]
     assert exact["avx512_bf16"]["float32"] < relaxed["float32"] < relaxed["bfloat16"]
-    assert exact["avx2"] == peaks()["avx2"]
+    assert exact["avx2"] == medium["avx2"]
 
 
-# --- measuring -------------------------------------------------------------------------------------
+# --- measuring ---
 
 
 @pytest.fixture
@@ -235,13 +215,12 @@ def test_measuring_fills_every_field(takes_fp8: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(measuring, "builtin", lambda device: profile)
     lines: list[str] = []
     measured = measure("cpu", 0.01, lines.append)
-    rates = profile.peak.keys()
     assert DeviceProfile.from_dict(json.loads(measured.to_json())) == measured
-    assert measured.peak.keys() == rates
-    assert all(rate > 0 for rate in measured.peak.values())
+    assert measured.peak.keys() == profile.peak.keys()
+    assert min(measured.peak.values()) > 0
     assert measured.name.endswith("measured")
-    assert {f"matmul {name}" for name in rates} == {*lines[: len(rates)]}
-    assert lines[len(rates)] == "copy"
+    *matmuls, last = lines[: len(profile.peak) + 1]
+    assert ({*matmuls}, last) == ({f"matmul {name}" for name in profile.peak}, "copy")
 
 
 @pytest.mark.parametrize(
@@ -288,15 +267,13 @@ def test_nonsense_is_not_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not path.exists()
 
 
-def test_a_device_that_is_not_there_is_an_error(
+def test_a_device_that_is_not_there_is_planned_for_but_not_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert re.search("A100.*assumed|assumed.*A100", builtin("cuda").name)
     assert main(["profile", "--device", "cuda"]) == 1
     assert re.search("CUDA.*'cpu'", capsys.readouterr().err)
-
-
-# --- the command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -311,10 +288,8 @@ def test_the_command_writes_a_file_that_the_option_reads_or_prints_json_alone(
     path = tmp_path / "here.json"
     assert main([*command, "-o", str(path)]) == 0
     out = capsys.readouterr().out
-    for part in (f'options={{"profile": "{path}"}}', builtin("cpu").name, "x float32"):
-        assert part in out
+    parts = f'options={{"profile": "{path}"}}', builtin("cpu").name, "x float32"
+    assert [part for part in parts if part not in out] == []
     assert resolve(str(path), "cpu") == DeviceProfile.load(path)
     assert main([*command, "-o", str(tmp_path / "missing" / "here.json")]) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert "missing" in last
+    assert re.search("^error: .*missing.*$", capsys.readouterr().err.splitlines()[-1])

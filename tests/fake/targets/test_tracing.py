@@ -63,23 +63,16 @@ def test_a_copy_of_a_tensor_is_a_copy_on_the_target() -> None:
     assert copy.all_input_nodes
 
 
-def test_inputs_know_whether_they_are_parameters_and_require_gradients() -> None:
-    model = nn.Linear(8, 8)
-    model.bias.requires_grad_(False)
+def test_inputs_know_their_names_and_whether_they_are_parameters_and_require_gradients() -> None:
+    model = Parts(lambda m, x: m.linear(x), linear=nn.Linear(8, 8))
+    model.get_parameter("linear.bias").requires_grad_(False)
     (graph,) = traced(model, torch.randn(4, 8, requires_grad=True))
     moved = move(pickle.loads(pickle.dumps(graph)).gm, CUDA)
-    inputs = [node.meta["example_value"] for node in moved.graph.find_nodes(op="placeholder")]
-    assert [(isinstance(value, nn.Parameter), value.requires_grad) for value in inputs] == [
-        (True, True),
-        (True, False),
-        (False, True),
-    ]
-
-
-def test_inputs_keep_the_names_that_parameters_have_in_the_program() -> None:
-    (graph,) = traced(local(), torch.randn(4, 8))
-    moved = move(pickle.loads(pickle.dumps(graph)).gm, CUDA)
-    names = [str(node._dynamo_source.name) for node in moved.graph.find_nodes(op="placeholder")]  # type: ignore[attr-defined]
+    inputs = moved.graph.find_nodes(op="placeholder")
+    found = [node.meta["example_value"] for node in inputs]
+    kinds = [(isinstance(value, nn.Parameter), value.requires_grad) for value in found]
+    assert kinds == [(True, True), (True, False), (False, True)]
+    names = [str(node._dynamo_source.name) for node in inputs]  # type: ignore[attr-defined]
     assert sum("linear" in name and "weight" in name for name in names) == 1
 
 
@@ -91,8 +84,7 @@ def test_bodies_of_checkpoints_move_with_the_graph() -> None:
 
     (graph,) = traced(program, torch.randn(4, 8, requires_grad=True))
     copy = pickle.loads(pickle.dumps(graph))
-    bodies = [child for child in copy.gm.children() if isinstance(child, fx.GraphModule)]
-    assert bodies
+    assert any(isinstance(child, fx.GraphModule) for child in copy.gm.children())
     assert devices(move(copy.gm, CUDA)) == {"cuda"}
 
 
@@ -105,9 +97,8 @@ def test_a_graph_survives_the_way_to_another_process(dynamic: bool) -> None:
     assert [copy.name, copy.grad, copy.autocast] == [graph.name, True, None]
     sizes = {type(size) for v in values(move(copy.gm, CUDA)) if isinstance(v, Tensor) for size in v.shape}
     assert (torch.SymInt in sizes) is dynamic
-    with_stack = [node for node in copy.gm.graph.nodes if node.meta.get("nn_module_stack")]
-    assert with_stack
-    assert with_stack[0].meta["stack_trace"]
+    with_stack = next(node for node in copy.gm.graph.nodes if node.meta.get("nn_module_stack"))
+    assert with_stack.meta["stack_trace"]
 
 
 def test_what_is_ambient_while_dynamo_traces_belongs_to_the_graph() -> None:
