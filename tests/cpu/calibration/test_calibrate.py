@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -179,13 +180,14 @@ def test_relus_are_told_apart() -> None:
 # op by op, more is rounded than in fused kernels
 @pytest.mark.parametrize("most", [2e-2, pytest.param(5e-3, marks=pytest.mark.slow)], ids=["op by op", "code"])
 def test_fp16_where_autocast_overflows_has_a_finite_plan(most: float) -> None:
-    def program(m: Any, x: Tensor) -> Tensor:
+    def program(m: Any, x: Tensor, target: Tensor) -> Tensor:
         h = m.up(x)
-        return m.down((h - h.mean(-1, keepdim=True)).tanh()).square().mean()
+        return F.mse_loss(m.down((h - h.mean(-1, keepdim=True)).tanh()).squeeze(-1), target)
 
     hot: Any = Parts(program, up=nn.Linear(64, 64), down=nn.Linear(64, 1))
     nn.init.constant_(hot.up.bias, 1e5)
-    cal = amp_fx.calibrate(hot, torch.randn(32, 64), dtype="float16", scale=1024.0, profile="off")
+    batch = torch.randn(128, 64), torch.randn(128)
+    cal = amp_fx.calibrate(hot, batch, dtype="float16", scale=1024.0, profile="off")
     assert math.isinf(known(cal, "autocast").error)
     assert math.isinf(cal._verifier.compiled({"policy": "autocast", "profile": "off"}))
     plan = cal.plan()
