@@ -221,7 +221,8 @@ class _Packer:
         if not form.by_rows:
             with self._graph.inserting_before(node):
                 weight = self._call(aten.t.default, weight)
-        rows = max(1, numel(value) // contracted)
+        # For one row oneDNN lays out otherwise on CPUs with AMX, which gains nothing: decoding and prefill share a copy
+        rows = max(2, numel(value) // contracted)
         how = packing("linear", torch.Size((columns, contracted)), matrix.dtype, rows)
         node.target = LINEAR
         node.args, node.kwargs = (x, self._input(weight, matrix, how), bias, "none", [], ""), {}
