@@ -241,6 +241,11 @@ def test_the_users_rounding_in_front_of_a_matmul_is_kept() -> None:
     assert rewritten.one("matmul").dtype is FP16
 
 
+def test_the_users_rounding_between_two_low_dtypes_is_kept() -> None:
+    casts = {("float16", "bfloat16"): 1, UP: 1, TO_FP16: 2, FROM_FP16: 1}
+    check(rounded, X.to(FP16), W, options={"dtype": "float16"}, casts=casts, reference=torch.float32)
+
+
 def test_the_users_rounding_serves_the_matmul_where_the_dtypes_agree() -> None:
     gm = rewrite(rounded, X, W).gm
     assert matmul_of(gm).args[0].args == (gm.graph.find_nodes(op="placeholder")[0], BF16)  # type: ignore[union-attr]
