@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from op_arguments import Call, arguments, each, overload, t
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from amp_fx._torch import enable_autocast, has_low_lstm
 from amp_fx.policy import table
 from amp_fx.policy.classes import OpGroup
+from op_arguments import Call, arguments, each, overload, t
 from versions import UP_TO_2_12
 
 __all__ = ["Call", "arguments", "overload", "t"]
