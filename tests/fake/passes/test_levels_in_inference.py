@@ -89,6 +89,7 @@ def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, level: str) -
         for node in scaled(found):
             assert {arg.meta["val"].dtype for arg in node.args[:2]} == {FP8}  # type: ignore[union-attr]
             assert lies_right(node, level == "rowwise")
+            assert node.args[7]  # fast sums
 
 
 @pytest.mark.parametrize(("bias", "count"), [((48,), 1), ((1,), 0), ((3, 48), 0), ((3, 1), 0)], ids=str)
