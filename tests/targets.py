@@ -184,7 +184,7 @@ def _facts(graphs: Sequence[TracedGraph], backend: Backend) -> Facts:
         wide += [_what(kind, node) for node in _calls(graph.after, _WIDE)]
         if kind == "forward":
             saved += _saved_results(graph.before)
-        else:
+        elif kind == "backward":
             rounded += sum(map(_is_rounded, _calls(graph.after, _MATMULS)))
     return Facts(counter.total, counter.forward, tuple(casts), saved, tuple(wide), rounded)
 
