@@ -92,7 +92,7 @@ def outcome(sample: Sample) -> str:
         try:
             _run(sample, backend="aot_eager", low=True)
             _run(sample, backend="aot_eager")
-        except Exception as stock:  # as above, for torch.compile
+        except Exception as stock:  # what a sample raises under torch.compile by itself is none for us either
             return f"not asked: torch.compile raises {type(stock).__name__}"
         return f"raises {type(error).__name__}: {str(error)[:300]}"
     differs = _differs(inside, autocast)

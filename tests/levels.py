@@ -143,7 +143,7 @@ def exact(model: nn.Module, x: Tensor) -> Tensor:
 
 def lies_right(node: fx.Node, by_row: bool) -> bool:
     """Whether a matmul with scales reads what library kernels want: rows of the first, columns of the second."""
-    first, second, *scales = (arg.meta["val"] for arg in node.args[:4])  # type: ignore[union-attr]
+    first, second, *scales = (arg.meta["val"] for arg in node.args[:4])  # type: ignore[union-attr]  # a node
     shapes = [(first.shape[0], 1), (1, second.shape[1])] if by_row else [(), ()]
     strides = first.stride() == (first.shape[1], 1) and second.stride() == (1, second.shape[0])
     return strides and [scale.shape for scale in scales] == shapes

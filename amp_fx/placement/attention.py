@@ -9,8 +9,9 @@ Both keep scores and gradients of probabilities in fp32, and multiply probabilit
 
 Constants are fitted to 18 sizes on a Zen 4, torch 2.13, one thread (12 to 384 heads, 32 to 1024 queries): two
 products took 0.19 to 1.47 of the flash kernel's time, forward and backward; predicted was 0.8 to 1.3 times what was
-found. With AMX (Sapphire Rapids, 6 sizes) products took 0.19 to 1.74 of it with the backward, and 1.6 to 5 times as
-long without. That was with 16-bit probabilities in the backward; fp32, 9 to 16 % of a call, is part of its softmax.
+found. That was with 16-bit probabilities in the backward; fp32, 9 to 16 % of a call, is part of its softmax. With AMX
+(Sapphire Rapids, one thread, 6 sizes) two products took 0.20 to 2.0 of the kernel's time, and 1.6 to 5 times as long in
+the forward alone; predicted was 0.7 to 1.05 times what was found.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _KEYS = 512
 #: queries from which the flash kernel takes blocks of so many (``cpu_flash_attention`` of torch 2.13)
 _QUERIES = ((768, 256), (192, 64), (0, 32))
 #: share of the rate of products in 16 bits that the flash kernel reaches inside, in the forward and in the backward,
-#: and how often that in fp32 the backward reaches at most: its products do not use AMX's rate
+#: and how often that in fp32 the backward reaches at most: with AMX it stays far below the first
 _FLASH_REACHES = 0.45, 0.65
 _BACKWARD_REACHES = 1.9
 #: share of the nominal rates that two products of all heads reach
@@ -46,6 +47,9 @@ _RAGGED, _CAUSAL = 55, 40
 _OPERAND = 130, 180
 #: likewise for a score that is beyond the caches, and how many scores they hold
 _BEYOND, _CACHE = 170, 2e6
+#: times the time of a copy of so many bytes that products take for a single query: 0.37 ns for 4 bytes (Zen 4 and
+#: Sapphire Rapids, one thread)
+_READS = 1.4
 #: products that are taken in fp32 and in 16 bits, forward and backward
 _WIDE, _LOW = (1, 1), (1, 3)
 
@@ -101,7 +105,7 @@ def single_query(profile: DeviceProfile) -> tuple[float, float, float] | None:
     The first two read each once, where it lies. None where the profile does not know the kernel's time.
     """
     read, kernel = 2 * torch.bfloat16.itemsize / profile.bandwidth, profile.calls.get(FLASH_QUERY)
-    return None if kernel is None else (2 * read, read, kernel)
+    return None if kernel is None else (2 * read, _READS * read, kernel)
 
 
 # ---- what products can do

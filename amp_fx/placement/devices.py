@@ -75,17 +75,16 @@ class _Cpu(NamedTuple):
     bfloat16: float  # relative to float32
     float16: float  # relative to float32
     int8: float | None = None  # likewise: packed weights, products summed in int32; None: slower than bf16
-    # seconds of one thread: the flash kernel for an element of a key and of a value, a single query
-    query: float | None = None
-    # likewise for a pair of blocks, forward and backward
+    # seconds of one thread in the flash kernel, as many as are known: for an element of a key and of a value with a
+    # single query; for a pair of blocks, forward and backward
     flash: tuple[float, ...] = ()
 
 
-#: Without AMX the flash kernel multiplies the keys of a single query by a loop. Measured on the Zen 4, 16 heads of 64:
-#: 233 us for 129 keys, in fp32 62, as two products 38; 12 heads, 2,048 keys: 2,951, 896 and 526 us
+#: a single query without AMX, where the flash kernel multiplies in a loop. Measured on the Zen 4, assumed elsewhere: 16
+#: heads of 64, 129 keys: 233 us, fp32 62, as two products 38; 12 heads, 2,048 keys: 2,951, 896 and 526 us
 _LOOP = 1.9e-9
-#: with AMX: a single query, and pairs of blocks. Measured on a Sapphire Rapids
-_AMX_FLASH = 0.17e-9, (3e-6, 72e-6)
+#: with AMX, measured on a Sapphire Rapids. 12 heads of 64, a single query, 2,048 keys: 466 us, as two products 581
+_AMX_FLASH = 0.3e-9, 3e-6, 72e-6
 
 #: The first row whose flags the CPU has counts. The ratios matter, the rates less so: FLOP a cycle times a
 #: sustained clock, times 0.7 for what a GEMM reaches. "Measured": torch 2.13, one thread of a Zen 4, where
@@ -93,21 +92,26 @@ _AMX_FLASH = 0.17e-9, (3e-6, 72e-6)
 _CPUS = (
     # AMX tiles do 1024 bf16 operations a cycle, 16 times what two AVX-512 FMA pipes do in fp32 (Intel 64 and
     # IA-32 Optimization Reference Manual, chapter on AMX); half is left at AMX clocks and memory speed.
-    # int8: twice as many. Measured on a Sapphire Rapids with packed weights, 16 to 1024 rows: 1.5 to 1.85 times bf16,
-    # which does 1200e9 so; these rates have the same difference between the two.
-    _Cpu("amx_fp16", frozenset({"amx_bf16", "amx_fp16"}), 100e9, 8.0, 8.0, 11.0, *_AMX_FLASH),
+    # int8: twice as many. Measured on a Sapphire Rapids, one thread, packed weights: 1.6 to 1.85 times bf16 from 128
+    # rows on. There bf16 does 1200e9, so twice the rate above would gain more than is there; 11 has what was found
+    # between the two.
+    _Cpu("amx_fp16", frozenset({"amx_bf16", "amx_fp16"}), 100e9, 8.0, 8.0, 11.0, _AMX_FLASH),
     # Sapphire and Emerald Rapids: fp16 has AVX-512 vectors, but oneDNN widens and accumulates in fp32.
-    _Cpu("amx_bf16", frozenset({"amx_bf16", "avx512_fp16"}), 100e9, 8.0, 1.0, 11.0, *_AMX_FLASH),
+    _Cpu("amx_bf16", frozenset({"amx_bf16", "avx512_fp16"}), 100e9, 8.0, 1.0, 11.0, _AMX_FLASH),
     # An AMX CPU whose hypervisor hides AVX512-FP16.
-    _Cpu("amx_bf16 without fp16", frozenset({"amx_bf16"}), 100e9, 8.0, 0.03, 11.0, *_AMX_FLASH),
+    _Cpu("amx_bf16 without fp16", frozenset({"amx_bf16"}), 100e9, 8.0, 0.03, 11.0, _AMX_FLASH),
     # Sapphire Rapids whose hypervisor hides AMX: vdpbf16ps does two multiply-adds a lane.
-    _Cpu("avx512_bf16 avx512_fp16", frozenset({"avx512_bf16", "avx512_fp16"}), 100e9, 2.0, 1.0, 4.0, _LOOP),
+    _Cpu(
+        "avx512_bf16 avx512_fp16", frozenset({"avx512_bf16", "avx512_fp16"}), 100e9, 2.0, 1.0, 4.0, (_LOOP,)
+    ),
     # Zen 5: bf16 vectors are as wide as the registers, and MKL runs fp32 with AVX2 on AMD. Measured on one: 4.4.
-    _Cpu("avx512_bf16 zen5", frozenset({"avx512_bf16", "avx512_vp2intersect"}), 90e9, 4.0, 0.03, 8.0, _LOOP),
+    _Cpu(
+        "avx512_bf16 zen5", frozenset({"avx512_bf16", "avx512_vp2intersect"}), 90e9, 4.0, 0.03, 8.0, (_LOOP,)
+    ),
     # Cooper Lake, Zen 4. Measured: bf16 2.2 in a GEMM, 1.8 in a whole GPT step. oneDNN has no fp16
     # kernel here, ATen's own loops do 0.15 (linear) or 0.02 (mm): 0.04 in all, less for larger matrices. int8
     # (VNNI), a layer of 2048 with packed weights: 1.5 times bf16 at 1 row, 1.8 at 16, 2.0 at 128.
-    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0, _LOOP, (4e-6, 45e-6)),
+    _Cpu("avx512_bf16", frozenset({"avx512_bf16"}), 100e9, 2.0, 0.03, 4.0, (_LOOP, 4e-6, 45e-6)),
     # Skylake to Ice Lake: oneDNN emulates bf16 in fp32 vectors. Measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE:
     # 0.36 alone, 0.53 where other processes take half of the time (pytorch#86270: half as fast).
     _Cpu("avx512", frozenset({"avx512_bw"}), 100e9, 0.4, 0.03),
@@ -118,7 +122,7 @@ _CPUS = (
     _Cpu("apple", frozenset({"neon", "darwin"}), 200e9, 0.01, 0.01),
     # Neoverse V1, N2, V2: bfmmla does four times the multiply-adds of an fp32 FMA (Arm Architecture Reference
     # Manual, FEAT_BF16); half of that is assumed to be reached. fp16: loops, as on x86.
-    _Cpu("arm_bf16", frozenset({"neon", "bf16"}), 60e9, 2.0, 0.03, None, _LOOP),
+    _Cpu("arm_bf16", frozenset({"neon", "bf16"}), 60e9, 2.0, 0.03, None, (_LOOP,)),
     # Neoverse N1 and older: as avx2.
     _Cpu("arm", frozenset({"neon"}), 30e9, 0.03, 0.03),
     # Anything else: four lanes, multiply and add; loops for 16 bits, 1e9 to 3e9 measured with
@@ -174,17 +178,14 @@ def _cpu_profile(row: _Cpu, threads: int) -> DeviceProfile:
     exact = max(1.0, row.bfloat16 * _CPU_FLOAT32_AS_BFLOAT16) if may_round else 1.0
     relative = {"float32": exact, "bfloat16": row.bfloat16, "float16": row.float16, INT8: row.int8}
     per_thread, socket = _CPU_BANDWIDTH
-    calls = {
-        FLASH_QUERY: row.query,
-        **dict(zip((FLASH_BLOCK, FLASH_BLOCK_BACKWARD), row.flash, strict=False)),
-    }
+    flash = zip((FLASH_QUERY, FLASH_BLOCK, FLASH_BLOCK_BACKWARD), row.flash, strict=False)
     return DeviceProfile(
         name=f"{row.name}, {threads} threads",
         device_type="cpu",
         peak={dtype: rate * times for dtype, times in relative.items() if times is not None},
         bandwidth=min(per_thread * threads, socket),
         launch=_CPU_LAUNCH,
-        calls={name: seconds / threads for name, seconds in calls.items() if seconds is not None},
+        calls={name: seconds / threads for name, seconds in flash},
     )
 
 

@@ -200,8 +200,9 @@ def _flash_calls() -> dict[str, _Task]:
         query, query, query, query, out, sums, 0.0, False,
     )  # fmt: skip
     forward = partial(aten._scaled_dot_product_flash_attention_for_cpu, query, query, query)
-    keys = torch.randn(1, 16, 512, 64).to(torch.bfloat16)
-    single = partial(aten._scaled_dot_product_flash_attention_for_cpu, keys[:, :, :1], keys, keys)
+    # beyond the caches of a core, as those of a decode step
+    keys, values = torch.randn(2, 1, 16, 2048, 64).to(torch.bfloat16)
+    single = partial(aten._scaled_dot_product_flash_attention_for_cpu, keys[:, :, :1], keys, values)
     return {
         FLASH_BLOCK: _Task(forward, heads),
         FLASH_BLOCK_BACKWARD: _Task(backward, heads),

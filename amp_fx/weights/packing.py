@@ -221,7 +221,7 @@ class _Packer:
         if not form.by_rows:
             with self._graph.inserting_before(node):
                 weight = self._call(aten.t.default, weight)
-        # For one row oneDNN lays out otherwise on CPUs with AMX, which gains nothing: decoding and prefill share a copy
+        # in bf16 oneDNN lays out otherwise for one row with AMX, which gains nothing: decoding and prefill share a copy
         rows = max(2, numel(value) // contracted)
         how = packing("linear", torch.Size((columns, contracted)), matrix.dtype, rows)
         node.target = LINEAR

@@ -208,7 +208,7 @@ def rounded(x: Tensor, w: Tensor) -> Tensor:
 
 
 def test_narrowing_what_was_widened_is_the_value_itself() -> None:
-    assert matmul_of(rewrite(widened, X.to(BF16), W).gm).args[0].op == "placeholder"  # type: ignore[union-attr]
+    assert matmul_of(rewrite(widened, X.to(BF16), W).gm).args[0].op == "placeholder"  # type: ignore[union-attr]  # nodes
     gm = run_until(FuseCasts, widened, X.to(BF16), W).gm
     casts = gm.graph.find_nodes(op="call_function", target=aten.to.dtype)
     assert not [cast for cast in casts if cast.meta.get(CAST_META) and cast.args[0].name == "to"]
@@ -248,7 +248,7 @@ def test_the_users_rounding_between_two_low_dtypes_is_kept() -> None:
 
 def test_the_users_rounding_serves_the_matmul_where_the_dtypes_agree() -> None:
     gm = rewrite(rounded, X, W).gm
-    assert matmul_of(gm).args[0].args == (gm.graph.find_nodes(op="placeholder")[0], BF16)  # type: ignore[union-attr]
+    assert matmul_of(gm).args[0].args == (gm.graph.find_nodes(op="placeholder")[0], BF16)  # type: ignore[union-attr]  # nodes
 
 
 @checked(X.to(BF16), W, casts={UP: 2, DOWN: 2}, reference=torch.float32)

@@ -87,7 +87,7 @@ def test_operands_lie_as_library_kernels_want_them(tmp_path: Path, level: str) -
         found = run(model, x, tmp_path, level)
         assert scaled(found)
         for node in scaled(found):
-            assert {arg.meta["val"].dtype for arg in node.args[:2]} == {FP8}  # type: ignore[union-attr]
+            assert {arg.meta["val"].dtype for arg in node.args[:2]} == {FP8}  # type: ignore[union-attr]  # nodes
             assert lies_right(node, level == "rowwise")
             assert node.args[7]  # fast sums
 

@@ -62,7 +62,7 @@ def test_operands_lie_as_library_kernels_want_them(step: Callable[[str], Step], 
     assert step(level).counts() == (4, 8 if LEVELS[level].weight_gradients else 4)
     for node in itertools.chain(*step(level).scaled()):
         assert lies_right(node, LEVELS[level].by_row)
-        scales = [arg.meta["val"] for arg in node.args[2:4]]  # type: ignore[union-attr]
+        scales = [arg.meta["val"] for arg in node.args[2:4]]  # type: ignore[union-attr]  # nodes
         assert all(scale.dtype is torch.float32 and scale.is_contiguous() for scale in scales)
 
 
@@ -70,7 +70,7 @@ def test_operands_lie_as_library_kernels_want_them(step: Callable[[str], Step], 
 def test_the_forward_sums_fast_and_the_backward_exactly(step: Callable[[str], Step], level: str) -> None:
     forward, backward = step(level).scaled()
     assert [node.args[7] for node in forward] == [True] * len(forward)
-    assert {node.args[4].meta["val"].shape for node in forward} == {(32,)}  # type: ignore[union-attr]
+    assert {node.args[4].meta["val"].shape for node in forward} == {(32,)}  # type: ignore[union-attr]  # nodes
     assert [node.args[7] for node in backward] == [False] * len(backward)
 
 
@@ -105,7 +105,7 @@ def test_a_weight_is_read_in_fp32_and_has_no_low_copy(step: Callable[[str], Step
     made = step("rowwise")
     for gm in (made.forward, made.backward):
         casts = calls(gm, prims.convert_element_type.default)
-        low = [n for n in casts if n.meta["val"].dtype is torch.bfloat16 and n.args[0].op == "placeholder"]  # type: ignore[union-attr]
+        low = [n for n in casts if n.meta["val"].dtype is torch.bfloat16 and n.args[0].op == "placeholder"]  # type: ignore[union-attr]  # nodes
         assert (32, 32) not in {tuple(n.meta["val"].shape) for n in low}
 
 
@@ -155,7 +155,7 @@ def test_one_token_has_scales_by_row_as_well(tmp_path: Path) -> None:
     step = attention(tmp_path, "rowwise", 1)
     # gradients of weights contract one token
     assert step.counts() == (4, 4)
-    assert {node.args[2].meta["val"].shape for node in step.scaled()[0]} == {(1, 1)}  # type: ignore[union-attr]
+    assert {node.args[2].meta["val"].shape for node in step.scaled()[0]} == {(1, 1)}  # type: ignore[union-attr]  # nodes
 
 
 # --- scales of blocks, which no CPU multiplies ---

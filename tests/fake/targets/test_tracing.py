@@ -72,7 +72,7 @@ def test_inputs_know_their_names_and_whether_they_are_parameters_and_require_gra
     found = [node.meta["example_value"] for node in inputs]
     kinds = [(isinstance(value, nn.Parameter), value.requires_grad) for value in found]
     assert kinds == [(True, True), (True, False), (False, True)]
-    names = [str(node._dynamo_source.name) for node in inputs]  # type: ignore[attr-defined]
+    names = [str(node._dynamo_source.name) for node in inputs]  # type: ignore[attr-defined]  # Dynamo's
     assert sum("linear" in name and "weight" in name for name in names) == 1
 
 
