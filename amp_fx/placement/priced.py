@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import networkx as nx
 
-from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var, solve
+from amp_fx.placement.cut import HIGH, Problem, Shared, Var, solve
 
 __all__ = ["Choice", "Labels", "Priced", "SensitivityTerm", "choice_of", "choose_all"]
 
@@ -92,21 +92,14 @@ class Priced:
     def problem(self, weight: float, pins: Labels = MappingProxyType({})) -> Problem:
         """What :meth:`choose` minimises."""
         base = self.base
-        problem = Problem(
-            dict(base.unary), {**base.pins, **pins}, list(base.shared), base.implies, base.equal
-        )
         prices = [self._price(term.sensitivity, weight) for term in self.terms]
         # an overflow is dearer than everything else together
         beyond = self._all + sum(price for price in prices if price is not None)
-        for term, known in zip(self.terms, prices, strict=True):
-            price = beyond if known is None else known
-            if term.against is not None:
-                problem.shared.append(Shared(price, term.label, (term.var,), term.against))
-            elif term.label is LOW:
-                problem.add_unary(term.var, 0, price)
-            else:
-                problem.add_unary(term.var, price, 0)
-        return problem
+        added = [
+            Shared(beyond if price is None else price, term.label, (term.var,), term.against)
+            for term, price in zip(self.terms, prices, strict=True)
+        ]
+        return Problem(base.unary, {**base.pins, **pins}, [*base.shared, *added], base.implies, base.equal)
 
     def _price(self, sensitivity: float, weight: float) -> int | None:
         """None for an overflow."""
