@@ -132,12 +132,6 @@ def _words(weight: Tensor) -> NDArray[np.int64]:
 # ---- what is told ----
 
 
-class _Events:
-    """How often anything was told of any weight."""
-
-    count = 0
-
-
 class _Writes:
     """How often one weight may have been written to, as optimizers, graphs with gradients and users tell."""
 
@@ -145,7 +139,8 @@ class _Writes:
     address, storage, count = 0, 0, 0
 
 
-_events = _Events()
+#: of any weight
+_events = _Writes()
 _lock = threading.RLock()
 
 #: by the ids of weights, as long as there are fingerprints of them. The id of a weight that has died may be another's

@@ -101,7 +101,7 @@ def _expand_copies(gm: fx.GraphModule) -> list[fx.Node]:
 
 def cached(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> CachedGraph:
     """Compiles a graph that takes low copies of its weights after the program's own inputs."""
-    return _compiled(gm, example_inputs, compile_graph, copied_weights(gm), *_copies_of(gm))
+    return CachedGraph(gm, example_inputs, compile_graph, copied_weights(gm), *_copies_of(gm))
 
 
 def packed(
@@ -114,25 +114,10 @@ def packed(
     weights = _stored_weights(gm, wide=wide)
     if not weights and not copied_weights(gm):
         return None
-    inputs, *derived = pack(gm, weights, _expand_copies(gm), wide=wide)
+    inputs, positions, derived = pack(gm, weights, _expand_copies(gm), wide=wide)
     if not inputs:
         return None
-    return _compiled(gm, example_inputs, compile_graph, inputs, *derived, may_change=may_change)
-
-
-def _compiled(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    compile_graph: Compile,
-    inputs: Sequence[fx.Node],
-    *derived: Any,
-    may_change: bool = True,
-) -> CachedGraph:
-    for node in inputs:
-        # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
-        node._dynamo_source = None
-    compiled = compile_graph(gm, [*example_inputs, *(node.meta["val"] for node in inputs)])
-    return CachedGraph(compiled, *derived, may_change=may_change)
+    return CachedGraph(gm, example_inputs, compile_graph, inputs, positions, derived, may_change=may_change)
 
 
 class CachedGraph:
@@ -140,14 +125,21 @@ class CachedGraph:
 
     def __init__(
         self,
-        compiled: Callable[..., Any],
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compile_graph: Compile,
+        inputs: Sequence[fx.Node],
         positions: Sequence[int],
-        inputs: DerivedInputs,
+        derived: DerivedInputs,
         *,
         may_change: bool = True,
     ) -> None:
-        self._compiled, self._positions, self._inputs = compiled, positions, inputs
-        self._cache = WeightCache(inputs.derive, may_change=may_change)
+        for node in inputs:
+            # AOTAutograd wants the attribute on every placeholder of a graph of Dynamo's
+            node._dynamo_source = None
+        self._compiled = compile_graph(gm, [*example_inputs, *(node.meta["val"] for node in inputs)])
+        self._positions, self._inputs = positions, derived
+        self._cache = WeightCache(derived.derive, may_change=may_change)
 
     def derived(self, args: Sequence[Any]) -> list[Tensor]:
         """What is derived from the weights among the program's inputs, and kept across calls."""
@@ -184,7 +176,8 @@ def freeze(
         WeightsError: the weights are fake: compiled for an absent GPU, they hold nothing to fold.
     """
     graph = FrozenGraph(gm, compile_graph, may_change=may_change, wide=wide)
-    if not graph.has_weights:
+    if not graph.weights:
+        # between two graph breaks, say
         return None
     if any(isinstance(value, FakeTensor) and isinstance(value, nn.Parameter) for value in example_inputs):
         raise WeightsError(
@@ -211,18 +204,14 @@ class FrozenGraph:
         self._inputs = [node for node in gm.graph.find_nodes(op="placeholder") if COPY_META not in node.meta]
         whole = {node.name for node in _stored_weights(gm, wide=wide)}
         copied = {node.meta[COPY_META] for node in copied_weights(gm)}
-        self._weights = [at for at, node in enumerate(self._inputs) if node.name in whole | copied]
+        #: positions of what is frozen
+        self.weights = [at for at, node in enumerate(self._inputs) if node.name in whole | copied]
         self._others = [at for at, node in enumerate(self._inputs) if node.name not in whole]
         self._cache = WeightCache(self._freeze, may_change=may_change)
 
-    @property
-    def has_weights(self) -> bool:
-        """False for a graph in which nothing can be frozen, between two graph breaks, say."""
-        return bool(self._weights)
-
     def derived(self, args: Sequence[Any]) -> Callable[..., Any]:
         """What was compiled for the weights of a call with all inputs of the program."""
-        return self._cache.of([args[at] for at in self._weights], args)
+        return self._cache.of([args[at] for at in self.weights], args)
 
     def once(self, args: Sequence[Any]) -> Callable[..., Any]:
         """For one call the graph runs op by op."""
@@ -260,7 +249,7 @@ class FrozenGraph:
         gm = fx.GraphModule(self._gm, graph)
         steps, inputs = {*_expand_copies(gm)}, gm.graph.find_nodes(op="placeholder")
         first = next(node for node in gm.graph.nodes if node.op != "placeholder")
-        for at, weight in zip(self._weights, weights, strict=True):
+        for at, weight in zip(self.weights, weights, strict=True):
             node = inputs[at]
             gm.register_buffer(name := f"amp_fx_frozen_{node.name}", borrowed(weight.detach()))
             with gm.graph.inserting_before(first):
