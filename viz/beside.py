@@ -152,16 +152,15 @@ def _draw_module(row: ModuleCasts, name: str, x: int, top: int, height: int) -> 
 
 def _draw_casts(row: ModuleCasts, name: str, x: int, baseline: int, widest: int) -> Iterator[str]:
     """A line for each kind of casts; struck through where only torch.autocast has kernels of it."""
-    casts = {_kind(cast): cast for cast in row.casts if cast.name == name}
-    reference = {_kind(cast): cast for cast in row.casts if cast.name == _THEIRS}
+    casts, reference = (
+        {_kind(cast): cast for cast in row.casts if cast.name == column and cast.kernels}
+        for column in (name, _THEIRS)
+    )
     for kind in _kinds(row):
-        cast, other = casts.get(kind), reference.get(kind)
-        if cast is not None and cast.kernels:
-            yield from _draw_cast(cast, x, baseline, widest, gone=False)
-        elif other is not None and other.kernels:
-            yield from _draw_cast(other, x, baseline, widest, gone=True)
+        if (cast := casts.get(kind) or reference.get(kind)) is not None:
+            yield from _draw_cast(cast, x, baseline, widest, gone=kind not in casts)
         baseline += _LINE
-    fused = sum(cast.casts - cast.kernels for cast in casts.values())
+    fused = sum(cast.casts - cast.kernels for cast in row.casts if cast.name == name)
     if fused:
         yield _text(x, baseline, f"{fused} cast{'s' * (fused > 1)} fused into other kernels: free", "sub")
 
