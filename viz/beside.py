@@ -79,7 +79,8 @@ def drawn(drawing: Drawing) -> str:
     widest = max((cast.kernel_bytes for row in shown for cast in row.casts), default=0)
     top = _TOP
     for index, row in enumerate(shown):
-        height = _height(row)
+        fused = any(cast.casts > cast.kernels for cast in row.casts)
+        height = max(34, _LINE * (len(_kinds(row)) + fused) + 8)
         for name, x in _COLUMNS.items():
             parts += _draw_module(row, name, x, top, height)
             parts += _draw_casts(row, name, x + _BOX + 12, top + 17, widest)
@@ -131,11 +132,6 @@ def _kind(cast: CastSum) -> _Kind:
 def _kinds(row: ModuleCasts) -> list[_Kind]:
     """What is a kernel in one of the columns, at least."""
     return list(dict.fromkeys(_kind(cast) for cast in row.casts if cast.kernels))
-
-
-def _height(row: ModuleCasts) -> int:
-    fused = any(cast.casts > cast.kernels for cast in row.casts)
-    return max(34, _LINE * (len(_kinds(row)) + fused) + 8)
 
 
 def _draw_module(row: ModuleCasts, name: str, x: int, top: int, height: int) -> Iterator[str]:

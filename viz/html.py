@@ -24,6 +24,9 @@ _SCRIPTS = ("visible.js", "words.js", "layout.js", "drawing.js", "viewer.js", "p
 
 def render(drawing: Drawing) -> str:
     """The page of a drawing, as text."""
+    # inside a script element nothing may look like the element's end or like a comment
+    found = json.dumps(data(drawing), separators=(",", ":"))
+    found = found.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     parts = {
         "title": escape(drawing.title),
         "light": beside.variables(0),
@@ -40,7 +43,7 @@ def render(drawing: Drawing) -> str:
         "text": escape(drawing.text),
         "licence": _asset("vendor/dagre.LICENSE"),
         "layout": _asset("vendor/dagre.min.js"),
-        "data": _json(data(drawing)),
+        "data": found,
         "script": '"use strict";\n(() => {\n' + "\n".join(map(_asset, _SCRIPTS)) + "})();\n",
     }
     # one pass over the template: what is put in is never searched for placeholders
@@ -54,12 +57,6 @@ def render(drawing: Drawing) -> str:
 
 def _asset(name: str) -> str:
     return resources.files("amp_fx.viz").joinpath(name).read_text(encoding="utf-8")
-
-
-def _json(found: dict[str, Any]) -> str:
-    """JSON inside a script element: nothing in it may look like the element's end or like a comment."""
-    text = json.dumps(found, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _tabs(drawing: Drawing) -> Iterator[str]:

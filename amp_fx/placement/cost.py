@@ -186,7 +186,10 @@ class CostModel:
         if not flops:
             return None
         high, fast = (round(1e12 * (flops / peak[name])) for name in ("float32", dtype_name(low)))
-        times = single_query(self.profile) if _has_single_query(node) else None
+        is_attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
+        # as in decoding
+        is_single = is_attention and size_hint(operands(node)[0].shape[-2]) == 1
+        times = single_query(self.profile) if is_single else None
         if times is not None:
             wide, products, kernel = (round(1e12 * numel(operands(node)[1]) * each) for each in times)
             written = self.writes_attention and not refusal(node, training=self.training)
@@ -246,9 +249,3 @@ def _fuses_casts(value: fx.Node) -> bool:
 
 def _is_bias(reader: fx.Node, value: fx.Node) -> bool:
     return any(name == "bias" and argument is value for name, argument in arguments(reader))
-
-
-def _has_single_query(node: fx.Node) -> bool:
-    """True for attention as in decoding."""
-    is_attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
-    return is_attention and size_hint(operands(node)[0].shape[-2]) == 1

@@ -157,14 +157,10 @@ def builtin(device_type: str) -> DeviceProfile:
     """
     if check_device_type(device_type) == "cuda":
         return cuda_profile(*_cuda_row())
-    return _cpu_profile(_cpu_row(_cpu_flags()), torch.get_num_threads())
-
-
-def _cpu_flags() -> frozenset[str]:
     flags = {name for name, value in torch.cpu.get_capabilities().items() if value is True}
     if sys.platform == "darwin":
         flags.add("darwin")
-    return frozenset(flags)
+    return _cpu_profile(_cpu_row(frozenset(flags)), torch.get_num_threads())
 
 
 def _cpu_row(flags: frozenset[str]) -> _Cpu:

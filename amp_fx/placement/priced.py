@@ -6,7 +6,6 @@ sum of terms of one variable, or of two in a submodular way, so that a cut stays
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,6 +77,8 @@ class Priced:
         self._all = sum(map(max, problem.unary.values())) + sum(term.cost for term in problem.shared) + 1
         finite = [term.sensitivity for term in terms if math.isfinite(term.sensitivity)]
         self._smallest = max(finite, default=1.0) * 1e-12
+        self._shared_of = _by_variable((term, (*term.readers, term.value)) for term in problem.shared)
+        self._terms_of = _by_variable((term, (term.var, term.against)) for term in terms)
         self._start = 0
         self._start = self.time({}) if relative else 0
 
@@ -148,14 +149,6 @@ class Priced:
         time += sum(term.cost * (term.is_paid(after) - term.is_paid(labels)) for term in copies.values())
         sensitivity = sum(t.sensitivity * (t.is_done(after) - t.is_done(labels)) for t in terms.values())
         return time / self._scale, sensitivity
-
-    @functools.cached_property
-    def _shared_of(self) -> dict[Var, list[Shared]]:
-        return _by_variable((term, (*term.readers, term.value)) for term in self.base.shared)
-
-    @functools.cached_property
-    def _terms_of(self) -> dict[Var, list[SensitivityTerm]]:
-        return _by_variable((term, (term.var, term.against)) for term in self.terms)
 
 
 def choose_all(parts: Sequence[Priced], weight: float, pins: Sequence[Labels] = ()) -> Choice[list[Labels]]:
