@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from amp_fx.errors import InputError, OptionsError
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.keys import CAST_META, COPY_META, OUTPUT_META, OWN, RECIPE_META, REGION_META
-from amp_fx.graphs.values import is_eligible, storage_of, tensors, written_storages
+from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, tensors
 from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.recipes import Scaled
 from amp_fx.widened import identity
@@ -129,7 +129,7 @@ def narrow_ends(
     """
     users = {spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT}
     # a program that was not decomposed writes in its graph, and its signature does not say so
-    storages = {key for node in gm.graph.nodes for key in written_storages(node)}
+    storages = storages_written_in(gm.graph)
     written = {node.name for node in gm.graph.find_nodes(op="placeholder") if storage_of(node) in storages}
     written.update(signature.user_inputs_to_mutate.values())
     narrowed: dict[str, torch.dtype] = {}

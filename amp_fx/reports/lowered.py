@@ -24,7 +24,7 @@ from amp_fx._torch import (
     lower_with_inductor,
     op_name,
 )
-from amp_fx.graphs.calls import module_path, source_line
+from amp_fx.graphs.calls import module_path, source_line, target_name
 from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import ambient_regions
@@ -151,10 +151,9 @@ def _backward_label(node: fx.Node, low: torch.dtype | None, levels: Sequence[Lev
     origin = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
     what = f"gradient of {getattr(origin[-1][1], '__name__', origin[-1][1])}" if origin else "gradient"
     read = ", ".join(sorted(map(dtype_name, dtypes))) or "nothing floating"
-    target = node.target
     return Label(
         name=node.name,
-        op=op_name(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target)),
+        op=op_name(node.target) if isinstance(node.target, OpOverload) else target_name(node),
         module_path=module_path(node),
         op_class=OpClass.KEEP if dtype is None else op_class,
         reasons=(Reason.of(Kind.GRADIENT, of=what, dtypes=read),),

@@ -101,10 +101,6 @@ def graph_from_bytes(data: bytes) -> fx.GraphModule:
         raise TargetError(f"a graph cannot be read in the process that compiles it: {error}") from error
 
 
-class _Device(contextlib.nullcontext[Any]):
-    """``torch.cuda.device`` where there is one device."""
-
-
 def _properties(target: Target) -> SimpleNamespace:
     """What ``torch.cuda.get_device_properties`` returns."""
     gpu, limits = target.gpu, target.limits
@@ -142,7 +138,7 @@ def _cuda_patches(target: Target) -> Iterator[contextlib.AbstractContextManager[
 
     both: dict[str, Any] = {
         "current_device": zero,
-        "device": _Device,
+        "device": contextlib.nullcontext,
         "device_count": lambda: 1,
         "get_device_properties": lambda device=None: properties,
         "is_bf16_supported": lambda including_emulation=True: True,
