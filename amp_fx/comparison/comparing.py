@@ -26,7 +26,7 @@ from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.notices import only_looking
 from amp_fx.plans.plan import dtype_name
-from amp_fx.reports.step import Results, Step, apart, loss_of, relative_error
+from amp_fx.reports.step import Step, apart, loss_of, relative_error
 from amp_fx.settings import Options
 
 __all__ = ["AGAINST", "compare"]
@@ -91,7 +91,8 @@ def compare(
     step = _step(model, batch, kwargs, loss, seed)
     low = asked.low_dtype(next((p.device.type for p in step.model.parameters()), "cpu"))
     first_scale = 1.0 if step.of_outputs else loss_scale(scale, low, asked.scaler or "default")
-    setting = _Setting(step, dynamic, options or {}, against, first_scale, scale is None)
+    given = options or {}
+    setting = _Setting(step, dynamic, given, without_scaler(given), against, first_scale, scale is None)
     with only_looking(), unwrapped_errors(AmpFxError):
         first = _Boundaries(setting)
         culprit, call, mended, every, calls_disturbance = first.culprit, None, {}, (), 0.0
@@ -188,15 +189,12 @@ class _Setting:
     step: Step
     dynamic: bool
     options: Mapping[str, Any]
+    #: the same outside a training
+    opts: Options
     against: str | Mapping[str, Any]
     scale: float
     #: True where the scale becomes smaller while gradients are not finite, as by a scaler
     adapts: bool
-
-    @functools.cached_property
-    def opts(self) -> Options:
-        """Of the run, validated."""
-        return without_scaler(self.options)
 
     def traced(self, *, every_call: bool) -> tuple[OneByOne, Observed]:
         """The model op by op, and what the reference computes so; of other options, what one in fp32 does."""
@@ -210,21 +208,14 @@ class _Setting:
         """The model compiled with options."""
         return Compiled(self.step, opts, graphs, dynamic=self.dynamic)
 
-    def unobserved(self, scale: float) -> Results:
-        """What a compiled step gives of which nothing is observed."""
-        # late: it listens to Dynamo as soon as it is loaded
-        from amp_fx.backend import compile_graph
-
-        backend = lambda gm, given: compile_graph(gm, given, self.opts)  # noqa: E731  # a function to torch.compile
-        with apart():
-            program = torch.compile(self.step.model, backend=backend, dynamic=self.dynamic)
-            return self.step.results(program, scale)
-
 
 class _Boundaries:
     """Compares reference and run between modules, and the results of a run of which nothing is observed."""
 
     def __init__(self, setting: _Setting) -> None:
+        # late: it listens to Dynamo as soon as it is loaded
+        from amp_fx.backend import compile_graph
+
         with apart():
             traced, reference = setting.traced(every_call=False)
         self.graphs, scale = traced.graphs, setting.scale
@@ -249,7 +240,10 @@ class _Boundaries:
         self.found = distances(run, reference)
         #: the values in order of execution, then their gradients
         self.findings = list(findings(self.plans, self.found))
-        self.unobserved, exact = setting.unobserved(scale), reference.results
+        backend = lambda gm, given: compile_graph(gm, given, setting.opts)  # noqa: E731  # a function to torch.compile
+        with apart():
+            program = torch.compile(setting.step.model, backend=backend, dynamic=setting.dynamic)
+            self.unobserved, exact = setting.step.results(program, scale), reference.results
         self.result_error = relative_error(self.unobserved, exact)
         #: by how much observing has moved the results
         self.disturbance = relative_error(run.results, self.unobserved)

@@ -288,14 +288,9 @@ def _module(node: fx.Node) -> str:
     return next((path for path in map(module_path, neighbours) if path), "")
 
 
-def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """The calls of a graph, bodies of higher-order ops included."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            yield from (node for node in module.graph.nodes if node.op == "call_function")
-
-
 def _conversions(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Tensor, Tensor]]:
-    for node in _calls(gm):
-        if (values := conversion(node)) is not None:
-            yield node, *values
+    """The conversions in a graph, bodies of higher-order ops included, with the values before and after."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.op == "call_function" and (values := conversion(node)) is not None:
+                yield node, *values
