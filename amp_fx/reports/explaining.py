@@ -43,7 +43,7 @@ from amp_fx.reports.step import apart, entry_of, plain, untouched
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
-from amp_fx.targets.tracing import Backend, TracedGraph, Tracer, compile_graph, on_meta, without_data
+from amp_fx.targets.tracing import Backend, TracedGraph, Tracer, compile_graph, without_data
 
 __all__ = ["compiled_graphs", "explain", "progress"]
 
@@ -251,11 +251,9 @@ def _on_target(call: _Call, target: str) -> Report:
     # first: it says in a moment if it cannot
     with contextlib.closing(TargetProcess(target)) as process:
         whole = call.program, call.args, call.kwargs
-        if on_meta(*whole):
-            program, given, named = without_data(*whole)
-            context = contextlib.nullcontext((given, named))
-        else:
-            program, context = call.program, untouched(*whole)
+        program, context = call.program, untouched(*whole)
+        if (copies := without_data(*whole)) is not None:
+            program, context = copies[0], contextlib.nullcontext(copies[1:])
         entry = entry_of(program)
         with only_looking(), call.traced_anew(), context as (given, named):
             torch.compile(entry, backend=tracer)(*given, **named)

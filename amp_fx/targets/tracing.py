@@ -33,7 +33,7 @@ from amp_fx.graphs.keys import SOURCE_META
 from amp_fx.graphs.values import tensors
 
 __all__ = [
-    "Backend", "InnerCompile", "TracedGraph", "Tracer", "compile_graph", "move", "on_meta", "on_target",
+    "Backend", "InnerCompile", "TracedGraph", "Tracer", "compile_graph", "move", "on_target",
     "without_data",
 ]  # fmt: skip
 
@@ -70,9 +70,8 @@ class TracedGraph:
     """One of Dynamo's graphs, with what a backend would find around it."""
 
     name: str  # Dynamo's id, "0/0"
-    gm: (
-        fx.GraphModule
-    )  # a copy that holds nothing of the user's; its inputs say whether they require a gradient
+    #: a copy that holds nothing of the user's; its inputs say whether they require a gradient
+    gm: fx.GraphModule
     grad: bool  # gradients were enabled
     inference: bool  # it is called under torch.inference_mode
     autocast: torch.dtype | None  # the dtype of an ambient torch.autocast("cpu")
@@ -132,27 +131,20 @@ class Tracer:
         return run
 
 
-def on_meta(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a tensor of the program or of the call has no data."""
-    return any(value.is_meta for value in _held(program, args, kwargs))
-
-
 def without_data(
     program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Copies of a program and of its arguments, whose tensors are fake ones on the CPU."""
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    """Copies of a program and of its arguments, whose tensors are fake ones on the CPU; None where all have data."""
+    own = [*program.parameters(), *program.buffers()] if isinstance(program, nn.Module) else []
+    held = own + tensors((args, kwargs))
+    if not any(value.is_meta for value in held):
+        return None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    held = _held(program, args, kwargs)
     copies: dict[int, Any] = {id(value): _like(value, mode, torch.device("cpu")) for value in held}
     try:
         return copy.deepcopy((program, args, kwargs), copies)
     except Exception as error:  # of the user's classes
         raise TargetError(f"a model on the meta device is copied, and this one cannot be: {error}") from error
-
-
-def _held(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    own = [*program.parameters(), *program.buffers()] if isinstance(program, nn.Module) else []
-    return own + tensors((args, kwargs))
 
 
 def _as_data(node: fx.Node) -> None:
