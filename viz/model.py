@@ -74,7 +74,7 @@ class _Earlier:
 
     def __init__(self, report: Drawable) -> None:
         rows = keyed(report.plans)
-        self.dtypes = {key: _dtype(row) for key, row in rows.items()}
+        self.dtypes = {key: row.precision for key, row in rows.items()}
         names = {id(row): key for key, row in rows.items()}
         self.casts: dict[tuple[_Name, _Name], list[CastPlan]] = {}
         for plan in report.plans:
@@ -142,7 +142,7 @@ class _Builder:
             path, label = path[:-1], f"{path[-1]}: {row.op}"
         op_class = "user" if row.is_because(Kind.RULE) else row.op_class.value
         node = Node(
-            row.name, label, "call", self._group(path), _dtype(row), row.shape, row.bytes, because(row),
+            row.name, label, "call", self._group(path), row.precision, row.shape, row.bytes, because(row),
             op_class, row.module_path, row.op, row.source, row.flops,
         )  # fmt: skip
         if self.earlier is not None:
@@ -255,7 +255,3 @@ class _Builder:
                 before.remove(same)
             yield Marked(cast, "added" if self.earlier is not None and same is None else "")
         yield from (Marked(old, "removed") for old in before)
-
-
-def _dtype(row: NodePlan) -> str:
-    return "" if row.computed is None else dtype_name(row.computed)

@@ -92,20 +92,21 @@ def compare(
     low = asked.low_dtype(next((p.device.type for p in step.model.parameters()), "cpu"))
     first_scale = 1.0 if step.of_outputs else loss_scale(scale, low, asked.scaler or "default")
     given = options or {}
-    setting = _Setting(step, dynamic, given, without_scaler(given), against, first_scale, scale is None)
     with only_looking(), unwrapped_errors(AmpFxError):
-        first = _Boundaries(setting)
+        first = _Boundaries(
+            step, dynamic, given, without_scaler(given), against, first_scale, adapts=scale is None
+        )
         culprit, call, mended, every, calls_disturbance = first.culprit, None, {}, (), 0.0
         if culprit is not None or calls:
             with apart():
-                traced, reference = setting.traced(every_call=True)
+                traced, reference = first.traced(every_call=True)
                 if culprit is not None:
-                    mended = remedy(culprit, setting.options, traced, reference, first.scale)
-                    run = traced.run_with(setting.opts, first.scale)
+                    mended = remedy(culprit, first.options, traced, reference, first.scale)
+                    run = traced.run_with(first.opts, first.scale)
                     call = culprit_call(culprit, first.plans, distances(run, reference))
             if calls:
                 with apart():
-                    compiled = setting.compiled(setting.opts, traced.graphs)
+                    compiled = first.compiled(first.opts, traced.graphs)
                     run = compiled.run(first.scale)
                 every = call_errors(compiled.plans, distances(run, reference))
                 calls_disturbance = relative_error(run.results, first.unobserved)
@@ -182,9 +183,9 @@ def _described(value: object) -> str:
     return type(value).__name__
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """What is compared with what: a step, how it is compiled, the reference, and the loss scale to begin with."""
+@dataclass
+class _Boundaries:
+    """Compares reference and run between modules, and the results of a run of which nothing is observed."""
 
     step: Step
     dynamic: bool
@@ -192,46 +193,30 @@ class _Setting:
     #: the same outside a training
     opts: Options
     against: str | Mapping[str, Any]
+    #: at which gradients are computed; then that with which they are finite, if any
     scale: float
-    #: True where the scale becomes smaller while gradients are not finite, as by a scaler
+    #: True where it becomes smaller while gradients are not finite, as by a scaler
     adapts: bool
 
-    def traced(self, *, every_call: bool) -> tuple[OneByOne, Observed]:
-        """The model op by op, and what the reference computes so; of other options, what one in fp32 does."""
-        traced = OneByOne(self.step, every_call=every_call, dynamic=self.dynamic)
-        if not isinstance(self.against, str) or self.against == "fp32":
-            return traced, traced.run_with(None)
-        autocast = replace(Options(), dtype=self.opts.dtype, numerics="eager", profile="off")
-        return traced, traced.run_with(autocast, as_written=self.against == "eager")
-
-    def compiled(self, opts: Options, graphs: Sequence[ProgramGraph]) -> Compiled:
-        """The model compiled with options."""
-        return Compiled(self.step, opts, graphs, dynamic=self.dynamic)
-
-
-class _Boundaries:
-    """Compares reference and run between modules, and the results of a run of which nothing is observed."""
-
-    def __init__(self, setting: _Setting) -> None:
+    def __post_init__(self) -> None:
         # late: it listens to Dynamo as soon as it is loaded
         from amp_fx.backend import compile_graph
 
         with apart():
-            traced, reference = setting.traced(every_call=False)
-        self.graphs, scale = traced.graphs, setting.scale
+            traced, reference = self.traced(every_call=False)
+        self.graphs = traced.graphs
         if not self.graphs:
             raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was compared.")
-        if isinstance(setting.against, Mapping):
+        if isinstance(self.against, Mapping):
             with apart():
-                reference = setting.compiled(without_scaler(setting.against), self.graphs).run(scale)
+                reference = self.compiled(without_scaler(self.against), self.graphs).run(self.scale)
         with apart():
-            compiled = setting.compiled(setting.opts, self.graphs)
-            run = compiled.run(scale)
-            while setting.adapts and scale > 1 and _overflows(run):
-                scale /= _BACK_OFF
-                run = compiled.run(scale)
-        #: the loss scale with which gradients are finite, if any
-        self.scale, self.plans = scale, compiled.plans
+            compiled = self.compiled(self.opts, self.graphs)
+            run = compiled.run(self.scale)
+            while self.adapts and self.scale > 1 and _overflows(run):
+                self.scale /= _BACK_OFF
+                run = compiled.run(self.scale)
+        self.plans = compiled.plans
         if len(self.plans) != len(self.graphs):
             raise AmpFxError(
                 f"Dynamo made {len(self.graphs)} graphs of the model, and of an equal call {len(self.plans)}: "
@@ -240,10 +225,10 @@ class _Boundaries:
         self.found = distances(run, reference)
         #: the values in order of execution, then their gradients
         self.findings = list(findings(self.plans, self.found))
-        backend = lambda gm, given: compile_graph(gm, given, setting.opts)  # noqa: E731  # a function to torch.compile
+        backend = lambda gm, given: compile_graph(gm, given, self.opts)  # noqa: E731  # a function to torch.compile
         with apart():
-            program = torch.compile(setting.step.model, backend=backend, dynamic=setting.dynamic)
-            self.unobserved, exact = setting.step.results(program, scale), reference.results
+            program = torch.compile(self.step.model, backend=backend, dynamic=self.dynamic)
+            self.unobserved, exact = self.step.results(program, self.scale), reference.results
         self.result_error = relative_error(self.unobserved, exact)
         #: by how much observing has moved the results
         self.disturbance = relative_error(run.results, self.unobserved)
@@ -260,6 +245,18 @@ class _Boundaries:
             for name, each in self.unobserved.items()
             if not _is_finite(each) and (name not in exact or _is_finite(exact[name]))
         ]
+
+    def traced(self, *, every_call: bool) -> tuple[OneByOne, Observed]:
+        """The model op by op, and what the reference computes so; of other options, what one in fp32 does."""
+        traced = OneByOne(self.step, every_call=every_call, dynamic=self.dynamic)
+        if not isinstance(self.against, str) or self.against == "fp32":
+            return traced, traced.run_with(None)
+        autocast = replace(Options(), dtype=self.opts.dtype, numerics="eager", profile="off")
+        return traced, traced.run_with(autocast, as_written=self.against == "eager")
+
+    def compiled(self, opts: Options, graphs: Sequence[ProgramGraph]) -> Compiled:
+        """The model compiled with options."""
+        return Compiled(self.step, opts, graphs, dynamic=self.dynamic)
 
     @property
     def culprit(self) -> Culprit | None:

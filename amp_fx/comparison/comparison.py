@@ -18,7 +18,7 @@ from amp_fx.comparison.judging import Culprit, Distance, Distances, findings
 from amp_fx.comparison.running import ProgramGraph
 from amp_fx.graphs.calls import short_source
 from amp_fx.plans.files import as_data, write_text
-from amp_fx.plans.plan import NodePlan, Plan, dtype_name
+from amp_fx.plans.plan import NodePlan, Plan
 from amp_fx.reports.report import Report
 from amp_fx.viz.words import short_dtype
 
@@ -34,9 +34,6 @@ _NO_RULE = (
     "no rule about these modules mends it; a plan by measured accuracy may: "
     "plan = amp_fx.calibrate(model, batch, loss).plan(budget=0.1)"
 )
-
-#: modules that only hold others
-_HOLDERS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -207,7 +204,9 @@ def module_errors(
     model: nn.Module, graphs: Sequence[ProgramGraph], plans: Sequence[Plan], found: Distances
 ) -> tuple[ModuleError, ...]:
     """The modules of a model that return something, largest error first."""
-    holders = {path for path, module in model.named_modules() if isinstance(module, _HOLDERS)}
+    # they only hold others
+    lists = nn.ModuleList, nn.ModuleDict
+    holders = {path for path, module in model.named_modules() if isinstance(module, lists)}
     rows: dict[str, tuple[Distance, str]] = {}
     for number, (graph, plan) in enumerate(zip(graphs, plans, strict=True)):
         calls = {row.name: row for row in plan.nodes}
@@ -216,7 +215,7 @@ def module_errors(
                 continue
             for path in modules:
                 before, _ = rows.get(path, (here, ""))
-                rows[path] = here.worse(before), _precision(calls.get(value))
+                rows[path] = here.worse(before), calls[value].precision if value in calls else ""
     ranked = sorted(rows.items(), key=lambda row: -row[1][0].worst)
     return tuple(
         ModuleError(path, each.error, each.gradient_error, precision, each.lost)
@@ -246,12 +245,8 @@ def culprit_call(culprit: Culprit, plans: Sequence[Plan], found: Distances) -> C
 
 def _call_error(row: NodePlan, here: Distance) -> CallError:
     return CallError(
-        row.name, row.op, row.module_path, row.source, _precision(row), here.error, here.gradient_error
+        row.name, row.op, row.module_path, row.source, row.precision, here.error, here.gradient_error
     )
-
-
-def _precision(row: NodePlan | None) -> str:
-    return "" if row is None or row.computed is None else dtype_name(row.computed)
 
 
 def verdict(

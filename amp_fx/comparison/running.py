@@ -87,18 +87,14 @@ class ProgramGraph:
 
 
 class _Run:
-    """A step whose graphs are made by :meth:`_backend`, which a subclass has."""
+    """A step whose graphs are made by a backend."""
 
-    def __init__(self, step: Step, *, dynamic: bool) -> None:
+    def __init__(self, step: Step, backend: Callable[..., Any], *, dynamic: bool) -> None:
         self.step = step
         #: of the last run, or of the one that goes on
         self.observed = Observed()
-        self._compiled = torch.compile(
-            step.model, backend=lambda *given: self._backend(*given), dynamic=dynamic
-        )
-
-    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        raise NotImplementedError
+        # a function to torch.compile
+        self._compiled = torch.compile(step.model, backend=lambda *given: backend(*given), dynamic=dynamic)
 
     def run(self, scale: float = 1.0) -> Observed:
         """What one step computes; ``scale`` of the loss is taken out again."""
@@ -116,7 +112,7 @@ class OneByOne(_Run):
     """
 
     def __init__(self, step: Step, *, every_call: bool, dynamic: bool) -> None:
-        super().__init__(step, dynamic=dynamic)
+        super().__init__(step, self._backend, dynamic=dynamic)
         self._every_call = every_call
         #: in the order of their compilation
         self.graphs: list[ProgramGraph] = []
@@ -183,7 +179,7 @@ class Compiled(_Run):
     """The same graphs, as they were traced, compiled by the backend, with values that are observed."""
 
     def __init__(self, step: Step, opts: Options, graphs: Sequence[ProgramGraph], *, dynamic: bool) -> None:
-        super().__init__(step, dynamic=dynamic)
+        super().__init__(step, self._backend, dynamic=dynamic)
         self._opts, self.graphs = opts, graphs
         #: of the graphs, in order
         self.plans: list[Plan] = []

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import LABEL
-from amp_fx.plans.files import as_data
+from amp_fx.plans.files import as_data, dtype_name
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, ROLES, Level, level_named
 
@@ -173,6 +173,11 @@ class Label:
         """The dtype of the arithmetic: of what is multiplied, else of the computation and its result."""
         level = self.levels_below.get(FORWARD)
         return self.dtype if level is None else level.dtype
+
+    @property
+    def precision(self) -> str:
+        """The name of that dtype, or an empty string."""
+        return "" if self.computed is None else dtype_name(self.computed)
 
 
 def label_of(node: fx.Node) -> Label | None:
