@@ -33,13 +33,11 @@ def resolve(spec: str | DeviceProfile, device_type: str) -> DeviceProfile | None
     have no profiles (XPU, MPS) have none with ``"auto"``: every listed op goes low. ProfileError where there is no such
     file, or it is no profile, or one of another device type.
     """
-    if spec in ("auto", "off") and device_type not in DEVICE_TYPES:
+    if spec == "off" or (spec == "auto" and device_type not in DEVICE_TYPES):
         return None
     check_device_type(device_type)
     if isinstance(spec, DeviceProfile):
         return spec
-    if spec == "off":
-        return None
     if spec == "auto":
         return builtin(device_type)
     if not os.path.exists(spec):

@@ -130,10 +130,8 @@ def _cuda_patches(target: Target) -> Iterator[contextlib.AbstractContextManager[
     properties = _properties(target)
     capability = target.gpu.capability
 
-    def nothing(*_: Any) -> None:
-        pass
-
     def zero(*_: Any) -> int:
+        # to whoever calls for an effect that there is none of, too
         return 0
 
     both: dict[str, Any] = {
@@ -143,12 +141,12 @@ def _cuda_patches(target: Target) -> Iterator[contextlib.AbstractContextManager[
         "get_device_properties": lambda device=None: properties,
         "is_bf16_supported": lambda including_emulation=True: True,
         "memory_allocated": zero,
-        "set_device": nothing,
-        "synchronize": nothing,
+        "set_device": zero,
+        "synchronize": zero,
     }
     only_cuda: dict[str, Any] = {
         "_exchange_device": zero,
-        "_lazy_init": nothing,
+        "_lazy_init": zero,
         "_maybe_exchange_device": zero,
         "default_generators": (torch.Generator(),),
         "get_device_capability": lambda device=None: capability,
