@@ -120,7 +120,8 @@ class OneByOne(_Run):
         self.left_out: list[str] = []
         self._opts: Options | None = None
         self._as_written = False
-        self._plans: dict[int, Plan] = {}
+        #: of the graphs, in order: those by which the last run has rounded
+        self.plans: list[Plan] = []
         self._tapped: dict[int, tuple[fx.GraphModule, Taps]] = {}
 
     def run_with(self, opts: Options | None, scale: float = 1.0, *, as_written: bool = False) -> Observed:
@@ -131,15 +132,11 @@ class OneByOne(_Run):
         self._opts, self._as_written, self._tapped = opts, as_written, {}
         return self.run(scale)
 
-    @property
-    def plans(self) -> list[Plan]:
-        """Of the graphs, in order: those by which the last run has rounded."""
-        return [self._plans.get(number, Plan()) for number in range(len(self.graphs))]
-
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not _is_ours(gm):
             return gm.forward
         number = len(self.graphs)
+        self.plans.append(Plan())
         ambient = ambient_regions(dict.fromkeys(_devices(gm), torch.bfloat16))
         try:
             results = boundary_values(capture(gm, ambient), every_call=self._every_call)
@@ -171,7 +168,7 @@ class OneByOne(_Run):
             else Region(not self._as_written, opts.low_dtype(device), by_user=False)
             for device, region in graph.ambient.items()
         }
-        rewritten, self._plans[number] = rewrite(graph.gm, ambient, opts, training=graph.training)
+        rewritten, self.plans[number] = rewrite(graph.gm, ambient, opts, training=graph.training)
         return rewritten
 
 
@@ -192,7 +189,7 @@ class Compiled(_Run):
             return compile_graph(gm, example_inputs, self._opts)
         number = len(self.plans)
         try:
-            compiled = compile_graph(gm, example_inputs, self._opts, _Tapping(self))
+            compiled = compile_graph(gm, example_inputs, self._opts, self)
         except Exception:
             # Inductor may ask Dynamo to trace again: then this graph never runs
             del self.plans[number:]
@@ -201,23 +198,19 @@ class Compiled(_Run):
             self.plans.append(Plan(compile_id()))
         return compiled
 
-
-class _Tapping:
-    """The next graph of a run returns its values, and they are kept; see :class:`amp_fx.compiling.Watch`."""
-
-    def __init__(self, run: Compiled) -> None:
-        self._run = run
-
     def add(self, call: Call, rewritten: fx.GraphModule, plan: Plan) -> Sequence[Tensor]:
-        run, self._number = self._run, len(self._run.plans)
-        run.plans.append(plan)
-        names = run.graphs[self._number].results if self._number < len(run.graphs) else ()
-        gradients = call.training and not run.step.of_outputs
+        """The next graph returns its values, and they are kept; see :class:`amp_fx.compiling.Watch`."""
+        self._number = len(self.plans)
+        self.plans.append(plan)
+        names = self.graphs[self._number].results if self._number < len(self.graphs) else ()
+        gradients = call.training and not self.step.of_outputs
         self._taps = tap(rewritten, names, call.example_inputs, gradients=gradients)
         return list(self._taps.zeros.values())
 
     def bind(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: self._run.observed.call(self._number, self._taps, compiled, args)
+        """The graph that :meth:`add` was called with last."""
+        number, taps = self._number, self._taps
+        return lambda *args: self.observed.call(number, taps, compiled, args)
 
 
 def _devices(gm: fx.GraphModule) -> frozenset[str]:
