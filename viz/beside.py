@@ -5,7 +5,7 @@ It needs neither a browser nor Graphviz, and a page that shows it in a dark wind
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
 from importlib import resources
 
@@ -74,7 +74,11 @@ def drawn(drawing: Drawing) -> str:
     """The picture as an SVG element without colours; empty where there is nothing to compare."""
     if not drawing.modules or set(drawing.totals) != set(_COLUMNS):
         return ""
-    shown, others = _chosen(drawing.modules)
+    cast = [row for row in drawing.modules if row.casts and (row.module or _kinds(row))]
+    dearest = sorted(cast, key=lambda row: -sum(each.kernel_bytes for each in row.casts))[:_MOST]
+    # in the order of the program; the others are summed up
+    shown = [row for row in cast if row in dearest]
+    others = [row for row in cast if row not in dearest]
     parts = list(_head(drawing))
     widest = max((cast.kernel_bytes for row in shown for cast in row.casts), default=0)
     top = _TOP
@@ -116,13 +120,6 @@ def _head(drawing: Drawing) -> Iterator[str]:
         cost = drawing.totals[name]
         yield _text(x, 116, name, "name")
         yield _text(x, 134, cost_text(cost), "sub")
-
-
-def _chosen(rows: Sequence[ModuleCasts]) -> tuple[list[ModuleCasts], list[ModuleCasts]]:
-    """Rows to draw in the order of the program, and those that are summed up."""
-    cast = [row for row in rows if row.casts and (row.module or _kinds(row))]
-    dearest = sorted(cast, key=lambda row: -sum(c.kernel_bytes for c in row.casts))[:_MOST]
-    return [row for row in cast if row in dearest], [row for row in cast if row not in dearest]
 
 
 def _kind(cast: CastSum) -> _Kind:

@@ -10,6 +10,7 @@ questions that AOTAutograd, Inductor and Triton ask about a device while they co
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from torch.utils import _triton as triton_facts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.errors import TargetError
-from amp_fx.targets.process import Target, find_target, load_library
+from amp_fx.targets.process import Target, find_target, library
 
 __all__ = ["compile_contexts", "enter", "graph_from_bytes", "graph_to_bytes", "pretended"]
 
@@ -53,7 +54,7 @@ def enter(name: str) -> None:
         raise TargetError(f"this process compiles for {_target.name}; {target.name} takes another process.")
     if not triton_facts.has_triton_package():
         raise TargetError("compiling for CUDA takes Triton: pip install triton.")
-    load_library()
+    ctypes.CDLL(str(library())).amp_fx_enter()
     _target = target
 
 

@@ -6,7 +6,6 @@ user's cache folder. Compiling has a process of its own, so that nothing is patc
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib
 import os
@@ -29,7 +28,7 @@ from amp_fx.placement.devices import cuda_profile
 from amp_fx.placement.gpus import GPUS, LIMITS, Gpu, Limits
 from amp_fx.placement.profile import DeviceProfile
 
-__all__ = ["TARGETS", "Target", "TargetProcess", "find_target", "load_library", "serve"]
+__all__ = ["TARGETS", "Target", "TargetProcess", "find_target", "library", "serve"]
 
 _SOURCE = Path(__file__).with_name("deviceless.cpp")
 
@@ -75,13 +74,8 @@ def find_target(name: str) -> Target:
     return found
 
 
-def load_library() -> None:
-    """Makes this process believe in one CUDA device, as far as C++ is asked. There is no way back."""
-    ctypes.CDLL(str(_library())).amp_fx_enter()
-
-
-def _library() -> Path:
-    """The shared library, compiled if it is not there yet: 10 to 20 seconds."""
+def library() -> Path:
+    """What makes a process believe in a CUDA device, compiled if it is not there yet: 10 to 20 seconds."""
     # C++20, as torch's headers want it
     flags = ["-std=c++20", "-O1", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     facts = [_SOURCE.read_text(encoding="utf-8"), torch.__version__, sys.platform, *flags]
@@ -174,7 +168,12 @@ class TargetProcess:
             requests.flush()
             reply: _Reply = pickle.load(replies)
         except (EOFError, BrokenPipeError) as ended:
-            raise TargetError(self._obituary()) from ended
+            code = self._process.wait()
+            self._log.seek(0)
+            lines = self._log.read().decode(errors="replace").strip().splitlines() or ["it wrote nothing."]
+            raise TargetError(
+                f"the process that compiles for {self._target} ended with code {code}: {lines[-1]}"
+            ) from ended
         for warning in reply.warnings:
             warnings.warn(warning, stacklevel=2)
         if reply.error is not None:
@@ -184,12 +183,6 @@ class TargetProcess:
     def close(self) -> None:
         """Ends the process."""
         self._end()
-
-    def _obituary(self) -> str:
-        code = self._process.wait()
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines() or ["it wrote nothing."]
-        return f"the process that compiles for {self._target} ended with code {code}: {lines[-1]}"
 
 
 def _end(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:

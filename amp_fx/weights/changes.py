@@ -178,11 +178,11 @@ def touch(*parameters: Tensor) -> None:
                 f"touch() takes parameters and other tensors; got {type(parameter).__name__}. For all of a model: "
                 "touch(*model.parameters())."
             )
-    if all(map(_is_plain, parameters)):
+    if not any(is_wrapper(each) or each.layout is not torch.strided for each in parameters):
         touched = storages(parameters)
         _tell(writes for writes in list(_told.values()) if writes.storage in touched)
     else:
-        # it is not known where sharded weights are gathered
+        # these have no memory of their own, and it is not known where sharded weights are gathered
         forget()
 
 
@@ -221,11 +221,6 @@ def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # gradients may be gone by now
     touch(*(p for p in parameters if p.requires_grad or p.grad is not None))
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    """False for subclasses of tensors that have no memory of their own, and for sparse ones."""
-    return not is_wrapper(parameter) and parameter.layout is torch.strided
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from amp_fx._torch import StorageRef, modes_disabled, packed_memory, storage_ref
 from amp_fx.errors import WeightsError
 from amp_fx.policy.levels import LEVELS
-from amp_fx.state import cache_results, register
+from amp_fx.state import register
 from amp_fx.weights.changes import Fingerprint, address, addresses_left, forget, storages
 from amp_fx.weights.recipes import Cast, Derived, Recipe, Scaled, computed
 
@@ -101,11 +101,6 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-@cache_results()
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _is_renewed(recipe: Recipe, weight: Tensor) -> bool:
     """True if a kernel renews what is derived from the weight."""
     has_kernel = isinstance(recipe, Cast) or (
@@ -114,7 +109,9 @@ def _is_renewed(recipe: Recipe, weight: Tensor) -> bool:
     is_dense = weight.numel() == 1 + sum(
         (n - 1) * s for n, s in zip(weight.shape, weight.stride(), strict=True)
     )
-    return weight.is_cuda and has_kernel and weight.dtype in _RENEWED and is_dense and _has_triton()
+    if not (weight.is_cuda and has_kernel and weight.dtype in _RENEWED and is_dense):
+        return False
+    return importlib.util.find_spec("triton") is not None
 
 
 # ---- what graphs have ----
