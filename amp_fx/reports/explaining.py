@@ -43,7 +43,7 @@ from amp_fx.reports.step import apart, entry_of, plain, untouched
 from amp_fx.settings import Options
 from amp_fx.targets import find_target
 from amp_fx.targets.process import TargetProcess
-from amp_fx.targets.tracing import Backend, TracedGraph, Tracer, compile_graph, without_data
+from amp_fx.targets.tracing import Backend, TracedGraph, Tracer, compile_graph, differentiate, without_data
 
 __all__ = ["compiled_graphs", "explain", "progress"]
 
@@ -235,11 +235,7 @@ def _here(call: _Call) -> Report:
         ):
             result = torch.compile(entry, backend=compile_or_forget)(*given, **named)
             # the backward, whose graphs are compiled only then; the caller's autocast has nothing to do with it
-            outputs = [value for value in tensors(plain(result)) if value.requires_grad]
-            inputs = [*tensors((given, named)), *call.parameters.values()]
-            leaves = [value for value in inputs if value.requires_grad]
-            if outputs and leaves:
-                torch.autograd.grad(outputs, leaves, list(map(torch.ones_like, outputs)), allow_unused=True)
+            differentiate(plain(result), (given, named, call.parameters), contextlib.nullcontext())
         return found
 
     return _compared(lower, call.options, with_autocast=call.device in supported_devices())

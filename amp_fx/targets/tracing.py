@@ -33,7 +33,7 @@ from amp_fx.graphs.keys import SOURCE_META
 from amp_fx.graphs.values import tensors
 
 __all__ = [
-    "Backend", "InnerCompile", "TracedGraph", "Tracer", "compile_graph", "move", "on_target",
+    "Backend", "InnerCompile", "TracedGraph", "Tracer", "compile_graph", "differentiate", "move", "on_target",
     "without_data",
 ]  # fmt: skip
 
@@ -275,16 +275,16 @@ def compile_graph(traced: TracedGraph, backend: Backend, inner_compile: InnerCom
         compiled = backend(gm, inputs)
         # the backward is compiled when it is first run
         if traced.grad and any(value.requires_grad for value in tensors(inputs)):
-            _differentiate(compiled, inputs, mode)
+            differentiate(compiled(*inputs), inputs, mode)
 
 
-def _differentiate(compiled: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> None:
-    outputs = [value for value in tensors(compiled(*inputs)) if value.requires_grad]
-    if not outputs:
+def differentiate(result: Any, inputs: Any, mode: contextlib.AbstractContextManager[Any]) -> None:
+    """Runs the backward of a call, if it has one, so that it is compiled; ``mode`` is that of the values."""
+    outputs, leaves = ([v for v in tensors(given) if v.requires_grad] for given in (result, inputs))
+    if not (outputs and leaves):
         return
     with mode:
-        seeds = [torch.empty_like(value) for value in outputs]
-    leaves = [value for value in tensors(inputs) if value.requires_grad]
+        seeds = list(map(torch.ones_like, outputs))
     # In this thread. Autograd's thread for the device frees Python objects after the call has returned; where the
     # process ends meanwhile, Python ends that thread within C++ code that must not throw, and the process aborts.
     with torch.autograd.set_multithreading_enabled(False):
