@@ -147,7 +147,8 @@ class TargetProcess:
             stderr=self._log,
             env=environment,
         )
-        self._end = weakref.finalize(self, _end, self._process, self._log)
+        #: ends the process
+        self.close = weakref.finalize(self, _end, self._process, self._log)
         try:
             self.call("amp_fx.targets._torch:enter", self._target)
         except BaseException:
@@ -179,10 +180,6 @@ class TargetProcess:
         if reply.error is not None:
             raise reply.error from RuntimeError(f"in the process that compiles:\n{reply.trace}")
         return reply.value
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._end()
 
 
 def _end(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
