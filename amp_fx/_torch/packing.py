@@ -137,8 +137,8 @@ def _run_convolution_int8(*args: Any) -> Tensor:
 
 
 def _convolution_int8_meta(*args: Any) -> Tensor:
-    x, _scale, _zero, weight, _scales, _zeros, bias, *given, groups, dtype = args
-    args = x.to(dtype), weight.to(dtype), bias
+    x, _scale, _zero, weight, _scales, _zeros, _bias, *given, groups, dtype = args
+    args = x.to(dtype), weight.to(dtype), None
     return torch.ops.aten.convolution.default(*args, *given, False, [0, 0], groups)
 
 

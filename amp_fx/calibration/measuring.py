@@ -29,7 +29,7 @@ from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.calibration.meter import Key, Meter
 from amp_fx.calibration.operands import attend, convolve, multiply
 from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form
-from amp_fx.graphs.values import is_eligible, is_view, storage_of, tensors, written_storages
+from amp_fx.graphs.values import additions_of, is_eligible, is_view, storage_of, tensors, written_storages
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.sensitivity import slots
 from amp_fx.policy import OpClass
@@ -125,7 +125,8 @@ class _Measured(fx.Interpreter):
         if plan is not None and (linear := self._may_run_below(n, plan)):
             return self._linear(plan, linear, args)
         if plan is not None and self._convolves_below(n, plan):
-            args = (*convolve(self._meter, (self._graph, plan.name), *args[:2]), *args[2:])
+            read = convolve(self._meter, (self._graph, plan.name), args[0], args[1], self._read_as(n))
+            args = (*read, *args[2:])
         if n.target is aten.batch_norm.default:
             # kernels give running statistics, which stay fp32, no gradient
             args = (*args[:3], *(each if each is None else each.detach() for each in args[3:5]), *args[5:])
@@ -154,6 +155,12 @@ class _Measured(fx.Interpreter):
             return False
         known = self._meter.ranges is not None or (self._graph, plan.name) in self._meter.scales
         return known and all(map(self._is_read, n.args[:2]))
+
+    def _read_as(self, n: fx.Node) -> Tensor | None:
+        """What a convolution reads, if others read it in uint8, too, where this one does: they add it."""
+        source = n.all_input_nodes[0]
+        added, convolved = additions_of(source), [user for user in source.users if user.target is n.target]
+        return self.env[source] if added and len(added) + len(convolved) == len(source.users) else None
 
     def _is_read(self, operand: Any) -> bool:
         """True where an operand is observed. Of outputs, one that is written to before and after is, as it is then."""

@@ -110,10 +110,17 @@ def multiply(meter: Meter, call: Call, x: Tensor, weight: Tensor, *, by_rows: bo
     return _Product.apply(x_here, weight_here, x_back, weight_back, (meter, call), by_rows)  # type: ignore[no-any-return]
 
 
-def convolve(meter: Meter, call: Call, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What a convolution reads: a value by one scale, a weight by one for each channel of the result."""
+def convolve(
+    meter: Meter, call: Call, x: Tensor, weight: Tensor, read_by_all: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What a convolution reads: a value by one scale, a weight by one for each channel of the result.
+
+    ``read_by_all``: the value where others read it, too, as the convolution does.
+    """
     rows = _observed(meter, call, weight.flatten(1), FORWARD, "weight", in_rows=True)
-    return _read_measured(meter, call, x.view_as(x)), rows.view_as(weight)
+    x = x.view_as(x)
+    _read_measured(meter, call, x if read_by_all is None else read_by_all)
+    return x, rows.view_as(weight)
 
 
 def _read_measured(meter: Meter, call: Call, alias: Tensor) -> Tensor:

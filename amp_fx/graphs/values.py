@@ -17,7 +17,7 @@ from amp_fx.graphs.calls import argument_value, is_gradient_call, tensor_argumen
 from amp_fx.graphs.traits import op_row
 
 __all__ = [
-    "LOW_DTYPES", "call_device", "cast_bytes", "graph_device", "graph_devices", "in_place_target",
+    "LOW_DTYPES", "additions_of", "call_device", "cast_bytes", "graph_device", "graph_devices", "in_place_target",
     "is_eligible", "is_fixed", "is_pure", "is_view", "numel", "storage_of", "storages_written_in", "tensors",
     "written_arguments", "written_storages",
 ]  # fmt: skip
@@ -160,6 +160,17 @@ def written_storages(node: fx.Node) -> set[int]:
     else:
         sources = node.all_input_nodes
     return {key for source in sources if (key := storage_of(source)) is not None}
+
+
+def additions_of(value: fx.Node) -> list[fx.Node]:
+    """The calls that add a value to another one, and do not write to it."""
+    in_place = torch.ops.aten.add_.Tensor
+    found = [user for user in value.users if user.target in (torch.ops.aten.add.Tensor, in_place)]
+    return [
+        user
+        for user in found
+        if len(user.all_input_nodes) == 2 and not (user.target is in_place and user.args[0] is value)
+    ]
 
 
 def is_fixed(node: fx.Node) -> bool:

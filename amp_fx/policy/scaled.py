@@ -16,7 +16,7 @@ from amp_fx._torch import quantised_ops
 
 __all__ = [
     "TILE", "ZERO_POINT", "Emit", "Product", "block_scales", "dequantised", "int8_mm", "measured_int8_mm",
-    "packed_int8_mm", "quantised", "run", "scale_of", "scaled", "scaled_mm",
+    "packed_int8_mm", "quantised", "run", "scale_of", "scaled", "scaled_mm", "whole",
 ]  # fmt: skip
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -198,15 +198,22 @@ def measured_int8_mm(given: Product, call: Emit) -> Any:
     return call(aten.linear.default, *pair, given.bias)
 
 
+def whole(value: Any, scale: tuple[float, int], call: Emit) -> Any:
+    """A value from :func:`quantised`, in fp32."""
+    return call(quantised_ops().dequantize_per_tensor.default, value, *scale, 0, 255, torch.uint8)
+
+
 def dequantised(
     value: Any, scale: tuple[float, int], weight: Any, factors: Any, dtype: torch.dtype, call: Emit
 ) -> tuple[Any, Any]:
     """A value from :func:`quantised`, and a weight in int8 with a factor for each row, in a floating dtype again."""
-    ops, factors = quantised_ops(), call(aten.view.default, factors, [-1])
+    factors = call(aten.view.default, factors, [-1])
     # made of the weight, so that it is a constant where that is one
     zeros = call(aten.zeros_like.default, factors, dtype=torch.int64)
-    wide = call(ops.dequantize_per_tensor.default, value, *scale, 0, 255, torch.uint8)
-    weight = call(ops.dequantize_per_channel.default, weight, factors, zeros, 0, -128, 127, torch.int8)
+    wide = whole(value, scale, call)
+    weight = call(
+        quantised_ops().dequantize_per_channel.default, weight, factors, zeros, 0, -128, 127, torch.int8
+    )
     if dtype is torch.float32:
         return wide, weight
     first, second = (call(prims.convert_element_type.default, each, dtype) for each in (wide, weight))

@@ -196,7 +196,9 @@ class _Packer:
         """A value in fp32: before it was rounded, where it was."""
         if is_cast(node) and node.all_input_nodes[0].meta["val"].dtype is torch.float32:
             return node.all_input_nodes[0]
-        return self._call(aten.to.dtype, node, torch.float32)
+        wide = self._call(aten.to.dtype, node, torch.float32)
+        wide.meta["val"] = node.meta["val"].detach().to(torch.float32)
+        return wide
 
     # ---- what oneDNN packs
 
@@ -241,6 +243,10 @@ class _Packer:
         if not self.derived.issuperset((data, scales, zeros)):
             return
         dtype, kernel = node.meta["val"].dtype, weight.meta["val"].shape
+        if bias in self.derived:
+            # oneDNN wants it in fp32, and would convert it in each call
+            with self._graph.inserting_before(node):
+                bias = self._wide_source(bias)
         if is_convolution:
             given = convolution_settings(node)
             window = [given[name] for name in ("stride", "padding", "dilation", "groups")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -70,10 +71,17 @@ class ReadScales(Pass):
     """
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        rounds = gm.graph.find_nodes(op="call_function", target=quantised_ops().quantize_per_tensor.default)
+        found = gm.graph.find_nodes(op="call_function", target=quantised_ops().quantize_per_tensor.default)
+        # which Inductor makes one call of, that pools bytes
+        rounds = [node for node in found if not _is_of_pooled(node)]
         for position, node in enumerate(rounds):
             _read_scale(gm, node, f"amp_fx_scale_{position}")
         return f"{len(rounds)} values are rounded by kernels"
+
+
+def _is_of_pooled(node: fx.Node) -> bool:
+    [value] = node.all_input_nodes
+    return value.target is operator.getitem and "max_pool" in str(value.all_input_nodes[0].target)
 
 
 def _read_scale(gm: fx.GraphModule, node: fx.Node, name: str) -> None:

@@ -12,7 +12,7 @@ from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import is_cast
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
-from amp_fx.graphs.values import is_view, storage_of, storages_written_in, written_storages
+from amp_fx.graphs.values import additions_of, is_view, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
@@ -20,7 +20,7 @@ from amp_fx.placement.layout import CAST
 from amp_fx.plans.label import label_of
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import Implementation, Level
-from amp_fx.policy.scaled import Product, dequantised, quantised
+from amp_fx.policy.scaled import Product, dequantised, quantised, whole
 from amp_fx.weights.recipes import Scaled, with_norm
 from amp_fx.widened import held_pair
 
@@ -49,6 +49,7 @@ class QuantiseMatmuls(Pass):
     4. a weight that is fp32 in memory is read as it is, not as it is cast for a low matmul.
     5. where a plan has the scale of a value, that is rounded to uint8 by it, and what stands between quantised operands
        is a product in the low dtype, or in fp32 where the program is stored: oneDNN and runtimes make one call of that.
+       What convolutions read, and otherwise only additions, is read in uint8 by these, and pooled so if it was pooled.
     6. a value with an infinity or NaN has a scale of zero or NaN: everything that depends on the scale becomes NaN,
        which a loss scaler sees as it does the infinity.
 
@@ -106,12 +107,15 @@ class Part:
     index: int
 
 
-def _is_step_between(node: fx.Node) -> bool:
-    """True for an activation, a cast or a view of one value that one op reads."""
-    if len(node.users) != 1 or len(node.all_input_nodes) != 1 or node.meta.get(LEVEL) is not None:
-        return False
+def _passed_on(node: fx.Node) -> fx.Node | None:
+    """What an activation, a cast, a view or an addition of bytes reads, if one op reads its result; else None."""
+    widened = quantised_ops().dequantize_per_tensor.default
+    given = [each for each in node.all_input_nodes if each.target is not widened]
+    if len(node.users) != 1 or len(given) != 1 or node.meta.get(LEVEL) is not None:
+        return None
     row = label_of(node)
-    return is_view(node) or is_cast(node) or (row is not None and row.op_class is OpClass.FOLLOW)
+    widens = row is not None and row.op_class in (OpClass.FOLLOW, OpClass.PROMOTE)
+    return given[0] if widens or is_view(node) or is_cast(node) else None
 
 
 class _CapturedQuantiser(Quantiser):
@@ -120,13 +124,37 @@ class _CapturedQuantiser(Quantiser):
     def __init__(self, graph: fx.Graph, stored: bool) -> None:
         super().__init__(graph)
         self._stored = stored
-        self._written = storages_written_in(graph)
+        #: storage -> the last node that writes to it
+        self._writers = {storage: node for node in graph.nodes for storage in written_storages(node)}
+        #: what convolutions read, and by which scale -> the bytes
+        self._convolved_values: dict[tuple[fx.Node, tuple[float, int]], fx.Node] = {}
 
     def tidy(self) -> None:
         """Erases what nothing reads."""
+        for (source, scale), data in self._convolved_values.items():
+            if set(source.users) - {data, *data.all_input_nodes} == set(additions_of(source)):
+                self._read_bytes(source, scale, data)
         if self._stored:
             self._stay_wide()
         erase_unread(self._graph)
+
+    def _read_bytes(self, source: fx.Node, scale: tuple[float, int], data: fx.Node) -> None:
+        """Additions read the bytes of a value, and if it was pooled, bytes are pooled."""
+        low = source.meta["val"].dtype
+        for addition in additions_of(source):
+            with self._graph.inserting_before(addition):
+                addition.replace_input_with(source, whole(data, scale, self._call))
+            addition.meta["val"] = run_fake(addition)
+            with self._graph.inserting_after(addition):
+                rounded = self._call(CAST, addition, low)
+            addition.replace_all_uses_with(rounded, lambda reader, rounded=rounded: reader is not rounded)
+        if source.target is aten.max_pool2d.default:
+            [before] = source.all_input_nodes
+            with self._graph.inserting_before(source):
+                made = self._rounded(before, scale)
+                source.replace_input_with(before, whole(made, scale, self._call))
+            source.meta["val"] = run_fake(source)
+            self.copies[before, scale] = WithScale(made, made)
 
     def _stay_wide(self) -> None:
         """Between a product by measured scales and the next rounding to uint8, activations and views are in fp32.
@@ -136,16 +164,16 @@ class _CapturedQuantiser(Quantiser):
         for data in {copy.data for copy in self.copies.values()}:
             if data.target is not quantised_ops().quantize_per_tensor.default:
                 continue
-            steps, node = list[fx.Node](), data.all_input_nodes[0].all_input_nodes[0]
-            while _is_step_between(node):
-                steps += [] if is_cast(node) else [node]
-                [node] = node.all_input_nodes
+            steps, node = list[tuple[fx.Node, fx.Node]](), data.all_input_nodes[0].all_input_nodes[0]
+            while (given := _passed_on(node)) is not None:
+                steps += [] if is_cast(node) else [(node, given)]
+                node = given
             if node.meta.get(LEVEL) is None or not is_cast(node) or len(node.users) > 1:
                 continue
             node.args = (node.args[0], torch.float32)
             node.meta["val"] = run_fake(node)
-            for step in reversed(steps):
-                step.replace_input_with(step.all_input_nodes[0], node)
+            for step, given in reversed(steps):
+                step.replace_input_with(given, node)
                 step.meta["val"] = run_fake(step)
                 if (row := label_of(step)) is not None:
                     row.dtype = torch.float32
@@ -161,13 +189,13 @@ class _CapturedQuantiser(Quantiser):
         with self._graph.inserting_before(node):
             key = operand.source, scale
             if key not in self.copies or self._is_written(operand.source):
-                # ONNX has a scale in the dtype of the value, and it is fp32
-                read = self._call(CAST, operand.source, torch.float32) if self._stored else operand.source
-                data = quantised(read, *scale, self._call)
+                data = self._rounded(operand.source, scale)
                 self.copies[key] = WithScale(data, data)
             value = self.copies[key].data
             dtype = torch.float32 if self._stored else node.meta["val"].dtype
             if matmul.is_convolution:
+                if not self._is_written(operand.source):
+                    self._convolved_values[operand.source, scale] = value
                 weight, factors, bias = self._convolved(matmul, level)
                 pair = dequantised(value, scale, weight, factors, dtype, self._call)
                 bias = bias if bias is None else self._call(CAST, bias, dtype)
@@ -181,6 +209,12 @@ class _CapturedQuantiser(Quantiser):
             if self._stored:
                 final = self._call(CAST, final, node.meta["val"].dtype)
             super()._become(matmul, final)
+
+    def _rounded(self, value: fx.Node, scale: tuple[float, int]) -> fx.Node:
+        # ONNX has a scale in the dtype of the value, and it is fp32
+        read = self._call(CAST, value, torch.float32) if self._stored else value
+        made: fx.Node = quantised(read, *scale, self._call)
+        return made
 
     def _convolved(self, matmul: Matmul, level: Level) -> tuple[fx.Node, fx.Node, Any]:
         """The weight of a convolution in the level with a factor for each channel, and the bias, BatchNorm folded in.
@@ -218,7 +252,8 @@ class _CapturedQuantiser(Quantiser):
         return scale
 
     def _is_written(self, source: fx.Node) -> bool:
-        return storage_of(source) in self._written
+        storage = storage_of(source)
+        return storage in self._writers and source < self._writers[storage]
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = super()._call(_OF_PROGRAMS.get(target, target), *args, **kwargs)

@@ -32,10 +32,10 @@ PROFILE = DeviceProfile("test", "cpu", {"float32": 1e9, "bfloat16": 2e9, "int8":
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Convolutions with norms, in-place activations and a residual addition, then linears."""
+    """Convolutions with norms, in-place activations, pooling and a residual addition, then linears."""
 
     def program(m: Any, x: Tensor) -> Tensor:
-        x = m.relu(m.norm(m.stem(x)))
+        x = m.pool(m.relu(m.norm(m.stem(x))))
         x = (x + m.point(m.relu(m.depth(x)))).flatten(2).mT
         return m.head(m.down(nn.functional.gelu(m.up(x))))
 
@@ -43,7 +43,7 @@ def model() -> Any:
     parts: dict[str, nn.Module] = {"stem": nn.Conv2d(3, 16, 3, 2, bias=False), "norm": nn.BatchNorm2d(16)}
     parts |= {"depth": nn.Conv2d(16, 16, 3, padding=1, groups=16), "point": nn.Conv2d(16, 16, 1)}
     parts |= {"up": nn.Linear(16, 64), "down": nn.Linear(64, 32), "head": nn.Linear(32, 8)}
-    net = Parts(program, **parts, relu=nn.ReLU(inplace=True))
+    net = Parts(program, **parts, relu=nn.ReLU(inplace=True), pool=nn.MaxPool2d(3, 2, 1))
     net(images(16))
     return net.eval()
 
@@ -124,6 +124,24 @@ def test_the_error_on_other_batches_is_the_predicted_one(
     with torch.inference_mode():
         got = compiled(model, tmp_path / "plan.json")(x)
     assert plan.point.error / 1.3 < wrong(got, model, x) < plan.point.error * 1.3
+
+
+def test_what_is_added_as_it_is_convolved_costs_what_both_readings_do() -> None:
+    def program(m: Any, x: Tensor) -> Tensor:
+        x = m.stem(x).relu()
+        return m.head(x + 0.01 * m.point(x))
+
+    net: Any = Parts(program, stem=nn.Conv2d(3, 16, 3), point=nn.Conv2d(16, 16, 1), head=nn.Conv2d(16, 8, 1))
+    batch = images()
+    [graph] = calibrated(net, batch).sensitivity.graphs
+    [row] = [call for call in graph.calls if graph.outline.node(call.name).module_path == "point"]
+    with torch.no_grad():
+        x = net.stem(batch).relu()
+        rounded = requantised(x, row.scales[INPUT])
+        want, got = (net.head(each + 0.01 * net.point(each)) for each in (x, rounded))
+    added = row.roles["forward"][MEASURED]
+    assert added is not None
+    assert math.isclose(added, ((got - want).norm() / want.norm()) ** 2, rel_tol=0.3)
 
 
 @pytest.mark.parametrize("spoil", [0.0, math.inf, math.nan, 1e-35])
@@ -239,7 +257,7 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, t
     x, path = images(), tmp_path / "model.onnx"
     program = amp_fx.export_onnx(model, (x,), path, plan=plan, dtype="float16")
     ops = [str(node.target) for node in program.graph.nodes]
-    assert ops.count("quantized_decomposed.quantize_per_tensor.default") == 5
+    assert ops.count("quantized_decomposed.quantize_per_tensor.default") == 6
     got = program.module()(x)
     assert wrong(got, model, x) < 1.3 * plan.point.error
     torch.export.save(program, tmp_path / "model.pt2")
@@ -248,7 +266,8 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, t
     assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(x), got)
     onnx = pytest.importorskip("onnx")
     names = [node.op_type for node in onnx.load(path).graph.node]
-    assert (names.count("QuantizeLinear"), names.count("DequantizeLinear")) == (5, 10)
+    # of what five products read and of what is pooled; of five weights, too
+    assert (names.count("QuantizeLinear"), names.count("DequantizeLinear")) == (6, 11)
     # it is folded into the weight
     assert "BatchNormalization" not in names
     # the activation between two products has no casts around it, so that runtimes make one call of three
@@ -288,8 +307,15 @@ def test_compiled_products_write_integers_follow_weights_and_come_from_the_cache
         got, [code] = run_and_get_code(run, x)
         assert wrong(got, net, x) < 0.02
         assert len(re.findall(r"torch\.ops\.onednn\.q\w+\.\w+\(", code)) == 5
-        # the depthwise convolution for the one behind it, and the linear behind gelu
-        assert re.findall(r"torch\.uint8, '(\w+)'", code) == ["relu", "gelu"]
+        # the stem for the pooling, the depthwise convolution for the one behind it, and the linear behind gelu
+        assert re.findall(r"\d, torch\.uint8, '(\w+)'", code) == ["relu", "relu", "gelu"]
+        # bytes are pooled, and what is added becomes part of the pointwise convolution
+        assert code.count("torch.ops.quantized.max_pool2d.default(") == 1
+        assert code.count("torch.ops.onednn.qconv2d_pointwise.binary") == 1
+        # biases are in fp32, as oneDNN wants them, but that of the last linear
+        assert re.findall(
+            r"rand_strided\(\((\d+), \), \(1, \), device='cpu', dtype=torch.bfloat16", code
+        ) == ["8"]
         with torch.no_grad():
             # within the ranges that were measured
             net.down.weight.mul_(1.5)
