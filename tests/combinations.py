@@ -48,7 +48,8 @@ AXES: Mapping[str, Mapping[str, Any]] = {
     "numerics": {"compiled": LEFT_OUT, "eager": "eager"},
     "dtype": {"auto": LEFT_OUT, "bfloat16": "bfloat16", "float16": "float16"},
     "scaler": {"none": LEFT_OUT, "default": "default"},
-    "plan": {"none": LEFT_OUT, "replayed": "a file"},
+    # of a report, or of a calibration with the scales of values in int8
+    "plan": {"none": LEFT_OUT, "replayed": "a file", "measured": "a file"},
     # torch takes a mode or options, not both: a mode among options is what it stands for
     "mode": {"none": LEFT_OUT, "reduce-overhead": torch._inductor.list_mode_options("reduce-overhead")},
     "dynamic": {"None": None, "True": True, "False": False},
@@ -79,6 +80,14 @@ EXCLUDED = (
         is_error=True,
     ),
     Excluded({"numerics": ["eager"], "weights": ["freeze"]}, "folded values round otherwise", is_error=True),
+    Excluded(
+        {"plan": ["measured"], "gradients": ["train"]}, "scales are measured for int8, without gradients"
+    ),
+    Excluded({"plan": ["measured"], "profile": ["with fp8"]}, "that CPU has no rate for int8"),
+    Excluded(
+        {"plan": ["measured"], "policy": [name for name in AXES["policy"] if not name.startswith("int8")]},
+        "scales are measured for int8",
+    ),
     Excluded({"scaler": ["default"], "autocast": ["float16"]}, "the scaler is ignored there"),
     Excluded({"scaler": ["default"], "dtype": ["bfloat16"]}, "bf16 needs no loss scaling", is_error=True),
     Excluded(

@@ -117,12 +117,25 @@ def with_files(row: Row, folder: Path) -> dict[str, Any]:
         options["profile"] = str(folder / "profile.json")
         FP8_CPU.save(options["profile"])
     if options.pop("plan", None) is not None:
-        model, path = make(row["model"]).train(row["gradients"] == "train"), folder / "report.json"
+        model, path = make(row["model"]).train(row["gradients"] == "train"), folder / "plan.json"
         torch._dynamo.reset()
-        with AXES["gradients"][row["gradients"]](), autocast_in(AXES["autocast"][row["autocast"]]):
-            amp_fx.explain(model, model.batch(4, seed=0), options=options).save(path)
+        with autocast_in(AXES["autocast"][row["autocast"]]):
+            if row["plan"] == "measured":
+                _calibrated(model, options).save(path)
+            else:
+                with AXES["gradients"][row["gradients"]]():
+                    amp_fx.explain(model, model.batch(4, seed=0), options=options).save(path)
         options["plan"] = str(path)
     return options
+
+
+def _calibrated(model: Model, options: Mapping[str, Any]) -> amp_fx.CalibratedPlan:
+    """A plan with as much in int8 as may be, whose scales hold what weights will have become in a session."""
+    for _ in range(len(STEPS) - 1):
+        _write(model, through_data=False)
+    batches = [model.batch(size, seed=size) for size in STEPS.values()]
+    given = {name: options[name] for name in ("policy", "dtype", "profile") if name in options}
+    return amp_fx.calibrate(model, batches, of="outputs", **given).plan(budget=1000, verify=False)
 
 
 def distances(seen: Seen, exact: Seen) -> dict[str, float]:

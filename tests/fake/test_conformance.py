@@ -240,6 +240,7 @@ NAMED = ("arange", "full", "signal.windows.hann", "inner", "tensordot", "addcdiv
 STEPS = [40, pytest.param(int(os.environ.get("DATABASES", "4")), marks=pytest.mark.slow)]
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 @pytest.mark.parametrize("step", STEPS)
 def test_calls_of_torchs_databases_agree_with_autocast(step: int) -> None:
     # the databases take seconds to import
