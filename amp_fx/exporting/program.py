@@ -18,6 +18,7 @@ from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.keys import CAST_META, COPY_META, OUTPUT_META, OWN, RECIPE_META, REGION_META
 from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, tensors
 from amp_fx.policy.levels import LEVELS
+from amp_fx.weights.derived import DerivedInputs
 from amp_fx.weights.recipes import Scaled
 from amp_fx.widened import identity
 
@@ -68,12 +69,16 @@ def _overflows(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
 
 
 def store_low(
-    gm: fx.GraphModule, groups: Iterable[Sequence[Weight]], when_beyond: str
+    gm: fx.GraphModule,
+    groups: Iterable[Sequence[Weight]],
+    derived: Iterable[tuple[Sequence[str], DerivedInputs, Sequence[str]]],
+    when_beyond: str,
 ) -> dict[str, dict[str, torch.Tensor]]:
     """What takes the place of weights, by their names in the state dict or among the constants.
 
     Below 16 bits, a weight's factors are beside it. The inputs of ``gm`` have the dtypes to store, in ``groups`` tied
-    weights are together, ``when_beyond`` is the option ``weights_beyond_range``.
+    weights are together, ``derived`` is what :class:`FoldWeights` has noted, and ``when_beyond`` the option
+    ``weights_beyond_range``.
     """
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     scaled = {
@@ -82,6 +87,9 @@ def store_low(
     stored: dict[str, dict[str, torch.Tensor]] = {}
     refused: list[str] = []
     for group in groups:
+        if not any(weight.name in inputs for weight in group):
+            stored |= {weight.target: {} for weight in group}
+            continue
         node, value = inputs[group[0].name], group[0].value.detach()
         dtype, (recipe, _) = node.meta["val"].dtype, node.meta.get(RECIPE_META, (None, 0))
         if recipe is None and value.dtype is dtype:
@@ -112,6 +120,17 @@ def store_low(
             f"weights beyond the range of the low dtype: {', '.join(refused)}. Use dtype='bfloat16', or say what to do "
             "with weights_beyond_range='clamp' or 'keep' (in fp32, with the ops that read them)."
         )
+    weights = {weight.name: weight for group in groups for weight in group}
+    for names, made, taken in derived:
+        sources = [weights[name] for name in names]
+        values = [stored.get(each.target, {}).get(each.target, each.value).detach() for each in sources]
+        for name, value in zip(taken, made.once(values), strict=True):
+            weight = weights[inputs[name].meta[COPY_META]]
+            kept = stored.setdefault(weight.target, {weight.target: weight.value})
+            is_parameter = isinstance(weight.value, torch.nn.Parameter)
+            kept[weight.target + name.removeprefix(weight.name)] = (
+                torch.nn.Parameter(value, requires_grad=False) if is_parameter else value
+            )
     return stored
 
 
@@ -244,8 +263,7 @@ def _input_specs(gm: fx.GraphModule, signature: ExportGraphSignature) -> list[In
         spec = specs.get(node.name)
         if spec is None:
             weight = specs[node.meta[COPY_META]]
-            recipe, _ = node.meta[RECIPE_META]
-            target = f"{weight.target}{_scale_suffix(recipe)}"
+            target = f"{weight.target}{node.name.removeprefix(weight.arg.name)}"
             spec = replace(weight, arg=TensorArgument(node.name), target=target)
         found.append(spec)
     return found

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
+from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import argument_value, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META, TIED
-from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_view, storage_of, storages_written_in
+from amp_fx.graphs.values import (
+    LOW_DTYPES,
+    is_eligible,
+    is_pure,
+    is_view,
+    numel,
+    storage_of,
+    storages_written_in,
+)
 from amp_fx.passes.base import CUSTOM, Pass, PassContext
 from amp_fx.passes.levels.quantise_matmuls import Part, erase_unread
 from amp_fx.plans.label import Kind, Reason, Takes, label_of
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import LEVELS
+from amp_fx.weights.derived import DerivedInputs, derivation
 from amp_fx.weights.recipes import Cast, CopyRecipe, Scaled
 
 __all__ = ["CacheWeights", "FoldWeights", "KeepWeights"]
@@ -104,9 +115,11 @@ class FoldWeights(Pass):
     3. rows are looked up and nothing else: as case 2 if ``tables`` is ``"low"``.
     4. only copies with scales, by one recipe, are made of the weight: the input is the copy, and its factors are one
        more input behind it.
-    5. anything else (written to, or read in fp32 too) keeps its dtype and its casts.
+    5. what is computed from weights alone to quantise them, as of a convolution with a folded BatchNorm, becomes inputs;
+       weights that nothing reads then are no inputs any more.
+    6. anything else (written to, or read in fp32 too) keeps its dtype and its casts.
 
-    The caller must store each weight in the dtype that its input has afterwards.
+    The caller must store each weight in the dtype that its input has afterwards, and what ``derived`` makes of weights.
 
     Before, and after::
 
@@ -118,6 +131,10 @@ class FoldWeights(Pass):
 
     weights: tuple[tuple[str, ...], ...]  # names of inputs; those that hold the same weight stand together
     tables: str = "tied"  # or "low" or "keep": which tables of lookups are rounded
+    #: names of weights, what is made of them, and the names of inputs that take it; filled in when the pass runs
+    derived: list[tuple[Sequence[str], DerivedInputs, Sequence[str]]] = field(
+        default_factory=list, repr=False, compare=False
+    )
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         if context.path:
@@ -138,7 +155,50 @@ class FoldWeights(Pass):
             folded += recipe is not None or dtype is not None
         if any(RECIPE_META in node.meta for node in inputs.values()):
             erase_unread(gm.graph)
+        self._derive(gm, {name for names in self.weights for name in names})
         return f"{folded} of {len(self.weights)} weights stored low"
+
+    def _derive(self, gm: fx.GraphModule, weights: set[str]) -> None:
+        """Case 5."""
+        whole = quantised_ops().dequantize_per_channel.default
+        written, made = storages_written_in(gm.graph), dict[fx.Node, fx.Node]()
+        for node in gm.graph.nodes:
+            given = [made.get(each) for each in node.all_input_nodes]
+            if node.name in weights and RECIPE_META not in node.meta and storage_of(node) not in written:
+                made[node] = node
+            elif STEP_META in node.meta and node.target is not whole and given and is_pure(node):
+                known = [weight for weight in given if weight is not None]
+                if len(known) == len(given) and not (is_cast(node) and node.all_input_nodes == known):
+                    # it is named after the largest
+                    made[node] = max(reversed(known), key=lambda weight: numel(weight.meta["val"]))
+        read_by = {
+            node: [
+                user
+                for user in node.users
+                if user not in made and user.target in (whole, aten.conv2d.default)
+            ]
+            for node, weight in made.items()
+            if node is not weight
+        }
+        wanted = [node for node, users in read_by.items() if users]
+        if not wanted:
+            return
+        used, derived = derivation(gm, [(node, None) for node in wanted])
+        taken = []
+        for node in wanted:
+            reader, kind = read_by[node][0], "folded"
+            if reader.target is whole:
+                kind = ("int8", "int8_scale", "int8_zero_point")[reader.args.index(node)]
+            with gm.graph.inserting_after(made[node]):
+                given = gm.graph.placeholder(f"{made[node].name}_{kind}")
+            given.target = given.name
+            given.meta = {"val": node.meta["val"].detach(), COPY_META: made[node].name}
+            node.replace_all_uses_with(given)
+            taken.append(given.name)
+        self.derived.append(([node.name for node in used], derived, taken))
+        for node in reversed([*made]):
+            if not node.users and (node in used or node.op != "placeholder"):
+                gm.graph.erase_node(node)
 
     def _stored_dtype(self, holders: list[fx.Node]) -> torch.dtype | None:
         """The low dtype that serves all readers; None: as it is."""

@@ -268,8 +268,18 @@ def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, t
     names = [node.op_type for node in onnx.load(path).graph.node]
     # of what five products read and of what is pooled; of five weights, too
     assert (names.count("QuantizeLinear"), names.count("DequantizeLinear")) == (6, 11)
-    # it is folded into the weight
-    assert "BatchNormalization" not in names
+    # norms are folded into weights, which are stored in int8: nothing looks for their scales in a call
+    assert not {"BatchNormalization", "ReduceMax"} & {*names}
+    kept = {
+        name.removeprefix("stem."): value.dtype
+        for name, value in program.state_dict.items()
+        if "stem" in name
+    }
+    assert kept == {
+        "weight_int8": torch.int8, "weight_int8_scale": torch.float32, "weight_int8_zero_point": torch.int64
+    }  # fmt: skip
+    assert program.state_dict["norm.bias_folded"].dtype is torch.float32
+    assert "norm.weight" not in program.state_dict
     # the activation between two products has no casts around it, so that runtimes make one call of three
     relu = next(node for node in program.graph.nodes if node.name.startswith("relu__1"))
     assert relu.meta["val"].dtype is torch.float32
