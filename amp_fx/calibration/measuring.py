@@ -29,7 +29,15 @@ from amp_fx._torch import HigherOrderOperator, OpOverload
 from amp_fx.calibration.meter import Key, Meter
 from amp_fx.calibration.operands import attend, convolve, multiply
 from amp_fx.graphs.traits import LinearForm, Trait, has_trait, linear_form
-from amp_fx.graphs.values import additions_of, is_eligible, is_view, storage_of, tensors, written_storages
+from amp_fx.graphs.values import (
+    additions_of,
+    is_convolved,
+    is_eligible,
+    is_view,
+    storage_of,
+    tensors,
+    written_storages,
+)
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.sensitivity import slots
 from amp_fx.policy import OpClass
@@ -159,8 +167,7 @@ class _Measured(fx.Interpreter):
     def _read_as(self, n: fx.Node) -> Tensor | None:
         """What a convolution reads, if others read it in uint8, too, where this one does: they add it."""
         source = n.all_input_nodes[0]
-        added, convolved = additions_of(source), [user for user in source.users if user.target is n.target]
-        return self.env[source] if added and len(added) + len(convolved) == len(source.users) else None
+        return self.env[source] if is_convolved(source) and additions_of(source) else None
 
     def _is_read(self, operand: Any) -> bool:
         """True where an operand is observed. Of outputs, one that is written to before and after is, as it is then."""

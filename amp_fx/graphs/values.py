@@ -18,8 +18,8 @@ from amp_fx.graphs.traits import op_row
 
 __all__ = [
     "LOW_DTYPES", "additions_of", "call_device", "cast_bytes", "graph_device", "graph_devices", "in_place_target",
-    "is_eligible", "is_fixed", "is_pure", "is_view", "numel", "storage_of", "storages_written_in", "tensors",
-    "written_arguments", "written_storages",
+    "is_convolved", "is_eligible", "is_fixed", "is_pure", "is_view", "numel", "storage_of", "storages_written_in",
+    "tensors", "written_arguments", "written_storages",
 ]  # fmt: skip
 
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
@@ -164,13 +164,20 @@ def written_storages(node: fx.Node) -> set[int]:
 
 def additions_of(value: fx.Node) -> list[fx.Node]:
     """The calls that add a value to another one, and do not write to it."""
-    in_place = torch.ops.aten.add_.Tensor
-    found = [user for user in value.users if user.target in (torch.ops.aten.add.Tensor, in_place)]
+    add, in_place = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+    found = [user for user in value.users if len(user.all_input_nodes) == 2]
     return [
         user
         for user in found
-        if len(user.all_input_nodes) == 2 and not (user.target is in_place and user.args[0] is value)
+        if user.target is add or (user.target is in_place and user.args[0] is not value)
     ]
+
+
+def is_convolved(value: fx.Node) -> bool:
+    """True where convolutions read a value, and otherwise only additions: all of them may read it in uint8."""
+    reads = [user for user in value.users if user.target is torch.ops.aten.conv2d.default]
+    reads = [user for user in reads if user.args[0] is value]
+    return bool(reads) and len(reads) + len(additions_of(value)) == len(value.users)
 
 
 def is_fixed(node: fx.Node) -> bool:

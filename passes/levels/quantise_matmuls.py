@@ -12,7 +12,7 @@ from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import is_cast
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, LEVEL, PART, STEP_META
-from amp_fx.graphs.values import additions_of, is_view, storage_of, written_storages
+from amp_fx.graphs.values import additions_of, is_convolved, is_view, storage_of, written_storages
 from amp_fx.passes.base import Pass, PassContext
 from amp_fx.passes.levels.matmuls import Matmul, Operand, read_matmuls
 from amp_fx.passes.levels.quantiser import Quantiser, WithScale
@@ -126,7 +126,8 @@ class _CapturedQuantiser(Quantiser):
         self._stored = stored
         #: storage -> the last node that writes to it
         self._writers = {storage: node for node in graph.nodes for storage in written_storages(node)}
-        #: what convolutions read, and by which scale -> the bytes
+        self._convolved = {node for node in graph.nodes if is_convolved(node)}
+        #: those, and by which scale they are read -> the bytes
         self._convolved_values: dict[tuple[fx.Node, tuple[float, int]], fx.Node] = {}
 
     def tidy(self) -> None:
@@ -194,7 +195,7 @@ class _CapturedQuantiser(Quantiser):
             value = self.copies[key].data
             dtype = torch.float32 if self._stored else node.meta["val"].dtype
             if matmul.is_convolution:
-                if not self._is_written(operand.source):
+                if operand.source in self._convolved and not self._is_written(operand.source):
                     self._convolved_values[operand.source, scale] = value
                 weight, factors, bias = self._convolved(matmul, level)
                 pair = dequantised(value, scale, weight, factors, dtype, self._call)
