@@ -126,7 +126,7 @@ class _CapturedQuantiser(Quantiser):
         self._stored = stored
         #: storage -> the last node that writes to it
         self._writers = {storage: node for node in graph.nodes for storage in written_storages(node)}
-        self._convolved = {node for node in graph.nodes if is_convolved(node)}
+        self._alike = {node for node in graph.nodes if is_convolved(node)}
         #: those, and by which scale they are read -> the bytes
         self._convolved_values: dict[tuple[fx.Node, tuple[float, int]], fx.Node] = {}
 
@@ -195,7 +195,7 @@ class _CapturedQuantiser(Quantiser):
             value = self.copies[key].data
             dtype = torch.float32 if self._stored else node.meta["val"].dtype
             if matmul.is_convolution:
-                if operand.source in self._convolved and not self._is_written(operand.source):
+                if operand.source in self._alike and not self._is_written(operand.source):
                     self._convolved_values[operand.source, scale] = value
                 weight, factors, bias = self._convolved(matmul, level)
                 pair = dequantised(value, scale, weight, factors, dtype, self._call)
