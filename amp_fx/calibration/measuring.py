@@ -133,8 +133,10 @@ class _Measured(fx.Interpreter):
         if plan is not None and (linear := self._may_run_below(n, plan)):
             return self._linear(plan, linear, args)
         if plan is not None and self._convolves_below(n, plan):
-            read = convolve(self._meter, (self._graph, plan.name), args[0], args[1], self._read_as(n))
-            args = (*read, *args[2:])
+            source = n.all_input_nodes[0]
+            # where others add the value, they read it in uint8, too
+            alike = self.env[source] if is_convolved(source) and additions_of(source) else None
+            args = (*convolve(self._meter, (self._graph, plan.name), args[0], args[1], alike), *args[2:])
         if n.target is aten.batch_norm.default:
             # kernels give running statistics, which stay fp32, no gradient
             args = (*args[:3], *(each if each is None else each.detach() for each in args[3:5]), *args[5:])
@@ -163,11 +165,6 @@ class _Measured(fx.Interpreter):
             return False
         known = self._meter.ranges is not None or (self._graph, plan.name) in self._meter.scales
         return known and all(map(self._is_read, n.args[:2]))
-
-    def _read_as(self, n: fx.Node) -> Tensor | None:
-        """What a convolution reads, if others read it in uint8, too, where this one does: they add it."""
-        source = n.all_input_nodes[0]
-        return self.env[source] if is_convolved(source) and additions_of(source) else None
 
     def _is_read(self, operand: Any) -> bool:
         """True where an operand is observed. Of outputs, one that is written to before and after is, as it is then."""

@@ -180,8 +180,7 @@ def _convert(
         replace(given, parameter=not context.folded.isdisjoint((given.name, given.copy_of)))
         for given in plan.inputs
     ]
-    stored = store_low(gm, groups, fold.derived, own["weights_beyond_range"])
-    program = new_program(ep, gm, stored, narrowed)
+    program = new_program(ep, gm, store_low(gm, groups, fold.derived, own["weights_beyond_range"]), narrowed)
     program.graph_module.meta[PLAN_META] = plan
     for text in unused_rules([plan]):
         logger.warning("%s", text)

@@ -17,9 +17,7 @@ from amp_fx.errors import InputError, OptionsError
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.keys import CAST_META, COPY_META, OUTPUT_META, OWN, RECIPE_META, REGION_META
 from amp_fx.graphs.values import is_eligible, storage_of, storages_written_in, tensors
-from amp_fx.policy.levels import LEVELS
 from amp_fx.weights.derived import DerivedInputs
-from amp_fx.weights.recipes import Scaled
 from amp_fx.widened import identity
 
 __all__ = ["Weight", "beyond_range", "narrow_ends", "new_program", "store_low", "stored_weights", "tied"]
@@ -70,20 +68,18 @@ def _overflows(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
 
 def store_low(
     gm: fx.GraphModule,
-    groups: Iterable[Sequence[Weight]],
+    groups: Sequence[Sequence[Weight]],
     derived: Iterable[tuple[Sequence[str], DerivedInputs, Sequence[str]]],
     when_beyond: str,
 ) -> dict[str, dict[str, torch.Tensor]]:
     """What takes the place of weights, by their names in the state dict or among the constants.
 
-    Below 16 bits, a weight's factors are beside it. The inputs of ``gm`` have the dtypes to store, in ``groups`` tied
+    What else is made of a weight, as its factors below 16 bits, is beside it. The inputs of ``gm`` have the dtypes to store, in ``groups`` tied
     weights are together, ``derived`` is what :class:`FoldWeights` has noted, and ``when_beyond`` the option
     ``weights_beyond_range``.
     """
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-    scaled = {
-        node.meta[COPY_META] for node in inputs.values() if node.meta.get(RECIPE_META, (None, 0))[1] == 1
-    }
+    weights = {weight.name: weight for group in groups for weight in group}
     stored: dict[str, dict[str, torch.Tensor]] = {}
     refused: list[str] = []
     for group in groups:
@@ -94,49 +90,41 @@ def store_low(
         dtype, (recipe, _) = node.meta["val"].dtype, node.meta.get(RECIPE_META, (None, 0))
         if recipe is None and value.dtype is dtype:
             continue
-        # what is stored, by what is behind the weight's name
         if recipe is not None:
-            parts = dict(zip(("", _scale_suffix(recipe)), recipe.made(value), strict=True))
+            value, _ = recipe.made(value)
         elif (beyond := _overflows(value, dtype)).any():
             names = " = ".join(weight.target for weight in group)
             refused.append(f"{names} (largest magnitude {value[beyond].abs().max().item():g})")
-            parts = {
-                "": torch.where(beyond, value.sign().to(dtype) * torch.finfo(dtype).max, value.to(dtype))
-            }
+            value = torch.where(beyond, value.sign().to(dtype) * torch.finfo(dtype).max, value.to(dtype))
         else:
-            parts = {"": value.to(dtype)}
+            value = value.to(dtype)
         for weight in group:
-            kept = {
-                weight.target + suffix: part
-                for suffix, part in parts.items()
-                if not suffix or weight.name in scaled
-            }
-            if isinstance(weight.value, torch.nn.Parameter):
-                learns = recipe is None and weight.value.requires_grad
-                kept = {name: torch.nn.Parameter(part, learns) for name, part in kept.items()}
-            stored[weight.target] = kept
+            learns = recipe is None and weight.value.requires_grad
+            stored[weight.target] = {weight.target: _like(weight, value, learns)}
     if refused and when_beyond == "raise":
         raise OptionsError(
             f"weights beyond the range of the low dtype: {', '.join(refused)}. Use dtype='bfloat16', or say what to do "
             "with weights_beyond_range='clamp' or 'keep' (in fp32, with the ops that read them)."
         )
-    weights = {weight.name: weight for group in groups for weight in group}
+    beside: list[tuple[fx.Node, torch.Tensor]] = []
+    for node in inputs.values():
+        if COPY_META in node.meta and RECIPE_META in node.meta:
+            recipe, part = node.meta[RECIPE_META]
+            beside.append((node, recipe.made(weights[node.meta[COPY_META]].value.detach())[part]))
     for names, made, taken in derived:
         sources = [weights[name] for name in names]
         values = [stored.get(each.target, {}).get(each.target, each.value).detach() for each in sources]
-        for name, value in zip(taken, made.once(values), strict=True):
-            weight = weights[inputs[name].meta[COPY_META]]
-            kept = stored.setdefault(weight.target, {weight.target: weight.value})
-            is_parameter = isinstance(weight.value, torch.nn.Parameter)
-            kept[weight.target + name.removeprefix(weight.name)] = (
-                torch.nn.Parameter(value, requires_grad=False) if is_parameter else value
-            )
+        beside += zip(map(inputs.__getitem__, taken), made.once(values), strict=True)
+    for node, value in beside:
+        weight = weights[node.meta[COPY_META]]
+        kept = stored.setdefault(weight.target, {weight.target: weight.value})
+        kept[weight.target + node.name.removeprefix(weight.name)] = _like(weight, value, False)
     return stored
 
 
-def _scale_suffix(recipe: Scaled) -> str:
-    """Behind the name of a weight below 16 bits, it names its factors."""
-    return f"_{LEVELS[recipe.level].policy}_scale"
+def _like(weight: Weight, value: torch.Tensor, learns: bool) -> torch.Tensor:
+    """A parameter where the weight is one."""
+    return torch.nn.Parameter(value, learns) if isinstance(weight.value, torch.nn.Parameter) else value
 
 
 def narrow_ends(

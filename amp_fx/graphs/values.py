@@ -163,20 +163,15 @@ def written_storages(node: fx.Node) -> set[int]:
 
 
 def additions_of(value: fx.Node) -> list[fx.Node]:
-    """The calls that add a value to another one, and do not write to it."""
-    add, in_place = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
-    found = [user for user in value.users if len(user.all_input_nodes) == 2]
-    return [
-        user
-        for user in found
-        if user.target is add or (user.target is in_place and user.args[0] is not value)
-    ]
+    """The calls that add a value to another one."""
+    adds = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+    return [user for user in value.users if user.target in adds and len(user.all_input_nodes) == 2]
 
 
 def is_convolved(value: fx.Node) -> bool:
     """True where convolutions read a value, and otherwise only additions: all of them may read it in uint8."""
-    reads = [user for user in value.users if user.target is torch.ops.aten.conv2d.default]
-    reads = [user for user in reads if user.args[0] is value]
+    conv = torch.ops.aten.conv2d.default
+    reads = [user for user in value.users if user.target is conv and user.args[0] is value]
     return bool(reads) and len(reads) + len(additions_of(value)) == len(value.users)
 
 

@@ -73,8 +73,6 @@ class Problem:
     shared: list[Shared] = field(default_factory=list)
     #: pairs (a, b): a HIGH implies b HIGH
     implies: list[tuple[Var, Var]] = field(default_factory=list)
-    #: pairs with equal labels
-    equal: list[tuple[Var, Var]] = field(default_factory=list)
     #: value -> its label in a tie; HIGH where nothing is said
     preferred: dict[Var, bool] = field(default_factory=dict)
 
@@ -90,7 +88,7 @@ class Problem:
             found.update(term.readers)
             if term.value is not None:
                 found.add(term.value)
-        for a, b in (*self.implies, *self.equal):
+        for a, b in self.implies:
             found.update((a, b))
         return found
 
@@ -101,19 +99,16 @@ class Problem:
         return total + sum(term.cost for term in self.shared if term.is_paid(labels))
 
     def allows(self, labels: Mapping[Var, bool]) -> bool:
-        """True where a labelling breaks no pin, no implication and no equality."""
+        """True where a labelling breaks no pin and no implication."""
         found = {var: labels.get(var, HIGH) for var in self.variables()}
-        return (
-            all(found[var] is label for var, label in self.pins.items())
-            and all(found[b] is HIGH for a, b in self.implies if found[a] is HIGH)
-            and all(found[a] is found[b] for a, b in self.equal)
-        )
+        implied = all(found[b] is HIGH for a, b in self.implies if found[a] is HIGH)
+        return implied and all(found[var] is label for var, label in self.pins.items())
 
 
 def solve(problem: Problem) -> dict[Var, bool]:
     """A labelling of least cost; among those, the one with the most values as preferred.
 
-    ContradictionError where no labelling satisfies pins, implications and equalities together.
+    ContradictionError where no labelling satisfies pins and implications together.
     """
     costs, ties = _arcs(problem)
     high, low = nx.descendants(ties, _SOURCE), nx.ancestors(ties, _SINK)
@@ -154,8 +149,6 @@ def _arcs(problem: Problem) -> tuple[Counter[tuple[Var, Var]], nx.DiGraph]:
     ties.add_edges_from(
         (_SOURCE, var) if label is HIGH else (var, _SINK) for var, label in problem.pins.items()
     )
-    for pair in problem.equal:
-        nx.add_cycle(ties, pair)
     wishes = ((var, problem.preferred.get(var, HIGH)) for var in problem.variables())
     costs = Counter[tuple[Var, Var]](
         (_SOURCE, var) if label is HIGH else (var, _SINK) for var, label in wishes

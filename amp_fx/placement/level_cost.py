@@ -173,8 +173,9 @@ def meaning(
     return Meaning(level.name, level, None if profile is None else LevelCost.of(profile, low, level))
 
 
+@cache_results()  # so that it is said once
 def _as_autocast(why: str, policy: str) -> Meaning:
-    _say_once(f"policy {policy!r} means 'autocast' here: {why}")
+    logger.warning("policy %r means 'autocast' here: %s", policy, why)
     return Meaning(f"as autocast: {why}")
 
 
@@ -200,8 +201,3 @@ def _capability(device: str) -> tuple[int, int] | None:
     if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability()
-
-
-@cache_results()
-def _say_once(text: str) -> None:
-    logger.warning("%s", text)

@@ -100,7 +100,7 @@ class Priced:
             Shared(beyond if price is None else price, term.label, (term.var,), term.against)
             for term, price in zip(self.terms, prices, strict=True)
         ]
-        return Problem(base.unary, {**base.pins, **pins}, [*base.shared, *added], base.implies, base.equal)
+        return Problem(base.unary, {**base.pins, **pins}, [*base.shared, *added], base.implies)
 
     def _price(self, sensitivity: float, weight: float) -> int | None:
         """None for an overflow."""
@@ -133,8 +133,7 @@ class Priced:
         differ = self.differing(first, second)
         ties = nx.Graph()
         ties.add_nodes_from(sorted(differ, key=str))
-        pairs = (*self.base.equal, *self.base.implies)
-        ties.add_edges_from((a, b) for a, b in pairs if a in differ and b in differ)
+        ties.add_edges_from((a, b) for a, b in self.base.implies if a in differ and b in differ)
         return list(nx.connected_components(ties))
 
     def flipped(self, labels: Labels, group: set[Var]) -> tuple[float, float]:

@@ -92,7 +92,10 @@ class Step:
 
     def exact(self) -> Results | None:
         """The same of a copy of the model in fp64; None where it draws random numbers, which are others in fp64."""
-        wide = replace(self, model=copy.deepcopy(self.model).double(), call=tree_map(_double, self.call))
+        call = tree_map(
+            lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, self.call
+        )
+        wide = replace(self, model=copy.deepcopy(self.model).double(), call=call)
         before: list[Any] = []
 
         def program(*args: Any, **kwargs: Any) -> Any:
@@ -216,10 +219,6 @@ def _copy(value: Any) -> Any:
 
 def _wide(value: Tensor) -> Tensor:
     return value if value.dtype is torch.float64 else value.float()
-
-
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _drawn() -> list[Any]:

@@ -124,10 +124,10 @@ class Network:
             self._problem.implies.append((node, rounded(node)))
         if plan.dtype is None:
             return
-        if plan.takes == Takes.ANY and plan.op_class is OpClass.FOLLOW:
-            self._problem.equal.append((node, self.stored(node.all_input_nodes[0])))
-        elif (target := in_place_target(node)) is not None:
-            self._problem.equal.append((node, self.stored(target)))
+        follows = plan.takes == Takes.ANY and plan.op_class is OpClass.FOLLOW
+        if (target := node.all_input_nodes[0] if follows else in_place_target(node)) is not None:
+            # equal labels
+            self._problem.implies += [(node, self.stored(target)), (self.stored(target), node)]
         elif plan.op_class is OpClass.LOW and (times := self._cost.arithmetic(node, self._low)):
             self._add_cost(node, *times)
         elif plan.dtype is torch.float32 and self._cost.accumulates_backward(node):
@@ -163,7 +163,8 @@ class Network:
         if plan is None or plan.takes == Takes.TRACED:
             traced = value.meta.get("val")
             return ALWAYS[traced.dtype is not self._low] if is_eligible(traced) else None
-        if name in plan.own_dtype_slots or plan.takes == Takes.ANY or _writes_into(reader, value):
+        is_written = any(target is value for _, target in written_arguments(reader))
+        if name in plan.own_dtype_slots or plan.takes == Takes.ANY or is_written:
             return None
         if plan.takes == Takes.MIXED and self._widens(reader, plan, value):
             return None
@@ -285,7 +286,3 @@ def is_summed(plan: Label, argument: str) -> bool:
 def named_arguments(node: fx.Node) -> list[tuple[str, object]]:
     """What a node reads, by name; what a graph returns is read as ``"output"``."""
     return [("output", node.args[0])] if node.op == "output" else list(arguments(node))
-
-
-def _writes_into(reader: fx.Node, value: fx.Node) -> bool:
-    return any(target is value for _, target in written_arguments(reader))

@@ -12,15 +12,7 @@ from amp_fx._torch import quantised_ops
 from amp_fx.graphs.calls import argument_value, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.keys import CAST_META, COPY_META, PART, RECIPE_META, STEP_META, TIED
-from amp_fx.graphs.values import (
-    LOW_DTYPES,
-    is_eligible,
-    is_pure,
-    is_view,
-    numel,
-    storage_of,
-    storages_written_in,
-)
+from amp_fx.graphs.values import LOW_DTYPES, is_eligible, is_pure, is_view, storage_of, storages_written_in
 from amp_fx.passes.base import CUSTOM, Pass, PassContext
 from amp_fx.passes.levels.quantise_matmuls import Part, erase_unread
 from amp_fx.plans.label import Kind, Reason, Takes, label_of
@@ -170,19 +162,10 @@ class FoldWeights(Pass):
                 known = [weight for weight in given if weight is not None]
                 if len(known) == len(given) and not (is_cast(node) and node.all_input_nodes == known):
                     # it is named after the largest
-                    made[node] = max(reversed(known), key=lambda weight: numel(weight.meta["val"]))
-        read_by = {
-            node: [
-                user
-                for user in node.users
-                if user not in made and user.target in (whole, aten.conv2d.default)
-            ]
-            for node, weight in made.items()
-            if node is not weight
-        }
+                    made[node] = max(reversed(known), key=lambda weight: weight.meta["val"].numel())
+        steps, ends = [node for node in made if made[node] is not node], (whole, aten.conv2d.default)
+        read_by = {node: [u for u in node.users if u not in made and u.target in ends] for node in steps}
         wanted = [node for node, users in read_by.items() if users]
-        if not wanted:
-            return
         used, derived = derivation(gm, [(node, None) for node in wanted])
         taken = []
         for node in wanted:

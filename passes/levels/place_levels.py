@@ -141,7 +141,8 @@ class PlaceLevels(Pass):
 
     def _wanted(self, matmul: Matmul) -> Level | None:
         """The level that a matmul is to run in; None where a plan has it low."""
-        return self.level or self._planned.get(matmul.variable)
+        planned = (LEVELS[level] for *matmul_of, level in self.planned if tuple(matmul_of) == matmul.variable)
+        return self.level or next(planned, None)
 
     def _measures(self, matmul: Matmul) -> bool:
         """True where the level has an implementation for measured scales: others have no convolutions."""
@@ -151,10 +152,6 @@ class PlaceLevels(Pass):
     @functools.cached_property
     def _scales(self) -> dict[str, tuple[float, int]]:
         return dict(self.scales)
-
-    @functools.cached_property
-    def _planned(self) -> dict[tuple[str, str], Level]:
-        return {(name, role): LEVELS[level] for name, role, level in self.planned}
 
     def _way(self, matmul: Matmul, last: Collection[str | None]) -> Implementation | Reason:
         """The implementation that would multiply, or why a matmul may not run below 16 bits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,13 +127,12 @@ class _CapturedQuantiser(Quantiser):
         self._stored = stored
         #: storage -> the last node that writes to it
         self._writers = {storage: node for node in graph.nodes for storage in written_storages(node)}
-        self._alike = {node for node in graph.nodes if is_convolved(node)}
-        #: those, and by which scale they are read -> the bytes
-        self._convolved_values: dict[tuple[fx.Node, tuple[float, int]], fx.Node] = {}
+        #: what convolutions read, and otherwise only additions -> the scale and the bytes, once a convolution has them
+        self._convolved: dict[fx.Node, Any] = dict.fromkeys(filter(is_convolved, graph.nodes))
 
     def tidy(self) -> None:
         """Erases what nothing reads."""
-        for (source, scale), data in self._convolved_values.items():
+        for source, (scale, data) in filter(operator.itemgetter(1), self._convolved.items()):
             if set(source.users) - {data, *data.all_input_nodes} == set(additions_of(source)):
                 self._read_bytes(source, scale, data)
         if self._stored:
@@ -141,13 +141,12 @@ class _CapturedQuantiser(Quantiser):
 
     def _read_bytes(self, source: fx.Node, scale: tuple[float, int], data: fx.Node) -> None:
         """Additions read the bytes of a value, and if it was pooled, bytes are pooled."""
-        low = source.meta["val"].dtype
         for addition in additions_of(source):
             with self._graph.inserting_before(addition):
                 addition.replace_input_with(source, whole(data, scale, self._call))
             addition.meta["val"] = run_fake(addition)
             with self._graph.inserting_after(addition):
-                rounded = self._call(CAST, addition, low)
+                rounded = self._call(CAST, addition, source.meta["val"].dtype)
             addition.replace_all_uses_with(rounded, lambda reader, rounded=rounded: reader is not rounded)
         if source.target is aten.max_pool2d.default:
             [before] = source.all_input_nodes
@@ -195,9 +194,9 @@ class _CapturedQuantiser(Quantiser):
             value = self.copies[key].data
             dtype = torch.float32 if self._stored else node.meta["val"].dtype
             if matmul.is_convolution:
-                if operand.source in self._alike and not self._is_written(operand.source):
-                    self._convolved_values[operand.source, scale] = value
-                weight, factors, bias = self._convolved(matmul, level)
+                if operand.source in self._convolved and not self._is_written(operand.source):
+                    self._convolved[operand.source] = scale, value
+                weight, factors, bias = self._weight_of(matmul, level)
                 pair = dequantised(value, scale, weight, factors, dtype, self._call)
                 bias = bias if bias is None else self._call(CAST, bias, dtype)
                 final = self._call(node.target, *pair, bias, *node.args[3:])
@@ -217,7 +216,7 @@ class _CapturedQuantiser(Quantiser):
         made: fx.Node = quantised(read, *scale, self._call)
         return made
 
-    def _convolved(self, matmul: Matmul, level: Level) -> tuple[fx.Node, fx.Node, Any]:
+    def _weight_of(self, matmul: Matmul, level: Level) -> tuple[fx.Node, fx.Node, Any]:
         """The weight of a convolution in the level with a factor for each channel, and the bias, BatchNorm folded in.
 
         The BatchNorm becomes an alias of the result, so its name and its row in the plan stay.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_fx.graphs.keys import MARK
-from amp_fx.placement.level_cost import _say_once
+from amp_fx.placement.level_cost import _as_autocast
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.plans.plan import Plan
@@ -136,7 +136,7 @@ def test_a_device_without_a_rate_runs_nothing_below(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("profile", ["auto", "off"])
 def test_a_cpu_means_autocast_and_says_so_once(profile: str, caplog: pytest.LogCaptureFixture) -> None:
-    _say_once.cache_clear()
+    _as_autocast.cache_clear()
     given = {"policy": "fp8", "profile": profile, "strict": True}
     assert lowered(MLP(32, 64, 64, 16), [torch.randn(32, 32)], given).scaled() == ([], [])
     found = evaluated(Attention(), torch.randn(4, 32), {**given, "weights": "cast"})

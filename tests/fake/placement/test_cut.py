@@ -35,9 +35,11 @@ def problems(draw: st.DrawFn) -> Problem:
         pins=draw(st.dictionaries(values, labels, max_size=3)),
         shared=draw(st.lists(st.builds(Shared, costs, labels, readers, st.none() | values), max_size=12)),
         implies=draw(st.lists(st.tuples(values, values), max_size=3)),
-        equal=draw(st.lists(st.tuples(values, values), max_size=2)),
         preferred=draw(st.dictionaries(values, labels)),
     )
+    # equal labels
+    for a, b in draw(st.lists(st.tuples(values, values), max_size=2)):
+        problem.implies += [(a, b), (b, a)]
     for value in range(VALUES):
         problem.add_unary(value, draw(costs), draw(costs))
     return problem
@@ -80,7 +82,6 @@ def test_the_cut_does_not_depend_on_the_order_of_the_terms(problem: Problem, rng
         pins=dict(reversed(problem.pins.items())),
         shared=rng.sample(problem.shared, len(problem.shared)),
         implies=rng.sample(problem.implies, len(problem.implies)),
-        equal=[(b, a) for a, b in problem.equal],
         preferred=dict(reversed(problem.preferred.items())),
     )
     try:
