@@ -74,9 +74,9 @@ def store_low(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """What takes the place of weights, by their names in the state dict or among the constants.
 
-    What else is made of a weight, as its factors below 16 bits, is beside it. The inputs of ``gm`` have the dtypes to store, in ``groups`` tied
-    weights are together, ``derived`` is what :class:`FoldWeights` has noted, and ``when_beyond`` the option
-    ``weights_beyond_range``.
+    What else is made of a weight, as its factors below 16 bits, is beside it. The inputs of ``gm`` have the dtypes to
+    store, in ``groups`` tied weights are together, ``derived`` is what :class:`FoldWeights` has noted, and
+    ``when_beyond`` the option ``weights_beyond_range``.
     """
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     weights = {weight.name: weight for group in groups for weight in group}

@@ -107,8 +107,8 @@ class FoldWeights(Pass):
     3. rows are looked up and nothing else: as case 2 if ``tables`` is ``"low"``.
     4. only copies with scales, by one recipe, are made of the weight: the input is the copy, and its factors are one
        more input behind it.
-    5. what is computed from weights alone to quantise them, as of a convolution with a folded BatchNorm, becomes inputs;
-       weights that nothing reads then are no inputs any more.
+    5. what is computed from weights alone to quantise them, as of a convolution with a folded BatchNorm, becomes
+       inputs; weights that nothing reads then are no inputs any more.
     6. anything else (written to, or read in fp32 too) keeps its dtype and its casts.
 
     The caller must store each weight in the dtype that its input has afterwards, and what ``derived`` makes of weights.
