@@ -148,8 +148,8 @@ class _CapturedQuantiser(Quantiser):
             with self._graph.inserting_after(addition):
                 rounded = self._call(CAST, addition, source.meta["val"].dtype)
             addition.replace_all_uses_with(rounded, lambda reader, rounded=rounded: reader is not rounded)
-        if source.target is aten.max_pool2d.default:
-            [before] = source.all_input_nodes
+        pools = source.target is aten.max_pool2d.default
+        if pools and len((before := source.all_input_nodes[0]).users) == 1:
             with self._graph.inserting_before(source):
                 made = self._rounded(before, scale)
                 source.replace_input_with(before, whole(made, scale, self._call))
