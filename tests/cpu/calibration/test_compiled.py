@@ -61,7 +61,11 @@ def trained(name: str, steps: int) -> nn.Module:
 #: predictions of outputs that are known to miss
 MISSED = {
     "gpt2 autocast fp16": "values that a plan stores low are charged where only fp32 copies are written: 1.77",
+    "bert autocast bf16": "64 sequences with 4 numbers each: few decide: 0.67",
 }
+#: those that are nearer or farther by the model that a CPU happens to train: on a Sapphire Rapids, over six lengths of
+#: training, 0.59 to 0.70 and 1.05 to 1.78
+UNSTEADY = {"bert autocast fp16", "vit autocast fp16"}
 
 
 def logits(returned: Any) -> Tensor:
@@ -84,9 +88,8 @@ def test_the_error_of_a_call_on_other_batches_is_the_predicted_one(
     steps = [Step(model, call_of(model, batch(seed)), logits, of_outputs=True) for seed in (50, 51)]
     error = Verifier(steps, Options.parse(None, {"dtype": dtype}), 1.0).error(plan.plans)
     print(f"{name} {policy} {dtype}: predicted / measured {plan.point.error / error:.2f}")
-    # a classifier returns 4 numbers for each input, all by the same few rounded weights
-    factor = 1.33 if name in ("gpt2", "llama") else 2.0
-    assert 1 / factor < plan.point.error / error < factor
+    low, high = (0.5, 2.0) if f"{name} {policy} {dtype}" in UNSTEADY else (0.75, 1.33)
+    assert low < plan.point.error / error < high
 
 
 @pytest.mark.parametrize("name", BATCHES)
