@@ -131,7 +131,8 @@ def _plainer(call: Call) -> list[Way]:
     opts, policy = call.opts, call.opts.policy
     if levels_of(policy.base):
         policy = replace(policy, base="autocast")
-    plain = replace(opts, weights="cast", policy=policy, level=AUTO, scaler=None)
+    inductor = opts.inductor if call.training else {"cpp_wrapper": False, **opts.inductor}
+    plain = replace(opts, weights="cast", policy=policy, level=AUTO, scaler=None, inductor=inductor)
     if plain == opts:
         return []
     how = "plainly, with weights cast in each call, in 16 bits, and scaled from outside"

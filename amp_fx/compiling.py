@@ -270,13 +270,16 @@ def lower(
         low_scores=opts.policy.base == "fast",
     )
     own = {**_hook("joint", joint, opts), **_hook("post_grad", PARTITIONED, opts)}
+    # calls of kernels from Python take up to a tenth of a small model's time; a training step's take less than it
+    # takes to compile them
+    calls = {"cpp_wrapper": True} if devices == {"cpu"} and not torch.is_grad_enabled() else {}
     if "cpu" in devices:
         # what the caches hand out may call it
         convert_op()
     # the cache does not tell a listener what the pass chose
     anew = traced_anew() if place is not None and is_heard() else contextlib.nullcontext()
     with autocast_shield(), anew:
-        compiled = compile_with_inductor(gm, example_inputs, {**opts.inductor, **own})
+        compiled = compile_with_inductor(gm, example_inputs, {**calls, **opts.inductor, **own})
     return compiled if scaled is None else scaled.bind(compiled)
 
 

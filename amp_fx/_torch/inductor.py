@@ -37,6 +37,9 @@ def compile_with_inductor(
     # imported late: Inductor's import costs over a second, and a plain `import amp_fx` should not
     from torch._inductor.compile_fx import compile_fx
 
+    # with a wrapper in C++, compile_fx takes these for the inputs, and they do not say what requires a gradient
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta.pop("val", None)
     with _functorch_config.patch(backward_pass_autocast="off"):
         # typed as what it returns to AOTInductor, too
         return compile_fx(gm, list(example_inputs), config_patches=config_patches)  # type: ignore[return-value]

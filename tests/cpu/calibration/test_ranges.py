@@ -302,7 +302,7 @@ def test_layers_share_the_kernels_that_round_what_they_read() -> None:
     plan = calibrated(net, x).plan(budget=100, verify=False)
     assert len({row.scales[INPUT] for row in plan.plans[0].nodes if row.scales}) == 4
     with torch.inference_mode():
-        _, [code] = run_and_get_code(compiled(net, plan), x)
+        _, [code] = run_and_get_code(compiled(net, plan, cpp_wrapper=False), x)
     # of the input, of three norms, and of the last norm, whose reader is in 16 bits
     assert code.count("async_compile.cpp") == 4
 
@@ -314,7 +314,9 @@ def test_compiled_products_write_integers_follow_weights_and_come_from_the_cache
     net, x = copy.deepcopy(model), images()
     with torch.inference_mode(), fresh_cache():
         run = compiled(net, plan)
-        got, [code] = run_and_get_code(run, x)
+        # the same calls of kernels, in Python
+        got, [code] = run_and_get_code(compiled(net, plan, cpp_wrapper=False), x)
+        assert torch.equal(got, run(x))
         assert wrong(got, net, x) < 0.02
         assert len(re.findall(r"torch\.ops\.onednn\.q\w+\.\w+\(", code)) == 5
         # the stem for the pooling, the depthwise convolution for the one behind it, and the linear behind gelu
