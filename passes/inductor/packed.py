@@ -15,6 +15,7 @@ from amp_fx._torch import (
     pointwise_convolution_int8,
     quantised_ops,
     takes_packed_inputs,
+    write_as_it_is,
 )
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.passes.base import Pass, PassContext
@@ -59,6 +60,7 @@ class ReadScales(Pass):
     Runs on Inductor's graphs after partitioning, on CPU, once products in int8 do what follows them. The rounding of
     anything else, of a norm, say, is left, and is part of one of Inductor's kernels. With its scale as a number in the
     code, the kernel of each layer would be compiled by itself: 23 kernels for a BERT of 6 layers instead of 11.
+    Bytes lie in memory as their value does: heads that lie in rows are rows of bytes without another copy.
 
     Before, and after::
 
@@ -103,5 +105,7 @@ def _read_scale(gm: fx.GraphModule, node: fx.Node, name: str) -> None:
         rounded = call(aten.add.Tensor, call(aten.round.default, call(aten.mul.Tensor, wide, inverse)), zero)
         rounded = call(aten.clamp_max.default, call(aten.clamp_min.default, rounded, least), largest)
         low = call(CAST, rounded, dtype)
+    if not low.meta["val"].is_contiguous():
+        write_as_it_is(low)
     node.replace_all_uses_with(low)
     gm.graph.erase_node(node)

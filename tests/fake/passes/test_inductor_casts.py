@@ -183,6 +183,9 @@ def test_which_casts_are_written_before_they_are_viewed() -> None:
         "a repeated input": lambda x, w: copies(x),
         "a widening cast of a bf16 stream": lambda x, w: (rows((y := x + 1).float()) @ w.float(), y * 2),
         "a low copy, on a CPU": gradient,
+        "an inverse deviation, on a CPU": lambda x, _w: x * (x * x).sum(-1, True).rsqrt(),
+        "roots of elements, on a CPU": lambda x, _w: x * (x * x).rsqrt(),
+        "an inverse deviation": lambda x, _w: x * (x * x).sum(-1, True).rsqrt(),
     }
     found: dict[str, int] = {}
     for name, program in cases.items():
@@ -196,7 +199,8 @@ def test_which_casts_are_written_before_they_are_viewed() -> None:
         assert gm.graph.python_code("self").src == code
         if marked := sum(node.meta.keys() != keys for node, keys in before.items()):
             found[name] = marked
-    assert found == {"a low copy of what goes on in fp32": 1, "what is repeated": 1}
+    rows_of_cpu = {"an inverse deviation, on a CPU": 1}
+    assert found == {"a low copy of what goes on in fp32": 1, "what is repeated": 1, **rows_of_cpu}
 
 
 # ---- on CUDA, matmuls leave results in fp32 that are only widened ----
