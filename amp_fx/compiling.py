@@ -270,8 +270,7 @@ def lower(
         low_scores=opts.policy.base == "fast",
     )
     own = {**_hook("joint", joint, opts), **_hook("post_grad", PARTITIONED, opts)}
-    # calls of kernels from Python take up to a tenth of a small model's time; a training step's take less than it
-    # takes to compile them
+    # from Python, calls of kernels take up to a seventh of a small model's time; in training it is far less
     calls = {"cpp_wrapper": True} if devices == {"cpu"} and not torch.is_grad_enabled() else {}
     if "cpu" in devices:
         # what the caches hand out may call it

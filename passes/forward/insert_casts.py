@@ -51,18 +51,12 @@ class InsertCasts(Pass):
 
     Before, and after::
 
-        q = torch.ops.aten.linear.default(x, wq)
-        k = torch.ops.aten.linear.default(x, wk)
-        return (q, k)
-        # after
+        q = torch.ops.aten.linear.default(x, wq)                            # returned
+        # after; another linear of x reads x_bf16, too
         x_bf16 = torch.ops.aten.to.dtype(x, torch.bfloat16)
         wq_bf16 = torch.ops.aten.to.dtype(wq, torch.bfloat16)
         q = torch.ops.aten.linear.default(x_bf16, wq_bf16)
-        wk_bf16 = torch.ops.aten.to.dtype(wk, torch.bfloat16)
-        k = torch.ops.aten.linear.default(x_bf16, wk_bf16)
-        q_f32 = torch.ops.aten.to.dtype(q, torch.float32)
-        k_f32 = torch.ops.aten.to.dtype(k, torch.float32)
-        return (q_f32, k_f32)
+        q_f32 = torch.ops.aten.to.dtype(q, torch.float32)                   # returned
     """
 
     stored: bool = False  # the program is stored, for any runtime

@@ -137,13 +137,11 @@ def _keep_sums(gm: fx.GraphModule) -> int:
     Before, and after::
 
         addmm = torch.ops.aten.addmm.default(bias, x, w)                                 # bf16, marked
-        view = torch.ops.aten.view.default(addmm, [8, 4, 6])                             # bf16, marked
-        wide = torch.ops.prims.convert_element_type.default(view, torch.float32)         # f32
+        wide = torch.ops.prims.convert_element_type.default(addmm, torch.float32)        # f32
         # after
         mm = torch.ops.aten.mm.dtype(x, w, torch.float32)                                # f32
         bias_f32 = torch.ops.prims.convert_element_type.default(bias, torch.float32)
         add = torch.ops.aten.add.Tensor(mm, bias_f32)
-        view = torch.ops.aten.view.default(add, [8, 4, 6])                               # f32
 
     Returns how many products that are. ``gm`` is a joint graph, on CUDA.
     """

@@ -39,12 +39,10 @@ class ScaleBackward(Pass):
 
         mm = torch.ops.aten.mm.default(tangent_16, x)                                    # f16
         grad = torch.ops.prims.convert_element_type.default(mm, torch.float32)           # f32
-        return [y, grad]
         # after
         mul = torch.ops.aten.mul.Tensor(tangent, scale)                                  # f32, becomes tangent_16
         mm = torch.ops.aten.mm.default(tangent_16, x)                                    # f16
         grad = torch.ops.aten.div.Tensor(mm, scale_1x1)                                  # f32
-        return [y, grad]
     """
 
     scale: int  # position of the loss scale among the graph's inputs
