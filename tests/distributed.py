@@ -18,7 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+import zoo
 from amp_fx import GradScaler, record
+from amp_fx.plans.label import Kind
 from graphs import DEFAULTS, plans, without_inductor
 
 BF16 = {**DEFAULTS, "dtype": "bfloat16"}
@@ -201,6 +203,57 @@ def owned_by_fsdp() -> dict[str, Any]:
         "losses": losses,
         "weights": {given.dtype for given in inputs},
         "casts": [cast.value for plan in recording.plans for cast in plan.casts],
+    }
+
+
+#: attention as two products around a softmax, whatever this CPU's rates are
+PRODUCTS = {"op": "scaled_dot_product_attention", "precision": "low", "implementation": "products"}
+ATTENDING = {**BF16, "policy": {"base": "autocast", "rules": [PRODUCTS]}}
+
+
+def new_gpt2() -> Any:
+    """A GPT-2 of two layers that computes its blocks once more in the backward."""
+    model: Any = copy.deepcopy(zoo.make("gpt2").model)
+    model.activation_checkpointing_enable()
+    return model.train()
+
+
+def global_tokens(steps: int) -> list[Tensor]:
+    """The same ones in each step: there is nothing else to learn of random tokens."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(128, (ROWS, 32), generator=generator)] * steps
+
+
+def attending_training(kind: str) -> dict[str, Any]:
+    """Three steps of that GPT-2, compiled whole inside of DDP, or block by block inside of FSDP2."""
+    model = new_gpt2()
+    net: Any = model
+    if kind == "ddp":
+        # Dynamo does not cut a graph with recomputed blocks into DDP's buckets
+        torch._dynamo.config.optimize_ddp = False
+        net = torch.compile(DistributedDataParallel(model), backend="amp_fx", options=ATTENDING)
+    else:
+        for block in model.transformer.h:
+            block.compile(backend="amp_fx", options=ATTENDING)
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    with record() as recording:
+        for batch in global_tokens(3):
+            optimizer.zero_grad()
+            loss = net(input_ids=my_rows(batch), labels=my_rows(batch)).loss
+            loss.backward()
+            optimizer.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item() / dist.get_world_size())
+    attention = [row for plan in recording.plans for row in plans(plan, "scaled_dot_product_attention")]
+    return {
+        "losses": losses,
+        "products": [row.is_because(Kind.PRODUCTS) for row in attention],
+        "fallbacks": [plan.fallback for plan in recording.plans],
+        **state(model),
     }
 
 

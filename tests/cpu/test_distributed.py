@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import distributed
-from distributed import global_batches, new_model, on_processes
+from distributed import global_batches, global_tokens, new_gpt2, new_model, on_processes
 from graphs import autocast_in
 
 
@@ -31,8 +31,10 @@ def on_one_process(
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    start = dict(new_model().named_parameters())
+def distance(
+    got: dict[str, Tensor], exact: dict[str, Tensor], start: dict[str, nn.Parameter] | None = None
+) -> float:
+    start = start or dict(new_model().named_parameters())
     return max(((got[n] - exact[n]).norm() / (exact[n] - start[n]).norm()).item() for n in exact)
 
 
@@ -81,6 +83,40 @@ def test_two_processes_train_as_one_does_and_resume_where_they_were(kind: str, t
         assert first["other"]["losses"] == pytest.approx(expected[:3], rel=1e-2)
         assert first["other"]["weights"] == {torch.bfloat16}
         assert not any("weight" in value for value in first["other"]["casts"])
+
+
+def on_one_gpt2(dtype: torch.dtype | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """The same of :func:`distributed.attending_training`."""
+    model, losses = new_gpt2(), []
+    own = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in global_tokens(3):
+        own.zero_grad()
+        with autocast_in(dtype):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        own.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_attention_as_products_trains_on_two_processes_with_recomputed_blocks(
+    kind: str, tmp_path: Path
+) -> None:
+    first, second = on_processes(2, distributed.attending_training, tmp_path, kind)
+    losses, exact = on_one_gpt2()
+    _, autocast = on_one_gpt2(torch.bfloat16)
+    start = dict(new_gpt2().named_parameters())
+    assert losses[0] - losses[2] > 0.02 * losses[0]
+    for each in (first, second):
+        assert each["products"]
+        assert all(each["products"])
+        assert not any(each["fallbacks"])
+        assert each["dtypes"] == {torch.float32}
+        assert each["losses"] == pytest.approx(losses, rel=2e-3)
+        assert distance(each["parameters"], exact, start) <= 1.25 * distance(autocast, exact, start)
+    assert_same_parameters(first, second)
 
 
 @pytest.mark.slow
