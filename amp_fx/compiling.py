@@ -270,8 +270,7 @@ def lower(
         low_scores=opts.policy.base == "fast",
     )
     own = {**_hook("joint", joint, opts), **_hook("post_grad", PARTITIONED, opts)}
-    # from Python, calls of kernels take up to a seventh of a small model's time, in training far less; compiled apart
-    # from the kernels, those from C++ are ready as soon
+    # calls from Python take up to a seventh of a small model's time, in training less; apart, C++ compiles as fast
     in_cpp = devices == {"cpu"} and not torch.is_grad_enabled()
     calls = dict.fromkeys(("cpp_wrapper", "cpp_wrapper_build_separate"), True) if in_cpp else {}
     if "cpu" in devices:
