@@ -131,6 +131,27 @@ def test_mode_options_and_numerics_reach_inductor(asked: list[Any]) -> None:
     ]
 
 
+def test_without_gradients_kernels_are_called_from_cpp_unless_the_options_say_otherwise(
+    asked: list[Any],
+) -> None:
+    for options, gradients in (({}, False), ({"cpp_wrapper": False}, False), ({}, True)):
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(gradients):
+            compiled(lambda x: x @ x, **options)(torch.randn(4, 4))
+    assert [config.get("cpp_wrapper") for _, config, _ in asked] == [True, False, None]
+
+
+def test_the_kernels_of_a_step_may_be_called_from_cpp() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)), torch.randn(8, 64)
+    found = []
+    for options in ({}, {"cpp_wrapper": True}):
+        torch._dynamo.reset()
+        model.zero_grad()
+        compiled(model, **options)(x).sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_inductor_gets_a_graph_that_meets_autocast_never_again(asked: list[Any]) -> None:
     with torch.autocast("cpu", BF16):
         compiled(lambda x: x @ x)(torch.randn(4, 4))
