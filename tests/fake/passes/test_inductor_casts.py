@@ -185,6 +185,8 @@ def test_which_casts_are_written_before_they_are_viewed() -> None:
         "a low copy, on a CPU": gradient,
         "an inverse deviation, on a CPU": lambda x, _w: x * (x * x).sum(-1, True).rsqrt(),
         "roots of elements, on a CPU": lambda x, _w: x * (x * x).rsqrt(),
+        "returned deviations, on a CPU": lambda x, _w: (x * x).sum(-1, True).rsqrt(),
+        "returned roots, on a CPU": lambda x, _w: x.rsqrt(),
         "an inverse deviation": lambda x, _w: x * (x * x).sum(-1, True).rsqrt(),
     }
     found: dict[str, int] = {}
@@ -199,7 +201,7 @@ def test_which_casts_are_written_before_they_are_viewed() -> None:
         assert gm.graph.python_code("self").src == code
         if marked := sum(node.meta.keys() != keys for node, keys in before.items()):
             found[name] = marked
-    rows_of_cpu = {"an inverse deviation, on a CPU": 1}
+    rows_of_cpu = dict.fromkeys(("an inverse deviation, on a CPU", "returned deviations, on a CPU"), 1)
     assert found == {"a low copy of what goes on in fp32": 1, "what is repeated": 1, **rows_of_cpu}
 
 
