@@ -14,7 +14,7 @@ from amp_fx._torch import OpOverload
 from amp_fx.state import cache_results
 
 __all__ = [
-    "argument_value", "arguments", "class_name", "convolution_settings", "differentiated", "dotted_path",
+    "args_of", "argument_value", "arguments", "class_name", "convolution_settings", "differentiated", "dotted_path",
     "grad_modes", "is_cast", "is_gradient_call", "is_leaf_call", "is_parameter", "is_returned", "module_path",
     "output_nodes", "readers", "short_source", "source_line", "target_name", "tensor_arguments", "tensor_nodes",
     "where",
@@ -34,6 +34,11 @@ def arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
 def argument_value(node: fx.Node, name: str) -> Any:
     """The argument called ``name``, or None where the program leaves it out."""
     return next((value for given, value in arguments(node) if given == name), None)
+
+
+def args_of(node: fx.Node) -> Any:
+    """Its arguments, of types that its target implies."""
+    return node.args
 
 
 def convolution_settings(node: fx.Node) -> dict[str, Any]:

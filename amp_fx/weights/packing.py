@@ -30,10 +30,11 @@ from amp_fx._torch import (
     onednn_packs,
     packing,
 )
-from amp_fx.graphs.calls import argument_value, convolution_settings, is_cast, is_returned
+from amp_fx.graphs.calls import args_of, argument_value, convolution_settings, is_cast, is_returned
 from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, storages_written_in, tensors
 from amp_fx.weights.derived import DerivedInputs, derivation
+from amp_fx.weights.joining import join_linears
 from amp_fx.weights.recipes import Derived, with_norm
 
 __all__ = ["pack"]
@@ -77,6 +78,7 @@ def pack(
     work = _Packer(gm, {*weights, *copies}, wide=wide)
     for node in list(gm.graph.nodes):
         work.fold_norm(node)
+    join_linears(gm.graph, work.derived, work.packs)
     for node in list(gm.graph.nodes):
         if node in work.derived:
             continue
@@ -139,7 +141,7 @@ class _Packer:
         """
         if norm.target is not aten.batch_norm.default or argument_value(norm, "training"):
             return
-        x, scale, shift, mean, variance, _, _, eps, *_ = _args(norm)
+        x, scale, shift, mean, variance, _, _, eps, *_ = args_of(norm)
         given = [value for value in (scale, shift, mean, variance) if value is not None]
         if None in (mean, variance) or not self.derived.issuperset(given):
             return
@@ -149,7 +151,7 @@ class _Packer:
         position = self._channels(call)
         if position is None or len(call.users) > 1 or not self._is_from_weights(call):
             return
-        weight, bias = _args(call)[1], _args(call)[2] if len(_args(call)) > 2 else None
+        weight, bias = args_of(call)[1], args_of(call)[2] if len(args_of(call)) > 2 else None
         dtype, sizes = weight.meta["val"].dtype, [1] * weight.meta["val"].ndim
         sizes[position] = -1
         with self._graph.inserting_before(norm):
@@ -160,7 +162,7 @@ class _Packer:
             low[0].meta["val"] = weight.meta["val"]
             low[1].meta["val"] = mean.meta["val"].detach().to(dtype)
             folded = self._graph.node_copy(call)
-            folded.args = (_args(call)[0], *low, *_args(call)[3:])
+            folded.args = (args_of(call)[0], *low, *args_of(call)[3:])
             result = folded
             if norm.meta["val"].dtype is not folded.meta["val"].dtype:
                 result = self._graph.call_function(aten.to.dtype, (folded, norm.meta["val"].dtype))
@@ -177,7 +179,7 @@ class _Packer:
         if (
             call.target not in _CONVOLUTIONS
             or call.kwargs
-            or _args(call)[0].meta["val"].ndim != _args(call)[1].meta["val"].ndim
+            or args_of(call)[0].meta["val"].ndim != args_of(call)[1].meta["val"].ndim
         ):
             return None
         given = convolution_settings(call)
@@ -186,10 +188,10 @@ class _Packer:
         return 1 if given["groups"] == 1 else None
 
     def _is_from_weights(self, call: fx.Node) -> bool:
-        dtype = _args(call)[1].meta["val"].dtype
+        dtype = args_of(call)[1].meta["val"].dtype
         return all(
             arg is None or (arg in self.derived and arg.meta["val"].dtype is dtype)
-            for arg in _args(call)[1:3]
+            for arg in args_of(call)[1:3]
         )
 
     def _wide_source(self, node: fx.Node) -> fx.Node:
@@ -207,11 +209,11 @@ class _Packer:
         form = linear_form(node)
         if form is None:
             return
-        args = _args(node)
+        args = args_of(node)
         x, weight = args[form.input], args[form.weight]
         bias = args[form.bias] if form.bias is not None and form.bias < len(args) else None
         value, matrix = x.meta["val"], weight.meta["val"]
-        if weight not in self.derived or not self._packs(value, matrix) or not matrix.numel():
+        if weight not in self.derived or not self.packs(value, matrix) or not matrix.numel():
             return
         columns, contracted = matrix.shape if form.by_rows else reversed(matrix.shape)
         if bias is not None and (
@@ -234,7 +236,7 @@ class _Packer:
         is_convolution = node.target is aten.conv2d.default
         if not (is_convolution or node.target is aten.linear.default) or not onednn_packs(torch.float32):
             return
-        first, second, bias, *_ = (*_args(node), None)
+        first, second, bias, *_ = (*args_of(node), None)
         value, weight = (each.all_input_nodes[0] if is_cast(each) else each for each in (first, second))
         if [str(each.target) for each in (value, weight)] != _DEQUANTISED:
             return
@@ -266,9 +268,9 @@ class _Packer:
         """A convolution over two or three dimensions."""
         if node.target not in _CONVOLUTIONS or node.kwargs or not self._is_from_weights(node):
             return
-        x, weight, bias, *_ = (*_args(node), None)
+        x, weight, bias, *_ = (*args_of(node), None)
         value, kernel = x.meta["val"], weight.meta["val"]
-        if kernel.ndim < 4 or value.ndim != kernel.ndim or not self._packs(value, kernel):
+        if kernel.ndim < 4 or value.ndim != kernel.ndim or not self.packs(value, kernel):
             return
         given = convolution_settings(node)
         transposed, how = "output_padding" in given, None
@@ -286,7 +288,8 @@ class _Packer:
         padded = given.get("output_padding", (0,) * len(stride))
         node.args = (x, packed, bias, stride, padding, dilation, transposed, padded, groups)
 
-    def _packs(self, value: torch.Tensor, weight: torch.Tensor) -> bool:
+    def packs(self, value: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether oneDNN packs a weight that multiplies a value."""
         return (
             value.device.type == "cpu"
             and value.dtype is weight.dtype
@@ -341,8 +344,3 @@ class _Packer:
                 self._graph.erase_node(node)
         self._gm.recompile()
         return [*self._taken.values()], [*map(self._programs.index, weights)], inputs
-
-
-def _args(node: fx.Node) -> Any:
-    """Its arguments, of types that its target implies."""
-    return node.args

@@ -1,0 +1,171 @@
+"""Products of one value by several weights become one: oneDNN's calls cost less, and more threads find work.
+
+Before, for the queries, keys and values of attention::
+
+    q = torch.ops.aten.linear.default(x, w_q, b_q)            # each (rows, 384)
+    k = torch.ops.aten.linear.default(x, w_k, b_k)
+    v = torch.ops.aten.linear.default(x, w_v, b_v)
+
+After::
+
+    w = torch.ops.aten.cat.default([w_q, w_k, w_v])           # of weights alone: computed once
+    b = torch.ops.aten.cat.default([b_q, b_k, b_v])
+    qkv = torch.ops.aten.linear.default(x, w, b)              # (rows, 1152)
+    q = torch.ops.aten.slice.Tensor(qkv, -1, 0, 384)
+    k = torch.ops.aten.slice.Tensor(qkv, -1, 384, 768)
+    v = torch.ops.aten.slice.Tensor(qkv, -1, 768, 1152)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from amp_fx.graphs.calls import args_of, is_cast, is_returned, readers
+from amp_fx.graphs.fake_runs import run_fake
+from amp_fx.graphs.traits import Trait, has_trait
+from amp_fx.graphs.values import is_view, storage_of, storages_written_in
+
+__all__ = ["join_linears"]
+
+aten = torch.ops.aten
+
+#: views that fail where they join dimensions that do not follow each other
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def join_linears(
+    graph: fx.Graph, derived: set[fx.Node], packs: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> None:
+    """Joins products by weights that are packed; what is multiplied by then joins what is ``derived`` from weights.
+
+    ``packs``: whether oneDNN packs a weight that multiplies a value; it always packs one in int8.
+    """
+    groups: dict[tuple[object, ...], list[fx.Node]] = {}
+    written = storages_written_in(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        if node.users and all(map(_reads_apart, node.users)) and _is_packed(node, derived, packs):
+            given, *how = _key(node)
+            if storage_of(given) not in written:
+                groups.setdefault((given, *how), []).append(node)
+    found = [group for group in groups.values() if len(group) > 1]
+    if not found:
+        return
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        start = graph.call_function(aten.empty.memory_format, ([],))
+    for node in list(graph.nodes):
+        # what is computed from weights alone can be computed first
+        if node.op == "get_attr" or (node.op == "call_function" and node in derived):
+            start.prepend(node)
+    for group in found:
+        _join(group, derived, start, written)
+    graph.erase_node(start)
+
+
+def _is_packed(
+    node: fx.Node, derived: set[fx.Node], packs: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> bool:
+    x, weight, *bias = args_of(node)
+    if not derived.issuperset(each for each in bias if each is not None):
+        return False
+    if (source := _dequantised(weight)) is not None:
+        return derived.issuperset(args_of(source)[:3])
+    return weight in derived and weight.meta["val"].ndim == 2 and packs(x.meta["val"], weight.meta["val"])
+
+
+def _reads_apart(user: fx.Node) -> bool:
+    """False for what oneDNN does at the end of its call, or may: that would be lost."""
+    return is_view(user) or user.target is aten.mul.Tensor
+
+
+def _key(node: fx.Node) -> tuple[fx.Node, Any, Any, Any, Any]:
+    """Equal for products that can be one: what is multiplied, before it is rounded, and how."""
+    x, weight, *bias = args_of(node)
+    given, seen = x, []
+    while is_cast(given) or _is_dequantised(given, "tensor"):
+        # each product has its own
+        seen.append((given.target, given.args[1:]))
+        given = given.args[0]
+    biases = (*(each.meta["val"].dtype for each in bias if each is not None),)
+    return given, (*seen,), biases, _dequantised(weight) is not None, weight.meta["val"].dtype
+
+
+def _dequantised(weight: fx.Node) -> fx.Node | None:
+    """What a weight in int8 comes from, before a cast or none; None for others."""
+    source = weight.all_input_nodes[0] if is_cast(weight) else weight
+    return source if _is_dequantised(source, "channel") else None
+
+
+def _is_dequantised(node: fx.Node, per: str) -> bool:
+    return str(node.target) == f"quantized_decomposed.dequantize_per_{per}.default"
+
+
+def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node, written: frozenset[int]) -> None:
+    """Makes one product of several, in the place of the first."""
+    graph, [first, *_] = start.graph, group
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = graph.call_function(target, args, kwargs)
+        made.meta["val"] = run_fake(made)
+        return made
+
+    def once(target: Any, *args: Any) -> fx.Node:
+        with graph.inserting_before(start):
+            derived.add(made := call(target, *args))
+        return made
+
+    weights, biases = [args_of(node)[1] for node in group], [args_of(node)[2:3] for node in group]
+    sources = [source for weight in weights if (source := _dequantised(weight)) is not None]
+    if sources:
+        parts = [
+            once(aten.cat.default, [*values])
+            for values in zip(*(args_of(s)[:3] for s in sources), strict=True)
+        ]
+        whole = once(sources[0].target, *parts, *sources[0].args[3:])
+        if sources[0] is not weights[0]:
+            whole = once(aten.to.dtype, whole, weights[0].meta["val"].dtype)
+    else:
+        whole = once(aten.cat.default, weights)
+    bias = [
+        once(aten.cat.default, [*values]) for values in zip(*biases, strict=True) if values[0] is not None
+    ]
+    with graph.inserting_before(first):
+        product = call(aten.linear.default, first.args[0], whole, *bias)
+    product.meta = {**first.meta, "val": product.meta["val"]}
+    end = 0
+    for node in group:
+        begin, end = end, end + node.meta["val"].shape[-1]
+        with graph.inserting_before(node):
+            part = call(aten.slice.Tensor, product, -1, begin, end)
+            if not _may_be_strided(node, written):
+                part = call(aten.clone.default, part, memory_format=torch.contiguous_format)
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
+
+
+def _may_be_strided(node: fx.Node, written: frozenset[int]) -> bool:
+    """True where nobody sees that rows do not follow each other in memory: all views split the last dimension."""
+    if is_returned(node) or storage_of(node) in written:
+        return False
+    for view in filter(is_view, readers(node, is_view)):
+        if not has_trait(view, Trait.RESHAPES, Trait.MOVES):
+            return False
+        if view.target in _VIEWS:
+            [value] = view.all_input_nodes
+            if value is not node or not _splits_last(view.meta["val"].shape, node.meta["val"].shape[-1]):
+                return False
+    return True
+
+
+def _splits_last(shape: Sequence[int], last: int) -> bool:
+    """True if the last of these sizes multiply to ``last``."""
+    elements = 1
+    for size in reversed(shape):
+        if isinstance(size, torch.SymInt) or elements >= last:
+            break
+        elements *= size
+    return elements == last

@@ -1,0 +1,133 @@
+"""Linears that read one value are one call of oneDNN where that changes nothing for who reads their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import amp_fx.compiling
+from amp_fx._torch import LINEAR, LINEAR_INT8
+from graphs import DEFAULTS
+from holding import Held
+from small_models import Parts, near_autocast
+
+
+@pytest.fixture(name="products")
+def _products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """For each graph that Inductor gets, how many columns its products by packed weights have."""
+    found, original = list[list[int]](), amp_fx.compiling.compile_with_inductor
+
+    def note(gm: torch.fx.GraphModule, *args: Any) -> Any:
+        calls = [node for node in gm.graph.nodes if node.target in (LINEAR, LINEAR_INT8)]
+        found.append([node.meta["val"].shape[-1] for node in calls])
+        return original(gm, *args)
+
+    monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", note)
+    return found
+
+
+def heads(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of two rows."""
+    q, k, v = (linear(x).view(2, -1, 2, 32).transpose(1, 2) for linear in (m.q, m.k, m.v))
+    return q, k, v
+
+
+def attend(m: Any, x: Tensor) -> Tensor:
+    return m.out(F.scaled_dot_product_attention(*heads(m, x)).transpose(1, 2).flatten(2)).float()
+
+
+def returns_keys(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = heads(m, x)
+    return F.scaled_dot_product_attention(q, k, v).float(), k, v.transpose(1, 2)
+
+
+def writes(m: Any, x: Tensor) -> Tensor:
+    q, k, v = heads(m, x)
+    k[:, :, :1] = 0
+    return F.scaled_dot_product_attention(q, k, v).float()
+
+
+def writes_between(m: Any, x: Tensor) -> Tensor:
+    x = x + 1
+    k = m.k(x).view(2, -1, 64)
+    x.mul_(2)
+    return (k * m.v(x).view(2, -1, 64)).float()
+
+
+def rotates(m: Any, x: Tensor) -> Tensor:
+    q, k, v = heads(m, x)
+    # views that rows with gaps have not
+    q, k = (torch.view_as_real(torch.view_as_complex(each.float().unflatten(-1, (-1, 2)))) for each in (q, k))
+    return F.scaled_dot_product_attention(q.flatten(-2), k.flatten(-2), v.float())
+
+
+def activates(m: Any, x: Tensor) -> Tensor:
+    return (F.silu(m.q(x)) * m.v(F.gelu(m.k(x)))).float()
+
+
+def as_it_lies(m: Any, x: Tensor) -> Tensor:
+    # not a number for each row of what is multiplied
+    return (m.q(x).view(-1, 4).sum(1) + m.k(x).view(-1, 4).sum(1)).float()
+
+
+#: what is computed, and the columns of its products
+JOINED: dict[str, tuple[Callable[..., Any], list[int]]] = {
+    "attention": (attend, [192, 64]),
+    "keys and values that are returned": (returns_keys, [192]),
+    "keys that are written to": (writes, [192]),
+    "what is multiplied is written to": (writes_between, [64, 64]),
+    "keys that are complex": (rotates, [192]),
+    "what oneDNN does with each": (activates, [64, 64, 64]),
+    "views of the whole memory": (as_it_lies, [128]),
+}
+
+
+def new_net(call: Callable[..., Any], **kwargs: Any) -> nn.Module:
+    return Parts(call, **{name: nn.Linear(64, 64, **kwargs) for name in ("q", "k", "v", "out")}).eval()
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize("case", JOINED)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["", "any length"])
+def test_products_are_joined_where_nobody_sees_it(
+    case: str, dynamic: bool, products: list[list[int]]
+) -> None:
+    call, columns = JOINED[case]
+    net, x = new_net(call), torch.randn(2, 24, 64)
+    run = torch.compile(net, backend="amp_fx", options={**DEFAULTS, "strict": True}, dynamic=dynamic)
+    with torch.inference_mode():
+        for _ in range(2):
+            got, expected = run(x), net(x)
+            several = isinstance(got, tuple)
+            assert near_autocast(got[0] if several else got, net, x, most=1.3)
+            for one, other in zip(got, expected, strict=True) if several else [(got, expected)]:
+                assert one.stride() == other.stride()
+            if several:
+                # nothing else is kept alive with them
+                assert got[1].untyped_storage().nbytes() == 4 * expected[1].numel()
+            net.get_parameter("k.weight").data.mul_(1.5)
+    assert products == [columns]
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize("policy", ["int8", "autocast"])
+def test_joined_weights_are_held_once_in_int8_and_low(
+    policy: str, held: Held, products: list[list[int]]
+) -> None:
+    net = new_net(attend, bias=False)
+    options = {"policy": policy, "profile": "off", "strict": True}
+    run = torch.compile(net, backend="amp_fx", options=options, dynamic=False)
+    with torch.inference_mode():
+        for rows in (16, 1):
+            x = torch.randn(2, rows, 64)
+            error = (run(x) - net(x)).norm() / net(x).norm()
+            assert 0 < error < 0.03
+    assert [columns[:1] for columns in products] == [[192], [192]]
+    # three matrices in int8 with sums and factors of their columns, and the last linear
+    narrow = 3 * 64 * (64 + 4 + 4 + 8) + 2 * 64 * 64
+    assert held.bytes() == (narrow if policy == "int8" else 2 * 4 * 64 * 64)
