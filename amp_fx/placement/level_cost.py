@@ -64,14 +64,19 @@ def copy_traffic(elements: int, itemsize: int, *, in_rows: bool, block: int | No
 #: bytes that a CPU moves in the time of the arithmetic of a copied element: largest magnitude, rounding, activation.
 #: Measured on a Zen 4 with one thread: 0.45 ns in all, behind gelu 0.95 ns
 _ARITHMETIC = 8
+#: what a CPU takes for a call in int8 beside one in bf16, in launches; measured on a Sapphire Rapids: 33 us for 23
+_CALL = 2
+#: a CPU with tiles multiplies in bf16 at least so many times as fast as in fp32, others half as fast (see ``devices``)
+_TILES = 6.0
 
 
 @dataclass(frozen=True)
 class LevelCost:
     """Rates of a device.
 
-    FLOP/s in the low dtype and in a level below, bytes/s, seconds of a kernel at least, and the bytes that are moved in
-    the time of the arithmetic of a copied element.
+    FLOP/s in the low dtype and in a level below, bytes/s, seconds of a kernel at least, the bytes that are moved in the
+    time of the arithmetic of a copied element, seconds of a call in the level beside one in the low dtype, and whether
+    products in the level are made of tiles.
     """
 
     low: float
@@ -79,6 +84,8 @@ class LevelCost:
     bandwidth: float
     launch: float
     arithmetic: int = 0
+    call: float = 0.0
+    tiles: bool = False
 
     @classmethod
     def of(cls, profile: DeviceProfile, low: torch.dtype, level: Level) -> LevelCost | None:
@@ -86,13 +93,22 @@ class LevelCost:
         rate = profile.peak.get(level.rate)
         if rate is None:
             return None
-        arithmetic = _ARITHMETIC if profile.device_type == "cpu" else 0
-        return cls(profile.peak[dtype_name(low)], rate, profile.bandwidth, profile.launch, arithmetic)
+        rates = profile.peak[dtype_name(low)], rate, profile.bandwidth, profile.launch
+        if profile.device_type != "cpu":
+            return cls(*rates)
+        return cls(
+            *rates, _ARITHMETIC, _CALL * profile.launch, tiles=rates[0] >= _TILES * profile.peak["float32"]
+        )
 
-    def matmul(self, flops: int, elements: int, itemsize: int) -> tuple[int, int]:
-        """One matmul and the reads of its operands: in the low dtype, of so many bytes each, and in the level below."""
-        low, below = self.moving(elements * itemsize), self.moving(elements * NARROW)
-        return low + _ps(flops / self.low), below + _ps(flops / self.below)
+    def matmul(self, flops: int, elements: int, itemsize: int, *, grouped: bool = False) -> tuple[int, int]:
+        """One matmul and the reads of its operands: in the low dtype, of so many bytes each, and in the level below.
+
+        ``grouped``: a convolution in groups. Tiles are of no use to it: with AMX in int8 it takes 1.0 to 1.5 of its
+        time in bf16 with one thread, and 0.9 to 2.1 with two (10 shapes, most of them depthwise; 1.17 in the middle).
+        """
+        low = self.moving(elements * itemsize) + _ps(flops / self.low)
+        below = self.moving(elements * NARROW) + _ps(flops / self.below)
+        return low, _ps(self.call) + (low * 7 // 6 if grouped and self.tiles else below)
 
     def moving(self, nbytes: int, kernels: int = 0) -> int:
         """Reads and writes so many bytes, in kernels of their own or in others."""

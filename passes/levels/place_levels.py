@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
+from amp_fx.graphs.calls import convolution_settings
 from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import LEVEL
 from amp_fx.graphs.values import cast_bytes, numel
@@ -278,7 +279,8 @@ def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: 
 def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -> tuple[int, int]:
     result = matmul.node.meta["val"]
     elements = sum(numel(operand.base.meta["val"]) for operand in matmul.operands)
-    low, below = cost.matmul(matmul_flops(matmul.node), elements, result.dtype.itemsize)
+    grouped = matmul.is_convolution and convolution_settings(matmul.node)["groups"] > 1
+    low, below = cost.matmul(matmul_flops(matmul.node), elements, result.dtype.itemsize, grouped=grouped)
     below += cost.packing(way, matmul.sizes)
     if len({level_of(operand, level).by_row for operand in matmul.operands}) > 1:
         # factors of columns are multiplied afterwards

@@ -52,8 +52,21 @@ def test_small_linears_stay_low_and_large_ones_go_but_a_low_weight_is_not_conver
 
 def test_a_copy_on_a_cpu_takes_arithmetic_too() -> None:
     for device, time in (("cpu", 1100), ("cuda", 300)):
-        cost = cost_of(DeviceProfile("", device, {"bfloat16": 1e12, "int8": 2e12}, 1e12, 0.0), "int8")
+        rates = {"float32": 1e12, "bfloat16": 1e12, "int8": 2e12}
+        cost = cost_of(DeviceProfile("", device, rates, 1e12, 0.0), "int8")
         assert cost.copying(100, 2, in_rows=True) == time
+
+
+def test_a_call_in_int8_takes_longer_on_a_cpu_and_groups_gain_nothing_by_tiles() -> None:
+    for device, wide, times in (
+        ("cpu", 1e12, (170, 170)),
+        ("cpu", 1e11, (170, 253)),
+        ("cuda", 1e11, (150, 150)),
+    ):
+        rates = {"float32": wide, "bfloat16": 1e12, "int8": 2e12}
+        cost = cost_of(DeviceProfile("", device, rates, 1e12, 1e-11), "int8")
+        for grouped, time in zip((False, True), times, strict=True):
+            assert cost.matmul(100, 100, 1, grouped=grouped) == (200, time)
 
 
 def test_copies_by_columns_and_of_all_take_three_kernels_and_read_twice() -> None:
