@@ -127,13 +127,21 @@ class Verify(Pass):
             now = fake_values(node)
             has_run = ran is not None and len(ran) == len(now) and all(map(operator.is_, ran, now))
             if not has_run and any(map(_is_retyped, node.all_input_nodes)):  # case 1
-                _check_runs(node)
+                got = [value.dtype for value in tensors(run_fake(node))]
+                claimed = [value.dtype for value in tensors(node.meta["val"])]
+                if got != claimed:
+                    raise VerifyError(f"{node.name} gives {got}, its metadata says {claimed} [{where(node)}]")
             # without gradients, what multiplies below 16 bits takes what its level says
             is_below = plan.computed is not plan.dtype and not context.training
             if plan.op_class in (OpClass.LOW, OpClass.FP32) and not is_below:  # case 2
                 _check_planned(node, plan)
             checked += 1
-        _check_outputs(gm)  # case 3
+        traced_dtypes = gm.graph.output_node().meta[OUTPUT_META]
+        for node, traced in zip(output_nodes(gm), traced_dtypes, strict=True):  # case 3
+            got = [value.dtype for value in tensors(node.meta.get("val"))]
+            if got != traced:
+                what = f"output {node.name} has dtypes {got}, Dynamo traced {traced}"
+                raise VerifyError(f"{what} [{where(node)}]")
         return f"{checked} calls checked"
 
 
@@ -145,13 +153,6 @@ def _is_retyped(source: fx.Node) -> bool:
     return not is_eligible(value) or value.dtype is not plan.traced
 
 
-def _check_runs(node: fx.Node) -> None:
-    got = [value.dtype for value in tensors(run_fake(node))]
-    claimed = [value.dtype for value in tensors(node.meta["val"])]
-    if got != claimed:
-        raise VerifyError(f"{node.name} gives {got}, its metadata says {claimed} [{where(node)}]")
-
-
 def _check_planned(node: fx.Node, plan: Label) -> None:
     planned = f"{node.name} ({plan.op}) is planned as {plan.dtype}"
     first = next((value.dtype for value in tensors(node.meta["val"]) if is_eligible(value)), None)
@@ -161,11 +162,3 @@ def _check_planned(node: fx.Node, plan: Label) -> None:
         dtype = source.meta["val"].dtype
         if dtype is not plan.dtype:
             raise VerifyError(f"{planned} but takes {source.name} in {dtype} [{where(node)}]")
-
-
-def _check_outputs(gm: fx.GraphModule) -> None:
-    output = gm.graph.output_node()
-    for node, traced in zip(output_nodes(gm), output.meta[OUTPUT_META], strict=True):
-        got = [value.dtype for value in tensors(node.meta.get("val"))]
-        if got != traced:
-            raise VerifyError(f"output {node.name} has dtypes {got}, Dynamo traced {traced} [{where(node)}]")

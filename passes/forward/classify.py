@@ -101,8 +101,7 @@ class Classify(Pass):
             plan = _label(node, context)
             node.meta[LABEL] = plan
             counts[plan.op_class.value] += 1
-        summary = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        return summary or "no calls"
+        return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no calls"
 
 
 def _label(node: fx.Node, context: PassContext) -> Label:
@@ -160,7 +159,15 @@ def _label(node: fx.Node, context: PassContext) -> Label:
         plan.op_class, plan.takes = PRECISIONS[rule.precision], Takes.DTYPE
         plan.reasons = (Reason.of(Kind.RULE, rule=str(rule)),)
         plan.own_dtype_slots = row.own_dtype_slots if row is not None else ()
-        return plan if rule.result is None else _label_wide(plan, node, device)
+        if rule.result is None:
+            return plan
+        if may_return_wide(node):
+            plan.pinned = torch.float32
+            plan.reasons += (Reason.of(Kind.WIDE_RESULT, low=plan.low),)
+        else:
+            plan.op_class = OpClass.FP32
+            plan.reasons += (Reason.of(Kind.NO_WIDE_RESULT, device=device, op=plan.op, low=plan.low),)
+        return plan
     return _label_from_lists(plan, node, row, context, device)  # case 7
 
 
@@ -188,17 +195,6 @@ def may_return_wide(node: fx.Node) -> bool:
         and sum(is_eligible(value) and value.ndim > 1 for value in given) > 1
         and all(argument_value(node, name) is None for name in ("alpha", "beta"))
     )
-
-
-def _label_wide(plan: Label, node: fx.Node, device: str) -> Label:
-    """A low product whose result is wanted in fp32."""
-    if may_return_wide(node):
-        plan.pinned = torch.float32
-        plan.reasons += (Reason.of(Kind.WIDE_RESULT, low=plan.low),)
-    else:
-        plan.op_class = OpClass.FP32
-        plan.reasons += (Reason.of(Kind.NO_WIDE_RESULT, device=device, op=plan.op, low=plan.low),)
-    return plan
 
 
 def _label_from_lists(

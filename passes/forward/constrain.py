@@ -242,8 +242,7 @@ def no_kernel(graph: fx.Graph) -> Hazards:
             yield node, Reason.of(Kind.NO_KERNEL, low=plan.low)
 
 
-#: (pattern, True where eager autocast would raise rather than round, so that it holds under numerics="eager"
-#: too)
+#: (pattern, True where eager autocast would raise rather than round, so that it holds under numerics="eager" too)
 HAZARDS: tuple[tuple[Callable[[fx.Graph], Hazards], bool], ...] = (
     (scalar_range, True),
     (no_kernel, True),

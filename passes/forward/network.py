@@ -31,18 +31,14 @@ def place_as_autocast(graph: fx.Graph) -> tuple[list[tuple[fx.Node, Label]], tor
     """Labels all calls as eager autocast would; returns them, and the low dtype if there is a single one."""
     placed = [(node, plan) for node in graph.nodes if (plan := label_of(node)) is not None]
     for node, plan in placed:
-        _assign_as_autocast(node, plan)
+        if plan.op_class is OpClass.LOW:
+            plan.dtype = plan.low
+        elif plan.op_class is OpClass.FP32:
+            plan.dtype = torch.float32
+        elif plan.op_class is not OpClass.KEEP:
+            plan.dtype = _widest(node, plan)
     lows = {plan.low for _, plan in placed if plan.low is not None and plan.op_class is not OpClass.KEEP}
     return placed, lows.pop() if len(lows) == 1 else None
-
-
-def _assign_as_autocast(node: fx.Node, plan: Label) -> None:
-    if plan.op_class is OpClass.LOW:
-        plan.dtype = plan.low
-    elif plan.op_class is OpClass.FP32:
-        plan.dtype = torch.float32
-    elif plan.op_class is not OpClass.KEEP:
-        plan.dtype = _widest(node, plan)
 
 
 def placed_dtype(node: fx.Node) -> torch.dtype | None:
@@ -125,6 +121,7 @@ class Network:
         if plan.dtype is None:
             return
         follows = plan.takes == Takes.ANY and plan.op_class is OpClass.FOLLOW
+        low_already = plan.op_class is OpClass.PROMOTE and plan.dtype is self._low
         if (target := node.all_input_nodes[0] if follows else in_place_target(node)) is not None:
             # equal labels
             self._problem.implies += [(node, self.stored(target)), (self.stored(target), node)]
@@ -132,15 +129,11 @@ class Network:
             self._add_cost(node, *times)
         elif plan.dtype is torch.float32 and self._cost.accumulates_backward(node):
             self._problem.pins[node] = HIGH
-        elif not self._is_free(node, plan):
+        elif not (plan.op_class is OpClass.FOLLOW or node.meta.get(MAY_ROUND) or low_already):
+            # the policy does not allow both dtypes
             self._problem.pins[node] = plan.dtype is not self._low
         elif self._cost.is_view(node):
             self._problem.preferred[node] = plan.dtype is not self._low
-
-    def _is_free(self, node: fx.Node, plan: Label) -> bool:
-        """True where the policy allows both dtypes."""
-        low_already = plan.op_class is OpClass.PROMOTE and plan.dtype is self._low
-        return plan.op_class is OpClass.FOLLOW or node.meta.get(MAY_ROUND) or low_already
 
     def stored(self, node: fx.Node) -> Var:
         """The variable of the dtype a value is stored in: a pinned or given one, or its node's."""
@@ -197,8 +190,12 @@ class Network:
         if not isinstance(value.meta.get("val"), torch.Tensor):
             return
         in_memory = [(reader, want) for reader, want in demands if self._cost.reads_memory(reader, value)]
-        self._add_reads(value, stored, in_memory)
         cost = self._cost
+        for reader, want in in_memory:
+            if not cost.is_view(reader):
+                converts_in_register = not cost.is_external(reader) or want is None
+                times = [cost.read(reader, value, self._itemsize[label]) for label in (HIGH, LOW)]
+                self._add_cost(stored if converts_in_register else want, *times)
         if cost.is_stored(value):
             if cost.is_external(value):
                 self._add_cost(stored, *(cost.traffic(value, self._itemsize[label]) for label in (HIGH, LOW)))
@@ -251,14 +248,6 @@ class Network:
         size = self._per_cast + (self._cost.cast_bytes(value, self._low) if is_tensor else 0)
         for label in (HIGH, LOW):
             self._add_shared(Shared(size, label, tuple(wants), stored))
-
-    def _add_reads(self, value: fx.Node, stored: Var, readers: list[tuple[fx.Node, Var | None]]) -> None:
-        for reader, want in readers:
-            if self._cost.is_view(reader):
-                continue
-            converts_in_register = not self._cost.is_external(reader) or want is None
-            times = [self._cost.read(reader, value, self._itemsize[label]) for label in (HIGH, LOW)]
-            self._add_cost(stored if converts_in_register else want, *times)
 
     def _add_cost(self, var: Var, high: int, low: int) -> None:
         self._problem.add_unary(var, high * self.scale, low * self.scale)

@@ -88,7 +88,7 @@ class _Charges:
                 yield SensitivityTerm(as_number(inside.gradient), LOW, value, None, row.name, slot, True)
         plan = label_of(value)
         is_library = plan is not None and plan.op_class is OpClass.LOW
-        if is_library or self._memory.writes_value(value):
+        if is_library or value in self._memory.written:
             yield SensitivityTerm(as_number(row.value), LOW, stored, None, row.name)
         if not self._memory.writes_gradient(value):
             return
@@ -146,18 +146,16 @@ class _Memory:
         #: how many kernels of the backward run before the gradient of a value is complete
         self._level: dict[fx.Node, int] = {}
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
-        self._written: set[fx.Node] = set()
+        #: fused values that a forward kernel, or the backward, finds in memory
+        self.written: set[fx.Node] = set()
         for node in reversed(graph.nodes):
             levels = [self._level[user] + cost.is_external(user) for user in node.users]
             self._level[node] = max(levels, default=0)
         for node in graph.nodes:
             self._sources[node] = self._read_from(node)
-            if not cost.is_stored(node) and (self._is_read(node) or self._is_kept(node)):
-                self._written.add(node)
-
-    def writes_value(self, value: fx.Node) -> bool:
-        """True for fused values that a forward kernel, or the backward, finds in memory."""
-        return value in self._written
+            is_read = any(cost.reads_memory(user, node) for user in node.users)
+            if not cost.is_stored(node) and (is_read or self._is_kept(node)):
+                self.written.add(node)
 
     def writes_gradient(self, value: fx.Node) -> bool:
         """True where the gradient of a value is in memory, in the dtype that the value has.
@@ -196,9 +194,6 @@ class _Memory:
             if row is None or slot not in row.reads or row.reads[slot].gradient != 0:
                 yield source
 
-    def _is_read(self, value: fx.Node) -> bool:
-        return any(self._cost.reads_memory(user, value) for user in value.users)
-
     def _is_kept(self, value: fx.Node) -> bool:
         """True where the backward needs a fused value and has no cheaper way to it.
 
@@ -219,7 +214,7 @@ class _Memory:
             base = source
             while self._cost.is_view(base):
                 base = base.all_input_nodes[0]
-            in_memory = base in self._written or self._cost.is_stored(base)
+            in_memory = base in self.written or self._cost.is_stored(base)
             if not in_memory and not self._cost.accumulates_backward(base):
                 found |= self._sources[base]
             elif not self._cost.is_input(base):
