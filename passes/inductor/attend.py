@@ -52,9 +52,8 @@ class Attend(Pass):
     """
 
     marks: tuple[str, ...] = ()  # names in the plan of the calls that are written so
-    low_scores: bool = (
-        False  # policy fast: scores come from a product in 16 bits, and are widened for the softmax
-    )
+    #: policy fast: scores come from a product in 16 bits, and are widened for the softmax
+    low_scores: bool = False
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         written = 0

@@ -105,21 +105,15 @@ class LayOutGradients(Pass):
             weight = relaid_weight(backward.args[2])
             if weight is None:
                 continue
-            for cast in _widened(backward):
-                lay_out(cast, weight.meta["val"].stride())
-                changed += 1
+            items = [user for user in backward.users if user.target is operator.getitem]
+            casts = [
+                cast for item in items if item.args[1] == 1 for cast in item.users if cast.target is CAST
+            ]
+            for cast in casts:
+                if cast.meta["val"].dtype is torch.float32:
+                    lay_out(cast, weight.meta["val"].stride())
+                    changed += 1
         return f"{changed} gradients are laid out as their weights"
-
-
-def _widened(backward: fx.Node) -> list[fx.Node]:
-    """Casts of the weight's gradient to fp32."""
-    return [
-        cast
-        for result in backward.users
-        if result.target is operator.getitem and result.args[1] == 1
-        for cast in result.users
-        if cast.target is CAST and cast.meta["val"].dtype is torch.float32
-    ]
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,9 @@ class SeparateOutputs(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         count = 0
         for cast in gm.graph.find_nodes(op="call_function", target=CAST):
-            if not _widens_for_both(cast):
+            value, before = cast.meta["val"], cast.all_input_nodes[0].meta["val"]
+            widens = value.dtype is torch.float32 and before.dtype in LOW_DTYPES
+            if not widens or all(user.op != "output" for user in cast.users):
                 continue
             from_memory = {user for user in cast.users if user.op == "output" or is_matmul(user)}
             others = {*gm.graph.output_node().all_input_nodes} - {cast}
@@ -158,13 +154,6 @@ class SeparateOutputs(Pass):
             cast.replace_all_uses_with(returned, delete_user_cb=from_memory.__contains__)
             count += 1
         return f"{count} returned values have casts of their own"
-
-
-def _widens_for_both(cast: fx.Node) -> bool:
-    """True for a cast to fp32 of a low value that the graph returns and that something in it reads, too."""
-    value, before = cast.meta["val"], cast.all_input_nodes[0].meta["val"]
-    widens = value.dtype is torch.float32 and before.dtype in LOW_DTYPES
-    return widens and len(cast.users) > 1 and any(user.op == "output" for user in cast.users)
 
 
 # ---- after partitioning: forward, backward and inference graphs, each by itself
