@@ -74,25 +74,24 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
     placeholders = gm.graph.find_nodes(op="placeholder")
     if any("example_value" not in node.meta for node in placeholders):
         raise CaptureError("a graph input has no fake value; was the graph made by Dynamo?")
-    fake_mode = _fake_mode(gm)
+    values = (value for node in gm.graph.nodes for value in tensors(node.meta.get("example_value")))
+    # Dynamo's; a graph may make all its tensors itself
+    fake_mode = next((mode for value in values if (mode := fake_mode_of(value)) is not None), None)
+    if fake_mode is None:
+        raise CaptureError("the graph has no tensor to take a fake tensor mode from")
     traced = _trace(gm, placeholders, ambient, fake_mode)
     _inline_constants(traced, fake_mode)
-    _restore_placeholders(traced, placeholders)
+    for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+        # names and metadata of Dynamo's, which AOTAutograd reads
+        node.meta, node.target = {**original.meta, **node.meta}, original.target
+        node._rename(original.name)
+    traced.recompile()
     traced.graph.output_node().meta[OUTPUT_META] = [
         [value.dtype for value in tensors(node.meta.get("val"))] for node in output_nodes(traced)
     ]
     take_over(traced, gm)
     logger.debug("captured %d Dynamo nodes as %d ATen nodes", len(gm.graph.nodes), len(traced.graph.nodes))
     return traced
-
-
-def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
-    """Dynamo's; a graph may make all its tensors itself."""
-    values = (value for node in gm.graph.nodes for value in tensors(node.meta.get("example_value")))
-    fake_mode = next((mode for value in values if (mode := fake_mode_of(value)) is not None), None)
-    if fake_mode is None:
-        raise CaptureError("the graph has no tensor to take a fake tensor mode from")
-    return fake_mode
 
 
 def _trace(
@@ -167,12 +166,3 @@ def _inline_constants(traced: fx.GraphModule, fake_mode: FakeTensorMode) -> None
         node.replace_all_uses_with(literal)
         traced.graph.erase_node(node)
         delattr(traced, str(node.target))
-
-
-def _restore_placeholders(traced: fx.GraphModule, originals: list[fx.Node]) -> None:
-    """Gives the new placeholders the names and metadata that AOTAutograd reads from Dynamo's."""
-    for node, original in zip(traced.graph.find_nodes(op="placeholder"), originals, strict=True):
-        node.meta = {**original.meta, **node.meta}
-        node.target = original.target
-        node._rename(original.name)
-    traced.recompile()

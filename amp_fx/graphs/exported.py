@@ -197,19 +197,15 @@ def _share_storages(graph: fx.Graph) -> None:
         before = node.meta.get("val")
         if node.target is operator.getitem and isinstance(before, torch.Tensor):
             node.meta["val"] = node.args[0].meta["val"][node.args[1]]
-        elif _is_alias(node):
+        elif (
+            isinstance(node.target, OpOverload)
+            and "unbacked_bindings" not in node.meta
+            and any(result.alias_info is not None for result in node.target._schema.returns)
+        ):
+            # by its schema, a result shares an argument's memory
             args, kwargs, mode = fake_arguments(node)
             with mode, torch.no_grad():
                 value = node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function node
             # under autocast, an op that looks like a view may have rounded
             if [t.dtype for t in tensors(value)] == [t.dtype for t in tensors(before)]:
                 node.meta["val"] = value
-
-
-def _is_alias(node: fx.Node) -> bool:
-    """True for calls whose schema says that a result shares an argument's memory."""
-    return (
-        isinstance(node.target, OpOverload)
-        and "unbacked_bindings" not in node.meta
-        and any(result.alias_info is not None for result in node.target._schema.returns)
-    )

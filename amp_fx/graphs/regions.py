@@ -79,7 +79,10 @@ def not_ours(gm: fx.GraphModule, devices: Collection[str]) -> str:
     """Why a Dynamo graph is compiled as it stands, or an empty string; ``devices`` are those that have op lists."""
     if in_compiled_autograd():
         return "compiled autograd's backward: its casts are already those of the forward"
-    if _is_optimizer(gm):
+    calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
+    # other optimizers than torch.optim's are made of foreach ops
+    is_foreach = any(getattr(node.target, "__name__", "").startswith("_foreach_") for node in calls)
+    if is_foreach or (calls and all(_OPTIMIZERS in node.meta.get("stack_trace", "") for node in calls)):
         return "an optimizer's graph"
     if not any(
         isinstance(value := node.meta.get("example_value"), torch.Tensor)
@@ -101,11 +104,3 @@ def takes_own_gradients(gm: fx.GraphModule) -> bool:
     return not any(
         value.requires_grad for node in returned for value in tensors(node.meta.get("example_value"))
     )
-
-
-def _is_optimizer(gm: fx.GraphModule) -> bool:
-    """True for what torch.optim computes, and for the foreach ops that other optimizers are made of."""
-    calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
-    if any(getattr(node.target, "__name__", "").startswith("_foreach_") for node in calls):
-        return True
-    return bool(calls) and all(_OPTIMIZERS in node.meta.get("stack_trace", "") for node in calls)
