@@ -98,7 +98,11 @@ def calibrate(
     if not isinstance(program, nn.Module):
         raise AmpFxError(f"calibrate needs a torch.nn.Module; got {type(model).__name__}.")
     given = {"dtype": dtype, "policy": policy, "fp8": fp8}
-    training = _is_training(of, loss)
+    if not callable(of) and of not in OF:
+        raise OptionsError(f"of must be {', '.join(map(repr, OF))} or a function; got {of!r}.")
+    training = of == GRADIENTS
+    if not training and loss is not None:
+        raise OptionsError("calibrate of outputs takes no loss; of=function picks what counts of them.")
     opts = Options.parse(None, given if not isinstance(profile, str) else {**given, "profile": profile})
     if opts.policy.sensitivity is not None:
         raise OptionsError(f"calibrate measures sensitivity; take 'sensitivity' out of policy {policy!r}.")
@@ -108,7 +112,10 @@ def calibrate(
     device = parameters[0].device.type
     low = opts.low_dtype(device if target is None else "cuda")
     level = _level(opts, device, target, training=training)
-    opts = replace(opts, dtype=low, profile=_profile(profile, target), level=level)
+    if target is not None and profile != "auto":
+        raise OptionsError(f"target={target!r} and profile={profile!r} both say which rates count; drop one.")
+    rates = profile if target is None else find_target(target).profile
+    opts = replace(opts, dtype=low, profile=rates, level=level)
     scale = loss_scale(scale, low) if training else 1.0
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise OptionsError(f"probes must be an integer from 1 on; got {probes!r}.")
@@ -251,17 +258,6 @@ def _progress(steps: Sequence[Step]) -> Iterator[Step]:
     return iter(tqdm(steps, desc="calibrate", unit="batch", disable=None if len(steps) > 1 else True))
 
 
-def _is_training(of: object, loss: object) -> bool:
-    """True where gradients are judged."""
-    if not callable(of) and of not in OF:
-        raise OptionsError(f"of must be {', '.join(map(repr, OF))} or a function; got {of!r}.")
-    if of == GRADIENTS:
-        return True
-    if loss is not None:
-        raise OptionsError("calibrate of outputs takes no loss; of=function picks what counts of them.")
-    return False
-
-
 def _level(opts: Options, device: str, target: str | None, *, training: bool) -> str:
     """How matmuls are measured below 16 bits: ``"auto"`` settled for the device that is planned for."""
     base = opts.policy.base
@@ -290,14 +286,6 @@ def _cost(profile: DeviceProfile | None, low: torch.dtype, level: Level) -> Leve
             f"give a profile with {level.rate!r} in its peak, or profile='off'."
         )
     return cost
-
-
-def _profile(profile: str | DeviceProfile, target: str | None) -> str | DeviceProfile:
-    if target is None:
-        return profile
-    if profile != "auto":
-        raise OptionsError(f"target={target!r} and profile={profile!r} both say which rates count; drop one.")
-    return find_target(target).profile
 
 
 def loss_scale(scale: float | None, low: torch.dtype, name: str = "default") -> float:

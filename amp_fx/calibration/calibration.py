@@ -152,8 +152,7 @@ class Calibration:
         ``plan`` is a :class:`Plan`, a list of them, what :meth:`plan` returned, or the path of a plan file. PlanError
         where it is not about this model: the message names what has moved.
         """
-        plans = Options.parse(None, {"plan": plan}).plan or ()
-        return self._predicted([*plans]).error
+        return self._predicted([*(Options.parse(None, {"plan": plan}).plan or ())]).error
 
     def plan(
         self,

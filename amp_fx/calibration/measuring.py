@@ -35,8 +35,8 @@ from amp_fx.graphs.values import (
     is_eligible,
     is_view,
     storage_of,
+    storages_written_in,
     tensors,
-    written_storages,
 )
 from amp_fx.plans.label import Label, label_of
 from amp_fx.plans.sensitivity import slots
@@ -79,7 +79,7 @@ class _Measured(fx.Interpreter):
         self._meter = meter
         self._graph = graph
         self._noise_of = noise_of
-        self._written = frozenset[int]().union(*map(written_storages, gm.graph.nodes))
+        self._written = storages_written_in(gm.graph)
         #: where the sensitivity of a value, for all who read it, is added up
         self._keys: dict[fx.Node, Key] = {}
         #: values whose gradient the program itself asks for
@@ -131,7 +131,10 @@ class _Measured(fx.Interpreter):
         if sigma := self._noise_of.get(n):
             return smoothed(n, args[0], sigma)
         if plan is not None and (linear := self._may_run_below(n, plan)):
-            return self._linear(plan, linear, args)
+            operands = args[linear.input], args[linear.weight]
+            result = multiply(self._meter, (self._graph, plan.name), *operands, by_rows=linear.by_rows)
+            bias = args[linear.bias] if linear.bias is not None and linear.bias < len(args) else None
+            return result if bias is None else result + bias
         if plan is not None and self._convolves_below(n, plan):
             source = n.all_input_nodes[0]
             # where others add the value, they read it in uint8, too
@@ -144,12 +147,6 @@ class _Measured(fx.Interpreter):
             return n.target(*args, **kwargs)  # type: ignore[operator]  # an OpOverload
         with sdpa_kernel([SDPBackend.MATH]):
             return _laid_out(n.target(*args, **kwargs), n.meta["val"])  # type: ignore[operator]  # an OpOverload
-
-    def _linear(self, plan: Label, linear: LinearForm, args: Any) -> Tensor:
-        operands = args[linear.input], args[linear.weight]
-        result = multiply(self._meter, (self._graph, plan.name), *operands, by_rows=linear.by_rows)
-        bias = args[linear.bias] if linear.bias is not None and linear.bias < len(args) else None
-        return result if bias is None else result + bias
 
     def _may_run_below(self, n: fx.Node, plan: Label) -> LinearForm | None:
         """How a call multiplies whose three matmuls are measured below 16 bits, each by itself."""
@@ -241,7 +238,7 @@ def noise(gm: fx.GraphModule, low: torch.dtype, args: Sequence[Any]) -> dict[fx.
     """Deviation of what every ReLU of a classified graph reads, between fp32 and torch.autocast; changes no input."""
     if not any(has_trait(node, Trait.RELU) for node in gm.graph.nodes):
         return {}
-    written = frozenset[int]().union(*map(written_storages, gm.graph.nodes))
+    written = storages_written_in(gm.graph)
     inputs = list(zip(gm.graph.find_nodes(op="placeholder"), args, strict=True))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     wide, narrow = (_Rounded(gm, dtype) for dtype in (torch.float32, low))

@@ -226,7 +226,10 @@ def _probe(
     generator = torch.Generator().manual_seed(seed)
     meter.weight = 1 / probes
     for probe in range(probes):
-        signs = [_signs(value, generator) for value in used]
+        signs = [
+            torch.empty(value.shape).bernoulli_(0.5, generator=generator).mul_(2).sub_(1).to(value.device)
+            for value in used
+        ]
         share = _along(signs, own)
         across = [sign.sub_(share.to(sign.device) * unit) for sign, unit in zip(signs, own, strict=True)]
         total = _along(used, across) / norm
@@ -237,11 +240,6 @@ def _along(values: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:
     """The inner product of two vectors in pieces."""
     pieces = [(value * unit).sum() for value, unit in zip(values, direction, strict=True)]
     return torch.stack([piece.to(pieces[0].device) for piece in pieces]).sum()
-
-
-def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    signs = torch.empty(like.shape).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
-    return signs.to(like.device)
 
 
 @contextlib.contextmanager
