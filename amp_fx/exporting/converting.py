@@ -26,8 +26,6 @@ from amp_fx.graphs.values import graph_device, graph_devices
 from amp_fx.level_passes import policy_levels
 from amp_fx.passes import FoldWeights, Given, KeepWeights, PassContext, captured_passes, run_passes
 from amp_fx.placement.devices import resolve
-from amp_fx.placement.profile import DeviceProfile
-from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import unused_rules
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import levels_of
@@ -185,25 +183,19 @@ def _convert(
     for text in unused_rules([plan]):
         logger.warning("%s", text)
     logger.debug("converted %d nodes, %d casts", len(gm.graph.nodes), len(plan.casts))
-    if profile is not None:
-        _warn_kept(plan, profile)
-    return program
-
-
-def _warn_kept(plan: Plan, profile: DeviceProfile) -> None:
-    """Says what the rates of one device keep in fp32, in a file that may run on another."""
     listed = [row for row in plan.nodes if row.op_class is OpClass.LOW and row.low is not None]
-    kept = sum(row.dtype is torch.float32 for row in listed)
-    if kept:
+    in_fp32 = sum(row.dtype is torch.float32 for row in listed)
+    if in_fp32 and profile is not None:
         logger.warning(
             "%d of %d ops that could run in %s stay in fp32: by the rates of %s, their casts would cost more than they "
             "save. If the program is to run elsewhere, export with profile='off', or with a profile that was measured "
             "there.",
-            kept,
+            in_fp32,
             len(listed),
             listed[0].low,
             profile.name,
         )
+    return program
 
 
 def _open(ep: torch.export.ExportedProgram, opts: Options) -> tuple[fx.GraphModule, dict[str, Region]]:

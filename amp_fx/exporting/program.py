@@ -216,7 +216,12 @@ def new_program(
     ``stored`` takes the place of weights, by their names in the state dict or among the constants; ``narrowed`` has the
     user's inputs whose dtype has changed.
     """
-    _check_dtypes(gm, narrowed.keys())
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.name in narrowed:
+            # so that any runtime says which dtype it wants
+            with gm.graph.inserting_before(_first_call(gm.graph)):
+                dtype = {"dtype": node.meta["val"].dtype}
+                gm.graph.call_function(torch.ops.aten._assert_tensor_metadata.default, (node,), dtype)
     signature = ep.graph_signature
     outputs = [
         replace(spec, arg=TensorArgument(node.name))
@@ -273,16 +278,6 @@ def _own_entry(entry: torch.export.ModuleCallEntry) -> torch.export.ModuleCallEn
     if called is not None:
         called = replace(called, inputs=[*called.inputs], outputs=[*called.outputs])
     return replace(entry, signature=called)
-
-
-def _check_dtypes(gm: fx.GraphModule, names: Collection[str]) -> None:
-    """Checks the dtype of each of these inputs in the graph, so that any runtime says which dtype it wants."""
-    for node in gm.graph.find_nodes(op="placeholder"):
-        if node.name in names:
-            with gm.graph.inserting_before(_first_call(gm.graph)):
-                gm.graph.call_function(
-                    torch.ops.aten._assert_tensor_metadata.default, (node,), {"dtype": node.meta["val"].dtype}
-                )
 
 
 def _low_examples(ep: torch.export.ExportedProgram, dtypes: Mapping[str, torch.dtype]) -> Any:
