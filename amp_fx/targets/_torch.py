@@ -136,19 +136,14 @@ def _cuda_patches(target: Target) -> Iterator[contextlib.AbstractContextManager[
         return 0
 
     both: dict[str, Any] = {
-        "current_device": zero,
+        **dict.fromkeys(("current_device", "memory_allocated", "set_device", "synchronize"), zero),
         "device": contextlib.nullcontext,
         "device_count": lambda: 1,
         "get_device_properties": lambda device=None: properties,
         "is_bf16_supported": lambda including_emulation=True: True,
-        "memory_allocated": zero,
-        "set_device": zero,
-        "synchronize": zero,
     }
     only_cuda: dict[str, Any] = {
-        "_exchange_device": zero,
-        "_lazy_init": zero,
-        "_maybe_exchange_device": zero,
+        **dict.fromkeys(("_exchange_device", "_lazy_init", "_maybe_exchange_device"), zero),
         "default_generators": (torch.Generator(),),
         "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: properties.name,
