@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -67,7 +67,10 @@ def rewrite(
         given = Given(caches_weights=opts.weights != "cast" and not torch.is_grad_enabled())
         folded = weight_inputs(captured) if given.caches_weights else frozenset[str]()
         if not training:
-            folded |= _taken_out(widenings(captured))
+            # what widens weights that are stored low gets no row in a plan: it is that of the weights in fp32
+            for cast in widenings(captured):
+                cast.meta[STEP_META] = True
+                folded |= {cast.name}
         profile = resolve(opts.profile, device)
         context = PassContext(opts.policy, opts.numerics, profile, training, folded=folded)
         if opts.plan is not None:
@@ -83,13 +86,6 @@ def rewrite(
     log_artifact("amp_fx_plan", plan.to_json)
     logger.debug("rewrote %d nodes, %d casts", len(gm.graph.nodes), len(plan.casts))
     return captured, plan
-
-
-def _taken_out(casts: Sequence[fx.Node]) -> frozenset[str]:
-    """Casts that widen weights which are stored low get no row in a plan: it is that of the weights in fp32."""
-    for cast in casts:
-        cast.meta[STEP_META] = True
-    return frozenset(cast.name for cast in casts)
 
 
 def _levels_given(

@@ -23,7 +23,7 @@ from amp_fx.graphs.values import LOW_DTYPES, graph_devices
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy.levels import LEVELS
 from amp_fx.policy.table import supported_devices
-from amp_fx.reports.step import entry_of
+from amp_fx.reports.step import apart, entry_of
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
 from amp_fx.weights.graphs import copied_weights
@@ -153,12 +153,9 @@ def _read_low(
                 reads.setdefault(identity(value), set()).add(lows.get(node.name))
         return gm.forward
 
-    try:
-        with torch.no_grad(), unwrapped_errors(AmpFxError):
-            for args, kwargs in calls:
-                torch.compile(entry_of(program), backend=backend)(*args, **kwargs)
-    finally:
-        torch.compiler.reset()
+    with apart(), torch.no_grad(), unwrapped_errors(AmpFxError):
+        for args, kwargs in calls:
+            torch.compile(entry_of(program), backend=backend)(*args, **kwargs)
     return {key: recipe for key, (recipe, *others) in reads.items() if recipe is not None and not others}
 
 
