@@ -34,8 +34,6 @@ _NOTE = (
 
 #: column -> its left edge
 _COLUMNS = {_THEIRS: _MARGIN, _OURS: 2 * _MARGIN + _COLUMN}
-#: phase, what, before, after
-_Kind = tuple[str, str, str, str]
 
 #: of the file and of the page; colours are variables
 STYLE = resources.files("amp_fx.viz").joinpath("beside.css").read_text(encoding="utf-8")
@@ -122,11 +120,11 @@ def _head(drawing: Drawing) -> Iterator[str]:
         yield _text(x, 134, cost_text(cost), "sub")
 
 
-def _kind(cast: CastSum) -> _Kind:
+def _kind(cast: CastSum) -> tuple[str, str, str, str]:
     return cast.phase, cast.what, short_dtype(cast.before), short_dtype(cast.after)
 
 
-def _kinds(row: ModuleCasts) -> list[_Kind]:
+def _kinds(row: ModuleCasts) -> list[tuple[str, str, str, str]]:
     """What is a kernel in one of the columns, at least."""
     return list(dict.fromkeys(_kind(cast) for cast in row.casts if cast.kernels))
 

@@ -131,11 +131,9 @@ def writable(*paths: str | None) -> None:
 
 def paint(text: str, stream: TextIO) -> str:
     """Headings in bold, on a terminal that wants it."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
-    if plain:
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
         return text
-    lines = (f"\033[1m{line}\033[0m" if line[:1].strip() else line for line in text.split("\n"))
-    return "\n".join(lines)
+    return "\n".join(f"\033[1m{line}\033[0m" if line[:1].strip() else line for line in text.split("\n"))
 
 
 def say(line: str) -> None:

@@ -148,12 +148,8 @@ def markdown(title: str, first: str, calls: str, advice: Sequence[Advice], plans
     lines += ["## Calls by op and dtype", "", "```", calls, "```", ""]
     if advice:
         lines += ["## Advice", "", *(f"- {_cell(str(row))}" for row in advice), ""]
-    lines += [
-        "## Casts",
-        "",
-        "| value | from | to | bytes | readers | source |",
-        "|---|---|---|---:|---|---|",
-    ]
+    head = "| value | from | to | bytes | readers | source |"
+    lines += ["## Casts", "", head, "|---|---|---|---:|---|---|"]
     for cast in (cast for plan in plans for cast in plan.casts):
         dtypes = dtype_name(cast.from_dtype), dtype_name(cast.to_dtype)
         cells = (cast.value, *dtypes, str(cast.bytes), ", ".join(cast.users), cast.source)
