@@ -3,8 +3,6 @@
 model = torch.compile(model, backend="amp_fx")
 """
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 from amp_fx.calibration import CalibratedPlan, Calibration, Point, calibrate

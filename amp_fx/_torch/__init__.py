@@ -13,8 +13,6 @@ Open ``inductor.py`` first.
 
 # ruff: noqa: F403  # each file says in __all__ what it is for
 
-from __future__ import annotations
-
 from amp_fx._torch.dynamo import *
 from amp_fx._torch.inductor import *
 from amp_fx._torch.lowering import *

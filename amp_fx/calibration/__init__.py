@@ -9,8 +9,6 @@ Not here: sensitivity as plain data (``amp_fx.plans.sensitivity``), and the cuts
 Open ``calibrating.py`` first.
 """
 
-from __future__ import annotations
-
 from amp_fx.calibration.calibrating import calibrate
 from amp_fx.calibration.calibration import Calibration
 from amp_fx.calibration.frontier import CalibratedPlan, Point

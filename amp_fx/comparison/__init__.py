@@ -6,8 +6,6 @@ Not here: what each rounding would do, one by one (``amp_fx.calibration``), and 
 Open ``comparing.py`` first.
 """
 
-from __future__ import annotations
-
 from amp_fx.comparison.comparing import compare
 from amp_fx.comparison.comparison import CallError, Comparison, ModuleError
 

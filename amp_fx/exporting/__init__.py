@@ -5,8 +5,6 @@ Not here: exported programs as graphs (``amp_fx.graphs``), and the passes (``amp
 Open ``converting.py`` first.
 """
 
-from __future__ import annotations
-
 from amp_fx.exporting.converting import convert, export, extra_files
 from amp_fx.exporting.onnx_file import export_onnx
 

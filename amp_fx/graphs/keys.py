@@ -1,7 +1,5 @@
 """All keys of ``node.meta`` and ``graph_module.meta`` that are amp_fx's own: what they are on, and what they hold."""
 
-from __future__ import annotations
-
 __all__ = [
     "BUDGET", "CAST_META", "COPY_META", "LABEL", "LEVEL", "MARK", "MAY_ROUND", "OUTPUT_META", "OWN", "PART",
     "PLAN_META", "PRODUCTS_MARK", "RAN_META", "RECIPE_META", "REGION_META", "RESULT_MARK", "SENSITIVITY", "SOURCE_META",

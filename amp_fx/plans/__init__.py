@@ -6,8 +6,6 @@ Not here: making decisions (``amp_fx.passes``), and what plans say to a reader (
 Open ``plan.py`` first.
 """
 
-from __future__ import annotations
-
 from amp_fx.plans.plan import CastPlan, NodePlan, Plan
 
 __all__ = ["CastPlan", "NodePlan", "Plan"]

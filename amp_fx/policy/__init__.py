@@ -6,8 +6,6 @@ Not here: what a whole graph makes of them (``passes/forward/classify.py``), and
 Open ``common.py`` first.
 """
 
-from __future__ import annotations
-
 from amp_fx.policy.classes import OpClass, OpGroup, Origin
 from amp_fx.policy.rules import Policy, Rule
 

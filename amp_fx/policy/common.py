@@ -8,8 +8,6 @@ random ones (``zeros``, ``arange``, ``rand_like``), ops that name their dtype (`
 quantized ops, and everything in-place: the passes decide about writes by the storage they touch.
 """
 
-from __future__ import annotations
-
 from .classes import composite, follow, fp32, keep, listed, low, promote
 
 __all__ = [

@@ -3,8 +3,6 @@
 Listed rows follow ``KERNEL_CPU`` in ``aten/src/ATen/autocast_mode.cpp``.
 """
 
-from __future__ import annotations
-
 from .classes import composite, follow, fp32, listed, low, promote, unlisted
 from .common import FFT, LINALG, LINALG_UNTIL_2_14, LISTED_GROUPS, NEAREST
 

@@ -4,8 +4,6 @@ Listed rows follow the macros of ``ATen/autocast_mode.h``, which comments name, 
 ``ATen/autocast_mode.cpp`` registers for ``AutocastMPS``.
 """
 
-from __future__ import annotations
-
 from .classes import composite, follow, fp32, listed, low, promote, unlisted
 from .common import LISTED_GROUPS, NEAREST
 

@@ -6,8 +6,6 @@ Not here: pictures and the words of reasons (``amp_fx.viz``), and the decisions 
 Open ``report.py`` first.
 """
 
-from __future__ import annotations
-
 from amp_fx.plans.plan import Cost
 from amp_fx.reports.advice import Advice
 from amp_fx.reports.explaining import explain

@@ -6,8 +6,6 @@ Not here: the arithmetic in the backward (``passes/inductor/scale_backward.py``)
 Open ``scaler.py`` first.
 """
 
-from __future__ import annotations
-
 from amp_fx.scaling.scaler import GradScaler, find_scaler
 
 __all__ = ["GradScaler", "find_scaler"]

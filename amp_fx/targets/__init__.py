@@ -6,8 +6,6 @@ Not here: published numbers (``amp_fx.placement.gpus``), and what is done with c
 Open ``tracing.py`` first.
 """
 
-from __future__ import annotations
-
 from amp_fx.targets.process import TARGETS, Target, find_target
 
 __all__ = ["TARGETS", "Target", "find_target"]
