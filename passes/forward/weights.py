@@ -68,31 +68,24 @@ class CacheWeights(Pass):
             for node, part in parts.get(weight, ()):  # case 2
                 suffix = LEVELS[part.recipe.level].policy + ("", "_scale")[part.index]
                 made.append((node, weight, part.recipe, part.index, suffix))
-        for row in made:
-            placeholders.append(_make_input(placeholders[-1], *row))
+        for copied, weight, recipe, part, suffix in made:
+            value = copied.meta["val"]
+            with gm.graph.inserting_after(placeholders[-1]):
+                copy = gm.graph.placeholder(f"{weight.name}_{suffix}")
+            copy.meta = {
+                "val": value,
+                "example_value": value,
+                COPY_META: weight.name,
+                RECIPE_META: (recipe, part),
+                # where it lives does not change: what CUDA graphs want to know
+                "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
+            }
+            copied.replace_all_uses_with(copy)
+            gm.graph.erase_node(copied)
+            placeholders.append(copy)
         if parts:
             erase_unread(gm.graph)
         return f"{len(made)} low copies of weights are inputs"
-
-
-def _make_input(
-    last: fx.Node, made: fx.Node, weight: fx.Node, recipe: CopyRecipe, part: int, suffix: str
-) -> fx.Node:
-    """What a graph has made of a weight becomes an input, after all others."""
-    value = made.meta["val"]
-    with made.graph.inserting_after(last):
-        copy = made.graph.placeholder(f"{weight.name}_{suffix}")
-    copy.meta = {
-        "val": value,
-        "example_value": value,
-        COPY_META: weight.name,
-        RECIPE_META: (recipe, part),
-        # where it lives does not change: what CUDA graphs want to know
-        "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
-    }
-    made.replace_all_uses_with(copy)
-    made.graph.erase_node(made)
-    return copy
 
 
 @dataclass(frozen=True)
@@ -193,11 +186,13 @@ class FoldWeights(Pass):
         rows: set[torch.dtype | None] = set()
         for holder in holders:
             for user in holder.users:
+                plan = label_of(user)
+                is_lookup = user.target is aten.embedding.default and argument_value(user, "weight") is holder
                 if _is_plain_cast(user):
                     wanted.add(user.meta["val"].dtype)
-                elif self.tables != "keep" and _is_lookup(user, holder):
-                    plan = label_of(user)
-                    rows.add(plan.low if plan is not None else None)
+                elif self.tables != "keep" and is_lookup and plan and plan.op_class is OpClass.FOLLOW:
+                    # the policy lets it return rounded rows
+                    rows.add(plan.low)
                 else:
                     return None
         dtypes = rows if self.tables == "low" and not wanted else wanted
@@ -239,17 +234,6 @@ def _store_scaled(holders: list[fx.Node], recipe: Scaled) -> None:
 
 def _is_plain_cast(user: fx.Node) -> bool:
     return is_cast(user) and len(user.args) == 2 and not user.kwargs
-
-
-def _is_lookup(user: fx.Node, table: fx.Node) -> bool:
-    """True for a lookup that the policy lets return rounded rows."""
-    plan = label_of(user)
-    return (
-        user.target is aten.embedding.default
-        and argument_value(user, "weight") is table
-        and plan is not None
-        and plan.op_class is OpClass.FOLLOW
-    )
 
 
 def _retype(holder: fx.Node, dtype: torch.dtype) -> None:
