@@ -150,8 +150,7 @@ def tunes_kernels(options: Mapping[str, Any]) -> bool:
     """Whether Inductor, with these options, chooses among kernels of its own for matmuls."""
     from torch._inductor import config
 
-    names = ("max_autotune", "max_autotune_gemm")
-    return any(options.get(name, getattr(config, name)) for name in names)
+    return any(options.get(name, getattr(config, name)) for name in ("max_autotune", "max_autotune_gemm"))
 
 
 def source_hash(*folders: str) -> str:

@@ -186,8 +186,7 @@ def enable_autocast(device_type: str, enabled: bool, dtype: torch.dtype) -> Iter
 
 def has_autocast_rule(op: OpOverload, device_type: str) -> bool:
     """Whether somebody registered what autocast does with an op: ``torch.library.register_autocast``."""
-    key = f"Autocast{device_type.upper()}"
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op._schema.name, key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op._schema.name, f"Autocast{device_type.upper()}")
 
 
 def has_low_lstm(dtype: torch.dtype) -> bool:

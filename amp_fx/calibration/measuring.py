@@ -153,8 +153,7 @@ class _Measured(fx.Interpreter):
         linear = linear_form(n) if self._meter.level is not None and plan.op_class is OpClass.LOW else None
         if linear is None:
             return None
-        operands = n.args[linear.input], n.args[linear.weight]
-        return linear if all(map(self._is_read, operands)) else None
+        return linear if all(map(self._is_read, (n.args[linear.input], n.args[linear.weight]))) else None
 
     def _convolves_below(self, n: fx.Node, plan: Label) -> bool:
         """True for a convolution whose scale is being measured, or was."""

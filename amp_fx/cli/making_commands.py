@@ -184,8 +184,7 @@ def _batch_shapes(loaded: Loaded) -> torch.export.ShapesCollection:
 
 def _stored_bytes(values: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors, those of tied ones once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in values}
-    return sum(storages.values())
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in values}.values())
 
 
 def profile(args: argparse.Namespace) -> None:

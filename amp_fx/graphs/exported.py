@@ -37,8 +37,7 @@ def adopt(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
     inputs = {node: graph.node_copy(node) for node in gm.graph.find_nodes(op="placeholder")}
     for node, copied in inputs.items():
         copied.name = node.name  # as torch.export writes it: _rename would make another name of "input"
-    result = _Splice(graph, root).run(gm, inputs, ambient)
-    output = graph.output(result)
+    output = graph.output(_Splice(graph, root).run(gm, inputs, ambient))
     output.meta = dict(gm.graph.output_node().meta)
     adopted = fx.GraphModule(root, graph)
     adopted.meta.update(gm.meta)
@@ -95,8 +94,7 @@ class _Splice:
                         for operand in given
                     ]
                 inner = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
-                result = self.run(body, inner, {**regions[node], **region})
-                opened[node] = fx.map_arg(result, self._written)
+                opened[node] = fx.map_arg(self.run(body, inner, {**regions[node], **region}), self._written)
             elif node.op == "call_function" and node.args and node.args[0] in opened:
                 env[node] = opened[node.args[0]][node.args[1]]
             elif node.op == "get_attr":
@@ -168,8 +166,7 @@ def _wrapped(
         region[str(device)] = Region(bool(enabled), low, by_user=True)
     else:
         return None
-    module = getattr(gm, str(body.target))  # type: ignore[union-attr]  # a get_attr node
-    return module, tuple(operands), region
+    return getattr(gm, str(body.target)), tuple(operands), region  # type: ignore[union-attr]  # a get_attr node
 
 
 def _differing(gm: fx.GraphModule, ambient: torch.dtype | None) -> Iterator[fx.Node]:

@@ -129,8 +129,7 @@ class Level:
 
     def chosen(self, choice: str) -> tuple[Implementation, ...]:
         """The implementations that an option leaves: all, or the one of that name."""
-        named = tuple(each for each in self.implementations if each.name == choice)
-        return named or self.implementations
+        return tuple(each for each in self.implementations if each.name == choice) or self.implementations
 
 
 _FP8 = functools.partial(

@@ -77,8 +77,7 @@ def dtypes_preset(dtypes: Mapping[Any, Any]) -> tuple[str, dict[str, Any]] | Non
         one_of("key", _KEYS, key, where)
         if value is None:  # FSDP: left as it is
             continue
-        name = str(value).removeprefix("torch.")
-        dtype = _DTYPES[one_of("dtype", _DTYPES, name, f"{key!r} of {where}")]
+        dtype = _DTYPES[one_of("dtype", _DTYPES, str(value).removeprefix("torch."), f"{key!r} of {where}")]
         if _KEYS[key] is _COMPUTE:
             compute = dtype
         elif dtype != "float32":

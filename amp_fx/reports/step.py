@@ -71,8 +71,7 @@ class Step:
             return {name: _wide(value.detach()) for name, value in self.outputs(returned).items()}
         loss, parameters = loss_of(returned, self.pick), self.parameters
         with autocast_disabled():
-            inputs = [*parameters.values(), *beside]
-            found = torch.autograd.grad(loss * scale, inputs, allow_unused=True)
+            found = torch.autograd.grad(loss * scale, [*parameters.values(), *beside], allow_unused=True)
         named = zip(parameters, found, strict=False)
         return {name: _wide(gradient) / scale for name, gradient in named if gradient is not None}
 

@@ -213,8 +213,7 @@ class _OnHost(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         def host(value: Any) -> Any:
-            is_cuda = isinstance(value, torch.device) and value.type == "cuda"
-            return torch.device("cpu") if is_cuda else value
+            return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
         return func(*map(host, args), **{key: host(value) for key, value in (kwargs or {}).items()})
 

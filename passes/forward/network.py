@@ -55,8 +55,7 @@ def _widest(node: fx.Node, plan: Label) -> torch.dtype | None:
     target = in_place_target(node)
     if target is not None:
         return placed_dtype(target)
-    sources = _sources(node, plan)
-    placed = [(each, dtype) for each in sources if (dtype := placed_dtype(each)) is not None]
+    placed = [(each, dtype) for each in _sources(node, plan) if (dtype := placed_dtype(each)) is not None]
     if not placed:
         return plan.traced
     shaped = [dtype for source, dtype in placed if _is_shaped(source)] or [dtype for _, dtype in placed]

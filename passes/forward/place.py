@@ -59,8 +59,7 @@ class Place(Pass):
         if context.numerics != "eager" and low is not None:
             known = context.profile, context.training, context.folded
             cost = CostModel(gm.graph, *known, writes_attention=not self.stored)
-            network = Network(gm.graph, cost, low)
-            moved = _apply(solve(network.build()), placed, low)
+            moved = _apply(solve(Network(gm.graph, cost, low).build()), placed, low)
         low_nodes = sum(plan.dtype is not None and plan.dtype == plan.low for _, plan in placed)
         return f"{low_nodes} nodes in the low dtype, {moved} moved by the cut"
 

@@ -206,16 +206,11 @@ def _apply(labels: Labels, found: PricedGraph) -> int:
             if plan.name in terms:
                 is_low = labels[node] is LOW
                 done = [term for term in terms[plan.name] if not is_low or term.is_done(labels)]
-                plan.reasons += (_cost(math.sqrt(sum(term.sensitivity for term in done)), is_low=is_low),)
+                error = math.sqrt(sum(term.sensitivity for term in done))
+                adds = Reason.of(Kind.ROUNDING_ADDS if is_low else Kind.ROUNDING_WOULD_ADD, error=error)
+                plan.reasons += (Reason(Kind.ROUNDING_OVERFLOWS) if math.isinf(error) else adds,)
         low_nodes += plan.dtype is found.low
     return low_nodes
-
-
-def _cost(error: float, *, is_low: bool) -> Reason:
-    """What rounding a call costs."""
-    if math.isinf(error):
-        return Reason(Kind.ROUNDING_OVERFLOWS)
-    return Reason.of(Kind.ROUNDING_ADDS if is_low else Kind.ROUNDING_WOULD_ADD, error=error)
 
 
 def _write(plan: Label, label: bool, stored: bool, low: torch.dtype) -> None:

@@ -194,8 +194,7 @@ def _forward(flash: fx.Node, *, low_scores: bool) -> tuple[fx.Node, fx.Node]:
     if mask is not None:
         total = write(aten.where.self, nothing, write(aten.add.Tensor, total, 1.0), total)
     probabilities = write(aten.div.Tensor, exp, total)
-    low = write.cast(probabilities, value.meta["val"].dtype)
-    out = write.bmm(low, write.matrices(value))
+    out = write.bmm(write.cast(probabilities, value.meta["val"].dtype), write.matrices(value))
     return probabilities, write.shaped(out, flash.meta["val"][0])
 
 
@@ -213,8 +212,7 @@ def _backward(backward: fx.Node, probabilities: fx.Node, out: fx.Node) -> list[f
     of_probabilities = write.bmm(write.matrices(wide), write.turned(write.matrices(write.cast(value))))
     row = write(aten.sum.dim_IntList, write(aten.mul.Tensor, wide, write.cast(out)), [-1], True)
     row = write(aten.view.default, row, [*of_probabilities.meta["val"].shape[:2], 1])
-    difference = write(aten.sub.Tensor, of_probabilities, row)
-    of_scores = write(aten.mul.Tensor, probabilities, difference)
+    of_scores = write(aten.mul.Tensor, probabilities, write(aten.sub.Tensor, of_probabilities, row))
     of_scores = write.cast(write(aten.mul.Tensor, of_scores, factor), low)
     of_query = write.bmm(of_scores, write.matrices(key))
     of_key = write.bmm(write.turned(of_scores), write.matrices(query))
