@@ -18,13 +18,12 @@ from amp_fx._torch import compile_id, graph_break, in_inference_mode, install_al
 from amp_fx.compiling import Call, Watch, compile_rewritten, is_raised, lower, lower_as_it_is
 from amp_fx.graphs.fallback import reason_of, under_autocast, warn_fallback
 from amp_fx.graphs.regions import ambient_regions, not_ours
-from amp_fx.graphs.values import graph_device, graph_devices
+from amp_fx.graphs.values import graph_device, listed_devices
 from amp_fx.level_passes import add_choices, level_placement
 from amp_fx.notices import expect_graph, graph_arrived, warn_unscaled
 from amp_fx.plans.plan import Plan
 from amp_fx.plans.reading import is_heard, publish, unused_rules
 from amp_fx.policy.levels import AUTO, levels_of
-from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import add_autocast, rewrite
 from amp_fx.settings import Options
 from amp_fx.viz.words import summary
@@ -66,14 +65,16 @@ def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, watch: Watch | None = None
 ) -> Callable[..., Any]:
     """The backend with validated options; ``watch`` observes what the rewritten graph computes, or is None."""
-    opts = _settled(opts)
-    devices = graph_devices(gm).intersection(supported_devices())
-    ambient = ambient_regions({d: opts.low_dtype(d) for d in devices})
+    # Dynamo compiles for each mode by itself
+    if torch.is_grad_enabled() and opts.weights in ("cache", "freeze"):
+        logger.info("weights=%r means 'cast' in graphs with gradients", opts.weights)
+    if torch.is_grad_enabled() or (opts.weights == "auto" and not in_inference_mode()):
+        opts = replace(opts, weights="cast")
+    ambient = ambient_regions({device: opts.low_dtype(device) for device in listed_devices(gm)})
     call = Call(gm, example_inputs, ambient, opts, watch)
     if call.training:
         refuse_training(gm, example_inputs)
-    reason = not_ours(gm, devices)
-    if reason:
+    if reason := not_ours(gm):
         logger.debug("graph passed through to Inductor: %s", reason)
         alone = "as it is, by Inductor alone"
         return _first_that_works(
@@ -151,15 +152,6 @@ def _under_autocast(call: Call, reason: str) -> tuple[str, Callable[..., Any]]:
     plan.fallback = f"{reason}; compiled {how}"
     _say(plan)
     return how, compiled
-
-
-def _settled(opts: Options) -> Options:
-    """With ``weights`` settled where it means "cast": Dynamo compiles for each mode by itself."""
-    with_gradients = torch.is_grad_enabled()
-    if with_gradients and opts.weights in ("cache", "freeze"):
-        logger.info("weights=%r means 'cast' in graphs with gradients", opts.weights)
-    is_cast = with_gradients or (opts.weights == "auto" and not in_inference_mode())
-    return replace(opts, weights="cast") if is_cast else opts
 
 
 def _say(plan: Plan) -> None:

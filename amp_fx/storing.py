@@ -19,10 +19,9 @@ from amp_fx.graphs.calls import is_cast
 from amp_fx.graphs.keys import COPY_META
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import LOW_DTYPES, graph_devices
+from amp_fx.graphs.values import LOW_DTYPES, listed_devices
 from amp_fx.plans.plan import dtype_name
 from amp_fx.policy.levels import LEVELS
-from amp_fx.policy.table import supported_devices
 from amp_fx.reports.step import apart, entry_of
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
@@ -98,8 +97,7 @@ def store_low(
     own = _own_parameters(program)
     before = _bytes(program)
     if batch or kwargs:
-        is_list = len(batch) == 1 and isinstance(batch[0], list) and not kwargs
-        batches = batch[0] if is_list else ()
+        batches = batch[0] if len(batch) == 1 and isinstance(batch[0], list) and not kwargs else ()
         calls = [call_of(program, each) for each in batches] or [arguments_of(program, batch, kwargs)]
         wanted = _read_low(program, calls, opts)
     else:
@@ -161,8 +159,8 @@ def _read_low(
 
 def _low_reads(gm: fx.GraphModule, opts: Options) -> dict[str, CopyRecipe]:
     """Names of the inputs of a graph that are read in one low form and in no other, and the recipe of that."""
-    devices = graph_devices(gm).intersection(supported_devices())
-    if not_ours(gm, devices):
+    devices = listed_devices(gm)
+    if not_ours(gm):
         return {}
     ambient = ambient_regions({device: opts.low_dtype(device) for device in devices})
     try:

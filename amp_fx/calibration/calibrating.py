@@ -23,7 +23,7 @@ from amp_fx.graphs.batches import call_of
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import ambient_regions, not_ours
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import graph_devices
+from amp_fx.graphs.values import listed_devices
 from amp_fx.passes import OUTLINE, PassContext, run_passes
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.level_cost import OPERATIONS, LevelCost, auto_level
@@ -32,7 +32,6 @@ from amp_fx.plans.plan import Plan
 from amp_fx.plans.plan_files import counterparts, moved_nodes
 from amp_fx.plans.sensitivity import GRADIENTS, OF, OUTPUTS, GraphSensitivity, Sensitivity, combined
 from amp_fx.policy.levels import Level, levels_of
-from amp_fx.policy.table import supported_devices
 from amp_fx.reports.step import Step, apart
 from amp_fx.scaling import find_scaler
 from amp_fx.settings import Options
@@ -200,8 +199,8 @@ class _Graphs:
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A backend of ``torch.compile`` that observes each value."""
-        devices = graph_devices(gm).intersection(supported_devices())
-        if reason := not_ours(gm, devices):
+        devices = listed_devices(gm)
+        if reason := not_ours(gm):
             logger.debug("graph is not measured: %s", reason)
             return gm.forward
         ambient = ambient_regions(dict.fromkeys(devices, self._low))

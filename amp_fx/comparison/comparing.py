@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from amp_fx._torch import unwrapped_errors
 from amp_fx.calibration.calibrating import loss_scale
 from amp_fx.comparison.comparison import Comparison, call_errors, culprit_call, module_errors, verdict
 from amp_fx.comparison.judging import Culprit, distances, findings, remedy
-from amp_fx.comparison.running import Compiled, Observed, OneByOne, ProgramGraph, without_scaler
+from amp_fx.comparison.running import Compiled, Observed, OneByOne, without_scaler
 from amp_fx.errors import AmpFxError, InputError, OptionsError, did_you_mean
 from amp_fx.graphs.batches import arguments_of
 from amp_fx.notices import only_looking
@@ -106,7 +106,7 @@ def compare(
                     call = culprit_call(culprit, first.plans, distances(run, reference))
             if calls:
                 with apart():
-                    compiled = first.compiled(first.opts, traced.graphs)
+                    compiled = Compiled(step, first.opts, traced.graphs, dynamic=dynamic)
                     run = compiled.run(first.scale)
                 every = call_errors(compiled.plans, distances(run, reference))
                 calls_disturbance = relative_error(run.results, first.unobserved)
@@ -209,9 +209,10 @@ class _Boundaries:
             raise AmpFxError("Dynamo made no graph that mixed precision is about; nothing was compared.")
         if isinstance(self.against, Mapping):
             with apart():
-                reference = self.compiled(without_scaler(self.against), self.graphs).run(self.scale)
+                opts = without_scaler(self.against)
+                reference = Compiled(self.step, opts, self.graphs, dynamic=self.dynamic).run(self.scale)
         with apart():
-            compiled = self.compiled(self.opts, self.graphs)
+            compiled = Compiled(self.step, self.opts, self.graphs, dynamic=self.dynamic)
             run = compiled.run(self.scale)
             while self.adapts and self.scale > 1 and _overflows(run):
                 self.scale /= _BACK_OFF
@@ -253,10 +254,6 @@ class _Boundaries:
             return traced, traced.run_with(None)
         autocast = replace(Options(), dtype=self.opts.dtype, numerics="eager", profile="off")
         return traced, traced.run_with(autocast, as_written=self.against == "eager")
-
-    def compiled(self, opts: Options, graphs: Sequence[ProgramGraph]) -> Compiled:
-        """The model compiled with options."""
-        return Compiled(self.step, opts, graphs, dynamic=self.dynamic)
 
     @property
     def culprit(self) -> Culprit | None:

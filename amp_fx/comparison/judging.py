@@ -187,8 +187,7 @@ class _Graph:
         here, own = self.found[name], self._own(name)
         before, calls = self._nearest(name, self._sources)
         module = own[0].module_path if own else ""
-        errors = [self.found[each].error for each in before]
-        expected = max(errors, default=0.0) + _rounded([*own, *calls])
+        expected = max((self.found[each].error for each in before), default=0.0) + _rounded([*own, *calls])
         feeds = self._low_modules(before, module)
         return Culprit(
             self._number, name, "result", module, here.error, expected, 0.0, not here.single, feeds

@@ -19,9 +19,8 @@ from amp_fx.compiling import Call
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.regions import Region, ambient_regions, not_ours
-from amp_fx.graphs.values import graph_devices
+from amp_fx.graphs.values import listed_devices
 from amp_fx.plans.plan import Plan
-from amp_fx.policy.table import supported_devices
 from amp_fx.reports.step import Results, Step
 from amp_fx.rewriting import rewrite
 from amp_fx.settings import Options
@@ -137,7 +136,7 @@ class OneByOne(_Run):
             return gm.forward
         number = len(self.graphs)
         self.plans.append(Plan())
-        ambient = ambient_regions(dict.fromkeys(_devices(gm), torch.bfloat16))
+        ambient = ambient_regions(dict.fromkeys(listed_devices(gm), torch.bfloat16))
         try:
             results = boundary_values(capture(gm, ambient), every_call=self._every_call)
         except CaptureError as error:
@@ -213,11 +212,7 @@ class Compiled(_Run):
         return lambda *args: self.observed.call(number, taps, compiled, args)
 
 
-def _devices(gm: fx.GraphModule) -> frozenset[str]:
-    return graph_devices(gm).intersection(supported_devices())
-
-
 def _is_ours(gm: fx.GraphModule) -> bool:
-    if reason := not_ours(gm, _devices(gm)):
+    if reason := not_ours(gm):
         logger.debug("graph is not compared: %s", reason)
     return not reason

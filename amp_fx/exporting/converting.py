@@ -22,14 +22,13 @@ from amp_fx.graphs.batches import inputs_of
 from amp_fx.graphs.exported import adopt, ambient_dtype
 from amp_fx.graphs.keys import PLAN_META
 from amp_fx.graphs.regions import Region
-from amp_fx.graphs.values import graph_device, graph_devices
+from amp_fx.graphs.values import graph_device, listed_devices
 from amp_fx.level_passes import policy_levels
 from amp_fx.passes import FoldWeights, Given, KeepWeights, PassContext, captured_passes, run_passes
 from amp_fx.placement.devices import resolve
 from amp_fx.plans.reading import unused_rules
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import levels_of
-from amp_fx.policy.table import supported_devices
 from amp_fx.rewriting import replay
 from amp_fx.settings import LEVEL_OPTIONS, Options
 
@@ -200,7 +199,7 @@ def _convert(
 
 def _open(ep: torch.export.ExportedProgram, opts: Options) -> tuple[fx.GraphModule, dict[str, Region]]:
     """The program's graph for the passes, and the autocast state at its start."""
-    devices = graph_devices(ep.graph_module).intersection(supported_devices())
+    devices = listed_devices(ep.graph_module)
     # what surrounded the export counts, not what surrounds this call
     regions = {device: Region(True, opts.low_dtype(device), by_user=False) for device in devices}
     gm = adopt(ep.graph_module, regions)

@@ -8,7 +8,7 @@ node, so that no later stage has to know about autocast's thread-local state.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from amp_fx._torch import in_compiled_autograd
 from amp_fx.graphs.calls import is_gradient_call
-from amp_fx.graphs.values import graph_devices, tensors
+from amp_fx.graphs.values import graph_devices, listed_devices, tensors
 
 __all__ = ["Region", "ambient_regions", "is_autocast_call", "node_regions", "not_ours", "takes_own_gradients"]
 
@@ -75,8 +75,8 @@ def node_regions(
     return result
 
 
-def not_ours(gm: fx.GraphModule, devices: Collection[str]) -> str:
-    """Why a Dynamo graph is compiled as it stands, or an empty string; ``devices`` are those that have op lists."""
+def not_ours(gm: fx.GraphModule) -> str:
+    """Why a Dynamo graph is compiled as it stands, or an empty string."""
     if in_compiled_autograd():
         return "compiled autograd's backward: its casts are already those of the forward"
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
@@ -91,7 +91,7 @@ def not_ours(gm: fx.GraphModule, devices: Collection[str]) -> str:
         for node in gm.graph.nodes
     ):
         return "no floating tensor below fp64"
-    if not graph_devices(gm).intersection(devices):
+    if not listed_devices(gm):
         return f"autocast has no op list for {', '.join(sorted(graph_devices(gm)))}"
     return ""
 

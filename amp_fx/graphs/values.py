@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 from amp_fx._torch import FakeTensor, OpOverload, size_hint
 from amp_fx.graphs.calls import argument_value, is_gradient_call, tensor_arguments
 from amp_fx.graphs.traits import op_row
+from amp_fx.policy.table import DEVICES
 
 __all__ = [
     "LOW_DTYPES", "additions_of", "call_device", "cast_bytes", "graph_device", "graph_devices", "in_place_target",
-    "is_convolved", "is_eligible", "is_fixed", "is_pure", "is_view", "numel", "storage_of", "storages_written_in",
-    "tensors", "written_arguments", "written_storages",
+    "is_convolved", "is_eligible", "is_fixed", "is_pure", "is_view", "listed_devices", "numel", "storage_of",
+    "storages_written_in", "tensors", "written_arguments", "written_storages",
 ]  # fmt: skip
 
 #: dtypes that amp_fx places; fp8 and fp64 are the program's own business
@@ -65,6 +66,11 @@ def graph_devices(gm: fx.GraphModule) -> frozenset[str]:
     values = [value for node in gm.graph.nodes for value in _values(node)]
     placed = [value for value in values if not _is_number(value)]
     return frozenset(value.device.type for value in placed or values)
+
+
+def listed_devices(gm: fx.GraphModule) -> frozenset[str]:
+    """Those of :func:`graph_devices` that have op lists."""
+    return graph_devices(gm).intersection(DEVICES)
 
 
 def graph_device(gm: fx.GraphModule, among: Collection[str]) -> str:

@@ -29,14 +29,13 @@ from amp_fx.graphs.fake_runs import is_matmul
 from amp_fx.graphs.fallback import under_autocast
 from amp_fx.graphs.regions import ambient_regions
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import cast_bytes, graph_devices, is_eligible, is_view, tensors
+from amp_fx.graphs.values import cast_bytes, is_eligible, is_view, listed_devices, tensors
 from amp_fx.placement.layout import is_convert
 from amp_fx.plans.label import Kind, Label, Reason
 from amp_fx.plans.plan import CastSum, Cost, ModuleCasts, Plan, dtype_name
 from amp_fx.plans.reading import cast_plan, conversion, input_plan, node_plan
 from amp_fx.policy import OpClass
 from amp_fx.policy.levels import FORWARD, LEVELS, Level, is_narrow
-from amp_fx.policy.table import supported_devices
 from amp_fx.reports.advice import starred
 from amp_fx.settings import Options
 
@@ -56,8 +55,7 @@ def autocast_backend(options: Mapping[str, Any] | None) -> Callable[..., Callabl
     opts = Options.parse(None, options)
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        devices = graph_devices(gm).intersection(supported_devices())
-        ambient = ambient_regions({device: opts.low_dtype(device) for device in devices})
+        ambient = ambient_regions({device: opts.low_dtype(device) for device in listed_devices(gm)})
         with autocast_shield():
             return compile_with_inductor(under_autocast(gm, ambient), example_inputs, {})
 
