@@ -151,8 +151,7 @@ def _draw_casts(row: ModuleCasts, name: str, x: int, baseline: int, widest: int)
         if (cast := casts.get(kind) or reference.get(kind)) is not None:
             yield from _draw_cast(cast, x, baseline, widest, gone=kind not in casts)
         baseline += _LINE
-    fused = sum(cast.casts - cast.kernels for cast in row.casts if cast.name == name)
-    if fused:
+    if fused := sum(cast.casts - cast.kernels for cast in row.casts if cast.name == name):
         yield _text(x, baseline, f"{fused} cast{'s' * (fused > 1)} fused into other kernels: free", "sub")
 
 

@@ -216,8 +216,7 @@ class _Builder:
         ends = self._name(producer), head_name
         casts = list(self._marked(on_the_way, ends))
         if producer not in self._drawn:
-            given = self._inputs.get(producer)
-            if given is None:
+            if (given := self._inputs.get(producer)) is None:
                 return
             # parameters are drawn where they are cast; of what a backward is given, what is cast or new
             is_kept = given.parameter or _BUFFER in given.name

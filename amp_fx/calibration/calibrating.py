@@ -277,8 +277,7 @@ def _cost(profile: DeviceProfile | None, low: torch.dtype, level: Level) -> Leve
     """What matmuls and copies take on the device that is planned for."""
     if profile is None:
         return OPERATIONS
-    cost = LevelCost.of(profile, low, level)
-    if cost is None:
+    if (cost := LevelCost.of(profile, low, level)) is None:
         what = f"{profile.device_type} {profile.name} has no {level.policy} rate"
         raise OptionsError(
             f"policy {level.policy!r} has nothing to choose: {what}. Plan for a GPU that has one (target='cuda:h100'), "

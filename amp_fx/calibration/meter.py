@@ -200,8 +200,7 @@ def measure(step: Step, meter: Meter, program: Callable[..., Any], probes: int) 
 
 def _units(step: Step, returned: Any) -> tuple[list[Tensor], float]:
     """The outputs, each divided by its norm, and the norm of all of that."""
-    every = step.outputs(returned)
-    if not every:
+    if not (every := step.outputs(returned)):
         raise AmpFxError(
             f"the model returned no floating tensor: {type(returned).__name__}. Give of=function, which picks what "
             "counts of what the model returns."

@@ -62,8 +62,7 @@ def choose_plan(plans: Sequence[Plan], outline: Plan, what: str = "plan") -> Pla
     PlanError where none of the plans is about this graph: the message says which nodes moved.
     """
     calls = _calls(outline)
-    matching = [plan for plan in plans if _calls(plan) == calls]
-    if matching:
+    if matching := [plan for plan in plans if _calls(plan) == calls]:
         # of equal graphs: the one that was trained alike, of equal shapes, of the same name
         return min(matching, key=lambda plan: _distance(plan, outline))
     if not plans:

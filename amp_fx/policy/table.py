@@ -98,8 +98,7 @@ def _is_functional_pointwise(op: torch._ops.OpOverload) -> bool:
 
 @cache_results()
 def _table(device_type: str) -> Mapping[str, OpGroup]:
-    device = DEVICES.get(device_type)
-    if device is None:
+    if (device := DEVICES.get(device_type)) is None:
         return {}
     rows: dict[str, OpGroup] = {}
     for groups in (COMMON_GROUPS, *device.lists):

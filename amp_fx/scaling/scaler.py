@@ -304,8 +304,7 @@ def _register(scaler: GradScaler, *, replace: bool) -> None:
 
 def find_scaler(name: str) -> GradScaler:
     """The living scaler that was made last under a name; ScalerError if there is none."""
-    scaler = _scalers.get(name)
-    if scaler is None:
+    if (scaler := _scalers.get(name)) is None:
         known = sorted(_scalers.keys())
         raise ScalerError(
             f"No amp_fx.GradScaler is called {name!r}; known: {', '.join(map(repr, known)) or 'none'}."

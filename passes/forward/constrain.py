@@ -105,8 +105,7 @@ def _pin_differentiated(graph: fx.Graph) -> None:
     call, the call would raise.
     """
     for node in differentiated(graph):
-        plan = label_of(node)
-        if plan is not None:
+        if (plan := label_of(node)) is not None:
             plan.pinned = plan.traced
 
 
@@ -114,8 +113,7 @@ def _tie_storages(gm: fx.GraphModule) -> int:
     """Ties every node whose storage is written to, or visible twice from outside."""
     members: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
-        key = storage_of(node)
-        if key is not None:
+        if (key := storage_of(node)) is not None:
             members.setdefault(key, []).append(node)
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     written = {storage_of(source) for call in calls for _, source in written_arguments(call)}
@@ -198,8 +196,7 @@ def exp_sum(graph: fx.Graph) -> Hazards:
     for node, _ in _ours(graph):
         if _base(node) != "exp":
             continue
-        sums = [user for user in readers(node, _moves) if has_trait(user, Trait.SUMS)]
-        if sums:
+        if sums := [user for user in readers(node, _moves) if has_trait(user, Trait.SUMS)]:
             for reached in (node, *sums):
                 yield reached, Reason(Kind.EXP_SUM)
 

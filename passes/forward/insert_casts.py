@@ -65,8 +65,7 @@ class InsertCasts(Pass):
         # a kernel that takes both rounds as eager PyTorch does
         casts = _Casts(gm.graph, is_stored=self.stored and context.numerics != "eager")
         for node in list(gm.graph.nodes):
-            plan = label_of(node)
-            if plan is not None:
+            if (plan := label_of(node)) is not None:
                 casts.rewrite(node, plan)
         casts.restore_outputs()
         return f"{casts.count} casts inserted"
@@ -96,8 +95,7 @@ class _Casts:
             value = node.meta.get("val")
             if is_eligible(value):
                 self.traced[node] = value.dtype
-            key = storage_of(node)
-            if key is not None:
+            if (key := storage_of(node)) is not None:
                 self._storage[node] = key
         self._grad_modes = grad_modes(self.graph)
         self._written_by = {node: written_storages(node) for node in self.graph.nodes}

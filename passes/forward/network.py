@@ -52,8 +52,7 @@ def placed_dtype(node: fx.Node) -> torch.dtype | None:
 
 def _widest(node: fx.Node, plan: Label) -> torch.dtype | None:
     """Native type promotion over the inputs: 0-d tensors count only where there is no other."""
-    target = in_place_target(node)
-    if target is not None:
+    if (target := in_place_target(node)) is not None:
         return placed_dtype(target)
     placed = [(each, dtype) for each in _sources(node, plan) if (dtype := placed_dtype(each)) is not None]
     if not placed:
@@ -105,8 +104,7 @@ class Network:
     def build(self) -> Problem:
         """The whole problem."""
         for node in self._graph.nodes:
-            plan = label_of(node)
-            if plan is not None:
+            if (plan := label_of(node)) is not None:
                 self._add_label(node, plan)
         for node in self._graph.nodes:
             if is_stored_value(node):
@@ -184,9 +182,13 @@ class Network:
         demands = [(reader, self.demand(reader, name, value)) for reader, name in slots]
         self._add_exactness(value, demands)
         folded = value.name in self._cost.folded
-        if not folded:
-            self._add_casts(value, stored, [want for _, want in demands if want is not None])
-        if not isinstance(value.meta.get("val"), torch.Tensor):
+        is_tensor = isinstance(value.meta.get("val"), torch.Tensor)
+        # the tie-break: fewer casts, then fewer bytes cast
+        size = self._per_cast + (self._cost.cast_bytes(value, self._low) if is_tensor else 0)
+        wants = tuple(want for _, want in demands if want is not None)
+        for label in () if folded else (HIGH, LOW):
+            self._add_shared(Shared(size, label, wants, stored))
+        if not is_tensor:
             return
         in_memory = [(reader, want) for reader, want in demands if self._cost.reads_memory(reader, value)]
         cost = self._cost
@@ -240,13 +242,6 @@ class Network:
             if want is None and (other := label_of(reader)) and other.op_class is OpClass.FOLLOW:
                 continue
             self._problem.implies.append((ALWAYS[HIGH] if want is None else want, self.stored(value)))
-
-    def _add_casts(self, value: fx.Node, stored: Var, wants: list[Var]) -> None:
-        """The tie-break: fewer casts, then fewer bytes cast."""
-        is_tensor = isinstance(value.meta.get("val"), torch.Tensor)
-        size = self._per_cast + (self._cost.cast_bytes(value, self._low) if is_tensor else 0)
-        for label in (HIGH, LOW):
-            self._add_shared(Shared(size, label, tuple(wants), stored))
 
     def _add_cost(self, var: Var, high: int, low: int) -> None:
         self._problem.add_unary(var, high * self.scale, low * self.scale)

@@ -176,8 +176,7 @@ class PlaceBySensitivity(Pass):
     placement: Placement | None = field(default=None, hash=False)
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
-        found = price(gm, context, self.rows)
-        if found is None:
+        if (found := price(gm, context, self.rows)) is None:
             return Place().call(gm, context)
         theirs = found.autocast_sensitivity
         if self.placement is not None:

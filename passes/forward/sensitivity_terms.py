@@ -124,12 +124,7 @@ class _Charges:
             return False
         if self._cost.is_view(value):
             return self._leaves_wide(value.all_input_nodes[0], plan)
-        tensor = value.meta.get("val")
-        return (
-            isinstance(tensor, torch.Tensor)
-            and device_row(tensor.device.type).wide_results
-            and is_parameter(value)
-        )
+        return is_parameter(value) and device_row(value.meta["val"].device.type).wide_results
 
 
 class _Memory:

@@ -255,8 +255,7 @@ def _widen_rows(lookup: fx.Node) -> None:
     kept = {key: lookup.meta[key] for key in ("nn_module_stack", "stack_trace", CUSTOM) if key in lookup.meta}
     rows.meta = {**kept, CAST_META: True, "val": run_fake(rows)}
     lookup.replace_all_uses_with(rows, delete_user_cb=lambda user: user is not rows)
-    plan = label_of(lookup)
-    if plan is not None:
+    if (plan := label_of(lookup)) is not None:
         plan.dtype = lookup.meta["val"].dtype
         plan.reasons += (Reason.of(Kind.STORED_TABLE, dtype=plan.dtype),)
 

@@ -102,8 +102,7 @@ class LayOutGradients(Pass):
             return "Inductor keeps the layout of convolutions"
         changed = 0
         for backward in gm.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
-            weight = relaid_weight(backward.args[2])
-            if weight is None:
+            if (weight := relaid_weight(backward.args[2])) is None:
                 continue
             items = [user for user in backward.users if user.target is operator.getitem]
             casts = [

@@ -201,8 +201,7 @@ def _give(node: fx.Node, low: torch.dtype, users: Sequence[fx.Node]) -> None:
     for each in widened:
         each.replace_all_uses_with(node)
         node.graph.erase_node(each)
-    others = {user for user in users if user not in widened}
-    if others:
+    if others := {user for user in users if user not in widened}:
         with node.graph.inserting_after(node):
             rounded = _call(node, CAST, node, low)
         node.replace_all_uses_with(rounded, delete_user_cb=others.__contains__)

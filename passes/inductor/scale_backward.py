@@ -98,8 +98,7 @@ class _Work:
 
     def leave(self, node: fx.Node) -> fx.Node:
         """Cases 2 and 3."""
-        position = _added_rows(node)
-        if position is None:
+        if (position := _added_rows(node)) is None:
             return self._divide(node)
         with self.graph.inserting_before(node):
             node.update_arg(position, self._divide(node.args[position]))  # type: ignore[arg-type]  # a node
