@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.fx as fx
 
 from amp_fx.errors import AmpFxError, OptionsError, did_you_mean, one_of
 from amp_fx.exporting.program import beyond_range, narrow_ends, new_program, store_low, stored_weights, tied
@@ -110,8 +109,7 @@ def extra_files(ep: torch.export.ExportedProgram) -> dict[str, str]:
     Read it back with ``files = {"amp_fx.json": ""}; torch.export.load(path, extra_files=files)`` and
     ``amp_fx.Plan.from_json(files["amp_fx.json"])``.
     """
-    plan = ep.graph_module.meta.get(PLAN_META)
-    if plan is None:
+    if (plan := ep.graph_module.meta.get(PLAN_META)) is None:
         raise AmpFxError(
             "this program has no report: it was not made by amp_fx.export or amp_fx.convert, or was decomposed "
             "or loaded since. Ask for the report of the program that they returned."
@@ -149,7 +147,13 @@ def _parse(options: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
 def _convert(
     ep: torch.export.ExportedProgram, opts: Options, own: Mapping[str, str], keep_io_dtypes: bool
 ) -> torch.export.ExportedProgram:
-    gm, regions = _open(ep, opts)
+    devices = listed_devices(ep.graph_module)
+    # what surrounded the export counts, not what surrounds this call
+    regions = {device: Region(True, opts.low_dtype(device), by_user=False) for device in devices}
+    gm = adopt(ep.graph_module, regions)
+    if (ambient := ambient_dtype(gm)) is not None:
+        regions = {device: Region(True, ambient, by_user=True) for device in devices}
+        gm = adopt(ep.graph_module, regions)
     device = graph_device(gm, regions)
     low = regions[device].dtype if regions else opts.low_dtype(device)
     narrowed = {} if keep_io_dtypes else narrow_ends(gm, ep.graph_signature, low)
@@ -195,16 +199,3 @@ def _convert(
             profile.name,
         )
     return program
-
-
-def _open(ep: torch.export.ExportedProgram, opts: Options) -> tuple[fx.GraphModule, dict[str, Region]]:
-    """The program's graph for the passes, and the autocast state at its start."""
-    devices = listed_devices(ep.graph_module)
-    # what surrounded the export counts, not what surrounds this call
-    regions = {device: Region(True, opts.low_dtype(device), by_user=False) for device in devices}
-    gm = adopt(ep.graph_module, regions)
-    ambient = ambient_dtype(gm)
-    if ambient is not None:
-        regions = {device: Region(True, ambient, by_user=True) for device in devices}
-        gm = adopt(ep.graph_module, regions)
-    return gm, regions

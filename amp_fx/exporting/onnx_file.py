@@ -59,8 +59,7 @@ def export_onnx(
 
 def need_onnx(path: str | os.PathLike[str]) -> None:
     """Refuses what would fail after the work: a library that is missing, a folder that cannot be written."""
-    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
         raise MissingLibraryError(f"ONNX files take {' and '.join(missing)}: pip install 'amp_fx[onnx]'.")
     folder = Path(path).absolute().parent
     if not os.access(folder, os.W_OK):

@@ -253,8 +253,7 @@ def _input_specs(gm: fx.GraphModule, signature: ExportGraphSignature) -> list[In
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     found = []
     for node in gm.graph.find_nodes(op="placeholder"):
-        spec = specs.get(node.name)
-        if spec is None:
+        if (spec := specs.get(node.name)) is None:
             weight = specs[node.meta[COPY_META]]
             target = f"{weight.target}{node.name.removeprefix(weight.arg.name)}"
             spec = replace(weight, arg=TensorArgument(node.name), target=target)
@@ -274,8 +273,7 @@ def _with_stored(
 
 def _own_entry(entry: torch.export.ModuleCallEntry) -> torch.export.ModuleCallEntry:
     """A copy whose names the new program may change; a deep one of tree specs warns."""
-    called = entry.signature
-    if called is not None:
+    if (called := entry.signature) is not None:
         called = replace(called, inputs=[*called.inputs], outputs=[*called.outputs])
     return replace(entry, signature=called)
 

@@ -87,8 +87,7 @@ class CapturingInterpreter(fx.Interpreter):
 
     @property
     def _tracer(self) -> Any:
-        mode = get_proxy_mode()
-        if mode is None:
+        if (mode := get_proxy_mode()) is None:
             raise CaptureError("capture ran outside make_fx")
         return mode.tracer
 

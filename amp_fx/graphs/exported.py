@@ -81,7 +81,11 @@ class _Splice:
         regions = node_regions(gm.graph.nodes, ambient)
         opened: dict[fx.Node, Any] = {}
         for node in gm.graph.nodes:
-            if node.op == "placeholder" or is_autocast_call(node) or _is_dtype_check(node):
+            is_check = node.target is aten._assert_tensor_metadata.default
+            if is_check and any(is_eligible(source.meta.get("val")) for source in node.all_input_nodes):
+                # of a dtype that the passes may change
+                continue
+            if node.op == "placeholder" or is_autocast_call(node):
                 continue
             if node.op == "output":
                 return fx.map_arg(node.args[0], env.__getitem__)
@@ -143,13 +147,6 @@ class _Splice:
         copied = self._graph.node_copy(node)
         copied.target = name
         return copied
-
-
-def _is_dtype_check(node: fx.Node) -> bool:
-    """True for a check of a dtype that the passes may change."""
-    return node.target is aten._assert_tensor_metadata.default and any(
-        is_eligible(source.meta.get("val")) for source in node.all_input_nodes
-    )
 
 
 def _wrapped(

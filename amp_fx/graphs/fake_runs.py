@@ -117,8 +117,7 @@ def matmul_flops(node: fx.Node, low: torch.dtype | None = None) -> int:
         shapes = [[size_hint(size) for size in value.shape] for value in args[: 4 if backward else 3]]
         if all(len(shape) == 4 for shape in shapes):
             return sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
-    known = _known_flops(node, args)
-    if known is not None:
+    if (known := _known_flops(node, args)) is not None:
         return known
     device = next((value.device.type for value in tensors((args, kwargs)) if is_eligible(value)), None)
     if device is None:
