@@ -113,6 +113,10 @@ class Options:
         inductor = {_inductor_name(key): value for key, value in given.items() if key not in _OWN}
         policy = Policy.parse(values.get("policy", "autocast"))
         dtype, level = _parse_dtype(values.get("dtype", "auto"), policy), _parse_level(values, policy)
+        try:
+            of_mode = {} if mode is None else inductor_mode_options(mode)
+        except RuntimeError as error:
+            raise OptionsError(f"Unknown mode {mode!r}: {error}") from error
         parsed = cls(
             dtype=dtype,
             policy=policy,
@@ -122,7 +126,7 @@ class Options:
             scaler=_parse_scaler(values.get("scaler"), dtype),
             weights=one_of("weights", WEIGHTS, values.get("weights", "auto")),
             strict=_of_kind("strict", bool, "True or False", values.get("strict", False)),
-            inductor={**({} if mode is None else _mode_options(mode)), **inductor},
+            inductor={**of_mode, **inductor},
             sensitivity=_load_sensitivity(policy, dtype, level),
             level=level,
         )
@@ -296,13 +300,6 @@ def _as_eager(parsed: Options) -> Options:
             f"{wrong}, and numerics='eager' rounds where eager torch.autocast rounds; drop one of the two."
         )
     return replace(parsed, inductor={**parsed.inductor, "emulate_precision_casts": True})
-
-
-def _mode_options(mode: str) -> dict[str, Any]:
-    try:
-        return dict(inductor_mode_options(mode))
-    except RuntimeError as error:
-        raise OptionsError(f"Unknown mode {mode!r}: {error}") from error
 
 
 def _inductor_name(key: str) -> str:

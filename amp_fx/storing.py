@@ -94,7 +94,13 @@ def store_low(
     if not isinstance(program, nn.Module):
         raise AmpFxError(f"store_low needs a torch.nn.Module; got {type(model).__name__}.")
     opts = Options.parse(None, options)
-    own = _own_parameters(program)
+    # path of a parameter -> its module and attribute; what is parametrized is left out
+    own = {
+        f"{path}.{name}" if path else name: (module, name)
+        for path, module in program.named_modules()
+        if not isinstance(module, ParametrizationList)
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
     before = _bytes(program)
     if batch or kwargs:
         batches = batch[0] if len(batch) == 1 and isinstance(batch[0], list) and not kwargs else ()
@@ -121,16 +127,6 @@ def store_low(
     result = StoredLow(stored, tuple(path for path in own if path not in stored), before, _bytes(program))
     logger.info("%s: %s", type(program).__name__, result)
     return result
-
-
-def _own_parameters(program: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Path of a parameter -> its module and attribute; what is parametrized is left out."""
-    return {
-        f"{path}.{name}" if path else name: (module, name)
-        for path, module in program.named_modules()
-        if not isinstance(module, ParametrizationList)
-        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
-    }
 
 
 def _bytes(program: nn.Module) -> int:
