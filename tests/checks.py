@@ -175,7 +175,11 @@ def _run(program: Program, args: Sequence[Any], arm: _Arm, dtype: torch.dtype | 
     torch.manual_seed(0)
     outputs = arm(own)(*inputs)
     named, results = (
-        {f"{what} {index}": value for index, value in enumerate(tree_leaves(values)) if _is_tensor(value)}
+        {
+            f"{what} {index}": value
+            for index, value in enumerate(tree_leaves(values))
+            if isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        }
         for what, values in (("input", inputs), ("output", outputs))
     )
     aliases = shared_storages({**named, **results})
@@ -218,7 +222,3 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.detach().to(dtype).requires_grad_(value.requires_grad)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)

@@ -47,7 +47,9 @@ def check(row: Row, folder: Path, *, generate: bool = True) -> None:
         cold = compiled(row, options)
         if (row["numerics"], row["profile"], row["policy"]) == ("eager", "off", "autocast"):
             _check_bits(row, cold)
-    _check_dtypes(row, cold)
+    eager = session(row, lambda model: model, AXES["autocast"][row["autocast"]])
+    got, wanted = ([[value.dtype for value in _tensors(seen)] for seen in run] for run in (cold, eager))
+    assert got == wanted, f"outputs, gradients and buffers have dtypes {got}, eagerly {wanted}"
     check_accuracy(row, cold)
     if not generate:
         return
@@ -142,12 +144,6 @@ def distances(seen: Seen, exact: Seen) -> dict[str, float]:
     """Relative distance, in L2, of outputs, gradients and buffers."""
     parts = ("outputs", "gradients", "buffers")
     return {part: _distance(getattr(seen, part), getattr(exact, part)) for part in parts}
-
-
-def _check_dtypes(row: Row, ours: Sequence[Seen]) -> None:
-    eager = session(row, lambda model: model, AXES["autocast"][row["autocast"]])
-    got, wanted = ([[value.dtype for value in _tensors(seen)] for seen in run] for run in (ours, eager))
-    assert got == wanted, f"outputs, gradients and buffers have dtypes {got}, eagerly {wanted}"
 
 
 def _check_bits(row: Row, ours: Sequence[Seen]) -> None:

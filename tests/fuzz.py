@@ -68,7 +68,11 @@ def compare(program: Program) -> None:
         for numerics, got in ours.items():
             _compare_facts(f"numerics={numerics!r}", got, eager)
         if program.ambient is not None and program.options.is_autocast:
-            _compare_bits(ours["eager"], eager)
+            for name, value in ours["eager"].values.items():
+                if not torch.equal(value.nan_to_num(), eager.values[name].nan_to_num()):
+                    raise DisagreementError(
+                        f"numerics='eager': {name} is {value}, eagerly {eager.values[name]}"
+                    )
         if not program.decides:
             _compare_values(function, program, ours["compiled"])
 
@@ -146,22 +150,15 @@ def _compare_facts(label: str, got: _Run, eager: _Run) -> None:
     for part in ("values", "gradients", "aliases", "requires_grad"):
         if getattr(eager, part) is None:
             continue
-        ours, theirs = (_words(getattr(run, part)) for run in (got, eager))
+        # what is compared of a part of a run
+        ours, theirs = (
+            sorted(map(sorted, facts))
+            if isinstance(facts, frozenset)
+            else {n: (v.dtype, v.shape) if isinstance(v, Tensor) else v for n, v in (facts or {}).items()}
+            for facts in (getattr(run, part) for run in (got, eager))
+        )
         if ours != theirs:
             raise DisagreementError(f"{label}: {part} are {ours}, eagerly {theirs}")
-
-
-def _words(facts: Any) -> Any:
-    """What is compared of a part of a run."""
-    if isinstance(facts, frozenset):
-        return sorted(map(sorted, facts))
-    return {n: (v.dtype, v.shape) if isinstance(v, Tensor) else v for n, v in (facts or {}).items()}
-
-
-def _compare_bits(got: _Run, eager: _Run) -> None:
-    for name, value in got.values.items():
-        if not torch.equal(value.nan_to_num(), eager.values[name].nan_to_num()):
-            raise DisagreementError(f"numerics='eager': {name} is {value}, eagerly {eager.values[name]}")
 
 
 def _compare_values(function: Callable[..., Any], program: Program, got: _Run) -> None:

@@ -131,13 +131,9 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     return bool(near.all()) and float((ours != theirs).float().mean()) < 0.2
 
 
-def is_whole(_recipe: object, weight: Tensor) -> bool:
-    """As if this were on a GPU: true for one dense piece of memory."""
-    return weight.untyped_storage().nbytes() in (weight.nbytes, 3 * weight.nbytes)
-
-
 if __name__ == "__main__":
-    derived._is_renewed = is_whole
+    # as if this were on a GPU: true for one dense piece of memory
+    derived._is_renewed = lambda _, w: w.untyped_storage().nbytes() in (w.nbytes, 3 * w.nbytes)
     found = {
         "ways that break the rule": ways_that_break_the_rule(),
         "only what was written to is made again": only_what_was_written_to_is_made_again(),

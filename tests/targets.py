@@ -183,7 +183,11 @@ def _facts(graphs: Sequence[TracedGraph], backend: Backend) -> Facts:
         casts += [_what(kind, cast) for calls, _ in cast_kernels(graph) for cast in list(calls)[:1]]
         wide += [_what(kind, node) for node in _calls(graph.after, _WIDE)]
         if kind == "forward":
-            saved += _saved_results(graph.before)
+            results = program_outputs(graph.before)
+            low = {storage_of(node.all_input_nodes[0]) for node in results if node.target is _CAST}
+            kept = [node for node in graph.before.graph.output_node().all_input_nodes if node not in results]
+            values = {storage: node.meta["val"] for node in kept if (storage := storage_of(node)) in low}
+            saved += sum(size_hint(value.untyped_storage().nbytes()) for value in values.values())
         elif kind == "backward":
             rounded += sum(map(_is_rounded, _calls(graph.after, _MATMULS)))
     return Facts(counter.total, counter.forward, tuple(casts), saved, tuple(wide), rounded)
@@ -227,14 +231,6 @@ def _what(kind: str, node: fx.Node) -> str:
     if _only_leaves(node):
         return "gradient" if kind == "backward" else "result"
     return "activation"
-
-
-def _saved_results(forward: fx.GraphModule) -> int:
-    results = program_outputs(forward)
-    low = {storage_of(node.all_input_nodes[0]) for node in results if node.target is _CAST}
-    saved = [node for node in forward.graph.output_node().all_input_nodes if node not in results]
-    values = {storage: node.meta["val"] for node in saved if (storage := storage_of(node)) in low}
-    return sum(size_hint(value.untyped_storage().nbytes()) for value in values.values())
 
 
 def _only_leaves(node: fx.Node) -> bool:

@@ -52,14 +52,12 @@ def _step(layer: Layer, gradient: Tensor, **options: bool) -> None:
     layer.weight.grad = None
 
 
-def _one_row() -> Tensor:
-    return torch.zeros(1024, 64).index_fill_(0, torch.tensor(33), 1.0)
-
-
 def _two_rows_change_places(layer: Layer) -> None:
     data = layer.weight.data
     data[3], data[5] = data[5].clone(), data[3].clone()
 
+
+_ONE_ROW = torch.zeros(1024, 64).index_fill_(0, torch.tensor(33), 1.0)
 
 #: the ways to write to the weight of ``new_layer()`` that the next call sees
 SEEN: dict[str, Callable[[Layer], object]] = {
@@ -83,7 +81,7 @@ SEEN: dict[str, Callable[[Layer], object]] = {
     # optimizers; more of them in test_changes.py
     "a step": lambda layer: _step(layer, _new()),
     "a fused step": lambda layer: _step(layer, _new(), fused=True),
-    "a fused step that changes one row": lambda layer: _step(layer, _one_row(), fused=True),
+    "a fused step that changes one row": lambda layer: _step(layer, _ONE_ROW, fused=True),
     # in silence, to at least half of the elements
     "p.data.copy_": lambda layer: layer.weight.data.copy_(_new()),
     "p.data.mul_().add_(), as a moving average": lambda layer: layer.weight.data.mul_(0.999).add_(

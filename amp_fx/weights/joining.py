@@ -18,6 +18,7 @@ After::
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch.fx as fx
 from amp_fx.graphs.calls import args_of, is_cast, is_returned, readers
 from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import Trait, has_trait
-from amp_fx.graphs.values import is_view, storage_of, storages_written_in
+from amp_fx.graphs.values import written_arguments
 
 __all__ = ["join_linears"]
 
@@ -45,12 +46,11 @@ def join_linears(
     ``packs``: whether oneDNN packs a weight that multiplies a value; it always packs one in int8.
     """
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
-    written = storages_written_in(graph)
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         if node.users and all(map(_reads_apart, node.users)) and _is_packed(node, derived, packs):
-            given, *how = _key(node)
-            if storage_of(given) not in written:
-                groups.setdefault((given, *how), []).append(node)
+            key = _key(node)
+            if not _is_written(key[0]):
+                groups.setdefault(key, []).append(node)
     found = [group for group in groups.values() if len(group) > 1]
     if not found:
         return
@@ -62,7 +62,7 @@ def join_linears(
         if node.op == "get_attr" or (node.op == "call_function" and node in derived):
             start.prepend(node)
     for group in found:
-        _join(group, derived, start, written)
+        _join(group, derived, start)
     graph.erase_node(start)
 
 
@@ -79,7 +79,7 @@ def _is_packed(
 
 def _reads_apart(user: fx.Node) -> bool:
     """False for what oneDNN does at the end of its call, or may: that would be lost."""
-    return is_view(user) or user.target is aten.mul.Tensor
+    return has_trait(user, Trait.RESHAPES, Trait.MOVES) or user.target is aten.mul.Tensor
 
 
 def _key(node: fx.Node) -> tuple[fx.Node, Any, Any, Any, Any]:
@@ -104,7 +104,7 @@ def _is_dequantised(node: fx.Node, per: str) -> bool:
     return str(node.target) == f"quantized_decomposed.dequantize_per_{per}.default"
 
 
-def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node, written: frozenset[int]) -> None:
+def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node) -> None:
     """Makes one product of several, in the place of the first."""
     graph, [first, *_] = start.graph, group
 
@@ -141,17 +141,17 @@ def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node, written: 
         begin, end = end, end + node.meta["val"].shape[-1]
         with graph.inserting_before(node):
             part = call(aten.slice.Tensor, product, -1, begin, end)
-            if not _may_be_strided(node, written):
+            if not _may_be_strided(node):
                 part = call(aten.clone.default, part, memory_format=torch.contiguous_format)
         node.replace_all_uses_with(part)
         graph.erase_node(node)
 
 
-def _may_be_strided(node: fx.Node, written: frozenset[int]) -> bool:
+def _may_be_strided(node: fx.Node) -> bool:
     """True where nobody sees that rows do not follow each other in memory: all views split the last dimension."""
-    if is_returned(node) or storage_of(node) in written:
+    if is_returned(node) or _is_written(node):
         return False
-    for view in filter(is_view, readers(node, is_view)):
+    for view in filter(_is_alias, readers(node, _is_alias)):
         if not has_trait(view, Trait.RESHAPES, Trait.MOVES):
             return False
         if view.target in _VIEWS:
@@ -159,6 +159,21 @@ def _may_be_strided(node: fx.Node, written: frozenset[int]) -> bool:
             if value is not node or not _splits_last(view.meta["val"].shape, node.meta["val"].shape[-1]):
                 return False
     return True
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """True where the result may be a view; fake values do not tell it of what was re-typed."""
+    schema = getattr(node.target, "_schema", None)
+    return node.target is operator.getitem or any(each.alias_info for each in getattr(schema, "returns", ()))
+
+
+def _is_written(value: fx.Node) -> bool:
+    """True where somebody writes to a value, or to what it is a view of."""
+    while value.op == "call_function" and _is_alias(value):
+        value = value.all_input_nodes[0]
+    found = readers(value, _is_alias)
+    views = {value, *filter(_is_alias, found)}
+    return any(written in views for reader in found for _, written in written_arguments(reader))
 
 
 def _splits_last(shape: Sequence[int], last: int) -> bool:

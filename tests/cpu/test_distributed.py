@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,23 @@ def on_one_process(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and parameters of training with the global batch, in fp32 or under eager autocast."""
     model = new_model()
-    own, losses = getattr(torch.optim, optimizer)(model.parameters(), lr=lr), []
-    for step, x in enumerate(global_batches(steps)):
+    own = getattr(torch.optim, optimizer)(model.parameters(), lr=lr)
+    return trained(model, own, global_batches(steps), lambda x: model(x).square().mean(), dtype, skip)
+
+
+def trained(
+    model: nn.Module,
+    own: torch.optim.Optimizer,
+    batches: Iterable[Tensor],
+    loss_of: Callable[[Tensor], Tensor],
+    dtype: torch.dtype | None,
+    skip: int | None = None,
+) -> tuple[list[float], dict[str, Tensor]]:
+    losses = []
+    for step, batch in enumerate(batches):
         own.zero_grad()
         with autocast_in(dtype):
-            loss = model(x).square().mean()
+            loss = loss_of(batch)
         loss.backward()
         if step != skip:
             own.step()
@@ -87,16 +100,9 @@ def test_two_processes_train_as_one_does_and_resume_where_they_were(kind: str, t
 
 def on_one_gpt2(dtype: torch.dtype | None = None) -> tuple[list[float], dict[str, Tensor]]:
     """The same of :func:`distributed.attending_training`."""
-    model, losses = new_gpt2(), []
+    model = new_gpt2()
     own = torch.optim.SGD(model.parameters(), lr=0.5)
-    for batch in global_tokens(3):
-        own.zero_grad()
-        with autocast_in(dtype):
-            loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        own.step()
-        losses.append(loss.item())
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
+    return trained(model, own, global_tokens(3), lambda x: model(input_ids=x, labels=x).loss, dtype)
 
 
 @pytest.mark.slow
@@ -110,8 +116,7 @@ def test_attention_as_products_trains_on_two_processes_with_recomputed_blocks(
     start = dict(new_gpt2().named_parameters())
     assert losses[0] - losses[2] > 0.02 * losses[0]
     for each in (first, second):
-        assert each["products"]
-        assert all(each["products"])
+        assert {*each["products"]} == {True}
         assert not any(each["fallbacks"])
         assert each["dtypes"] == {torch.float32}
         assert each["losses"] == pytest.approx(losses, rel=2e-3)

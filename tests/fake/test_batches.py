@@ -1,7 +1,5 @@
 """Every function that runs a user's model takes a batch in one way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

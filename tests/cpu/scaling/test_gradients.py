@@ -169,10 +169,6 @@ def test_an_update_between_a_forward_and_its_backward_changes_neither_network() 
 # ---- programs ----
 
 
-def plainly(m: Any, x: Tensor) -> Tensor:
-    return m.down(m.up(x).relu())
-
-
 def broken(m: Any, x: Tensor) -> Tensor:
     hidden = m.up(x).relu()
     torch._dynamo.graph_break()
@@ -187,7 +183,10 @@ def checkpointed(m: Any, x: Tensor) -> Tensor:
 PROGRAMS: dict[str, tuple[Callable[..., Tensor], Callable[[Any], Any]]] = {
     "a graph break": (broken, lambda run: run),
     "checkpointed inside": (checkpointed, lambda run: run),
-    "checkpointed from outside": (plainly, lambda run: partial(checkpoint, run, use_reentrant=False)),
+    "checkpointed from outside": (
+        lambda m, x: m.down(m.up(x).relu()),
+        lambda run: partial(checkpoint, run, use_reentrant=False),
+    ),
 }
 
 

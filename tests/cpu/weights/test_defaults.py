@@ -55,17 +55,6 @@ def test_linears_in_fp32_are_packed_and_follow(held: Held, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("op_by_op")
-def test_one_row_and_many_share_a_packed_weight(held: Held) -> None:
-    net = nn.Linear(64, 256, bias=False)
-    run = compiled(net, profile="off")
-    with torch.inference_mode():
-        for rows in (1, 16):
-            x = torch.randn(rows, 64)
-            assert is_right(run(x), net, x)
-    assert held.bytes() == 2 * net.weight.numel()
-
-
-@pytest.mark.usefixtures("op_by_op")
 def test_a_matrix_that_is_joined_from_weights_is_packed() -> None:
     matrices = {name: nn.Linear(64, 64, bias=False) for name in ("one", "other")}
     net = Parts(lambda m, x: x @ torch.cat([m.one.weight, m.other.weight, m.one.weight], 1), **matrices)

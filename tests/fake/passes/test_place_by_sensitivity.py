@@ -53,10 +53,6 @@ def softmax_by_hand(x: Tensor, w: Tensor, _: Tensor) -> Tensor:
     return torch.matmul(e / e.sum(-1, keepdim=True), w)
 
 
-def convolved(x: Tensor, w: Tensor, _: Tensor) -> Tensor:
-    return F.conv1d(x.view(2, 16, 32), w.view(16, 16, 1)).exp()
-
-
 def by_rule(precision: str) -> PassContext:
     policy = Policy.parse({"rules": [{"op": "matmul", "precision": precision}]})
     return PassContext(policy, profile=FAST_LOW, training=True)
@@ -83,7 +79,10 @@ PLACED: dict[str, tuple[dict[str, Any], dict[str, tuple[torch.dtype, Kind | None
     # the result is the fp32 sum of low operands where a kernel returns it
     "a result that is felt": ({**FELT, **CUDA}, {"matmul": (BF16, WIDE)}),
     "a result that is felt, on a CPU": (FELT, {"matmul": (FP32, None)}),
-    "that of a convolution": ({**FELT, **CUDA, "program": convolved}, {"conv1d": (FP32, None)}),
+    "that of a convolution": (
+        {**FELT, **CUDA, "program": lambda x, w, _: F.conv1d(x.view(2, 16, 32), w.view(16, 16, 1)).exp()},
+        {"conv1d": (FP32, None)},
+    ),
     "a result that overflows": ({"results": {"matmul": None}, **BEYOND, **CUDA}, {"matmul": (FP16, WIDE)}),
     "a result not felt": ({"results": {"matmul": 0.0}, "budget": 1.0, **CUDA}, {"matmul": (BF16, None)}),
 }

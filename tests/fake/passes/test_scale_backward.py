@@ -149,15 +149,13 @@ def test_rows_are_divided_before_they_are_added_into_a_table_of_zeros(add: Calla
     assert torch.equal(gradient, torch.zeros(40, 4).index_add(0, ROWS, rows * 2))
 
 
-def used_further(x: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-    return x, ADDING["embedding"](x, tangent) * tangent.sum()
-
-
 OTHERS = {
     "rows replace": table_gradient(lambda zeros, rows: aten.index_put.default(zeros, [ROWS], rows, False)),
     "not zero": table_gradient(ADDING["index_add"], fill=1),
     "smaller": table_gradient(lambda zeros, rows: aten.index_add.default(zeros, 0, ROWS % 2, rows), size=2),
-    "used further": joint_graph(used_further, [FP32], [FP32], [0]),
+    "used further": joint_graph(
+        lambda x, tangent: (x, ADDING["embedding"](x, tangent) * tangent.sum()), [FP32], [FP32], [0]
+    ),
 }
 
 
