@@ -131,10 +131,10 @@ def _compare(
         if exact.is_floating_point():
             true, what = exact.detach().cpu().double(), f"output {output.name!r} of the file"
             far = (torch.as_tensor(value).double() - true)[true.isfinite()]
-            norm = true[true.isfinite()].norm()
+            norm = true[true.isfinite()].norm() or torch.tensor(1.0)
             if not far.isfinite().all():
                 raise ExportError(f"{what} is not finite where the model's is. {_REMEDY}")
-            if norm and far.norm() > _FAR * norm:
+            if far.norm() > _FAR * norm:
                 raise ExportError(
                     f"{what} is {far.norm() / norm:.2g} from the model's, relative to its size. {_REMEDY}"
                 )

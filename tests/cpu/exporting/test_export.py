@@ -316,18 +316,21 @@ def test_a_model_that_overflows_in_fp16_has_a_file_whose_results_are_right(tmp_p
 
 
 def test_a_file_that_computes_otherwise_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, args = nn.Linear(16, 4).eval(), (torch.randn(4, 16),)
+    args = (torch.randn(4, 16),)
     other = amp_fx.export(nn.Linear(16, 4).eval(), args, dtype="float16")
     monkeypatch.setattr("amp_fx.exporting.onnx_file.export", lambda *_, **__: other)
-    with pytest.raises(amp_fx.ExportError, match="from the model's"):
-        amp_fx.export_onnx(model, args, tmp_path / "model.onnx")
+    for fill in (nn.init.ones_, nn.init.zeros_):
+        fill((model := nn.Linear(16, 4, bias=False).eval()).weight)
+        with pytest.raises(amp_fx.ExportError, match="from the model's"):
+            amp_fx.export_onnx(model, args, tmp_path / "model.onnx")
     with pytest.raises(amp_fx.ExportError, match="no folder"):
         amp_fx.export_onnx(model, args, tmp_path / "nowhere" / "model.onnx")
 
 
 def test_onnxruntime_says_that_it_has_no_bf16_kernels_on_cpu(tmp_path: Path) -> None:
-    x = torch.randn(2, 8)
-    path = _onnx(amp_fx.export(nn.Linear(8, 8).eval(), (x,), profile="off"), tmp_path / "model.onnx")
+    path = _onnx(
+        amp_fx.export(nn.Linear(8, 8).eval(), (x := torch.randn(2, 8),), profile="off"), tmp_path / "m.onnx"
+    )
     with pytest.raises(Exception, match=r"NOT_IMPLEMENTED.*Gemm"):
         _ran(path, x)
 
