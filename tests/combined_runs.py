@@ -90,7 +90,11 @@ def session(row: Row, prepare: Prepare, autocast: Any = None, dtype: Any = torch
     """Calls a model at every step of :data:`STEPS`; its weights change after each call."""
     training = row["gradients"] == "train"
     model = make(row["model"]).to(dtype).train(training)
-    program, scaler = prepare(model), _scaler(row, dtype)
+    program, enabled = prepare(model), _low_dtype(row) is torch.float16
+    # without a scaler in the graph, fp16 has the one that every loop has
+    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE, enabled=enabled)
+    if dtype is torch.float32 and row["scaler"] == "default":
+        scaler = amp_fx.GradScaler("cpu", init_scale=_SCALE)
     optimizer = torch.optim.SGD(model.parameters(), lr=model.rate)
     seen = []
     for step, size in enumerate(STEPS.values()):
@@ -161,13 +165,6 @@ def _low_dtype(row: Row) -> torch.dtype:
     """What is low in a row: the program's own autocast comes first."""
     ambient = AXES["autocast"][row["autocast"]]
     return ambient or (torch.float16 if row["dtype"] == "float16" else torch.bfloat16)
-
-
-def _scaler(row: Row, dtype: torch.dtype) -> torch.amp.GradScaler:
-    if dtype is torch.float32 and row["scaler"] == "default":
-        return amp_fx.GradScaler("cpu", init_scale=_SCALE)
-    # without a scaler in the graph, fp16 has the one that every loop has
-    return torch.amp.GradScaler("cpu", init_scale=_SCALE, enabled=_low_dtype(row) is torch.float16)
 
 
 def _write(model: nn.Module, *, through_data: bool) -> None:

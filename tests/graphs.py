@@ -73,6 +73,7 @@ class Rewritten:
 def calls_text(gm: fx.GraphModule) -> str:
     """The calls of a graph in order: op, overload, and the dtype of the result."""
     found: list[str] = []
+    cpu, cuda = ("cpu", torch.device("cpu")), torch.device("cuda")
     for node in gm.graph.nodes:
         if node.op == "call_function":
             name = str(node.target).removesuffix(".default").split(".", 1)[-1]
@@ -113,7 +114,7 @@ def on_cuda(gm: fx.GraphModule) -> fx.GraphModule:
                 fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
                 is_parameter = isinstance(value, nn.Parameter)
                 node.meta["example_value"] = nn.Parameter(fake, False) if is_parameter else fake
-            node.args, node.kwargs = tree_map(_cpu_to_cuda, (node.args, node.kwargs))
+            node.args, node.kwargs = tree_map(lambda v: cuda if v in cpu else v, (node.args, node.kwargs))
     return fx.GraphModule(gm, moved.graph)
 
 
@@ -250,7 +251,3 @@ def autocast_in(dtype: torch.dtype | None, device: str = "cpu") -> contextlib.Ab
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast("cpu", dtype) if device == "cpu" else enable_autocast(device, True, dtype)
-
-
-def _cpu_to_cuda(value: Any) -> Any:
-    return torch.device("cuda") if value in ("cpu", torch.device("cpu")) else value

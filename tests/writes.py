@@ -41,11 +41,6 @@ def _without_gradients(write: Callable[[Tensor], object]) -> Callable[[Layer], o
     return run
 
 
-def _in_inference_mode(layer: Layer) -> None:
-    with torch.inference_mode():
-        layer.weight.data.mul_(0.5)
-
-
 def _step(layer: Layer, gradient: Tensor, **options: bool) -> None:
     layer.weight.grad = gradient
     torch.optim.SGD(layer.parameters(), lr=0.1, **options).step()
@@ -92,7 +87,7 @@ SEEN: dict[str, Callable[[Layer], object]] = {
         torch.randn(1024, 4), torch.randn(4, 64)
     ),
     "torch._foreach_mul_": lambda layer: torch._foreach_mul_([layer.weight.data], 0.5),
-    "in inference_mode": _in_inference_mode,
+    "in inference_mode": torch.inference_mode()(lambda layer: layer.weight.data.mul_(0.5)),
     "numpy": lambda layer: layer.weight.detach().numpy().__iadd__(1.0),
     "DLPack": lambda layer: torch.from_dlpack(layer.weight.detach()).neg_(),
     "its storage": lambda layer: layer.weight.untyped_storage().copy_(

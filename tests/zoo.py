@@ -23,10 +23,6 @@ Batch = dict[str, Tensor]
 Outputs = Any
 
 
-def _call_with_batch(model: nn.Module, batch: Batch) -> Outputs:
-    return model(**batch)
-
-
 def _call_with_first(model: nn.Module, batch: Batch) -> Outputs:
     return model(next(iter(batch.values())))
 
@@ -40,7 +36,7 @@ class Case:
     loss_fn: Callable[[Outputs, Batch], Tensor]  # a scalar; called outside the compiled code
     # submodules to compile instead of the whole model (the two networks of a GAN)
     parts: tuple[str, ...] = ()
-    run: Callable[[nn.Module, Batch], Outputs] = _call_with_batch
+    run: Callable[[nn.Module, Batch], Outputs] = lambda model, batch: model(**batch)
     dynamo: Mapping[str, Any] = field(default_factory=dict)  # settings of ``torch._dynamo.config``
     low_in_eval: bool = True  # False where autocast itself computes in fp32 in evaluation
 

@@ -30,7 +30,7 @@ from amp_fx.graphs.fake_runs import run_fake
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import written_arguments
 
-__all__ = ["join_linears"]
+__all__ = ["dequantised", "join_linears"]
 
 aten = torch.ops.aten
 
@@ -56,6 +56,7 @@ def join_linears(
         return
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
+        # a place that stays, as the first call itself may be joined
         start = graph.call_function(aten.empty.memory_format, ([],))
     for node in list(graph.nodes):
         # what is computed from weights alone can be computed first
@@ -72,7 +73,7 @@ def _is_packed(
     x, weight, *bias = args_of(node)
     if not derived.issuperset(each for each in bias if each is not None):
         return False
-    if (source := _dequantised(weight)) is not None:
+    if (source := dequantised(weight, "channel")) is not None:
         return derived.issuperset(args_of(source)[:3])
     return weight in derived and weight.meta["val"].ndim == 2 and packs(x.meta["val"], weight.meta["val"])
 
@@ -86,22 +87,21 @@ def _key(node: fx.Node) -> tuple[fx.Node, Any, Any, Any, Any]:
     """Equal for products that can be one: what is multiplied, before it is rounded, and how."""
     x, weight, *bias = args_of(node)
     given, seen = x, []
-    while is_cast(given) or _is_dequantised(given, "tensor"):
+    while is_cast(given) or dequantised(given, "tensor") is given:
         # each product has its own
         seen.append((given.target, given.args[1:]))
         given = given.args[0]
     biases = (*(each.meta["val"].dtype for each in bias if each is not None),)
-    return given, (*seen,), biases, _dequantised(weight) is not None, weight.meta["val"].dtype
+    return given, (*seen,), biases, dequantised(weight, "channel") is not None, weight.meta["val"].dtype
 
 
-def _dequantised(weight: fx.Node) -> fx.Node | None:
-    """What a weight in int8 comes from, before a cast or none; None for others."""
-    source = weight.all_input_nodes[0] if is_cast(weight) else weight
-    return source if _is_dequantised(source, "channel") else None
+def dequantised(factor: fx.Node, per: str) -> fx.Node | None:
+    """What a factor of a product in int8 comes from, before a cast or none; None for others.
 
-
-def _is_dequantised(node: fx.Node, per: str) -> bool:
-    return str(node.target) == f"quantized_decomposed.dequantize_per_{per}.default"
+    ``per``: ``"tensor"`` for a value, ``"channel"`` for a weight.
+    """
+    source = factor.all_input_nodes[0] if is_cast(factor) else factor
+    return source if str(source.target) == f"quantized_decomposed.dequantize_per_{per}.default" else None
 
 
 def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node) -> None:
@@ -119,7 +119,7 @@ def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node) -> None:
         return made
 
     weights, biases = [args_of(node)[1] for node in group], [args_of(node)[2:3] for node in group]
-    sources = [source for weight in weights if (source := _dequantised(weight)) is not None]
+    sources = [source for weight in weights if (source := dequantised(weight, "channel")) is not None]
     if sources:
         parts = [
             once(aten.cat.default, [*values])
@@ -151,12 +151,15 @@ def _may_be_strided(node: fx.Node) -> bool:
     """True where nobody sees that rows do not follow each other in memory: all views split the last dimension."""
     if is_returned(node) or _is_written(node):
         return False
-    for view in filter(_is_alias, readers(node, _is_alias)):
-        if not has_trait(view, Trait.RESHAPES, Trait.MOVES):
+    for user in readers(node, _is_alias):
+        # kernels of other libraries, and bodies of control flow, may rely on what they were given
+        if getattr(user.target, "namespace", "") not in ("aten", "prims"):
             return False
-        if view.target in _VIEWS:
-            [value] = view.all_input_nodes
-            if value is not node or not _splits_last(view.meta["val"].shape, node.meta["val"].shape[-1]):
+        if _is_alias(user) and not has_trait(user, Trait.RESHAPES, Trait.MOVES):
+            return False
+        if user.target in _VIEWS:
+            [value] = user.all_input_nodes
+            if value is not node or not _splits_last(user.meta["val"].shape, node.meta["val"].shape[-1]):
                 return False
     return True
 

@@ -34,7 +34,7 @@ from amp_fx.graphs.calls import args_of, argument_value, convolution_settings, i
 from amp_fx.graphs.traits import linear_form
 from amp_fx.graphs.values import is_fixed, is_pure, is_view, numel, storage_of, storages_written_in, tensors
 from amp_fx.weights.derived import DerivedInputs, derivation
-from amp_fx.weights.joining import join_linears
+from amp_fx.weights.joining import dequantised, join_linears
 from amp_fx.weights.recipes import Derived, with_norm
 
 __all__ = ["pack"]
@@ -44,11 +44,6 @@ aten = torch.ops.aten
 #: of all elements of a graph's weights, those that may be added by what is computed from them: embeddings that are
 #: expanded to a batch are others for each batch size
 _EXPANDED = 1 / 32
-#: the factors of a product in int8
-_DEQUANTISED = [
-    f"quantized_decomposed.{name}.default" for name in ("dequantize_per_tensor", "dequantize_per_channel")
-]
-
 #: convolutions whose arguments say how much is padded
 _CONVOLUTIONS = frozenset(
     (
@@ -237,8 +232,8 @@ class _Packer:
         if not (is_convolution or node.target is aten.linear.default) or not onednn_packs(torch.float32):
             return
         first, second, bias, *_ = (*args_of(node), None)
-        value, weight = (each.all_input_nodes[0] if is_cast(each) else each for each in (first, second))
-        if [str(each.target) for each in (value, weight)] != _DEQUANTISED:
+        value, weight = dequantised(first, "tensor"), dequantised(second, "channel")
+        if value is None or weight is None:
             return
         x, scale, zero, *_ = value.args
         data, scales, zeros, *_ = weight.args

@@ -57,13 +57,9 @@ def operands(text: str) -> list[list[Layout | None]]:
         elif (match := _RENAMED.search(line)) and match[2] in layouts:
             layouts[match[1]] = layouts[match[2]]
         elif match := _CALL.search(line):
-            found.append([_layout(argument, layouts) for argument in match.groups()])
+            given = [(argument, _VIEW.match(argument)) for argument in match.groups()]
+            found.append([(_numbers(v[1]), _numbers(v[2])) if v else layouts.get(a) for a, v in given])
     return found
-
-
-def _layout(argument: str, layouts: dict[str, Layout]) -> Layout | None:
-    view = _VIEW.match(argument)
-    return (_numbers(view[1]), _numbers(view[2])) if view else layouts.get(argument)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

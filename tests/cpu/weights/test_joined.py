@@ -36,6 +36,22 @@ def heads(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+@torch.library.custom_op("amp_fx_tests::rows", mutates_args=())
+def rows(x: Tensor) -> Tensor:
+    assert x.is_contiguous()
+    return x.clone()
+
+
+rows.register_fake(torch.empty_like)
+
+
+def branches(m: Any, x: Tensor) -> Tensor:
+    q, k = m.q(x).view(2, -1, 64), m.k(x).view(2, -1, 64)
+    return torch.cond(
+        x.sum() > 0, lambda a, b: a.view(-1, 8) * b.view(-1, 8), lambda a, b: a.view(-1, 8).exp(), (q, k)
+    )
+
+
 def attend(m: Any, x: Tensor) -> Tensor:
     return m.out(F.scaled_dot_product_attention(*heads(m, x)).transpose(1, 2).flatten(2))
 
@@ -71,6 +87,8 @@ JOINED: dict[str, tuple[Callable[..., Any], list[int]]] = {
     "keys that are written to": (writes, [192]),
     "what is multiplied is written to": (writes_between, [64, 64]),
     "keys that are complex": (rotates, [192]),
+    "what another library reads": (lambda m, x: rows(m.q(x).view(2, -1, 64)) * m.k(x).view(2, -1, 64), [128]),
+    "what a branch reads": (branches, [128]),
     "what oneDNN does with each": (lambda m, x: F.silu(m.q(x)) * m.v(F.gelu(m.k(x))), [64, 64, 64]),
     "views of the whole memory": (lambda m, x: m.q(x).view(-1, 4).sin() + m.k(x).view(-1, 4), [128]),
 }
