@@ -73,7 +73,6 @@ class Rewritten:
 def calls_text(gm: fx.GraphModule) -> str:
     """The calls of a graph in order: op, overload, and the dtype of the result."""
     found: list[str] = []
-    cpu, cuda = ("cpu", torch.device("cpu")), torch.device("cuda")
     for node in gm.graph.nodes:
         if node.op == "call_function":
             name = str(node.target).removesuffix(".default").split(".", 1)[-1]
@@ -100,6 +99,7 @@ def dynamo_graph(
 
 def on_cuda(gm: fx.GraphModule) -> fx.GraphModule:
     """The same Dynamo graph on fake CUDA tensors, which exist on any machine. Static shapes only."""
+    cpu, cuda = ("cpu", torch.device("cpu")), torch.device("cuda")
     moved = copy.copy(gm)
     moved.graph = fx.Graph()
     output = moved.graph.graph_copy(gm.graph, {})
