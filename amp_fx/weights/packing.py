@@ -235,8 +235,8 @@ class _Packer:
         value, weight = dequantised(first, "tensor"), dequantised(second, "channel")
         if value is None or weight is None:
             return
-        x, scale, zero, *_ = value.args
-        data, scales, zeros, *_ = weight.args
+        x, scale, zero, *_ = args_of(value)
+        data, scales, zeros, *_ = args_of(weight)
         if not self.derived.issuperset((data, scales, zeros)):
             return
         dtype, kernel = node.meta["val"].dtype, weight.meta["val"].shape
