@@ -18,7 +18,7 @@ from small_models import Parts
 
 aten = torch.ops.aten
 BF16, FP16 = torch.bfloat16, torch.float16
-X, Y, W = (torch.randn(8, 8) for _ in range(3))
+X, Y, W = (each.clone() for each in torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0)))
 SCALE, LEAVES = torch.ones(8), [value.clone().requires_grad_() for value in (X, W)]
 TO_FP16, FROM_FP16 = ("float32", "float16"), ("float16", "float32")
 
