@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes=args.processes,
         clock=args.clock,
         malloc=args.malloc,
+        caches=args.caches,
         deadline=time.monotonic() + 60 * args.minutes,
     )
     asked = {name: getattr(settings, name) for name in ("rounds", "processes", "clock", "malloc")}
@@ -78,6 +79,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help=clock)
     malloc = "default: freed memory goes back to the system as glibc has it; kept: it stays"
     parser.add_argument("--malloc", choices=MALLOCS, default="kept", help=malloc)
+    caches = "of compiled code, kept: arms compile side by side, which is quick, and not measured"
+    parser.add_argument("--caches", default="", metavar="FOLDER", help=caches)
     parser.add_argument("--minutes", type=float, default=math.inf, help="end about then; default: no limit")
     args = parser.parse_args(argv)
     known = {*CASES, *(case.family for case in CASES.values())}

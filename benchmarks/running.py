@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -52,6 +53,7 @@ class Settings:
             its times by several percent.
         clock: a name in ``benchmarks.worker.CLOCKS``.
         malloc: a name in :data:`MALLOCS`.
+        caches: a folder for compiled code, kept between runs; arms compile side by side, and how long is not measured.
         deadline: of ``time.monotonic``; after it rounds are cut short, and memory and errors are not measured.
     """
 
@@ -61,6 +63,7 @@ class Settings:
     processes: int = 3
     clock: str = "wall"
     malloc: str = "kept"
+    caches: str = ""
     deadline: float = float("inf")
 
     @property
@@ -110,16 +113,18 @@ class _Worker:
         self.stop()
         self.process = self._start()
 
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """One request and its reply; raises _StoppedError where the arm failed."""
+    def send(self, do: str, **arguments: Any) -> None:
+        """A request; :meth:`reply` waits for what comes back."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
+        # what has ended is noticed where its reply is read
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+
+    def reply(self) -> dict[str, Any]:
+        """Raises _StoppedError where the arm failed."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
             said = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             last = said[-1] if said else "it said nothing"
@@ -128,6 +133,10 @@ class _Worker:
         if "failed" in reply:
             raise _StoppedError(f"failed: {reply['failed']}")
         return reply
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        self.send(do, **arguments)
+        return self.reply()
 
     def stop(self) -> None:
         if self.process.stdin is not None:
@@ -146,10 +155,14 @@ def measure(case: Case, settings: Settings) -> list[TimingRow]:
     sensible = arms_for(case.mode, settings.device)
     names = [n for n in settings.arms if n in sensible and case.takes(ARMS[n])]
     workers: list[_Worker] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = Path(settings.caches or stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             # imports overlap; what is measured does not
-            workers += (_Worker(ARMS[name], Path(folder), settings.malloc) for name in names)
+            workers += (_Worker(ARMS[name], folder, settings.malloc) for name in names)
+            for worker in workers if settings.caches else ():
+                worker.send("start", case=case.name, arm=worker.arm.name, device=settings.device)
             running, done = [worker for worker in workers if _compile(worker, case, settings)], 0
             parts = min(settings.processes, settings.rounds)
             for part in range(1, parts + 1):
@@ -175,20 +188,23 @@ def measure(case: Case, settings: Settings) -> list[TimingRow]:
 
 
 def _compile(worker: _Worker, case: Case, settings: Settings) -> bool:
-    first = _start(worker, case, settings)
+    first = _start(worker, case, settings, sent=bool(settings.caches))
     if first is None:
         return False
-    worker.fields["compile_cold"] = first["compile"]
+    if not settings.caches:
+        worker.fields["compile_cold"] = first["compile"]
     worker.notes += first["notes"]
     worker.steps = max(1, min(_MAX_STEPS, round(_ROUND_SECONDS / first["step"])))
     return True
 
 
-def _start(worker: _Worker, case: Case, settings: Settings) -> dict[str, Any] | None:
-    """Compiles in a new process; None if that fails."""
+def _start(worker: _Worker, case: Case, settings: Settings, sent: bool = False) -> dict[str, Any] | None:
+    """Compiles in a new process, if it has not been told yet; None if that fails."""
     print(f"{case.name}: compile {worker.arm.name}", file=sys.stderr)
     try:
-        return worker.ask("start", case=case.name, arm=worker.arm.name, device=settings.device)
+        if not sent:
+            worker.send("start", case=case.name, arm=worker.arm.name, device=settings.device)
+        return worker.reply()
     except _StoppedError as reason:
         worker.notes.append(str(reason))
         return None

@@ -115,11 +115,19 @@ class Trial:
         later = median(seconds(self.step, self.device, 3))
         compiles = self.arm.backend is not None and not self.arm.engine
         notes = [str(w.message) for w in caught if issubclass(w.category, FallbackWarning)]
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
         return {"compile": first - later if compiles else None, "step": later, "notes": notes}
 
     def round(self, steps: int, clock: str) -> dict[str, Any]:
         """Seconds of so many steps."""
-        return {"seconds": seconds(self.step, self.device, steps, clock)}
+        if self.device != "cuda":
+            return {"seconds": seconds(self.step, self.device, steps, clock)}
+        # memory goes back to the arms beside it, and is asked for anew before anything is timed
+        self.step()
+        found = seconds(self.step, self.device, steps, clock)
+        torch.cuda.empty_cache()
+        return {"seconds": found}
 
     def memory(self) -> dict[str, Any]:
         """What a step needs beyond what is there between steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,24 +38,24 @@ class Seen:
     buffers: list[Tensor]
 
 
-def check(row: Row, folder: Path, *, generate: bool = True) -> None:
+def check(row: Row, folder: Path, *, generate: bool = True, device: str = "cpu") -> None:
     """Runs a row, and once more from a warm cache; without generated code, graphs run op by op, and once.
 
     Fails where a result is worse than eager autocast allows, has another dtype, or is another one from a warm cache.
     """
-    options = with_files(row, folder)
+    options = with_files(row, folder, device)
     with contextlib.nullcontext() if generate else op_by_op():
-        cold = compiled(row, options)
+        cold = compiled(row, options, device)
         if (row["numerics"], row["profile"], row["policy"]) == ("eager", "off", "autocast"):
-            _check_bits(row, cold)
-    eager = session(row, lambda model: model, AXES["autocast"][row["autocast"]])
+            _check_bits(row, cold, device)
+    eager = session(row, lambda model: model, AXES["autocast"][row["autocast"]], device=device)
     got, wanted = ([[value.dtype for value in _tensors(seen)] for seen in run] for run in (cold, eager))
     assert got == wanted, f"outputs, gradients and buffers have dtypes {got}, eagerly {wanted}"
-    check_accuracy(row, cold)
+    check_accuracy(row, cold, device)
     if not generate:
         return
     counters.clear()
-    warm = compiled(row, options)
+    warm = compiled(row, options, device)
     # graphs that Inductor freezes are not cached
     assert counters["aot_autograd"]["autograd_cache_saved"] == 0, "compiled again with a warm cache"
     for step, again, found in zip(STEPS, warm, cold, strict=True):
@@ -62,11 +63,11 @@ def check(row: Row, folder: Path, *, generate: bool = True) -> None:
         assert all(torch.equal(a, b) for a, b in pairs), f"{step}: another result from a warm cache"
 
 
-def check_accuracy(row: Row, ours: Sequence[Seen]) -> None:
+def check_accuracy(row: Row, ours: Sequence[Seen], device: str = "cpu") -> None:
     """Holds a session against fp64, beside eager autocast."""
     autocast, exact = (
-        session(row, lambda model: model, _low_dtype(row)),
-        session(row, lambda model: model, dtype=torch.float64),
+        session(row, lambda model: model, _low_dtype(row), device=device),
+        session(row, lambda model: model, dtype=torch.float64, device=device),
     )
     for step, found, theirs, wanted in zip(STEPS, ours, autocast, exact, strict=True):
         errors, others = distances(found, wanted), distances(theirs, wanted)
@@ -75,7 +76,7 @@ def check_accuracy(row: Row, ours: Sequence[Seen]) -> None:
             assert error <= allowed, f"{step}: {part} are off by {error:.2e}, allowed {allowed:.2e}"
 
 
-def compiled(row: Row, options: Mapping[str, Any]) -> list[Seen]:
+def compiled(row: Row, options: Mapping[str, Any], device: str = "cpu") -> list[Seen]:
     """The session through amp_fx, compiled anew; options are those of :func:`with_files`."""
     torch._dynamo.reset()
     dynamic = AXES["dynamic"][row["dynamic"]]
@@ -83,24 +84,26 @@ def compiled(row: Row, options: Mapping[str, Any]) -> list[Seen]:
     def prepare(model: Model) -> Callable[..., Any]:
         return torch.compile(model, backend="amp_fx", options=dict(options), dynamic=dynamic)
 
-    return session(row, prepare, AXES["autocast"][row["autocast"]])
+    return session(row, prepare, AXES["autocast"][row["autocast"]], device=device)
 
 
-def session(row: Row, prepare: Prepare, autocast: Any = None, dtype: Any = torch.float32) -> list[Seen]:
+def session(
+    row: Row, prepare: Prepare, autocast: Any = None, dtype: Any = torch.float32, device: str = "cpu"
+) -> list[Seen]:
     """Calls a model at every step of :data:`STEPS`; its weights change after each call."""
     training = row["gradients"] == "train"
-    model = make(row["model"]).to(dtype).train(training)
+    model = make(row["model"]).to(device, dtype).train(training)
     program, enabled = prepare(model), _low_dtype(row) is torch.float16
     # without a scaler in the graph, fp16 has the one that every loop has
-    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE, enabled=enabled)
+    scaler = torch.amp.GradScaler(device, init_scale=_SCALE, enabled=enabled)
     if dtype is torch.float32 and row["scaler"] == "default":
-        scaler = amp_fx.GradScaler("cpu", init_scale=_SCALE)
+        scaler = amp_fx.GradScaler(device, init_scale=_SCALE)
     optimizer = torch.optim.SGD(model.parameters(), lr=model.rate)
     seen = []
     for step, size in enumerate(STEPS.values()):
-        batch = model.batch(size, seed=size)
+        batch = model.batch(size, seed=size).to(device)
         batch = batch.to(dtype) if batch.is_floating_point() else batch
-        with AXES["gradients"][row["gradients"]](), autocast_in(autocast):
+        with AXES["gradients"][row["gradients"]](), autocast_in(autocast, device):
             outputs = program(batch)
             loss = outputs.to(dtype).square().mean()
         if training:
@@ -116,21 +119,21 @@ def session(row: Row, prepare: Prepare, autocast: Any = None, dtype: Any = torch
     return seen
 
 
-def with_files(row: Row, folder: Path) -> dict[str, Any]:
+def with_files(row: Row, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """The options of a row, with a device profile and a plan in files."""
     options = options_of(row)
     if options.get("profile") == "a file":
         options["profile"] = str(folder / "profile.json")
         FP8_CPU.save(options["profile"])
     if options.pop("plan", None) is not None:
-        model, path = make(row["model"]).train(row["gradients"] == "train"), folder / "plan.json"
+        model, path = make(row["model"]).to(device).train(row["gradients"] == "train"), folder / "plan.json"
         torch._dynamo.reset()
-        with autocast_in(AXES["autocast"][row["autocast"]]):
+        with autocast_in(AXES["autocast"][row["autocast"]], device):
             if row["plan"] == "measured":
                 _calibrated(model, options).save(path)
             else:
                 with AXES["gradients"][row["gradients"]]():
-                    amp_fx.explain(model, model.batch(4, seed=0), options=options).save(path)
+                    amp_fx.explain(model, model.batch(4, seed=0).to(device), options=options).save(path)
         options["plan"] = str(path)
     return options
 
@@ -139,7 +142,8 @@ def _calibrated(model: Model, options: Mapping[str, Any]) -> amp_fx.CalibratedPl
     """A plan with as much in int8 as may be, whose scales hold what weights will have become in a session."""
     for _ in range(len(STEPS) - 1):
         _write(model, through_data=False)
-    batches = [model.batch(size, seed=size) for size in STEPS.values()]
+    device = next(model.parameters()).device
+    batches = [model.batch(size, seed=size).to(device) for size in STEPS.values()]
     given = {name: options[name] for name in ("policy", "dtype", "profile") if name in options}
     return amp_fx.calibrate(model, batches, of="outputs", **given).plan(budget=1000, verify=False)
 
@@ -150,12 +154,13 @@ def distances(seen: Seen, exact: Seen) -> dict[str, float]:
     return {part: _distance(getattr(seen, part), getattr(exact, part)) for part in parts}
 
 
-def _check_bits(row: Row, ours: Sequence[Seen]) -> None:
+def _check_bits(row: Row, ours: Sequence[Seen], device: str) -> None:
     """Where nothing but the casts differs: beside Inductor's own autocast, which rounds as eager autocast does."""
     torch._dynamo.reset()
     options: dict[str, Any] = {"emulate_precision_casts": True}
     dynamic = AXES["dynamic"][row["dynamic"]]
-    stock = session(row, lambda m: torch.compile(m, options=options, dynamic=dynamic), _low_dtype(row))
+    run = functools.partial(torch.compile, options=options, dynamic=dynamic)
+    stock = session(row, run, _low_dtype(row), device=device)
     # the backward, which is traced under autocast there, is another one
     got, wanted = ours[0].outputs[0].float(), stock[0].outputs[0].float()
     assert torch.equal(got, wanted), f"outputs differ from Inductor's by {(got - wanted).abs().max()}"

@@ -80,8 +80,8 @@ def renewed(model: nn.Module, x: Tensor, options: dict[str, Any]) -> tuple[Tenso
     compiled = served(model, x, options)
     before = compiled(x)
     double(model)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         after = compiled(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")

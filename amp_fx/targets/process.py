@@ -139,6 +139,8 @@ class TargetProcess:
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             # processes that compile for Inductor would know nothing of the target
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            # fake values would look for memory on a GPU that is there
+            "CUDA_VISIBLE_DEVICES": "",
         }
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from amp_fx.targets.process import serve; serve()"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
+from combinations import Row, covering_rows, words
+from combined_runs import check
 from holding import double, renewed, served
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +70,11 @@ def test_modes_of_inductor_work(mode: str) -> None:
     assert results[-1].dtype is torch.float32
 
 
+def test_another_card_can_be_asked_about() -> None:
+    report = amp_fx.explain(network(), torch.randn(512, 256, device="cuda"), target="cuda:h100")
+    assert {row.dtype for row in report.plan.nodes if row.op == "linear"} <= {torch.bfloat16, torch.float32}
+
+
 # ---- inference ----
 
 
@@ -89,3 +97,9 @@ def test_copies_are_renewed_in_a_cuda_graph_of_the_user() -> None:
         graph.replay()
         exact = model(x)
     assert (result - exact).norm() / exact.norm() < 0.02
+
+
+@pytest.mark.parametrize("row", covering_rows(), ids=words)
+def test_options_together_give_what_each_promises(row: Row, tmp_path: Path) -> None:
+    # the profile of a file is a CPU's
+    check({**row, "profile": "off"} if row["profile"] == "with fp8" else row, tmp_path, device="cuda")

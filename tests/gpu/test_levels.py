@@ -150,7 +150,9 @@ def test_without_gradients_copies_of_weights_give_what_casts_give(recipe: str, d
     with torch.no_grad():
         exact = copy.deepcopy(model).double()(x.double())
     assert 0.005 < error([found["cast"]], [exact]) < 0.06
-    assert torch.equal(found["cast"], found["cache"])
+    # Inductor's division rounds otherwise; scales of rows are powers of two
+    assert torch.equal(found["cast"], found["cache"]) or not LEVELS[recipe].by_row
+    assert error([found["cache"]], [found["cast"]]) < 0.02
 
 
 def test_fp8_copies_of_weights_are_renewed_without_a_wait_of_the_host() -> None:
