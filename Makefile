@@ -124,10 +124,11 @@ dist: venv compiler
 	build/dist/bin/python -m pip install -q -c <($(CONSTRAINTS)) "$$(ls dist/*.whl)"
 	cd build/dist && bin/python $(CURDIR)/examples/demo.py --acts 1
 
-# Nothing is installed: the Python that is there has torch, triton and networkx. Each call takes less than ten minutes and
-# goes on where the one before stopped.
+# The Python that is there has torch, triton, networkx and graphviz; amp_fx is put beside the tree, as torch looks for backends
+# among what is installed. Each call takes less than ten minutes and goes on where the one before stopped.
 gpu:
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks.campaign --minutes $(MINUTES) --out $(CAMPAIGN)
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --upgrade --target build/gpu .
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu $(PYTHON) -m benchmarks.campaign --minutes $(MINUTES) --out $(CAMPAIGN)
 
 clean:
 	rm -rf $(VENV) .venv-* build dist out *.egg-info .cache .pytest_cache .ruff_cache .hypothesis torch_compile_debug

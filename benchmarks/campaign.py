@@ -3,7 +3,8 @@
     python -m benchmarks.campaign [--device cuda] [--minutes 9] [--out FOLDER]
 
 Each step is a process of its own and leaves a file in the folder; the next call goes on with the steps that have none.
-Nothing has to be installed but torch, triton and networkx: what needs more is skipped, and says so.
+torch, triton, networkx and graphviz have to be there: what needs more is skipped, and says so. The arms of a case
+compile side by side, into a folder that is kept, so that a case that was cut off is quick the next time.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class Step:
 
 def steps(device: str, minutes: float) -> list[Step]:
     """All steps, those that matter most first; none takes longer than ``minutes``."""
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "--junit-xml={out}")
+    # what pytest-benchmark says beside workers would be an error
+    workers = ("-n", "8", "-p", "no:benchmark") if importlib.util.find_spec("xdist") else ()
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, "tests/gpu", "--junit-xml={out}")
     profile = ("-m", "amp_fx", "profile", "--device", device, "-o", "{out}")
     found = [Step("tests.xml", tests, ("pytest",))] if device == "cuda" else []
     found.append(Step("profile.json", profile))
-    limit = ("--minutes", str(0.8 * minutes))
+    limit = ("--minutes", str(0.8 * minutes), "--processes", "1", "--caches", "{caches}")
     where = ("--device", device, "--json", "{out}")
     for case in CASES.values():
         if device in case.sizes:
@@ -68,7 +71,8 @@ def run(step: Step, folder: Path, seconds: float) -> str:
     path, log = folder / step.name, folder / f"{step.name}.log"
     # in a file of its own until it is whole
     partial = folder / f"partial_{step.name}"
-    command = [argument.replace("{out}", str(partial)) for argument in step.command]
+    places = {"{out}": str(partial), "{caches}": str(folder / "caches")}
+    command = [places.get(argument, argument).replace("{out}", str(partial)) for argument in step.command]
     with log.open("w", encoding="utf-8") as output:
         try:
             done = subprocess.run(

@@ -37,6 +37,8 @@ _TIMED = {
         "off": '`profile="off"`',
         "fast": '`"fast"`',
         "bf16": "bf16 model",
+        "fp8_rowwise": '`"fp8"`, rowwise',
+        "fp8_tensorwise": "tensorwise",
     },
     "inference": {
         "fp32": "fp32",
@@ -67,13 +69,22 @@ def sections(folder: Path) -> dict[str, str]:
     """Name of a section -> what stands in it, as Markdown."""
     paths = {
         kind: sorted(folder.glob(f"{kind}_*.jsonl"))
-        for kind in ("counts_cpu", "counts_cuda", "errors", "timings", "engines", "learning")
+        for kind in (
+            "counts_cpu",
+            "counts_cuda",
+            "errors",
+            "timings_cpu",
+            "timings_cuda",
+            "engines",
+            "learning",
+        )
     }
     found = {
         "counts": [_counts(*read(path)) for path in paths["counts_cpu"]],
         "target": [_target(*read(path)) for path in paths["counts_cuda"]],
         "errors": [_errors(read(path)[1]) for path in paths["errors"]],
-        "speed": [speed(*group) for group in _joined(paths["timings"])],
+        "speed": [speed(*group) for group in _joined(paths["timings_cpu"])],
+        "gpu": [speed(*group) for group in _joined(paths["timings_cuda"])],
         "engines": [beside(*read_timings(path)) for path in paths["engines"]],
         "learning": [table(read_runs(path)) for path in paths["learning"]],
     }
@@ -154,7 +165,9 @@ def speed(head: Mapping[str, Any], rows: Sequence[TimingRow]) -> str:
     unit, command = "Milliseconds", "python -m benchmarks"
     if head["clock"] == "cpu":
         unit, command = "Milliseconds of processor time", f"{command} --clock cpu"
-    if head["threads"] == 1:
+    if "clocks" in head:
+        command += " --device cuda"
+    elif head["threads"] == 1:
         command = f"OMP_NUM_THREADS=1 {command}"
     lines = [
         f"{unit}. {head['hardware']}, {head['processor']}, threads: {head['threads']}, torch {head['torch']};",

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
+from benchmarks.arms import ARMS
+from benchmarks.errors import measure
+from benchmarks.workloads import build_workload, gpt2
 from combinations import Row, covering_rows, words
 from combined_runs import check
 from holding import double, renewed, served
@@ -59,6 +62,19 @@ def test_weight_gradients_are_not_rounded_to_16_bits() -> None:
     assert not torch.equal(gradients["0.weight"], rounded)
 
 
+@pytest.mark.parametrize("cudnn", [True, False])
+def test_gradients_of_attention_are_near_those_of_fp64(cudnn: bool) -> None:
+    # docs/faq.md: with torch 2.11 on an H200 they are not, those of stock torch.compile neither
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    try:
+        model = build_workload("gpt2", gpt2, batch=2, length=256, width=512, vocab=2048)
+        [row] = measure(model, [ARMS["off"]], "cuda")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert row.gradient < 0.02
+
+
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_modes_of_inductor_work(mode: str) -> None:
     model, x = network().eval(), torch.randn(512, 256, device="cuda")
@@ -101,5 +117,4 @@ def test_copies_are_renewed_in_a_cuda_graph_of_the_user() -> None:
 
 @pytest.mark.parametrize("row", covering_rows(), ids=words)
 def test_options_together_give_what_each_promises(row: Row, tmp_path: Path) -> None:
-    # the profile of a file is a CPU's
-    check({**row, "profile": "off"} if row["profile"] == "with fp8" else row, tmp_path, device="cuda")
+    check(row, tmp_path, device="cuda")
