@@ -137,6 +137,16 @@ def scaled_training(kind: str, bad_step: int) -> dict[str, Any]:
     return {"graphs": graphs, **seen, **state(model)}
 
 
+def take_step(optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor]) -> float:
+    """Takes a step; its loss, averaged over processes."""
+    optimizer.zero_grad()
+    loss = loss_of()
+    loss.backward()
+    optimizer.step()
+    dist.all_reduce(loss.data)
+    return loss.item() / dist.get_world_size()
+
+
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
     """Losses of the global batches. The last one is uneven: process 0 has three rows in four."""
     losses = []
@@ -144,13 +154,9 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor
         rows = my_rows(batch)
         if step == len(batches) - 1:
             rows = (batch[: ROWS * 3 // 4], batch[ROWS * 3 // 4 :])[dist.get_rank()]
-        optimizer.zero_grad()
         # gradients are averaged over processes; rows count alike whoever has them
-        loss = net(rows).square().sum() * dist.get_world_size() / batch.numel()
-        loss.backward()
-        optimizer.step()
-        dist.all_reduce(loss.data)
-        losses.append(loss.item() / dist.get_world_size())
+        share = dist.get_world_size() / batch.numel()
+        losses.append(take_step(optimizer, lambda rows=rows, by=share: net(rows).square().sum() * by))
     return losses
 
 
@@ -238,16 +244,9 @@ def attending_training(kind: str) -> dict[str, Any]:
             fully_shard(block)
         fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
     with record() as recording:
-        for batch in global_tokens(3):
-            optimizer.zero_grad()
-            loss = net(input_ids=my_rows(batch), labels=my_rows(batch)).loss
-            loss.backward()
-            optimizer.step()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            losses.append(total.item() / dist.get_world_size())
+        rows = [my_rows(batch) for batch in global_tokens(3)]
+        losses = [take_step(optimizer, lambda x=x: net(input_ids=x, labels=x).loss) for x in rows]
     attention = [row for plan in recording.plans for row in plans(plan, "scaled_dot_product_attention")]
     return {
         "losses": losses,
@@ -273,17 +272,9 @@ def parallel_training(kind: str) -> dict[str, Any]:
     if shards > 1:
         fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    losses = []
+    rows = [batch.chunk(shards)[mesh["dp"].get_local_rank()] for batch in global_batches(3)]
     with without_inductor(), record() as recording:
-        for batch in global_batches(3):
-            rows = batch.chunk(shards)[mesh["dp"].get_local_rank()]
-            optimizer.zero_grad()
-            loss = model(rows).square().mean()
-            loss.backward()
-            optimizer.step()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            losses.append(total.item() / dist.get_world_size())
+        losses = [take_step(optimizer, lambda x=x: model(x).square().mean()) for x in rows]
     return {
         "losses": losses,
         "linears": {row.dtype for plan in recording.plans for row in plans(plan, "linear")},

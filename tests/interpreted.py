@@ -77,16 +77,12 @@ class _Kernel:
 # --- what library kernels compute ---
 
 
-def _rounded(value: Tensor, out: Tensor) -> Tensor:
-    return out.copy_(value)
-
-
 def _mm(a: Tensor, b: Tensor, *, out: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    return _rounded(a.float() @ b.float(), out)
+    return out.copy_(a.float() @ b.float())
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1, beta: float = 1, out: Tensor) -> Tensor:
-    return _rounded(beta * bias.float() + alpha * (a.float() @ b.float()), out)
+    return out.copy_(beta * bias.float() + alpha * (a.float() @ b.float()))
 
 
 def _convolution(x: Tensor, weight: Tensor, **settings: Any) -> Tensor:
@@ -124,7 +120,7 @@ def _flash(
     summed = scores.logsumexp(-1)
     weights = (scores - summed[..., None]).exp().to(q.dtype)
     seed = torch.zeros(2, dtype=torch.uint64)
-    out = _rounded(weights.float() @ v.float(), _like(q))
+    out = _like(q).copy_(weights.float() @ v.float())
     return out, summed, None, None, q.shape[2], k.shape[2], seed, seed[0], torch.empty(0)
 
 
@@ -136,11 +132,9 @@ def _flash_backward(
     weights = (scores - summed[..., None]).exp()
     row = (grad.float() * out.float()).sum(-1, keepdim=True)
     inner = (weights * (grad.float() @ v.float().mT - row)).to(q.dtype).float()
-    return (
-        _rounded(scale * (inner @ k.float()), _like(q)),
-        _rounded(scale * (inner.mT @ q.float()), _like(k)),
-        _rounded(weights.to(q.dtype).float().mT @ grad.float(), _like(v)),
-    )
+    of_q, of_k = scale * (inner @ k.float()), scale * (inner.mT @ q.float())
+    of_v = weights.to(q.dtype).float().mT @ grad.float()
+    return _like(q).copy_(of_q), _like(k).copy_(of_k), _like(v).copy_(of_v)
 
 
 # --- what Triton's interpreter lacks ---

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -40,10 +40,7 @@ PROBABILITIES, SCORES, RESULT = INSIDE
 class OneLow(Pass):
     """Places one call low and all others in fp32."""
 
-    name: ClassVar[str] = "one-low"
-    needs: ClassVar[frozenset[str]] = frozenset({"classes", "hazards-pinned"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"dtypes"})
-    call_name: str = ""
+    call_name: str
 
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         for node in gm.graph.nodes:

@@ -250,7 +250,6 @@ def test_a_plan_with_a_scale_that_is_none_is_refused(model: Any, plan: Calibrate
     assert "amp_fx.calibrate" in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_an_exported_program_has_the_scales_and_runtimes_read_them(model: Any, tmp_path: Path) -> None:
     profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
     plan = calibrated(model, images(16), dtype="float16", profile=profile).plan(budget=100, verify=False)

@@ -29,11 +29,7 @@ from graphs import rewrite
 from levels import FP8_CPU, error, exact
 from small_models import Beyond, Parts, UpDown
 
-pytestmark = [
-    pytest.mark.xdist_group("export"),
-    # torch.export copies its own call graph by deepcopy, which warns
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.xdist_group("export")
 
 #: packages are built for these
 COMPILED = ("gpt2",)

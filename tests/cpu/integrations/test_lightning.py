@@ -18,8 +18,6 @@ from integrations import low, moved, weights
 from small_models import UpDown
 
 pytestmark = [
-    # Lightning asks torch's pytree in a way that torch is about to drop
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
     # Lightning's advice
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),

@@ -146,7 +146,6 @@ def test_gradients_are_counted() -> None:
         assert "--loss package.module:callable" in error
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_a_program_is_exported_with_its_report_in_evaluation_mode() -> None:
     options = "--dynamic-batch --profile off --dtype float16 --low-io"
     out, _ = run("export", "user_models:build", "-o", "model.pt2", *options.split())
@@ -161,7 +160,6 @@ def test_a_program_is_exported_with_its_report_in_evaluation_mode() -> None:
     assert re.search(r"2.*\(1, 16\)", error_of("export", "user_models:one", "--dynamic-batch"))
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_what_no_runtime_loads_is_named() -> None:
     onnx = pytest.importorskip("onnx")
     error = onnx.checker.ValidationError("Scale has inconsistent type")

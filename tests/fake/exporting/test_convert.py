@@ -24,9 +24,6 @@ from small_models import Parts, UpDown
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-#: torch.export copies its own call graph by deepcopy, which warns
-pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-
 
 def tied() -> Parts:
     """An embedding tied to the head, beside a table of its own."""

@@ -23,9 +23,6 @@ from small_models import Parts, UpDown
 aten = torch.ops.aten
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
-#: torch.export copies its own call graph by deepcopy, which warns
-pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-
 
 def linears(*names: str) -> dict[str, nn.Module]:
     return {name: nn.Linear(16, 16) for name in names}

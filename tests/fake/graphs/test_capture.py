@@ -21,12 +21,11 @@ from amp_fx.graphs.calls import module_path, source_line
 from amp_fx.graphs.capture import capture
 from amp_fx.graphs.keys import OUTPUT_META, REGION_META
 from amp_fx.graphs.regions import ambient_regions
-from checks import agree, check
+from checks import DOWN, UP, agree, check
 from graphs import Block, captured, dynamo_graph, plans, rewrite
 from small_models import Parts
 
 BF16, FP16 = torch.bfloat16, torch.float16
-DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
 
 
 def net() -> nn.Module:

@@ -178,13 +178,10 @@ def test_tied_weights_are_cast_once_and_collect_both_gradients() -> None:
     check(model, torch.randint(16, (2, 5)), casts={DOWN: 1, UP: 1}, dtypes={"linear": "bfloat16"})
 
 
-@checked(
-    X,
-    W,
-    casts={TO_FP16: 2, FROM_FP16: 1, DOWN: 2, UP: 1},
-    dtypes={"matmul": ["float16", "bfloat16"]},
-    reference=torch.float32,
-)
+BOTH = {TO_FP16: 2, FROM_FP16: 1, DOWN: 2, UP: 1}
+
+
+@checked(X, W, casts=BOTH, dtypes={"matmul": ["float16", "bfloat16"]}, reference=torch.float32)
 def test_two_low_dtypes_in_one_program_each_get_their_casts(x: Tensor, w: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.float16):
         h = torch.matmul(x, w)
@@ -265,13 +262,18 @@ def test_an_original_that_is_written_later_is_not_read_instead(x: Tensor, w: Ten
     return torch.matmul(wide, w)
 
 
-def test_an_inserted_cast_that_nobody_reads_goes() -> None:
+def with_cast(dtype: torch.dtype) -> tuple[fx.GraphModule, fx.Node, fx.Node]:
+    """A graph that is ready but for the fusing of casts, its matmul, and a cast of that which nobody reads."""
     gm = run_until(InsertCasts, lambda x, w: torch.matmul(x, w), X, W).gm
     matmul = matmul_of(gm)
     with gm.graph.inserting_after(matmul):
-        idle = gm.graph.call_function(aten.to.dtype, (matmul, torch.float32))
-    idle.meta.update(matmul.meta)
-    idle.meta["val"] = matmul.meta["val"].float()
+        made = gm.graph.call_function(aten.to.dtype, (matmul, dtype))
+    made.meta["val"] = matmul.meta["val"].to(dtype, copy=True)
+    return gm, matmul, made
+
+
+def test_an_inserted_cast_that_nobody_reads_goes() -> None:
+    gm, _, idle = with_cast(torch.float32)
     idle.meta[CAST_META] = True
     before = len(gm.graph.nodes)
     FuseCasts().call(gm, PassContext())
@@ -280,12 +282,8 @@ def test_an_inserted_cast_that_nobody_reads_goes() -> None:
 
 @pytest.mark.parametrize("mark", [True, False])
 def test_a_cast_to_the_dtype_it_has_goes_if_it_was_inserted(mark: bool) -> None:
-    gm = run_until(InsertCasts, lambda x, w: torch.matmul(x, w), X, W).gm
-    matmul = matmul_of(gm)
-    with gm.graph.inserting_after(matmul):
-        same = gm.graph.call_function(aten.to.dtype, (matmul, BF16))
+    gm, matmul, same = with_cast(BF16)
     matmul.replace_all_uses_with(same, delete_user_cb=lambda user: user is not same)
-    same.meta["val"] = matmul.meta["val"].clone()
     if mark:
         same.meta[CAST_META] = True
     FuseCasts().call(gm, PassContext())

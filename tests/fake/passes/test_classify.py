@@ -135,7 +135,7 @@ def test_a_plan_row_says_where_it_comes_from() -> None:
 
 # ---- before that, what a program only implies about dtypes is written down ----
 
-WIDE = torch.randn(4, 4, dtype=torch.float64)
+WIDE, INTEGERS = torch.randn(4, 4, dtype=torch.float64), torch.ones(4, dtype=torch.int64)
 #: how a tensor is made or converted -> program, its arguments, the op that is left and the dtype that it names
 PINNED: dict[str, tuple[Program, tuple[Tensor, ...], str, torch.dtype | None]] = {
     "zeros_like": (lambda x: torch.zeros_like(x), (X,), "zeros_like.default", FP32),
@@ -150,12 +150,7 @@ PINNED: dict[str, tuple[Program, tuple[Tensor, ...], str, torch.dtype | None]] =
     "new_empty": (lambda x: x.new_empty(3), (X,), "new_empty.default", FP32),
     "new_full": (lambda x: x.new_full((3,), 1.5), (X,), "new_full.default", FP32),
     "with a dtype": (lambda x: torch.zeros_like(x, dtype=BF16), (X,), "zeros_like.default", BF16),
-    "of integers": (
-        lambda x: torch.zeros_like(x),
-        (torch.ones(4, dtype=torch.int64),),
-        "zeros_like.default",
-        None,
-    ),
+    "of integers": (lambda x: torch.zeros_like(x), (INTEGERS,), "zeros_like.default", None),
     "type_as": (lambda y, x: y.type_as(x), (WIDE, X), "to.dtype", FP32),
     "to a dtype": (lambda y, x: y.to(x.dtype), (WIDE, X), "to.dtype", FP32),
     "float": (lambda y, x: y.float(), (WIDE, X), "to.dtype", FP32),

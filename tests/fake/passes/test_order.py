@@ -15,15 +15,14 @@ from amp_fx.policy.levels import LEVELS
 
 BELOW = passes.PlaceLevels(LEVELS["rowwise"], "cuda")
 EXPORT: dict[str, Any] = {"keep": passes.KeepWeights(()), "fold": passes.FoldWeights((), "tied")}
+REPLAYED = Given(place=passes.Replay({}), mark=passes.MarkMatmuls(planned=True))
 ORDERS = {
     "default": captured_passes(Given()),
     "inference": captured_passes(Given(caches_weights=True)),
     "inference below 16 bits": captured_passes(Given(levels=BELOW, caches_weights=True)),
     "export": captured_passes(Given(**EXPORT)),
     "export below 16 bits": captured_passes(Given(**EXPORT, levels=BELOW)),
-    "plan, training below 16 bits": captured_passes(
-        Given(place=passes.Replay({}), mark=passes.MarkMatmuls(planned=True))
-    ),
+    "plan, training below 16 bits": captured_passes(REPLAYED),
     "sensitivity": captured_passes(Given(place=passes.PlaceBySensitivity({}))),
     "joint": joint_passes({"cpu", "cuda"}),
     "joint, fp16 below 16 bits": joint_passes({"cuda"}, scale=passes.ScaleBackward(0), levels=BELOW),

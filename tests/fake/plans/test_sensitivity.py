@@ -49,10 +49,7 @@ def test_a_sensitivity_file_reads_back_as_it_was_written_levels_below_16_bits_in
     sensitivity = measured(two_matmuls, *ARGS, value=1 / 3)
     call = sensitivity.graphs[0].calls[0]
     call.gradient, sensitivity.level = None, "rowwise"
-    call.roles = {
-        "forward": {"input": 1e-4, "weight": 2e-4},
-        "gradient of its weight": {"input": None},
-    }
+    call.roles = {"forward": {"input": 1e-4, "weight": 2e-4}, "gradient of its weight": {"input": None}}
     sensitivity.save(path)
     read = Sensitivity.load(path)
     assert read == sensitivity

@@ -19,11 +19,9 @@ from amp_fx import OptionsError, Plan, Policy, Rule, export, extra_files
 from amp_fx.graphs.traits import LINEAR_OPS, OPS
 from amp_fx.plans.label import Kind, Reason
 from amp_fx.policy.table import all_names, supported_devices
-from checks import check
+from checks import DOWN, UP, check
 from graphs import plans, rewrite
 from small_models import Parts
-
-DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
 
 
 def attention() -> nn.Module:
@@ -86,10 +84,8 @@ def wide_linears(*given_rules: dict[str, str]) -> list[str]:
 
 def test_a_rule_by_op_and_module_a_regular_expression_needs_both_and_the_last_that_matches_wins() -> None:
     by_op = {"op": "linear", "module": "key$", "precision": "fp32"}
-    assert wide_linears({"module": r"^layers\.0\b", "precision": "fp32"}) == [
-        "layers.0.query",
-        "layers.0.key",
-    ]
+    found = wide_linears({"module": r"^layers\.0\b", "precision": "fp32"})
+    assert found == ["layers.0.query", "layers.0.key"]
     found = wide_linears(by_op, {"op": "mm", "module": ".", "precision": "fp32"})
     assert found == ["layers.0.key", "layers.1.key"]
     everything, one = {"module": ".*", "precision": "fp32"}, {"module": r"layers\.1\.key", "precision": "low"}
