@@ -150,10 +150,8 @@ def _with_kept_weights(call: Call, rewritten: fx.GraphModule) -> WeightsGraph | 
         return freeze(rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, frozen), **changes)
     if is_frozen or packs:
         # what is packed has no strides
-        unasserted = replace(opts, inductor={**opts.inductor, "size_asserts": False})
-        return packed(
-            rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, unasserted), **changes
-        )
+        lenient = replace(opts, inductor={**opts.inductor, "size_asserts": False})
+        return packed(rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, lenient), **changes)
     if low:
         return cached(rewritten, call.example_inputs, lambda g, inputs: lower(g, inputs, opts))
     return None
@@ -200,9 +198,7 @@ class ScaledGraph:
     def of(cls, gm: fx.GraphModule, example_inputs: Sequence[Any], scaler: str) -> ScaledGraph:
         """The facts about a graph that Dynamo made, with the inputs that it came with."""
         placeholders, inputs = gm.graph.find_nodes(op="placeholder"), list(enumerate(example_inputs))
-        differentiated = [
-            at for at, value in inputs if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
+        differentiated = [at for at, x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
         # Dynamo guards on the type: what is a parameter now is one in every call, and a leaf
         leaves = [at for at in differentiated if isinstance(example_inputs[at], nn.Parameter)]
         source = (leaves or differentiated)[0]

@@ -145,9 +145,7 @@ def _check(level: Level, opts: Options, device: str, matmuls: int) -> None:
         raise PlanError(f"{what}, which numerics='eager' contradicts; drop one of the two.")
     has_rate = device in DEVICE_TYPES and level.rate in builtin(device).peak
     if device == "cuda" and not has_rate:
-        raise PlanError(
-            f"{what}, which cuda {builtin(device).name} does not have; make a plan for this device."
-        )
+        raise PlanError(f"{what}, which cuda {builtin(device).name} does not have; make a plan for it.")
     if not multiplies(level, device, opts.level):
         raise PlanError(f"{what}, by which this {device} does not multiply; make a plan for another one.")
     if not has_rate:

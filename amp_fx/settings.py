@@ -194,9 +194,8 @@ def compile(
     """
     # an option by its name wins over the mode, as in the backend
     checked = {**Options.parse(mode).inductor, **options(**given)}
-    compiled: Any = torch.compile(
-        model, backend="amp_fx", options=checked, dynamic=dynamic, fullgraph=fullgraph
-    )
+    how: Any = {"options": checked, "dynamic": dynamic, "fullgraph": fullgraph}
+    compiled: Any = torch.compile(model, backend="amp_fx", **how)
     return compiled
 
 

@@ -30,10 +30,8 @@ _MODULE, _SCRIPT = "python -m amp_fx", "amp-fx"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; help and wrong usage raise SystemExit, as argparse does."""
     argv = sys.argv[1:] if argv is None else argv
-    program = _SCRIPT if Path(sys.argv[0]).stem == _SCRIPT else _MODULE
-    parser = argparse.ArgumentParser(
-        prog=program, description="Tools for the amp_fx backend of torch.compile."
-    )
+    name = _SCRIPT if Path(sys.argv[0]).stem == _SCRIPT else _MODULE
+    parser = argparse.ArgumentParser(prog=name, description="Tools for the amp_fx backend of torch.compile.")
     parser.add_argument("--version", action="version", version=f"amp_fx {amp_fx.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     report_commands.add_to(commands)
@@ -51,6 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (AmpFxError, OSError) as error:
         # one line, whatever an error of another library holds
         text = " ".join(in_words(error).split())
-        print(f"error: {text.replace(_MODULE, program)}", file=sys.stderr)
+        print(f"error: {text.replace(_MODULE, name)}", file=sys.stderr)
         return 1
     return 0

@@ -82,9 +82,7 @@ def import_callable(text: str) -> Callable[..., Any]:
         # a path, as a shell completes it
         module_name = ".".join(Path(module_name[:-3]).parts)
     if not module_name or not name:
-        raise AmpFxError(
-            f"{text!r} is not of the form package.module:callable, as in mypackage.models:make_gpt."
-        )
+        raise AmpFxError(f"{text!r} is not of the form package.module:callable, as in models.gpt:make_gpt.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -137,9 +137,7 @@ def export(args: argparse.Namespace) -> None:
     if args.onnx:
         need_onnx(onnx_file)
     if output.suffix != ".pt2":
-        raise AmpFxError(
-            f"the output must end in .pt2, which torch.export.load asks for; got {args.output!r}."
-        )
+        raise AmpFxError(f"the output must end in .pt2, as torch.export.load wants; got {args.output!r}.")
     writable(args.output)
     loaded = load_model(args.model)
     passed_on = ("dtype", "policy", "fp8", "profile", *CHOICES)
@@ -217,10 +215,8 @@ def profile(args: argparse.Namespace) -> None:
         print("\n".join(f"{name:<22}{here:>36}{there:>36}" for name, here, there in rows))
     if output:
         measured.save(output)
-        print(
-            f'wrote {output}; use it with options={{"profile": "{output}"}}',
-            file=sys.stderr if args.json else None,
-        )
+        tell = say if args.json else print
+        tell(f'wrote {output}; use it with options={{"profile": "{output}"}}')
 
 
 def _seconds(text: str) -> float:

@@ -99,8 +99,8 @@ def explain(args: argparse.Namespace) -> None:
     """
     _check_files(args.output)
     report = _report(args.model, args.options, args.target)
-    table = f"\n\n{report.table()}" if args.table else ""
-    _print(f"{report}{table}", report.to_dict(), args.json)
+    text = f"{report}\n\n{report.table()}" if args.table else str(report)
+    _print(text, report.to_dict(), args.json)
     for path in args.output:
         say(f"wrote {report.save(path)}")
 

@@ -63,9 +63,7 @@ def need_onnx(path: str | os.PathLike[str]) -> None:
         raise MissingLibraryError(f"ONNX files take {' and '.join(missing)}: pip install 'amp_fx[onnx]'.")
     folder = Path(path).absolute().parent
     if not os.access(folder, os.W_OK):
-        raise ExportError(
-            f"cannot write {os.fspath(path)!r}: {str(folder)!r} is no folder that can be written."
-        )
+        raise ExportError(f"cannot write {os.fspath(path)!r}: {str(folder)!r} is no folder to write to.")
 
 
 def write_onnx(ep: torch.export.ExportedProgram, path: str | os.PathLike[str]) -> None:

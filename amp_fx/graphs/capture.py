@@ -95,28 +95,17 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
 
 
 def _trace(
-    gm: fx.GraphModule,
-    placeholders: Sequence[fx.Node],
-    ambient: Mapping[str, Region],
-    fake_mode: FakeTensorMode,
+    gm: fx.GraphModule, inputs: Sequence[fx.Node], ambient: Mapping[str, Region], mode: FakeTensorMode
 ) -> fx.GraphModule:
     """The graph as make_fx sees it, bodies included."""
     interpreter = CapturingInterpreter(gm, node_regions(gm.graph.nodes, ambient), _capture_bodies)
+    how: dict[str, Any] = {"decomposition_table": _COMPOSITES, "pre_dispatch": True}
     try:
-        with (
-            fake_mode,
-            ignore_fresh_symbols(fake_mode),
-            preserve_node_meta(),
-            contextlib.ExitStack() as states,
-        ):
+        with mode, ignore_fresh_symbols(mode), preserve_node_meta(), contextlib.ExitStack() as states:
             for device_type, region in ambient.items():
                 states.enter_context(enable_autocast(device_type, region.by_user, region.dtype))
-            return make_fx(
-                interpreter.run,
-                decomposition_table=_COMPOSITES,
-                pre_dispatch=True,
-                _allow_non_fake_inputs=True,
-            )(*(stand_in(node.meta["example_value"]) for node in placeholders))
+            traced = make_fx(interpreter.run, **how, _allow_non_fake_inputs=True)
+            return traced(*(stand_in(node.meta["example_value"]) for node in inputs))
     except CaptureError:
         raise
     except Exception as error:

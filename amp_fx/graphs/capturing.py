@@ -174,9 +174,7 @@ class CapturingInterpreter(fx.Interpreter):
         if isinstance(value, fx.GraphModule):
             value = self._bodies.get(str(target), value)
             if getattr(self._tracer.root, str(target), value) is not value:
-                raise CaptureError(
-                    f"two bodies of higher-order ops, one inside the other, are named {target}"
-                )
+                raise CaptureError(f"two bodies of higher-order ops, one in the other, are named {target}")
             self._tracer.root.add_module(str(target), value)
         return value
 

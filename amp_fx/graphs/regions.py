@@ -101,6 +101,5 @@ def takes_own_gradients(gm: fx.GraphModule) -> bool:
     if not any(map(is_gradient_call, gm.graph.nodes)):
         return False
     returned = gm.graph.output_node().all_input_nodes
-    return not any(
-        value.requires_grad for node in returned for value in tensors(node.meta.get("example_value"))
-    )
+    values = (value for node in returned for value in tensors(node.meta.get("example_value")))
+    return not any(value.requires_grad for value in values)

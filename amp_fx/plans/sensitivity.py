@@ -161,9 +161,8 @@ class Sensitivity:
             measured = [each.graph(outline).renamed(outline) for each in sensitivities]
             graphs.append(GraphSensitivity(outline, combined(measured, max)))
         batches = sum(each.batches for each in sensitivities)
-        return replace(
-            last, batches=batches, states=sum(each.states for each in sensitivities), graphs=graphs
-        )
+        states = sum(each.states for each in sensitivities)
+        return replace(last, batches=batches, states=states, graphs=graphs)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form."""
@@ -230,8 +229,7 @@ def slots(node: fx.Node) -> list[tuple[str, str, fx.Node]]:
     """
     found: dict[fx.Node, tuple[str, str, fx.Node]] = {}
     for name, value in arguments(node):
-        sources = tensor_nodes(value)
-        for position, source in enumerate(sources):
+        for position, source in enumerate(tensor_nodes(value)):
             slot = f"{name}.{position}" if isinstance(value, (list, tuple)) else name
             if is_eligible(source.meta.get("val")):
                 found.setdefault(source, (slot, name, source))

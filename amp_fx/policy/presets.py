@@ -37,9 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 #: what JMP, FSDP and DeepSpeed call the dtypes -> why it can only be float32; only that of the computation may be low
 _COMPUTE = ""
 _KEYS = {
-    **dict.fromkeys(
-        ("params", "p"), "parameters stay as the model has them, which is what the optimizer sees"
-    ),
+    **dict.fromkeys(("params", "p"), "parameters stay as the model and the optimizer have them"),
     **dict.fromkeys(("compute", "c", "param_dtype"), _COMPUTE),
     **dict.fromkeys(
         ("output", "o", "output_dtype"), "a compiled model returns the dtypes that the eager program returns"

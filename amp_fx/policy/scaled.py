@@ -41,13 +41,7 @@ def run(target: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def scale_of(
-    value: Any,
-    dtype: torch.dtype,
-    groups: Sequence[Sequence[int]],
-    call: Emit,
-    *,
-    powers: bool,
-    is_wide: bool,
+    value: Any, dtype: torch.dtype, groups: Sequence[list[int]], call: Emit, *, powers: bool, is_wide: bool
 ) -> Any:
     """What a value is multiplied by before it is rounded to a dtype; fp32, of size 1 in the dimensions of the groups.
 

@@ -138,16 +138,14 @@ def kept_casts(plans: Sequence[Plan]) -> dict[str, list[CastPlan]]:
         casts = {cast.name: cast for cast in plan.casts}
         read = {name for row in plan.nodes for name in row.inputs}
         for cast in filter(lambda cast: cast.kernel, plan.casts):
-            source = rows.get(_origin(cast.value, casts))
+            row = rows.get(_origin(cast.value, casts))
             # views left out
-            while (
-                isinstance(source, NodePlan) and source.op_class is OpClass.FOLLOW and len(source.inputs) == 1
-            ):
-                source = rows.get(_origin(source.inputs[0], casts))
+            while isinstance(row, NodePlan) and row.op_class is OpClass.FOLLOW and len(row.inputs) == 1:
+                row = rows.get(_origin(row.inputs[0], casts))
             why = ""
-            if isinstance(source, InputPlan) and source.parameter and plan.phase == "forward":
+            if isinstance(row, InputPlan) and row.parameter and plan.phase == "forward":
                 why = _WEIGHT if plan.training else _WEIGHT_EACH_CALL
-            elif isinstance(source, InputPlan):
+            elif isinstance(row, InputPlan):
                 why = _GIVEN
             elif cast.to_dtype is torch.float32 and ("output" in cast.users or cast.name not in read):
                 why = _GRADIENT if plan.phase == "backward" else _RETURNED

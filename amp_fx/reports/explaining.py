@@ -57,9 +57,7 @@ _RECURRENT_REMEDY = (
 )
 
 #: one line of the first screen, whole
-_IN_PLACE_REMEDY = (
-    "Use torch.compile(module, backend='amp_fx') instead, or a subclass with a forward of your own"
-)
+_IN_PLACE = "Use torch.compile(module, backend='amp_fx') instead, or a subclass with a forward of your own"
 
 _NO_REASON = (
     "Dynamo makes no graph of it and gives no reason: look for torch.compiler.disable, torch.compiler.set_stance and"
@@ -190,7 +188,7 @@ def _in_place(program: Callable[..., Any]) -> Iterator[Advice]:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         where = next((f" ({path}{more})" for path in paths if path), "")
         text = f"{kind}.compile(){where} compiles nothing: Dynamo skips functions of torch's own modules"
-        yield Advice(NOT_COMPILED, text, remedy=_IN_PLACE_REMEDY)
+        yield Advice(NOT_COMPILED, text, remedy=_IN_PLACE)
 
 
 def _compared(

@@ -55,9 +55,8 @@ class Histogram:
     def total(self, *kinds: str) -> Counts:
         """Counts of all modules, by keys of :data:`KINDS`; none means both kinds of gradients."""
         wanted = kinds or _GRADIENTS
-        return sum(
-            (rows[kind] for rows in self.modules.values() for kind in wanted if kind in rows), Counts()
-        )
+        counts = (rows[kind] for rows in self.modules.values() for kind in wanted if kind in rows)
+        return sum(counts, Counts())
 
     @property
     def loss_scale(self) -> float | None:

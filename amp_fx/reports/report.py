@@ -161,10 +161,9 @@ class Report:
         return text.markdown(self.title, str(self), self.table(), self.advice, self.plans)
 
     def _repr_html_(self) -> str:
-        calls = (
-            f"<details><summary>calls by op and dtype</summary><pre>{escape(self.table())}</pre></details>"
-        )
-        return f"<pre>{escape(str(self))}</pre>{calls}{self._beside() if self.modules else ''}"
+        calls = f"<summary>calls by op and dtype</summary><pre>{escape(self.table())}</pre>"
+        beside = self._beside() if self.modules else ""
+        return f"<pre>{escape(str(self))}</pre><details>{calls}</details>{beside}"
 
     def diff(self, other: Report) -> Diff:
         """What ``other`` changes against this report.
@@ -175,10 +174,8 @@ class Report:
         found = diff_plans(self.plans, other.plans)
         if not (self.costs and other.costs):
             return found
-        before, after = self.costs["amp_fx"], other.costs["amp_fx"]
-        return replace(
-            found, casts=(before.casts, after.casts), cast_bytes=(before.cast_bytes, after.cast_bytes)
-        )
+        old, new = self.costs["amp_fx"], other.costs["amp_fx"]
+        return replace(found, casts=(old.casts, new.casts), cast_bytes=(old.cast_bytes, new.cast_bytes))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-like form: the data, and under ``"summary"`` what the first screen says."""

@@ -170,9 +170,7 @@ def untouched(
         tables += vars(each), each._buffers, each._parameters
     before = [(table, dict(table)) for table in tables]
     # parameters too: spectral norm and the like write to them
-    held = dict.fromkeys(
-        value for each in modules for value in (*each.parameters(False), *each.buffers(False))
-    )
+    held = dict.fromkeys(v for each in modules for v in (*each.parameters(False), *each.buffers(False)))
     values = [(value, value.detach().clone(), value.grad) for value in held]
     python, arrays = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []

@@ -65,10 +65,8 @@ def verdict(plans: Sequence[Plan], costs: Mapping[str, Cost], device: str) -> li
 def share_lines(shares: Mapping[str, Mapping[str, float]]) -> list[str]:
     """A line for each dtype, with bars; ``shares`` are those of ``"flops"`` and ``"bytes"``."""
     lines = [f"{'':16}{'FLOPs':>8}{'':{_BAR + 1}}{'bytes of results':>18}"]
-    for dtype, share in shares.items():
-        bars = [
-            f"{share[kind]:>8.1%} {'#' * round(share[kind] * _BAR):<{_BAR}}" for kind in ("flops", "bytes")
-        ]
+    for dtype, row in shares.items():
+        bars = [f"{row[kind]:>8.1%} {'#' * round(row[kind] * _BAR):<{_BAR}}" for kind in ("flops", "bytes")]
         lines.append(f"  {dtype:<14}{bars[0]}{'':10}{bars[1]}".rstrip())
     return lines if len(lines) > 1 else ["no floating computation"]
 

@@ -154,10 +154,8 @@ def _cuda_patches(target: Target) -> Iterator[contextlib.AbstractContextManager[
         "is_tf32_supported": lambda: True,
         "set_rng_state": lambda state, device=None: None,
     }
-    interface = {
-        **both,
-        **dict.fromkeys(("exchange_device", "get_raw_stream", "maybe_exchange_device"), zero),
-    }
+    zeros = ("exchange_device", "get_raw_stream", "maybe_exchange_device")
+    interface = {**both, **dict.fromkeys(zeros, zero)}
     for name, value in {**both, **only_cuda}.items():
         yield mock.patch.object(torch.cuda, name, value, create=not hasattr(torch.cuda, name))
     for name, value in interface.items():

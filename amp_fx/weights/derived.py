@@ -106,9 +106,8 @@ def _is_renewed(recipe: Recipe, weight: Tensor) -> bool:
     has_kernel = isinstance(recipe, Cast) or (
         isinstance(recipe, Scaled) and LEVELS[recipe.level].dtype in _RENEWED_ROWS
     )
-    is_dense = weight.numel() == 1 + sum(
-        (n - 1) * s for n, s in zip(weight.shape, weight.stride(), strict=True)
-    )
+    last = sum((size - 1) * step for size, step in zip(weight.shape, weight.stride(), strict=True))
+    is_dense = weight.numel() == last + 1
     if not (weight.is_cuda and has_kernel and weight.dtype in _RENEWED and is_dense):
         return False
     return importlib.util.find_spec("triton") is not None
@@ -295,9 +294,7 @@ def derivation(gm: fx.GraphModule, wanted: Sequence[Derived]) -> tuple[list[fx.N
     for each in wanted:
         groups.setdefault(tuple(_weights_of(each[0])), []).append(each)
     used = list(dict.fromkeys(weight for weights in groups for weight in weights))
-    recipes = [
-        (computed(gm, weights, wanted), [*map(used.index, weights)]) for weights, wanted in groups.items()
-    ]
+    recipes = [(computed(gm, own, wanted), [*map(used.index, own)]) for own, wanted in groups.items()]
     places = {
         each: Input(recipe, part)
         for recipe, group in enumerate(groups.values())

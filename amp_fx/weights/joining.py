@@ -121,18 +121,14 @@ def _join(group: list[fx.Node], derived: set[fx.Node], start: fx.Node) -> None:
     weights, biases = [args_of(node)[1] for node in group], [args_of(node)[2:3] for node in group]
     sources = [source for weight in weights if (source := dequantised(weight, "channel")) is not None]
     if sources:
-        parts = [
-            once(aten.cat.default, [*values])
-            for values in zip(*(args_of(s)[:3] for s in sources), strict=True)
-        ]
+        columns = zip(*(args_of(source)[:3] for source in sources), strict=True)
+        parts = [once(aten.cat.default, [*values]) for values in columns]
         whole = once(sources[0].target, *parts, *sources[0].args[3:])
         if sources[0] is not weights[0]:
             whole = once(aten.to.dtype, whole, weights[0].meta["val"].dtype)
     else:
         whole = once(aten.cat.default, weights)
-    bias = [
-        once(aten.cat.default, [*values]) for values in zip(*biases, strict=True) if values[0] is not None
-    ]
+    bias = [once(aten.cat.default, [*own]) for own in zip(*biases, strict=True) if own[0] is not None]
     with graph.inserting_before(first):
         product = call(aten.linear.default, first.args[0], whole, *bias)
     product.meta = {**first.meta, "val": product.meta["val"]}

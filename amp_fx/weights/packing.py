@@ -269,9 +269,7 @@ class _Packer:
             return
         given = convolution_settings(node)
         transposed, how = "output_padding" in given, None
-        padding, stride, dilation, groups = (
-            given[name] for name in ("padding", "stride", "dilation", "groups")
-        )
+        padding, stride, dilation, groups = (given[k] for k in ("padding", "stride", "dilation", "groups"))
         more = (given["output_padding"],) if transposed else ()
         if transposed and (groups > 1 or not is_fixed(x) or any(map(operator.ge, *more, stride))):
             return

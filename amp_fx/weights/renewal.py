@@ -148,11 +148,8 @@ class Renewal:
             kind = _Kind(weight.device, weight.dtype, copy[0].dtype)
             # a smaller weight fills the sample by its first elements again
             sampled = np.resize(sampled_offsets(weight), SAMPLED)
-            rows = (
-                _chunks_of_rows(weight, copy, recipe)
-                if isinstance(recipe, Scaled)
-                else _chunks(weight, *copy)
-            )
+            scaled = isinstance(recipe, Scaled)
+            rows = _chunks_of_rows(weight, copy, recipe) if scaled else _chunks(weight, *copy)
             chunks.setdefault(kind, []).extend((row, sampled) for row in rows)
         self._launches = [self._launch(kind, *zip(*found, strict=True)) for kind, found in chunks.items()]
 

@@ -105,9 +105,7 @@ class Classify(Pass):
 
 
 def _label(node: fx.Node, context: PassContext) -> Label:
-    inputs = [
-        source.meta["val"] for _, source in tensor_arguments(node) if is_eligible(source.meta.get("val"))
-    ]
+    inputs = [n.meta["val"] for _, n in tensor_arguments(node) if is_eligible(n.meta.get("val"))]
     outputs = [value for value in tensors(node.meta.get("val")) if is_eligible(value)]
     regions: Mapping[str, Region] = node.meta.get(REGION_META, {})
     device = call_device(inputs + outputs, regions)

@@ -120,8 +120,7 @@ def _tie_storages(gm: fx.GraphModule) -> int:
     outputs = set(gm.graph.output_node().all_input_nodes)
     tied = 0
     for key, nodes in members.items():
-        visible = [node for node in nodes if node in outputs or node.op == "placeholder"]
-        shared_outside = len(visible) > 1
+        shared_outside = sum(node in outputs or node.op == "placeholder" for node in nodes) > 1
         exact = any(has_trait(node, Trait.EXACT_LAYOUT) for node in nodes)
         if not (key in written or shared_outside or exact):
             continue
@@ -263,11 +262,9 @@ def _possible_lows(graph: fx.Graph) -> dict[fx.Node, list[torch.dtype]]:
     """
     lows: dict[fx.Node, list[torch.dtype]] = {}
     for node, plan in _ours(graph):
-        taken = (
-            [] if plan.op_class is OpClass.LOW else [lows.get(source, []) for source in node.all_input_nodes]
-        )
+        sources = [] if plan.op_class is OpClass.LOW else node.all_input_nodes
         own = [] if plan.low is None else [plan.low]
-        lows[node] = list(dict.fromkeys(itertools.chain(own, *taken)))
+        lows[node] = list(dict.fromkeys(itertools.chain(own, *(lows.get(n, []) for n in sources))))
     return lows
 
 

@@ -138,11 +138,10 @@ class Network:
             # what is computed in fp32 is stored so; what is multiplied low may be
             return rounded(node)
         plan = label_of(node)
-        if plan is not None and plan.pinned is None and plan.dtype is not None:
-            return (
-                rounded(node) if node.meta.get(MAY_ROUND) and self._cost.accumulates_backward(node) else node
-            )
-        return ALWAYS[placed_dtype(node) is not self._low]
+        if plan is None or plan.pinned is not None or plan.dtype is None:
+            return ALWAYS[placed_dtype(node) is not self._low]
+        may_round = node.meta.get(MAY_ROUND) and self._cost.accumulates_backward(node)
+        return rounded(node) if may_round else node
 
     def demand(self, reader: fx.Node, name: str, value: fx.Node) -> Var | None:
         """The variable whose label is the dtype in which ``reader`` wants ``value``; None: as it is."""
@@ -200,9 +199,7 @@ class Network:
         if cost.is_stored(value):
             if cost.is_external(value):
                 self._add_cost(stored, *(cost.traffic(value, self._itemsize[label]) for label in (HIGH, LOW)))
-            external = [
-                want for reader, want in in_memory if want is not None and converts_alone(cost, reader)
-            ]
+            external = [want for n, want in in_memory if want is not None and converts_alone(cost, n)]
             kernel = cost.cast_kernel(value, self._low) * self.scale
             for label in () if folded else (HIGH, LOW):
                 self._add_shared(Shared(kernel, label, tuple(external), stored))

@@ -178,9 +178,8 @@ class FoldWeights(Pass):
 
     def _stored_dtype(self, holders: list[fx.Node]) -> torch.dtype | None:
         """The low dtype that serves all readers; None: as it is."""
-        if not all(
-            is_eligible(v := holder.meta.get("val")) and v.dtype is torch.float32 for holder in holders
-        ):
+        values = [holder.meta.get("val") for holder in holders]
+        if not all(is_eligible(value) and value.dtype is torch.float32 for value in values):
             return None
         wanted: set[torch.dtype | None] = set()
         rows: set[torch.dtype | None] = set()

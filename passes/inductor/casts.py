@@ -105,9 +105,8 @@ class LayOutGradients(Pass):
             if (weight := relaid_weight(backward.args[2])) is None:
                 continue
             items = [user for user in backward.users if user.target is operator.getitem]
-            casts = [
-                cast for item in items if item.args[1] == 1 for cast in item.users if cast.target is CAST
-            ]
+            users = [user for item in items if item.args[1] == 1 for user in item.users]
+            casts = [user for user in users if user.target is CAST]
             for cast in casts:
                 if cast.meta["val"].dtype is torch.float32:
                     lay_out(cast, weight.meta["val"].stride())

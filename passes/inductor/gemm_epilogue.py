@@ -26,10 +26,7 @@ aten = torch.ops.aten
 #: but Inductor hands it to a lowering that takes no dtype (``tuned_addmm`` of torch 2.13), and fails
 _WIDE: dict[OpOverload, OpOverload] = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 #: the same with something added -> the product alone
-_ADDING: dict[OpOverload, OpOverload] = {
-    aten.addmm.default: aten.mm.dtype,
-    aten.baddbmm.default: aten.bmm.dtype,
-}
+_ADDING = {aten.addmm.default: aten.mm.dtype, aten.baddbmm.default: aten.bmm.dtype}
 
 #: position of the dtype that a scaled matmul returns, and of what it adds
 _SCALED_DTYPE, _SCALED_BIAS = 6, 4
@@ -109,19 +106,17 @@ def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
             if has_trait(user, Trait.RESHAPES):
                 views.append(user)
                 stack.append(user)
-            elif (
-                has_trait(user, Trait.CAST) and user.meta["val"].dtype is torch.float32 and _only_leaves(user)
-            ):
+            elif has_trait(user, Trait.CAST) and user.meta["val"].dtype is torch.float32 and _leaves(user):
                 casts.append(user)
             else:
                 return [], []
     return views, casts
 
 
-def _only_leaves(node: fx.Node) -> bool:
+def _leaves(node: fx.Node) -> bool:
     """True where a value, or a view of it, is returned and not read otherwise."""
     return all(
-        user.op == "output" or (has_trait(user, Trait.RESHAPES) and _only_leaves(user)) for user in node.users
+        user.op == "output" or (has_trait(user, Trait.RESHAPES) and _leaves(user)) for user in node.users
     )
 
 
