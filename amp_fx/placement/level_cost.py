@@ -64,8 +64,8 @@ def copy_traffic(elements: int, itemsize: int, *, in_rows: bool, block: int | No
 #: bytes that a CPU moves in the time of the arithmetic of a copied element: largest magnitude, rounding, activation.
 #: Measured on a Zen 4 with one thread: 0.45 ns in all, behind gelu 0.95 ns
 _ARITHMETIC = 8
-#: what a CPU takes for a call in int8 beside one in bf16, in launches; measured on a Sapphire Rapids: 33 us for 23
-_CALL = 2
+#: what a CPU takes for a call in int8 beside one in bf16, in launches: 40 us on a Sapphire Rapids, over 13 shapes
+_CALL = 8
 #: a CPU with tiles multiplies in bf16 at least so many times as fast as in fp32, others half as fast (see ``devices``)
 _TILES = 6.0
 
@@ -108,7 +108,7 @@ class LevelCost:
         """
         low = self.moving(elements * itemsize) + _ps(flops / self.low)
         below = self.moving(elements * NARROW) + _ps(flops / self.below)
-        return low, _ps(self.call) + (low * 7 // 6 if grouped and self.tiles else below)
+        return low, low * 7 // 6 if grouped and self.tiles else below
 
     def moving(self, nbytes: int, kernels: int = 0) -> int:
         """Reads and writes so many bytes, in kernels of their own or in others."""
@@ -121,18 +121,22 @@ class LevelCost:
         nbytes, kernels = copy_traffic(elements, itemsize, in_rows=in_rows, block=block)
         return self.moving(nbytes + elements * self.arithmetic, kernels)
 
-    def packing(self, way: Implementation, sizes: Sequence[int | torch.SymInt]) -> int:
-        """What an implementation takes in a call to lay out the weight; sizes are rows, contracted, columns."""
+    def calling(self, way: Implementation, sizes: Sequence[int | torch.SymInt]) -> int:
+        """What a call takes in the level beside one in the low dtype; sizes are rows, contracted, columns.
+
+        A time of its own, and that in which an implementation lays out the weight. A single row takes neither.
+        """
         rows, *matrix = sizes
-        known = [size for size in matrix if isinstance(size, int)]
-        if not way.packs or _is_one(rows) or len(known) < len(matrix):
+        if _is_one(rows):
             return 0
-        return self.moving(2 * NARROW * math.prod(known))
+        known = [size for size in matrix if isinstance(size, int)]
+        lays_out = way.packs and len(known) == len(matrix)
+        return _ps(self.call) + lays_out * self.moving(2 * NARROW * math.prod(known))
 
     def cheapest(self, ways: Sequence[Implementation], sizes: Sequence[int | torch.SymInt]) -> Implementation:
         """The implementation that takes the least for a product of these sizes; of equal ones the first."""
         gains = _is_one(sizes[0])
-        return min(ways, key=lambda way: self.packing(way, sizes) - gains * _ps(way.one_row))
+        return min(ways, key=lambda way: self.calling(way, sizes) - gains * _ps(way.one_row))
 
 
 def _is_one(rows: int | torch.SymInt) -> bool:

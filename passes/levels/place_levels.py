@@ -8,11 +8,13 @@ import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 import torch.fx as fx
 
 from amp_fx.graphs.calls import convolution_settings
 from amp_fx.graphs.fake_runs import is_matmul, matmul_flops
 from amp_fx.graphs.keys import LEVEL
+from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.graphs.values import cast_bytes, numel
 from amp_fx.passes.base import Pass, PassContext, gradients_in
 from amp_fx.passes.levels.matmuls import Matmul, Operand, divides, last_calls, may_run_below, read_matmuls
@@ -259,6 +261,7 @@ def level_of(operand: Operand, level: Level) -> Level:
 def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: LevelCost) -> Problem:
     """What to minimise over matmuls that may run in a level; LOW of a variable (name, role) is that level."""
     problem, nodes = Problem(), {matmul.node for matmul in matmuls}
+    variables = {matmul.node: matmul.variable for matmul in matmuls}
     readings: dict[fx.Node, list[tuple[Var, Operand, bool]]] = {}
     for matmul, way in matmuls.items():
         problem.add_unary(matmul.variable, *_times(matmul, way, level, cost))
@@ -273,7 +276,24 @@ def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: 
             for key, time in _copies(operand, level, cost, measured=measured).items():
                 copies.setdefault(key, (time, []))[1].append(reader)
         problem.shared += [Shared(time, LOW, tuple(by)) for time, by in copies.values()]
+        by = tuple(reader for reader, _, measured in read if measured)
+        if by and (product := _product_before(read[0][1].source)) is not None:
+            # in the low dtype it writes no bytes: a kernel of its own rounds, and computes what is in between
+            value = read[0][1].source.meta["val"]
+            extra = cost.moving(numel(value) * (value.dtype.itemsize + cost.arithmetic), 1)
+            problem.shared.append(Shared(extra, LOW, by, variables.get(product)))
     return problem
+
+
+def _product_before(node: fx.Node) -> fx.Node | None:
+    """The product that computes a value, or what a kernel makes of it for one element from one."""
+    while not is_matmul(node):
+        passes = has_trait(node, Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST, Trait.BATCH_NORM)
+        single = len(node.all_input_nodes) == 1 and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if node.op != "call_function" or not (passes or single):
+            return None
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -> tuple[int, int]:
@@ -281,7 +301,7 @@ def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -
     elements = sum(numel(operand.base.meta["val"]) for operand in matmul.operands)
     grouped = matmul.is_convolution and convolution_settings(matmul.node)["groups"] > 1
     low, below = cost.matmul(matmul_flops(matmul.node), elements, result.dtype.itemsize, grouped=grouped)
-    below += cost.packing(way, matmul.sizes)
+    below += cost.calling(way, matmul.sizes)
     if len({level_of(operand, level).by_row for operand in matmul.operands}) > 1:
         # factors of columns are multiplied afterwards
         below += cost.moving(2 * numel(result) * result.dtype.itemsize, 1)

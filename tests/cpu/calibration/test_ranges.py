@@ -126,6 +126,20 @@ def test_the_error_on_other_batches_is_the_predicted_one(
     assert plan.point.error / 1.3 < wrong(got, model, x) < plan.point.error * 1.3
 
 
+def test_behind_a_product_in_the_low_dtype_a_kernel_of_its_own_rounds() -> None:
+    # 8.5 launches are gained, and a call with a measured scale takes 8
+    profile = replace(PROFILE, launch=23e-6)
+    policy = {"base": "int8", "rules": [{"module": "0", "precision": "low"}]}
+    found = []
+    for before in (nn.LayerNorm(16), nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.GELU())):
+        model = nn.Sequential(before, nn.Linear(16, 256), nn.Linear(256, 16)).eval()
+        plan = calibrated(model, torch.randn(64, 16), policy=policy, profile=profile).plan(
+            budget=100, verify=False
+        )
+        found += [bool(row.scales) for row in plan.plans[0].nodes if row.module_path == "1"]
+    assert found == [True, False, False]
+
+
 def test_what_is_added_as_it_is_convolved_costs_what_both_readings_do() -> None:
     def program(m: Any, x: Tensor) -> Tensor:
         x = m.stem(x).relu()

@@ -59,12 +59,14 @@ def test_a_copy_on_a_cpu_takes_arithmetic_too() -> None:
 
 def test_a_call_in_int8_takes_longer_on_a_cpu_and_groups_gain_nothing_by_tiles() -> None:
     for device, wide, times in (
-        ("cpu", 1e12, (170, 170)),
-        ("cpu", 1e11, (170, 253)),
+        ("cpu", 1e12, (150, 150)),
+        ("cpu", 1e11, (150, 233)),
         ("cuda", 1e11, (150, 150)),
     ):
         rates = {"float32": wide, "bfloat16": 1e12, "int8": 2e12}
         cost = cost_of(DeviceProfile("", device, rates, 1e12, 1e-11), "int8")
+        way = LEVELS["int8"].implementations[-1]
+        assert [cost.calling(way, (rows, 4, 4)) > 0 for rows in (1, 2)] == [False, device == "cpu"]
         for grouped, time in zip((False, True), times, strict=True):
             assert cost.matmul(100, 100, 1, grouped=grouped) == (200, time)
 
@@ -113,8 +115,8 @@ def test_a_single_row_is_multiplied_without_a_call_of_onednn_and_more_rows_with_
         assert each.cheapest((signed,), (1, 512, 512)) is signed
         assert each.cheapest((measured, packed, unpacked), (16, 512, 512)) is measured
     # read and written once a call
-    assert cost.packing(unpacked, (16, 512, 256)) == cost.moving(2 * 512 * 256)
-    assert cost.packing(unpacked, (1, 512, 256)) == cost.packing(packed, (16, 512, 256)) == 0
+    assert cost.calling(unpacked, (16, 512, 256)) == cost.moving(2 * 512 * 256)
+    assert cost.calling(unpacked, (1, 512, 256)) == cost.calling(packed, (16, 512, 256)) == 0
 
 
 def test_an_option_names_a_level_or_an_implementation_and_so_do_old_plans() -> None:
