@@ -69,10 +69,9 @@ def compare(program: Program) -> None:
             _compare_facts(f"numerics={numerics!r}", got, eager)
         if program.ambient is not None and program.options.is_autocast:
             for name, value in ours["eager"].values.items():
-                if not torch.equal(value.nan_to_num(), eager.values[name].nan_to_num()):
-                    raise DisagreementError(
-                        f"numerics='eager': {name} is {value}, eagerly {eager.values[name]}"
-                    )
+                wanted = eager.values[name]
+                if not torch.equal(value.nan_to_num(), wanted.nan_to_num()):
+                    raise DisagreementError(f"numerics='eager': {name} is {value}, eagerly {wanted}")
         if not program.decides:
             _compare_values(function, program, ours["compiled"])
 

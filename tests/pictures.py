@@ -37,9 +37,8 @@ def call(name: str, *inputs: str, module: str = "", why: str = "", **fields: Any
     row = {"op": "linear", "dtype": LOW, "op_class": OpClass.LOW, "bytes": 64, "shape": (2, 8), **fields}
     row.setdefault("source", f"net.py:{len(name)} in forward")
     reasons = (Reason.of(Kind.LISTED, why=why or f"reason of {name}"),)
-    return NodePlan(
-        name=name, module_path=module, traced=HIGH, low=LOW, inputs=inputs, reasons=reasons, **row
-    )
+    row |= {"traced": HIGH, "low": LOW, "inputs": inputs, "reasons": reasons}
+    return NodePlan(name=name, module_path=module, **row)
 
 
 def cast(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,13 +15,15 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from amp_fx.weights.derived import DerivedInputs, Input, WeightCache
 from amp_fx.weights.recipes import Cast
 
+_flat = functools.partial(torch.randn, 3 * 65536)
+
 
 class Layer(nn.Linear):
     """A linear whose weight lies in a flat vector, as after ``vector_to_parameters``."""
 
     def __init__(self) -> None:
         super().__init__(64, 1024, bias=False)
-        self.flat = torch.randn(3 * 65536)
+        self.flat = _flat()
         self.weight.data = self.flat[65536:131072].view(1024, 64)
 
 
@@ -90,9 +93,7 @@ SEEN: dict[str, Callable[[Layer], object]] = {
     "in inference_mode": torch.inference_mode()(lambda layer: layer.weight.data.mul_(0.5)),
     "numpy": lambda layer: layer.weight.detach().numpy().__iadd__(1.0),
     "DLPack": lambda layer: torch.from_dlpack(layer.weight.detach()).neg_(),
-    "its storage": lambda layer: layer.weight.untyped_storage().copy_(
-        torch.randn(3 * 65536).untyped_storage()
-    ),
+    "its storage": lambda layer: layer.weight.untyped_storage().copy_(_flat().untyped_storage()),
     "a flat vector": lambda layer: layer.flat.mul_(2.0),
     "a slice of a flat vector, all of the view": lambda layer: layer.flat[65536:131072].mul_(2.0),
     "a slice of a flat vector, half of the view": lambda layer: layer.flat[:98304].mul_(2.0),
@@ -113,10 +114,7 @@ MISSED: dict[str, Callable[[Layer], object]] = {
 }
 
 #: way -> how to write, and whether the next call sees it
-WRITES = {
-    **{way: (write, True) for way, write in SEEN.items()},
-    **{way: (write, False) for way, write in MISSED.items()},
-}
+WRITES = {way: (write, way in SEEN) for way, write in {**SEEN, **MISSED}.items()}
 
 
 # ---- weights, and low copies of them as a graph has them ----

@@ -186,12 +186,10 @@ class _Graph:
         """A value, by the values that it is computed from."""
         here, own = self.found[name], self._own(name)
         before, calls = self._nearest(name, self._sources)
-        module = own[0].module_path if own else ""
+        path = own[0].module_path if own else ""
         expected = max((self.found[each].error for each in before), default=0.0) + _rounded([*own, *calls])
-        feeds = self._low_modules(before, module)
-        return Culprit(
-            self._number, name, "result", module, here.error, expected, 0.0, not here.single, feeds
-        )
+        feeds = self._low_modules(before, path)
+        return Culprit(self._number, name, "result", path, here.error, expected, 0.0, not here.single, feeds)
 
     def of_gradient(self, name: str, error: float, heaviest: float) -> Culprit:
         """The gradient of a value, by those that it is computed from."""

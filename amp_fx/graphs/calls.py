@@ -103,9 +103,7 @@ def is_parameter(node: fx.Node) -> bool:
 
 def is_returned(node: fx.Node) -> bool:
     """True if the graph may return the value itself, or a view of it: there are only ops with one input in between."""
-    return any(
-        user.op == "output" or (len(user.all_input_nodes) == 1 and is_returned(user)) for user in node.users
-    )
+    return any(n.op == "output" or (len(n.all_input_nodes) == 1 and is_returned(n)) for n in node.users)
 
 
 def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:

@@ -38,7 +38,7 @@ from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.capturing import INLINED, OPAQUE_BODIES, CapturingInterpreter, fake_mode_of, stand_in
 from amp_fx.graphs.keys import OUTPUT_META
-from amp_fx.graphs.regions import Region, node_regions
+from amp_fx.graphs.regions import Regions, node_regions
 from amp_fx.graphs.values import tensors
 from amp_fx.policy import OpClass
 from amp_fx.policy.table import lookup
@@ -64,7 +64,7 @@ def _parts(op: OpOverload) -> Callable[..., Any]:
 _COMPOSITES = {op: _parts(op) for op in (aten.lstm_cell.default, aten.gru_cell.default, aten.gru.input)}
 
 
-def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule:
+def capture(gm: fx.GraphModule, ambient: Regions) -> fx.GraphModule:
     """A Dynamo graph as pre-dispatch ATen, given the autocast state at graph entry; ``gm`` is not changed.
 
     Placeholders keep their metadata. Every node has ``meta["val"]`` (fake, traced dtypes), ``meta[REGION_META]``,
@@ -95,7 +95,7 @@ def capture(gm: fx.GraphModule, ambient: Mapping[str, Region]) -> fx.GraphModule
 
 
 def _trace(
-    gm: fx.GraphModule, inputs: Sequence[fx.Node], ambient: Mapping[str, Region], mode: FakeTensorMode
+    gm: fx.GraphModule, inputs: Sequence[fx.Node], ambient: Regions, mode: FakeTensorMode
 ) -> fx.GraphModule:
     """The graph as make_fx sees it, bodies included."""
     interpreter = CapturingInterpreter(gm, node_regions(gm.graph.nodes, ambient), _capture_bodies)
@@ -115,9 +115,7 @@ def _trace(
         ) from error
 
 
-def _capture_bodies(
-    gm: fx.GraphModule, regions: Mapping[fx.Node, Mapping[str, Region]]
-) -> dict[str, fx.GraphModule]:
+def _capture_bodies(gm: fx.GraphModule, regions: Mapping[fx.Node, Regions]) -> dict[str, fx.GraphModule]:
     """Captures the bodies of higher-order ops, each under the autocast state of its call."""
     bodies: dict[str, fx.GraphModule] = {}
     for node in gm.graph.nodes:

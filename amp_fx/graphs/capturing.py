@@ -34,7 +34,7 @@ from amp_fx._torch import (
 from amp_fx.errors import CaptureError
 from amp_fx.graphs.calls import is_gradient_call, is_leaf_call, target_name, where
 from amp_fx.graphs.keys import REGION_META
-from amp_fx.graphs.regions import Region, is_autocast_call, node_regions
+from amp_fx.graphs.regions import Regions, is_autocast_call, node_regions
 from amp_fx.graphs.values import tensors
 
 __all__ = ["INLINED", "OPAQUE_BODIES", "CapturingInterpreter", "fake_mode_of", "stand_in"]
@@ -51,7 +51,7 @@ OPAQUE_BODIES = {
 #: A plain call of its body. AOTAutograd differentiates a body that was traced again with no tangents, and fails.
 INLINED = "invoke_subgraph"
 #: graph, autocast state per node -> captured bodies of its higher-order ops, by attribute name
-CaptureBodies = Callable[[fx.GraphModule, Mapping[fx.Node, Mapping[str, Region]]], dict[str, fx.GraphModule]]
+CaptureBodies = Callable[[fx.GraphModule, Mapping[fx.Node, Regions]], dict[str, fx.GraphModule]]
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,7 @@ class CapturingInterpreter(fx.Interpreter):
     """Runs a Dynamo graph under make_fx, keeping what make_fx cannot take."""
 
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        regions: Mapping[fx.Node, Mapping[str, Region]],
-        capture_bodies: CaptureBodies,
+        self, gm: fx.GraphModule, regions: Mapping[fx.Node, Regions], capture_bodies: CaptureBodies
     ) -> None:
         super().__init__(gm)
         self._at: fx.Node | None = None
@@ -225,7 +222,7 @@ class CapturingInterpreter(fx.Interpreter):
         return alias
 
 
-def _check_rule(n: fx.Node, regions: Mapping[str, Region]) -> None:
+def _check_rule(n: fx.Node, regions: Regions) -> None:
     """Refuses a custom op with an autocast rule of its own in a user's region: its fake tensors do not show it."""
     if not isinstance(n.target, OpOverload) or n.target.namespace in ("aten", "prims"):
         return

@@ -93,10 +93,7 @@ class _Splice:
                 body, operands, region = wrapped
                 given = [fx.map_arg(operand, env.__getitem__) for operand in operands]
                 if node.target.name() == "wrap_with_set_grad_enabled":  # type: ignore[union-attr]  # an op
-                    given = [
-                        self._switch_gradients(operand, bool(node.args[0]), regions[node])
-                        for operand in given
-                    ]
+                    given = [self._switch_gradients(n, bool(node.args[0]), regions[node]) for n in given]
                 inner = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
                 opened[node] = fx.map_arg(self.run(body, inner, {**regions[node], **region}), self._written)
             elif node.op == "call_function" and node.args and node.args[0] in opened:

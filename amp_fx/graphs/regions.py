@@ -18,7 +18,9 @@ from amp_fx._torch import in_compiled_autograd
 from amp_fx.graphs.calls import is_gradient_call
 from amp_fx.graphs.values import graph_devices, listed_devices, tensors
 
-__all__ = ["Region", "ambient_regions", "is_autocast_call", "node_regions", "not_ours", "takes_own_gradients"]
+__all__ = [
+    "Region", "Regions", "ambient_regions", "is_autocast_call", "node_regions", "not_ours", "takes_own_gradients",
+]  # fmt: skip
 
 _ENTER = torch.amp.autocast_mode._enter_autocast
 _EXIT = torch.amp.autocast_mode._exit_autocast
@@ -39,6 +41,10 @@ class Region:
     by_user: bool
 
 
+#: of each device type
+Regions = Mapping[str, Region]
+
+
 def ambient_regions(defaults: Mapping[str, torch.dtype]) -> dict[str, Region]:
     """The state at graph entry: the user's ambient autocast, else the low dtype that amp_fx has by default."""
     by_user = {device: torch.is_autocast_enabled(device) for device in defaults}
@@ -53,14 +59,12 @@ def is_autocast_call(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (_ENTER, _EXIT)
 
 
-def node_regions(
-    nodes: Iterable[fx.Node], ambient: Mapping[str, Region]
-) -> dict[fx.Node, Mapping[str, Region]]:
+def node_regions(nodes: Iterable[fx.Node], ambient: Regions) -> dict[fx.Node, Regions]:
     """The region every node stands in, per device type.
 
     A region without a dtype has the device's autocast dtype, as ``torch.autocast`` does.
     """
-    result: dict[fx.Node, Mapping[str, Region]] = {}
+    result: dict[fx.Node, Regions] = {}
     current = dict(ambient)
     saved: dict[fx.Node, dict[str, Region]] = {}
     for node in nodes:

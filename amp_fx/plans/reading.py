@@ -160,9 +160,8 @@ def _connect_body(gm: fx.GraphModule, node: fx.Node, path: str, aliases: dict[st
     """Notes which outer values a higher-order op's body is given; returns what the body returns."""
     if not isinstance(node.target, HigherOrderOperator):
         return ()
-    bodies = [
-        arg for arg in node.all_input_nodes if isinstance(getattr(gm, str(arg.target), None), fx.GraphModule)
-    ]
+    modules = [(arg, getattr(gm, str(arg.target), None)) for arg in node.all_input_nodes]
+    bodies = [arg for arg, module in modules if isinstance(module, fx.GraphModule)]
     given = [f"{path}{arg.name}" for arg in tensor_nodes(node.args) if arg not in bodies]
     results: list[str] = []
     for body in bodies:

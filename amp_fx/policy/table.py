@@ -55,7 +55,7 @@ _UNKNOWN = Device("", ())
 
 #: What a pointwise op gets that no list names: new and rare ops behave as native type promotion does.
 _POINTWISE = OpGroup(
-    OpClass.PROMOTE, "pointwise, not listed: runs in the dtype of its inputs", ops=(), mixes=True
+    OpClass.PROMOTE, "pointwise, not listed: runs in the dtype of its inputs", (), mixes=True
 )
 
 

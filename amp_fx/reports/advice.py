@@ -30,7 +30,7 @@ _LOST = 0.01
 
 # why a cast is a kernel
 _WEIGHT = "fp32 weights on their way to 16 bits, once a step"
-_WEIGHT_EACH_CALL = (
+_PER_CALL = (
     "fp32 weights on their way to 16 bits, in each call; options={'weights': 'cache'} keeps low copies"
 )
 _GIVEN = "what graphs are given in another dtype than their calls read"
@@ -144,7 +144,7 @@ def kept_casts(plans: Sequence[Plan]) -> dict[str, list[CastPlan]]:
                 row = rows.get(_origin(row.inputs[0], casts))
             why = ""
             if isinstance(row, InputPlan) and row.parameter and plan.phase == "forward":
-                why = _WEIGHT if plan.training else _WEIGHT_EACH_CALL
+                why = _WEIGHT if plan.training else _PER_CALL
             elif isinstance(row, InputPlan):
                 why = _GIVEN
             elif cast.to_dtype is torch.float32 and ("output" in cast.users or cast.name not in read):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["histogram_figure", "new_figure", "save_figure"]
+__all__ = ["draw_histogram", "new_figure", "save_figure"]
 
 #: colours that differ in lightness too, for those who do not see them
 _COLOURS = ("#0072b2", "#e69f00")
@@ -44,9 +44,7 @@ def save_figure(figure: Figure, path: Path, *also: str) -> None:
     figure.savefig(path)
 
 
-def histogram_figure(
-    title: str, gradients: Mapping[str, Counts], activations: Mapping[str, Counts]
-) -> Figure:
+def draw_histogram(title: str, gradients: Mapping[str, Counts], activations: Mapping[str, Counts]) -> Figure:
     """Gradients above, activations below, each what is counted -> counts, and the formats' ranges underneath."""
     figure = new_figure(10, 7.5)
     figure.suptitle(f"{title}: magnitudes by exponent")

@@ -22,7 +22,7 @@ from amp_fx.graphs.batches import call_of
 from amp_fx.graphs.values import tensors
 from amp_fx.plans.files import as_data, write_text
 from amp_fx.reports.counting import FORMATS, Counts
-from amp_fx.reports.figures import histogram_figure, save_figure
+from amp_fx.reports.figures import draw_histogram, save_figure
 from amp_fx.reports.step import Step, plain
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Histogram:
     def figure(self) -> Figure:
         """The figure: gradients above, activations below, the ranges of the formats underneath each."""
         gradients = {KINDS[kind]: self.total(kind) for kind in _GRADIENTS}
-        return histogram_figure(self.title, gradients, {KINDS["activations"]: self.total("activations")})
+        return draw_histogram(self.title, gradients, {KINDS["activations"]: self.total("activations")})
 
 
 def histogram(

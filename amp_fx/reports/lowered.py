@@ -63,7 +63,7 @@ def autocast_backend(options: Mapping[str, Any] | None) -> Callable[..., Callabl
 
 
 @dataclass(frozen=True)
-class _LoweredGraph:
+class _Graph:
     """One graph with Dynamo's id."""
 
     name: str
@@ -80,15 +80,13 @@ class _LoweredGraph:
 class LoweredGraphs:
     """Forward and backward graphs in the order of compilation; no code is generated."""
 
-    graphs: list[_LoweredGraph] = field(default_factory=list)
+    graphs: list[_Graph] = field(default_factory=list)
 
-    def inner_compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
-    ) -> Callable[..., Any]:
+    def inner_compile(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Stands in for Inductor's; see :func:`amp_fx._torch.replace_inner_compile`."""
-        lowered = lower_with_inductor(gm, example_inputs, **options)
+        lowered = lower_with_inductor(gm, inputs, **options)
         phase = "backward" if options.get("is_backward") else "forward"
-        self.graphs.append(_LoweredGraph(compile_id(), phase, lowered))
+        self.graphs.append(_Graph(compile_id(), phase, lowered))
         return lowered.call
 
     def complete(self, plans: list[Plan]) -> None:
@@ -108,7 +106,7 @@ class LoweredGraphs:
         return cost_of(graph.lowered for graph in self.graphs)
 
 
-def _backward_plan(graph: _LoweredGraph, forward: Sequence[Plan]) -> Plan:
+def _backward_plan(graph: _Graph, forward: Sequence[Plan]) -> Plan:
     """What the backward computes in which dtype: nothing is decided there, it mirrors the forward."""
     origin = next((plan for plan in forward if plan.graph == graph.name), Plan(graph.name))
     low = next((node.low for node in origin.nodes if node.low is not None), None)
@@ -197,9 +195,7 @@ def cost_of(graphs: Iterable[Lowered]) -> Cost:
     return Cost(len(casts), sum(casts), len(kernels), sum(kernels), moved)
 
 
-def casts_by_module(
-    graphs: Mapping[str, Sequence[_LoweredGraph]], plans: Sequence[Plan]
-) -> list[ModuleCasts]:
+def casts_by_module(graphs: Mapping[str, Sequence[_Graph]], plans: Sequence[Plan]) -> list[ModuleCasts]:
     """Casts by module, in the order of the program; ``graphs`` are those of ``"amp_fx"`` and ``"torch.autocast"``.
 
     The plans of the forward tell parameters from other inputs, which lowered graphs do not, and what a module computes
@@ -236,7 +232,7 @@ def casts_by_module(
 
 
 def _casts(
-    graph: _LoweredGraph, weights: set[tuple[int, ...]]
+    graph: _Graph, weights: set[tuple[int, ...]]
 ) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
     """Every cast of a graph: its module's path, what is cast from and to which dtype, and its counts."""
     moved: dict[fx.Node, int] = {}

@@ -295,11 +295,8 @@ def derivation(gm: fx.GraphModule, wanted: Sequence[Derived]) -> tuple[list[fx.N
         groups.setdefault(tuple(_weights_of(each[0])), []).append(each)
     used = list(dict.fromkeys(weight for weights in groups for weight in weights))
     recipes = [(computed(gm, own, wanted), [*map(used.index, own)]) for own, wanted in groups.items()]
-    places = {
-        each: Input(recipe, part)
-        for recipe, group in enumerate(groups.values())
-        for part, each in enumerate(group)
-    }
+    numbered = enumerate(groups.values())
+    places = {each: Input(at, part) for at, group in numbered for part, each in enumerate(group)}
     return used, DerivedInputs(recipes, [places[each] for each in wanted])
 
 

@@ -34,13 +34,13 @@ __all__ = ["dequantised", "join_linears"]
 
 aten = torch.ops.aten
 
+#: whether oneDNN packs a weight for a value
+Packs = Callable[[torch.Tensor, torch.Tensor], bool]
 #: views that fail where they join dimensions that do not follow each other
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-def join_linears(
-    graph: fx.Graph, derived: set[fx.Node], packs: Callable[[torch.Tensor, torch.Tensor], bool]
-) -> None:
+def join_linears(graph: fx.Graph, derived: set[fx.Node], packs: Packs) -> None:
     """Joins products by weights that are packed; what is multiplied by then joins what is ``derived`` from weights.
 
     ``packs``: whether oneDNN packs a weight that multiplies a value; it always packs one in int8.
@@ -67,9 +67,7 @@ def join_linears(
     graph.erase_node(start)
 
 
-def _is_packed(
-    node: fx.Node, derived: set[fx.Node], packs: Callable[[torch.Tensor, torch.Tensor], bool]
-) -> bool:
+def _is_packed(node: fx.Node, derived: set[fx.Node], packs: Packs) -> bool:
     x, weight, *bias = args_of(node)
     if not derived.issuperset(each for each in bias if each is not None):
         return False

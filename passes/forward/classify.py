@@ -166,7 +166,7 @@ def _label(node: fx.Node, context: PassContext) -> Label:
             plan.op_class = OpClass.FP32
             plan.reasons += (Reason.of(Kind.NO_WIDE_RESULT, device=device, op=plan.op, low=plan.low),)
         return plan
-    return _label_from_lists(plan, node, row, context, device)  # case 7
+    return _from_lists(plan, node, row, context, device)  # case 7
 
 
 def _label_write(plan: Label, node: fx.Node, op: OpOverload) -> Label:
@@ -195,9 +195,7 @@ def may_return_wide(node: fx.Node) -> bool:
     )
 
 
-def _label_from_lists(
-    plan: Label, node: fx.Node, row: OpGroup | None, context: PassContext, device: str
-) -> Label:
+def _from_lists(plan: Label, node: fx.Node, row: OpGroup | None, context: PassContext, device: str) -> Label:
     if row is None or any(argument_value(node, name) is not None for name in row.unless_given):
         plan.reasons, plan.dtype = (Reason(Kind.UNLISTED),), plan.traced
         return plan

@@ -172,12 +172,8 @@ class Network:
     def _add_value(self, value: fx.Node) -> None:
         """What it costs to store and convert one value."""
         stored = self.stored(value)
-        slots = [
-            (user, name)
-            for user in value.users
-            for name, arg in named_arguments(user)
-            if value in tensor_nodes(arg)
-        ]
+        read = [(user, *pair) for user in value.users for pair in named_arguments(user)]
+        slots = [(user, name) for user, name, arg in read if value in tensor_nodes(arg)]
         demands = [(reader, self.demand(reader, name, value)) for reader, name in slots]
         self._add_exactness(value, demands)
         folded = value.name in self._cost.folded
@@ -220,11 +216,8 @@ class Network:
         Its gradient is rounded as well, which splits kernels of the backward: counted as one pass over it.
         """
         if value.meta.get(MAY_ROUND):
-            fused = [
-                want
-                for reader, want in demands
-                if want is not None and not self._cost.reads_memory(reader, value)
-            ]
+            in_memory = self._cost.reads_memory
+            fused = [want for n, want in demands if want is not None and not in_memory(n, value)]
             passed = self._cost.traffic(value, self._low.itemsize)
             self._add_shared(Shared(passed * self.scale, HIGH, tuple(fused), stored))
 

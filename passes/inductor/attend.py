@@ -176,10 +176,8 @@ def _forward(flash: fx.Node, *, low_scores: bool) -> tuple[fx.Node, fx.Node]:
         scores = write(aten.view.default, four, [math.prod(shape[:-2]), shape[-2], -1])
     if argument_value(flash, "is_causal"):
         device = query.meta["val"].device
-        options = {"dtype": torch.int64, "device": device, "requires_grad": False}
-        rows, columns = (
-            write(prims.iota.default, size, start=0, step=1, **options) for size in (shape[-2], keys)
-        )
+        options = {"start": 0, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
+        rows, columns = (write(prims.iota.default, size, **options) for size in (shape[-2], keys))
         seen = write(aten.ge.Tensor, write(aten.unsqueeze.default, rows, 1), columns)
         hidden = write(aten.full.default, [], -math.inf, dtype=torch.float32, device=device)
         scores = write(aten.where.self, seen, scores, hidden)

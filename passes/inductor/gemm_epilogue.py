@@ -115,9 +115,7 @@ def _readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def _leaves(node: fx.Node) -> bool:
     """True where a value, or a view of it, is returned and not read otherwise."""
-    return all(
-        user.op == "output" or (has_trait(user, Trait.RESHAPES) and _leaves(user)) for user in node.users
-    )
+    return all(n.op == "output" or (has_trait(n, Trait.RESHAPES) and _leaves(n)) for n in node.users)
 
 
 # ---- results that a user's rule has in fp32: nothing rounds them between the tensor core and their readers

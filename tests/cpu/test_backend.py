@@ -131,9 +131,7 @@ def test_mode_options_and_numerics_reach_inductor(asked: list[Any]) -> None:
     ]
 
 
-def test_without_gradients_kernels_are_called_from_cpp_unless_the_options_say_otherwise(
-    asked: list[Any],
-) -> None:
+def test_without_gradients_kernels_are_called_from_cpp_unless_options_say_otherwise(asked: list[Any]) -> None:
     for options, gradients in (({}, False), ({"cpp_wrapper": False}, False), ({}, True)):
         torch._dynamo.reset()
         with torch.set_grad_enabled(gradients):

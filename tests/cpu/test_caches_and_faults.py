@@ -46,11 +46,9 @@ def cache_events(**options: Any) -> tuple[int, int]:
 def test_the_same_options_share_an_entry_and_different_decisions_never_do() -> None:
     missed, hit = (0, 1), (1, 0)
     policy = {"base": "autocast", "rules": [{"op": "tanh", "precision": "fp32"}]}
-    lookup = classify.lookup
+    known = classify.lookup
     # which does not know matmul
-    other = mock.patch.object(
-        classify, "lookup", lambda op, d: None if "matmul" in str(op) else lookup(op, d)
-    )
+    other = mock.patch.object(classify, "lookup", lambda op, d: None if "matmul" in str(op) else known(op, d))
     with fresh_cache():
         assert cache_events() == missed
         assert cache_events() == hit

@@ -175,9 +175,7 @@ def test_where_all_of_ours_fails_inductor_compiles_it_alone() -> None:
     ],
     ids=str,
 )
-def test_a_plainer_way_is_tried_where_options_ask_for_more(
-    options: dict[str, Any], training: bool, ways: int
-) -> None:
+def test_a_plainer_way_is_tried_where_options_ask_for_more(options: Any, training: bool, ways: int) -> None:
     given = amp_fx.options(**options)
     with (
         mock.patch.object(amp_fx.backend, "rewrite", side_effect=fails) as rewrite,

@@ -183,9 +183,7 @@ def test_an_exported_program_multiplies_integers_without_amp_fx() -> None:
 
 
 @pytest.mark.usefixtures("op_by_op")
-def test_what_explain_reports_is_counted_and_followed(
-    model: Any, ids: Tensor, run: Callable[..., Tensor]
-) -> None:
+def test_what_explain_reports_is_counted_and_followed(model: Any, ids: Tensor, run: Any) -> None:
     report = amp_fx.explain(model, ids, options={**OPTIONS, "weights": "cache"})
     plan = report.plan
     below = [row.levels for row in plan.nodes if row.levels_below]

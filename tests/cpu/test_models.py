@@ -30,9 +30,8 @@ IN_INFERENCE = [name for name in zoo.CASES if not name.endswith("_eager_attentio
 
 def _models(names: Iterable[str]) -> pytest.MarkDecorator:
     """Each model op by op, and with generated code."""
-    cases = [
-        pytest.param(name, id=name, marks=() if name in GENERATED else pytest.mark.slow) for name in names
-    ]
+    slow = pytest.mark.slow
+    cases = [pytest.param(name, id=name, marks=() if name in GENERATED else slow) for name in names]
     cases += [pytest.param(name, id=f"{name}-op by op") for name in names if name not in GENERATED]
     return pytest.mark.parametrize("name", cases)
 

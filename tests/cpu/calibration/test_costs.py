@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import amp_fx
 from holding import peak_bytes
@@ -43,15 +44,12 @@ def test_a_calibration_holds_five_times_what_a_training_step_does(model: nn.Modu
 
 def test_a_batch_multiplies_at_most_as_much_as_seven_training_steps(model: nn.Module) -> None:
     def flops(run: Callable[[], None]) -> int:
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], with_flops=True
-        ) as found:
+        with profile(activities=[ProfilerActivity.CPU], with_flops=True) as found:
             run()
         return sum(event.flops for event in found.key_averages())
 
     # what Dynamo has run is the same with one batch and with two
-    once, single, double = map(
-        flops, (lambda: step(model), lambda: calibrate(model), lambda: calibrate(model, 2))
-    )
+    runs = (lambda: step(model), lambda: calibrate(model), lambda: calibrate(model, 2))
+    once, single, double = map(flops, runs)
     print(f"{(double - single) / once:.1f} steps a batch")
     assert 0 < double - single <= 7 * once

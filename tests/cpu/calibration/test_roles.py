@@ -132,9 +132,7 @@ def errors_of_one(
 
 
 @pytest.mark.parametrize("name", levels_of("fp8"))
-def test_sensitivity_of_a_matmul_is_that_of_fp8_in_it_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sensitivity_of_a_matmul_is_that_of_fp8_in_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = train(GPT(), tokens, 20), tokens(0)
     cal = amp_fx.calibrate(model, batch, policy="fp8", fp8=name, profile="off")
     rows = {row.name: row for row in cal.sensitivity.graphs[0].calls}

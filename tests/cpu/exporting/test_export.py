@@ -291,9 +291,7 @@ def test_norms_between_low_calls_load_and_run_in_onnxruntime_as_they_were_export
 @pytest.mark.parametrize(
     "options", [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"policy": "int8", "profile": "off"}], ids=str
 )
-def test_a_file_is_written_checked_and_runs_in_openvino(
-    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_is_written_checked_and_runs_in_openvino(tmp_path: Path, options: Any, caplog: Any) -> None:
     import openvino
 
     path, model, x = tmp_path / "model.onnx", _norms().eval(), torch.randn(8, 3, 12, 12)

@@ -184,10 +184,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Tensor], Callable[[Any], Any]]] = {
     "a graph break": (broken, lambda run: run),
     "checkpointed inside": (checkpointed, lambda run: run),
     "checkpointed from outside": (
-        lambda m, x: m.down(m.up(x).relu()),
-        lambda run: partial(checkpoint, run, use_reentrant=False),
+        lambda m, x: m.down(m.up(x).relu()), lambda run: partial(checkpoint, run, use_reentrant=False)
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("op_by_op")

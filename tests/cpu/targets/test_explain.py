@@ -165,9 +165,7 @@ def build() -> tuple[nn.Module, tuple[Tensor]]:
     return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)), (torch.randn(512, 256),)
 
 
-def test_the_rates_are_those_of_the_target(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_rates_are_those_of_the_target(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     assert main(["explain", "test_explain:build", "--target", "cuda:h100", "--json"]) == 0
     fast = Report.from_dict(json.loads(capsys.readouterr().out))

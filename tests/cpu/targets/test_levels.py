@@ -81,9 +81,7 @@ def target_of(recipe: str) -> str:
 
 
 @RECIPES
-def test_two_blocks_keep_less_than_in_bf16_and_weight_gradients_leave_in_fp32(
-    recipe: str, blocks: Any
-) -> None:
+def test_blocks_keep_less_than_in_bf16_and_weight_gradients_leave_in_fp32(recipe: str, blocks: Any) -> None:
     target, (forward, moved) = target_of(recipe), BOUNDS[recipe]
     low, fp8 = (counted(blocks, target, **given) for given in ({}, {"policy": "fp8", "fp8": recipe}))
     assert fp8.counts.extern_kernels == low.counts.extern_kernels

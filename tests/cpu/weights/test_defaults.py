@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 from writes import WRITES, new_layer
 
 from amp_fx.weights import touch
@@ -37,10 +37,8 @@ def scale(model: nn.Module) -> None:
 
 
 def test_linears_in_fp32_are_packed_and_follow(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, compiles = (
-        nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)).eval(),
-        Compiles(monkeypatch),
-    )
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    compiles = Compiles(monkeypatch)
     run = compiled(net, weights="cache")
     with torch.no_grad():
         for rows in (4, 16, 3):
@@ -83,9 +81,8 @@ def two_linears(tie: Callable[[nn.Parameter], nn.Parameter], *, returns: bool = 
 
 def of_both() -> nn.Module:
     """A convolution, and a linear that reads a view of its weight."""
-    return Parts(
-        lambda m, x: F.linear(m.low(x).relu().mean((2, 3)), m.low.weight.flatten(1)), low=nn.Conv2d(64, 64, 1)
-    )
+    low = nn.Conv2d(64, 64, 1)
+    return Parts(lambda m, x: F.linear(m.low(x).relu().mean((2, 3)), m.low.weight.flatten(1)), low=low)
 
 
 WIDE = {"profile": "off", "policy": {"rules": [{"module": "wide", "op": "linear", "precision": "fp32"}]}}
@@ -170,11 +167,6 @@ def test_a_compiled_model_sees_writes_by_the_rule() -> None:
     assert not broken
 
 
-class Double(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
 def normed() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 1)).eval()
 
@@ -194,7 +186,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Sequential], Callable[[nn.Sequential], 
     ),
     "a module": (linears, lambda net: net.__setitem__(0, nn.Linear(64, 64))),
     "a parametrization": (
-        linears, lambda net: parametrize.register_parametrization(net[0], "weight", Double())
+        linears, lambda net: register_parametrization(net[0], "weight", Parts(lambda m, weight: 2 * weight))
     ),
     "a weight that is computed by a norm": (lambda: computed(weight_norm), scale),
     "a weight that is computed by a spectral norm": (

@@ -35,7 +35,7 @@ def new_net() -> Any:
     return Parts(call, table=table, conv=conv, norm=norm, head=head).eval()
 
 
-def compiled(model: nn.Module, mode: str, **options: Any) -> Callable[..., Tensor]:
+def compiled(model: Callable[..., Any], mode: str, **options: Any) -> Callable[..., Tensor]:
     return torch.compile(model, backend="amp_fx", options={**DEFAULTS, "weights": mode, **options})
 
 
@@ -137,9 +137,7 @@ def test_by_default_weights_of_matmuls_in_fp32_are_not_kept(held: Held) -> None:
     assert held.bytes() == 0
     # a graph without weights has nothing to keep
     for mode in ("cache", "freeze"):
-        product = torch.compile(
-            lambda x: (x @ x.T).tanh(), backend="amp_fx", options={**DEFAULTS, "weights": mode}
-        )
+        product = compiled(lambda x: (x @ x.T).tanh(), mode)
         with torch.inference_mode():
             assert torch.allclose(product(x), (x @ x.T).tanh(), atol=0.1)
         assert held.bytes() == 0

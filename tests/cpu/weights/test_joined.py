@@ -101,9 +101,7 @@ def new_net(call: Callable[..., Any], **kwargs: Any) -> nn.Module:
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("case", JOINED)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["low results", "any length"])
-def test_products_are_joined_where_nobody_sees_it(
-    case: str, dynamic: bool, products: list[list[int]]
-) -> None:
+def test_products_are_joined_where_nobody_sees_it(case: str, dynamic: bool, products: Any) -> None:
     call, columns = JOINED[case]
     net, x = new_net(call), torch.randn(2, 24, 64)
     run = torch.compile(net, backend="amp_fx", options={**DEFAULTS, "strict": True}, dynamic=dynamic)

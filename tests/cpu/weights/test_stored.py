@@ -85,9 +85,8 @@ def test_for_a_gpu_a_stored_model_has_the_plan_and_the_kernels_that_it_had() -> 
     wide, options = copy.deepcopy(model), {**OPTIONS, "weights": "cache"}
     store_low(model, x, options=options)
     with torch.no_grad(), one_process():
-        before, after = (
-            amp_fx.explain(each, x, options=options, target="cuda:h100") for each in (wide, model)
-        )
+        given = {"options": options, "target": "cuda:h100"}
+        before, after = (amp_fx.explain(each, x, **given) for each in (wide, model))
     assert before.costs["amp_fx"] == after.costs["amp_fx"]
     rows = [[(row.op, row.dtype, row.reasons) for row in report.plan.nodes] for report in (before, after)]
     assert rows[0] == rows[1]

@@ -251,12 +251,10 @@ def test_options_are_read_as_json_and_as_reports_print_them() -> None:
 @pytest.mark.parametrize(
     ("environment", "terminal", "heading"),
     [
-        ({}, True, "\033[1mheading\033[0m"),
-        ({}, False, "heading"),
-        ({"NO_COLOR": "1"}, True, "heading"),
-        ({"TERM": "dumb"}, True, "heading"),
+        ({}, True, "\033[1mheading\033[0m"), ({}, False, "heading"),
+        ({"NO_COLOR": "1"}, True, "heading"), ({"TERM": "dumb"}, True, "heading"),
     ],
-)
+)  # fmt: skip
 def test_colours_are_for_terminals_that_want_them(environment: Any, terminal: bool, heading: str) -> None:
     stream: Any = SimpleNamespace(isatty=lambda: terminal)
     with mock.patch.dict(os.environ, {"NO_COLOR": "", "TERM": "", **environment}):

@@ -158,11 +158,9 @@ def test_an_input_that_the_program_writes_to_stays_fp32_beside_low_ones() -> Non
 
 
 TABLES = [
-    ({}, BF16, FP32),
-    ({"tables": "low"}, BF16, BF16),
-    ({"tables": "keep"}, FP32, FP32),
+    ({}, BF16, FP32), ({"tables": "low"}, BF16, BF16), ({"tables": "keep"}, FP32, FP32),
     ({"tables": "low", "numerics": "eager"}, FP32, FP32),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "embedding", "positions"), TABLES, ids=str)
@@ -239,9 +237,7 @@ def test_this_machines_profile_decides_nothing_unless_asked() -> None:
     ],
     ids=["fp16", "bf16", "nothing to lower", "the user's own rule"],
 )
-def test_what_no_profile_has_decided_is_blamed_on_none(
-    model: nn.Module, options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_no_profile_has_decided_is_blamed_on_none(model: nn.Module, options: Any, caplog: Any) -> None:
     dtype = next((parameter.dtype for parameter in model.parameters()), FP32)
     amp_fx.export(model.eval(), (torch.randn(2, 8, dtype=dtype),), **options)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -260,9 +256,7 @@ def test_what_no_profile_has_decided_is_blamed_on_none(
         ({"fp8": "rowwise"}, "policy='fp8'"),
     ],
 )
-def test_bad_options_are_named(
-    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_options_are_named(options: Any, message: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Sensitivity("MLP", BF16).save("sensitivity.json")
     with pytest.raises(OptionsError, match=message):

@@ -131,9 +131,8 @@ def test_a_number_on_the_cpu_says_nothing_about_the_device(device: str) -> None:
 
 @pytest.mark.parametrize(("large", "small"), [("cpu", "cuda"), ("cuda", "cpu"), ("cpu", "xpu")])
 def test_a_graph_is_about_the_device_that_computes_most(large: str, small: str) -> None:
-    gm = of_values(
-        ("placeholder", small, (512,)), ("call_function", large, (64,)), ("call_function", small, (4,))
-    )
+    calls = ("call_function", large, (64,)), ("call_function", small, (4,))
+    gm = of_values(("placeholder", small, (512,)), *calls)
     assert graph_devices(gm) == {large, small}
     assert graph_device(gm, {large, small}) == large
     # one that computes nothing is about one of its devices

@@ -211,9 +211,8 @@ def group_of_two() -> Iterator[None]:
 @pytest.mark.usefixtures("group_of_two")
 def test_dtensors_are_captured_as_plain_tensors_placed_and_run_as_dtensors_again() -> None:
     block = Parts(lambda m, x: x + m.down(F.gelu(m.up(x))), up=nn.Linear(64, 128), down=nn.Linear(128, 64))
-    parallelize_module(
-        block, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    )
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     with without_inductor(), record() as recording:
         result = torch.compile(block, backend="amp_fx", options=dict(DEFAULTS))(torch.randn(4, 64))
     assert result.dtype is FP32

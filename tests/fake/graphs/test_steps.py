@@ -115,9 +115,8 @@ def test_a_step_is_one_graph_whose_matmuls_run_low(
 ) -> None:
     # "fast" rounds more than autocast does, which is what the result is compared with
     tolerance = 1e-3 if policy == "autocast" else 2e-2
-    found = agree(
-        Net(step), torch.randn(16, 32), options={"policy": policy}, ambient=ambient, tolerance=tolerance
-    )
+    given = {"options": {"policy": policy}, "ambient": ambient, "tolerance": tolerance}
+    found = agree(Net(step), torch.randn(16, 32), **given)
     assert len(found) == 1
     matmuls = [*plans(found[0], "linear"), *plans(found[0], "matmul")]
     assert matmuls

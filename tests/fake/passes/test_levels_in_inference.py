@@ -205,9 +205,7 @@ def test_subclasses_of_tensors_stay_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [Attention, Columns])
 @pytest.mark.parametrize("wide", [True, False], ids=["fp32", "bf16"])
-def test_copies_of_weights_are_inputs_with_their_factors(
-    tmp_path: Path, make: Callable[[], nn.Module], wide: bool
-) -> None:
+def test_copies_of_weights_are_inputs_with_their_factors(tmp_path: Path, make: Any, wide: bool) -> None:
     dtype = torch.float32 if wide else torch.bfloat16
     model, x = make().eval().to(dtype), torch.randn(4, 32, dtype=dtype)
     with torch.no_grad():

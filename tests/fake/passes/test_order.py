@@ -67,13 +67,9 @@ def test_every_pass_stands_in_an_order() -> None:
     for folder in passes.__path__:
         for path in Path(folder).glob("*/*.py"):
             module = importlib.import_module(f"amp_fx.passes.{path.parent.name}.{path.stem}")
-            found |= {
-                value
-                for value in vars(module).values()
-                if isinstance(value, type)
-                and issubclass(value, passes.Pass)
-                and value.__module__ == module.__name__
-            }
+            kinds = [value for value in vars(module).values() if isinstance(value, type)]
+            own = [kind for kind in kinds if kind.__module__ == module.__name__]
+            found |= {kind for kind in own if issubclass(kind, passes.Pass)}
     assert found == {type(step) for steps in ORDERS.values() for step in steps}
 
 

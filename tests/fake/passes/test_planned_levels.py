@@ -186,9 +186,7 @@ def test_what_becomes_a_batch_of_products_is_refused() -> None:
         lowered(model, [x], {"plan": with_levels(plan, "matmul", {FORWARD: "rowwise"})})
 
 
-def test_other_numbers_of_tokens_keep_gradients_of_weights_low_and_say_so(
-    made: Plan, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_numbers_of_tokens_keep_gradients_of_weights_low_and_say_so(made: Plan, caplog: Any) -> None:
     found = step(made, tokens=24)
     assert found.counts() == (3, 2)
     assert roles(found.plan) == [(FORWARD,), (FORWARD, INPUT), (FORWARD, INPUT), ()]

@@ -131,29 +131,22 @@ def joined(x: Tensor, w: Tensor) -> Tensor:
 #: what happens -> program, roundings that are charged, others that are not: (call, slot, whether a gradient)
 CHARGED: dict[str, tuple[Callable[..., Tensor], set[Term], set[Term]]] = {
     "the gradient of a residual add waits in memory, others are complete within a kernel or come from it": (
-        residual,
-        {("add", "", True)},
-        {("sin", "", True), ("exp", "", True), ("matmul_1", "", True)},
+        residual, {("add", "", True)}, {("sin", "", True), ("exp", "", True), ("matmul_1", "", True)}
     ),
     "what joins two values is kept": (lambda x, w: joined(x, w).exp().sum(), {("add", "", False)}, set()),
     "the backward of a sum needs nothing": (lambda x, w: joined(x, w).sum(), set(), {("add", "", False)}),
     "what follows from one value is computed again": (
-        lambda x, w: torch.matmul(x, w).sin().exp().sum(),
-        set(),
-        {("sin", "", False), ("exp", "", False)},
+        lambda x, w: torch.matmul(x, w).sin().exp().sum(), set(), {("sin", "", False), ("exp", "", False)}
     ),
     "dropout that drops nothing passes a gradient as it is": (
-        lambda x, w: dropped(x, w, 0.0),
-        set(),
-        {("matmul_1", "", True)},
+        lambda x, w: dropped(x, w, 0.0), set(), {("matmul_1", "", True)}
     ),
     "dropout that drops computes one": (lambda x, w: dropped(x, w, 0.5), {("matmul_1", "", True)}, set()),
     "a gradient that adds up in a table is read from memory": (
         lambda table, w: torch.matmul(F.embedding(torch.arange(8), table).sin(), w).sum(),
-        {("embedding", "", True)},
-        set(),
+        {("embedding", "", True)}, set(),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHARGED)

@@ -48,14 +48,9 @@ def joint_graph(
         node.meta["desc"] = aot.PlainAOTInput(position) if position < count else aot.TangentAOTInput(output)
     output = gm.graph.output_node()
     output.args = ([*output.args[0], None],)  # type: ignore[misc]
-    output.meta["desc"] = [
-        aot.PlainAOTOutput(0),
-        *(
-            aot.GradAOTOutput(aot.PlainAOTInput(p)) if p in differentiable else None
-            for p in range(len(inputs))
-        ),
-        None,
-    ]
+    places = [p if p in differentiable else None for p in range(len(inputs))]
+    gradients = [None if p is None else aot.GradAOTOutput(aot.PlainAOTInput(p)) for p in places]
+    output.meta["desc"] = [aot.PlainAOTOutput(0), *gradients, None]
     return gm
 
 

@@ -165,16 +165,12 @@ def test_an_fp32_matmul_of_several_rows_writes_and_reads_its_weight_again_on_a_c
 @pytest.mark.parametrize(
     ("device", "queries", "how", "slower"),
     [
-        ("cpu", 1, {"training": True}, True),
-        ("cpu", 1, {"dynamic": True}, True),
-        ("cpu", 1, {"writes_attention": False}, True),
-        ("cpu", 1, {"writes_attention": False, "query": 7.0}, False),
-        ("cpu", 1, {"query": 7.0}, False),
-        ("cpu", 1, {}, False),
-        ("cpu", 2, {"training": True}, False),
-        ("cuda", 1, {"training": True}, False),
+        ("cpu", 1, {"training": True}, True), ("cpu", 1, {"dynamic": True}, True),
+        ("cpu", 1, {"writes_attention": False}, True), ("cpu", 1, {"writes_attention": False, "query": 7.0}, False),
+        ("cpu", 1, {"query": 7.0}, False), ("cpu", 1, {}, False),
+        ("cpu", 2, {"training": True}, False), ("cuda", 1, {"training": True}, False),
     ],
-)
+)  # fmt: skip
 def test_attention_of_one_query_takes_longer_in_16_bits_on_a_cpu_by_the_flash_kernel(
     device: str, queries: int, how: dict[str, Any], slower: bool
 ) -> None:

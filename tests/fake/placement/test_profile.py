@@ -134,17 +134,11 @@ def test_instruction_flags_choose_the_row(flags: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("capability", "name", "row"),
     [
-        ((3, 5), "", "M40"),
-        ((5, 2), "", "M40"),
-        ((8, 7), "", "RTX 3090"),
-        ((99, 0), "", "RTX 5090"),
-        ((9, 0), "NVIDIA H200", "H200"),
-        ((9, 0), "NVIDIA GH200 480GB", "H100"),
-        ((8, 9), "NVIDIA L4", "L4"),
-        ((8, 9), "NVIDIA L4000", "RTX 4090"),
-        ((8, 9), "NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ((3, 5), "", "M40"), ((5, 2), "", "M40"), ((8, 7), "", "RTX 3090"), ((99, 0), "", "RTX 5090"),
+        ((9, 0), "NVIDIA H200", "H200"), ((9, 0), "NVIDIA GH200 480GB", "H100"), ((8, 9), "NVIDIA L4", "L4"),
+        ((8, 9), "NVIDIA L4000", "RTX 4090"), ((8, 9), "NVIDIA GeForce RTX 4090", "RTX 4090"),
     ],
-)
+)  # fmt: skip
 def test_a_card_has_the_row_of_its_name_or_the_first_of_the_capability_below(
     capability: tuple[int, int], name: str, row: str
 ) -> None:
@@ -267,9 +261,7 @@ def test_nonsense_is_not_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not path.exists()
 
 
-def test_a_device_that_is_not_there_is_planned_for_but_not_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_that_is_not_there_is_planned_for_but_not_measured(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert re.search("A100.*assumed|assumed.*A100", builtin("cuda").name)
     assert main(["profile", "--device", "cuda"]) == 1

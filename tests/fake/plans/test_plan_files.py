@@ -218,15 +218,10 @@ def test_the_wrong_field_of_a_file_is_named(
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b"", "JSON"),
-        (b"[]", "list"),
-        (b"[" * 100_000, "JSON"),
-        (b"\xff", "JSON"),
-        (b'{"plans": 3, "version": 1}', "plans"),
-        (b'{"version": 0}', "0"),
-        (b'{"name": "a package"}', "'name'"),
+        (b"", "JSON"), (b"[]", "list"), (b"[" * 100_000, "JSON"), (b"\xff", "JSON"),
+        (b'{"plans": 3, "version": 1}', "plans"), (b'{"version": 0}', "0"), (b'{"name": "a package"}', "'name'"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_holds_no_plan_is_refused(tmp_path: Path, content: bytes, named: str) -> None:
     path = tmp_path / "broken.json"
     path.write_bytes(content)

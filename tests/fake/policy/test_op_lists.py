@@ -70,12 +70,8 @@ def header_macros() -> dict[str, set[str]]:
 
 def test_the_cuda_classes_are_those_of_the_macros_in_the_torch_header() -> None:
     macros = header_macros()
-    wide = ("FP32", "FP32_SET_OPT_DTYPE", "DIFFERENT_REDISPATCH_SIGNATURE")
-    classes = {
-        "LOWER_PRECISION_FP": OpClass.LOW,
-        **dict.fromkeys(wide, OpClass.FP32),
-        "PROMOTE": OpClass.PROMOTE,
-    }
+    classes = dict.fromkeys(("FP32", "FP32_SET_OPT_DTYPE", "DIFFERENT_REDISPATCH_SIGNATURE"), OpClass.FP32)
+    classes |= {"LOWER_PRECISION_FP": OpClass.LOW, "PROMOTE": OpClass.PROMOTE}
     for macro, op_class in classes.items():
         names = macros[macro]
         assert names, macro

@@ -41,10 +41,7 @@ LOW_LOSS = {"casts": {DOWN: 2, UP: 1}, "dtypes": {"mse_loss": "bfloat16"}, "tole
 RULED: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, str], dict[str, Any]]] = {
     "an op is forced to fp32": (
         lambda: (attention(), torch.randn(2, 8)), {"op": "softmax", "precision": "fp32"},
-        {
-            "casts": {DOWN: 5, UP: 1},
-            "dtypes": {"softmax": "float32", "linear": "bfloat16", "matmul": "bfloat16"},
-        },
+        {"casts": {DOWN: 5, UP: 1}, "dtypes": {"softmax": "float32", "linear": "bfloat16", "matmul": "bfloat16"}},
     ),
     "an op is forced low": (
         lambda: (lambda x: F.mse_loss(x, torch.zeros_like(x)), torch.randn(4, 8)),
@@ -99,17 +96,12 @@ def test_a_rule_by_op_and_module_a_regular_expression_needs_both_and_the_last_th
 @pytest.mark.parametrize(
     ("op", "name", "matches"),
     [
-        ("softmax", "softmax.int", True),
-        ("softmax.int", "softmax.int", True),
-        ("softmax.int", "softmax", False),
-        ("aten.softmax.int", "softmax.int", True),
-        ("aten::linear", "linear", True),
-        ("aten.linear.default", "linear", True),
-        ("linear", "linear_backward", False),
-        ("max", "softmax.int", False),
-        ("mylib::attention", "mylib::attention", True),
+        ("softmax", "softmax.int", True), ("softmax.int", "softmax.int", True), ("softmax.int", "softmax", False),
+        ("aten.softmax.int", "softmax.int", True), ("aten::linear", "linear", True),
+        ("aten.linear.default", "linear", True), ("linear", "linear_backward", False),
+        ("max", "softmax.int", False), ("mylib::attention", "mylib::attention", True),
     ],
-)
+)  # fmt: skip
 def test_op_names_match_with_and_without_overload(op: str, name: str, matches: bool) -> None:
     assert Rule.parse({"op": op, "precision": "fp32"}).matches(name, "") is matches
 

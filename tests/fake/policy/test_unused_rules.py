@@ -41,10 +41,8 @@ def unused(plan: Plan) -> list[str]:
 
 
 def test_ops_and_modules_that_are_not_there_are_named() -> None:
-    there = {"op": "softmax"}, {"module": "head"}
-    given = rules(
-        *there, {"op": "softmax.int", "module": "encoder"}, {"op": "log_softmax"}, {"module": "decoder"}
-    )
+    there, elsewhere = ({"op": "softmax"}, {"module": "head"}), {"op": "softmax.int", "module": "encoder"}
+    given = rules(*there, elsewhere, {"op": "log_softmax"}, {"module": "decoder"})
     plan = rewrite(net(), torch.randn(2, 8), options=given).plan
     assert unused(plan) == ["softmax.int", "log_softmax", "decoder"]
     assert Plan.from_json(plan.to_json()).unused_rules == plan.unused_rules
@@ -56,9 +54,7 @@ def test_a_rule_that_another_one_overrules_has_matched_and_those_of_a_name_are_n
     assert unused(both.plan) == unused(named.plan) == []
 
 
-def test_a_rule_about_what_stays_as_it_was_written_is_unused_one_about_calls_inside_of_bodies_is_not() -> (
-    None
-):
+def test_a_rule_about_what_stays_as_written_is_unused_one_about_calls_inside_of_bodies_is_not() -> None:
     def program(x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             x = x.tanh()

@@ -79,14 +79,9 @@ def test_the_loss_scale_is_the_smallest_that_loses_least_and_does_not_overflow(v
 
 def net() -> nn.Module:
     """With dropout, a buffer that is written to, a layer that is used twice, and one that is not."""
-    parts = {
-        "up": nn.Linear(8, 8),
-        "norm": nn.BatchNorm1d(8),
-        "drop": nn.Dropout(0.5),
-        "spare": nn.Identity(),
-    }
-    frozen = nn.Linear(8, 8).requires_grad_(False)
-    return Parts(lambda m, x: m.frozen(m.up(m.drop(m.norm(F.relu(m.up(x)))))), **parts, frozen=frozen)
+    parts = {"up": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8), "drop": nn.Dropout(0.5)}
+    others = {"spare": nn.Identity(), "frozen": nn.Linear(8, 8).requires_grad_(False)}
+    return Parts(lambda m, x: m.frozen(m.up(m.drop(m.norm(F.relu(m.up(x)))))), **parts, **others)
 
 
 def loss(outputs: Tensor) -> Tensor:

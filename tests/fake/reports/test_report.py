@@ -121,9 +121,7 @@ def crowded() -> Report:
 
 
 @pytest.mark.parametrize(("terminal", "width"), [(True, 80), (False, 118)])
-def test_the_first_screen_is_as_wide_as_the_terminal(
-    terminal: bool, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_screen_is_as_wide_as_the_terminal(terminal: bool, width: int, monkeypatch: Any) -> None:
     if terminal:
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
