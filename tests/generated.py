@@ -56,18 +56,16 @@ def _generated(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tupl
     """The code of a graph after partitioning, and what runs it op by op."""
     from torch._inductor.graph import GraphLowering
 
-    count_bytes, texts = GraphLowering.count_bytes, list[str]()
+    fuse, texts = GraphLowering._update_scheduler, list[str]()
 
-    def count_and_generate(self: GraphLowering) -> Any:
-        counted = count_bytes(self)
+    def fuse_and_generate(self: GraphLowering) -> None:
+        fuse(self)
         self.wrapper_code.push_codegened_graph(self)
         self.scheduler.codegen()
         code, _ = self.wrapper_code.generate(self.is_inference)
         texts.append(str(getattr(code, "value", code)))
-        return counted
 
-    # counting comes after fusion, which is where code generation begins
-    with mock.patch.object(GraphLowering, "count_bytes", count_and_generate):
+    with mock.patch.object(GraphLowering, "_update_scheduler", fuse_and_generate):
         lowered = lower_with_inductor(gm, inputs, **kwargs)
     graph = lowered.before.graph
     placeholders = graph.find_nodes(op="placeholder")

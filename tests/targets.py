@@ -176,8 +176,11 @@ def compiled_at_equal_results(graphs: Sequence[TracedGraph]) -> Facts:
 
 def _facts(graphs: Sequence[TracedGraph], backend: Backend) -> Facts:
     counter = Counter()
-    for graph in graphs:
-        compile_graph(graph, backend, counter.inner_compile)
+    # where a GPU is, Inductor has them
+    rates = {"get_gpu_dram_gbps": lambda: 3e3, "get_device_tflops": lambda _: 1e3}
+    with mock.patch.multiple("torch._inductor.scheduler", **rates):
+        for graph in graphs:
+            compile_graph(graph, backend, counter.inner_compile)
     casts, wide, saved, rounded = list[str](), list[str](), 0, 0
     for kind, graph in counter.graphs:
         casts += [_what(kind, cast) for calls, _ in cast_kernels(graph) for cast in list(calls)[:1]]
