@@ -85,6 +85,8 @@ _INT8_MM = (
         name="int8_unpacked",
         about="as int8_packed, without oneDNN: for a single row",
         multiply=int8_mm,
+        # aten._int_mm of torch 2.11 takes signed values only
+        value=torch.uint8 if torch.__version__ >= "2.12" else torch.int8,
         grain=8,
         packs=True,
         # a call of oneDNN takes 20 us before it multiplies, 512 x 512 with one row takes 5
