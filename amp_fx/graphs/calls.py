@@ -81,7 +81,8 @@ def readers(node: fx.Node, passes_on: Callable[[fx.Node], bool]) -> list[fx.Node
 
 def target_name(node: fx.Node) -> str:
     """What Python calls the target of a call."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    # Dynamo of torch 2.11 makes functions of what a DTensor does: "prim_redistribute", "prim from_local"
+    return getattr(node.target, "__name__", str(node.target)).removeprefix("prim_").removeprefix("prim ")
 
 
 def output_nodes(gm: fx.GraphModule) -> list[fx.Node]:
