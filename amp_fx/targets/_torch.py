@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PickleOptions
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 from torch.utils import _triton as triton_facts
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,6 +39,10 @@ from amp_fx.errors import TargetError
 from amp_fx.targets.process import Target, find_target, library
 
 __all__ = ["compile_contexts", "enter", "graph_from_bytes", "graph_to_bytes", "pretended"]
+
+#: torch 2.11's pickler does not look for nodes in slices, ``x[: x.shape[0]]``; later ones do
+_SLICE = pytree.NodeDef(slice, lambda s: ([s.start, s.stop, s.step], None), lambda p, _: slice(*p), None)
+_with_slices = mock.patch.dict(pytree.SUPPORTED_NODES, {slice: _SLICE})
 
 #: of this process
 _target: Target | None = None
@@ -85,6 +90,7 @@ def compile_contexts(mode: FakeTensorMode, name: str) -> Iterator[None]:
         yield
 
 
+@_with_slices
 def graph_to_bytes(gm: fx.GraphModule) -> bytes:
     """A graph with fake values, to be read in another process."""
     try:
@@ -93,6 +99,7 @@ def graph_to_bytes(gm: fx.GraphModule) -> bytes:
         raise TargetError(f"a graph cannot be handed to the process that compiles it: {error}") from error
 
 
+@_with_slices
 def graph_from_bytes(data: bytes) -> fx.GraphModule:
     """What :func:`graph_to_bytes` wrote, with a fake mode of its own."""
     try:

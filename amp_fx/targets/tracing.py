@@ -182,7 +182,7 @@ def move(gm: fx.GraphModule, device: torch.device) -> fx.GraphModule:
         if SOURCE_META in node.meta:
             node._dynamo_source = _Source(node.meta[SOURCE_META])  # type: ignore[attr-defined]  # Dynamo's own
         node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), there)  # type: ignore[assignment]
-        if node.op == "call_function":
+        if node.op in ("call_function", "call_method"):
             _make_there(node, device)
         if "example_value" in node.meta:
             node.meta["example_value"] = tree_map_only(
