@@ -106,22 +106,22 @@ NO_DRIVER = "a CUDA build asks the driver about cudnn, even for fake tensors"
 NO_META = "no meta kernel, so fake tensors cannot run it"
 NO_LSTM = "oneDNN has no such kernel for this CPU, and autocast raises"
 DATA = "the shape of its result depends on values"
+_OLD = "_convolution _convolution.deprecated _transformer_encoder_layer_fwd" if UP_TO_2_12 else ""
 _NO_DRIVER = torch.version.cuda and not torch.cuda.is_available()
 
 #: Everything else in the lists must have arguments, run and answer.
 NOT_ASKED: dict[str, dict[str, str]] = {
     "cuda": {
         **each("_thnn_fused_gru_cell ctc_loss.IntList ctc_loss.Tensor geqrf gru.input gru_cell", NO_META),
+        **each(_OLD, NO_META),
         **each("combinations linalg_lstsq masked_select narrow.Tensor nonzero", DATA),
         **each("batch_norm cudnn_convolution cudnn_convolution_transpose grid_sampler", NO_CUDA),
         **each("grid_sampler_2d im2col instance_norm native_batch_norm", NO_CUDA),
         "tensor_split.tensor_indices_or_sections": "takes CPU indices only",
         **each("lstm.input rnn_relu.input rnn_tanh.input" if _NO_DRIVER else "", NO_DRIVER),
-        **each("_convolution _convolution.deprecated" if UP_TO_2_12 else "", NO_META),
-        **each("_transformer_encoder_layer_fwd" if UP_TO_2_12 else "", NO_META),
     },
     "mps": {
-        **each("_thnn_fused_gru_cell geqrf", NO_META),
+        **each("_thnn_fused_gru_cell geqrf " + _OLD, NO_META),
         **each("combinations linalg_lstsq masked_select narrow.Tensor nonzero", DATA),
         **each("ctc_loss.IntList ctc_loss.Tensor", DATA),
         **each("batch_norm grid_sampler grid_sampler_2d im2col instance_norm native_batch_norm", NO_MPS),

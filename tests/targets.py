@@ -176,9 +176,8 @@ def compiled_at_equal_results(graphs: Sequence[TracedGraph]) -> Facts:
 
 def _facts(graphs: Sequence[TracedGraph], backend: Backend) -> Facts:
     counter = Counter()
-    # where a GPU is, Inductor has them
-    rates = {"get_gpu_dram_gbps": lambda: 3e3, "get_device_tflops": lambda _: 1e3}
-    with mock.patch.multiple("torch._inductor.scheduler", **rates):
+    rates_of_a_gpu = {"get_gpu_dram_gbps": lambda: 3e3, "get_device_tflops": lambda _: 1e3}
+    with mock.patch.multiple("torch._inductor.scheduler", **rates_of_a_gpu):
         for graph in graphs:
             compile_graph(graph, backend, counter.inner_compile)
     casts, wide, saved, rounded = list[str](), list[str](), 0, 0

@@ -139,7 +139,7 @@ def charged(model: nn.Module, x: Tensor) -> int:
 def test_casts_of_inputs_cost_what_is_charged_for_them(name: str) -> None:
     run, sizes = PROGRAMS[name]
     x, *parameters = (torch.randn(size, requires_grad=True) for size in sizes)
-    model = Parts(lambda m, x: run(x, *m.own).square().mean(), own=nn.ParameterList(parameters))
+    model = Parts(lambda m, x: run(x, *m.own.parameters()).square().mean(), own=nn.ParameterList(parameters))
     found = facts(traced(model, x), OFF)
     assert set(found.casts) <= {"input", "gradient"}
     # from torch 2.14 on, the second matmul adds the first one's result, which is then widened by itself

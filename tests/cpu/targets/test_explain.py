@@ -103,8 +103,7 @@ def test_a_default_plan_that_moves_more_bytes_than_autocast_says_why() -> None:
 
 
 def test_the_report_names_graph_breaks_modules_and_source_lines(report: Report) -> None:
-    assert len(report.graph_breaks) == 1
-    assert "graph_break" in report.graph_breaks[0]
+    assert ["graph_break" in each for each in report.graph_breaks] == [True]
     up, down = linears(report)
     assert (up.module_path, down.module_path) == ("up", "down")
     assert "test_explain.py" in up.source

@@ -15,6 +15,7 @@ from amp_fx.errors import WeightsError
 from amp_fx.targets.tracing import TracedGraph
 from small_models import Parts
 from targets import OFF, Facts, facts, needs_a_target, process, quick_ones, trace_case, traced
+from versions import IS_2_11
 
 pytestmark = [needs_a_target, pytest.mark.xdist_group("targets")]
 
@@ -59,6 +60,8 @@ def test_training_compiles_and_is_never_above_autocast(name: str, arm: str) -> N
 
 @pytest.mark.parametrize("name", quick_ones(zoo.CASES, "transformer_layer"))
 def test_inference_compiles_and_is_never_above_autocast(name: str) -> None:
+    if IS_2_11 and name == "transformer_layer":
+        pytest.skip("torch 2.11 has no fake values of its fast layer, and runs it")
     graphs = trace_case(zoo.make(name), "no_grad")
     assert_no_worse(facts(graphs, {**OFF, "weights": "cast"}), compiled_by_autocast(graphs))
     facts(graphs, {**OFF, "weights": "cache"})

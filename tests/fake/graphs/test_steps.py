@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from amp_fx import GradScaler, ScalingWarning, record
 from checks import agree
 from graphs import DEFAULTS, plans, without_inductor
+from versions import fails_in
 
 BF16 = torch.bfloat16
 
@@ -98,15 +99,14 @@ def descent(net: Net, x: Tensor) -> object:
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
-STEPS = (
-    gradients, backward, accumulated, of_a_low_value, given_by_name, used_again, gradient_penalty, unused, descent,
-)  # fmt: skip
+STEPS = (gradients, backward, accumulated, of_a_low_value, given_by_name, used_again, unused, descent)
 
 
 @pytest.mark.parametrize(
     ("step", "policy", "ambient"),
     [
         *((step, "autocast", None) for step in STEPS),
+        pytest.param(gradient_penalty, "autocast", None, marks=fails_in("2.11", fault="no requires_grad_()")),
         *((step, "fast", BF16) for step in (backward, used_again, descent)),
     ],
 )
@@ -116,10 +116,8 @@ def test_a_step_is_one_graph_whose_matmuls_run_low(
     # "fast" rounds more than autocast does, which is what the result is compared with
     tolerance = 1e-3 if policy == "autocast" else 2e-2
     given = {"options": {"policy": policy}, "ambient": ambient, "tolerance": tolerance}
-    found = agree(Net(step), torch.randn(16, 32), **given)
-    assert len(found) == 1
-    matmuls = [*plans(found[0], "linear"), *plans(found[0], "matmul")]
-    assert matmuls
+    (found,) = agree(Net(step), torch.randn(16, 32), **given)
+    matmuls = [*plans(found, "linear"), *plans(found, "matmul")]
     assert {row.dtype for row in matmuls} == {BF16}
 
 

@@ -153,8 +153,6 @@ def test_a_step_of_an_optimizer_is_noticed(form: str, monkeypatch: pytest.Monkey
         assert are_current(copies, parameters), name
 
 
-# of torch 2.11, also where they are enabled
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 def test_a_step_that_writes_to_some_rows_is_noticed() -> None:
     parameters, copies = new_weights()[:1], copies_for(1)
     optimizer = torch.optim.SparseAdam(parameters, lr=0.1)
