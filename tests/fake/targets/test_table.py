@@ -32,9 +32,10 @@ def test_two_cards_of_one_architecture_have_rates_of_their_own() -> None:
     assert h100.profile.bandwidth < h200.profile.bandwidth
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"), [("cuda:h10", "h100"), ("h100", "h100"), ("RTX4090", "rtx4090"), ("cuda:a10", "a100")]
-)
+NEAREST = {"cuda:h10": "h100", "h100": "h100", "L4": "l4", "RTX4090": "rtx4090", "cuda:a10": "a100"}
+
+
+@pytest.mark.parametrize(("wrong", "right"), NEAREST.items())
 def test_an_unknown_target_names_the_nearest_one(wrong: str, right: str) -> None:
     with pytest.raises(TargetError, match=f"'{wrong}'.*'cuda:{right}'"):
         find_target(wrong)
