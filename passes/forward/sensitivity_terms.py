@@ -176,7 +176,8 @@ class _Memory:
         given, result = value.meta.get("val"), reader.meta.get("val")
         if plan is None or not isinstance(given, torch.Tensor) or not isinstance(result, torch.Tensor):
             return False
-        if given.shape != result.shape:
+        # as text: comparing sizes that only the data know is an error
+        if str(given.shape) != str(result.shape):
             return False
         if plan.op == "dropout":
             return not argument_value(reader, "p") or not argument_value(reader, "train")

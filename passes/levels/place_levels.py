@@ -168,7 +168,7 @@ class PlaceLevels(Pass):
         weight = matmul.operands[1]
         if not level.trains and weight.source.op != "placeholder" and not weight.is_folded:
             return Reason.of(Kind.NOT_A_WEIGHT, policy=level.policy)
-        if rows == 0:
+        if isinstance(rows, int) and rows == 0:
             return Reason(Kind.NO_ROWS)
         refused = {way: self._refusal(matmul, level, way) for way in level.chosen(self.choice)}
         ways = [way for way, why in refused.items() if why is None]

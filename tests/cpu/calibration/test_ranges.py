@@ -230,6 +230,19 @@ def test_batches_of_other_sizes_are_multiplied_by_the_same_scales(
             assert wrong(run(x), model, x) < 0.02
 
 
+@pytest.mark.usefixtures("op_by_op")
+def test_a_number_of_rows_that_only_the_data_know_is_priced_and_may_be_none() -> None:
+    parts = {"up": nn.Linear(16, 64), "down": nn.Linear(64, 16)}
+    model, x = Parts(lambda m, x: m.down(m.up(x[x[:, 0] > 0])), **parts).eval(), torch.randn(32, 16)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        plan = calibrated(model, x).plan(budget=100, verify=False)
+        assert [[*row.levels.values()] for row in plan.plans[0].nodes if row.op == "linear"] == [["int8"], []]
+        run = compiled(model, plan)
+        for rows in (x, -x.abs()):
+            with torch.inference_mode():
+                torch.testing.assert_close(run(rows), model(rows), rtol=0.05, atol=0.05)
+
+
 def test_without_kept_weights_scales_are_found_in_each_call(model: Any, plan: CalibratedPlan) -> None:
     (first,), x = plan.plans, images()
     rows = [row if row.op == "linear" else replace(row, levels={}, scales={}) for row in first.nodes]
