@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 FIRST_SCALE = 65536.0
 
 
+@torch.inference_mode(False)
 def calibrate(
     model: nn.Module,
     batches: Any,

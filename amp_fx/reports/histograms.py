@@ -106,6 +106,7 @@ class Histogram:
         return draw_histogram(self.title, gradients, {KINDS["activations"]: self.total("activations")})
 
 
+@torch.inference_mode(False)
 def histogram(
     model: Callable[..., Any], batch: Any, loss: Callable[[Any], torch.Tensor] | None = None
 ) -> Histogram:
