@@ -282,6 +282,9 @@ def _price_matmuls(below: Below, calls: Sequence[CallSensitivity], low: Collecti
         for term in problem.shared:
             if readers := tuple(filter(is_low, term.readers)):
                 kept.shared.append(replace(term, readers=readers))
+        kept.implies = [pair for pair in problem.implies if is_low(pair[0])]
+        # what is not low here is HIGH
+        kept.pins = problem.pins | {b: HIGH for a, b in problem.implies if not is_low(a)}
         return kept
 
     time, by_bytes = map(only_low, (second.time, second.by_bytes))

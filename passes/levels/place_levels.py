@@ -278,22 +278,28 @@ def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: 
         problem.shared += [Shared(time, LOW, tuple(by)) for time, by in copies.values()]
         by = tuple(reader for reader, _, measured in read if measured)
         if by and (product := _product_before(read[0][1].source)) is not None:
-            # in the low dtype it writes no bytes: a kernel of its own rounds, and computes what is in between
-            value = read[0][1].source.meta["val"]
+            # it writes bytes, or the low dtype if it runs in that: who reads the other waits for a kernel
+            value, written = read[0][1].source.meta["val"], ("written", read[0][1].source.name)
             extra = cost.moving(numel(value) * (value.dtype.itemsize + cost.arithmetic), 1)
-            problem.shared.append(Shared(extra, LOW, by, variables.get(product)))
+            problem.shared.append(Shared(extra, LOW, by, written))
+            problem.shared.append(Shared(extra, HIGH, tuple(reader for reader, *_ in read), written))
+            if product in variables:
+                problem.implies.append((variables[product], written))
+            else:
+                problem.pins[written] = HIGH
     return problem
 
 
 def _product_before(node: fx.Node) -> fx.Node | None:
-    """The product that computes a value, or what a kernel makes of it for one element from one."""
-    while not is_matmul(node):
-        passes = has_trait(node, Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST, Trait.BATCH_NORM)
-        single = len(node.all_input_nodes) == 1 and torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if node.op != "call_function" or not (passes or single):
-            return None
-        node = node.all_input_nodes[0]
-    return node
+    """The product that writes a value, with activations and residuals applied; None of what other kernels compute."""
+    if is_matmul(node):
+        return node
+    passes = has_trait(node, Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST, Trait.BATCH_NORM)
+    single = len(node.all_input_nodes) == 1 and torch.Tag.pointwise in getattr(node.target, "tags", ())
+    if node.op != "call_function" or not (passes or single or has_trait(node, Trait.PASSES_GRADIENT)):
+        return None
+    found = (_product_before(given) for given in node.all_input_nodes[: None if not passes else 1])
+    return next((product for product in found if product is not None), None)
 
 
 def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -> tuple[int, int]:

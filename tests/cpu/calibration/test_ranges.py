@@ -126,18 +126,24 @@ def test_the_error_on_other_batches_is_the_predicted_one(
     assert plan.point.error / 1.3 < wrong(got, model, x) < plan.point.error * 1.3
 
 
-def test_behind_a_product_in_the_low_dtype_a_kernel_of_its_own_rounds() -> None:
-    # 8.5 launches are gained, and a call with a measured scale takes 8
-    profile = replace(PROFILE, launch=23e-6)
-    policy = {"base": "int8", "rules": [{"module": "0", "precision": "low"}]}
-    found = []
+def test_who_reads_what_the_product_before_does_not_write_waits_for_a_kernel() -> None:
+    def scaled(model: nn.Module, size: int, *rules: Any) -> list[str]:
+        given = {"policy": {"base": "int8", "rules": rules}, "profile": replace(PROFILE, launch=23e-6)}
+        plan = calibrated(model.eval(), torch.randn(64, size), **given).plan(budget=100, verify=False)
+        return [row.module_path for row in plan.plans[0].nodes if row.scales]
+
+    # 8.5 launches are gained, and a call with a measured scale takes 8; a norm rounds by itself
     for before in (nn.LayerNorm(16), nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.GELU())):
-        model = nn.Sequential(before, nn.Linear(16, 256), nn.Linear(256, 16)).eval()
-        plan = calibrated(model, torch.randn(64, 16), policy=policy, profile=profile).plan(
-            budget=100, verify=False
-        )
-        found += [bool(row.scales) for row in plan.plans[0].nodes if row.module_path == "1"]
-    assert found == [True, False, False]
+        model = nn.Sequential(before, nn.Linear(16, 256), nn.Linear(256, 16))
+        found = scaled(model, 16, {"module": "0", "precision": "low"})
+        assert found == ["1"] * isinstance(before, nn.LayerNorm)
+    # 7.5 are enough beside another product that reads bytes
+    parts = {"up": nn.Linear(16, 256), "one": nn.Linear(256, 16), "other": nn.Linear(256, 14)}
+    two = Parts(
+        lambda m, x: m.head(torch.cat([m.one(y := m.up(x)), m.other(y)], -1)), head=nn.Linear(30, 8), **parts
+    )
+    assert scaled(two, 16) == ["up", "one", "other"]
+    assert scaled(nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 14), nn.Linear(14, 8)), 256) == []
 
 
 def test_what_is_added_as_it_is_convolved_costs_what_both_readings_do() -> None:
