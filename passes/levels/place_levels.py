@@ -280,7 +280,7 @@ def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: 
         if by and (product := _product_before(read[0][1].source)) is not None:
             # it writes bytes, or the low dtype if it runs in that: who reads the other waits for a kernel
             value, written = read[0][1].source.meta["val"], ("written", read[0][1].source.name)
-            extra = cost.moving(numel(value) * (value.dtype.itemsize + cost.arithmetic), 1)
+            extra = cost.moving(numel(value) * value.dtype.itemsize, 1) + cost.rounding(numel(value))
             problem.shared.append(Shared(extra, LOW, by, written))
             problem.shared.append(Shared(extra, HIGH, tuple(reader for reader, *_ in read), written))
             if product in variables:
@@ -304,7 +304,10 @@ def _product_before(node: fx.Node) -> fx.Node | None:
 
 def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -> tuple[int, int]:
     result = matmul.node.meta["val"]
-    elements = sum(numel(operand.base.meta["val"]) for operand in matmul.operands)
+    sizes = [(numel(operand.base.meta["val"]), operand.is_weight) for operand in matmul.operands]
+    elements = sum(
+        size for size, is_weight in sizes if is_weight or size * result.dtype.itemsize > cost.cache
+    )
     grouped = matmul.is_convolution and convolution_settings(matmul.node)["groups"] > 1
     low, below = cost.matmul(matmul_flops(matmul.node), elements, result.dtype.itemsize, grouped=grouped)
     below += cost.calling(way, matmul.sizes)
@@ -337,7 +340,7 @@ def _copies(operand: Operand, level: Level, cost: LevelCost, *, measured: bool) 
     elements, itemsize = numel(value), value.dtype.itemsize
     if measured:
         # written by the kernel that computes the value
-        return {"measured": cost.moving(elements * NARROW)}
+        return {"measured": cost.rounding(elements)}
     if level.by_row:
         copy = cost.copying(elements, itemsize, in_rows=operand.lies_in_rows, block=level.block)
         return {operand.layout: copy}

@@ -55,6 +55,8 @@ def test_a_copy_on_a_cpu_takes_arithmetic_too() -> None:
         rates = {"float32": 1e12, "bfloat16": 1e12, "int8": 2e12}
         cost = cost_of(DeviceProfile("", device, rates, 1e12, 0.0), "int8")
         assert cost.copying(100, 2, in_rows=True) == time
+        # by a scale that is known, less
+        assert cost.rounding(100) == (300 if device == "cpu" else 100)
 
 
 def test_a_call_in_int8_takes_longer_on_a_cpu_and_groups_gain_nothing_by_tiles() -> None:
