@@ -64,7 +64,8 @@ def copy_traffic(elements: int, itemsize: int, *, in_rows: bool, block: int | No
 #: bytes that a CPU moves in the time of the arithmetic of a copied element: largest magnitude, rounding, activation.
 #: Measured on a Zen 4 with one thread: 0.45 ns in all, behind gelu 0.95 ns
 _ARITHMETIC = 8
-#: what a CPU takes for a call in int8 beside one in bf16, in launches: 40 us on a Sapphire Rapids, over 13 shapes
+#: what a CPU takes for a call in int8 beside one in bf16, in launches: 40 us on a Sapphire Rapids, over 13 shapes;
+#: half of it for a convolution
 _CALL = 8
 #: a CPU with tiles multiplies in bf16 at least so many times as fast as in fp32, others half as fast (see ``devices``)
 _TILES = 6.0
@@ -130,7 +131,9 @@ class LevelCost:
         """Writes bytes by a scale that is known, in a kernel that has the value: 0.12 ns for an element on a CPU."""
         return self.moving(elements * (NARROW + self.arithmetic // 4))
 
-    def calling(self, way: Implementation, sizes: Sequence[int | torch.SymInt]) -> int:
+    def calling(
+        self, way: Implementation, sizes: Sequence[int | torch.SymInt], *, convolves: bool = False
+    ) -> int:
         """What a call takes in the level beside one in the low dtype; sizes are rows, contracted, columns.
 
         A time of its own, and that in which an implementation lays out the weight. A single row takes neither.
@@ -140,7 +143,7 @@ class LevelCost:
             return 0
         known = [size for size in matrix if isinstance(size, int)]
         lays_out = way.packs and len(known) == len(matrix)
-        return _ps(self.call) + lays_out * self.moving(2 * NARROW * math.prod(known))
+        return _ps(self.call) // (1 + convolves) + lays_out * self.moving(2 * NARROW * math.prod(known))
 
     def cheapest(self, ways: Sequence[Implementation], sizes: Sequence[int | torch.SymInt]) -> Implementation:
         """The implementation that takes the least for a product of these sizes; of equal ones the first."""

@@ -310,7 +310,7 @@ def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -
     )
     grouped = matmul.is_convolution and convolution_settings(matmul.node)["groups"] > 1
     low, below = cost.matmul(matmul_flops(matmul.node), elements, result.dtype.itemsize, grouped=grouped)
-    below += cost.calling(way, matmul.sizes)
+    below += cost.calling(way, matmul.sizes, convolves=matmul.is_convolution)
     if len({level_of(operand, level).by_row for operand in matmul.operands}) > 1:
         # factors of columns are multiplied afterwards
         below += cost.moving(2 * numel(result) * result.dtype.itemsize, 1)

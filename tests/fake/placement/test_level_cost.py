@@ -69,6 +69,12 @@ def test_a_call_in_int8_takes_longer_on_a_cpu_and_groups_gain_nothing_by_tiles()
         cost = cost_of(DeviceProfile("", device, rates, 1e12, 1e-11), "int8")
         way = LEVELS["int8"].implementations[-1]
         assert [cost.calling(way, (rows, 4, 4)) > 0 for rows in (1, 2)] == [False, device == "cpu"]
+        # half of it for a convolution
+        call = cost.calling(way, (2, 4, 4)) - way.packs * cost.moving(2 * 4 * 4)
+        assert (
+            2 * (call - cost.calling(way, (2, 4, 4), convolves=True) + way.packs * cost.moving(2 * 4 * 4))
+            == call
+        )
         for grouped, time in zip((False, True), times, strict=True):
             assert cost.matmul(100, 100, 1, grouped=grouped) == (200, time)
 
