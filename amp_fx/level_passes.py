@@ -15,12 +15,11 @@ from amp_fx.errors import PlanError
 from amp_fx.graphs.keys import BUDGET
 from amp_fx.passes import PlaceLevels
 from amp_fx.passes.base import marked
-from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.devices import builtin, resolve
 from amp_fx.placement.level_cost import meaning, multiplies
 from amp_fx.placement.profile import DEVICE_TYPES, DeviceProfile
 from amp_fx.plans.label import Reason
-from amp_fx.plans.plan import NodePlan, Plan
+from amp_fx.plans.plan import NodePlan, Plan, with_choice
 from amp_fx.plans.sensitivity import INPUT
 from amp_fx.policy.levels import AUTO, FORWARD, LEVELS, Level, level_named, levels_of
 from amp_fx.settings import Options

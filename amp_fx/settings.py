@@ -194,8 +194,9 @@ def compile(
     """
     # an option by its name wins over the mode, as in the backend
     checked = {**Options.parse(mode).inductor, **options(**given)}
-    how: Any = {"options": checked, "dynamic": dynamic, "fullgraph": fullgraph}
-    compiled: Any = torch.compile(model, backend="amp_fx", **how)
+    compiled: Any = torch.compile(
+        model, backend="amp_fx", options=checked, dynamic=dynamic, fullgraph=fullgraph
+    )
     return compiled
 
 

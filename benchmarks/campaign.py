@@ -71,8 +71,8 @@ def run(step: Step, folder: Path, seconds: float) -> str:
     path, log = folder / step.name, folder / f"{step.name}.log"
     # in a file of its own until it is whole
     partial = folder / f"partial_{step.name}"
-    places = {"{out}": str(partial), "{caches}": str(folder / "caches")}
-    command = [places.get(argument, argument).replace("{out}", str(partial)) for argument in step.command]
+    caches = str(folder / "caches")
+    command = [each.replace("{out}", str(partial)).replace("{caches}", caches) for each in step.command]
     with log.open("w", encoding="utf-8") as output:
         try:
             done = subprocess.run(

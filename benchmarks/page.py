@@ -69,7 +69,7 @@ def sections(folder: Path) -> dict[str, str]:
     """Name of a section -> what stands in it, as Markdown."""
     paths = {
         kind: sorted(folder.glob(f"{kind}_*.jsonl"))
-        for kind in (
+        for kind in [
             "counts_cpu",
             "counts_cuda",
             "errors",
@@ -77,7 +77,7 @@ def sections(folder: Path) -> dict[str, str]:
             "timings_cuda",
             "engines",
             "learning",
-        )
+        ]
     }
     found = {
         "counts": [_counts(*read(path)) for path in paths["counts_cpu"]],

@@ -17,13 +17,12 @@ from amp_fx.calibration.frontier import Point
 from amp_fx.calibration.traced import Below, MeasuredGraph
 from amp_fx.errors import PlanError
 from amp_fx.passes.forward.place_by_sensitivity import Placement, PricedGraph
-from amp_fx.passes.levels.place_levels import with_choice
 from amp_fx.placement.cut import HIGH, LOW, Problem, Var
 from amp_fx.placement.devices import resolve
 from amp_fx.placement.priced import Choice, Labels, Priced, SensitivityTerm, choose_all
 from amp_fx.placement.tradeoff import BYTES, hull, within
 from amp_fx.plans.label import Kind, Reason
-from amp_fx.plans.plan import NodePlan, Plan
+from amp_fx.plans.plan import NodePlan, Plan, with_choice
 from amp_fx.plans.plan_files import choose_plan, counterparts
 from amp_fx.plans.sensitivity import INPUT, CallSensitivity, GraphSensitivity, Sensitivity, as_number
 from amp_fx.policy.levels import LEVELS

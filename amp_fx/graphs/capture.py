@@ -99,12 +99,16 @@ def _trace(
 ) -> fx.GraphModule:
     """The graph as make_fx sees it, bodies included."""
     interpreter = CapturingInterpreter(gm, node_regions(gm.graph.nodes, ambient), _capture_bodies)
-    how: dict[str, Any] = {"decomposition_table": _COMPOSITES, "pre_dispatch": True}
     try:
         with mode, ignore_fresh_symbols(mode), preserve_node_meta(), contextlib.ExitStack() as states:
             for device_type, region in ambient.items():
                 states.enter_context(enable_autocast(device_type, region.by_user, region.dtype))
-            traced = make_fx(interpreter.run, **how, _allow_non_fake_inputs=True)
+            traced = make_fx(
+                interpreter.run,
+                decomposition_table=_COMPOSITES,
+                pre_dispatch=True,
+                _allow_non_fake_inputs=True,
+            )
             return traced(*(stand_in(node.meta["example_value"]) for node in inputs))
     except CaptureError:
         raise

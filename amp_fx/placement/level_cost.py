@@ -14,6 +14,7 @@ What the cut believes:
 * A library kernel wants both operands with the contracted dimension last in memory. A copy for a whole tensor that lies
   otherwise is written once more.
 * What is in memory in the low dtype anyway costs nothing more there.
+* A product writes its result in one form. Who reads another, bytes or the low dtype, waits for a kernel that makes it.
 * On a CPU a copy takes arithmetic, too, and the product before it no longer applies the activation in between.
 
 Sizes are in elements, times in picoseconds.
@@ -69,8 +70,6 @@ _ARITHMETIC = 8
 _CALL = 8
 #: a CPU with tiles multiplies in bf16 at least so many times as fast as in fp32, others half as fast (see ``devices``)
 _TILES = 6.0
-
-
 #: bytes of a value in the low dtype that a CPU still has in a cache, as the kernel before has written it; measured on a
 #: Sapphire Rapids: linears gain by int8 where they read 1.2 MB, and not where they read 600 kB
 _CACHE = 2**20
@@ -81,8 +80,8 @@ class LevelCost:
     """Rates of a device.
 
     FLOP/s in the low dtype and in a level below, bytes/s, seconds of a kernel at least, the bytes that are moved in the
-    time of the arithmetic of a copied element, seconds of a call in the level beside one in the low dtype, and whether
-    products in the level are made of tiles.
+    time of the arithmetic of a copied element, seconds of a call in the level beside one in the low dtype, whether
+    products in the level are made of tiles, and the bytes of a value that is still in a cache when it is read.
     """
 
     low: float

@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from amp_fx._torch import nesting_change
 from amp_fx.errors import PlanError
 from amp_fx.graphs.traits import Trait, has_trait
 from amp_fx.plans.files import SchemaError, as_data, decode_file, dtype_name, parse_object, write_text
-from amp_fx.plans.label import Kind, Label
+from amp_fx.plans.label import Kind, Label, Reason
 from amp_fx.policy import OpClass
+from amp_fx.policy.levels import Level
 
-__all__ = ["CastPlan", "CastSum", "Cost", "InputPlan", "ModuleCasts", "NodePlan", "Plan", "dtype_name"]
+__all__ = [
+    "CastPlan", "CastSum", "Cost", "InputPlan", "ModuleCasts", "NodePlan", "Plan", "dtype_name", "with_choice",
+]  # fmt: skip
 
 #: of a file; the version is bumped when the JSON form changes incompatibly
 _HEADER = {"version": 4}
@@ -284,3 +287,17 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file that ``options={"plan": path}`` replays: all of it, or the old file stays."""
         write_text(path, self.to_json() + "\n")
+
+
+def with_choice(
+    row: Label, role: str, level: Level | None, why: Reason
+) -> tuple[dict[str, str], tuple[Reason, ...]]:
+    """Levels and reasons of a call, with what was decided for one of its matmuls; None: it stays low.
+
+    ``why`` takes the place of what a plan that was followed has said before.
+    """
+    if row.low is None:
+        raise AssertionError(f"{row.name} multiplies, and has no low dtype")
+    name = dtype_name(row.low) if level is None else level.name
+    others = tuple(reason for reason in row.reasons if reason.values.get("role") != role)
+    return {**row.levels, role: name}, (*others, replace(why, values={"role": role, **why.values}))

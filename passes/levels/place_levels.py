@@ -22,12 +22,14 @@ from amp_fx.placement.cut import HIGH, LOW, Problem, Shared, Var
 from amp_fx.placement.level_cost import NARROW, OPERATIONS, LevelCost
 from amp_fx.placement.priced import Priced, SensitivityTerm
 from amp_fx.placement.tradeoff import within
-from amp_fx.plans.label import Kind, Label, Reason, label_of
-from amp_fx.plans.plan import NodePlan, dtype_name
+from amp_fx.plans.label import Kind, Reason, label_of
+from amp_fx.plans.plan import with_choice
 from amp_fx.policy.levels import AUTO, LEVELS, WEIGHT, Implementation, Level
 from amp_fx.policy.rules import BELOW
 
-__all__ = ["Budget", "PlaceLevels", "level_of", "level_problem", "with_choice"]
+__all__ = ["Budget", "PlaceLevels", "level_of", "level_problem"]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -236,20 +238,6 @@ def _implemented(found: Mapping[Matmul, Implementation | Reason]) -> dict[Matmul
     return {matmul: way for matmul, way in found.items() if isinstance(way, Implementation)}
 
 
-def with_choice(
-    row: Label | NodePlan, role: str, level: Level | None, why: Reason
-) -> tuple[dict[str, str], tuple[Reason, ...]]:
-    """Levels and reasons of a call, with what was decided for one of its matmuls; None: it stays low.
-
-    ``why`` takes the place of what a plan that was followed has said before.
-    """
-    if row.low is None:
-        raise AssertionError(f"{row.name} multiplies, and has no low dtype")
-    name = dtype_name(row.low) if level is None else level.name
-    others = tuple(reason for reason in row.reasons if reason.values.get("role") != role)
-    return {**row.levels, role: name}, (*others, replace(why, values={"role": role, **why.values}))
-
-
 # ---- the problem of the cut
 
 
@@ -290,16 +278,19 @@ def level_problem(matmuls: Mapping[Matmul, Implementation], level: Level, cost: 
     return problem
 
 
-def _product_before(node: fx.Node) -> fx.Node | None:
-    """The product that writes a value, with activations and residuals applied; None of what other kernels compute."""
-    if is_matmul(node):
-        return node
-    passes = has_trait(node, Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST, Trait.BATCH_NORM)
-    single = len(node.all_input_nodes) == 1 and torch.Tag.pointwise in getattr(node.target, "tags", ())
-    if node.op != "call_function" or not (passes or single or has_trait(node, Trait.PASSES_GRADIENT)):
-        return None
-    found = (_product_before(given) for given in node.all_input_nodes[: None if not passes else 1])
-    return next((product for product in found if product is not None), None)
+def _product_before(node: fx.Node, *, through_adds: bool = True) -> fx.Node | None:
+    """The product that writes a value, with activations and a residual applied; None of what other kernels compute."""
+    while not is_matmul(node):
+        given = node.all_input_nodes
+        if through_adds and node.target in (aten.add.Tensor, aten.add_.Tensor) and len(given) == 2:
+            found = (_product_before(each, through_adds=False) for each in given)
+            return next((product for product in found if product is not None), None)
+        passes = has_trait(node, Trait.RESHAPES, Trait.UNCHANGED, Trait.CAST, Trait.BATCH_NORM)
+        single = len(given) == 1 and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if node.op != "call_function" or not (passes or single):
+            return None
+        node = given[0]
+    return node
 
 
 def _times(matmul: Matmul, way: Implementation, level: Level, cost: LevelCost) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
 from small_models import Parts, UpDown
+from versions import IS_2_11
 
 # tests share a report
 pytestmark = pytest.mark.xdist_group("explain")
@@ -164,10 +165,14 @@ def test_equal_blocks_are_one_row_and_weights_are_told_from_activations(gpt: Rep
     assert list(rows).index("blocks.*.qkv") < list(rows).index("blocks.*.up") < list(rows).index("head")
 
 
+#: stock Inductor of torch 2.11 does not fuse the backward of GELU here
+_ACTIVATION = nn.Tanh if IS_2_11 else nn.GELU
+
+
 def test_all_pictures_say_the_same_of_a_module() -> None:
-    # norms, an activation (no GELU: torch 2.11 fails) and a softmax, which kernels compute in fp32 whatever they read
+    # norms, an activation and a softmax, which kernels compute in fp32 whatever they read and write
     parts: dict[str, nn.Module] = {
-        "convolution": nn.Conv2d(4, 8, 3), "batch_norm": nn.BatchNorm2d(8), "act": nn.Tanh(),
+        "convolution": nn.Conv2d(4, 8, 3), "batch_norm": nn.BatchNorm2d(8), "act": _ACTIVATION(),
         "layer_norm": nn.LayerNorm(6), "head": nn.Linear(6, 8), "softmax": nn.Softmax(-1),
     }  # fmt: skip
     model, x = nn.Sequential(OrderedDict(parts)), torch.randn(2, 4, 8, 8)

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from amp_fx.errors import AmpFxError, TargetError
 from amp_fx.targets._torch import enter
@@ -40,6 +41,8 @@ def test_one_process_has_one_target_which_is_known_before_anything_is_started() 
     with pytest.raises(TargetError, match=r"cuda:h100.*cuda:a100"):
         process().call("amp_fx.targets._torch:enter", "cuda:a100")
     assert process().call("amp_fx.targets._torch:enter", "cuda:h100") is None
+    # the asking process stays as it is
+    assert not torch.cuda.is_available()
 
 
 def test_a_process_that_dies_says_what_it_wrote_last() -> None:

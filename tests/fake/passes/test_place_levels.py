@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from amp_fx.graphs.calls import output_nodes
 from amp_fx.graphs.keys import MARK
+from amp_fx.passes.levels.place_levels import _product_before
 from amp_fx.placement.level_cost import _as_autocast
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind, Reason
@@ -210,3 +213,17 @@ def test_without_gradients_a_rule_keeps_a_call_from_the_level(tmp_path: Path) ->
     found = evaluated(Attention(), torch.randn(4, 32), given)
     dtypes = {row.module_path: row.computed for row in found.plan.nodes if row.flops}
     assert dtypes == {"q": torch.bfloat16, "k": torch.float32, "v": FP8, "o": FP8}
+
+
+def test_the_product_before_a_value_is_found_behind_one_addition_however_long_the_chain() -> None:
+    def branching(x: Tensor, w: Tensor) -> list[Tensor]:
+        y = x @ w
+        chain = y
+        for _ in range(1000):
+            chain = chain.relu() + chain.sigmoid()
+        return [y.relu(), x + y.relu().t(), (x + y) * x, chain]
+
+    x = torch.randn(4, 4)
+    graph = make_fx(branching, tracing_mode="fake")(x, x)
+    found = [_product_before(node) is not None for node in output_nodes(graph)]
+    assert found == [True, True, False, False]
