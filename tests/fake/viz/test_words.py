@@ -38,6 +38,7 @@ def test_every_kind_of_reason_says_which_value_it_lacks(kind: Kind) -> None:
     names = {name for _, name, _, _ in Formatter().parse(kind.sentence) if name}
     values = dict.fromkeys(names, 0.25)
     text = sentence(Reason(kind, values))
+    assert text
     assert text.count("0.25") + text.count("2.5e-01") == len(names)
     for name in names:
         with pytest.raises(PlanError, match=f"'{name}'"):
