@@ -183,6 +183,7 @@ COMMON_GROUPS = (
         logdet slogdet
     """),
     fp32("linear algebra: no half kernel, and needs the digits", LINALG_UNTIL_2_14, until="2.14"),
+    fp32("linear algebra: no half kernel, and needs the digits", "linalg_matrix_sqrth", since="2.14"),
     fp32("no half kernel", "_upsample_lanczos2d_aa _upsample_lanczos2d_aa.vec", since="2.12"),
     fp32("no half kernel", """
         nanquantile nanquantile.scalar quantile quantile.scalar special_airy_ai special_bessel_j0
@@ -218,7 +219,6 @@ LISTED_GROUPS = (
         """),
         fp32("norm or distance: sums of powers", "cdist"),
         fp32("product: range", "prod prod.dim_int", unless_given="dtype"),
-        fp32("linear algebra: needs the digits", "linalg_matrix_sqrth", since="2.14"),
     ),
     *composite(
         fp32("loss: its inner nll_loss is listed as fp32", "nll_loss_nd"),

@@ -31,6 +31,7 @@ CPU_GROUPS = (
         fp32("transform or complex numbers", f"{FFT} polar view_as_complex"),
         fp32("linear algebra: needs the digits", LINALG),
         fp32("linear algebra: needs the digits", LINALG_UNTIL_2_14, until="2.14"),
+        fp32("linear algebra: needs the digits", "linalg_matrix_sqrth", since="2.14"),
         fp32("fake quantization", "fake_quantize_per_tensor_affine"),
         # KERNEL_CPU(..., promote): the widest dtype of its inputs, which is what follow means
         follow("joins tensors: moves values, in the widest dtype of its inputs", "cat stack", mixes=True),

@@ -94,7 +94,8 @@ CUDA_GROUPS = (
 
 #: registered beside the macros, for CUDA alone
 CUDNN_GROUPS = listed(
-    low("convolution with low-precision instructions", "cudnn_convolution cudnn_convolution_transpose")
+    low("convolution with low-precision instructions", "cudnn_convolution cudnn_convolution_transpose"),
+    fp32("linear algebra: needs the digits", "linalg_matrix_sqrth", since="2.14"),
 )
 
 #: rows that MPS autocast has in place of those of CUDA's, or besides

@@ -39,7 +39,7 @@ class Device:
     packs_weights: bool = False
 
 
-#: xpu, mtia and maia autocast register what CUDA autocast registers, without cudnn's ops; hpu's registrations are in
+#: xpu, mtia and maia autocast register what CUDA autocast registers, but what that has by itself; hpu's registrations are in
 #: a package of its own, and taken to be the same.
 DEVICES: Mapping[str, Device] = {
     device.name: device
