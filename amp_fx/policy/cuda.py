@@ -7,7 +7,7 @@ Listed rows follow the macros of ``ATen/autocast_mode.h``, which comments name, 
 from .classes import composite, follow, fp32, listed, low, promote, unlisted
 from .common import LISTED_GROUPS, NEAREST
 
-__all__ = ["CUDA_GROUPS", "CUDNN_GROUPS", "MPS_GROUPS"]
+__all__ = ["CUDA_ALONE", "CUDA_GROUPS", "MPS_GROUPS"]
 
 CUDA_GROUPS = (
     *LISTED_GROUPS,
@@ -92,8 +92,8 @@ CUDA_GROUPS = (
     ),
 )  # fmt: skip
 
-#: registered beside the macros, for CUDA alone
-CUDNN_GROUPS = listed(
+#: registered beside the macros, and for CUDA only
+CUDA_ALONE = listed(
     low("convolution with low-precision instructions", "cudnn_convolution cudnn_convolution_transpose"),
     fp32("linear algebra: needs the digits", "linalg_matrix_sqrth", since="2.14"),
 )

@@ -14,7 +14,7 @@ from amp_fx.state import cache_results
 from .classes import OpClass, OpGroup
 from .common import COMMON_GROUPS
 from .cpu import CPU_GROUPS
-from .cuda import CUDA_GROUPS, CUDNN_GROUPS, MPS_GROUPS
+from .cuda import CUDA_ALONE, CUDA_GROUPS, MPS_GROUPS
 
 __all__ = ["DEVICES", "Device", "all_names", "check_op", "device_row", "lookup", "supported_devices"]
 
@@ -39,13 +39,13 @@ class Device:
     packs_weights: bool = False
 
 
-#: xpu, mtia and maia autocast register what CUDA autocast registers, but what that has by itself; hpu's registrations are in
-#: a package of its own, and taken to be the same.
+#: xpu, mtia and maia autocast register what CUDA autocast registers, but for CUDA_ALONE; hpu's registrations are in a
+#: package of its own, and taken to be the same.
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
         Device("cpu", (CPU_GROUPS,), has_rates=True, mixes_norms=True, packs_weights=True),
-        Device("cuda", (CUDA_GROUPS, CUDNN_GROUPS), has_rates=True, wide_results=True, fuses_casts=True),
+        Device("cuda", (CUDA_GROUPS, CUDA_ALONE), has_rates=True, wide_results=True, fuses_casts=True),
         Device("mps", (CUDA_GROUPS, MPS_GROUPS)),
         *(Device(name, (CUDA_GROUPS,)) for name in ("hpu", "maia", "mtia", "xpu")),
     )
