@@ -56,8 +56,8 @@ def warn_unscaled(cause: str) -> None:
 def expect_graph() -> None:
     """Warns at the first step of an optimizer, or when the process ends, if no graph has arrived until then.
 
-    This is what ``nn.Sequential(...).compile(backend="amp_fx")`` comes to: Dynamo does not look at functions of
-    torch.nn, and a backend hears nothing of code that never becomes a graph.
+    Up to torch 2.13 ``nn.Sequential(...).compile(backend="amp_fx")`` comes to this: Dynamo does not look at functions
+    of torch.nn. A backend hears nothing of code that never becomes a graph.
     """
     AFTER_STEP.listen(_stepped)
     # without an optimizer, as in serving; before logging itself ends
@@ -77,9 +77,9 @@ def _warn_of_none(event: str, *_: object) -> None:
         graph_arrived()
         logger.warning(
             "torch.compile was given backend='amp_fx' and %s, but no graph has reached amp_fx: what was compiled runs "
-            "eagerly, or was not called. model.compile() compiles nothing of torch's own modules (nn.Sequential, "
-            "nn.TransformerEncoderLayer): use model = torch.compile(model, backend='amp_fx'), or a subclass with a "
-            "forward of your own. amp_fx.explain(model, *args) names the reason.",
+            "eagerly, or was not called. Up to torch 2.13, model.compile() compiles nothing of torch's own modules "
+            "(nn.Sequential, nn.TransformerEncoderLayer): use model = torch.compile(model, backend='amp_fx'), or a "
+            "subclass with a forward of your own. amp_fx.explain(model, *args) names the reason.",
             event,
         )
 

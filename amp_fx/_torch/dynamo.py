@@ -27,6 +27,7 @@ from torch._dynamo import compiled_autograd, external_utils, trace_rules
 from torch._dynamo import config as _dynamo_config
 from torch._dynamo.backends import registry
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.output_graph import graph_break_reasons
 from torch._dynamo.utils import counters as _counters
@@ -186,7 +187,9 @@ def breaks_since_reset() -> list[str]:
 
 
 def _break_text(cause: Any) -> str:
-    reason = str(cause.reason).strip().splitlines()[0]
+    text = str(cause.reason).strip()
+    # of what is left out on purpose, as an LSTM is, the first line says only that
+    reason = (text.partition(" Reason: ")[2] or text).splitlines()[0]
     if not cause.user_stack:
         return reason
     frame = cause.user_stack[-1]
@@ -203,8 +206,9 @@ def given_up() -> dict[str, int]:
 
 
 def is_left_out_in_place(module: torch.nn.Module) -> bool:
-    """True where ``module.compile()``, unlike ``torch.compile(module)``, compiles nothing: Dynamo skips torch's own."""
-    return not _dynamo_config.wrap_top_frame and bool(trace_rules.check(module.forward))
+    """True where ``module.compile()``, unlike ``torch.compile(module)``, compiles nothing: torch's own, up to 2.13."""
+    is_wrapped = _dynamo_config.wrap_top_frame or hasattr(OptimizedModule, "_should_wrap_module_call_impl")
+    return not is_wrapped and bool(trace_rules.check(module.forward))
 
 
 def is_looked_up(name: str) -> bool:

@@ -51,7 +51,7 @@ __all__ = ["compiled_graphs", "explain", "progress"]
 _PATIENCE = 5.0
 #: how Dynamo's message about recurrent layers begins, and what to do. Its own hint is torch._dynamo.config.allow_rnn,
 #: with which Inductor fails on an LSTM in training (torch 2.13, CPU)
-_RECURRENT = "Attempted to wrap RNN, GRU, or LSTM"
+_RECURRENT, _LEFT_OUT = "Attempted to wrap RNN, GRU, or LSTM", "Dynamo does not support RNN, GRU, or LSTM"
 _RECURRENT_REMEDY = (
     "Call the layer in a method of its own with @torch.compiler.disable: what is around it is compiled then"
 )
@@ -162,8 +162,10 @@ class _Call:
     def left_out(self, plans: Sequence[Plan]) -> list[Advice]:
         """A note for everything that runs eagerly although it was to be compiled."""
         found = [*_in_place(self.program), *map(_not_compiled, dict.fromkeys(self.given_up))]
-        # before a break without a graph there was nothing to compile; it counts where it is all that is known
-        early = [] if plans or self.given_up else dict.fromkeys(self.breaks)
+        # before a break without a graph nothing was to compile: it counts if it is all that is known, or is of a layer
+        is_all, told = not (plans or self.given_up), {plan.graph_break for plan in plans}
+        breaks = dict.fromkeys(self.breaks)
+        early = [text for text in breaks if is_all or (_LEFT_OUT in text and text not in told)]
         if not plans and not found and not early:
             found.append(Advice(NOT_COMPILED, _NO_REASON))
         return [*found, *(Advice("graph break", text) for text in early)]

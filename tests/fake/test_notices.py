@@ -20,6 +20,7 @@ import amp_fx.backend
 from amp_fx import notices
 from amp_fx._torch import dynamo as hooks
 from amp_fx.reports import explaining
+from versions import UP_TO_2_13
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,12 @@ class Apart(Recurrent):
         return self.cell(x)[0]
 
 
+class Left(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class OwnSequential(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -82,10 +89,12 @@ ENCODER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 def test_a_model_of_torchs_own_compiled_in_place_is_told_at_the_first_step(caplog: Any, model: Any) -> None:
     with amp_fx.record() as recording:
         train(compiled_in_place(model), torch.randn(2, 4, 8))
-    assert recording.plans == []
-    (text,) = warned(caplog)
-    assert "an optimizer has stepped, but no graph has reached amp_fx" in text
-    assert "a subclass with a forward of your own" in text
+    assert bool(recording.plans) is not UP_TO_2_13
+    words = (
+        "an optimizer has stepped, but no graph has reached amp_fx",
+        "a subclass with a forward of your own",
+    )
+    assert [all(word in text for word in words) for text in warned(caplog)] == [True] * UP_TO_2_13
 
 
 def test_training_what_is_compiled_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +106,7 @@ def test_training_what_is_compiled_tells_nothing(caplog: pytest.LogCaptureFixtur
 def test_explaining_tells_nothing_and_counts_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
     amp_fx.explain(OwnSequential(nn.Linear(8, 8)), torch.randn(2, 8))
     assert warned(caplog) == []
-    train(compiled_in_place(nn.Linear(8, 8)), torch.randn(2, 8))
+    train(compiled_in_place(Left(8, 8)), torch.randn(2, 8))
     assert len(warned(caplog)) == 1
 
 
@@ -125,9 +134,11 @@ def test_the_remedy_for_recurrent_layers_compiles_what_is_around_them(remedied: 
     with amp_fx.record() as recording:
         torch.compile(model, backend="amp_fx")(x).sum().backward()
     graphs = [[row.op for row in plan.nodes] for plan in recording.plans]
-    assert graphs == ([["linear", "relu"], ["linear"]] if remedied else [["linear", "relu"]])
+    given_up = UP_TO_2_13 and not remedied
+    assert graphs == [["linear", "relu"], ["linear"]][: 2 - given_up]
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert remedied or recording.plans[0].graph_break.startswith("the rest of forward is not compiled [")
+    words = "Dynamo does not support RNN, GRU, or LSTM. ", "the rest of forward is not compiled ["
+    assert remedied or recording.plans[0].graph_break.startswith(words[given_up])
 
 
 def test_a_deep_copy_of_a_model_compiled_in_place_is_not_compiled_and_one_that_is_compiled_again_is() -> None:
@@ -143,9 +154,10 @@ def test_a_deep_copy_of_a_model_compiled_in_place_is_not_compiled_and_one_that_i
     assert len(recording.plans) == 1
 
 
-IN_PLACE = """
+DISABLED = """
 import torch, amp_fx
-net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+net = torch.nn.Linear(4, 4)
+net.forward = torch.compiler.disable(net.forward)
 net.compile(backend='amp_fx')
 with torch.inference_mode():
     net(torch.ones(2, 4))
@@ -153,7 +165,7 @@ with torch.inference_mode():
 
 
 def test_a_process_that_ends_without_a_graph_says_so() -> None:
-    done = subprocess.run([sys.executable, "-c", IN_PLACE], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", DISABLED], capture_output=True, text=True, check=True)
     assert done.stderr.count("the process ends, but no graph has reached amp_fx") == 1
 
 
@@ -162,7 +174,7 @@ def test_it_is_told_once_and_only_where_amp_fx_was_asked(backend: str, caplog: A
     if backend != "amp_fx":
         # looked up by other tests
         monkeypatch.delitem(registry._COMPILER_FNS, "amp_fx", raising=False)
-    model = nn.Sequential(nn.Linear(4, 4))
+    model = Left(4, 4)
     model.compile(backend=backend)
     train(model, torch.ones(2, 4))
     for _ in range(2):
