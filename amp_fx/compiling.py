@@ -36,11 +36,11 @@ from amp_fx.graphs.keys import LEVEL, PRODUCTS_MARK, RESULT_MARK
 from amp_fx.graphs.regions import Region, is_autocast_call, takes_own_gradients
 from amp_fx.graphs.values import graph_devices
 from amp_fx.passes import (
-    FUSED,
     PARTITIONED,
     Pass,
     PassContext,
     PlaceLevels,
+    ReadScales,
     ScaleBackward,
     joint_passes,
     run_in_order,
@@ -293,7 +293,7 @@ def _hook(stage: Literal["joint", "post_grad"], passes: tuple[Pass, ...], opts: 
     def run(gm: fx.GraphModule) -> None:
         run_in_order(gm, passes, PassContext())
         if stage == "post_grad" and fuse_quantised(gm.graph):
-            run_in_order(gm, FUSED, PassContext())
+            run_in_order(gm, (ReadScales(),), PassContext())
 
     return graph_pass(stage, uuid, run, opts.inductor)
 

@@ -39,7 +39,7 @@ from amp_fx.passes.levels.quantise_matmuls import QuantiseMatmuls
 from amp_fx.policy.table import device_row
 
 __all__ = [
-    "FUSED", "OUTLINE", "PARTITIONED", "PIPELINE", "Attend", "CacheWeights", "CallPacked", "ChooseAttention",
+    "OUTLINE", "PARTITIONED", "PIPELINE", "Attend", "CacheWeights", "CallPacked", "ChooseAttention",
     "Classify", "Constrain", "FoldWeights", "FuseCasts", "GemmEpilogue", "Given", "InsertCasts",
     "KeepStatistics", "KeepWeights", "LayOutGradients", "LayOutWeights", "MarkMatmuls", "Pass", "PassContext",
     "PinDtypes", "Place", "PlaceBySensitivity", "PlaceLevels", "QuantiseMatmuls", "ReadScales", "Replay",
@@ -129,5 +129,3 @@ def joint_passes(
 
 #: the passes on each of Inductor's forward, backward and inference graphs, in order
 PARTITIONED: tuple[Pass, ...] = (LayOutWeights(), CallPacked(), WriteCasts())
-#: those behind Inductor's own, which have products in int8 do what follows them
-FUSED: tuple[Pass, ...] = (ReadScales(),)

@@ -137,13 +137,9 @@ def lays_out_convolutions() -> bool:
     """Whether Inductor runs convolutions on a CPU channels last in every call: ``GraphLowering.decide_layout_opt``."""
     from torch._inductor import config
 
-    return (
-        config.layout_optimization
-        # which packs the weights once instead
-        and not config.freezing
-        and torch.backends.mkldnn.enabled
-        and torch.backends.mkldnn.is_available()
-    )
+    # freezing packs the weights once instead
+    is_on = config.layout_optimization and not config.freezing
+    return is_on and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
 
 
 def tunes_kernels(options: Mapping[str, Any]) -> bool:

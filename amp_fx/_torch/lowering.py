@@ -85,11 +85,8 @@ def lower_with_inductor(
             moved = sum(int(node.get_read_write_buffers_sizes()) for node in graph.scheduler.nodes)
             kernels = [node for node in graph.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)]
             extern = [node for node in kernels if isinstance(node, ExternKernelSchedulerNode)]
-            generated = [
-                (_origins(kernel), int(kernel.get_read_write_buffers_sizes()))
-                for kernel in kernels
-                if not isinstance(kernel, ExternKernelSchedulerNode)
-            ]
+            fused = [node for node in kernels if not isinstance(node, ExternKernelSchedulerNode)]
+            generated = [(_origins(kernel), int(kernel.get_read_write_buffers_sizes())) for kernel in fused]
     return Lowered(
         before=before,
         after=gm,

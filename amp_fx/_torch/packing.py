@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_fx._torch.tracing import OpOverload, own_op
+from amp_fx._torch.tracing import OpOverload, has_low_lstm, own_op, quantised_ops
 from amp_fx.state import cache_results
 
 __all__ = [
@@ -30,6 +31,7 @@ _mkldnn, _onednn = torch.ops.mkldnn, torch.ops.onednn
 LINEAR = _mkldnn._linear_pointwise.default
 #: ``(x, scale, zero point, packed, scales, zero points, bias, scale, zero point, dtype, "none", [], "")``
 LINEAR_INT8 = _onednn.qlinear_pointwise.default
+_CONVOLUTION_INT8 = _onednn.qconv_pointwise.default
 
 _PACK: dict[str, Callable[..., Tensor]] = {
     "linear": _mkldnn._reorder_linear_weight,
@@ -44,18 +46,15 @@ _PACK: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class Packing:
-    """How oneDNN packs a weight; equal if it lays it out alike.
+    """How oneDNN packs a weight; equal if it lays it out alike."""
 
-    Attributes:
-        kind: a key of ``_PACK``.
-        layout: what comes out, as oneDNN describes it.
-        shape: of the packed weight.
-        args: what packing depends on beside the weight, such as the batch size.
-    """
-
+    #: a key of ``_PACK``
     kind: str
+    #: what comes out, as oneDNN describes it
     layout: bytes
+    #: of the packed weight
     shape: torch.Size
+    #: what packing depends on beside the weight, such as the batch size
     args: tuple[Any, ...] = field(compare=False)
 
     def __call__(self, weight: Tensor) -> Tensor:
@@ -75,13 +74,10 @@ def packing(kind: str, shape: torch.Size, dtype: torch.dtype, *args: Any) -> Pac
 
 def onednn_packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies in a dtype on this processor."""
-    if not torch.backends.mkldnn.enabled or not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.bfloat16:
-        return bool(_mkldnn._is_mkldnn_bf16_supported())
-    if dtype is torch.float16:
-        return bool(_mkldnn._is_mkldnn_fp16_supported())
-    return dtype is torch.float32
+    is_on = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
+    # in a dtype in which it has an LSTM, too
+    is_low = dtype in (torch.bfloat16, torch.float16)
+    return is_on and (dtype is torch.float32 or (is_low and has_low_lstm(dtype)))
 
 
 def packed_memory(packed: Tensor) -> tuple[int, int]:
@@ -119,7 +115,7 @@ def convolution_int8_op() -> OpOverload:
     return own_op(
         "packed_convolution_int8(Tensor x, float scale, int zero_point, Tensor weight, Tensor scales, Tensor zeros, "
         "Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, ScalarType dtype) -> Tensor",
-        _run_convolution_int8,
+        lambda *args: _CONVOLUTION_INT8(*pointwise_convolution_int8(*args)[1]),
         _convolution_int8_meta,
     )
 
@@ -127,62 +123,117 @@ def convolution_int8_op() -> OpOverload:
 def pointwise_convolution_int8(*args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
     """The call of oneDNN, and its arguments, for the arguments of :func:`convolution_int8_op`."""
     *given, dtype = args
-    return _onednn.qconv_pointwise.default, (*given, 1.0, 0, dtype, "none", [], "")
-
-
-def _run_convolution_int8(*args: Any) -> Tensor:
-    op, given = pointwise_convolution_int8(*args)
-    result: Tensor = op(*given)
-    return result
+    return _CONVOLUTION_INT8, (*given, 1.0, 0, dtype, "none", [], "")
 
 
 def _convolution_int8_meta(*args: Any) -> Tensor:
     x, _scale, _zero, weight, _scales, _zeros, _bias, *given, groups, dtype = args
-    args = x.to(dtype), weight.to(dtype), None
-    return torch.ops.aten.convolution.default(*args, *given, False, [0, 0], groups)
-
-
-def fuse_quantised(graph: torch.fx.Graph) -> bool:
-    """Has oneDNN's products in int8 do what follows them: activations, additions, and the rounding of what they return.
-
-    Inductor does it where it freezes a graph, in the passes behind those that pack weights. False if there are none.
-    """
-    if not any(node.target in (LINEAR_INT8, _onednn.qconv_pointwise.default) for node in graph.nodes):
-        return False
-    from torch._inductor.fx_passes import freezing_patterns
-
-    freezing_patterns.lazy_init()
-    for patterns in freezing_patterns.pass_patterns[3:]:
-        patterns.apply(graph)
-    return True
+    return torch.ops.aten.convolution(x.to(dtype), weight.to(dtype), None, *given, False, [0, 0], groups)
 
 
 def _run_convolution(*args: Any) -> Tensor:
     op, given = pointwise_convolution(*args)
     x, weight, _, *more = args
-    like = _convolution_meta(
-        x.to("meta"), torch.empty(weight.shape, dtype=weight.dtype, device="meta"), None, *more
-    )
+    plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    like = _convolution_meta(x.to("meta"), plain, None, *more)
     # the strides that the graph was traced with
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(op(*given))
 
 
-def _convolution_meta(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    *more: Any,
-) -> Tensor:
-    # packed, it is the other way round
-    weight = weight.transpose(0, 1) if transposed else weight
-    return torch.ops.aten.convolution.default(x, weight, bias, stride, padding, dilation, transposed, *more)
+def _convolution_meta(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
+    # that of a transposed one is the other way round once it is packed
+    weight = weight.transpose(0, 1) if more[4] else weight
+    return torch.ops.aten.convolution.default(x, weight, *more)
 
 
 # ---- Inductor
+
+
+def fuse_quantised(graph: fx.Graph) -> bool:
+    """Has oneDNN's products in int8 do what follows them: activations, additions, and the rounding of what they return.
+
+    Up to torch 2.13 Inductor does it where it freezes a graph; then it left that to torchao. False if there are none.
+    """
+    if not any(node.target in _ADDING for node in graph.nodes):
+        return False
+    _fusions().apply(graph)
+    return True
+
+
+#: what is added as well stands behind the weight
+_ADDING = {LINEAR_INT8: _onednn.qlinear_pointwise.binary, _CONVOLUTION_INT8: _onednn.qconv2d_pointwise.binary}
+
+
+def _fuse(activation: str, algorithm: str, match: Any, *_: Any, other: Any = None, **named: Any) -> None:
+    """Makes one call of all that was found, with oneDNN's names of an activation, where there is one."""
+    product: Any = next(node for node in match.nodes if node.target in _ADDING)
+    out, added, is_rounded = match.output_node(), (), "scale" in named
+    op, *given, dtype = product.target, *product.args[:-6], out.meta["val"].dtype
+    written = (torch.float32, torch.bfloat16) if other is not None else (product.args[-4],)
+    is_fit = is_rounded or (dtype in written and len(match.nodes) > 1)
+    # a keyword is a factor of what is added
+    if product.args[-3] != "none" or not is_fit or any(node.kwargs for node in match.nodes):
+        return
+    if other is not None:
+        if not isinstance(other, fx.Node) or other.meta["val"].shape != product.meta["val"].shape:
+            return
+        added = 1.0, 0, "add", 1.0
+        if op is _CONVOLUTION_INT8:
+            if other.target is not quantised_ops().dequantize_per_tensor.default:
+                return
+            # it adds where that lies, which nobody may read later: bytes if it writes bytes
+            other, *scales = other.args[:3] if is_rounded else (other, 1.0, 0)
+            added = *scales, "sum", 1.0
+            is_own = not any(getattr(node.target, "is_view", True) for node in (other, *other.users))
+            is_fit = not is_rounded or other.meta["val"].dtype is dtype
+            if not is_own or not is_fit or other is product.args[0] or max(other.users) > out:
+                return
+        given.insert(6, other)
+        op = _ADDING[op]
+    limits = [named[name] for name in ("min_value", "max_value") if name in named]
+    after = named.get("scale", 1.0), named.get("zero_point", 0), dtype, *added, activation, limits, algorithm
+    made = match.graph.call_function(op, (*given, *after))
+    made.meta.update(out.meta)
+    out.replace_all_uses_with(made)
+    match.erase_nodes()
+
+
+@cache_results()
+def _fusions() -> Any:
+    """Inductor's patterns of activations, behind a product, an addition, or both, and before a rounding or none."""
+    from torch._inductor import pattern_matcher as patterns
+    from torch._inductor.fx_passes import mkldnn_fusion as known
+
+    found: Any = patterns.PatternMatcherPass()
+    aten, other = torch.ops.aten, patterns.KeywordArg("other")
+
+    def call(op: Any, *args: Any, more: int = 0, users: int = 1) -> Any:
+        # each Arg stands for one value
+        return patterns.CallFunction(op, *args, *(patterns.Arg() for _ in range(more)), _users=users)
+
+    def register(pattern: Any, *names: str) -> None:
+        by = map(patterns.KeywordArg, ("scale", "zero_point"))
+        for each in (pattern, call(quantised_ops().quantize_per_tensor.default, pattern, *by, more=3)):
+            patterns.register_graph_pattern(each, pass_dict=found)(partial(_fuse, *names))
+
+    # decomposed, as Inductor knows them, with the number of times that they read a value
+    gelu = [("gelu", "none", known._gelu_fusion_1, 2), ("gelu", "tanh", known._gelu_fusion_2, 4)]
+    clamped = [("hardtanh", "", known._hardtanh_fusion, 1), ("hardswish", "", known._hardswish_fusion, 2)]
+    others = [*clamped, ("swish", "", known._silu_fusion, 2)]
+    cast = partial(call, torch.ops.prims.convert_element_type.default, more=1)
+    # on ARM they do nothing beside
+    if _mkldnn._is_mkldnn_acl_supported():
+        return found
+    for op, count, activations in ((LINEAR_INT8, 13, gelu), (_CONVOLUTION_INT8, 17, others)):
+        product = partial(call, op, more=count)
+        added = [call(aten.add.Tensor, *pair) for pair in ((product(), other), (other, product()))]
+        for pattern in (product(), *added, *map(cast, added)):
+            register(pattern, "none", "")
+            register(call(aten.relu.default, pattern), "relu", "")
+        for *names, activation, users in activations:
+            register(activation(product(users=users)), *names)
+            register(cast(activation(cast(product(), users=users))), *names)
+    return found
 
 
 def takes_packed_inputs() -> None:
@@ -192,27 +243,23 @@ def takes_packed_inputs() -> None:
     kernels of its own.
     """
     from torch._inductor.lowering import lowerings
+
+    for packet, weight in ((_mkldnn._linear_pointwise, "W"), (_onednn.qlinear_pointwise, "qw")):
+        for op in (getattr(packet, name) for name in packet.overloads()):
+            # it is wrapped once
+            if op in lowerings and not isinstance(lowerings[op], partial):
+                position = [argument.name for argument in op._schema.arguments].index(weight)
+                lowerings[op] = partial(_lower_with_constant, lowerings[op], position)
+
+
+def _lower_with_constant(lower: Callable[..., Any], position: int, *args: Any, **kwargs: Any) -> Any:
     from torch._inductor.virtualized import V
 
-    def lowering(lower: Callable[..., Any], position: int) -> Callable[..., Any]:
-        def with_constant(*args: Any, **kwargs: Any) -> Any:
-            constants, name = V.graph.constants, args[position].get_name()
-            if name in constants:
-                return lower(*args, **kwargs)
-            constants[name] = torch.empty(0, device="meta")
-            try:
-                return lower(*args, **kwargs)
-            finally:
-                del constants[name]
-
-        with_constant.amp_fx_lowers = lower  # type: ignore[attr-defined]  # it is wrapped once
-        return with_constant
-
-    ops = {_mkldnn._linear_pointwise: 1, _onednn.qlinear_pointwise: 3}
-    for packet, position in ops.items():
-        for name in packet.overloads():
-            op = getattr(packet, name)
-            if op in lowerings and not hasattr(lowerings[op], "amp_fx_lowers"):
-                # what is added stands before the weight
-                is_added_first = "binary" in name and packet is _mkldnn._linear_pointwise
-                lowerings[op] = lowering(lowerings[op], position + is_added_first)
+    constants, name = V.graph.constants, args[position].get_name()
+    if name in constants:
+        return lower(*args, **kwargs)
+    constants[name] = torch.empty(0, device="meta")
+    try:
+        return lower(*args, **kwargs)
+    finally:
+        del constants[name]

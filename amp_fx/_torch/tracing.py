@@ -191,6 +191,5 @@ def has_autocast_rule(op: OpOverload, device_type: str) -> bool:
 
 def has_low_lstm(dtype: torch.dtype) -> bool:
     """Whether oneDNN has an LSTM in a 16-bit dtype for this CPU; where it has none it raises when it runs."""
-    if dtype is torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ops = torch.ops.mkldnn
+    return (ops._is_mkldnn_fp16_supported if dtype is torch.float16 else ops._is_mkldnn_bf16_supported)()

@@ -47,7 +47,9 @@ def join_linears(graph: fx.Graph, derived: set[fx.Node], packs: Packs) -> None:
     """
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
-        if node.users and all(map(_reads_apart, node.users)) and _is_packed(node, derived, packs):
+        # what oneDNN does at the end of its call, or may, would be lost
+        apart = (has_trait(u, Trait.RESHAPES, Trait.MOVES) or u.target is aten.mul.Tensor for u in node.users)
+        if node.users and all(apart) and _is_packed(node, derived, packs):
             key = _key(node)
             if not _is_written(key[0]):
                 groups.setdefault(key, []).append(node)
@@ -74,11 +76,6 @@ def _is_packed(node: fx.Node, derived: set[fx.Node], packs: Packs) -> bool:
     if (source := dequantised(weight, "channel")) is not None:
         return derived.issuperset(args_of(source)[:3])
     return weight in derived and weight.meta["val"].ndim == 2 and packs(x.meta["val"], weight.meta["val"])
-
-
-def _reads_apart(user: fx.Node) -> bool:
-    """False for what oneDNN does at the end of its call, or may: that would be lost."""
-    return has_trait(user, Trait.RESHAPES, Trait.MOVES) or user.target is aten.mul.Tensor
 
 
 def _key(node: fx.Node) -> tuple[fx.Node, Any, Any, Any, Any]:

@@ -178,17 +178,13 @@ class LayOutWeights(Pass):
     def call(self, gm: fx.GraphModule, context: PassContext) -> str:
         if not lays_out_convolutions():
             return "Inductor keeps the layout of convolutions"
-        casts = [node for node in gm.graph.nodes if _is_weight_cast(node)]
+        convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
+        read = {node.args[1] for node in convolutions}
+        # casts to 16 bits of inputs
+        casts = [node for node in gm.graph.nodes if node in read and relaid_weight(node) is not None]
         for cast in casts:
             lay_out(cast, channels_last_strides(cast.meta["val"].shape))
         return f"{len(casts)} weights of convolutions are laid out by the library"
-
-
-def _is_weight_cast(node: fx.Node) -> bool:
-    """A cast to 16 bits of an input that convolutions multiply with."""
-    return relaid_weight(node) is not None and any(
-        user.target is aten.convolution.default and user.args[1] is node for user in node.users
-    )
 
 
 @dataclass(frozen=True)

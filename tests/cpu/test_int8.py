@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.placement.devices import builtin
+from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from graphs import without_inductor
 from holding import Held
@@ -146,6 +147,17 @@ def test_a_packed_weight_takes_one_byte_an_element() -> None:
     # of each column a factor, two numbers that oneDNN wants, and a low bias; and the last linear is low, and oneDNN
     # may pad its 16 columns to 64
     assert 512 * 512 < held.bytes() < 512 * 512 + 512 * 24 + 2 * 512 * 64
+
+
+def test_what_is_added_to_a_product_stays_the_programs_own() -> None:
+    with torch.inference_mode(False):
+        model = Parts(lambda m, x: x.add(m.up(x), alpha=2), up=nn.Linear(32, 32)).eval()
+        profile = DeviceProfile("test", "cpu", {"float32": 1e9, "bfloat16": 2e9, "int8": 8e9}, 1e12, 0.0)
+        cal = amp_fx.calibrate(model, x := torch.randn(8, 32), of="outputs", policy="int8", profile=profile)
+    options: Any = {"plan": cal.plan(budget=100, verify=False), "strict": True}
+    run, given = torch.compile(model, backend="amp_fx", options=options), x.clone()
+    assert wrong(run(given), model, x) < 0.01
+    assert torch.equal(given, x)
 
 
 def test_by_default_only_what_pays_is_quantised() -> None:

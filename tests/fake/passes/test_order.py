@@ -29,7 +29,7 @@ ORDERS = {
     "joint, eager": joint_passes({"cpu"}, "eager"),
     "joint, mps": joint_passes({"mps"}),
     "partitioned": passes.PARTITIONED,
-    "fused": passes.FUSED,
+    "fused": (passes.ReadScales(),),
 }
 
 
