@@ -237,19 +237,18 @@ def _fusions() -> Any:
 
 
 def takes_packed_inputs() -> None:
-    """Has Inductor take packed weights that are inputs of a graph.
+    """Has Inductor take packed weights that are inputs of a graph, where it looks for constants of the graph.
 
-    Where it lowers oneDNN's linears it asserts that weights are constants of the graph, which it reads only to tune
-    kernels of its own.
+    There has to be one for a linear, and from torch 2.15 on a packed one, or a transposed convolution gets wrong sizes.
     """
     from torch._inductor.lowering import lowerings
 
-    for packet, weight in ((_mkldnn._linear_pointwise, "W"), (_onednn.qlinear_pointwise, "qw")):
-        for op in (getattr(packet, name) for name in packet.overloads()):
-            # it is wrapped once
-            if op in lowerings and not isinstance(lowerings[op], partial):
-                position = [argument.name for argument in op._schema.arguments].index(weight)
-                lowerings[op] = partial(_lower_with_constant, lowerings[op], position)
+    packets = _mkldnn._linear_pointwise, _mkldnn._convolution_transpose_pointwise, _onednn.qlinear_pointwise
+    for op in (getattr(packet, name) for packet in packets for name in packet.overloads()):
+        if op in lowerings and not isinstance(lowerings[op], partial):  # it is wrapped once
+            names = [argument.name for argument in op._schema.arguments]
+            weight = "qw" if "qw" in names else "W"
+            lowerings[op] = partial(_lower_with_constant, lowerings[op], names.index(weight))
 
 
 def _lower_with_constant(lower: Callable[..., Any], position: int, *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +257,8 @@ def _lower_with_constant(lower: Callable[..., Any], position: int, *args: Any, *
     constants, name = V.graph.constants, args[position].get_name()
     if name in constants:
         return lower(*args, **kwargs)
-    constants[name] = torch.empty(0, device="meta")
+    with _disable_current_modes():
+        constants[name] = torch.zeros(1).to_mkldnn()
     try:
         return lower(*args, **kwargs)
     finally:

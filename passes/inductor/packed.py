@@ -48,7 +48,7 @@ class CallPacked(Pass):
         found = [(node, calls[name]) for node in gm.graph.nodes if (name := str(node.target)) in calls]
         for node, call in found:
             node.target, node.args = call(*node.args)
-        if any(node.target in (LINEAR, LINEAR_INT8) for node in gm.graph.nodes):
+        if found or any(node.target in (LINEAR, LINEAR_INT8) for node in gm.graph.nodes):
             takes_packed_inputs()
         return f"{len(found)} convolutions have packed weights"
 
