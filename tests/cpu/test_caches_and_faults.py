@@ -61,8 +61,7 @@ def test_the_same_options_share_an_entry_and_different_decisions_never_do() -> N
 
 @pytest.mark.parametrize("how", ["bf16", "int8", "stored low", "convolutions"])
 def test_what_is_packed_is_compiled_once_for_all_processes(how: str) -> None:
-    # in sizes of this test alone
-    layers: tuple[nn.Module, ...] = nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)
+    layers: tuple[nn.Module, ...] = nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)  # sizes of this test
     x, policy = torch.randn(32, 96), "int8" if how == "int8" else "autocast"
     if how == "convolutions":
         layers = nn.Conv2d(6, 10, 3), nn.BatchNorm2d(10), nn.ReLU(), nn.ConvTranspose2d(10, 6, 3)
@@ -76,9 +75,9 @@ def test_what_is_packed_is_compiled_once_for_all_processes(how: str) -> None:
         counters.clear()
         with torch.inference_mode():
             results.append(torch.compile(net, backend="amp_fx", options={**DEFAULTS, "policy": policy})(x))
-    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
-    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert counters["aot_autograd"]["autograd_cache_hit"] == counters["inductor"]["fxgraph_cache_hit"] == 1
     assert torch.equal(*results)
+    torch.testing.assert_close(results[0], net(x), rtol=0.05, atol=0.05)
 
 
 #: rows of the table of combined options (``combinations.py``), which two processes run
@@ -214,9 +213,11 @@ def test_100_recompiles_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
         return resident()
 
     monkeypatch.setattr(amp_fx.compiling, "compile_with_inductor", run_eagerly)
-    before = recompile(20)
-    assert recompile(80) - before < 12e6
-    assert len(made) == 100
+    # pytest keeps what is logged
+    monkeypatch.setattr("_pytest.logging.LogCaptureHandler.emit", lambda *_: None)
+    before = recompile(100)
+    assert recompile(100) - before < 4e6
+    assert len(made) == 200
     assert sum(graph() is not None for graph in made) <= 2
 
 
