@@ -156,8 +156,7 @@ def test_a_deep_copy_of_a_model_compiled_in_place_is_not_compiled_and_one_that_i
 
 DISABLED = """
 import torch, amp_fx
-net = torch.nn.Linear(4, 4)
-net.forward = torch.compiler.disable(net.forward)
+net = torch.nn.Linear(4, 4); net.forward = torch.compiler.disable(net.forward)
 net.compile(backend='amp_fx')
 with torch.inference_mode():
     net(torch.ones(2, 4))
