@@ -13,6 +13,7 @@ def _is(*versions: str) -> bool:
 IS_2_11 = _is("2.11")
 UP_TO_2_12 = _is("2.11", "2.12")
 UP_TO_2_13 = _is("2.11", "2.12", "2.13")
+UP_TO_2_14 = UP_TO_2_13 or _is("2.14")
 
 
 def fails_in(*versions: str, fault: str) -> pytest.MarkDecorator:

@@ -27,7 +27,7 @@ from amp_fx.reports.lowered import LoweredGraphs, autocast_backend
 from amp_fx.viz.model import drawing
 from gpt import GPT, GPTConfig
 from small_models import Parts, UpDown
-from versions import IS_2_11, UP_TO_2_13
+from versions import IS_2_11, UP_TO_2_13, UP_TO_2_14
 
 # tests share a report
 pytestmark = pytest.mark.xdist_group("explain")
@@ -306,9 +306,9 @@ ALONE = nn.LSTM(8, 8, batch_first=True)
 )
 def test_what_dynamo_gives_up_is_named_with_its_reason_and_remedy(model: nn.Module, graphs: int) -> None:
     report = explained(model, torch.randn(2, 4, 8))
-    # from torch 2.14 on, the layer alone is left out
-    assert len(of_phase(report, "forward")) == graphs + (not UP_TO_2_13 and model is not ALONE)
-    if not UP_TO_2_13:
+    # from torch 2.15 on, the layer alone is left out
+    assert len(of_phase(report, "forward")) == graphs + (not UP_TO_2_14 and model is not ALONE)
+    if not UP_TO_2_14:
         assert "  Dynamo does not support RNN, GRU, or LSTM. Set " in str(report)
         return
     lines = str(report).splitlines()
