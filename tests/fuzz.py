@@ -26,7 +26,7 @@ import hypothesis
 import torch
 import torch._dynamo
 from torch import Tensor, fx
-from torch._dynamo.exc import InternalTorchDynamoError, Unsupported, UserError
+from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError
 
 import amp_fx.rewriting
 from amp_fx.graphs.regions import ambient_regions
@@ -37,7 +37,7 @@ from fuzz_programs import FP64, Program, programs, quiet
 from graphs import autocast_in
 
 #: Dynamo does not trace every program, and fails on some
-UNTRACED = (InternalTorchDynamoError, Unsupported, UserError)
+UNTRACED = (InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError)
 
 
 class DisagreementError(AssertionError):

@@ -42,7 +42,8 @@ def add_graph(plan: Plan, gm: fx.GraphModule, path: str = "") -> None:
         label = label_of(node)
         if node.op == "placeholder" and (given := input_plan(node, path, is_parameter(node))) is not None:
             plan.inputs.append(given)
-        if label is not None and not _is_about_numbers(node):
+        # a cast that was inserted is no call of the program: plans of other dtypes at its ends match without
+        if label is not None and CAST_META not in node.meta and not _is_about_numbers(node):
             results = _connect_body(gm, node, path, aliases)
             plan.nodes.append(node_plan(label, node, flops, path, results))
         if is_cast(node) and STEP_META not in node.meta and conversion(node) is not None:
@@ -70,7 +71,7 @@ def node_plan(
     if matmul is not None and operands:
         key = matmul.target, operands, shape
         if key not in seen:
-            seen[key] = matmul_flops(matmul)
+            seen[key] = matmul_flops(matmul, label.low)
     return NodePlan(
         **vars(label),
         shape=shape,

@@ -124,6 +124,9 @@ def test_low_precision_ends_on_request() -> None:
     assert error(result, model(x)) < 0.02
     assert ep.example_inputs is not None
     assert ep.example_inputs[0][0].dtype is BF16
+    plan = amp_fx.calibrate(model, x, of="outputs").plan(verify=False)
+    replayed = converted(model, x, keep_io_dtypes=False, plan=plan)
+    assert (casts(replayed), replayed.module()(x.bfloat16()).dtype) == (casts(ep), BF16)
 
 
 def test_a_low_input_that_is_given_in_fp32_is_named_with_the_fix(tmp_path: Path) -> None:

@@ -96,6 +96,18 @@ def test_a_plan_holds_wherever_tensors_of_numbers_are_made() -> None:
         assert found.dtypes("mul.Tensor") == found.dtypes("gelu") == ["float32"]
 
 
+def test_a_plan_holds_where_autocast_around_it_casts_one_operand_of_several() -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        return F.scaled_dot_product_attention(y, y, w), F.conv_transpose1d(y, w[:, :, None])
+
+    args = torch.randn(4, 4), torch.randn(4, 4)
+    made = rewrite(program, *args, ambient=torch.bfloat16)
+    followed = rewrite(program, *args, ambient=torch.bfloat16, options={"plan": made.plan})
+    assert decisions(followed.plan) == decisions(made.plan)
+    assert [row.flops for row in followed.plan.nodes if row.flops] == [128, 256, 128]
+
+
 def test_copies_follow_a_plan_that_has_them_and_their_input_where_it_has_none() -> None:
     copied, as_it_lies = (lambda x, w: x.t().contiguous() @ w), (lambda x, w: x.t() @ w)
     args = torch.randn(16, 8), torch.randn(16, 4)
