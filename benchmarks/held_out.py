@@ -193,16 +193,22 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True)
     styles = {
         True: ("o", "#0072B2", "budget, times autocast's error (calls in int8)"),
-        False: ("s", "#D55E00", "policy, or all calls (those in int8)"),
+        False: ("s", "#D55E00", "policy, all calls, NNCF (calls in int8)"),
     }
     for is_budget, (mark, colour, label) in styles.items():
         shown = [row for row in rows if row.arm[0].isdigit() == is_budget]
         times = [row.time for row in shown]
         above.plot(times, [row.loss for row in shown], mark, color=colour, label=label)
         below.plot(times, [row.divergence for row in shown], mark, color=colour)
-        for row in shown:
-            text = f"{row.arm} ({row.in_int8})"
-            below.annotate(text, (row.time, row.divergence), (6, 3), textcoords="offset points", fontsize=8)
+    # arms that do the same lie side by side, and share a label
+    alike: dict[str, dict[str, Row]] = {}
+    for row in sorted(rows, key=lambda row: row.time):
+        text = f"{row.arm} ({row.in_int8})" if row.in_int8 else row.arm
+        alike.setdefault(f"{row.divergence:.1e}", {})[text] = row
+    for found in alike.values():
+        at = [*found.values()][-1]
+        label = ", ".join(found)
+        below.annotate(label, (at.time, at.divergence), (6, 3), textcoords="offset points", fontsize=8)
     above.legend(frameon=False)
     above.margins(x=0.15)
     base = next(row.loss for row in rows if row.arm == "bf16")
