@@ -192,7 +192,9 @@ class _CapturedQuantiser(Quantiser):
                 data = self._rounded(operand.source, scale)
                 self.copies[key] = WithScale(data, data)
             value = self.copies[key].data
-            dtype = torch.float32 if self._stored else node.meta["val"].dtype
+            # oneDNN's products in int8 return no fp16
+            is_wide = self._stored or node.meta["val"].dtype is torch.float16
+            dtype = torch.float32 if is_wide else node.meta["val"].dtype
             if matmul.is_convolution:
                 if operand.source in self._convolved and not self._is_written(operand.source):
                     self._convolved[operand.source] = scale, value
@@ -206,7 +208,7 @@ class _CapturedQuantiser(Quantiser):
                 factors = scale, self._factor(copy, level, [1, -1])
                 bias = matmul.bias if matmul.bias is None else self._call(CAST, matmul.bias, dtype)
                 final = way.multiply(Product(value, columns, factors, bias, dtype, True), self._call)
-            if self._stored:
+            if is_wide:
                 final = self._call(CAST, final, node.meta["val"].dtype)
             super()._become(matmul, final)
 

@@ -23,6 +23,7 @@ from amp_fx.calibration.ranges import Ranges, fitted, requantised
 from amp_fx.placement.profile import DeviceProfile
 from amp_fx.plans.label import Kind
 from amp_fx.plans.sensitivity import INPUT, MEASURED
+from graphs import without_inductor
 from levels import error, exact
 from small_models import Parts
 
@@ -247,6 +248,17 @@ def test_a_number_of_rows_that_only_the_data_know_is_priced_and_may_be_none() ->
         for rows in (x, -x.abs()):
             with torch.inference_mode():
                 torch.testing.assert_close(run(rows), model(rows), rtol=0.05, atol=0.05)
+
+
+def test_products_by_measured_scales_are_rounded_to_fp16_where_that_is_the_low_dtype() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(), torch.randn(32, 64)
+    profile = replace(PROFILE, peak={**PROFILE.peak, "float16": 2e9})
+    plan = calibrated(model, x, profile=profile, dtype="float16").plan(budget=100, verify=False)
+    options = {"plan": plan, "dtype": "float16", "strict": True}
+    with without_inductor(), torch.inference_mode(), amp_fx.record() as recording:
+        compiled = torch.compile(model, backend="amp_fx", options=options)
+        assert 1e-3 < wrong(compiled(x), model, x) < 0.03
+    assert any(node.levels_below for node in recording.plans[0].nodes)
 
 
 def test_without_kept_weights_scales_are_found_in_each_call(model: Any, plan: CalibratedPlan) -> None:
