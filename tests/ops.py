@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from amp_fx._torch import enable_autocast, has_low_lstm
+from amp_fx._torch import enable_autocast, onednn_computes
 from amp_fx.policy import table
 from amp_fx.policy.classes import OpGroup
 from op_arguments import Call, arguments, each, overload, t
@@ -129,7 +129,7 @@ NOT_ASKED: dict[str, dict[str, str]] = {
         "_mps_convolution": "has no arguments in these tables: its kernel is in MPS builds alone",
         "tensor_split.tensor_indices_or_sections": "takes CPU indices only",
     },
-    "cpu": each("" if has_low_lstm(LOW["cpu"]) else "lstm.input mkldnn_rnn_layer", NO_LSTM),
+    "cpu": each("" if onednn_computes(LOW["cpu"]) else "lstm.input mkldnn_rnn_layer", NO_LSTM),
 }
 
 #: Where the lists differ from what autocast does, on purpose.

@@ -8,7 +8,8 @@ A packed tensor is opaque: it has sizes, and no strides. In a graph that is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_fx._torch.tracing import OpOverload, has_low_lstm, own_op, quantised_ops
+from amp_fx._torch.tracing import OpOverload, onednn_computes, own_op, quantised_ops
 from amp_fx.state import cache_results
 
 __all__ = [
@@ -75,9 +76,8 @@ def packing(kind: str, shape: torch.Size, dtype: torch.dtype, *args: Any) -> Pac
 def onednn_packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies in a dtype on this processor."""
     is_on = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
-    # in a dtype in which it has an LSTM, too
     is_low = dtype in (torch.bfloat16, torch.float16)
-    return is_on and (dtype is torch.float32 or (is_low and has_low_lstm(dtype)))
+    return is_on and (dtype is torch.float32 or (is_low and onednn_computes(dtype)))
 
 
 def packed_memory(packed: Tensor) -> tuple[int, int]:
@@ -236,11 +236,17 @@ def _fusions() -> Any:
     return found
 
 
-def takes_packed_inputs() -> None:
+#: graph -> its inputs that are packed weights; those of other programs are lowered as they were
+_inputs: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def takes_packed_inputs(gm: fx.GraphModule, calls: Iterable[fx.Node]) -> None:
     """Has Inductor take packed weights that are inputs of a graph, where it looks for constants of the graph.
 
     There has to be one for a linear, and from torch 2.15 on a packed one, or a transposed convolution gets wrong sizes.
     """
+    read = {given for call in calls for given in call.all_input_nodes}
+    _inputs[gm] = frozenset(str(node.target) for node in read if node.op == "placeholder")
     from torch._inductor.lowering import lowerings
 
     packets = _mkldnn._linear_pointwise, _mkldnn._convolution_transpose_pointwise, _onednn.qlinear_pointwise
@@ -255,7 +261,7 @@ def _lower_with_constant(lower: Callable[..., Any], position: int, *args: Any, *
     from torch._inductor.virtualized import V
 
     constants, name = V.graph.constants, args[position].get_name()
-    if name in constants:
+    if name in constants or name not in _inputs.get(V.graph.module, ()):
         return lower(*args, **kwargs)
     with _disable_current_modes():
         constants[name] = torch.zeros(1).to_mkldnn()

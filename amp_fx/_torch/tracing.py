@@ -30,9 +30,9 @@ from torch.fx.experimental.proxy_tensor import (
 __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "autocast_disabled",
     "autocast_shield", "defining_module", "disable_proxy_modes_tracing", "enable_autocast",
-    "get_proxy_mode", "has_autocast_rule", "has_low_lstm", "ignore_fresh_symbols", "is_functorch_wrapped",
-    "is_hooks_switch", "known_sizes", "make_fx", "nesting_change", "op_name", "own_op", "quantised_ops",
-    "registered_ops", "saved_tensors_shield", "size_hint", "size_with", "symbolic_kernels",
+    "get_proxy_mode", "has_autocast_rule", "ignore_fresh_symbols", "is_functorch_wrapped",
+    "is_hooks_switch", "known_sizes", "make_fx", "nesting_change", "onednn_computes", "op_name", "own_op",
+    "quantised_ops", "registered_ops", "saved_tensors_shield", "size_hint", "size_with", "symbolic_kernels",
     "track_tensor_tree",
 ]  # fmt: skip
 
@@ -189,7 +189,8 @@ def has_autocast_rule(op: OpOverload, device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op._schema.name, f"Autocast{device_type.upper()}")
 
 
-def has_low_lstm(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has an LSTM in a 16-bit dtype for this CPU; where it has none it raises when it runs."""
-    ops = torch.ops.mkldnn
-    return (ops._is_mkldnn_fp16_supported if dtype is torch.float16 else ops._is_mkldnn_bf16_supported)()
+def onednn_computes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in a 16-bit dtype on this CPU; where it does not, its LSTM raises when it runs."""
+    if dtype is torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()

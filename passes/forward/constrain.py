@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from amp_fx._torch import FakeTensor, OpOverload, has_low_lstm
+from amp_fx._torch import FakeTensor, OpOverload, onednn_computes
 from amp_fx.graphs.calls import arguments, differentiated, is_cast, readers
 from amp_fx.graphs.keys import LABEL, MAY_ROUND, TIED
 from amp_fx.graphs.traits import Trait, has_trait
@@ -234,7 +234,7 @@ def no_kernel(graph: fx.Graph) -> Hazards:
         if _base(node) not in ("lstm", "mkldnn_rnn_layer") or plan.low is None:
             continue
         on_cpu = any(value.device.type == "cpu" for value in tensors(node.meta.get("val")))
-        if on_cpu and not has_low_lstm(plan.low):
+        if on_cpu and not onednn_computes(plan.low):
             yield node, Reason.of(Kind.NO_KERNEL, low=plan.low)
 
 

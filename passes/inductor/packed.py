@@ -48,8 +48,9 @@ class CallPacked(Pass):
         found = [(node, calls[name]) for node in gm.graph.nodes if (name := str(node.target)) in calls]
         for node, call in found:
             node.target, node.args = call(*node.args)
-        if found or any(node.target in (LINEAR, LINEAR_INT8) for node in gm.graph.nodes):
-            takes_packed_inputs()
+        linears = [node for node in gm.graph.nodes if node.target in (LINEAR, LINEAR_INT8)]
+        if found or linears:
+            takes_packed_inputs(gm, [*linears, *(node for node, _ in found)])
         return f"{len(found)} convolutions have packed weights"
 
 

@@ -25,6 +25,7 @@ from combinations import Row
 from combined_runs import STEPS
 from graphs import DEFAULTS, without_inductor
 from holding import run_python
+from versions import UP_TO_2_14
 
 # ---- caches ----
 
@@ -78,6 +79,24 @@ def test_what_is_packed_is_compiled_once_for_all_processes(how: str) -> None:
     assert counters["aot_autograd"]["autograd_cache_hit"] == counters["inductor"]["fxgraph_cache_hit"] == 1
     assert torch.equal(*results)
     torch.testing.assert_close(results[0], net(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.skipif(UP_TO_2_14, reason="Inductor takes each weight of such a call for a packed one")
+def test_other_programs_may_have_weights_that_are_not_packed() -> None:
+    x, weight, once, none = torch.randn(2, 6, 8, 8), torch.randn(6, 10, 3, 3), [1, 1], [0, 0]
+    layer = nn.ConvTranspose2d(6, 10, 3).eval()
+
+    def direct(x: Tensor, weight: Tensor) -> Tensor:
+        call = torch.ops.mkldnn._convolution_transpose_pointwise
+        result: Tensor = call(x, weight, None, none, none, once, once, 1, "none", [], "")
+        return result
+
+    torch._dynamo.reset()
+    with torch.inference_mode(), fresh_cache():
+        torch.compile(layer, backend="amp_fx", options={**DEFAULTS})(x)
+        torch.testing.assert_close(
+            torch.compile(direct)(x, weight), nn.functional.conv_transpose2d(x, weight)
+        )
 
 
 #: rows of the table of combined options (``combinations.py``), which two processes run

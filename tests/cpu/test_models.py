@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import zoo
-from amp_fx._torch import has_low_lstm
+from amp_fx._torch import onednn_computes
 from amp_fx.reports.step import plain, relative_error
 from graphs import without_inductor
 
@@ -135,7 +135,7 @@ def test_training_keeps_dtypes_reaches_every_parameter_and_is_as_accurate_as_aut
 @_models(IN_INFERENCE)
 @pytest.mark.usefixtures("generate")
 def test_inference_keeps_dtypes_and_values_and_is_as_accurate_as_autocast(name: str) -> None:
-    if name == "lstm" and not has_low_lstm(torch.bfloat16):
+    if name == "lstm" and not onednn_computes(torch.bfloat16):
         pytest.skip("nn.LSTM under autocast raises on this CPU")
     case, arms = zoo.make(name), (FP64, FP32, EAGER_AUTOCAST, AMP_FX)
     exact, fp32, autocast, ours = (_run(case, arm, torch.no_grad) for arm in arms)

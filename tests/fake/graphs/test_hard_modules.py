@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx import Plan, record
-from amp_fx._torch import has_low_lstm
+from amp_fx._torch import onednn_computes
 from checks import agree
 from graphs import DEFAULTS, plans, without_inductor
 from small_models import Parts
@@ -144,7 +144,7 @@ def recurrent(layer: Callable[..., nn.Module]) -> nn.Module:
 @plain_and_autocast
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda layer: layer.__name__)
 def test_recurrent_layers_compile_whole(layer: Any, ambient: torch.dtype | None) -> None:
-    if layer is nn.LSTM and ambient is not None and not has_low_lstm(ambient):
+    if layer is nn.LSTM and ambient is not None and not onednn_computes(ambient):
         pytest.skip("nn.LSTM under autocast raises on this CPU")
     # torch.compile cannot train an LSTM on CPU, with any backend: oneDNN's workspace is no tensor that can be saved
     with torch._dynamo.config.patch(allow_rnn=True), torch.set_grad_enabled(layer is not nn.LSTM):
